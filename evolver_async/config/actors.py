@@ -1,0 +1,69 @@
+"""The sections about rollouts: environment, turns, engine, actors."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Latency:
+    """Injected environment latency per step, standing for slow tools."""
+
+    kind: str = "none"  # none, fixed or lognormal
+    median_s: float = 0.05
+    sigma: float = 1.0  # of the logarithm
+
+
+@dataclass
+class Env:
+    """The environment: a registered name or an import path (`my_package.my_env:MyEnv`)."""
+
+    name: str = "frozen_lake"
+    params: dict[str, Any] = field(default_factory=dict)  # the environment's own parameters
+    latency: Latency = field(default_factory=Latency)
+    step_timeout_s: float = 30.0
+    episode_timeout_s: float = 600.0
+
+
+@dataclass
+class Rollout:
+    """How an episode runs."""
+
+    group_size: int = 8  # G: episodes per task
+    max_turns: int = 10
+    format: str = "think_answer"  # the turn format
+    think: bool = False  # whether a turn has a <think> part before <answer>
+    actions_per_turn: int = 1
+    max_tokens: int = 16  # per turn
+    temperature: float = 1.0
+    format_penalty: float = -0.1  # added to the reward for every turn that cannot be parsed
+    guided_fraction: float = 0.0  # share of members that get experience
+
+
+@dataclass
+class Engine:
+    """What generates tokens."""
+
+    kind: str = "torch"
+    slots: int = 64  # sequences decoded together
+    prefill_tokens: int = 4096  # tokens (padding included) of one prefill step
+    in_flight: str = (
+        "keep"  # new weights during a generation: keep (swap, drop KV, go on) or wait (drain first)
+    )
+    device: str = "auto"  # auto, cpu or cuda
+    threads: int = 1
+
+
+@dataclass
+class Actors:
+    """The rollout processes."""
+
+    count: int = 2
+    groups: int = 8  # groups one actor works on at a time
+    weight_lag: int = 0  # hold weights back by this many versions
+    weight_lag_low: int = (
+        -1
+    )  # >= 0: sample the lag uniformly from [weight_lag_low, weight_lag] at each version
+    poll_s: float = 0.02  # how often an actor looks for new weights
+    weights_timeout_s: float = (
+        30.0  # a ticket whose weights do not arrive in this time is given back
+    )

@@ -1,0 +1,69 @@
+"""The sections about training: selection, advantage, correction, loss, optimizer."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Selection:
+    """Which groups of a step train."""
+
+    kind: str = "all"  # all, or spread (keep the groups with the largest reward std)
+    keep: float = 0.5  # spread: the fraction kept
+    drop_zero: bool = True  # spread: drop groups whose members all have the same reward
+    max_empty: int = 5  # this many empty steps in a row end the run
+
+
+@dataclass
+class Advantage:
+    """The advantage estimator."""
+
+    kind: str = "grpo"  # grpo, rloo or reinforce
+    std: str = "group"  # grpo: divide by the group's std, the batch's, or none
+    baseline_decay: float = 0.9  # reinforce: b <- decay * b + (1 - decay) * mean reward
+
+
+@dataclass
+class Correction:
+    """The off-policy correction."""
+
+    kind: str = "decoupled"  # none, ppo or decoupled
+    anchor: str = "recompute"  # recompute (one more forward) or interpolate (from the version lag)
+    level: str = "token"  # decoupled: weights per token or per trajectory
+    w_max: float = 2.0  # truncation of the importance weight; a trajectory-level weight wants 5
+    max_masked: float = 0.9  # warn when a larger share of tokens has zero gradient
+
+
+@dataclass
+class Loss:
+    """The policy loss."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float = 3.0
+    aggregation: str = "token_mean"  # token_mean, sequence_mean or sequence_sum_norm
+    norm_tokens: int = 1024  # sequence_sum_norm: the constant length
+    kl: str = "k3"  # k1, k2 or k3
+    kl_coef: float = 0.0  # 0 loads no reference
+    kl_place: str = "loss"  # loss or reward; k1 only as reward
+    entropy_coef: float = 0.0
+
+
+@dataclass
+class Learner:
+    """The training loop."""
+
+    groups_per_step: int = 32  # B: groups of one step
+    minibatches: int = 4  # optimizer updates of one step
+    token_budget: int = 16384  # tokens (padding included) of one forward pass
+    logprob_chunk: int = 4096  # tokens of one chunk of the vocabulary projection
+    lr: float = 5e-4
+    warmup_steps: int = 5  # learner steps
+    decay: str = "linear"  # none, linear or cosine, over the stage's steps
+    decay_start: float = 0.0  # share of the stage's steps before the decay begins
+    lr_final: float = 0.1  # share of lr at the end of the stage
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
+    weight_decay: float = 0.0
+    grad_clip: float = 0.5
+    max_bad_steps: int = 3  # non-finite steps in a row before the run ends
+    device: str = "auto"
+    threads: int = 1

@@ -1,0 +1,132 @@
+"""The sections about a run as a whole: where it lives, what it trains, in which stages, how it is watched."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Run:
+    """The run directory and its seed."""
+
+    name: str = ""  # "" names the run after the recipe and the time
+    dir: str = "runs"  # the run directory is <dir>/<name>
+    seed: int = 0  # every random draw is keyed by this and by what it is for
+
+
+@dataclass
+class Policy:
+    """The model that is trained."""
+
+    path: str = (
+        ""  # a Hugging Face causal-LM directory; "" makes the `tiny` preset in the run directory
+    )
+    hidden_size: int = 64  # tiny preset only, as are the next four
+    layers: int = 2
+    heads: int = 4
+    intermediate_size: int = 192
+    max_length: int = 1024  # tokens of context (prompt, actions and observations together)
+    dtype: str = "float32"  # float32 or bfloat16
+
+
+@dataclass
+class Tasks:
+    """Where tasks come from."""
+
+    train: int = 0  # distinct training tasks, met repeatedly; 0 draws new ones without end
+
+
+@dataclass
+class Stage:
+    """One stretch of training; ends when the first of its limits is reached (0 = no such limit)."""
+
+    kind: str = "rl"  # sft or rl
+    steps: int = 0  # learner steps
+    tokens: int = 0  # trained ACTION tokens
+    hours: float = 0.0
+    until_success: float = 0.0  # the newest eval/success reaches this
+    expert_fraction: float = (
+        1.0  # sft: share of demonstrations by the environment's solver; the rest is random
+    )
+    reset_optimizer: bool = False  # start this stage with a fresh optimizer
+    refresh_reference: bool = (
+        False  # start this stage with the KL reference set to the current policy
+    )
+    override: dict[str, Any] = field(
+        default_factory=dict
+    )  # any section's keys, for this stage only
+
+
+@dataclass
+class Buffer:
+    """The replay buffer: what is admitted, kept, handed out."""
+
+    max_staleness: int = (
+        4  # S: versions between sampling and training; a group over it is never trained
+    )
+    reuse: int = 1  # how often a group is trained
+    sampler: str = "fifo"  # fifo, freshest or prioritized (by the group's reward spread)
+    straggler: str = "evict"  # evict groups that grow too old, or wait for them
+    lease_s: float = 30.0  # a ticket not renewed for this long is reissued
+    stall_s: float = 120.0  # a ticket without progress for this long is not renewed
+    demo_groups: int = 128  # bound on outstanding demonstration groups
+    limit_bytes: int = 2 << 30  # memory for groups; stops grants while a full batch is ready
+    disk_limit_bytes: int = 20 << 30  # journal size at which grants stop
+    segment_bytes: int = 64 << 20  # size of a journal segment
+    archive: str = (
+        "none"  # what becomes of old segments: none deletes them, all keeps them in journal/archive
+    )
+    commit_s: float = 0.02  # longest wait of one group commit
+    max_attempts: int = (
+        2  # attempts of one member that may fail in the environment before the task is quarantined
+    )
+    address: str = ""  # ipc:// or tcp:// address; "" makes an ipc socket in a private directory
+
+
+@dataclass
+class Weights:
+    """How weights travel from the learner to the actors."""
+
+    channel: str = "shm"  # shm: versioned snapshots in shared memory on one host
+    dir: str = "/dev/shm"  # where the snapshots' private directory is made
+
+
+@dataclass
+class Eval:
+    """Evaluation on held-out tasks with exact weights, greedy and never guided."""
+
+    every: int = 25  # versions between evaluations; 0 evaluates only after each stage
+    episodes: int = 256
+    final_episodes: int = 512  # after the last stage
+    temperature: float = 0.0
+    timeout_s: float = 120.0  # how long the learner waits for the last evaluation
+
+
+@dataclass
+class Checkpoint:
+    """Checkpoints in <run>/checkpoints, newest last."""
+
+    every: int = 25  # learner steps; one is also written at the end of a stage and on SIGTERM
+    keep: int = 2  # at least 2
+
+
+@dataclass
+class Metrics:
+    """JSONL always; Weights & Biases when asked."""
+
+    wandb: str = "disabled"  # auto (online with a key, else offline), online, offline or disabled
+    project: str = "evolver-async"
+    samples: int = 2  # trajectories written to <run>/samples every `samples_every` steps
+    samples_every: int = 10
+    panel: str = "auto"  # auto (a live panel on a terminal, else lines), panel, lines or none
+
+
+@dataclass
+class Launch:
+    """Who starts the processes."""
+
+    kind: str = (
+        "local"  # serial (one loop, virtual clock, reproducible) or local (spawned processes)
+    )
+    restarts: int = 3  # per process; past it the run ends with an error
+    backoff_s: float = 1.0  # before the first restart, doubled each time
+    drain_s: float = 20.0  # after Ctrl-C or SIGTERM, before processes are killed

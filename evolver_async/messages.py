@@ -1,0 +1,208 @@
+"""The requests and replies of the wire: who asks the buffer what, and what it may answer.
+
+Every request is idempotent or harmless when it arrives twice: delivery is at least once.
+"""
+
+from typing import Any
+
+import msgspec
+
+from evolver_async.schema import EvalResult, Fork, Group, Task, Ticket, Trajectory, WeightId
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=False, tag_field="type"):
+    """Anything that crosses the wire; `type` names the class."""
+
+
+# ---- requests
+
+
+class Hello(Message, tag="hello"):
+    """The first word of a process. `tokenizer` is its tokenizer's hash, once it has loaded one."""
+
+    role: str
+    schema_hash: str
+    tokenizer: str | None = None
+
+
+class Lease(Message, tag="lease"):
+    """Asks for up to `credit` groups; parked until there is room."""
+
+    credit: int
+    weights: WeightId | None = None
+
+
+class Push(Message, tag="push"):
+    """Hands in one finished member; kept by the sender until a reply."""
+
+    trajectory: Trajectory
+
+
+class Renew(Message, tag="renew"):
+    """Tickets still being worked on, each with a counter of tokens and environment steps done."""
+
+    progress: dict[int, int]
+
+
+class Release(Message, tag="release"):
+    """Gives members of a ticket back, with the reason (drain, environment, weights)."""
+
+    group_id: int
+    members: list[int]
+    reason: str
+
+
+class Offer(Message, tag="offer"):
+    """Synthetic tasks for the pool."""
+
+    tasks: list[Task]
+
+
+class Sample(Message, tag="sample"):
+    """Asks for the groups of take `take`; a repeated key gets the same groups."""
+
+    lineage: int
+    take: int
+    stage: int
+
+
+class Done(Message, tag="done"):
+    """Reports a take as trained or skipped: how the buffer learns the version.
+
+    `filtered`: group ids left out by selection, by reason. `skipped`: no weights were published.
+    `episodes` > 0: evaluate exactly this version on so many held-out episodes.
+    """
+
+    lineage: int
+    take: int
+    version: int
+    trained: list[int]
+    filtered: dict[str, list[int]]
+    skipped: bool = False
+    episodes: int = 0
+
+
+class Resume(Message, tag="resume"):
+    """A learner (re)start: everything taken from `take` on is ready again, older lineages are fenced.
+
+    A fresh run resumes from lineage 0, take 0, version 0.
+    """
+
+    lineage: int
+    take: int
+    version: int
+
+
+class Kept(Message, tag="kept"):
+    """The oldest take that a kept checkpoint still needs: lets the journal go."""
+
+    take: int
+
+
+class Status(Message, tag="status"):
+    """Asks for occupancy, ledger and rates; for people and tools."""
+
+
+Request = Hello | Lease | Push | Renew | Release | Offer | Sample | Done | Resume | Kept | Status
+
+
+# ---- replies
+
+
+class Welcome(Message, tag="welcome"):
+    """Everything a process needs to take part: the resolved config and where weights are published."""
+
+    run_id: str
+    config: dict[str, Any]
+    weights_address: str
+
+
+class Reject(Message, tag="reject"):
+    """Never acceptable as it is; the reason names the field or both sides' values."""
+
+    reason: str
+
+
+class Tickets(Message, tag="tickets"):
+    tickets: list[Ticket]
+
+
+class Wait(Message, tag="wait"):
+    """Nothing now; `reason` says what is missing, from whom, for how long."""
+
+    reason: str
+
+
+class Ack(Message, tag="ack"):
+    """On disk."""
+
+
+class Dup(Message, tag="dup"):
+    """A copy of this member was taken in before."""
+
+
+class Stale(Message, tag="stale"):
+    """Belongs to no open group."""
+
+
+class Retry(Message, tag="retry"):
+    """Not now; again after `seconds`."""
+
+    seconds: float
+
+
+class Ok(Message, tag="ok"):
+    """Done. After DONE: evaluation results not seen before, and the buffer's counters for the metrics."""
+
+    evals: list[EvalResult] = []
+    counters: dict[str, float] = {}
+
+
+class Fenced(Message, tag="fenced"):
+    """The sender lost its right: a newer lineage exists, or the leases of `groups` were given to another."""
+
+    reason: str
+    groups: list[int] = []
+
+
+class Part(Message, tag="part"):
+    """One group of a GROUPS reply."""
+
+    group: Group
+
+
+class Groups(Message, tag="groups"):
+    """Closes a GROUPS reply: `count` parts came before it."""
+
+    count: int
+
+
+class Resumed(Message, tag="resumed"):
+    """The learner's new lineage and every fork so far."""
+
+    lineage: int
+    forks: list[Fork]
+
+
+class StatusReply(Message, tag="status_reply"):
+    """Occupancy and ledger as nested plain values (see `buffer/service.py: status`)."""
+
+    status: dict[str, Any]
+
+
+Reply = (
+    Welcome
+    | Reject
+    | Tickets
+    | Wait
+    | Ack
+    | Dup
+    | Stale
+    | Retry
+    | Ok
+    | Fenced
+    | Part
+    | Groups
+    | Resumed
+    | StatusReply
+)

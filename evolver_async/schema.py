@@ -1,0 +1,306 @@
+"""The types that two processes must agree on: tasks, tickets, token sequences, trajectories, groups.
+
+Facts only: nothing here is a judgement (advantage, ratio, staleness of a batch) and nothing does I/O.
+The requests and replies that carry these types are in `messages.py`; how they become bytes, in `wire.py`.
+
+`L` is the length of a sequence in tokens, `K` the number of agent turns of a trajectory.
+"""
+
+import enum
+import hashlib
+import math
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+Array = np.ndarray
+Kind = Literal["rollout", "demo", "branch", "explore", "eval"]
+
+
+class Role(enum.IntEnum):
+    """What a token is; only ACTION tokens were written by the policy and only they are trained."""
+
+    PROMPT = 0
+    EXPERIENCE = 1
+    ACTION = 2
+    OBSERVATION = 3
+
+
+class TurnFlag(enum.IntFlag):
+    """What went wrong in a turn."""
+
+    FORMAT_ERROR = 1
+    TOOL_ERROR = 2
+
+
+class WeightId(msgspec.Struct, kw_only=True, frozen=True, order=True, forbid_unknown_fields=True):
+    """The name of a set of weights, ordered lexicographically.
+
+    `lineage` is handed out by the buffer and grows with every learner start, so step 105 before a crash
+    and step 105 after it are different weights. `step` counts publishes.
+    """
+
+    lineage: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.lineage}.{self.step}"
+
+
+class Fork(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Where a lineage began: it continues `parent` from version `step`."""
+
+    lineage: int
+    parent: int
+    step: int
+
+
+def version_lag(head: WeightId, sampled: WeightId, forks: dict[int, Fork]) -> int:
+    """Versions between the sampling weights and `head`: up to their common ancestor and down again.
+
+    Within one lineage this is `head.step - sampled.step`; across a fork at step f it is
+    `(head.step - f) + (sampled.step - f)`, or `head.step - sampled.step` where `sampled` is an ancestor.
+    """
+    ancestor = min(sampled.step, head.step)
+    lineage = head.lineage
+    while lineage > sampled.lineage:
+        fork = forks[lineage]
+        ancestor = min(ancestor, fork.step)
+        lineage = fork.parent
+    if lineage != sampled.lineage:
+        raise ValueError(f"weights {sampled} are not an ancestor of lineage {head.lineage}")
+    return (head.step - ancestor) + (sampled.step - ancestor)
+
+
+class Sampling(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """How tokens are drawn. Temperature 0 is greedy; `max_tokens` bounds one turn.
+
+    Training needs the log-probs of the distribution that was sampled from, so there is no top_p or top_k.
+    """
+
+    temperature: float
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        _require(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            "temperature",
+            self.temperature,
+        )
+        _require(self.max_tokens > 0, "max_tokens", self.max_tokens)
+
+
+class Task(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One problem for an environment.
+
+    `map_seed` numbers the maps of a split: the environment draws maps from it until one's content hashes
+    into `split`, so the same map never appears in two splits. `reference` is a solution, where one is known.
+    """
+
+    task_id: str
+    env: str
+    split: str
+    map_seed: int
+    params: dict[str, Any] = {}
+    origin: Literal["original", "synthetic"] = "original"
+    reference: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.map_seed >= 0, "map_seed", self.map_seed)
+
+
+class Ticket(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Permission to run the named members of one group; it goes to one actor whole.
+
+    `weights`: the oldest weights allowed; for `eval` tickets exactly these. `attempt` counts reissues.
+    """
+
+    group_id: int
+    task: Task
+    kind: Kind
+    stage: int
+    members: list[int]
+    guided: list[int]
+    dynamics_seed: int
+    attempt: int
+    weights: WeightId | None
+    lease_s: float
+    sampling: Sampling
+
+    def __post_init__(self) -> None:
+        _require(self.group_id >= 0, "group_id", self.group_id)
+        _require(len(set(self.members)) == len(self.members) > 0, "members", self.members)
+
+
+class VersionRun(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A run of consecutive ACTION tokens sampled by the same weights."""
+
+    weights: WeightId
+    tokens: int
+
+
+class Sequence(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
+    """One append-only token stream, exactly as the model saw it.
+
+    tokens int32[L]; roles uint8[L] (`Role`); turns int16[L] (agent turn index, -1 outside a turn);
+    logprobs float32[L] (of the sampled distribution, 0 where the role is not ACTION);
+    versions: run-length weights over the ACTION tokens (empty for a scripted policy).
+    Raises ValueError, naming the field, when these do not fit together.
+    """
+
+    tokens: Array
+    roles: Array
+    turns: Array
+    logprobs: Array
+    versions: list[VersionRun]
+
+    def __post_init__(self) -> None:
+        length = len(self.tokens)
+        for name, dtype in (
+            ("tokens", np.int32),
+            ("roles", np.uint8),
+            ("turns", np.int16),
+            ("logprobs", np.float32),
+        ):
+            array = getattr(self, name)
+            _require(
+                array.dtype == dtype and array.shape == (length,),
+                name,
+                f"{array.dtype}{array.shape}",
+            )
+        _require(length > 0, "tokens", "empty")
+        _require(int(self.tokens.min()) >= 0, "tokens", "negative id")
+        _require(int(self.roles.max()) <= Role.OBSERVATION, "roles", "unknown role")
+        action = self.roles == Role.ACTION
+        _require(bool(np.isfinite(self.logprobs).all()), "logprobs", "not finite")
+        _require(float(self.logprobs.max()) <= 1e-3, "logprobs", "positive")
+        _require(not self.logprobs[~action].any(), "logprobs", "non-zero outside ACTION")
+        _require(bool((self.turns[action] >= 0).all()), "turns", "ACTION token outside a turn")
+        runs = sum(run.tokens for run in self.versions)
+        _require(all(run.tokens > 0 for run in self.versions), "versions", "empty run")
+        _require(not self.versions or runs == int(action.sum()), "versions", f"{runs} tokens")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def guided(self) -> bool:
+        """Whether experience was in the context: a fact of the tokens."""
+        return bool((self.roles == Role.EXPERIENCE).any())
+
+    def stripped(self) -> "Sequence":
+        """The same sequence without its EXPERIENCE tokens."""
+        keep = self.roles != Role.EXPERIENCE
+        return Sequence(
+            tokens=self.tokens[keep],
+            roles=self.roles[keep],
+            turns=self.turns[keep],
+            logprobs=self.logprobs[keep],
+            versions=self.versions,
+        )
+
+
+class Trajectory(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
+    """One finished episode of one group member.
+
+    turn_rewards float32[K]; labels int8[K] (+1 GOOD, -1 BAD, 0 unlabelled); turn_flags uint8[K] (`TurnFlag`).
+    `reward` is the outcome including penalties; `timing` holds seconds by phase.
+    """
+
+    group_id: int
+    member: int
+    attempt: int
+    actor: str
+    incarnation: int
+    sequences: list[Sequence]
+    reward: float
+    success: bool
+    terminated: bool
+    truncated: bool
+    turn_rewards: Array
+    turn_flags: Array
+    labels: Array
+    label_source: str
+    experience_ids: list[int]
+    policy: Literal["learned", "scripted"]
+    timing: dict[str, float]
+
+    def __post_init__(self) -> None:
+        turns = len(self.turn_rewards)
+        for name, dtype in (
+            ("turn_rewards", np.float32),
+            ("turn_flags", np.uint8),
+            ("labels", np.int8),
+        ):
+            array = getattr(self, name)
+            _require(
+                array.dtype == dtype and array.shape == (turns,),
+                name,
+                f"{array.dtype}{array.shape}",
+            )
+        _require(math.isfinite(self.reward), "reward", self.reward)
+        _require(bool(np.isfinite(self.turn_rewards).all()), "turn_rewards", "not finite")
+        _require(len(self.sequences) > 0, "sequences", "empty")
+        _require(self.member >= 0 and self.attempt >= 0, "member", (self.member, self.attempt))
+        for sequence in self.sequences:
+            action = sequence.roles == Role.ACTION
+            _require(int(sequence.turns.max()) < turns, "turns", "beyond the last turn reward")
+            _require(
+                self.policy == "scripted" or not action.any() or bool(sequence.versions),
+                "versions",
+                "missing",
+            )
+
+    @property
+    def trajectory_id(self) -> str:
+        return f"{self.group_id}/{self.member}/{self.attempt}"
+
+    @property
+    def action_tokens(self) -> int:
+        return int(sum((sequence.roles == Role.ACTION).sum() for sequence in self.sequences))
+
+    @property
+    def oldest(self) -> WeightId | None:
+        """The oldest weights among the ACTION tokens; None for a scripted policy."""
+        return min(
+            (run.weights for sequence in self.sequences for run in sequence.versions), default=None
+        )
+
+
+class Group(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
+    """All members of one ticket, in member order, as the learner gets them. `use` counts from 0 under reuse."""
+
+    group_id: int
+    task: Task
+    kind: Kind
+    stage: int
+    use: int
+    trajectories: list[Trajectory]
+
+    def __post_init__(self) -> None:
+        members = [trajectory.member for trajectory in self.trajectories]
+        _require(members == sorted(set(members)) and members != [], "trajectories", members)
+
+
+class EvalResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What one evaluation of exact weights found, over `episodes` held-out episodes."""
+
+    weights: WeightId
+    step: int
+    episodes: int
+    success: float
+    reward_mean: float
+    turns_mean: float
+
+
+def key(seed: int, *parts: int | str) -> int:
+    """A 63-bit seed that belongs to its parts alone: every random draw is keyed by what it is for."""
+    text = "/".join(str(part) for part in (seed, *parts))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _require(holds: bool, field: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"{field}: {value}")
