@@ -83,7 +83,7 @@ class Done(Message, tag="done"):
 
 
 class Resume(Message, tag="resume"):
-    """A learner (re)start: everything taken from `take` on is ready again, older lineages are fenced.
+    """A learner (re)start: what was taken from `take` on is ready again, older lineages are fenced.
 
     A fresh run resumes from lineage 0, take 0, version 0.
     """
@@ -110,7 +110,7 @@ Request = Hello | Lease | Push | Renew | Release | Offer | Sample | Done | Resum
 
 
 class Welcome(Message, tag="welcome"):
-    """Everything a process needs to take part: the resolved config and where weights are published."""
+    """What a process needs to take part: the resolved config and where weights are published."""
 
     run_id: str
     config: dict[str, Any]
@@ -152,14 +152,14 @@ class Retry(Message, tag="retry"):
 
 
 class Ok(Message, tag="ok"):
-    """Done. After DONE: evaluation results not seen before, and the buffer's counters for the metrics."""
+    """Done. After DONE: new evaluation results, and the buffer's counters for the metrics."""
 
     evals: list[EvalResult] = []
     counters: dict[str, float] = {}
 
 
 class Fenced(Message, tag="fenced"):
-    """The sender lost its right: a newer lineage exists, or the leases of `groups` were given to another."""
+    """The sender lost its right: a newer lineage exists, or `groups` were leased to another."""
 
     reason: str
     groups: list[int] = []

@@ -1,7 +1,8 @@
-"""The types that two processes must agree on: tasks, tickets, token sequences, trajectories, groups.
+"""The types that two processes must agree on: tasks, tickets, sequences, trajectories, groups.
 
-Facts only: nothing here is a judgement (advantage, ratio, staleness of a batch) and nothing does I/O.
-The requests and replies that carry these types are in `messages.py`; how they become bytes, in `wire.py`.
+Facts only: nothing here is a judgement (advantage, ratio, staleness of a batch), nothing does I/O.
+The requests and replies that carry these types are in `messages.py`; how they become bytes, in
+`wire.py`.
 
 `L` is the length of a sequence in tokens, `K` the number of agent turns of a trajectory.
 """
@@ -37,8 +38,8 @@ class TurnFlag(enum.IntFlag):
 class WeightId(msgspec.Struct, kw_only=True, frozen=True, order=True, forbid_unknown_fields=True):
     """The name of a set of weights, ordered lexicographically.
 
-    `lineage` is handed out by the buffer and grows with every learner start, so step 105 before a crash
-    and step 105 after it are different weights. `step` counts publishes.
+    `lineage` is handed out by the buffer and grows with every learner start, so step 105 before a
+    crash and step 105 after it are different weights. `step` counts publishes.
     """
 
     lineage: int
@@ -60,23 +61,23 @@ def version_lag(head: WeightId, sampled: WeightId, forks: dict[int, Fork]) -> in
     """Versions between the sampling weights and `head`: up to their common ancestor and down again.
 
     Within one lineage this is `head.step - sampled.step`; across a fork at step f it is
-    `(head.step - f) + (sampled.step - f)`, or `head.step - sampled.step` where `sampled` is an ancestor.
+    `(head.step - f) + (sampled.step - f)`, or `head.step - sampled.step` where `sampled` is an
+    ancestor. Parents have smaller numbers than their children and lineage 0 is everybody's root.
     """
-    ancestor = min(sampled.step, head.step)
-    lineage = head.lineage
-    while lineage > sampled.lineage:
-        fork = forks[lineage]
+    ancestor = min(head.step, sampled.step)
+    ours, theirs = head.lineage, sampled.lineage
+    while ours != theirs:
+        fork = forks[max(ours, theirs)]
         ancestor = min(ancestor, fork.step)
-        lineage = fork.parent
-    if lineage != sampled.lineage:
-        raise ValueError(f"weights {sampled} are not an ancestor of lineage {head.lineage}")
+        ours, theirs = (fork.parent, theirs) if ours > theirs else (ours, fork.parent)
     return (head.step - ancestor) + (sampled.step - ancestor)
 
 
 class Sampling(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """How tokens are drawn. Temperature 0 is greedy; `max_tokens` bounds one turn.
 
-    Training needs the log-probs of the distribution that was sampled from, so there is no top_p or top_k.
+    Training needs the log-probs of the distribution that was sampled from, so there is no top_p and
+    no top_k.
     """
 
     temperature: float
@@ -94,8 +95,9 @@ class Sampling(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 class Task(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """One problem for an environment.
 
-    `map_seed` numbers the maps of a split: the environment draws maps from it until one's content hashes
-    into `split`, so the same map never appears in two splits. `reference` is a solution, where one is known.
+    `map_seed` numbers the maps of a split: the environment draws maps from it until one's content
+    hashes into `split`, so the same map never appears in two splits. `reference` is a solution, if
+    one is known.
     """
 
     task_id: str
@@ -113,7 +115,8 @@ class Task(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
 class Ticket(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Permission to run the named members of one group; it goes to one actor whole.
 
-    `weights`: the oldest weights allowed; for `eval` tickets exactly these. `attempt` counts reissues.
+    `weights`: the oldest weights allowed; for `eval` tickets exactly these. `attempt` counts
+    reissues.
     """
 
     group_id: int
@@ -204,7 +207,8 @@ class Sequence(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=Tru
 class Trajectory(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
     """One finished episode of one group member.
 
-    turn_rewards float32[K]; labels int8[K] (+1 GOOD, -1 BAD, 0 unlabelled); turn_flags uint8[K] (`TurnFlag`).
+    turn_rewards float32[K]; labels int8[K] (+1 GOOD, -1 BAD, 0 unlabelled);
+    turn_flags uint8[K] (`TurnFlag`).
     `reward` is the outcome including penalties; `timing` holds seconds by phase.
     """
 
@@ -269,7 +273,10 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=T
 
 
 class Group(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
-    """All members of one ticket, in member order, as the learner gets them. `use` counts from 0 under reuse."""
+    """All members of one ticket, in member order, as the learner gets them.
+
+    `use` counts from 0 under reuse.
+    """
 
     group_id: int
     task: Task
@@ -295,7 +302,7 @@ class EvalResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
 
 
 def key(seed: int, *parts: int | str) -> int:
-    """A 63-bit seed that belongs to its parts alone: every random draw is keyed by what it is for."""
+    """A 63-bit seed that belongs to its parts: every random draw is keyed by what it is for."""
     text = "/".join(str(part) for part in (seed, *parts))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""The sections about a run as a whole: where it lives, what it trains, in which stages, how it is watched."""
+"""The sections about a run as a whole: what it trains, in which stages, who watches."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,0 +1,111 @@
+"""Token-in, token-out conversation: the chat template, rendered message by message.
+
+A conversation only grows. `first` gives the tokens up to where the policy begins to write, `next`
+those between the end of its turn and the beginning of the next. Between them stands what was
+sampled, token for token, never tokenised again. Where a template would rewrite earlier turns
+(dropping their thoughts, say), this is not followed: the model sees what it wrote.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from actors.engines.base import Generation
+from evolver_async.schema import Role, Sequence, VersionRun, WeightId
+
+ASSISTANT, USER = "assistant-sentinel", "user-sentinel"
+
+
+class Chat:
+    """One tokenizer's way to write conversations.
+
+    `end_of_turn` is the token that the template puts behind an assistant message (None where that
+    is not one special token); `stop_tokens` are those whose sampling ends a turn. ValueError: the
+    template drops or changes messages.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        history = [{"role": "user", "content": ""}, {"role": "assistant", "content": ASSISTANT}]
+        rendered = self._render([*history, {"role": "user", "content": USER}])
+        _, found, after = rendered.partition(ASSISTANT)
+        self._between, found_too, self._opening = after.partition(USER)
+        if not (found and found_too):
+            raise ValueError("chat template: it does not render every message as it is")
+        self.end_of_turn = self._leading_special()
+        ends = (self.end_of_turn, tokenizer.eos_token_id)
+        self.stop_tokens = frozenset(token for token in ends if token is not None)
+
+    def first(self, system: str, user: str, prefix: str) -> list[int]:
+        """The tokens of the first prompt, up to and including the forced `prefix`."""
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        return self.tokens_of(self._render(messages)) + self.tokens_of(prefix)
+
+    def next(self, user: str, prefix: str, ended: bool) -> list[int]:
+        """The tokens from the end of the policy's turn to where it writes again.
+
+        `ended`: the last sampled token was `end_of_turn`, which then must not come twice.
+        """
+        tokens = self.tokens_of(self._between + user + self._opening)
+        return tokens[ended:] + self.tokens_of(prefix)
+
+    def tokens_of(self, text: str) -> list[int]:
+        """The tokens of `text` by itself; nothing is added."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def text_of(self, tokens: list[int]) -> str:
+        """The text of sampled tokens, less a stop token at their end."""
+        if tokens and tokens[-1] in self.stop_tokens:
+            tokens = tokens[:-1]
+        return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        return self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+
+    def _leading_special(self) -> int | None:
+        tokens = self.tokens_of(self._between)
+        if tokens and tokens[0] in self._tokenizer.added_tokens_decoder:
+            return tokens[0]
+        return None
+
+
+class Stream:
+    """The token stream of an episode while it grows."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._roles: list[int] = []
+        self._turns: list[int] = []
+        self._logprobs: list[float] = []
+        self._weights: list[tuple[WeightId, int]] = []
+
+    def read(self, tokens: list[int], role: Role) -> None:
+        """Append what the policy is shown."""
+        self.tokens += tokens
+        self._roles += [role] * len(tokens)
+        self._turns += [-1] * len(tokens)
+        self._logprobs += [0.0] * len(tokens)
+
+    def write(self, generation: Generation, turn: int) -> None:
+        """Append what the policy wrote."""
+        count = len(generation.tokens)
+        self.tokens += generation.tokens
+        self._roles += [Role.ACTION] * count
+        self._turns += [turn] * count
+        self._logprobs += generation.logprobs
+        for weights in generation.weights:
+            if self._weights and self._weights[-1][0] == weights:
+                self._weights[-1] = (weights, self._weights[-1][1] + 1)
+            else:
+                self._weights.append((weights, 1))
+
+    def sequence(self) -> Sequence:
+        return Sequence(
+            tokens=np.array(self.tokens, np.int32),
+            roles=np.array(self._roles, np.uint8),
+            turns=np.array(self._turns, np.int16),
+            logprobs=np.array(self._logprobs, np.float32),
+            versions=[VersionRun(weights=weights, tokens=n) for weights, n in self._weights],
+        )

@@ -1,0 +1,30 @@
+"""What the rollout wing refuses before anything is started."""
+
+from actors.envs.base import Solvable, make_env
+from actors.turns import FORMATS
+from evolver_async.config import Config
+from evolver_async.config.load import stage_config
+
+
+def check(config: Config) -> None:
+    """ValueError names the key that cannot be: environment, its parameters, turn format.
+
+    Every stage is checked with its own overrides.
+    """
+    for index, stage in enumerate(config.stages):
+        staged = stage_config(config, index)
+        env = make_env(staged.env.name, staged.env.params)
+        if stage.kind == "sft" and not isinstance(env, Solvable):
+            raise ValueError(f"stages[{index}].kind: {staged.env.name} has no solve and actions")
+        rollout = staged.rollout
+        if rollout.format not in FORMATS:
+            known = ", ".join(FORMATS)
+            raise ValueError(f"rollout.format: no turn format {rollout.format!r} (known: {known})")
+        style = FORMATS[rollout.format](
+            think=rollout.think, actions_per_turn=rollout.actions_per_turn
+        )
+        if rollout.max_tokens < style.min_tokens:
+            raise ValueError(
+                f"rollout.max_tokens: {rollout.max_tokens} is too small for one turn"
+                f" (at least {style.min_tokens})"
+            )

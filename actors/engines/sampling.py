@@ -1,0 +1,30 @@
+"""Drawing tokens from logits. Shapes: `B` rows, `V` vocabulary."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def sample(
+    logits_BV: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    """A token for each row, by inverse CDF at its uniform number in [0, 1), and its log-prob.
+
+    Temperature 0 takes the most likely token and gives its log-prob at temperature 1.
+    """
+    device = logits_BV.device
+    greedy = 0.0 in temperatures
+    if greedy or set(temperatures) != {1.0}:
+        divisors = [temperature or 1.0 for temperature in temperatures]
+        logits_BV = logits_BV / torch.tensor(divisors, device=device)[:, None]
+    logps_BV = logits_BV.log_softmax(-1)
+    cdf_BV = logps_BV.exp().cumsum(-1, dtype=torch.float64)
+    targets_B1 = (
+        torch.tensor(uniforms, dtype=torch.float64, device=device)[:, None] * cdf_BV[:, -1:]
+    )
+    tokens_B1 = torch.searchsorted(cdf_BV, targets_B1, right=True).clamp_(max=cdf_BV.shape[1] - 1)
+    if greedy:
+        greedy_B1 = torch.tensor(temperatures, device=device)[:, None] == 0
+        tokens_B1 = torch.where(greedy_B1, logps_BV.argmax(-1, keepdim=True), tokens_B1)
+    return tokens_B1[:, 0], logps_BV.gather(-1, tokens_B1)[:, 0]

@@ -1,0 +1,172 @@
+"""KV slots: one row of keys and values per session, written and read in place by the model.
+
+A slot knows which tokens its KV belongs to, so that a later turn, or another member of the group,
+can go on from the longest common prefix. Which request gets which slot: see `torch_engine`.
+
+`S` slots, `B` rows of one forward, `Q` new tokens a row (padded), `T` columns of context attended.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache, PretrainedConfig
+
+COLUMNS = 32  # attended lengths are rounded up to multiples of this
+
+
+class Slots(Cache):
+    """The KV of all slots, in the form of a transformers cache, with the tokens it stands for.
+
+    tokens int32[S, max_length], the known context of a slot; total[S], how many are known;
+    cached[S], for how many of them the KV is there. Keys and values of a layer lie as
+    [S, max_length + 1, heads, head size]; the last column takes what padding writes and is never
+    read.
+    """
+
+    def __init__(
+        self, slots: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(layers=[])
+        self.tokens = np.zeros((slots, max_length), np.int32)
+        self.total = np.zeros(slots, np.int64)
+        self.cached = np.zeros(slots, np.int64)
+        self._dtype, self._device = dtype, device
+        self._pools: list[tuple[Tensor, Tensor]] = []
+        self._write_BQ = torch.zeros(0, dtype=torch.long)
+        self._rows: slice | Tensor = slice(0)
+        self._columns = 0
+
+    @property
+    def max_length(self) -> int:
+        return self.tokens.shape[1]
+
+    def assign(self, slot: int, context: np.ndarray) -> int:
+        """Make `context` the slot's tokens; returns how many of them its KV already covers."""
+        known = min(int(self.cached[slot]), len(context) - 1)
+        differs = np.flatnonzero(self.tokens[slot, :known] != context[:known])
+        known = int(differs[0]) if len(differs) else known
+        self.tokens[slot, known : len(context)] = context[known:]
+        self.total[slot], self.cached[slot] = len(context), known
+        return known
+
+    def append(self, slot: int, token: int) -> None:
+        """Add a sampled token; its KV is written by the forward that reads it."""
+        self.tokens[slot, self.total[slot]] = token
+        self.total[slot] += 1
+
+    def common(self, slot: int, others: np.ndarray) -> np.ndarray:
+        """Length of the common prefix of a slot's tokens, the last one left out, with others'."""
+        length = int(self.total[slot]) - 1
+        same = self.tokens[others, :length] == self.tokens[slot, :length]
+        return np.minimum(np.where(same.all(1), length, same.argmin(1)), self.total[others])
+
+    def borrow(self, slot: int) -> int:
+        """Copy KV from the slot with the longest common prefix; returns the tokens gained."""
+        shared = np.minimum(self.common(slot, np.arange(len(self.total))), self.cached)
+        source = int(shared.argmax())
+        old, new = int(self.cached[slot]), int(shared[source])
+        if new <= old:
+            return 0
+        for pool in (pool for pair in self._pools for pool in pair):
+            pool[slot, old:new] = pool[source, old:new]
+        self.cached[slot] = new
+        return new - old
+
+    def forget(self) -> None:
+        """No KV is valid any more; the tokens stay, so that running generations can go on."""
+        self.cached[:] = 0
+
+    def erase(self) -> None:
+        """Forget, and overwrite: a masked NaN would still spoil what is computed beside it."""
+        self.forget()
+        for pool in (pool for pair in self._pools for pool in pair):
+            pool.zero_()
+
+    def batch(self, slots: np.ndarray, counts: np.ndarray) -> dict[str, Tensor]:
+        """Inputs for a forward of the next `counts` tokens of each slot (ascending), rows in order.
+
+        Slots that lie close together are read in place, with idle rows between them along for the
+        ride; scattered ones are gathered. Returns the model's arguments and, as `rows`, where the
+        slots are among the rows.
+        """
+        low, span = int(slots[0]), int(slots[-1] - slots[0]) + 1
+        longest = int(counts.max())
+        if span <= (len(slots) * 1.5 if longest == 1 else len(slots)):
+            rows, index = np.arange(low, low + span), slots - low
+            new = np.zeros(span, np.int64)
+            new[index] = counts
+            self._rows = slice(low, low + span)
+        else:
+            rows, index, new = slots, np.arange(len(slots)), counts
+            self._rows = torch.from_numpy(slots).to(self._device)
+        offsets_Q = np.arange(longest)
+        positions_BQ = self.cached[rows, None] + offsets_Q
+        columns_BQ = np.where(offsets_Q < new[:, None], positions_BQ, self.max_length)
+        positions_BQ = np.minimum(positions_BQ, self.max_length - 1)
+        write_BQ = rows[:, None] * (self.max_length + 1) + columns_BQ
+        self._write_BQ = torch.from_numpy(write_BQ.ravel()).to(self._device)
+        needed = int((self.cached[slots] + counts).max())
+        self._columns = min(-(-needed // COLUMNS) * COLUMNS, self.max_length)
+        ids_BQ = self.tokens[rows[:, None], positions_BQ].astype(np.int64)
+        hidden_B1QT = torch.from_numpy(np.arange(self._columns) > positions_BQ[:, None, :, None])
+        mask = torch.zeros(hidden_B1QT.shape, dtype=self._dtype).masked_fill_(
+            hidden_B1QT, -torch.inf
+        )
+        return {
+            "rows": torch.from_numpy(index).to(self._device),
+            "input_ids": torch.from_numpy(ids_BQ).to(self._device),
+            "position_ids": torch.from_numpy(positions_BQ).to(self._device),
+            "attention_mask": mask.to(self._device),
+        }
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Called by the model's attention: store the new keys and values, return all to attend."""
+        if layer_idx == len(self._pools):
+            self._pools.append((self._allocate(key_states), self._allocate(value_states)))
+        keys, values = self._pools[layer_idx]
+        return self._exchange(keys, key_states), self._exchange(values, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._columns
+
+    def _allocate(self, states_BHQD: Tensor) -> Tensor:
+        _, heads, _, size = states_BHQD.shape
+        # Zeros, because what is masked must still be finite.
+        return torch.zeros(
+            (len(self.total), self.max_length + 1, heads, size),
+            dtype=states_BHQD.dtype,
+            device=states_BHQD.device,
+        )
+
+    def _exchange(self, pool: Tensor, new_BHQD: Tensor) -> Tensor:
+        flat = pool.flatten(0, 1)
+        flat.index_copy_(0, self._write_BQ, new_BHQD.transpose(1, 2).flatten(0, 1))
+        rows = pool[:, : self._columns]
+        rows = (
+            rows[self._rows] if isinstance(self._rows, slice) else rows.index_select(0, self._rows)
+        )
+        return rows.transpose(1, 2)
+
+
+def check_attention(config: PretrainedConfig, max_length: int) -> None:
+    """ValueError unless every layer attends to the whole context of `max_length` tokens."""
+    window = getattr(config, "sliding_window", None)
+    if window and getattr(config, "use_sliding_window", True) and window < max_length:
+        raise ValueError(f"the model's sliding window {window} is shorter than {max_length} tokens")
+    kinds = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
+    if kinds:
+        raise ValueError(f"the torch engine cannot run layers of type {', '.join(sorted(kinds))}")
+    if config.max_position_embeddings < max_length:
+        raise ValueError(
+            f"the model's {config.max_position_embeddings} positions are fewer than {max_length}"
+        )

@@ -1,0 +1,319 @@
+"""The default engine: continuous batching over KV slots, on the Hugging Face module's own weights.
+
+One step is one forward: either the pending context of some requests (prefill; first, so that more
+rows decode together) or one token of every running request (decode). Between two steps the loop
+yields, and that is where requests come and go and weights are swapped: a step never sees a change.
+
+A request waits for a slot, first come, first served; slots of idle sessions are taken when no free
+one is left, least recently used first. Members of a group that arrive together share their prompt:
+the first one is prefilled, the others copy its KV one step later.
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from actors.engines.base import Generation, Request
+from actors.engines.lean import LeanDecoder
+from actors.engines.sampling import sample
+from actors.engines.slots import Slots, check_attention
+from actors.engines.stops import StopStrings
+from evolver_async.policy import load_state, split_model
+from evolver_async.schema import WeightId
+
+MIN_SHARED = 8  # a common prefix that saves fewer tokens than this is not worth a copy
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request from its arrival to its end; `draws` are its uniform numbers, one per token."""
+
+    request: Request
+    limit: int
+    completers: frozenset[int]
+    draws: list[float]
+    future: asyncio.Future[Generation]
+    out: Generation = field(default_factory=Generation)
+
+
+class TorchEngine:
+    """Generates with a Hugging Face causal language model; see `actors.engines.base.Engine`.
+
+    `slots`: sequences that generate together; `max_length`: tokens of context; `prefill_tokens`:
+    tokens, padding included, of one prefill step; `in_flight`: "keep" or "wait". The model must run
+    with sdpa or eager attention over its whole context (ValueError otherwise).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        weights: WeightId | None,
+        slots: int,
+        max_length: int,
+        prefill_tokens: int,
+        in_flight: str,
+    ) -> None:
+        check_attention(model.config, max_length)
+        self.weights = weights
+        self._model = model
+        self._decoder, self._head = split_model(model)
+        self._lean = LeanDecoder(model, max_length) if LeanDecoder.fits(model) else None
+        self._stops = StopStrings(tokenizer)
+        self._slots = Slots(slots, max_length, model.dtype, model.device)
+        self._prefill_tokens = prefill_tokens
+        self._drains = in_flight == "wait"
+        self._runs: dict[str, _Running] = {}  # by session, waiting ones included
+        self._waiting: deque[_Running] = deque()
+        self._running: list[_Running | None] = [None] * slots
+        self._active = np.zeros(slots, bool)
+        self._searching = np.zeros(slots, bool)  # may find KV of another slot to copy
+        self._clock = 0  # counts arrivals and departures
+        self._order = np.zeros(slots, np.int64)  # when each slot was last taken or left
+        self._owner: list[str | None] = [None] * slots
+        self._slot_of: dict[str, int] = {}
+        self._wake = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._updating = asyncio.Lock()
+        self._held = False
+        self._loop: asyncio.Task[None] | None = None
+        self._stats: dict[str, float] = dict.fromkeys(
+            ("generated", "prefilled", "reused", "steps", "busy_s", "forward_s"), 0.0
+        )
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample one turn; ValueError for an empty context, unknown tokens or a busy session."""
+        if self.weights is None:
+            raise RuntimeError("the engine has no weights yet")
+        context = np.asarray(request.tokens, np.int64)
+        vocabulary = self._model.config.vocab_size
+        if not len(context) or context.min() < 0 or context.max() >= vocabulary:
+            raise ValueError(f"tokens must be 1 or more ids below {vocabulary}")
+        if request.session in self._runs:
+            raise ValueError(f"session {request.session} is already generating")
+        limit = min(request.max_tokens, self._slots.max_length - len(context))
+        if limit <= 0:
+            return Generation(finish="length")
+        completers = self._stops.completers(request.stop_strings)
+        draws = np.random.Generator(np.random.Philox(key=request.seed)).random(limit).tolist()
+        future = asyncio.get_running_loop().create_future()
+        run = _Running(request, limit, completers, draws, future)
+        if self._loop is None:
+            self._loop = asyncio.create_task(self._work(), name="engine")
+        elif self._loop.done():
+            raise RuntimeError("the engine has ended")
+        self._runs[request.session] = run
+        self._waiting.append(run)
+        self._wake.set()
+        try:
+            return await future
+        finally:
+            del self._runs[request.session]
+            if run in self._waiting:
+                self._waiting.remove(run)
+            elif run in self._running:
+                self._leave(self._running.index(run))
+
+    def release(self, session: str) -> None:
+        """The session's slot is free again; its KV stays for others to copy until it is taken."""
+        slot = self._slot_of.pop(session, None)
+        if slot is not None:
+            self._owner[slot] = None
+
+    async def update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None:
+        """Swap the weights between two steps; ModelError (the old ones stay) if they do not fit."""
+        async with self._updating:
+            if self._drains:
+                self._held = True
+                try:
+                    while self._active.any():
+                        self._drained.clear()
+                        await self._drained.wait()
+                finally:
+                    self._held = False
+                    self._wake.set()
+            load_state(self._model, tensors)
+            self.weights = weights
+            self._slots.forget()
+            self._searching |= self._active
+
+    async def close(self) -> None:
+        if self._loop is not None:
+            self._loop.cancel()
+            await asyncio.wait([self._loop])
+
+    def stats(self) -> dict[str, float]:
+        return dict(self._stats)
+
+    async def _work(self) -> None:
+        try:
+            while True:
+                if not (self._active.any() or (self._waiting and not self._held)):
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
+                self._step()
+                await asyncio.sleep(0)
+        except Exception as error:
+            for run in self._runs.values():
+                if not run.future.done():
+                    run.future.set_exception(error)
+        finally:
+            for run in self._runs.values():
+                run.future.cancel()
+            self._active[:] = False
+            self._drained.set()
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        start = time.perf_counter()
+        self._admit()
+        slots, counts = self._plan()
+        if len(slots):
+            logits_BV = self._forward(slots, counts)
+            whole = self._slots.cached[slots] == self._slots.total[slots]
+            if not whole.all():
+                logits_BV = logits_BV[torch.from_numpy(np.flatnonzero(whole)).to(logits_BV.device)]
+            self._advance(slots[whole], logits_BV)
+        self._stats["steps"] += 1
+        self._stats["busy_s"] += time.perf_counter() - start
+
+    def _admit(self) -> None:
+        """Give slots to waiting requests, in the order of their arrival."""
+        while self._waiting and not self._held:
+            run = self._waiting[0]
+            slot = self._slot_of.get(run.request.session)
+            if slot is None:
+                slot = self._vacant()
+                if slot is None:
+                    return
+                evicted = self._owner[slot]
+                if evicted is not None:
+                    del self._slot_of[evicted]
+                self._owner[slot] = run.request.session
+                self._slot_of[run.request.session] = slot
+            self._waiting.popleft()
+            before = self._slots.cached[slot]
+            known = self._slots.assign(slot, np.asarray(run.request.tokens))
+            self._stats["reused"] += known
+            self._searching[slot] = known == 0 or known < before
+            self._running[slot] = run
+            self._active[slot] = True
+            self._clock += 1
+            self._order[slot] = self._clock
+
+    def _leave(self, slot: int) -> None:
+        """The slot's generation is over; its session keeps the slot until it is released."""
+        self._running[slot] = None
+        self._active[slot] = False
+        self._clock += 1
+        self._order[slot] = self._clock
+        if not self._active.any():
+            self._drained.set()
+
+    def _vacant(self) -> int | None:
+        """The slot to take: an unused one, else the free or idle one that was left longest ago."""
+        idle = np.flatnonzero(~self._active)
+        if not len(idle):
+            return None
+        owned = np.array([self._owner[slot] is not None for slot in idle])
+        filled = self._slots.cached[idle] > 0
+        rank = np.lexsort((np.where(filled, self._order[idle], idle), filled, owned))
+        return int(idle[rank[0]])
+
+    def _plan(self) -> tuple[np.ndarray, np.ndarray]:
+        """The slots of the next forward, ascending, and how many tokens of each it takes."""
+        pending = self._slots.total - self._slots.cached
+        behind = np.flatnonzero(self._active & (pending > 1))
+        for slot in behind[self._searching[behind]]:
+            gain = self._slots.borrow(slot)
+            self._stats["reused"] += gain
+        pending = self._slots.total - self._slots.cached
+        behind = behind[pending[behind] > 1]
+        if not len(behind):
+            slots = np.flatnonzero(self._active)
+            return slots, np.ones(len(slots), np.int64)
+        # Around the request that has waited longest, those of similar length: little padding.
+        oldest = behind[self._order[behind].argmin()]
+        behind = behind[np.lexsort((self._order[behind], abs(pending[behind] - pending[oldest])))]
+        chosen: list[int] = []
+        longest = 1
+        for slot in behind:
+            padded = max(longest, min(int(pending[slot]), self._prefill_tokens))
+            if chosen and padded * (len(chosen) + 1) > self._prefill_tokens:
+                break
+            if self._searching[slot] and self._soon_shared(slot, chosen):
+                continue
+            chosen.append(int(slot))
+            longest = padded
+        self._searching[chosen] = False
+        slots = np.array(sorted(chosen))
+        counts = np.minimum(pending[slots], self._prefill_tokens)
+        self._stats["prefilled"] += float(counts.sum())
+        return slots, counts
+
+    def _soon_shared(self, slot: int, chosen: list[int]) -> bool:
+        """Whether this step computes KV that the slot can copy in the next one."""
+        if not chosen:
+            return False
+        common = self._slots.common(slot, np.array(chosen))
+        return int(common.max()) >= self._slots.cached[slot] + MIN_SHARED
+
+    def _forward(self, slots: np.ndarray, counts: np.ndarray) -> Tensor:
+        """Logits float32[B, V] after the next `counts` tokens of each slot; their KV is stored."""
+        start = time.perf_counter()
+        inputs = self._slots.batch(slots, counts)
+        rows = inputs.pop("rows")
+        if self._lean is not None:
+            hidden_BQD = self._lean(**inputs, slots=self._slots)
+        else:
+            hidden_BQD = self._decoder(
+                **inputs, past_key_values=self._slots, use_cache=True
+            ).last_hidden_state
+        last = torch.from_numpy(counts - 1).to(hidden_BQD.device)
+        logits_BV = self._head(hidden_BQD[rows, last]).float()
+        self._slots.cached[slots] += counts
+        self._stats["forward_s"] += time.perf_counter() - start
+        return logits_BV
+
+    def _advance(self, slots: np.ndarray, logits_BV: Tensor) -> None:
+        """Sample one token for each slot and end what is complete."""
+        runs = [run for slot in slots if (run := self._running[slot]) is not None]
+        weights = self.weights
+        if not runs or weights is None:
+            return
+        temperatures = [run.request.temperature for run in runs]
+        uniforms = [run.draws[len(run.out.tokens)] for run in runs]
+        tokens_B, logprobs_B = sample(logits_BV, temperatures, uniforms)
+        self._stats["generated"] += len(runs)
+        drawn = zip(slots.tolist(), runs, tokens_B.tolist(), logprobs_B.tolist(), strict=True)
+        for slot, run, token, logprob in drawn:
+            if not math.isfinite(logprob):
+                # Never sample on from broken weights, and leave none of their KV behind.
+                self._leave(slot)
+                run.future.set_exception(FloatingPointError(f"weights {self.weights}: {logprob}"))
+                self._slots.erase()
+                self._searching |= self._active
+                continue
+            out = run.out
+            out.tokens.append(token)
+            out.logprobs.append(logprob)
+            out.weights.append(weights)
+            self._slots.append(slot, token)
+            if token in run.request.stop_tokens or (
+                token in run.completers and self._stops.found(out.tokens, run.request.stop_strings)
+            ):
+                out.finish = "stop"
+            elif len(out.tokens) < run.limit:
+                continue
+            self._leave(slot)
+            if not run.future.done():
+                run.future.set_result(out)

@@ -1,0 +1,162 @@
+"""What an environment is, how one is found by name or import path, and how its failures look.
+
+An environment is a small synchronous object that plays one episode after `reset`. Its constructor
+takes its parameters as typed keyword arguments and does no work. A class whose methods may block
+says `blocking = True` and is then called in threads, with deadlines (see `actors/rollout.py`).
+"""
+
+import hashlib
+import importlib
+import inspect
+import statistics
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import msgspec
+
+from evolver_async.schema import Task
+
+REGISTRY = {
+    "bandit": "actors.envs.bandit:Bandit",
+    "frozen_lake": "actors.envs.frozen_lake:FrozenLake",
+}
+
+
+class EnvError(ValueError):
+    """The configuration asks for an environment that cannot be; the message names the key."""
+
+
+class EnvironmentFailure(Exception):
+    """An environment raised an exception or missed a deadline; says which and why."""
+
+    def __init__(self, env: str, cause: BaseException) -> None:
+        super().__init__(f"environment {env}: {type(cause).__name__}: {cause}")
+        self.env = env
+        self.cause = cause
+
+
+@dataclass(frozen=True)
+class Info:
+    """`valid`: the action existed; `success`: the task is solved."""
+
+    valid: bool = True
+    success: bool = False
+
+
+class Step(NamedTuple):
+    """What one action led to. `observation` is the text of the next user message."""
+
+    observation: str
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: Info
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Computed success probabilities of the uniform random and of the optimal policy."""
+
+    random: float
+    optimal: float
+
+
+class Env(Protocol):
+    """One episode at a time: `reset`, then `step` until `terminated` or `truncated`."""
+
+    instructions: str  # for the system message: what the task is and which actions exist
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        """Begin `task`, all chance keyed by `dynamics_seed`; returns the first observation."""
+        ...
+
+    def step(self, action: str) -> Step:
+        """Act. An action that does not exist changes nothing and gives `info.valid` False."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Solvable(Env, Protocol):
+    """An environment that can demonstrate: it knows its actions and how to reach success."""
+
+    def actions(self) -> list[str]:
+        """All actions that exist in the current state."""
+        ...
+
+    def solve(self) -> list[str]:
+        """The best actions from the current state on: as many as are certain to stay the best."""
+        ...
+
+
+@runtime_checkable
+class Measurable(Env, Protocol):
+    """An environment whose random and optimal policies can be computed."""
+
+    def exact(self, max_turns: int) -> Exact:
+        """The values of the task begun by `reset`, within `max_turns` actions."""
+        ...
+
+
+def env_class(name: str) -> type[Env]:
+    """The class of a registered name or of an import path; EnvError names `env.name`."""
+    path = REGISTRY.get(name, name)
+    module, separator, attribute = path.partition(":")
+    if not separator:
+        known = ", ".join(sorted(REGISTRY))
+        raise EnvError(
+            f"env.name: no environment {name!r} (known: {known}; or package.module:Class)"
+        )
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise EnvError(f"env.name: cannot import {name!r}: {error}") from error
+    missing = [part for part in ("reset", "step", "close") if not hasattr(found, part)]
+    if missing:
+        raise EnvError(f"env.name: {name!r} has no {', '.join(missing)}")
+    return found
+
+
+def make_env(name: str, params: dict[str, Any]) -> Env:
+    """An environment with these parameters; EnvError names `env.name` or `env.params.<key>`."""
+    found = env_class(name)
+    known = inspect.signature(found).parameters
+    hints = typing.get_type_hints(found.__init__)
+    arguments = {}
+    for param, value in params.items():
+        if param not in known:
+            listing = ", ".join(known) or "none"
+            raise EnvError(f"env.params.{param}: {name} has no such parameter (known: {listing})")
+        try:
+            arguments[param] = msgspec.convert(value, hints.get(param, Any))
+        except msgspec.ValidationError as error:
+            raise EnvError(f"env.params.{param}: {error}") from error
+    try:
+        return found(**arguments)
+    except (TypeError, ValueError) as error:
+        raise EnvError(f"env.params.{error}") from error
+
+
+def split_of(content: bytes) -> str:
+    """The split that a task belongs to by its content alone: about one in eight is for testing."""
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return "test" if int.from_bytes(digest, "little") % 8 == 0 else "train"
+
+
+def exact(tasks: Iterable[Task], max_turns: int) -> Exact | None:
+    """Mean exact values over `tasks`, or None where the environment cannot compute them."""
+    values = []
+    for task in tasks:
+        env = make_env(task.env, task.params)
+        if not isinstance(env, Measurable):
+            return None
+        env.reset(task, 0)
+        values.append(env.exact(max_turns))
+        env.close()
+    return Exact(
+        random=statistics.fmean(value.random for value in values),
+        optimal=statistics.fmean(value.optimal for value in values),
+    )

@@ -1,0 +1,267 @@
+"""FrozenLake with gymnasium's dynamics on generated, solvable maps, described in words.
+
+Maps are drawn from `(split, map_seed)` until one is solvable and its content hashes into the split,
+so no map is in two splits. Reward is 1 on reaching the goal; a hole ends the episode; the limit on
+moves is the rollout's. Cells are numbered row by row.
+"""
+
+import random
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+import numpy as np
+
+from actors.envs.base import Exact, Info, Step, split_of
+from evolver_async.schema import Task, key
+
+INSTRUCTIONS = "walk over the ice from P to the goal G . O is a hole . actions left down right up ."
+PLAYER, ICE, HOLE, GOAL = "P", "_", "O", "G"
+WORDS = {ICE: "ice", HOLE: "hole", GOAL: "goal"}
+WALL = "wall"
+POSITION = "row {} column {}"
+DIRECTION = " goal {} {} {} {}"
+
+ACTIONS = ("left", "down", "right", "up")  # gymnasium's order: a slip goes to a neighbour in it
+MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
+MAX_DRAWS = 20_000
+DISCOUNT = 0.95  # of the slippery solver: moves are limited, so a safe way must not be too long
+
+
+@dataclass(frozen=True)
+class Lake:
+    """A map, as rows of `_`, `O` and one `G`, and where the player starts."""
+
+    rows: tuple[str, ...]
+    start: int
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def cells(self) -> str:
+        return "".join(self.rows)
+
+    @cached_property
+    def goal(self) -> int:
+        return self.cells.index(GOAL)
+
+    @cached_property
+    def neighbours(self) -> list[list[int | None]]:
+        """For each cell the cell in each direction, None beyond the edge."""
+        size = self.size
+        return [
+            [
+                (row + down) * size + column + right
+                if 0 <= row + down < size and 0 <= column + right < size
+                else None
+                for down, right in MOVES
+            ]
+            for row in range(size)
+            for column in range(size)
+        ]
+
+    def moved(self, cell: int, action: int) -> int:
+        """Where a move ends; the edge holds the player."""
+        neighbour = self.neighbours[cell][action]
+        return cell if neighbour is None else neighbour
+
+    @cached_property
+    def distances(self) -> list[int]:
+        """Moves to the goal from every cell without slipping; -1 for holes and cut-off cells."""
+        distances = [-1] * len(self.cells)
+        distances[self.goal] = 0
+        frontier = [self.goal]
+        for cell in frontier:  # grows while it is walked: breadth first
+            for neighbour in self.neighbours[cell]:
+                if (
+                    neighbour is not None
+                    and distances[neighbour] < 0
+                    and self.cells[neighbour] == ICE
+                ):
+                    distances[neighbour] = distances[cell] + 1
+                    frontier.append(neighbour)
+        return distances
+
+    def transitions(self, success_rate: float) -> np.ndarray:
+        """T[action, cell, next cell], the probability; rows of the goal and of holes are 0."""
+        count = len(self.cells)
+        matrix = np.zeros((4, count, count))
+        for cell in range(count):
+            if self.cells[cell] != ICE:
+                continue
+            for action in range(4):
+                for probability, slid in slips(action, success_rate):
+                    matrix[action, cell, self.moved(cell, slid)] += probability
+        return matrix
+
+
+def slips(action: int, success_rate: float) -> list[tuple[float, int]]:
+    """The actions that may happen when `action` is tried, in gymnasium's order."""
+    fail_rate = (1.0 - success_rate) / 2.0
+    return [(fail_rate, (action - 1) % 4), (success_rate, action), (fail_rate, (action + 1) % 4)]
+
+
+@lru_cache(maxsize=4096)
+def draw_lake(size: int, frozen_prob: float, placement: str, split: str, map_seed: int) -> Lake:
+    """The map of (split, map_seed): the first solvable draw that hashes into the split."""
+    rng = random.Random(key(map_seed, "frozen_lake", split))
+    count = size * size
+    for _ in range(MAX_DRAWS):
+        cells = [ICE if rng.random() < frozen_prob else HOLE for _ in range(count)]
+        start, goal = (0, count - 1) if placement == "corners" else rng.sample(range(count), 2)
+        cells[start], cells[goal] = ICE, GOAL
+        text = "".join(cells)
+        if split_of(f"{text}/{start}".encode()) != split:
+            continue
+        rows = tuple(text[row * size : (row + 1) * size] for row in range(size))
+        lake = Lake(rows=rows, start=start)
+        if lake.distances[start] > 0:
+            return lake
+    raise ValueError(f"frozen_prob: {frozen_prob} leaves no solvable {split} map of size {size}")
+
+
+@lru_cache(maxsize=256)
+def best_actions(lake: Lake, success_rate: float) -> list[int]:
+    """The best action in every cell of a slippery lake, by value iteration."""
+    matrix = lake.transitions(success_rate)
+    values = np.zeros(len(lake.cells))
+    values[lake.goal] = 1.0
+    while True:
+        new = DISCOUNT * (matrix @ values).max(axis=0)
+        new[lake.goal] = 1.0
+        if np.abs(new - values).max() < 1e-9:
+            return (matrix @ new).argmax(axis=0).tolist()
+        values = new
+
+
+class FrozenLake:
+    """The environment. `success_rate` is used only where `slippery`; `grid` says in which turns the
+    map is shown; `hints` describes the four neighbours and where the goal lies.
+
+    ValueError names the parameter that is out of range.
+    """
+
+    instructions = INSTRUCTIONS
+
+    def __init__(
+        self,
+        *,
+        size: int = 4,
+        frozen_prob: float = 0.8,
+        placement: Literal["random", "corners"] = "random",
+        slippery: bool = False,
+        success_rate: float = 1.0 / 3.0,
+        grid: Literal["every", "first", "never"] = "every",
+        hints: bool = True,
+    ) -> None:
+        if not 3 <= size <= 8:
+            raise ValueError(f"size: {size} is not in 3..8")
+        if not 0 < frozen_prob < 1:
+            raise ValueError(f"frozen_prob: {frozen_prob} is not between 0 and 1")
+        if not 0 < success_rate <= 1:
+            raise ValueError(f"success_rate: {success_rate} is not in (0, 1]")
+        if grid == "never" and not hints:
+            raise ValueError("grid: never leaves nothing to see without hints")
+        self.size = size
+        self.frozen_prob = frozen_prob
+        self.placement = placement
+        self.success_rate = success_rate if slippery else 1.0
+        self.grid = grid
+        self.hints = hints
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        if task.split not in ("train", "test"):
+            raise ValueError(f"split: {task.split!r} is neither train nor test")
+        self.lake = draw_lake(
+            self.size, self.frozen_prob, self.placement, task.split, task.map_seed
+        )
+        self.dynamics_seed = dynamics_seed
+        self.cell = self.lake.start
+        self.moves = 0
+        return self._observe(self.grid != "never")
+
+    def step(self, action: str) -> Step:
+        name = action.strip().lower()
+        if name not in ACTIONS:
+            return Step(self._observe(self.grid == "every"), 0.0, False, False, Info(valid=False))
+        self.cell = self.lake.moved(self.cell, self._slide(ACTIONS.index(name)))
+        self.moves += 1
+        ground = self.lake.cells[self.cell]
+        if ground != ICE:
+            won = ground == GOAL
+            return Step("", float(won), True, False, Info(success=won))
+        return Step(self._observe(self.grid == "every"), 0.0, False, False, Info())
+
+    def close(self) -> None:
+        pass
+
+    def actions(self) -> list[str]:
+        return list(ACTIONS)
+
+    def solve(self) -> list[str]:
+        """The shortest path; on a slippery lake only the next best action."""
+        if self.success_rate < 1.0:
+            return [ACTIONS[best_actions(self.lake, self.success_rate)[self.cell]]]
+        path, cell = [], self.cell
+        while cell != self.lake.goal:
+            action = next(
+                action
+                for action in range(4)
+                if self.lake.distances[self.lake.moved(cell, action)]
+                == self.lake.distances[cell] - 1
+            )
+            path.append(ACTIONS[action])
+            cell = self.lake.moved(cell, action)
+        return path
+
+    def score(self) -> float:
+        """Minus the moves that are left to the goal; in a hole worse than anywhere else."""
+        distance = self.lake.distances[self.cell]
+        return -float(distance if distance >= 0 else self.size**2)
+
+    def snapshot(self) -> tuple[int, int]:
+        return self.cell, self.moves
+
+    def restore(self, snapshot: tuple[int, int]) -> None:
+        self.cell, self.moves = snapshot
+
+    def exact(self, max_turns: int) -> Exact:
+        """From the start, by backward induction over `max_turns` moves."""
+        matrix = self.lake.transitions(self.success_rate)
+        uniform = optimal = np.eye(len(self.lake.cells))[self.lake.goal]
+        goal = uniform
+        for _ in range(max_turns):
+            uniform = goal + (matrix @ uniform).mean(axis=0)
+            optimal = goal + (matrix @ optimal).max(axis=0)
+        return Exact(float(uniform[self.lake.start]), float(optimal[self.lake.start]))
+
+    def _slide(self, action: int) -> int:
+        """What becomes of an action on this ice; the draw belongs to the move's number."""
+        if self.success_rate == 1.0:
+            return action
+        luck = random.Random(key(self.dynamics_seed, self.moves)).random()
+        outcomes = slips(action, self.success_rate)
+        reached = np.cumsum([probability for probability, _ in outcomes]) > luck
+        return outcomes[int(reached.argmax())][1]
+
+    def _observe(self, grid: bool) -> str:
+        lake, cell, size = self.lake, self.cell, self.size
+        row, column = divmod(cell, size)
+        text = POSITION.format(row, column)
+        if self.hints:
+            down, right = lake.goal // size - row, lake.goal % size - column
+            text += DIRECTION.format(
+                "up" if down < 0 else "down",
+                abs(down),
+                "left" if right < 0 else "right",
+                abs(right),
+            )
+            for action, neighbour in zip(ACTIONS, lake.neighbours[cell], strict=True):
+                text += f" {action} {WALL if neighbour is None else WORDS[lake.cells[neighbour]]}"
+        if grid:
+            cells = lake.cells[:cell] + PLAYER + lake.cells[cell + 1 :]
+            rows = "\n".join(cells[start : start + size] for start in range(0, len(cells), size))
+            text = f"{rows}\n{text}"
+        return text

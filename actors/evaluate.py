@@ -1,0 +1,97 @@
+"""Evaluates the newest checkpoint of a run on held-out tasks: greedy, never guided, in one process."""
+
+import asyncio
+import statistics
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from actors.chat import Chat
+from actors.engines.torch_engine import TorchEngine
+from actors.envs.base import exact
+from actors.rollout import Progress, run_group
+from actors.worker import setting_of
+from evolver_async import checkpoint, policy
+from evolver_async.config import Config
+from evolver_async.config.load import load, stage_config
+from evolver_async.schema import Sampling, Task, Ticket, Trajectory, WeightId, key
+
+
+def evaluate(run_dir: Path, episodes: int) -> str:
+    """Run the first `episodes` held-out tasks; says in a line how it went, beside the exact values."""
+    config = load(run_dir / "config.yaml", [])
+    newest, manifest = checkpoint.load_newest(run_dir / "checkpoints", run_dir.name)
+    last = len(config.stages) - 1
+    staged = stage_config(config, last)
+    tasks = [
+        Task(
+            task_id=f"{staged.env.name}/test/{number}",
+            env=staged.env.name,
+            split="test",
+            map_seed=number,
+            params=staged.env.params,
+        )
+        for number in range(episodes)
+    ]
+    weights = load_file(newest / "model.safetensors")
+    trajectories = asyncio.run(_play(staged, last, tasks, weights))
+    success = statistics.fmean(trajectory.success for trajectory in trajectories)
+    reward = statistics.fmean(trajectory.reward for trajectory in trajectories)
+    line = f"{run_dir}, step {manifest.step}: success {success:.3f}, reward {reward:.3f}"
+    line += f" over {episodes} held-out episodes"
+    values = exact(tasks, staged.rollout.max_turns)
+    if values is not None:
+        line += (
+            f" (random policy {values.random:.3f}, optimal policy {values.optimal:.3f}, exactly)"
+        )
+    return line
+
+
+async def _play(config: Config, stage: int, tasks: list[Task], weights: dict) -> list[Trajectory]:
+    """One greedy episode a task."""
+    tokenizer = policy.load_tokenizer(config.policy.path)
+    model = policy.load_model(
+        config.policy.path, dtype=config.policy.dtype, device=config.engine.device
+    )
+    policy.load_state(model, weights)
+    held = WeightId(lineage=0, step=0)
+    engine = TorchEngine(
+        model,
+        tokenizer,
+        weights=held,
+        slots=config.engine.slots,
+        max_length=config.policy.max_length,
+        prefill_tokens=config.engine.prefill_tokens,
+        in_flight=config.engine.in_flight,
+    )
+    setting = setting_of(config, Chat(tokenizer), "eval", 0)
+    finished: list[Trajectory] = []
+    room = asyncio.Semaphore(config.engine.slots)
+
+    async def deliver(trajectory: Trajectory) -> None:
+        finished.append(trajectory)
+
+    async def play(number: int, task: Task) -> None:
+        ticket = Ticket(
+            group_id=number,
+            task=task,
+            kind="eval",
+            stage=stage,
+            members=[0],
+            guided=[],
+            dynamics_seed=key(config.run.seed, "eval", number),
+            attempt=0,
+            weights=held,
+            lease_s=0.0,
+            sampling=Sampling(
+                temperature=config.eval.temperature, max_tokens=config.rollout.max_tokens
+            ),
+        )
+        async with room:
+            await run_group(ticket, setting, engine, Progress(), deliver)
+
+    async with asyncio.TaskGroup() as group:
+        for number, task in enumerate(tasks):
+            group.create_task(play(number, task))
+    await engine.close()
+    return finished

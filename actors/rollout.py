@@ -1,0 +1,274 @@
+"""One episode and one group of episodes: environment, policy and conversation taking turns.
+
+No sockets here. Tokens are recorded as the model saw them: PROMPT up to where it first writes,
+ACTION for what it sampled, OBSERVATION for everything between. Times are the loop's, so they are
+virtual in a serial run.
+"""
+
+import asyncio
+import math
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from actors.chat import Chat, Stream
+from actors.engines.base import Engine, Generation, Request
+from actors.envs.base import Env, EnvError, EnvironmentFailure, Step, make_env
+from actors.turns import TurnFormat
+from evolver_async.schema import Role, Ticket, Trajectory, TurnFlag, key
+
+INVALID = "invalid answer\n{}"  # then the last observation again: nothing has happened
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all episodes of a stage share. `max_length` bounds the tokens of a whole episode."""
+
+    chat: Chat
+    format: TurnFormat
+    actor: str
+    incarnation: int
+    seed: int
+    max_turns: int
+    max_length: int
+    format_penalty: float
+    step_timeout_s: float
+    episode_timeout_s: float
+    latency: str  # of every step: none, fixed or lognormal
+    latency_median_s: float
+    latency_sigma: float
+
+
+@dataclass
+class Progress:
+    """Tokens and environment steps done for one ticket: its lease is renewed while they grow."""
+
+    count: int = 0
+
+
+class Policy(Protocol):
+    """Whoever writes the ACTION tokens of one episode."""
+
+    kind: Literal["learned", "scripted"]
+
+    async def write(self, env: Env, context: list[int], turn: int) -> Generation:
+        """The turn that follows `context`. A scripted policy has no `weights` and log-probs 0."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Learned:
+    """The engine, writing for one member of a ticket; every turn's draws have their own key."""
+
+    kind: Literal["learned", "scripted"] = "learned"
+
+    def __init__(self, engine: Engine, ticket: Ticket, member: int, setting: Setting) -> None:
+        self._engine = engine
+        self._sampling = ticket.sampling
+        self._stop_tokens = setting.chat.stop_tokens
+        self._stop_strings = setting.format.stop_strings
+        self._session = f"{ticket.group_id}/{member}/{ticket.attempt}"
+        self._seed = setting.seed
+
+    async def write(self, env: Env, context: list[int], turn: int) -> Generation:
+        return await self._engine.generate(
+            Request(
+                tokens=context,
+                max_tokens=self._sampling.max_tokens,
+                temperature=self._sampling.temperature,
+                stop_tokens=self._stop_tokens,
+                stop_strings=self._stop_strings,
+                session=self._session,
+                seed=key(self._seed, "sample", self._session, turn),
+            )
+        )
+
+    def close(self) -> None:
+        self._engine.release(self._session)
+
+
+class Episode:
+    """One member's way through its task."""
+
+    def __init__(
+        self, env: Env, ticket: Ticket, member: int, setting: Setting, progress: Progress
+    ) -> None:
+        self.env = env
+        self.ticket = ticket
+        self.member = member
+        self.setting = setting
+        self.progress = progress
+        self.stream = Stream()
+        self.observation = ""
+        self.rewards: list[float] = []
+        self.flags: list[TurnFlag] = []
+        self.steps = 0
+        self.success = self.terminated = self.truncated = False
+        self.env_s = self.generate_s = 0.0
+
+    async def play(self, policy: Policy) -> Trajectory:
+        """Reset, then turns until the end, their limit, or too little room for a whole one."""
+        setting, chat, style = self.setting, self.setting.chat, self.setting.format
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        room = setting.max_length - self.ticket.sampling.max_tokens
+        dynamics_seed = key(self.ticket.dynamics_seed, self.member)
+        self.observation = await self._call(self.env.reset, self.ticket.task, dynamics_seed)
+        system = f"{self.env.instructions} {style.instructions}"
+        prompt = chat.first(system, self.observation, style.prefix)
+        if len(prompt) > room:
+            cause = f"first prompt of {len(prompt)} tokens leaves no turn in policy.max_length"
+            raise EnvironmentFailure(self.ticket.task.env, ValueError(cause))
+        self.stream.read(prompt, Role.PROMPT)
+        for turn in range(setting.max_turns):
+            asked = loop.time()
+            generation = await policy.write(self.env, list(self.stream.tokens), turn)
+            self.generate_s += loop.time() - asked
+            self.progress.count += len(generation.tokens)
+            self.stream.write(generation, turn)
+            shown = await self._act(style.parse(chat.text_of(generation.tokens)))
+            if self.terminated or self.truncated or turn == setting.max_turns - 1:
+                break
+            ended = generation.tokens[-1:] == [chat.end_of_turn]
+            delta = chat.next(shown, style.prefix, ended)
+            if len(self.stream.tokens) + len(delta) > room:
+                break
+            self.stream.read(delta, Role.OBSERVATION)
+        return self._trajectory(policy.kind, loop.time() - began)
+
+    async def _act(self, actions: list[str] | None) -> str:
+        """Carry out one turn's actions; returns what the next user message says."""
+        reward, valid = 0.0, actions is not None
+        for action in actions or []:
+            step: Step = await self._call(self.env.step, action, latency_s=self._latency_s())
+            self.steps += 1
+            self.progress.count += 1
+            self.observation = step.observation
+            reward += step.reward
+            valid = valid and step.info.valid
+            self.success = step.info.success
+            self.terminated, self.truncated = step.terminated, step.truncated
+            if step.terminated or step.truncated:
+                break
+        self.rewards.append(reward + (0.0 if valid else self.setting.format_penalty))
+        self.flags.append(TurnFlag(0) if valid else TurnFlag.FORMAT_ERROR)
+        return self.observation if valid else INVALID.format(self.observation)
+
+    async def _call(self, method: Callable[..., Any], *args: object, latency_s: float = 0.0) -> Any:
+        """Call the environment, in a thread if it blocks; raises EnvironmentFailure for all."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            async with asyncio.timeout(self.setting.step_timeout_s):
+                if latency_s > 0:
+                    await asyncio.sleep(latency_s)
+                if getattr(self.env, "blocking", False):
+                    result = await asyncio.to_thread(method, *args)
+                else:
+                    result = method(*args)
+        except Exception as error:
+            raise EnvironmentFailure(self.ticket.task.env, error) from error
+        self.env_s += loop.time() - began
+        return result
+
+    def _latency_s(self) -> float:
+        """This step's injected latency; the draw belongs to the step."""
+        setting, ticket = self.setting, self.ticket
+        if setting.latency == "none":
+            return 0.0
+        if setting.latency == "fixed":
+            return setting.latency_median_s
+        parts = ("latency", ticket.group_id, self.member, ticket.attempt, self.steps)
+        rng = random.Random(key(setting.seed, *parts))
+        return setting.latency_median_s * rng.lognormvariate(0.0, setting.latency_sigma)
+
+    def _trajectory(self, kind: Literal["learned", "scripted"], total_s: float) -> Trajectory:
+        turns = len(self.rewards)
+        return Trajectory(
+            group_id=self.ticket.group_id,
+            member=self.member,
+            attempt=self.ticket.attempt,
+            actor=self.setting.actor,
+            incarnation=self.setting.incarnation,
+            sequences=[self.stream.sequence()],
+            reward=math.fsum(self.rewards),
+            success=self.success,
+            terminated=self.terminated,
+            truncated=not self.terminated,
+            turn_rewards=np.array(self.rewards, np.float32),
+            turn_flags=np.array(self.flags, np.uint8),
+            labels=np.zeros(turns, np.int8),
+            label_source="",
+            experience_ids=[],
+            policy=kind,
+            timing={"env_s": self.env_s, "generate_s": self.generate_s, "total_s": total_s},
+        )
+
+
+async def run_episode(
+    ticket: Ticket, member: int, setting: Setting, policy: Policy, progress: Progress
+) -> Trajectory:
+    """Run one member; EnvironmentFailure where its environment raised or missed a deadline."""
+    name = ticket.task.env
+    try:
+        env = make_env(name, ticket.task.params)
+    except EnvError as error:
+        raise EnvironmentFailure(name, error) from error
+    try:
+        async with asyncio.timeout(setting.episode_timeout_s):
+            return await Episode(env, ticket, member, setting, progress).play(policy)
+    except TimeoutError as error:
+        raise EnvironmentFailure(name, error) from error
+    finally:
+        policy.close()
+        try:
+            env.close()
+        except Exception as error:
+            raise EnvironmentFailure(name, error) from error
+
+
+async def run_members(
+    ticket: Ticket,
+    setting: Setting,
+    policy_of: Callable[[int], Policy],
+    progress: Progress,
+    deliver: Callable[[Trajectory], Awaitable[None]],
+) -> None:
+    """Run a ticket's members side by side and `deliver` each as it ends.
+
+    EnvironmentFailure, the first one, is raised after all the others are delivered.
+    """
+    failures: list[EnvironmentFailure] = []
+
+    async def run(member: int) -> None:
+        try:
+            trajectory = await run_episode(ticket, member, setting, policy_of(member), progress)
+        except EnvironmentFailure as failure:
+            failures.append(failure)
+        else:
+            await deliver(trajectory)
+
+    async with asyncio.TaskGroup() as group:
+        for member in ticket.members:
+            group.create_task(run(member))
+    if failures:
+        raise failures[0]
+
+
+async def run_group(
+    ticket: Ticket,
+    setting: Setting,
+    engine: Engine,
+    progress: Progress,
+    deliver: Callable[[Trajectory], Awaitable[None]],
+) -> None:
+    """Run a ticket's members with the engine; see `run_members`."""
+
+    def policy_of(member: int) -> Policy:
+        return Learned(engine, ticket, member, setting)
+
+    await run_members(ticket, setting, policy_of, progress, deliver)

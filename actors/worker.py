@@ -1,0 +1,327 @@
+"""The rollout process: follows the weights, leases tickets, runs their groups, hands them in.
+
+Four small loops on one asyncio loop. A ticket is run to its end or given back with the reason; a
+finished trajectory is kept until the buffer has it on disk. Rollouts share the engine with newer
+weights arriving; evaluations have it to themselves, with exactly the weights that they name.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from actors.chat import Chat
+from actors.demonstrate import demonstrate_group
+from actors.engines.base import Engine
+from actors.engines.torch_engine import TorchEngine
+from actors.envs.base import EnvironmentFailure
+from actors.rollout import Progress, Setting, run_group
+from actors.turns import FORMATS
+from evolver_async import messages, policy
+from evolver_async.config import Config
+from evolver_async.config.load import from_dict, stage_config
+from evolver_async.launch.roles import RoleArgs
+from evolver_async.schema import Ticket, Trajectory, WeightId, key
+from evolver_async.transport import Client, DealerClient
+from evolver_async.weights.base import Receiver, WeightsGone
+from evolver_async.weights.shm import ShmReceiver
+from evolver_async.wire import SCHEMA_HASH
+
+log = logging.getLogger(__name__)
+
+RELEASE_TIMEOUT_S = 5.0  # a buffer that does not answer will find the lease expired
+
+
+class WeightsLate(Exception):
+    """The weights that a ticket asks for did not arrive in time."""
+
+
+class Worker:
+    """One actor: an engine, and the groups that are being run on it."""
+
+    def __init__(
+        self,
+        config: Config,
+        client: Client,
+        receiver: Receiver,
+        engine: Engine,
+        chat: Chat,
+        name: str,
+        incarnation: int,
+    ) -> None:
+        self.config = config
+        self.settings = [
+            setting_of(stage_config(config, index), chat, name, incarnation)
+            for index in range(len(config.stages))
+        ]
+        self.client = client
+        self.receiver = receiver
+        self.engine = engine
+        self.name = name
+        self.running: dict[int, tuple[Ticket, Progress, asyncio.Task[None]]] = {}
+        self.fenced: set[int] = set()
+        self.turnover = asyncio.Condition()  # notified whenever a ticket ends
+        self.adopting = asyncio.Lock()
+        self.rollouts = 0  # tickets that share the engine
+        self.evaluations = 0  # tickets that want it, or have it, to themselves
+        self.pinned: WeightId | None = None
+        self.pins = 0
+        self.stop = asyncio.Event()
+
+    async def run(self) -> None:
+        """Work until `stop` is set or one of the loops fails; gives back what is not finished."""
+        loops = [asyncio.create_task(loop()) for loop in (self.lease, self.renew, self.follow)]
+        stopping = asyncio.create_task(self.stop.wait())
+        try:
+            await asyncio.wait([*loops, stopping], return_when=asyncio.FIRST_COMPLETED)
+            for loop in loops:
+                if loop.done():
+                    loop.result()
+        finally:
+            for task in (*loops, stopping):
+                task.cancel()
+            await self.drain()
+            await self.engine.close()
+            self.receiver.close()
+
+    async def lease(self) -> None:
+        """Keep as many groups running as the configuration allows."""
+        while True:
+            async with self.turnover:
+                await self.turnover.wait_for(lambda: self.free() > 0)
+            reply = await self.client.request(
+                messages.Lease(credit=self.free(), weights=self.engine.weights)
+            )
+            if isinstance(reply, messages.Wait):
+                log.info("no ticket: %s", reply.reason)
+                continue
+            for ticket in reply.tickets:
+                progress = Progress()
+                task = asyncio.create_task(self.work(ticket, progress), name=f"g{ticket.group_id}")
+                self.running[ticket.group_id] = (ticket, progress, task)
+
+    def free(self) -> int:
+        """Groups of the usual size that still fit."""
+        size = self.config.rollout.group_size
+        members = sum(len(ticket.members) for ticket, _, _ in self.running.values())
+        return self.config.actors.groups - -(-members // size)
+
+    async def renew(self) -> None:
+        """Show progress, so that the leases last; drop what the buffer has given to another."""
+        while True:
+            await asyncio.sleep(self.config.buffer.lease_s / 4)
+            if not self.running:
+                continue
+            progress = {group: done.count for group, (_, done, _) in self.running.items()}
+            reply = await self.client.request(messages.Renew(progress=progress))
+            if isinstance(reply, messages.Fenced):
+                log.warning("fenced: %s", reply.reason)
+                for group in self.running.keys() & set(reply.groups):
+                    self.fenced.add(group)
+                    self.running[group][2].cancel()
+
+    async def follow(self) -> None:
+        """Adopt new weights soon after they appear, whatever is being generated."""
+        while True:
+            await self.adopt()
+            await asyncio.sleep(self.config.actors.poll_s)
+
+    async def adopt(self) -> None:
+        """Hold what the configuration asks for: the pinned weights, or the head less the lag."""
+        async with self.adopting:
+            target = self.target()
+            if target is None or target == self.engine.weights:
+                return
+            try:
+                tensors = self.receiver.fetch(target)
+            except WeightsGone:
+                return  # a newer head has replaced them; the next look finds it
+            await self.engine.update(target, tensors)
+
+    def target(self) -> WeightId | None:
+        if self.pinned is not None:
+            return self.pinned
+        head = self.receiver.head()
+        if head is None:
+            return None
+        high = self.config.actors.weight_lag
+        low = self.config.actors.weight_lag_low
+        lag = high
+        if low >= 0:
+            lag = low + key(self.config.run.seed, "lag", self.name, str(head)) % (high - low + 1)
+        wanted = WeightId(lineage=head.lineage, step=max(0, head.step - lag))
+        if wanted == head:
+            return head
+        available = [w for w in self.receiver.available() if w.lineage == head.lineage]
+        # After a resume the lineage begins at its checkpoint's step: nothing older exists in it.
+        return max(wanted, min(available, default=head))
+
+    async def work(self, ticket: Ticket, progress: Progress) -> None:
+        """Run one ticket to its end; whatever is left of it then is given back, with the reason."""
+        missing = set(ticket.members)
+
+        async def hand_in(trajectory: Trajectory) -> None:
+            await self.client.request(messages.Push(trajectory=trajectory))
+            missing.discard(trajectory.member)
+
+        reason = "drain"
+        try:
+            async with self.weights_for(ticket):
+                await self.roll_out(ticket, progress, hand_in)
+        except WeightsLate:
+            reason = "weights"
+            log.warning("group %d: weights %s did not come", ticket.group_id, ticket.weights)
+        except EnvironmentFailure as failure:
+            reason = "environment"
+            log.warning("group %d: %s", ticket.group_id, failure)
+        finally:
+            self.running.pop(ticket.group_id, None)
+            if missing and ticket.group_id not in self.fenced:
+                release = messages.Release(
+                    group_id=ticket.group_id, members=sorted(missing), reason=reason
+                )
+                await self.client.request(release, timeout_s=RELEASE_TIMEOUT_S)
+            self.fenced.discard(ticket.group_id)
+            async with self.turnover:
+                self.turnover.notify_all()
+
+    async def roll_out(
+        self,
+        ticket: Ticket,
+        progress: Progress,
+        hand_in: Callable[[Trajectory], Awaitable[None]],
+    ) -> None:
+        """The episodes of a ticket, by script or by the engine."""
+        setting = self.settings[ticket.stage]
+        if ticket.kind == "demo":
+            expert = self.config.stages[ticket.stage].expert_fraction
+            await demonstrate_group(ticket, setting, expert, progress, hand_in)
+        else:
+            await run_group(ticket, setting, self.engine, progress, hand_in)
+
+    @contextlib.asynccontextmanager
+    async def weights_for(self, ticket: Ticket) -> AsyncIterator[None]:
+        """Hold the engine with weights that the ticket allows.
+
+        Rollouts share it. Evaluations wait until no rollout runs, pin their weights and keep new
+        rollouts out, so that nothing is sampled by weights that were not asked for.
+        """
+        if ticket.kind == "demo":
+            yield
+            return
+        if ticket.kind == "eval":
+            self.evaluations += 1
+            try:
+                await self.until(
+                    lambda: not self.rollouts and self.pinned in (None, ticket.weights)
+                )
+                self.pinned = ticket.weights
+                self.pins += 1
+                try:
+                    await self.weights_arrive(lambda held: held == ticket.weights)
+                    yield
+                finally:
+                    self.pins -= 1
+                    if not self.pins:
+                        self.pinned = None
+            finally:
+                self.evaluations -= 1
+            return
+        await self.until(lambda: not self.evaluations)
+        self.rollouts += 1
+        try:
+            await self.weights_arrive(lambda held: ticket.weights is None or held >= ticket.weights)
+            yield
+        finally:
+            self.rollouts -= 1
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for `condition`; it may change whenever a ticket ends."""
+        async with self.turnover:
+            await self.turnover.wait_for(condition)
+
+    async def weights_arrive(self, allowed: Callable[[WeightId], bool]) -> None:
+        """Wait until the engine holds allowed weights; WeightsLate after the configured time."""
+        deadline = asyncio.get_running_loop().time() + self.config.actors.weights_timeout_s
+        while True:
+            await self.adopt()
+            if self.engine.weights is not None and allowed(self.engine.weights):
+                return
+            if asyncio.get_running_loop().time() > deadline:
+                raise WeightsLate
+            await asyncio.sleep(self.config.actors.poll_s)
+
+    async def drain(self) -> None:
+        """Give back everything that is running."""
+        tasks = [task for _, _, task in self.running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def setting_of(config: Config, chat: Chat, name: str, incarnation: int) -> Setting:
+    """What the episodes of one stage share."""
+    rollout, env = config.rollout, config.env
+    return Setting(
+        chat=chat,
+        format=FORMATS[rollout.format](
+            think=rollout.think, actions_per_turn=rollout.actions_per_turn
+        ),
+        actor=name,
+        incarnation=incarnation,
+        seed=config.run.seed,
+        max_turns=rollout.max_turns,
+        max_length=config.policy.max_length,
+        format_penalty=rollout.format_penalty,
+        step_timeout_s=env.step_timeout_s,
+        episode_timeout_s=env.episode_timeout_s,
+        latency=env.latency.kind,
+        latency_median_s=env.latency.median_s,
+        latency_sigma=env.latency.sigma,
+    )
+
+
+def build(
+    config: Config, client: Client, weights_address: str, name: str, incarnation: int
+) -> Worker:
+    """A worker for any launcher. Its engine begins without weights: the first head brings them."""
+    tokenizer = policy.load_tokenizer(config.policy.path)
+    engine = TorchEngine(
+        policy.load_model(
+            config.policy.path, dtype=config.policy.dtype, device=config.engine.device
+        ),
+        tokenizer,
+        weights=None,
+        slots=config.engine.slots,
+        max_length=config.policy.max_length,
+        prefill_tokens=config.engine.prefill_tokens,
+        in_flight=config.engine.in_flight,
+    )
+    receiver = ShmReceiver(weights_address)
+    return Worker(config, client, receiver, engine, Chat(tokenizer), name, incarnation)
+
+
+async def serve(args: RoleArgs) -> None:
+    """Join the run at `args.address`, learn everything else from it, and work until told to stop."""
+    client = DealerClient(args.address, "", args.name, args.incarnation)
+    try:
+        welcome = await client.request(messages.Hello(role="actor", schema_hash=SCHEMA_HASH))
+        config = from_dict(welcome.config)
+        tokenizer = policy.tokenizer_hash(config.policy.path)
+        await client.request(
+            messages.Hello(role="actor", schema_hash=SCHEMA_HASH, tokenizer=tokenizer)
+        )
+        worker = build(config, client, welcome.weights_address, args.name, args.incarnation)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, worker.stop.set)
+        await worker.run()
+    finally:
+        client.close()
+
+
+def main(args: RoleArgs) -> int:
+    """Role `actor`."""
+    asyncio.run(serve(args))
+    return 0

@@ -1,0 +1,105 @@
+"""The durable state with its journal: what is recorded is applied, what is read back is the same.
+
+Also keeps the trajectories of live groups in memory; others are read from the journal when asked for.
+"""
+
+import msgspec
+
+from evolver_async.buffer import records
+from evolver_async.buffer.groups import Held
+from evolver_async.buffer.journal import Journal, JournalError
+from evolver_async.buffer.leases import Leases
+from evolver_async.buffer.state import State
+from evolver_async.schema import Trajectory
+from evolver_async.wire import pack_record, unpack_record
+
+
+class Book:
+    """State, journal and leases of one buffer. Opens the journal and replays it.
+
+    Leases begin anew at `now`: to whomever a missing member was granted last.
+    """
+
+    def __init__(self, state: State, journal: Journal, leases: Leases, now: float) -> None:
+        self.state = state
+        self.replay = state.replay
+        self.journal = journal
+        self.leases = leases
+        self.bodies: dict[int, dict[int, Trajectory]] = {}
+        for index, (head, location) in enumerate(journal.replay()):
+            try:
+                record = records.decode(head)
+                if index == 0 or not isinstance(record, records.Snapshot):
+                    state.apply(record, location)
+            except (msgspec.DecodeError, ValueError, KeyError, IndexError) as error:
+                raise JournalError(f"{journal.directory}: {error}") from error
+        if not journal.sizes:
+            journal.roll(records.encode(state.snapshot()))
+        state.check()
+        for held in self.replay.by_state["open"].values():
+            self._lease_again(held, now)
+
+    def record(self, record: records.AnyRecord, trajectory: Trajectory | None = None) -> None:
+        """Appends to the journal and applies; durable after the next `commit`."""
+        body = b"" if trajectory is None else pack_record(trajectory)
+        location = self.journal.append(records.encode(record), body)
+        self.state.apply(record, location)
+        if trajectory is not None:
+            group = self.bodies.setdefault(trajectory.group_id, {})
+            group[trajectory.member] = trajectory
+
+    def commit(self) -> None:
+        """Everything recorded so far is on disk; begins a new segment where the last one is full."""
+        self.journal.commit()
+        if self.journal.full_segment:
+            self.roll()
+
+    def roll(self) -> None:
+        """A new segment with a snapshot at its head, then old segments that nobody needs go."""
+        self.journal.roll(records.encode(self.state.snapshot()))
+        self.drop_segments()
+
+    def drop_segments(self) -> None:
+        """Lets go what lies before the oldest trajectory of a group that is held or may come back."""
+        needed = (
+            member.location[0]
+            for held in self.replay.at.groups.values()
+            for member in held.arrived.values()
+        )
+        self.journal.drop(min(needed, default=self.journal.newest))
+
+    def evict(self, groups: list[int], reason: str) -> None:
+        """These groups end here."""
+        if groups:
+            self.record(records.Evicted(groups=groups, reason=reason))
+        for group_id in groups:
+            self.forget(group_id)
+
+    def forget(self, group_id: int) -> None:
+        """Nobody works on a group any more and nobody is about to train it."""
+        self.leases.close(group_id)
+        self.bodies.pop(group_id, None)
+
+    def sweep(self) -> None:
+        """Evicts what has become too old: open groups for their age, ready ones as stale."""
+        for state, reason in (("open", "age"), ("ready", "stale")):
+            groups = self.replay.by_state[state].values()
+            self.evict([held.group_id for held in groups if self.replay.too_old(held)], reason)
+
+    def trajectories(self, held: Held) -> list[Trajectory]:
+        """The members of a group in order, from memory or from the journal."""
+        bodies = self.bodies.get(held.group_id, {})
+        return [
+            bodies[member]
+            if member in bodies
+            else unpack_record(self.journal.read(held.arrived[member].location), Trajectory)
+            for member in sorted(held.arrived)
+        ]
+
+    def _lease_again(self, held: Held, now: float) -> None:
+        tickets: dict[tuple[str, int], list[int]] = {}
+        for member in held.missing:
+            owner = held.owners[member]
+            tickets.setdefault((owner.actor, owner.attempt), []).append(member)
+        for (actor, attempt), members in tickets.items():
+            self.leases.grant(actor, held.group_id, attempt, members, now)

@@ -1,0 +1,85 @@
+"""Evaluations of exact weights: which episodes are still to be granted, what the finished ones found.
+
+Pure. The episodes themselves are one-member groups of kind `eval`; they are counted here, not kept.
+"""
+
+import msgspec
+
+from evolver_async.schema import EvalResult, WeightId
+
+
+class Evaluation(msgspec.Struct):
+    """One evaluation under way: sums over the episodes that arrived; `lost` ones could not be run."""
+
+    weights: WeightId
+    take: int
+    episodes: int
+    granted: int = 0
+    arrived: int = 0
+    lost: int = 0
+    successes: int = 0
+    reward: float = 0.0
+    turns: int = 0
+
+
+class Evaluations(msgspec.Struct):
+    """Evaluations under way, oldest first, and results that no DONE has confirmed yet."""
+
+    running: list[Evaluation] = []
+    results: list[EvalResult] = []
+
+    def request(self, weights: WeightId, take: int, episodes: int) -> None:
+        """Asks for `episodes` episodes; weights that are being evaluated already are so once."""
+        if all(evaluation.weights != weights for evaluation in self.running):
+            self.running.append(Evaluation(weights, take, episodes))
+
+    def next(self) -> tuple[WeightId, int] | None:
+        """The weights and the number of the next episode to grant."""
+        for evaluation in self.running:
+            if evaluation.granted < evaluation.episodes:
+                return evaluation.weights, evaluation.granted
+        return None
+
+    def granted(self, weights: WeightId) -> None:
+        self._of(weights).granted += 1
+
+    def arrived(self, weights: WeightId, success: bool, reward: float, turns: int) -> None:
+        evaluation = self._of(weights)
+        evaluation.arrived += 1
+        evaluation.successes += success
+        evaluation.reward += reward
+        evaluation.turns += turns
+        self._finish(evaluation)
+
+    def lost(self, weights: WeightId) -> None:
+        """An episode that cannot be run (its environment keeps failing, its weights are gone)."""
+        evaluation = self._of(weights)
+        evaluation.lost += 1
+        self._finish(evaluation)
+
+    def confirm(self, delivered: list[WeightId]) -> None:
+        """The learner has these results."""
+        self.results = [result for result in self.results if result.weights not in delivered]
+
+    def abandon(self, lineage: int) -> None:
+        """Evaluations of lineages before `lineage`: nobody waits for them and weights may be gone."""
+        self.running = [e for e in self.running if e.weights.lineage >= lineage]
+
+    def _of(self, weights: WeightId) -> Evaluation:
+        return next(evaluation for evaluation in self.running if evaluation.weights == weights)
+
+    def _finish(self, evaluation: Evaluation) -> None:
+        if evaluation.arrived + evaluation.lost < evaluation.episodes:
+            return
+        self.running.remove(evaluation)
+        count = max(1, evaluation.arrived)
+        self.results.append(
+            EvalResult(
+                weights=evaluation.weights,
+                step=evaluation.take,
+                episodes=evaluation.arrived,
+                success=evaluation.successes / count,
+                reward_mean=evaluation.reward / count,
+                turns_mean=evaluation.turns / count,
+            )
+        )

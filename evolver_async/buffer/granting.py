@@ -1,0 +1,207 @@
+"""The actors' side of the buffer: which tickets are granted, what becomes of members given back.
+
+Order: evaluation episodes, then missing members of groups that were granted before, then new groups
+as far as admission has room.
+"""
+
+from evolver_async.buffer import records
+from evolver_async.buffer.activity import Activity
+from evolver_async.buffer.book import Book
+from evolver_async.buffer.groups import Held
+from evolver_async.buffer.replay import Numbers
+from evolver_async.buffer.status import Status, live_bytes
+from evolver_async.buffer.tasks import Source, held_out_task
+from evolver_async.config import Config
+from evolver_async.messages import Fenced, Ok, Offer, Reject, Release, Renew, Reply
+from evolver_async.messages import Lease as LeaseRequest
+from evolver_async.messages import Tickets, Wait
+from evolver_async.schema import Kind, Sampling, Task, Ticket, WeightId, key
+
+
+def numbers_of(config: Config, kind: str) -> Numbers:
+    """The replay's numbers of a stage of this kind (sft or rl), out of the stage's configuration."""
+    buffer = config.buffer
+    return Numbers(
+        kind="demo" if kind == "sft" else "rollout",
+        group_size=config.rollout.group_size,
+        groups_per_step=config.learner.groups_per_step,
+        max_staleness=buffer.max_staleness,
+        reuse=buffer.reuse,
+        weight_lag=config.actors.weight_lag,
+        sampler=buffer.sampler,  # pyright: ignore[reportArgumentType] (checked with the config)
+        wait=buffer.straggler == "wait",
+        demo_groups=buffer.demo_groups,
+    )
+
+
+def source_of(config: Config) -> Source:
+    return Source(env=config.env.name, params=config.env.params, train=config.tasks.train)
+
+
+class Granting:
+    """Answers LEASE, RENEW, RELEASE and OFFER. `stages`: the configuration of every stage."""
+
+    def __init__(
+        self, book: Book, activity: Activity, status: Status, stages: list[Config]
+    ) -> None:
+        self.book = book
+        self.activity = activity
+        self.status = status
+        self.stages = stages
+
+    @property
+    def config(self) -> Config:
+        return self.stages[self.book.replay.at.stage]
+
+    def lease(self, peer: str, request: LeaseRequest, now: float) -> Reply:
+        """As many tickets as `credit` groups have members."""
+        if request.credit <= 0:
+            return Reject(reason=f"credit: {request.credit}")
+        self.activity.actors.add(peer)
+        room = request.credit * self.book.replay.numbers.group_size
+        tickets = []
+        while room > 0:
+            ticket = self._evaluate(peer) or self._reissue(peer) or self._new(peer, now)
+            if ticket is None:
+                break
+            self.book.leases.grant(peer, ticket.group_id, ticket.attempt, ticket.members, now)
+            tickets.append(ticket)
+            room -= len(ticket.members)
+        if tickets:
+            self.activity.served(peer, "lease")
+            return Tickets(tickets=tickets)
+        reason = self._obstacle() or self.status.admission(now)
+        self.activity.waits(peer, "lease", reason, now)
+        return Wait(reason=reason)
+
+    def renew(self, peer: str, request: Renew, now: float) -> Reply:
+        self.activity.actors.add(peer)
+        lost = self.book.leases.renew(peer, request.progress, now)
+        if lost:
+            return Fenced(reason=f"groups {lost} are not leased to {peer} any more", groups=lost)
+        return Ok()
+
+    def release(self, peer: str, request: Release) -> Reply:
+        """Members come back. What its environment keeps failing, or an evaluation whose weights are
+        gone, is not granted for ever."""
+        given = self.book.leases.release(peer, request.group_id, request.members)
+        held = self.book.replay.at.groups.get(request.group_id)
+        if held is None or not given:
+            return Ok()
+        lasting = request.reason == "environment" or (
+            request.reason == "weights" and held.pinned is not None
+        )
+        if lasting:
+            self.book.record(records.Failed(group_id=held.group_id, members=given))
+            limit = self.config.buffer.max_attempts
+            if any(held.failures[member] >= limit for member in given):
+                self._give_up(held, request.reason)
+        return Ok()
+
+    def offer(self, request: Offer) -> Reply:
+        for task in request.tasks:
+            if task.origin != "synthetic" or task.split != "train":
+                return Reject(
+                    reason=f"tasks: {task.task_id} is not a synthetic task of the train split"
+                )
+        if request.tasks:
+            self.book.record(records.Offered(tasks=request.tasks))
+        return Ok()
+
+    def _give_up(self, held: Held, reason: str) -> None:
+        if held.pinned is None:
+            self.book.record(records.Quarantined(task_id=held.task.task_id, reason=reason))
+        self.book.evict([held.group_id], reason)
+
+    def _evaluate(self, peer: str) -> Ticket | None:
+        episode = self.book.state.evaluations.next()
+        if episode is None:
+            return None
+        weights, number = episode
+        task = held_out_task(self.book.state.tasks.source, number)
+        return self._grant(peer, task, "eval", [0], weights)
+
+    def _reissue(self, peer: str) -> Ticket | None:
+        for group_id, vacant in self.book.leases.vacant.items():
+            # an actor has at most one ticket of a group
+            if self.book.leases.held(peer, group_id) is None:
+                members = sorted(vacant)
+                self.book.record(records.Reissued(group_id=group_id, members=members, actor=peer))
+                return self._ticket(self.book.replay.at.groups[group_id], members)
+        return None
+
+    def _new(self, peer: str, now: float) -> Ticket | None:
+        if self._obstacle() or not self.book.replay.room():
+            return None
+        queued = self.book.state.tasks.peek()
+        assert queued is not None, "no obstacle, so there is a task"
+        numbers = self.book.replay.numbers
+        wait = numbers.kind == "rollout" and (numbers.wait or queued.wait)
+        members = list(range(numbers.group_size))
+        return self._grant(peer, queued.task, numbers.kind, members, None, wait)
+
+    def _obstacle(self) -> str | None:
+        """What forbids new groups apart from admission. Bytes do so only while a whole take is ready,
+        so that the learner can always make room."""
+        journal, buffer = self.book.journal, self.config.buffer
+        if journal.size >= buffer.disk_limit_bytes:
+            return (
+                f"the journal holds {journal.size} bytes of buffer.disk_limit_bytes="
+                f"{buffer.disk_limit_bytes}; a checkpoint lets old segments go"
+            )
+        if journal.free < 2 * journal.segment_bytes:
+            return f"{journal.directory}: only {journal.free} bytes of disk are free"
+        ready = len(self.book.replay.by_state["ready"])
+        if ready >= self.book.replay.numbers.groups_per_step:
+            size = live_bytes(self.book.state)
+            if size >= buffer.limit_bytes:
+                return f"groups hold {size} bytes of buffer.limit_bytes={buffer.limit_bytes}"
+        if self.book.state.tasks.peek() is None:
+            return "every task is quarantined"
+        return None
+
+    def _grant(
+        self,
+        peer: str,
+        task: Task,
+        kind: Kind,
+        members: list[int],
+        pinned: WeightId | None,
+        wait: bool = False,
+    ) -> Ticket:
+        group_id = self.book.replay.at.next_group
+        self.book.record(
+            records.Granted(
+                group_id=group_id,
+                task=task,
+                kind=kind,
+                members=members,
+                actor=peer,
+                wait=wait,
+                pinned=pinned,
+            )
+        )
+        return self._ticket(self.book.replay.at.groups[group_id], members)
+
+    def _ticket(self, held: Held, members: list[int]) -> Ticket:
+        config, seed = self.config, self.config.run.seed
+        rollout = config.rollout
+        # An evaluation meets the same episodes whatever its weights.
+        draws = held.task.task_id if held.kind == "eval" else held.group_id
+        guided = round(rollout.guided_fraction * len(held.members)) if held.kind == "rollout" else 0
+        return Ticket(
+            group_id=held.group_id,
+            task=held.task,
+            kind=held.kind,
+            stage=held.stage,
+            members=members,
+            guided=[member for member in members if member < guided],
+            dynamics_seed=key(seed, "dynamics", held.kind, draws),
+            attempt=held.attempt,
+            weights=held.pinned or self.book.replay.oldest_allowed(),
+            lease_s=config.buffer.lease_s,
+            sampling=Sampling(
+                temperature=config.eval.temperature if held.pinned else rollout.temperature,
+                max_tokens=rollout.max_tokens,
+            ),
+        )

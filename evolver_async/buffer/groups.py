@@ -1,0 +1,84 @@
+"""What the buffer knows of one group, and of one take: plain data, no rules."""
+
+from typing import Literal
+
+import msgspec
+
+from evolver_async.schema import Kind, Task, WeightId
+
+State = Literal["open", "ready", "taken", "closed"]
+Location = tuple[int, int, int]  # journal segment, offset, bytes
+
+
+class Owner(msgspec.Struct):
+    """To whom a member was granted last, under which attempt, and the head at that moment."""
+
+    actor: str
+    attempt: int
+    head: WeightId | None
+
+
+class Member(msgspec.Struct):
+    """A member that has arrived; `location` is where its trajectory lies."""
+
+    attempt: int
+    tokens: int
+    bytes: int
+    reward: float
+    success: bool
+    oldest: WeightId | None
+    location: Location
+
+
+class Held(msgspec.Struct, kw_only=True):
+    """One granted group.
+
+    `uses_left` counts the uses still to come, the one under way included; `fates` what became of the
+    past ones, by take: "trained", or why selection left the group out. `order` is the place in the
+    queue of ready groups. `wait`: the learner waits for this group's stragglers. `pinned`: the weights
+    of an evaluation episode.
+    """
+
+    group_id: int
+    task: Task
+    kind: Kind
+    stage: int
+    members: list[int]
+    owners: dict[int, Owner]
+    uses_left: int
+    state: State = "open"
+    attempt: int = 0
+    wait: bool = False
+    pinned: WeightId | None = None
+    arrived: dict[int, Member] = {}
+    failures: dict[int, int] = {}
+    order: int = -1
+    fates: dict[int, str] = {}
+
+    @property
+    def missing(self) -> list[int]:
+        return [member for member in self.members if member not in self.arrived]
+
+    @property
+    def tokens(self) -> int:
+        return sum(member.tokens for member in self.arrived.values())
+
+    @property
+    def bytes(self) -> int:
+        return sum(member.bytes for member in self.arrived.values())
+
+    @property
+    def fate(self) -> tuple[str, str]:
+        """What a closed group counts as: trained if it ever was, else why it was filtered."""
+        if "trained" in self.fates.values():
+            return "trained", ""
+        return "filtered", self.fates[max(self.fates)]
+
+
+class Take(msgspec.Struct):
+    """The groups of one SAMPLE."""
+
+    lineage: int
+    stage: int
+    groups: list[int]
+    reported: bool = False

@@ -1,0 +1,131 @@
+"""Who works on what, and until when: leases on members of groups.
+
+Pure and not durable: after a restart every lease starts anew. A lease ends when its members have
+arrived, when they are given back, or when it is not renewed in time; what it still held is vacant then,
+and is granted again under a new attempt.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+
+
+class Lease(msgspec.Struct):
+    """One ticket in one actor's hands. Times in seconds on the caller's clock."""
+
+    peer: str
+    group_id: int
+    attempt: int
+    members: set[int]
+    since: float
+    deadline: float
+    progress: int = -1
+    progress_at: float = 0.0
+
+
+class Leases:
+    """All leases and all vacant members. A lease lasts `lease_s` and is renewed only while its progress
+    counter has moved within the last `stall_s`."""
+
+    def __init__(self, lease_s: float, stall_s: float) -> None:
+        self.lease_s = lease_s
+        self.stall_s = stall_s
+        self.vacant: dict[int, set[int]] = {}
+        self._by_group: dict[int, list[Lease]] = {}
+
+    def grant(self, peer: str, group_id: int, attempt: int, members: list[int], now: float) -> None:
+        """Lease these members; they are vacant no longer."""
+        left = self.vacant.get(group_id, set()) - set(members)
+        self.vacant.pop(group_id, None)
+        if left:
+            self.vacant[group_id] = left
+        lease = Lease(
+            peer=peer,
+            group_id=group_id,
+            attempt=attempt,
+            members=set(members),
+            since=now,
+            deadline=now + self.lease_s,
+            progress_at=now,
+        )
+        self._by_group.setdefault(group_id, []).append(lease)
+
+    def finish(self, group_id: int, member: int) -> None:
+        """The member has arrived, from whomever."""
+        self._remove(group_id, {member}, None)
+        if group_id in self.vacant:
+            self.vacant[group_id].discard(member)
+            if not self.vacant[group_id]:
+                del self.vacant[group_id]
+
+    def close(self, group_id: int) -> None:
+        """Nobody is to work on the group any more."""
+        self._by_group.pop(group_id, None)
+        self.vacant.pop(group_id, None)
+
+    def renew(self, peer: str, progress: dict[int, int], now: float) -> list[int]:
+        """Extends the leases of `peer`; returns the groups in which it holds none (any more)."""
+        lost = []
+        for group_id, count in progress.items():
+            lease = self.held(peer, group_id)
+            if lease is None:
+                lost.append(group_id)
+                continue
+            if count != lease.progress:
+                lease.progress, lease.progress_at = count, now
+            if now - lease.progress_at >= self.stall_s:
+                self._vacate(lease)
+                lost.append(group_id)
+            else:
+                lease.deadline = now + self.lease_s
+        return lost
+
+    def release(self, peer: str, group_id: int, members: list[int]) -> list[int]:
+        """The actor gives members back; returns those that it held."""
+        lease = self.held(peer, group_id)
+        given = sorted(lease.members & set(members)) if lease else []
+        if given:
+            self._remove(group_id, set(given), peer)
+            self.vacant.setdefault(group_id, set()).update(given)
+        return given
+
+    def expire(self, now: float) -> list[Lease]:
+        """Vacates and returns the leases that ran out."""
+        over = [lease for lease in self if lease.deadline <= now]
+        for lease in over:
+            self._vacate(lease)
+        return over
+
+    def abandon(self, peer: str) -> None:
+        """The process behind `peer` is a new one: what the old one held is vacant."""
+        for lease in [lease for lease in self if lease.peer == peer]:
+            self._vacate(lease)
+
+    def held(self, peer: str, group_id: int) -> Lease | None:
+        for lease in self._by_group.get(group_id, ()):
+            if lease.peer == peer:
+                return lease
+        return None
+
+    def of_group(self, group_id: int) -> list[Lease]:
+        return self._by_group.get(group_id, [])
+
+    def __iter__(self) -> Iterator[Lease]:
+        for leases in self._by_group.values():
+            yield from leases
+
+    def _vacate(self, lease: Lease) -> None:
+        members = set(lease.members)
+        self._remove(lease.group_id, members, lease.peer)
+        self.vacant.setdefault(lease.group_id, set()).update(members)
+
+    def _remove(self, group_id: int, members: set[int], peer: str | None) -> None:
+        leases = self._by_group.get(group_id, [])
+        for lease in leases:
+            if peer is None or lease.peer == peer:
+                lease.members -= members
+        left = [lease for lease in leases if lease.members]
+        if left:
+            self._by_group[group_id] = left
+        else:
+            self._by_group.pop(group_id, None)

@@ -1,0 +1,74 @@
+"""The ledger: what came in equals what is held plus what became of the rest, per kind.
+
+Counted in groups, trajectories and ACTION tokens. A group is received when it is granted, a
+trajectory when it is taken in. What is held is counted by its holder, so `check` compares two
+independent counts. No decisions are made here.
+"""
+
+import msgspec
+
+HELD = ("open", "ready", "taken")
+CLOSED = ("trained", "filtered", "evicted")
+DOOR = ("rejected", "duplicate", "stale")
+
+
+class Amount(msgspec.Struct):
+    """How much: groups, trajectories, ACTION tokens."""
+
+    groups: int = 0
+    trajectories: int = 0
+    tokens: int = 0
+
+    def add(self, other: "Amount", sign: int = 1) -> None:
+        self.groups += sign * other.groups
+        self.trajectories += sign * other.trajectories
+        self.tokens += sign * other.tokens
+
+
+Held = dict[str, dict[str, Amount]]  # by kind, then by open, ready or taken
+
+
+class Ledger(msgspec.Struct):
+    """Running totals: received by kind; closed by kind, fate and reason; turned away at the door."""
+
+    received: dict[str, Amount] = {}
+    closed: dict[str, dict[str, dict[str, Amount]]] = {}
+    door: dict[str, Amount] = msgspec.field(
+        default_factory=lambda: {fate: Amount() for fate in DOOR}
+    )
+
+    def receive(self, kind: str, amount: Amount) -> None:
+        self.received.setdefault(kind, Amount()).add(amount)
+
+    def close(self, kind: str, fate: str, reason: str, amount: Amount) -> None:
+        """A group reached its end: trained, filtered(reason) or evicted(reason)."""
+        self._entry(kind, fate, reason).add(amount)
+
+    def reopen(self, kind: str, fate: str, reason: str, amount: Amount) -> None:
+        """A closed group is held again, because the learner went back to before its end."""
+        self._entry(kind, fate, reason).add(amount, -1)
+
+    def turn_away(self, fate: str, amount: Amount) -> None:
+        self.door[fate].add(amount)
+
+    def total(self, kind: str, fate: str) -> Amount:
+        """What ended with `fate`, over all reasons."""
+        total = Amount()
+        for amount in self.closed.get(kind, {}).get(fate, {}).values():
+            total.add(amount)
+        return total
+
+    def check(self, held: Held) -> None:
+        """AssertionError naming the kind and both counts where the ledger does not close."""
+        for kind in sorted(self.received.keys() | self.closed.keys() | held.keys()):
+            counted = Amount()
+            for amount in held.get(kind, {}).values():
+                counted.add(amount)
+            for fate in CLOSED:
+                counted.add(self.total(kind, fate))
+            received = self.received.get(kind, Amount())
+            assert counted == received, f"ledger of {kind}: received {received}, found {counted}"
+
+    def _entry(self, kind: str, fate: str, reason: str) -> Amount:
+        fates = self.closed.setdefault(kind, {}).setdefault(fate, {})
+        return fates.setdefault(reason, Amount())

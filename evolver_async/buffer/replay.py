@@ -1,0 +1,319 @@
+"""The replay: which groups exist, how many more may, which are fresh enough, which the learner gets.
+
+Pure and event-sourced: questions (`room`, `too_old`, `choose`) change nothing, and every change is the
+consequence of a journal record. Trajectories themselves are not here, only facts about them.
+
+Liveness. Outstanding uses (those still to come, of all groups) never exceed `(S+1-lag)·B` by a grant.
+Where no group fits any more, nothing is open and nothing taken, more than `(S+1-lag)·B - reuse` uses
+are ready, each group has at most `reuse`, and `reuse ≤ S+1-lag`: so at least B groups are ready and
+the learner can go on. Open groups end by arriving, by a lease that runs out and is granted again, or by
+eviction; taken ones by DONE or RESUME.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from evolver_async.buffer.groups import Held, Member, Owner, State, Take
+from evolver_async.schema import Fork, Kind, Task, WeightId, version_lag
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of one stage. `kind`: the tickets it trains on, rollout or demo."""
+
+    kind: Literal["rollout", "demo"]
+    group_size: int
+    groups_per_step: int
+    max_staleness: int
+    reuse: int
+    weight_lag: int
+    sampler: Literal["fifo", "freshest", "prioritized"]
+    wait: bool
+    demo_groups: int
+
+
+class Position(msgspec.Struct):
+    """Where groups, takes and lineages stand. `kept`: the oldest take that may be asked for again."""
+
+    stage: int = 0
+    lineage: int = 0
+    head: WeightId | None = None
+    forks: dict[int, Fork] = {}
+    next_group: int = 0
+    next_order: int = 0
+    next_take: int = 0
+    kept: int = 0
+    groups: dict[int, Held] = {}
+    takes: dict[int, Take] = {}
+
+
+class Replay:
+    """All groups that are held, and the closed ones that a RESUME may still bring back."""
+
+    def __init__(self, stages: list[Numbers]) -> None:
+        self.stages = stages
+        self.restore(Position())
+
+    def restore(self, at: Position) -> None:
+        self.at = at
+        self.by_state: dict[State, dict[int, Held]] = {
+            "open": {},
+            "ready": {},
+            "taken": {},
+            "closed": {},
+        }
+        for held in at.groups.values():
+            self.by_state[held.state][held.group_id] = held
+
+    @property
+    def numbers(self) -> Numbers:
+        return self.stages[self.at.stage]
+
+    def live(self, kind: Kind) -> list[Held]:
+        """Groups that are open, ready or taken."""
+        return [
+            held
+            for state in ("open", "ready", "taken")
+            for held in self.by_state[state].values()
+            if held.kind == kind
+        ]
+
+    # ---- admission
+
+    def limit(self) -> int:
+        """The most outstanding uses of rollout groups, or of demo groups where those are trained on."""
+        numbers = self.numbers
+        if numbers.kind == "demo":
+            return numbers.demo_groups * numbers.reuse
+        return (numbers.max_staleness + 1 - numbers.weight_lag) * numbers.groups_per_step
+
+    def outstanding(self) -> int:
+        """Uses still to come, of all groups of the kind that this stage trains on."""
+        return sum(held.uses_left for held in self.live(self.numbers.kind))
+
+    def room(self) -> int:
+        """How many groups may be granted now."""
+        if self.numbers.kind == "rollout" and self.at.head is None:
+            return 0
+        return max(0, self.limit() - self.outstanding()) // self.numbers.reuse
+
+    def oldest_allowed(self) -> WeightId | None:
+        """The oldest weights with which a rollout granted now can still be trained in time."""
+        head = self.at.head
+        if self.numbers.kind == "demo" or head is None:
+            return None
+        return WeightId(lineage=head.lineage, step=max(0, head.step - self.numbers.weight_lag))
+
+    def open(
+        self,
+        group_id: int,
+        task: Task,
+        kind: Kind,
+        members: list[int],
+        actor: str,
+        wait: bool,
+        pinned: WeightId | None,
+    ) -> None:
+        """A group is granted."""
+        held = Held(
+            group_id=group_id,
+            task=task,
+            kind=kind,
+            stage=self.at.stage,
+            members=members,
+            owners={member: Owner(actor, 0, self.at.head) for member in members},
+            uses_left=0 if kind == "eval" else self.numbers.reuse,
+            wait=wait,
+            pinned=pinned,
+        )
+        self.at.next_group = group_id + 1
+        self.at.groups[group_id] = self.by_state["open"][group_id] = held
+
+    def reissue(self, group_id: int, members: list[int], actor: str) -> None:
+        """Missing members are granted again, under a new attempt."""
+        held = self.at.groups[group_id]
+        held.attempt += 1
+        for member in members:
+            held.owners[member] = Owner(actor, held.attempt, self.at.head)
+
+    def arrive(self, group_id: int, member: int, facts: Member) -> Held:
+        """The first copy of a member has come; the last one makes the group ready."""
+        held = self.at.groups[group_id]
+        held.arrived[member] = facts
+        if not held.missing and held.kind != "eval":
+            held.order = self.at.next_order
+            self.at.next_order += 1
+            self._enter(held, "ready")
+        return held
+
+    def evict(self, group_id: int) -> Held:
+        """The group ends here. It is remembered only if a past use of it can be asked for again."""
+        held = self.at.groups[group_id]
+        self._close(held)
+        if not held.fates:
+            self._forget(held)
+        return held
+
+    # ---- staleness
+
+    def lag(self, held: Held) -> int:
+        """Versions between the head and the oldest weights of the group, of members under way too."""
+        sampled = [member.oldest for member in held.arrived.values()]
+        sampled += [held.owners[member].head for member in held.missing]
+        head = self.at.head
+        if head is None:
+            return 0
+        return max(
+            (version_lag(head, weights, self.at.forks) for weights in set(sampled) if weights),
+            default=0,
+        )
+
+    def too_old(self, held: Held) -> bool:
+        """Whether the group can never be trained: even the very next version is too far."""
+        return (
+            held.kind == "rollout"
+            and held.state in ("open", "ready")
+            and self.lag(held) > self.stages[held.stage].max_staleness
+        )
+
+    # ---- takes
+
+    def choose(self) -> list[int]:
+        """The groups of the next take; empty where there are too few, or stragglers to wait for."""
+        size = self.numbers.groups_per_step
+        ready = [
+            held
+            for held in self.by_state["ready"].values()
+            if held.stage == self.at.stage and not self.too_old(held)
+        ]
+        if len(ready) < size:
+            return []
+        ready.sort(key=self._preference())
+        chosen = ready[:size]
+        if not self._in_time(chosen):
+            ready.sort(key=lambda held: self._slack(held) if held.wait else 1 << 30)
+            chosen = ready[:size]
+            if self.stragglers() and not self._in_time(chosen):
+                return []
+        return [held.group_id for held in chosen]
+
+    def stragglers(self) -> list[Held]:
+        """The open groups that the learner waits for before their time runs out."""
+        return [held for held in self.by_state["open"].values() if held.wait]
+
+    def take(self, take: int, stage: int, groups: list[int]) -> None:
+        """The learner gets these groups."""
+        self.at.takes[take] = Take(self.at.lineage, stage, groups)
+        self.at.next_take = take + 1
+        for group_id in groups:
+            self._enter(self.at.groups[group_id], "taken")
+
+    def report(self, take: int, version: int, fates: dict[int, str]) -> list[Held]:
+        """One use of each group is over; returns the groups that end with it."""
+        taken = self.at.takes[take]
+        taken.reported = True
+        self.at.head = WeightId(lineage=taken.lineage, step=version)
+        closed = []
+        for group_id in taken.groups:
+            held = self.at.groups[group_id]
+            held.fates[take] = fates[group_id]
+            held.uses_left -= 1
+            if held.uses_left:
+                self._enter(held, "ready")
+            else:
+                self._close(held)
+                closed.append(held)
+        return closed
+
+    def resume(
+        self, lineage: int, parent: int, take: int, version: int
+    ) -> list[tuple[Held, str, str]]:
+        """A new lineage continues `parent` before `take`; the uses since then are given back.
+
+        Returns the closed groups that are held again, with the fate and reason they had ended with.
+        """
+        at = self.at
+        at.forks[lineage] = Fork(lineage=lineage, parent=parent, step=version)
+        at.lineage, at.head = lineage, WeightId(lineage=lineage, step=version)
+        undone = {number: at.takes.pop(number) for number in sorted(at.takes) if number >= take}
+        reopened = []
+        for number, taken in undone.items():
+            for group_id in taken.groups:
+                held = at.groups[group_id]
+                if held.state == "closed":
+                    reopened.append((held, *held.fate))
+                self._enter(held, "ready")
+                held.uses_left += held.fates.pop(number, None) is not None
+        if undone:
+            at.stage = undone[min(undone)].stage
+        at.next_take = take
+        return reopened
+
+    def keep(self, take: int) -> None:
+        """No take before `take` will be asked for again."""
+        at = self.at
+        at.kept = max(at.kept, take)
+        at.takes = {number: taken for number, taken in at.takes.items() if number >= at.kept}
+        for held in list(self.by_state["closed"].values()):
+            if max(held.fates) < at.kept:
+                self._forget(held)
+
+    def uses_before(self, held: Held, take: int) -> int:
+        """How often the group was used before `take`."""
+        return sum(number < take for number in held.fates)
+
+    # ---- within
+
+    def _preference(self) -> Callable[[Held], tuple[float, int]]:
+        sampler = self.numbers.sampler
+        if self.numbers.kind == "demo" or sampler == "fifo":
+            return lambda held: (0.0, held.order)
+        if sampler == "freshest":
+            return lambda held: (self.lag(held), held.order)
+        return lambda held: (-_spread(held), held.order)
+
+    def _slack(self, held: Held) -> int:
+        """How many more versions the group can wait, its members under way held back by the lag."""
+        lag = self.lag(held) + (self.numbers.weight_lag if held.missing else 0)
+        return self.numbers.max_staleness - lag
+
+    def _in_time(self, chosen: list[Held]) -> bool:
+        """Whether all waited-for groups can be trained in time if the learner takes `chosen` now.
+
+        Earliest deadline first: with B groups a version, at most k·B uses may be due within k versions.
+        """
+        due: dict[int, int] = {}
+        taken = {held.group_id for held in chosen}
+        for held in (*self.by_state["open"].values(), *self.by_state["ready"].values()):
+            uses = held.uses_left - (held.group_id in taken)
+            if held.wait and uses:
+                slack = max(0, self._slack(held))
+                due[slack] = due.get(slack, 0) + uses
+        total = 0
+        for slack in sorted(due):
+            total += due[slack]
+            if total > slack * self.numbers.groups_per_step:
+                return False
+        return True
+
+    def _enter(self, held: Held, state: State) -> None:
+        del self.by_state[held.state][held.group_id]
+        held.state = state
+        self.by_state[state][held.group_id] = held
+
+    def _close(self, held: Held) -> None:
+        self._enter(held, "closed")
+        held.uses_left = 0
+        held.owners.clear()
+
+    def _forget(self, held: Held) -> None:
+        del self.by_state["closed"][held.group_id]
+        del self.at.groups[held.group_id]
+
+
+def _spread(held: Held) -> float:
+    return statistics.pstdev(member.reward for member in held.arrived.values())

@@ -1,0 +1,238 @@
+"""The buffer process: answers every request of the wire out of the durable state.
+
+Each request is decided here or in `granting` (actors) and `taking` (learner), recorded in the journal
+and applied; replies leave only after `commit`. No socket and no clock: `transport.Server` calls
+`handle`, `commit` and `tick` with the time.
+
+Why it cannot lose: an ACK, a ticket, a take leaves after its record was synced; what is sent again is
+recognised (DUP, the same groups). Why it cannot stand still: see `replay`.
+"""
+
+import hashlib
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evolver_async import messages
+from evolver_async.buffer import records
+from evolver_async.buffer.activity import Activity
+from evolver_async.buffer.book import Book
+from evolver_async.buffer.granting import Granting, numbers_of, source_of
+from evolver_async.buffer.groups import Held
+from evolver_async.buffer.journal import Journal
+from evolver_async.buffer.leases import Leases
+from evolver_async.buffer.ledger import Amount
+from evolver_async.buffer.state import State
+from evolver_async.buffer.status import Status
+from evolver_async.buffer.taking import Taking
+from evolver_async.config import Config
+from evolver_async.config.load import load, stage_config, to_dict
+from evolver_async.messages import Reply, Request
+from evolver_async.schema import Trajectory
+from evolver_async.transport import Server
+from evolver_async.wire import SCHEMA_HASH
+
+if TYPE_CHECKING:
+    from evolver_async.launch.roles import RoleArgs
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+
+
+class Service:
+    """One buffer. Raises JournalError when the journal is damaged, foreign or in use.
+
+    `tokenizer_hash`: what actors must have; None adopts the first one that is named.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_id: str,
+        journal_dir: Path,
+        welcome: messages.Welcome,
+        tokenizer_hash: str | None,
+        now: float,
+    ) -> None:
+        self.welcome = welcome
+        self.tokenizer_hash = tokenizer_hash
+        buffer = config.buffer
+        stages = [stage_config(config, index) for index in range(len(config.stages))]
+        state = State(
+            run_id,
+            config.run.seed,
+            [numbers_of(c, s.kind) for c, s in zip(stages, config.stages, strict=True)],
+            [source_of(stage) for stage in stages],
+        )
+        leases = Leases(buffer.lease_s, buffer.stall_s)
+        journal = Journal(Path(journal_dir), buffer.segment_bytes, buffer.archive == "all")
+        self.book = Book(state, journal, leases, now)
+        self.activity = Activity()
+        self._status = Status(state, leases, journal, self.activity, buffer.lease_s)
+        self.granting = Granting(self.book, self.activity, self._status, stages)
+        self.taking = Taking(self.book, self.activity, self._status, len(stages))
+
+    def handle(self, peer: str, request: Request, now: float) -> list[Reply]:
+        """The replies to one request; they may be sent after the next `commit`."""
+        self.activity.seen(peer, now)
+        match request:
+            case messages.Push():
+                return [self._push(peer, request.trajectory, now)]
+            case messages.Lease():
+                return [self.granting.lease(peer, request, now)]
+            case messages.Renew():
+                return [self.granting.renew(peer, request, now)]
+            case messages.Release():
+                return [self.granting.release(peer, request)]
+            case messages.Offer():
+                return [self.granting.offer(request)]
+            case messages.Sample():
+                return self.taking.sample(peer, request, now)
+            case messages.Done():
+                return [self.taking.done(peer, request, now)]
+            case messages.Resume():
+                return [self.taking.resume(peer, request)]
+            case messages.Kept():
+                return [self.taking.kept(request)]
+            case messages.Hello():
+                return [self._hello(peer, request)]
+            case messages.Status():
+                return [messages.StatusReply(status=self.status(now))]
+
+    def commit(self) -> None:
+        """Makes everything decided so far durable."""
+        self.book.commit()
+
+    def tick(self, now: float) -> None:
+        """Lets leases run out; looks how much disk is left."""
+        for lease in self.book.leases.expire(now):
+            log.warning(
+                "lease of group %d, members %s ran out: %s was silent or stood still",
+                lease.group_id,
+                sorted(lease.members),
+                lease.peer,
+            )
+        self.book.journal.measure()
+
+    def status(self, now: float) -> dict[str, Any]:
+        """Occupancy, ledger, rates, who waits for what: see `status.Status.full`."""
+        return self._status.full(now)
+
+    def close(self) -> None:
+        """Commits what is left and closes the journal."""
+        self.commit()
+        self.book.journal.close()
+
+    def _hello(self, peer: str, request: messages.Hello) -> Reply:
+        if request.schema_hash != SCHEMA_HASH:
+            return messages.Reject(
+                reason=f"schema: {peer} has {request.schema_hash}, the buffer {SCHEMA_HASH}"
+            )
+        if request.tokenizer is not None:
+            self.tokenizer_hash = self.tokenizer_hash or request.tokenizer
+            if request.tokenizer != self.tokenizer_hash:
+                return messages.Reject(
+                    reason=f"tokenizer: {peer} has {request.tokenizer}, "
+                    f"the run {self.tokenizer_hash}"
+                )
+        if request.role == "actor":
+            self.activity.actors.add(peer)
+            # A first word means a new process: whatever an older one of this name held, it lost.
+            self.book.leases.abandon(peer)
+        return self.welcome
+
+    def _push(self, peer: str, trajectory: Trajectory, now: float) -> Reply:
+        """Takes in a granted member; the first copy wins."""
+        book, group_id, member = self.book, trajectory.group_id, trajectory.member
+        tokens = trajectory.action_tokens
+        amount = Amount(trajectories=1, tokens=tokens)
+        held = book.replay.at.groups.get(group_id)
+        if held is None:
+            book.state.ledger.turn_away("stale", amount)
+            return messages.Stale()
+        if member in held.arrived:
+            book.state.ledger.turn_away("duplicate", amount)
+            return messages.Dup()
+        problem = self._problem(held, trajectory)
+        if problem:
+            book.state.ledger.turn_away("rejected", amount)
+            return messages.Reject(reason=problem)
+        if book.journal.free < book.journal.segment_bytes:
+            return messages.Retry(seconds=RETRY_S)
+        self.activity.peers[peer].count(tokens, now)
+        evaluated = held.pinned is not None
+        record = records.Arrived(
+            group_id=group_id,
+            member=member,
+            attempt=trajectory.attempt,
+            tokens=tokens,
+            bytes=sum(_bytes(sequence) for sequence in trajectory.sequences),
+            reward=trajectory.reward,
+            success=trajectory.success,
+            turns=len(trajectory.turn_rewards),
+            oldest=trajectory.oldest,
+        )
+        book.record(record, None if evaluated else trajectory)
+        book.leases.finish(group_id, member)
+        if book.replay.too_old(held):
+            book.evict([group_id], "stale" if held.state == "ready" else "age")
+        return messages.Ack()
+
+    def _problem(self, held: Held, trajectory: Trajectory) -> str | None:
+        """Why this cannot be the member that was granted."""
+        owner = held.owners.get(trajectory.member)
+        if owner is None:
+            return f"member: {trajectory.member} is not one of group {held.group_id}"
+        if trajectory.attempt > owner.attempt:
+            return f"attempt: {trajectory.attempt}, the last one granted is {owner.attempt}"
+        expected = "scripted" if held.kind == "demo" else "learned"
+        if trajectory.policy != expected:
+            return f"policy: {trajectory.policy} in a {held.kind} group"
+        sampled = {run.weights for sequence in trajectory.sequences for run in sequence.versions}
+        if held.pinned is not None and sampled - {held.pinned}:
+            return f"versions: {max(sampled)}, the evaluation is of {held.pinned}"
+        forks = self.book.replay.at.forks
+        foreign = [weights for weights in sampled if weights.lineage not in forks]
+        if foreign:
+            return f"versions: {foreign[0]} is of no lineage of this run"
+        return None
+
+
+def _bytes(sequence: Any) -> int:
+    arrays = (sequence.tokens, sequence.roles, sequence.turns, sequence.logprobs)
+    return sum(array.nbytes for array in arrays)
+
+
+def run_welcome(config: Config, run_dir: Path) -> messages.Welcome:
+    """What a process of the run at `run_dir` is told. The weights' place is private to the run."""
+    digest = hashlib.blake2b(str(run_dir.resolve()).encode(), digest_size=6).hexdigest()
+    return messages.Welcome(
+        run_id=run_dir.name,
+        config=to_dict(config),
+        weights_address=str(Path(config.weights.dir) / f"evolver-{run_dir.name}-{digest}"),
+    )
+
+
+def main(args: "RoleArgs") -> int:
+    """Role `buffer`: serves the run in `args.run_dir` until SIGTERM, or until its parent is gone."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    config = load(args.run_dir / "config.yaml", [])
+    welcome = run_welcome(config, args.run_dir)
+    # The server's clock, which leases are measured with, is the monotonic one.
+    service = Service(
+        config, welcome.run_id, args.run_dir / "journal", welcome, None, time.monotonic()
+    )
+    server = Server(service, args.address, welcome.run_id)
+    try:
+        server.serve(lambda: stop.is_set() or args.parent_pid not in (None, os.getppid()))
+    finally:
+        server.close()
+        service.close()
+    return 0

@@ -1,0 +1,164 @@
+"""What the buffer says about itself: why somebody waits, the STATUS reply, the learner's counters."""
+
+import msgspec
+
+from evolver_async.buffer.activity import Activity
+from evolver_async.buffer.groups import Held
+from evolver_async.buffer.journal import Journal
+from evolver_async.buffer.leases import Leases
+from evolver_async.buffer.ledger import CLOSED, DOOR, Amount
+from evolver_async.buffer.state import State
+
+GROUPS_SHOWN = 32
+
+
+class Status:
+    """Reads the parts of the service; changes nothing."""
+
+    def __init__(
+        self, state: State, leases: Leases, journal: Journal, activity: Activity, lease_s: float
+    ) -> None:
+        self.state = state
+        self.leases = leases
+        self.journal = journal
+        self.activity = activity
+        self.lease_s = lease_s
+
+    def admission(self, now: float) -> str:
+        """Why no further group fits, and who can change that."""
+        replay = self.state.replay
+        if replay.numbers.kind == "rollout" and replay.at.head is None:
+            return "no learner has announced itself yet"
+        return (
+            f"full: {replay.outstanding()} of {replay.limit()} uses outstanding "
+            f"({self._occupancy()}); waits for {self._bottleneck(now)}"
+        )
+
+    def take(self, now: float) -> str:
+        """What the learner's next take lacks, from whom, for how long."""
+        replay = self.state.replay
+        lacking = f"{self._occupancy()} of {replay.numbers.groups_per_step} needed"
+        stragglers = replay.stragglers()
+        if len(replay.by_state["ready"]) >= replay.numbers.groups_per_step and stragglers:
+            return f"{lacking}; waits for the stragglers of {self.group(stragglers[0], now)}"
+        opened = [held for held in replay.by_state["open"].values() if held.kind != "eval"]
+        if opened:
+            return f"{lacking}; waits for {self.group(opened[0], now)}"
+        actors = self.activity.alive(now, self.lease_s)
+        refused = [
+            f"{name} was refused: {reason}"
+            for name in sorted(self.activity.actors)
+            for reason, _ in [self.activity.peers[name].waits.get("lease", ("", 0.0))]
+            if reason
+        ]
+        return f"{lacking}; {actors} actors alive{''.join('; ' + text for text in refused[:1])}"
+
+    def group(self, held: Held, now: float) -> str:
+        """Which members of a group are missing, with whom they are, for how long."""
+        parts = [
+            f"members {sorted(lease.members)} from {lease.peer} for {now - lease.since:.1f} s"
+            for lease in self.leases.of_group(held.group_id)
+        ]
+        vacant = sorted(self.leases.vacant.get(held.group_id, ()))
+        if vacant:
+            parts.append(f"members {vacant} to be granted again")
+        return f"group {held.group_id}: {', '.join(parts)}"
+
+    def full(self, now: float) -> dict[str, object]:
+        """The STATUS reply: plain nested values."""
+        replay, at = self.state.replay, self.state.replay.at
+        opened = sorted(replay.by_state["open"].values(), key=lambda held: held.group_id)
+        return {
+            "stage": at.stage,
+            "head": str(at.head) if at.head else None,
+            "take": at.next_take,
+            "kept": at.kept,
+            "outstanding": replay.outstanding(),
+            "limit": replay.limit(),
+            "groups": {state: len(groups) for state, groups in replay.by_state.items()},
+            "ledger": {
+                "received": _plain(self.state.ledger.received),
+                "held": _plain(self.state.held()),
+                **{
+                    fate: {
+                        kind: _plain(fates[fate])
+                        for kind, fates in self.state.ledger.closed.items()
+                        if fate in fates
+                    }
+                    for fate in CLOSED
+                },
+                "door": _plain(self.state.ledger.door),
+            },
+            "actors": {name: self._peer(name, now) for name in sorted(self.activity.actors)},
+            "learner": self.activity.learner_waits(now),
+            "waiting": {
+                name: {
+                    request: {"reason": reason, "for_s": now - since}
+                    for request, (reason, since) in peer.waits.items()
+                }
+                for name, peer in sorted(self.activity.peers.items())
+                if peer.waits
+            },
+            "open": [self.group(held, now) for held in opened[:GROUPS_SHOWN]],
+            "evaluations": [
+                f"{e.weights}: {e.arrived} of {e.episodes} episodes, {e.granted} granted"
+                for e in self.state.evaluations.running
+            ],
+            "quarantined": dict(self.state.tasks.cursor.quarantined),
+            "journal": {
+                "bytes": self.journal.size,
+                "segments": len(self.journal.sizes),
+                "disk_free_bytes": self.journal.free,
+            },
+        }
+
+    def counters(self, now: float) -> dict[str, float]:
+        """The metrics that go to the learner with every reply to DONE. `ledger/*`: trajectories."""
+        replay, ledger = self.state.replay, self.state.ledger
+        kind = replay.numbers.kind
+        counters: dict[str, float] = {
+            f"buffer/{state}": float(len(replay.by_state[state]))
+            for state in ("open", "ready", "taken")
+        }
+        counters["buffer/bytes"] = float(live_bytes(self.state))
+        counters["buffer/outstanding"] = float(replay.outstanding())
+        counters["actors/alive"] = float(self.activity.alive(now, self.lease_s))
+        received = ledger.received.get(kind, Amount())
+        counters["ledger/received"] = float(received.trajectories)
+        for fate in CLOSED:
+            counters[f"ledger/{fate}"] = float(ledger.total(kind, fate).trajectories)
+        for fate in DOOR:
+            counters[f"ledger/{fate}"] = float(ledger.door[fate].trajectories)
+        return counters
+
+    def _occupancy(self) -> str:
+        by_state = self.state.replay.by_state
+        return ", ".join(f"{len(by_state[state])} {state}" for state in ("open", "taken", "ready"))
+
+    def _bottleneck(self, now: float) -> str:
+        replay = self.state.replay
+        if len(replay.by_state["ready"]) >= replay.numbers.groups_per_step:
+            return self.activity.learner_waits(now)
+        opened = list(replay.by_state["open"].values())
+        return self.group(opened[0], now) if opened else self.activity.learner_waits(now)
+
+    def _peer(self, name: str, now: float) -> dict[str, float]:
+        trajectories, tokens = self.activity.peers[name].rates(now)
+        return {
+            "trajectories_per_s": trajectories,
+            "tokens_per_s": tokens,
+            "seen_s_ago": now - self.activity.peers[name].seen,
+            "leases": sum(lease.peer == name for lease in self.leases),
+        }
+
+
+def live_bytes(state: State) -> int:
+    """Bytes of the trajectories of all groups that are open, ready or taken."""
+    by_state = state.replay.by_state
+    return sum(
+        held.bytes for name in ("open", "ready", "taken") for held in by_state[name].values()
+    )
+
+
+def _plain(value: object) -> object:
+    return msgspec.to_builtins(value)

@@ -1,0 +1,196 @@
+"""The learner's side of the buffer: takes, what became of them, new lineages, what may go.
+
+A take is recorded before its groups leave, so the same key always gets the same groups.
+"""
+
+from evolver_async.buffer import records
+from evolver_async.buffer.activity import Activity
+from evolver_async.buffer.book import Book
+from evolver_async.buffer.status import Status
+from evolver_async.messages import (
+    Done,
+    Fenced,
+    Groups,
+    Kept,
+    Ok,
+    Part,
+    Reject,
+    Reply,
+    Resume,
+    Resumed,
+    Sample,
+    Wait,
+)
+from evolver_async.schema import Group, WeightId
+
+
+class Taking:
+    """Answers SAMPLE, DONE, RESUME and KEPT."""
+
+    def __init__(self, book: Book, activity: Activity, status: Status, stages: int) -> None:
+        self.book = book
+        self.activity = activity
+        self.status = status
+        self.stages = stages
+        self._resume: tuple[str, int, int, int] | None = None
+        self._delivered: set[WeightId] = set()
+
+    def sample(self, peer: str, request: Sample, now: float) -> list[Reply]:
+        at = self.book.replay.at
+        self.activity.learner = peer
+        fenced = self._fenced(request.lineage)
+        if fenced:
+            return [fenced]
+        if request.take in at.takes and at.takes[request.take].lineage == at.lineage:
+            return self._groups(request.take)
+        if request.take != at.next_take:
+            return [Reject(reason=f"take: {request.take}, the next one is {at.next_take}")]
+        if not 0 <= request.stage < self.stages:
+            return [Reject(reason=f"stage: {request.stage} of {self.stages}")]
+        before = at.takes.get(request.take - 1)
+        if before is not None and not before.reported:
+            return [self._wait(peer, f"take {request.take - 1} is not reported yet", now)]
+        if request.stage != at.stage:
+            self._switch(request.stage)
+        groups = self.book.replay.choose()
+        if not groups:
+            return [self._wait(peer, self.status.take(now), now)]
+        self.book.record(records.Taken(take=request.take, stage=request.stage, groups=groups))
+        self.activity.served(peer, "sample")
+        return self._groups(request.take)
+
+    def done(self, peer: str, request: Done, now: float) -> Reply:
+        """A repeated DONE changes nothing; it is how the learner asks for evaluation results."""
+        at, evaluations = self.book.replay.at, self.book.state.evaluations
+        self.activity.learner = peer
+        fenced = self._fenced(request.lineage)
+        if fenced:
+            return fenced
+        taken = at.takes.get(request.take)
+        if taken is None or taken.lineage != at.lineage:
+            return Reject(reason=f"take: {request.take} was never given to lineage {at.lineage}")
+        if not taken.reported:
+            fates = _fates(request)
+            problem = _mismatch(fates, taken.groups, request, at.head)
+            if problem:
+                return Reject(reason=problem)
+            self.book.record(
+                records.Reported(
+                    take=request.take,
+                    version=request.version,
+                    fates={group: fates.get(group, "skipped") for group in taken.groups},
+                    episodes=request.episodes,
+                    delivered=sorted(self._delivered),
+                )
+            )
+            self._delivered.clear()
+            for group_id in taken.groups:
+                if at.groups[group_id].state == "closed":
+                    self.book.forget(group_id)
+            self.book.sweep()
+        self._delivered |= {result.weights for result in evaluations.results}
+        return Ok(evals=list(evaluations.results), counters=self.status.counters(now))
+
+    def resume(self, peer: str, request: Resume) -> Reply:
+        at = self.book.replay.at
+        self.activity.learner = peer
+        if not 0 <= request.lineage <= at.lineage:
+            return Reject(reason=f"lineage: {request.lineage}, the newest is {at.lineage}")
+        if not at.kept <= request.take <= at.next_take:
+            return Reject(
+                reason=f"take: {request.take}, the journal has takes {at.kept} to {at.next_take}"
+            )
+        if request.version < 0:
+            return Reject(reason=f"version: {request.version}")
+        asked = (peer, request.lineage, request.take, request.version)
+        used = any(taken.lineage == at.lineage for taken in at.takes.values())
+        if asked != self._resume or used:  # else the reply was lost and the request sent again
+            self.book.record(
+                records.Resumed(
+                    lineage=at.lineage + 1,
+                    parent=request.lineage,
+                    take=request.take,
+                    version=request.version,
+                )
+            )
+            self._resume = asked
+            for group_id in [g for g in self.book.bodies if g not in at.groups]:
+                self.book.forget(group_id)
+            self.book.sweep()
+        forks = [at.forks[lineage] for lineage in sorted(at.forks)]
+        return Resumed(lineage=at.lineage, forks=forks)
+
+    def kept(self, request: Kept) -> Reply:
+        replay, journal = self.book.replay, self.book.journal
+        if not 0 <= request.take <= replay.at.next_take:
+            return Reject(reason=f"take: {request.take}, the next one is {replay.at.next_take}")
+        if request.take > replay.at.kept:
+            self.book.record(records.Kept(take=request.take))
+            self.book.drop_segments()
+        return Ok()
+
+    def _fenced(self, lineage: int) -> Fenced | None:
+        newest = self.book.replay.at.lineage
+        if lineage == newest:
+            return None
+        return Fenced(reason=f"lineage {lineage}: the newest is {newest}")
+
+    def _wait(self, peer: str, reason: str, now: float) -> Wait:
+        self.activity.waits(peer, "sample", reason, now)
+        return Wait(reason=reason)
+
+    def _switch(self, stage: int) -> None:
+        self.book.record(records.Switched(stage=stage))
+        replay = self.book.replay
+        left = [
+            held.group_id
+            for state in ("open", "ready")
+            for held in replay.by_state[state].values()
+            if held.stage != stage and held.kind != "eval"
+        ]
+        self.book.evict(left, "stage")
+
+    def _groups(self, take: int) -> list[Reply]:
+        replay = self.book.replay
+        replies: list[Reply] = []
+        for group_id in replay.at.takes[take].groups:
+            held = replay.at.groups[group_id]
+            group = Group(
+                group_id=group_id,
+                task=held.task,
+                kind=held.kind,
+                stage=held.stage,
+                use=replay.uses_before(held, take),
+                trajectories=self.book.trajectories(held),
+            )
+            replies.append(Part(group=group))
+        return [*replies, Groups(count=len(replies))]
+
+
+def _fates(request: Done) -> dict[int, str]:
+    fates = dict.fromkeys(request.trained, "trained")
+    for reason, groups in request.filtered.items():
+        fates |= dict.fromkeys(groups, reason)
+    return fates
+
+
+def _mismatch(
+    fates: dict[int, str], taken: list[int], request: Done, head: WeightId | None
+) -> str | None:
+    """What a DONE gets wrong about its take. Only a skipped one may leave groups out."""
+    count = len(request.trained) + sum(len(groups) for groups in request.filtered.values())
+    if count != len(fates):
+        return f"trained, filtered: a group twice in take {request.take}"
+    if "trained" in request.filtered:
+        return "filtered: 'trained' is no reason"
+    foreign = sorted(fates.keys() - set(taken))
+    if foreign:
+        return f"trained, filtered: groups {foreign} are not of take {request.take}"
+    left_out = sorted(set(taken) - fates.keys())
+    if left_out and not request.skipped:
+        return f"trained, filtered: groups {left_out} of take {request.take} are missing"
+    if head is not None and request.version < head.step:
+        return f"version: {request.version}, it was {head.step}"
+    if request.episodes < 0:
+        return f"episodes: {request.episodes}"
+    return None

@@ -1,0 +1,177 @@
+"""Checkpoints as directories that are there whole or not at all. Moves files, never sees a tensor.
+
+A checkpoint is written into a temporary directory, every file is synced, a manifest with their
+SHA-256 is added, and the directory is renamed into place. The name `<serial>-step-<step>` counts
+checkpoints, so newer ones sort later even where a resumed run is at a smaller step than before.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+NAME = re.compile(r"(\d{6,})-step-(\d+)")
+
+
+class CheckpointError(ValueError):
+    """There is no checkpoint that may be used; the message names the directory and why."""
+
+
+class File(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One file of a checkpoint."""
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint is: `files` by path inside it, `extra` for whoever saves."""
+
+    format: int
+    run_id: str
+    step: int
+    extra: dict[str, int] = {}
+    files: dict[str, File]
+
+
+def save(
+    directory: Path,
+    step: int,
+    write: Callable[[Path], object],
+    *,
+    run_id: str,
+    keep: int,
+    extra: dict[str, int] | None = None,
+) -> Path:
+    """Let `write` fill an empty directory and make it the newest checkpoint in `directory`.
+
+    When this returns the checkpoint survives a power cut; the newest `keep` valid ones are left.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for left in directory.glob(".tmp-*"):
+        shutil.rmtree(left)  # of a writer that died: there is one at a time
+    serial = max((serial for serial, _ in _by_serial(directory)), default=0) + 1
+    final = directory / f"{serial:06d}-step-{step}"
+    temporary = directory / f".tmp-{final.name}"
+    temporary.mkdir()
+    write(temporary)
+    paths = sorted(path for path in temporary.rglob("*") if path.is_file())
+    manifest = Manifest(
+        format=FORMAT,
+        run_id=run_id,
+        step=step,
+        extra=extra or {},
+        files={str(path.relative_to(temporary)): _describe(path) for path in paths},
+    )
+    (temporary / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    for path in (*paths, temporary / MANIFEST):
+        _sync(path)
+    for path in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
+        _sync(path)
+    temporary.rename(final)
+    _sync(directory)
+    _prune(directory, keep)
+    return final
+
+
+def exists(directory: Path) -> bool:
+    """Whether `directory` holds any checkpoint, valid or not."""
+    return bool(_by_serial(directory))
+
+
+def valid(directory: Path) -> list[tuple[Path, Manifest]]:
+    """The checkpoints that are complete, oldest first; their contents are not compared."""
+    found = []
+    for _, path in _by_serial(directory):
+        try:
+            found.append((path, _complete(path)))
+        except CheckpointError as error:
+            log.warning("%s", error)
+    return found
+
+
+def load_newest(directory: Path, run_id: str) -> tuple[Path, Manifest]:
+    """The newest checkpoint whose every file has the recorded hash.
+
+    Damaged ones are passed over, with a warning. Raises CheckpointError when the newest valid one
+    belongs to another run, or when none is left: a run never starts from scratch by accident.
+    """
+    problems = []
+    for _, path in reversed(_by_serial(directory)):
+        try:
+            manifest = _complete(path)
+            _compare(path, manifest)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        if manifest.run_id != run_id:
+            raise CheckpointError(f"{path}: belongs to run {manifest.run_id}, not to {run_id}")
+        for problem in problems:
+            log.warning("%s; going back to %s", problem, path.name)
+        return path, manifest
+    if problems:
+        raise CheckpointError(f"no valid checkpoint: {'; '.join(problems)}")
+    raise CheckpointError(f"{directory}: holds no checkpoint")
+
+
+def _by_serial(directory: Path) -> list[tuple[int, Path]]:
+    if not directory.is_dir():
+        return []
+    matches = [(NAME.fullmatch(path.name), path) for path in directory.iterdir()]
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def _complete(path: Path) -> Manifest:
+    """The manifest, after a look at the files' sizes."""
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: has no {MANIFEST}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}/{MANIFEST}: unreadable ({error})") from None
+    if manifest.format != FORMAT:
+        raise CheckpointError(f"{path}: has format {manifest.format}, this is format {FORMAT}")
+    for name, file in manifest.files.items():
+        if not (path / name).is_file():
+            raise CheckpointError(f"{path}: {name} is missing")
+        if (path / name).stat().st_size != file.bytes:
+            raise CheckpointError(f"{path}: {name} is torn")
+    return manifest
+
+
+def _compare(path: Path, manifest: Manifest) -> None:
+    for name, file in manifest.files.items():
+        if _describe(path / name).sha256 != file.sha256:
+            raise CheckpointError(f"{path}: {name} is damaged (SHA-256 differs)")
+
+
+def _describe(path: Path) -> File:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return File(bytes=path.stat().st_size, sha256=digest)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _prune(directory: Path, keep: int) -> None:
+    """Keep the newest `keep` complete ones and everything after the oldest of them."""
+    kept = valid(directory)[-keep:]
+    for _, path in _by_serial(directory):
+        if path == kept[0][0]:
+            return
+        shutil.rmtree(path)

@@ -1,0 +1,165 @@
+"""How a configuration comes to be: the dataclasses' defaults ← a recipe file ← `key=value` texts.
+
+Unknown keys, wrong types and impossible combinations are a ConfigError that names the key. The
+plain-dict form at the end of this file is what travels inside WELCOME.
+"""
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from evolver_async.config import Config, Stage
+from evolver_async.config.check import ConfigError, check, check_stage
+
+# Sections that shape the whole run or its processes, so that one stage cannot change them.
+WHOLE_RUN = ("run", "policy", "engine", "stages", "weights", "checkpoint", "metrics", "launch")
+
+
+def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
+    """The checked configuration of a run, every stage included.
+
+    `path` is a YAML recipe (None: defaults only); `dotlist` holds `section.key=value` texts, with
+    stages addressed as `stages.0.key`. Paths that it names are looked for by `check_paths` alone.
+    Raises ConfigError.
+    """
+    resolved = OmegaConf.structured(Config)
+    if path is not None:
+        resolved = _apply(resolved, _read(Path(path)))
+    for entry in dotlist:
+        resolved = _apply_argument(resolved, entry)
+    config = _to_config(resolved)
+    check(config)
+    for index in range(len(config.stages)):
+        stage_config(config, index)
+    return config
+
+
+def stage_config(config: Config, index: int) -> Config:
+    """The configuration that holds during stage `index`: its `override` merged in, and checked."""
+    override = config.stages[index].override
+    where = f"stages[{index}].override"
+    for section in override:
+        if section in WHOLE_RUN:
+            raise ConfigError(f"{where}.{section}: belongs to the whole run, not to one stage")
+    try:
+        merged = _to_config(_apply(OmegaConf.structured(config), override))
+        check_stage(merged, index)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}" if override else str(error)) from None
+    return merged
+
+
+def dump(config: Config, path: Path) -> None:
+    """Writes the whole configuration as YAML that `load` reads back."""
+    OmegaConf.save(OmegaConf.structured(config), path)
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The configuration as plain values; infinities, which the wire refuses, become their name."""
+    return _named_infinities(asdict(config))
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+    """The inverse of `to_dict`. Raises ConfigError for anything `to_dict` cannot have written."""
+    return _to_config(_apply(OmegaConf.structured(Config), values))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: must be a mapping of sections")
+    return tree  # pyright: ignore[reportReturnType]  (string keys are checked by _apply)
+
+
+def _apply_argument(resolved: DictConfig, entry: str) -> DictConfig:
+    """Merges one `key=value`; the value is read as YAML, an empty one is the empty string."""
+    key, equals, text = entry.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{entry!r}: arguments are written section.key=value")
+    try:
+        value = OmegaConf.from_dotlist([f"value={text}"])["value"] if text else ""
+    except (yaml.YAMLError, OmegaConfBaseException):
+        raise ConfigError(f"{key}: cannot read {text!r}") from None
+    parts = key.replace("[", ".").replace("]", "").split(".")
+    stage = None
+    if parts[0] == "stages" and len(parts) > 2:
+        if not parts[1].isdigit() or int(parts[1]) >= len(resolved.stages):
+            raise ConfigError(f"{key}: there is no stage {parts[1]}")
+        stage = int(parts[1])
+        parts = parts[2:]
+    tree: Any = value
+    for part in reversed(parts):
+        tree = {part: tree}
+    if stage is None:
+        return _apply(resolved, tree)
+    base = OmegaConf.structured(OmegaConf.to_object(resolved.stages[stage]))
+    resolved.stages[stage] = _merge(base, tree, Stage, f"stages[{stage}].")
+    return resolved
+
+
+def _apply(resolved: DictConfig, tree: dict[str, Any]) -> DictConfig:
+    """Merges a tree of sections; a list of stages replaces the list."""
+    stages = tree.get("stages")
+    rest = {name: value for name, value in tree.items() if name != "stages"}
+    merged = _merge(resolved, rest, Config, "")
+    if stages is not None:
+        items = OmegaConf.to_container(stages) if OmegaConf.is_config(stages) else stages
+        if not isinstance(items, list):
+            raise ConfigError("stages: must be a list")
+        merged.stages = [
+            _merge(OmegaConf.structured(Stage), item, Stage, f"stages[{index}].")
+            for index, item in enumerate(items)
+        ]
+    return merged
+
+
+def _merge(base: DictConfig, tree: Any, kind: type, where: str) -> DictConfig:
+    """`tree` over `base`, a structured node of dataclass `kind` found at key prefix `where`."""
+    _refuse_unknown(tree, kind, where)
+    try:
+        return OmegaConf.merge(base, tree)  # pyright: ignore[reportReturnType]
+    except OmegaConfBaseException as error:
+        key = f"{where}{error.full_key or ''}".rstrip(".")
+        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from None
+
+
+def _refuse_unknown(tree: Any, kind: type, where: str) -> None:
+    if not isinstance(tree, dict | DictConfig):
+        raise ConfigError(f"{where.rstrip('.')}: must be a mapping, got {tree!r}")
+    types = get_type_hints(kind)
+    for name, value in tree.items():
+        if name not in types:
+            close = difflib.get_close_matches(str(name), types, n=1)
+            hint = f", did you mean {where}{close[0]}?" if close else ""
+            raise ConfigError(f"{where}{name}: unknown key{hint}")
+        if is_dataclass(types[name]):
+            _refuse_unknown(value, types[name], f"{where}{name}.")
+
+
+def _to_config(resolved: DictConfig) -> Config:
+    try:
+        config = OmegaConf.to_object(resolved)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    assert isinstance(config, Config)
+    return config
+
+
+def _named_infinities(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _named_infinities(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_named_infinities(item) for item in value]
+    return str(value) if isinstance(value, float) and math.isinf(value) else value

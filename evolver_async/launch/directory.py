@@ -1,0 +1,124 @@
+"""The run directory: made whole or not at all, locked by one launcher, resumed only where it can be.
+
+`config.yaml` is the resolved configuration, `policy/` the model that training began with,
+`run.json` says how to reach a running job, `lock` is held as long as one runs.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from evolver_async.checkpoint import load_newest
+from evolver_async.config import Config
+from evolver_async.config.check import ConfigError, check_paths
+from evolver_async.config.load import dump, load
+from evolver_async.launch.roles import check_wings
+
+
+def create(config: Config, recipe: Path | None) -> tuple[Config, Path]:
+    """A new run directory with its configuration and policy; nothing is left of it when that fails.
+
+    Without `run.name` it is called after the recipe and the time.
+    """
+    check_paths(config)
+    check_wings(config)
+    stem = recipe.stem if recipe is not None else "run"
+    name = config.run.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = (Path(config.run.dir) / name).resolve()
+    try:
+        run_dir.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(
+            f"run.name: {run_dir} exists; choose another name, or go on with --resume {run_dir}"
+        ) from None
+    resolved = replace(
+        config,
+        run=replace(config.run, name=name),
+        policy=replace(config.policy, path=config.policy.path or str(run_dir / "policy")),
+    )
+    try:
+        dump(resolved, run_dir / "config.yaml")
+        _prepare_policy(run_dir)
+    except BaseException:
+        shutil.rmtree(run_dir)
+        raise
+    return resolved, run_dir
+
+
+def resume(run_dir: Path, dotlist: Sequence[str]) -> tuple[Config, Path]:
+    """The configuration of an earlier run, with the changes of `dotlist` written into it.
+
+    Raises ConfigError or CheckpointError where there is nothing that can be gone on with.
+    """
+    run_dir = run_dir.resolve()
+    config = load(run_dir / "config.yaml", dotlist)
+    check_paths(config)
+    check_wings(config)
+    load_newest(run_dir / "checkpoints", run_dir.name)
+    if dotlist:
+        part = run_dir / ".config.yaml"
+        dump(config, part)
+        part.replace(run_dir / "config.yaml")
+    return config, run_dir
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold the run directory for this process. Raises ConfigError when another one holds it."""
+    with open(run_dir / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{run_dir}: is already running") from None
+        yield
+
+
+def announce(run_dir: Path, address: str) -> int:
+    """Write where the buffer can be reached; returns how often this run was launched, this included."""
+    path = run_dir / "run.json"
+    launches = json.loads(path.read_text())["launches"] + 1 if path.exists() else 1
+    part = run_dir / ".run.json"
+    part.write_text(json.dumps({"address": address, "pid": os.getpid(), "launches": launches}))
+    part.replace(path)
+    return launches
+
+
+def address_of(run_dir: Path) -> str:
+    """The buffer's address as announced. Raises ConfigError when the run was never launched."""
+    try:
+        return json.loads((run_dir / "run.json").read_text())["address"]
+    except FileNotFoundError:
+        raise ConfigError(f"{run_dir}: has no run.json, so it was never launched") from None
+
+
+def last_lines(path: Path, count: int = 5) -> str:
+    """The end of a log."""
+    if not path.exists():
+        return ""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 8192))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join([line for line in lines if line.strip()][-count:])
+
+
+def _prepare_policy(run_dir: Path) -> None:
+    """In a process of its own, because it needs torch and its caller does not."""
+    log_file = run_dir / "logs" / "prepare.log"
+    log_file.parent.mkdir()
+    with open(log_file, "wb") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "evolver_async.cli", "prepare", "--run", str(run_dir)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    if done.returncode != 0:
+        raise ConfigError(f"policy.path: {last_lines(log_file, 1)}")

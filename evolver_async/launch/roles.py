@@ -1,0 +1,118 @@
+"""Roles by name, and what every process of a run does before its role's own `main`.
+
+The wings are named here and resolved where a process starts, so that no import runs up to them.
+"""
+
+import ctypes
+import hashlib
+import importlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evolver_async.checkpoint import CheckpointError
+from evolver_async.config import Config
+from evolver_async.config.check import ConfigError
+from evolver_async.weights.base import PREFIX
+
+# Processes: main(RoleArgs) -> exit code.
+PROCESSES = {
+    "buffer": "evolver_async.buffer.service:main",
+    "learner": "learner.train:main",
+    "actor": "actors.worker:main",
+    "prepare": "learner.prepare:main",
+}
+# Everything else that a wing offers by name.
+ROLES = PROCESSES | {
+    "eval": "actors.evaluate:evaluate",  # (run_dir, episodes) -> one line
+    "export": "learner.export:export",  # (run_dir, out) -> one line
+    "serial_actor": "actors.worker:build",
+    "serial_learner": "learner.train:build",
+}
+# Each raises ValueError, naming the key, for what only its wing can tell about a configuration.
+CHECKS = ("actors.check:check",)
+
+USER_ERROR = 2  # the exit code of a mistake that starting again would repeat
+SET_PDEATHSIG = 1  # of prctl
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleArgs:
+    """What a process is told on its command line; WELCOME and the run directory have the rest.
+
+    `run_dir` of an actor that joined by hand is its working directory.
+    """
+
+    address: str
+    name: str
+    incarnation: int
+    run_dir: Path
+    parent_pid: int | None = None
+
+
+def resolve(entry_point: str) -> Callable[..., Any]:
+    """The function behind a role's name or behind `module:function`."""
+    module, _, function = ROLES.get(entry_point, entry_point).partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def check_wings(config: Config) -> None:
+    """Raises ValueError, naming the key, for what one of the wings refuses."""
+    for check in CHECKS:
+        resolve(check)(config)
+
+
+def run_process(role: str, args: RoleArgs, log_file: Path | None) -> int:
+    """Run a role's `main` as this process; errors end up in the log and give exit code 1 or 2."""
+    set_up_logging(log_file, logging.ERROR)
+    if args.parent_pid is not None:
+        die_with(args.parent_pid)
+    log.info("%s %s, incarnation %d, pid %d", role, args.name, args.incarnation, os.getpid())
+    try:
+        return resolve(role)(args)
+    except (ConfigError, CheckpointError) as error:
+        log.error("%s", error)
+        return USER_ERROR
+    except Exception:
+        log.exception("%s failed", args.name)
+        return 1
+
+
+def die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit(f"parent {parent_pid} is gone")
+
+
+def set_up_logging(log_file: Path | None, stderr_level: int) -> None:
+    """Log to `log_file` from INFO on and to stderr from `stderr_level` on; without a file all goes to
+    stderr, and once is enough where stderr already is that file."""
+    handlers: list[logging.Handler] = []
+    if log_file is not None:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
+    if log_file is None or not os.path.samestat(os.fstat(2), os.stat(log_file)):
+        stderr = logging.StreamHandler()
+        stderr.setLevel(stderr_level if log_file is not None else logging.INFO)
+        handlers.append(stderr)
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        handlers=handlers,
+        force=True,
+    )
+
+
+def weights_dir(config: Config, run_dir: Path) -> Path:
+    """The private directory through which the weights of this run travel on this host."""
+    digest = hashlib.blake2b(str(run_dir.resolve()).encode(), digest_size=8).hexdigest()
+    return Path(config.weights.dir) / f"{PREFIX}{digest}"

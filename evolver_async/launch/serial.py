@@ -1,0 +1,84 @@
+"""The whole system in one cooperative loop under a virtual clock: same seed, same numbers.
+
+Buffer, actors and learner are the same code as in the other launchers, joined by the in-process twin
+of the transport. Time stands still while anything computes and jumps to the next timer when nothing
+does, so environment latency, leases and deadlines behave as always and cost nothing.
+"""
+
+import asyncio
+import selectors
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from evolver_async.buffer.service import Service
+from evolver_async.config import Config
+from evolver_async.launch import roles
+from evolver_async.transport import LocalClient, LocalServer
+
+T = TypeVar("T")
+
+
+class _JumpSelector(selectors.SelectSelector):
+    """A selector that never sleeps: waiting for `timeout` seconds moves the clock by as much."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise RuntimeError("serial run stands still: no timer is set and nobody can move")
+        self.now += max(0.0, timeout)
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An asyncio loop whose `time()` is virtual, in seconds from 0."""
+
+    def __init__(self) -> None:
+        self._clock = _JumpSelector()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.now
+
+
+def run(config: Config, run_dir: Path, run_id: str, tokenizer: str) -> int:
+    """Train in this process; returns the learner's exit code."""
+    loop = VirtualLoop()
+    asyncio.set_event_loop(loop)
+    service = Service(config, run_id, run_dir, tokenizer, now=0.0)
+    server = LocalServer(service, run_id)
+    build_actor = roles.resolve("serial_actor")
+    build_learner = roles.resolve("serial_learner")
+
+    async def start() -> list[asyncio.Task[Any]]:
+        server.start()
+        tasks = []
+        for index in range(config.actors.count):
+            name = f"actor-{index}"
+            worker = build_actor(config, LocalClient(server, name, 0), name)
+            tasks.append(asyncio.create_task(worker.run()))
+        return tasks
+
+    tasks: list[asyncio.Task[Any]] = []
+
+    def call(request: Coroutine[Any, Any, T]) -> T:
+        """Run the loop until the learner's request is answered; an actor that died ends the run."""
+        answer = loop.run_until_complete(request)
+        for task in tasks:
+            if task.done():
+                task.result()
+                raise RuntimeError(f"{task.get_name()} ended before the learner did")
+        return answer
+
+    learner = build_learner(config, run_dir, LocalClient(server, "learner", 0), call)
+    try:
+        tasks += loop.run_until_complete(start())
+        return learner.run()
+    finally:
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        server.close()
+        service.close()
+        loop.close()

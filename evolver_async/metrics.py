@@ -1,0 +1,265 @@
+"""Where measurements go: JSONL always, Weights & Biases when asked; timers; per-lag accounting.
+
+numpy only: whoever has tensors turns them into arrays first. The JSONL file is the source of truth.
+"""
+
+import importlib
+import json
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evolver_async.schema import Array
+
+log = logging.getLogger(__name__)
+
+BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
+BUCKET_ENDS = (0, 1, 2, 4, 8)  # the largest lag of every bucket but the last
+QUANTILES = (0.05, 0.5, 0.95)
+SECRET = re.compile(r"(^|_)(key|secret|secrets|password|credentials|token)$", re.IGNORECASE)
+WANDB_TIMEOUT_S = 15.0  # with a key but no network wandb would stall for 100 s
+
+
+class JsonlWriter:
+    """Appends one JSON object a line and flushes it; opening cuts off a line torn by a kill."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = open(path, "ab+")  # noqa: SIM115 (closed by close)
+        self.file.seek(0)
+        whole = self.file.read().rfind(b"\n") + 1
+        self.file.truncate(whole)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Writes one row of numbers and strings.
+
+        JSON has no NaN: non-finite numbers are written as null and named under `non_finite`.
+        """
+        plain = {
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in row.items()
+        }
+        bad = [name for name, value in plain.items() if _non_finite(value)]
+        plain |= dict.fromkeys(bad)
+        if bad:
+            plain["non_finite"] = bad
+        self.file.write(json.dumps(plain, allow_nan=False).encode() + b"\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _non_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def wandb_mode(mode: str) -> str:
+    """`auto` means online where a key is present, else offline."""
+    if mode != "auto":
+        return mode
+    return "online" if os.environ.get("WANDB_API_KEY") else "offline"
+
+
+def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested config without entries whose names say that they are secret."""
+    return {
+        name: without_secrets(value) if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if not SECRET.search(str(name))
+    }
+
+
+class WandbSink:
+    """One Weights & Biases run. `auto` goes on offline when the server cannot be reached.
+
+    Raises wandb's own error when `online` was asked for and is not possible.
+    """
+
+    def __init__(
+        self, mode: str, *, project: str, name: str, directory: Path, config: Mapping[str, Any]
+    ) -> None:
+        self.wandb = importlib.import_module("wandb")  # slow to import, so only when enabled
+        start = {
+            "project": project,
+            "name": name,
+            "dir": str(directory),
+            "config": without_secrets(config),
+        }
+        try:
+            self.run = self._init(wandb_mode(mode), **start)
+        except self.wandb.Error as error:
+            if mode != "auto":
+                raise
+            log.warning("wandb: %s; going on offline", error)
+            self.run = self._init("offline", **start)
+        self.run.define_metric("*", step_metric="step")  # a resumed run may repeat steps
+
+    def _init(self, mode: str, **start: Any) -> Any:
+        settings = self.wandb.Settings(init_timeout=WANDB_TIMEOUT_S, silent=True, console="off")
+        return self.wandb.init(mode=mode, settings=settings, **start)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self.run.log(dict(row))
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Metrics:
+    """The one place a process logs to: <directory>/metrics.jsonl, and W&B unless disabled."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        wandb: str = "disabled",
+        project: str = "",
+        name: str = "",
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.sinks: list[JsonlWriter | WandbSink] = [JsonlWriter(directory / "metrics.jsonl")]
+        if wandb != "disabled":
+            self.sinks.append(
+                WandbSink(
+                    wandb, project=project, name=name, directory=directory, config=config or {}
+                )
+            )
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Writes one row; `step` is the learner's version."""
+        row = {"step": step, **values}
+        for sink in self.sinks:
+            sink.write(row)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+
+
+class Timers:
+    """Wall seconds by phase: `with timers("train"): …` adds to `time/train_s`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
+
+    def drain(self) -> dict[str, float]:
+        """The seconds since the last call, as metrics."""
+        seconds, self.seconds = self.seconds, {}
+        return {f"time/{phase}_s": value for phase, value in seconds.items()}
+
+
+class LagAccounting:
+    """How far off-policy the data of one step was, overall and by version lag.
+
+    Collects the tokens of all micro-batches and the trajectories of the step; `metrics()` gives
+    `offpolicy/<name>` over everything, `lag_<bucket>/<name>` for every bucket that has tokens or
+    trajectories, and `staleness/mean`, `staleness/max` over trajectories. Formulas: algorithms §2.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[dict[str, Array]] = []
+        self.lag_P = self.reward_P = self.length_P = np.zeros(0)
+
+    def add_tokens(
+        self,
+        *,
+        lag_N: Array,
+        w_N: Array,
+        r_N: Array,
+        log_rho_N: Array,
+        clipped_low_N: Array,
+        clipped_high_N: Array,
+        masked_N: Array,
+    ) -> None:
+        """ACTION tokens of one micro-batch; log_rho_N = theta - mu."""
+        self.tokens.append(
+            {
+                "lag": lag_N,
+                "w": w_N.astype(np.float64),
+                "r": r_N.astype(np.float64),
+                "log_rho": log_rho_N.astype(np.float64),
+                "clip_low": clipped_low_N,
+                "clip_high": clipped_high_N,
+                "masked": masked_N,
+            }
+        )
+
+    def add_trajectories(self, *, lag_P: Array, reward_P: Array, length_P: Array) -> None:
+        """Trajectories of the step: largest lag, outcome reward, ACTION tokens."""
+        self.lag_P = np.concatenate([self.lag_P, lag_P])
+        self.reward_P = np.concatenate([self.reward_P, reward_P])
+        self.length_P = np.concatenate([self.length_P, length_P])
+
+    def metrics(self) -> dict[str, float]:
+        """Everything collected so far, under stable names; {} when nothing was."""
+        found: dict[str, float] = {}
+        if self.tokens:
+            tokens = {
+                name: np.concatenate([part[name] for part in self.tokens])
+                for name in self.tokens[0]
+            }
+            buckets_N = np.searchsorted(BUCKET_ENDS, tokens.pop("lag"))
+            found |= _named("offpolicy", _token_statistics(tokens))
+            for i in np.unique(buckets_N):
+                inside = {name: values[buckets_N == i] for name, values in tokens.items()}
+                found |= _named(f"lag_{BUCKETS[i]}", _token_statistics(inside))
+        if len(self.lag_P):
+            found |= {
+                "staleness/mean": float(self.lag_P.mean()),
+                "staleness/max": float(self.lag_P.max()),
+            }
+            found |= _named("offpolicy", _trajectory_statistics(self.reward_P, self.length_P))
+            buckets_P = np.searchsorted(BUCKET_ENDS, self.lag_P)
+            for i in np.unique(buckets_P):
+                inside_P = buckets_P == i
+                found |= _named(
+                    f"lag_{BUCKETS[i]}",
+                    _trajectory_statistics(self.reward_P[inside_P], self.length_P[inside_P]),
+                )
+        return found
+
+
+def _named(family: str, statistics: dict[str, float]) -> dict[str, float]:
+    return {f"{family}/{name}": value for name, value in statistics.items()}
+
+
+def _token_statistics(tokens: dict[str, Array]) -> dict[str, float]:
+    """ess = (Σw)²/(nΣw²), kl = KL(mu || theta) = mean(rho - 1 - ln rho), shares, quantiles."""
+    w, log_rho = tokens["w"], tokens["log_rho"]
+    statistics = {
+        "tokens": float(len(w)),
+        "ess": float(w.sum() ** 2 / (len(w) * (w**2).sum())),
+        "kl": float((np.expm1(log_rho) - log_rho).mean()),
+    }
+    for name in ("clip_low", "clip_high", "masked"):
+        statistics[name] = float(tokens[name].mean())
+    for name in ("w", "r"):
+        statistics[f"{name}_mean"] = float(tokens[name].mean())
+        for share, value in zip(QUANTILES, np.quantile(tokens[name], QUANTILES), strict=True):
+            statistics[f"{name}_q{round(100 * share):02d}"] = float(value)
+    return statistics
+
+
+def _trajectory_statistics(reward_P: Array, length_P: Array) -> dict[str, float]:
+    return {
+        "reward_mean": float(reward_P.mean()),
+        "length_mean": float(length_P.mean()),
+        "trajectories": float(len(reward_P)),
+    }

@@ -1,0 +1,178 @@
+"""The policy: loading a causal language model, its log-probs, its weights as named tensors.
+
+Works on any Hugging Face causal-LM directory; the preset made from scratch is in `tiny.py`, and
+nothing here can tell the two apart. Actors and learner share this file, so that both sides mean the
+same by "log-prob". How tokens are sampled is in `actors/engines`, what is trained in `learner`.
+
+Shapes: `B` sequences, `T` tokens, `N` selected positions, `D` hidden size, `V` vocabulary.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from evolver_async.tiny import make_tiny
+from evolver_async.tokenizer import TOKENIZER_FILES, ModelError, load_tokenizer, tokenizer_hash
+
+__all__ = [
+    "ModelError",
+    "export",
+    "load_model",
+    "load_state",
+    "load_tokenizer",
+    "make_tiny",
+    "split_model",
+    "state_tensors",
+    "token_logprobs",
+    "tokenizer_hash",
+]
+
+logging.disable_progress_bar()  # transformers' own would tear the run's live panel
+
+
+def load_model(
+    directory: str | Path, *, dtype: str, device: str, attention: str = "sdpa"
+) -> PreTrainedModel:
+    """A causal language model in evaluation mode; ModelError, naming the file, for a bad directory.
+
+    Only models whose logits are a plain projection of the last hidden states are taken, because
+    log-probs are computed from the hidden states in chunks. Device "auto" is CUDA where there is one.
+    """
+    root = Path(directory)
+    if not (root / "config.json").is_file():
+        raise ModelError(f"{directory} has no config.json")
+    if not [*root.glob("*.safetensors"), *root.glob("*.bin")]:
+        raise ModelError(f"{directory} has no weights (*.safetensors)")
+    try:
+        config = AutoConfig.from_pretrained(root, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            root,
+            config=config,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{directory} is not a causal language model: {error}") from error
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    nn.Module.to(model, device).eval()
+    decoder, head = split_model(model)
+    tokens_BT = torch.arange(4, device=model.device)[None]
+    with torch.no_grad():
+        whole = model(input_ids=tokens_BT, use_cache=False).logits
+        parts = head(decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state)
+    if not torch.allclose(whole.float(), parts.float(), atol=1e-3, rtol=1e-2):
+        raise ModelError(
+            f"{directory}: {type(model).__name__} transforms its logits after the head"
+        )
+    return model
+
+
+def split_model(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The part that computes hidden states, and the projection to the vocabulary."""
+    assert isinstance(model, PreTrainedModel)
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ModelError(f"{type(model).__name__} has no language-model head")
+    return model.base_model, head
+
+
+def token_logprobs(
+    model: nn.Module,
+    tokens_BT: Tensor,
+    mask_BT: Tensor,
+    temperature: float = 1.0,
+    chunk: int = 4096,
+    *,
+    select_BT: Tensor | None = None,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each selected token given the tokens before it, and the entropy it was drawn at.
+
+    tokens_BT int; mask_BT true on real tokens, which stand on the left (padding on the right, so
+    causal attention alone keeps it out of sight and positions are column numbers). Returns float32
+    logprobs_BT and entropy_BT (zero unless `with_entropy`); index t is about token t, index 0 and
+    everything not selected is 0. `select_BT` defaults to the real tokens. Only selected positions
+    are projected to the vocabulary, `chunk` at a time, and chunks are recomputed in the backward
+    pass, so logits for all positions never exist. Temperature 0 is greedy decoding: log-probs are
+    then those of temperature 1. Differentiable.
+    """
+    select_BT = mask_BT.bool() if select_BT is None else select_BT.bool()
+    rows_N, columns_N = select_BT[:, 1:].nonzero(as_tuple=True)
+    decoder, head = split_model(model)
+    hidden_BTD = decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state
+    hidden_ND = hidden_BTD[rows_N, columns_N]
+    targets_N = tokens_BT[rows_N, columns_N + 1].long()
+
+    def project(hidden_D: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logps_V = _scaled(head(hidden_D), temperature).log_softmax(-1)
+        picked = logps_V.gather(-1, targets[:, None]).squeeze(-1)
+        if not with_entropy:
+            return picked, torch.zeros_like(picked)
+        return picked, -(logps_V.exp() * logps_V).sum(-1)
+
+    parts = []
+    for start in range(0, len(targets_N), chunk):
+        pieces = hidden_ND[start : start + chunk], targets_N[start : start + chunk]
+        # A single chunk is as large as memory may get anyway; recomputing it would only cost time.
+        if torch.is_grad_enabled() and len(targets_N) > chunk:
+            parts.append(checkpoint(project, *pieces, use_reentrant=False))
+        else:
+            parts.append(project(*pieces))
+    blank_BT = torch.zeros(tokens_BT.shape, dtype=torch.float32, device=tokens_BT.device)
+    if not parts:
+        # Still a function of the weights: a micro-batch without actions must not break backward().
+        return blank_BT + 0.0 * hidden_BTD.float().sum(), blank_BT
+    place = rows_N, columns_N + 1
+    logprobs_N, entropy_N = (torch.cat(part) for part in zip(*parts, strict=True))
+    return blank_BT.index_put(place, logprobs_N), blank_BT.index_put(place, entropy_N)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    logits = logits.float()
+    return logits if temperature in (0.0, 1.0) else logits / temperature
+
+
+def state_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The model's weights by stable name, tied ones once; views, not copies."""
+    seen: set[tuple[int, int]] = set()
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        place = tensor.data_ptr(), tensor.numel()
+        if place not in seen:
+            seen.add(place)
+            tensors[name] = tensor
+    return tensors
+
+
+@torch.no_grad()
+def load_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy weights, as `state_tensors` names them, into the model; all of them or, on error, none.
+
+    Raises ModelError naming the tensor that is missing, unknown or of another shape.
+    """
+    own = state_tensors(model)
+    for name in own.keys() ^ tensors.keys():
+        raise ModelError(f"weight {name} is {'missing' if name in own else 'unknown'}")
+    for name, tensor in own.items():
+        if tensor.shape != tensors[name].shape:
+            shapes = f"{list(tensors[name].shape)}, not {list(tensor.shape)}"
+            raise ModelError(f"weight {name} has shape {shapes}")
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])
+
+
+def export(model: PreTrainedModel, directory: str | Path, tokenizer_dir: str | Path) -> None:
+    """Write the model and the tokenizer of `tokenizer_dir` as one Hugging Face directory."""
+    model.save_pretrained(directory)
+    for name in TOKENIZER_FILES:
+        source = Path(tokenizer_dir) / name
+        if source.is_file():
+            shutil.copyfile(source, Path(directory) / name)

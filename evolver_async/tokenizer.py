@@ -1,0 +1,48 @@
+"""The tokenizer of a model directory, and the fingerprint by which two processes compare theirs.
+
+Imports no torch, so that processes without a model can use it.
+"""
+
+import hashlib
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+)
+
+
+class ModelError(ValueError):
+    """A model directory or weights that cannot be used; the message names what is wrong."""
+
+
+def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a Hugging Face directory; ModelError if it has none or no chat template."""
+    path = _tokenizer_json(directory)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, local_files_only=True)
+    if not tokenizer.chat_template:
+        raise ModelError(f"{directory} has no chat template")
+    return tokenizer
+
+
+def tokenizer_hash(directory: str | Path) -> str:
+    """A fingerprint of the directory's tokenizer and chat template, 32 hexadecimal digits."""
+    digest = hashlib.blake2b(_tokenizer_json(directory).read_bytes(), digest_size=16)
+    # The template lies in a file of its own or, in older directories, in tokenizer_config.json.
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        path = Path(directory) / name
+        if path.is_file():
+            digest.update(path.read_bytes())
+            break
+    return digest.hexdigest()
+
+
+def _tokenizer_json(directory: str | Path) -> Path:
+    path = Path(directory) / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{directory} has no tokenizer.json")
+    return path

@@ -1,0 +1,280 @@
+"""Weights on one host: versioned snapshots as files in shared memory, pulled by version.
+
+Both ends. The publisher writes each version into a file of its own and renames it into place, then
+renames a new HEAD over the old one; it never changes a file that has its final name. So a receiver
+reads a version whole or not at all, and neither end ever waits for the other.
+
+A snapshot: u64 length of the manifest, the manifest (JSON), padding to 64, the tensors' bytes, each
+at a multiple of 64. The manifest gives dtype, shape, offset and CRC32 of every tensor.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import struct
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evolver_async.schema import WeightId
+from evolver_async.weights.base import WeightsCorrupt, WeightsGone, claim
+
+HEAD = "HEAD"
+ALIGN = 64
+LENGTH = struct.Struct("<Q")
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+
+class ShmPublisher:
+    """Publishes into `directory`, which is made private where it does not exist.
+
+    Keeps the newest `keep` versions and the retained ones. With `background` a thread writes; a
+    version that is overtaken before its turn, and would not be kept, is never written. Errors of
+    the thread are raised by the next call.
+    """
+
+    def __init__(self, directory: Path | str, keep: int = 2, background: bool = True) -> None:
+        assert keep >= 1
+        self.directory = Path(directory)
+        self.address = str(directory)
+        self.keep = keep
+        claim(self.directory)
+        self._written = _available(self.directory)  # those of a publisher that died
+        self._retained: set[WeightId] = set()
+        self._waiting: list[tuple[WeightId, _Snapshot]] = []
+        self._spare: list[_Snapshot] = []
+        self._writing: WeightId | None = None
+        self._error: BaseException | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = None
+        if background:
+            self._thread = threading.Thread(target=self._work, name="publish", daemon=True)
+            self._thread.start()
+
+    def publish(self, weights: WeightId, tensors: dict[str, Tensor], retain: bool = False) -> None:
+        with self._changed:
+            self._raise_error()
+            snapshot = self._spare.pop() if self._spare else _Snapshot()
+        snapshot.stage(weights, tensors)
+        with self._changed:
+            if retain:
+                self._retained.add(weights)
+            self._waiting.append((weights, snapshot))
+            newest = {name for name, _ in self._waiting[-self.keep :]}
+            for entry in self._waiting[:]:
+                if entry[0] not in newest | self._retained:
+                    self._waiting.remove(entry)
+                    self._spare.append(entry[1])
+            self._changed.notify_all()
+        if self._thread is None:
+            self._write_next()
+
+    def wait(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not (self._waiting or self._writing))
+            self._raise_error()
+
+    def release(self, weights: WeightId) -> None:
+        with self._changed:
+            self._retained.discard(weights)
+            self._prune()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+            try:
+                self._write_next()
+            except OSError as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+
+    def _write_next(self) -> None:
+        with self._changed:
+            if not self._waiting:
+                return  # cleared by close
+            weights, snapshot = self._waiting.pop(0)
+            self._writing = weights
+        _replace(self.directory / _name(weights), snapshot.pieces())
+        _replace(self.directory / HEAD, [str(weights).encode()])
+        with self._changed:
+            self._written = [other for other in self._written if other != weights] + [weights]
+            self._prune()
+            self._spare = [snapshot]
+            self._writing = None
+            self._changed.notify_all()
+
+    def _prune(self) -> None:
+        keep = set(self._written[-self.keep :]) | self._retained
+        for weights in [weights for weights in self._written if weights not in keep]:
+            self._written.remove(weights)
+            (self.directory / _name(weights)).unlink(missing_ok=True)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise OSError(f"cannot publish weights to {self.directory}: {self._error}")
+
+
+class ShmReceiver:
+    """Reads what a ShmPublisher wrote into `directory`."""
+
+    def __init__(self, directory: Path | str) -> None:
+        self.directory = Path(directory)
+
+    def head(self) -> WeightId | None:
+        try:
+            lineage, step = (self.directory / HEAD).read_text().split(".")
+        except FileNotFoundError:
+            return None
+        return WeightId(lineage=int(lineage), step=int(step))
+
+    def available(self) -> list[WeightId]:
+        return sorted(_available(self.directory))
+
+    def fetch(self, weights: WeightId) -> dict[str, Tensor]:
+        path = self.directory / _name(weights)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                buffer = bytearray(os.fstat(file.fileno()).st_size)
+                view = memoryview(buffer)
+                while view and (count := file.readinto(view)):
+                    view = view[count:]
+        except FileNotFoundError:
+            raise WeightsGone(f"weights {weights} are not in {self.directory}") from None
+        try:
+            return _verified(buffer, weights)
+        except WeightsCorrupt as error:
+            raise WeightsCorrupt(f"{path}: {error}") from None
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
+
+
+class _Snapshot:
+    """A staging buffer: the manifest and the bytes of one version, reused for the next."""
+
+    def __init__(self) -> None:
+        self.bytes_N = torch.empty(0, dtype=torch.uint8)
+        self.weights = WeightId(lineage=0, step=0)
+        self.tensors: dict[str, dict[str, Any]] = {}
+
+    def stage(self, weights: WeightId, tensors: dict[str, Tensor]) -> None:
+        """Copy `tensors`, from whatever device, into the buffer."""
+        self.weights, self.tensors, offset = weights, {}, 0
+        for name, tensor in tensors.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if dtype not in DTYPES:
+                raise ValueError(f"{name}: dtype {dtype} cannot be published")
+            self.tensors[name] = {"dtype": dtype, "shape": list(tensor.shape), "offset": offset}
+            offset = _aligned(offset + tensor.nbytes)
+        if self.bytes_N.numel() != offset:
+            self.bytes_N = torch.zeros(offset, dtype=torch.uint8)
+        for name, tensor in tensors.items():
+            flat_N = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            start = self.tensors[name]["offset"]
+            self.bytes_N[start : start + len(flat_N)].copy_(flat_N)
+
+    def pieces(self) -> list[bytes | memoryview]:
+        """The file's content; checksums are computed here, outside the training step."""
+        data = self.bytes_N.numpy().data
+        for entry in self.tensors.values():
+            start = entry["offset"]
+            entry["crc32"] = zlib.crc32(data[start : start + _nbytes(entry)])
+        content = {
+            "lineage": self.weights.lineage,
+            "step": self.weights.step,
+            "tensors": self.tensors,
+        }
+        manifest = json.dumps(content).encode()
+        head = LENGTH.pack(len(manifest)) + manifest
+        return [head.ljust(_aligned(len(head)), b"\0"), data]
+
+
+def _verified(buffer: bytearray, weights: WeightId) -> dict[str, Tensor]:
+    """The tensors of a snapshot, as views on `buffer`, after their checksums were compared."""
+    try:
+        (length,) = LENGTH.unpack_from(buffer)
+        manifest = json.loads(buffer[LENGTH.size : LENGTH.size + length])
+        found = WeightId(lineage=manifest["lineage"], step=manifest["step"])
+        entries = manifest["tensors"].items()
+    except (struct.error, ValueError, KeyError, TypeError) as error:
+        raise WeightsCorrupt(f"unreadable manifest ({error})") from None
+    if found != weights:
+        raise WeightsCorrupt(f"holds weights {found}")
+    whole_N = torch.frombuffer(buffer, dtype=torch.uint8)
+    base = _aligned(LENGTH.size + length)
+    tensors = {}
+    for name, entry in entries:
+        start = base + entry["offset"]
+        end = start + _nbytes(entry)
+        if zlib.crc32(memoryview(buffer)[start:end]) != entry["crc32"] or end > len(buffer):
+            raise WeightsCorrupt(f"tensor {name} does not match its checksum")
+        tensors[name] = whole_N[start:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return tensors
+
+
+def _nbytes(entry: dict[str, Any]) -> int:
+    return math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGN) * ALIGN
+
+
+def _name(weights: WeightId) -> str:
+    return f"weights-{weights}"
+
+
+def _available(directory: Path) -> list[WeightId]:
+    """Snapshots by name, in order."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    matches = [re.fullmatch(r"weights-(\d+)\.(\d+)", name) for name in names]
+    return sorted(WeightId(lineage=int(m[1]), step=int(m[2])) for m in matches if m)
+
+
+def _replace(path: Path, pieces: list[bytes | memoryview]) -> None:
+    """Write a file that readers see whole or not at all. A crash may leave only a hidden part."""
+    part = path.with_name(f".{path.name}")
+    with open(part, "wb", buffering=0) as file:
+        os.fchmod(file.fileno(), 0o600)
+        for piece in pieces:
+            view = memoryview(piece)
+            while view:
+                view = view[file.write(view) :]
+    os.replace(part, path)

@@ -1,0 +1,291 @@
+"""Groups to tensors: the only place where lists of trajectories become arrays and padded tensors.
+
+A row is one stripped sequence. A `Batch` keeps all rows of a learner step unpadded on the CPU; its
+minibatches (one optimizer update each) are padded a micro-batch at a time. Nothing here is a
+judgement: advantages and anchors are computed elsewhere and stored in the batch.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from evolver_async.schema import Array, Fork, Group, Role, Sequence, WeightId, version_lag
+
+
+def lag_table(groups: list[Group], head: WeightId, forks: dict[int, Fork]) -> dict[WeightId, int]:
+    """The version lag behind `head` of every weight id that sampled a token of `groups`."""
+    sampled = {
+        run.weights
+        for group in groups
+        for trajectory in group.trajectories
+        for sequence in trajectory.sequences
+        for run in sequence.versions
+    }
+    return {weights: version_lag(head, weights, forks) for weights in sampled}
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass sees: rows padded on the right, whole trajectories only.
+
+    tokens_BT int64, attention_BT bool (False on padding), action_BT bool (ACTION tokens that have a
+    context to be predicted from). The `_N` tensors hold one entry per True of `action_BT`, in
+    row-major order, so that `logprobs_BT[action_BT]` lines up with them: index_N int64 (place in
+    the batch's `_N` arrays), mu_N, anchor_N, reference_N, advantage_N float32, lag_N int64,
+    trajectory_N int64 (0..trajectories-1 within this micro-batch), length_N int64 (ACTION tokens
+    of the token's whole trajectory).
+    """
+
+    tokens_BT: torch.Tensor
+    attention_BT: torch.Tensor
+    action_BT: torch.Tensor
+    index_N: torch.Tensor
+    mu_N: torch.Tensor
+    anchor_N: torch.Tensor
+    reference_N: torch.Tensor
+    advantage_N: torch.Tensor
+    lag_N: torch.Tensor
+    trajectory_N: torch.Tensor
+    length_N: torch.Tensor
+
+
+@dataclass
+class Batch:
+    """All rows of one learner step, flat: rows without ACTION tokens are left out.
+
+    tokens int32, action bool: the rows one after another, row r at row_start_R[r]:row_start_R[r+1].
+    The `_N` arrays hold ACTION tokens in row order, those of row r at
+    action_start_R[r]:action_start_R[r+1]: mu_N, advantage_N, anchor_N, reference_N float32 (the
+    last three 0 until somebody stores them), lag_N int64, turn_N int64, trajectory_N int64.
+    trajectory_R int64, guided_R bool (experience was in the sampled context).
+    group_P int64 (index of the group), reward_P float64, length_P int64 (ACTION tokens),
+    lag_P int64 (the largest of its tokens, 0 without any). Trajectories without ACTION tokens count
+    in their group's rewards and are in no minibatch.
+    """
+
+    tokens: Array
+    action: Array
+    row_start_R: Array
+    action_start_R: Array
+    trajectory_R: Array
+    guided_R: Array
+    mu_N: Array
+    lag_N: Array
+    turn_N: Array
+    trajectory_N: Array
+    group_P: Array
+    reward_P: Array
+    length_P: Array
+    lag_P: Array
+    advantage_N: Array = field(init=False)
+    anchor_N: Array = field(init=False)
+    reference_N: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.advantage_N = np.zeros_like(self.mu_N)
+        self.anchor_N = np.zeros_like(self.mu_N)
+        self.reference_N = np.zeros_like(self.mu_N)
+
+    def spread_advantages(self, advantage_P: Array) -> None:
+        """Gives every ACTION token the advantage of its trajectory; nothing else carries one."""
+        self.advantage_N = advantage_P[self.trajectory_N].astype(np.float32)
+
+    def whole(self) -> "Minibatch":
+        """Everything that trains as a single minibatch: for scoring passes."""
+        return Minibatch(self, np.flatnonzero(self.length_P))
+
+    def minibatches(self, count: int, key: int) -> list["Minibatch"]:
+        """Up to `count` optimizer updates of about equal numbers of trajectories.
+
+        The order of groups is a permutation keyed by `key`. Groups stay whole where there are at
+        least `count` of them; never returns an empty minibatch, so it may return fewer (none at all
+        when nothing trains).
+        """
+        trains = self.length_P > 0
+        if not trains.any():
+            return []
+        groups = np.unique(self.group_P[trains])
+        order = np.random.Generator(np.random.Philox(key=key)).permutation(groups)
+        members = [np.flatnonzero(trains & (self.group_P == group)) for group in order]
+        if len(members) < count:
+            members = [member[None] for member in np.concatenate(members)]
+        count = min(count, len(members))
+        ends = np.cumsum([len(member) for member in members])
+        cuts = [0]
+        for i in range(1, count):
+            target = ends[-1] * i / count
+            nearest = 1 + int(np.argmin(np.abs(ends - target)))
+            cuts.append(min(max(nearest, cuts[-1] + 1), len(members) - (count - i)))
+        cuts.append(len(members))
+        return [
+            Minibatch(self, np.concatenate(members[start:end]))
+            for start, end in itertools.pairwise(cuts)
+        ]
+
+
+@dataclass
+class Minibatch:
+    """The trajectories of one optimizer update, and the denominators of its aggregation.
+
+    members int64: indices of trajectories; `tokens` their ACTION tokens.
+    """
+
+    batch: Batch
+    members: Array
+
+    @property
+    def trajectories(self) -> int:
+        return len(self.members)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.batch.length_P[self.members].sum())
+
+    def micro_batches(self, token_budget: int, device: torch.device) -> Iterator[MicroBatch]:
+        """Yields padded micro-batches of at most `token_budget` tokens, padding included.
+
+        Sorted by length, longest first, so that a budget beyond the memory shows at once. A
+        trajectory is never split (trajectory-level weights need all its tokens): one whose rows
+        alone exceed the budget gets a micro-batch of its own.
+        """
+        batch = self.batch
+        rows_of: dict[int, list[int]] = {int(member): [] for member in self.members}
+        for row in np.flatnonzero(np.isin(batch.trajectory_R, self.members)):
+            rows_of[int(batch.trajectory_R[row])].append(int(row))
+        lengths_R = np.diff(batch.row_start_R)
+        longest_first = sorted(
+            rows_of.values(), key=lambda rows: -max(int(lengths_R[row]) for row in rows)
+        )
+        pending: list[int] = []
+        width = 0
+        for rows in longest_first:
+            if pending and (len(pending) + len(rows)) * width > token_budget:
+                yield _pad(batch, np.array(pending), device)
+                pending = []
+            if not pending:
+                width = max(int(lengths_R[row]) for row in rows)
+            pending += rows
+        if pending:
+            yield _pad(batch, np.array(pending), device)
+
+
+def _pad(batch: Batch, rows_B: Array, device: torch.device) -> MicroBatch:
+    """Gathers the rows `rows_B` of a batch into padded tensors on `device`."""
+    starts_B, ends_B = batch.row_start_R[rows_B], batch.row_start_R[rows_B + 1]
+    lengths_B = ends_B - starts_B
+    attention_BT = np.arange(lengths_B.max()) < lengths_B[:, None]
+    places = _ranges(starts_B, ends_B)
+    tokens_BT = np.zeros(attention_BT.shape, np.int64)
+    tokens_BT[attention_BT] = batch.tokens[places]
+    action_BT = np.zeros(attention_BT.shape, bool)
+    action_BT[attention_BT] = batch.action[places]
+    index_N = _ranges(batch.action_start_R[rows_B], batch.action_start_R[rows_B + 1])
+    trajectory_N = batch.trajectory_N[index_N]
+
+    def tensor(array: Array) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return MicroBatch(
+        tokens_BT=tensor(tokens_BT),
+        attention_BT=tensor(attention_BT),
+        action_BT=tensor(action_BT),
+        index_N=tensor(index_N),
+        mu_N=tensor(batch.mu_N[index_N]),
+        anchor_N=tensor(batch.anchor_N[index_N]),
+        reference_N=tensor(batch.reference_N[index_N]),
+        advantage_N=tensor(batch.advantage_N[index_N]),
+        lag_N=tensor(batch.lag_N[index_N]),
+        trajectory_N=tensor(np.unique(trajectory_N, return_inverse=True)[1]),
+        length_N=tensor(batch.length_P[trajectory_N]),
+    )
+
+
+def _ranges(starts: Array, ends: Array) -> Array:
+    """The integers of the half-open ranges starts[i]:ends[i], one after another."""
+    return np.concatenate([np.arange(s, e) for s, e in zip(starts, ends, strict=True)])
+
+
+@dataclass
+class _Row:
+    """One stripped sequence: tokens[L], action[L], and mu, lag, turn of its N ACTION tokens."""
+
+    tokens: Array
+    action: Array
+    mu_N: Array
+    lag_N: Array
+    turn_N: Array
+    guided: bool
+    trajectory: int
+
+
+def _row(sequence: Sequence, lags: dict[WeightId, int], trajectory: int) -> _Row:
+    guided = sequence.guided
+    stripped = sequence.stripped() if guided else sequence
+    action = stripped.roles == Role.ACTION
+    if stripped.versions:
+        lag_N = np.repeat(
+            np.array([lags[run.weights] for run in stripped.versions], np.int64),
+            [run.tokens for run in stripped.versions],
+        )
+    else:
+        lag_N = np.zeros(int(action.sum()), np.int64)
+    if action[0]:  # nothing stands before it, so nothing predicts it
+        action[0] = False
+        lag_N = lag_N[1:]
+    return _Row(
+        tokens=stripped.tokens,
+        action=action,
+        mu_N=stripped.logprobs[action],
+        lag_N=lag_N,
+        turn_N=stripped.turns[action].astype(np.int64),
+        guided=guided,
+        trajectory=trajectory,
+    )
+
+
+def collate(groups: list[Group], lags: dict[WeightId, int]) -> Batch:
+    """Strips and flattens the sequences of `groups` (at least one group).
+
+    `lags`: the version lag of every weight id that sampled a token (`lag_table`); tokens of a
+    scripted policy have lag 0 and behaviour log-prob 0.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    rows = [
+        row
+        for index, trajectory in enumerate(trajectories)
+        for sequence in trajectory.sequences
+        if (row := _row(sequence, lags, index)).action.any()
+    ]
+    counts_R = np.array([len(row.mu_N) for row in rows], np.int64)
+    trajectory_R = np.array([row.trajectory for row in rows], np.int64)
+    trajectory_N = np.repeat(trajectory_R, counts_R)
+    lag_N = _joined([row.lag_N for row in rows], np.int64)
+    lag_P = np.zeros(len(trajectories), np.int64)
+    np.maximum.at(lag_P, trajectory_N, lag_N)
+    return Batch(
+        tokens=_joined([row.tokens for row in rows], np.int32),
+        action=_joined([row.action for row in rows], np.bool_),
+        row_start_R=_starts([len(row.tokens) for row in rows]),
+        action_start_R=_starts(counts_R.tolist()),
+        trajectory_R=trajectory_R,
+        guided_R=np.array([row.guided for row in rows], bool),
+        mu_N=_joined([row.mu_N for row in rows], np.float32),
+        lag_N=lag_N,
+        turn_N=_joined([row.turn_N for row in rows], np.int64),
+        trajectory_N=trajectory_N,
+        group_P=np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups]),
+        reward_P=np.array([trajectory.reward for trajectory in trajectories], np.float64),
+        length_P=np.bincount(trajectory_N, minlength=len(trajectories)),
+        lag_P=lag_P,
+    )
+
+
+def _joined(arrays: list[Array], dtype: type) -> Array:
+    return np.concatenate([*arrays, np.zeros(0, dtype)]).astype(dtype)
+
+
+def _starts(lengths: list[int]) -> Array:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

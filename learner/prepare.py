@@ -1,0 +1,24 @@
+"""Makes or checks the policy directory of a run, before any other process is started."""
+
+from evolver_async import policy
+from evolver_async.config.load import load
+from evolver_async.launch.roles import RoleArgs
+
+
+def main(args: RoleArgs) -> int:
+    """Write the tiny preset where the run has no policy directory; refuse one that is broken."""
+    config = load(args.run_dir / "config.yaml")
+    directory = args.run_dir / "policy"
+    if config.policy.path == str(directory) and not directory.exists():
+        policy.make_tiny(
+            directory,
+            seed=config.run.seed,
+            hidden_size=config.policy.hidden_size,
+            layers=config.policy.layers,
+            heads=config.policy.heads,
+            intermediate_size=config.policy.intermediate_size,
+            max_length=config.policy.max_length,
+        )
+    policy.load_tokenizer(config.policy.path)
+    policy.load_model(config.policy.path, dtype=config.policy.dtype, device="cpu")
+    return 0

@@ -1,0 +1,97 @@
+"""What a learner checkpoint holds, as files: tensors in safetensors, numbers in JSON.
+
+Training is a pure function of this and of the groups taken afterwards.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from evolver_async.policy import load_state, state_tensors
+
+
+@dataclass
+class State:
+    """The learner's numbers. `take` counts SAMPLEs, `version` publishes, over the whole run."""
+
+    lineage: int = 0
+    take: int = 0
+    version: int = 0
+    stage: int = 0
+    stage_take: int = 0  # take at which the stage began
+    entered: int = -1  # the stage whose beginning has been carried out
+    stage_tokens: int = 0  # ACTION tokens trained in the stage
+    stage_seconds: float = 0.0
+    seconds: float = 0.0
+    baseline: float = 0.0  # of the reinforce estimator
+    optimizer_updates: int = 0
+    bad_steps: int = 0  # non-finite, in a row
+    empty_steps: int = 0  # nothing selected, in a row
+    masked_steps: int = 0  # nearly everything masked, in a row
+    eval_success: float = -1.0  # the newest evaluation; -1 before the first
+    pending: list[int] = field(default_factory=list)  # versions whose evaluation is outstanding
+
+
+def save(
+    directory: Path,
+    state: State,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    reference: torch.nn.Module | None,
+) -> None:
+    """Write everything into `directory`, which exists and is empty."""
+    save_file(_plain(state_tensors(model)), directory / "model.safetensors")
+    save_file(_optimizer_tensors(model, optimizer), directory / "optimizer.safetensors")
+    if reference is not None:
+        save_file(_plain(state_tensors(reference)), directory / "reference.safetensors")
+    (directory / "state.json").write_text(json.dumps(asdict(state), indent=1))
+
+
+def load(
+    directory: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    reference: torch.nn.Module | None,
+) -> State:
+    """Restore what `save` wrote, in place; returns the numbers."""
+    load_policy(model, directory)
+    if reference is not None:
+        load_state(reference, load_file(directory / "reference.safetensors"))
+    tensors = load_file(directory / "optimizer.safetensors")
+    torch.set_rng_state(tensors.pop("rng"))
+    for name, parameter in model.named_parameters():
+        own = {
+            slot: tensors.pop(f"{slot}/{name}", None) for slot in ("exp_avg", "exp_avg_sq", "step")
+        }
+        if own["step"] is not None:
+            optimizer.state[parameter] = own
+    if tensors:
+        raise ValueError(f"{directory}/optimizer.safetensors: unknown tensor {next(iter(tensors))}")
+    return State(**json.loads((directory / "state.json").read_text()))
+
+
+def has_reference(directory: Path) -> bool:
+    """Whether the checkpoint holds a KL reference."""
+    return (directory / "reference.safetensors").exists()
+
+
+def load_policy(model: torch.nn.Module, directory: Path) -> None:
+    """Copy the policy of a checkpoint into `model`."""
+    load_state(model, load_file(directory / "model.safetensors"))
+
+
+def _optimizer_tensors(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    tensors = {"rng": torch.get_rng_state()}
+    for name, parameter in model.named_parameters():
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{slot}/{name}"] = value
+    return _plain(tensors)
+
+
+def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

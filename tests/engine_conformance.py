@@ -1,0 +1,334 @@
+"""What every engine must keep, as functions over a factory; each engine's test file runs them all.
+
+A factory makes an engine for a model: `factory(model, tokenizer, weights=, slots=, max_length=,
+prefill_tokens=, in_flight=)`. The oracle is `policy.token_logprobs` on the whole sequence.
+"""
+
+import asyncio
+import copy
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from actors.engines.base import Engine, Generation, Request
+from evolver_async.policy import load_state, state_tensors, token_logprobs
+from evolver_async.schema import WeightId
+
+TOLERANCE = 1e-4
+V0, V1, V2 = (WeightId(lineage=1, step=step) for step in range(3))
+
+
+@dataclass
+class Setting:
+    """A model with three versions of its weights, and how to make an engine for it.
+
+    `model` is the oracle's copy; engines get copies of their own.
+    """
+
+    factory: Callable[..., Engine]
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    versions: dict[WeightId, dict[str, Tensor]]
+
+    def engine(self, **numbers: Any) -> Engine:
+        load_state(self.model, self.versions[V0])
+        numbers = {
+            "weights": V0,
+            "slots": 8,
+            "max_length": 256,
+            "prefill_tokens": 512,
+            "in_flight": "keep",
+        } | numbers
+        return self.factory(copy.deepcopy(self.model), self.tokenizer, **numbers)
+
+    def prompt(self, length: int, seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(0, len(self.tokenizer), (length,), generator=generator).tolist()
+
+    def check(self, request: Request, generation: Generation) -> None:
+        """Every log-prob equals the oracle's under the weights that the token is tagged with."""
+        count = len(generation.tokens)
+        assert count == len(generation.logprobs) == len(generation.weights) > 0
+        tokens = torch.tensor([request.tokens + generation.tokens])
+        for weights in set(generation.weights):
+            load_state(self.model, self.versions[weights])
+            with torch.no_grad():
+                logprobs, _ = token_logprobs(
+                    self.model, tokens, torch.ones_like(tokens), request.temperature
+                )
+            mine = torch.tensor([tag == weights for tag in generation.weights])
+            got = torch.tensor(generation.logprobs)[mine]
+            worst = (got - logprobs[0, -count:][mine]).abs().max()
+            assert worst <= TOLERANCE, f"log-probs of {weights} differ by {worst}"
+
+
+def setting(
+    factory: Callable[..., Engine], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Setting:
+    """The model's own weights as V0, and two perturbed versions."""
+    versions = {V0: {name: tensor.clone() for name, tensor in state_tensors(model).items()}}
+    for version in (V1, V2):
+        generator = torch.Generator().manual_seed(version.step)
+        versions[version] = {
+            name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator)
+            for name, tensor in versions[V0].items()
+        }
+    return Setting(factory, model, tokenizer, versions)
+
+
+def request(tokens: list[int], session: str, **changes: Any) -> Request:
+    return replace(
+        Request(tokens=tokens, max_tokens=12, temperature=1.0, session=session, seed=7), **changes
+    )
+
+
+def run(engine: Engine, scenario: Coroutine[Any, Any, Any]) -> Any:
+    """Run a scenario to its end, with a deadline, and close the engine."""
+
+    async def whole() -> Any:
+        try:
+            return await asyncio.wait_for(scenario, 60)
+        finally:
+            await engine.close()
+
+    return asyncio.run(whole())
+
+
+async def generate_all(engine: Engine, requests: list[Request]) -> list[Generation]:
+    return list(await asyncio.gather(*(engine.generate(one) for one in requests)))
+
+
+def single_matches(s: Setting) -> None:
+    engine, one = s.engine(), request(s.prompt(20, 0), "a")
+    (out,) = run(engine, generate_all(engine, [one]))
+    assert len(out.tokens) == 12 and out.finish == "length" and set(out.weights) == {V0}
+    s.check(one, out)
+
+
+def batch_of_different_lengths_matches(s: Setting) -> None:
+    engine = s.engine()
+    many = [request(s.prompt(5 + 17 * i, i), str(i), max_tokens=3 + 5 * i) for i in range(6)]
+    for one, out in zip(many, run(engine, generate_all(engine, many)), strict=True):
+        assert len(out.tokens) == one.max_tokens
+        s.check(one, out)
+
+
+def prompt_beyond_the_prefill_budget_matches(s: Setting) -> None:
+    engine = s.engine(prefill_tokens=32)
+    many = [request(s.prompt(100, 1), "long"), request(s.prompt(30, 2), "short")]
+    for one, out in zip(many, run(engine, generate_all(engine, many)), strict=True):
+        s.check(one, out)
+
+
+def turns_reuse_kv_and_match(s: Setting) -> None:
+    engine = s.engine()
+
+    async def episode(index: int) -> None:
+        context = s.prompt(40, index)
+        for turn in range(4):
+            one = request(context, str(index), max_tokens=2 + (index + turn) % 3, seed=turn)
+            out = await engine.generate(one)
+            s.check(one, out)
+            context = context + out.tokens + s.prompt(9, 100 * index + turn)
+
+    async def scenario() -> None:
+        await asyncio.gather(*(episode(index) for index in range(6)))
+
+    run(engine, scenario())
+    # Three later turns of six episodes find at least their first 40 tokens.
+    assert engine.stats()["reused"] >= 3 * 6 * 40
+
+
+def changed_history_is_not_reused(s: Setting) -> None:
+    engine, context = s.engine(), s.prompt(40, 3)
+    other = context[:25] + s.prompt(20, 4)
+    first, second = request(context, "a"), request(other, "a")
+
+    async def scenario() -> list[Generation]:
+        return [await engine.generate(first), await engine.generate(second)]
+
+    for one, out in zip((first, second), run(engine, scenario()), strict=True):
+        s.check(one, out)
+
+
+def group_shares_its_prompt_and_matches(s: Setting) -> None:
+    engine, prompt = s.engine(), s.prompt(60, 5)
+    many = [request(prompt, str(i), seed=i) for i in range(6)]
+    many.append(request(prompt[:45] + s.prompt(10, 6), "cousin"))
+    for one, out in zip(many, run(engine, generate_all(engine, many)), strict=True):
+        s.check(one, out)
+    assert engine.stats()["reused"] >= 5 * 50
+
+
+def more_requests_than_slots_all_finish_and_match(s: Setting) -> None:
+    engine = s.engine(slots=3)
+    many = [request(s.prompt(10 + i, i), str(i), max_tokens=2 + i % 5) for i in range(11)]
+
+    async def scenario() -> None:
+        outs = await generate_all(engine, many)
+        for one, out in zip(many, outs, strict=True):
+            s.check(one, out)
+        # All sessions are still open: their next turns take turns in the slots.
+        later = [
+            replace(one, tokens=one.tokens + out.tokens)
+            for one, out in zip(many, outs, strict=True)
+        ]
+        for one, out in zip(later, await generate_all(engine, later), strict=True):
+            s.check(one, out)
+
+    run(engine, scenario())
+
+
+def update_while_idle_drops_old_kv(s: Setting) -> None:
+    engine, context = s.engine(), s.prompt(50, 8)
+
+    async def scenario() -> None:
+        first = request(context, "a")
+        out = await engine.generate(first)
+        await engine.update(V1, s.versions[V1])
+        assert engine.weights == V1
+        # The session's own KV, a released one, and another session's same prompt: all stale.
+        engine.release("gone")
+        many = [replace(first, tokens=context + out.tokens), request(context, "b")]
+        for one, got in zip(many, await generate_all(engine, many), strict=True):
+            assert set(got.weights) == {V1}
+            s.check(one, got)
+
+    run(engine, scenario())
+
+
+async def _update_midway(s: Setting, engine: Engine, many: list[Request]) -> list[Generation]:
+    """Start generations, update twice while they run, return what they gave."""
+    running = asyncio.create_task(generate_all(engine, many))
+    for version in (V1, V2):
+        target = engine.stats()["generated"] + 20
+        while engine.stats()["generated"] < target:
+            await asyncio.sleep(0)
+        await engine.update(version, s.versions[version])
+    return await running
+
+
+def update_in_flight_keeps_generations_and_tags_versions(s: Setting) -> None:
+    engine, shared = s.engine(in_flight="keep"), s.prompt(30, 9)
+    many = [request(s.prompt(20 + i, i), str(i), max_tokens=30) for i in range(4)]
+    many += [request(shared, f"shared{i}", max_tokens=30, seed=i) for i in range(3)]
+    for one, out in zip(many, run(engine, _update_midway(s, engine, many)), strict=True):
+        assert out.weights == sorted(out.weights) and set(out.weights) == {V0, V1, V2}
+        s.check(one, out)
+
+
+def update_in_flight_waits_for_generations(s: Setting) -> None:
+    engine = s.engine(in_flight="wait", slots=3)
+    many = [request(s.prompt(20 + i, i), str(i), max_tokens=30) for i in range(7)]
+    outs = run(engine, _update_midway(s, engine, many))
+    for one, out in zip(many, outs, strict=True):
+        assert len(set(out.weights)) == 1
+        s.check(one, out)
+    assert {out.weights[0] for out in outs} >= {V0, V2}
+
+
+def same_seed_gives_same_tokens_whatever_runs_beside(s: Setting) -> None:
+    one = request(s.prompt(25, 10), "a", seed=42, max_tokens=20)
+    alone = s.engine()
+    (expected,) = run(alone, generate_all(alone, [one]))
+    crowded = s.engine(slots=4)
+    many = [request(s.prompt(5 + 9 * i, i), str(i), seed=i, max_tokens=5 + i) for i in range(6)]
+    outs = run(crowded, generate_all(crowded, [*many, one]))
+    assert outs[-1].tokens == expected.tokens
+    again = s.engine()
+    (other,) = run(again, generate_all(again, [replace(one, seed=43)]))
+    assert other.tokens != expected.tokens
+
+
+def greedy_takes_the_most_likely(s: Setting) -> None:
+    engine = s.engine()
+    many = [request(s.prompt(20, 0), "a", temperature=0.0), request(s.prompt(20, 0), "b", seed=1)]
+    greedy, drawn = run(engine, generate_all(engine, many))
+    with torch.no_grad():
+        logits = s.model(torch.tensor([many[0].tokens + greedy.tokens])).logits[0]
+    assert logits.argmax(-1)[19:-1].tolist() == greedy.tokens
+    for one, out in zip(many, (greedy, drawn), strict=True):
+        s.check(one, out)
+
+
+def other_temperatures_match(s: Setting) -> None:
+    engine = s.engine()
+    many = [request(s.prompt(20, i), str(i), temperature=t) for i, t in enumerate((0.5, 1.0, 2.0))]
+    for one, out in zip(many, run(engine, generate_all(engine, many)), strict=True):
+        s.check(one, out)
+
+
+def stops_at_tokens_and_strings(s: Setting) -> None:
+    one = request(s.prompt(20, 11), "a", temperature=0.0, max_tokens=20)
+    engine = s.engine()
+
+    async def scenario() -> None:
+        free = await engine.generate(one)
+        token = free.tokens[7]
+        cut = free.tokens.index(token) + 1
+        stopped = await engine.generate(replace(one, stop_tokens=frozenset([token])))
+        assert stopped.tokens == free.tokens[:cut] and stopped.finish == "stop"
+        # A string that spans two tokens ends the generation with the token that completes it.
+        texts = [s.tokenizer.decode(free.tokens[: i + 1]) for i in range(20)]
+        spanning = texts[9][len(texts[7]) :]
+        cut = next(i for i, text in enumerate(texts) if spanning in text) + 1
+        stopped = await engine.generate(replace(one, stop_strings=("never there", spanning)))
+        assert stopped.tokens == free.tokens[:cut] and stopped.finish == "stop"
+        missed = await engine.generate(replace(one, stop_strings=("never there",)))
+        assert missed.tokens == free.tokens and missed.finish == "length"
+
+    run(engine, scenario())
+
+
+def full_context_ends_with_length(s: Setting) -> None:
+    engine = s.engine(max_length=32)
+    near, full = request(s.prompt(28, 0), "a", max_tokens=50), request(s.prompt(32, 1), "b")
+    out, nothing = run(engine, generate_all(engine, [near, full]))
+    assert len(out.tokens) == 4 and out.finish == "length"
+    s.check(near, out)
+    assert nothing.tokens == [] and nothing.finish == "length"
+
+
+def released_and_cancelled_sessions_leave_room(s: Setting) -> None:
+    engine = s.engine(slots=2)
+
+    async def scenario() -> None:
+        long = [request(s.prompt(9, i), f"long{i}", max_tokens=200) for i in range(2)]
+        tasks = [asyncio.create_task(engine.generate(one)) for one in long]
+        while engine.stats()["generated"] < 4:
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert all(task.cancelled() for task in tasks)
+        for index in range(6):
+            one = request(s.prompt(20, index), f"short{index}")
+            s.check(one, await engine.generate(one))
+            engine.release(one.session)
+            engine.release(one.session)
+
+    run(engine, scenario())
+
+
+CONFORMANCE: list[Callable[[Setting], None]] = [
+    single_matches,
+    batch_of_different_lengths_matches,
+    prompt_beyond_the_prefill_budget_matches,
+    turns_reuse_kv_and_match,
+    changed_history_is_not_reused,
+    group_shares_its_prompt_and_matches,
+    more_requests_than_slots_all_finish_and_match,
+    update_while_idle_drops_old_kv,
+    update_in_flight_keeps_generations_and_tags_versions,
+    update_in_flight_waits_for_generations,
+    same_seed_gives_same_tokens_whatever_runs_beside,
+    greedy_takes_the_most_likely,
+    other_temperatures_match,
+    stops_at_tokens_and_strings,
+    full_context_ends_with_length,
+    released_and_cancelled_sessions_leave_room,
+]

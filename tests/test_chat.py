@@ -1,0 +1,66 @@
+"""Conversations in tokens: equal to the template's rendering, and append-only."""
+
+import pytest
+from chatml import make_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.chat import Chat, Stream
+from actors.engines.base import Generation
+from evolver_async.schema import Role, WeightId
+
+TOKENIZER = make_tokenizer()
+CHAT = Chat(TOKENIZER)
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+texts = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=30)
+
+
+def rendered(messages: list[tuple[str, str]], prefix: str) -> list[int]:
+    conversation = [{"role": role, "content": content} for role, content in messages]
+    text = TOKENIZER.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    return TOKENIZER.encode(text + prefix, add_special_tokens=False)
+
+
+@given(texts, texts, st.lists(st.tuples(texts, texts), max_size=3), st.booleans())
+def test_deltas_add_up_to_the_whole_template(
+    system: str, user: str, turns: list[tuple[str, str]], ended: bool
+) -> None:
+    """Whether the end-of-turn token was sampled or came from the template, it stands there once."""
+    messages = [("system", system), ("user", user)]
+    tokens = CHAT.first(system, user, "<answer>")
+    for answer, observation in turns:
+        tokens += CHAT.tokens_of(answer + "</answer>") + [END] * ended
+        tokens += CHAT.next(observation, "<answer>", ended)
+        messages += [("assistant", f"<answer>{answer}</answer>"), ("user", observation)]
+    assert tokens == rendered(messages, "<answer>")
+
+
+def test_end_of_turn_and_eos_stop_a_turn() -> None:
+    assert CHAT.end_of_turn == END
+    assert CHAT.stop_tokens == {END, TOKENIZER.eos_token_id}
+
+
+def test_text_of_sampled_tokens_keeps_tags_and_drops_the_stop_token() -> None:
+    tokens = CHAT.tokens_of(" left</answer>")
+    assert CHAT.text_of(tokens) == CHAT.text_of([*tokens, END]) == " left</answer>"
+    assert CHAT.text_of([END]) == CHAT.text_of([]) == ""
+
+
+def test_template_that_drops_a_message_is_refused() -> None:
+    with pytest.raises(ValueError, match="chat template"):
+        Chat(make_tokenizer("{{ messages[0]['content'] }}"))
+
+
+def test_stream_records_roles_turns_and_versions() -> None:
+    old, new = WeightId(lineage=1, step=4), WeightId(lineage=1, step=5)
+    stream = Stream()
+    stream.read([1, 2], Role.PROMPT)
+    stream.write(Generation(tokens=[3, 4], logprobs=[-0.5, -1.0], weights=[old, new]), 0)
+    stream.read([5], Role.OBSERVATION)
+    stream.write(Generation(tokens=[6], logprobs=[-2.0], weights=[new]), 1)
+    sequence = stream.sequence()
+    assert sequence.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert sequence.roles.tolist() == [0, 0, 2, 2, 3, 2]
+    assert sequence.turns.tolist() == [-1, -1, 0, 0, -1, 1]
+    assert sequence.logprobs.tolist() == [0, 0, -0.5, -1, 0, -2]
+    assert [(run.weights, run.tokens) for run in sequence.versions] == [(old, 1), (new, 2)]

@@ -1,0 +1,145 @@
+"""Checkpoints: whole or not at all, the newest valid one, never a silent fresh start."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from evolver_async.checkpoint import MANIFEST, CheckpointError, exists, load_newest, save, valid
+
+
+def writer(content: str) -> Callable[[Path], None]:
+    def write(directory: Path) -> None:
+        (directory / "model.bin").write_text(content)
+        (directory / "deep" / "er").mkdir(parents=True)
+        (directory / "deep" / "er" / "state.json").write_text("{}")
+
+    return write
+
+
+def save_steps(directory: Path, *steps: int, keep: int = 3, run_id: str = "run") -> None:
+    for step in steps:
+        save(directory, step, writer(f"at {step}"), run_id=run_id, keep=keep, extra={"take": step})
+
+
+def test_the_newest_checkpoint_is_loaded_with_what_was_saved(tmp_path: Path) -> None:
+    assert not exists(tmp_path / "c")
+    save_steps(tmp_path / "c", 5, 10)
+    assert exists(tmp_path / "c")
+    path, manifest = load_newest(tmp_path / "c", "run")
+    assert (path / "model.bin").read_text() == "at 10"
+    assert (path / "deep/er/state.json").exists()
+    assert (manifest.step, manifest.run_id, manifest.extra) == (10, "run", {"take": 10})
+    assert set(manifest.files) == {"model.bin", "deep/er/state.json"}
+
+
+def test_the_newest_ones_are_kept(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3, 4, keep=2)
+    assert [manifest.step for _, manifest in valid(tmp_path)] == [3, 4]
+
+
+def test_the_same_or_a_smaller_step_after_a_resume_is_newer(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20, 10, keep=3)
+    assert load_newest(tmp_path, "run")[1].step == 10
+    assert [manifest.step for _, manifest in valid(tmp_path)] == [10, 20, 10]
+
+
+def flip(path: Path) -> None:
+    content = bytearray((path / "model.bin").read_bytes())
+    content[0] ^= 1
+    (path / "model.bin").write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "damaged": flip,
+    "torn": lambda path: (path / "model.bin").write_text("at"),
+    "missing": lambda path: (path / "model.bin").unlink(),
+    "has no manifest.json": lambda path: (path / MANIFEST).unlink(),
+    "unreadable": lambda path: (path / MANIFEST).write_text("{"),
+    "has format 2": lambda path: (path / MANIFEST).write_text(
+        (path / MANIFEST).read_text().replace('"format": 1', '"format": 2')
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_aloud(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(tmp_path, 1, 2)
+    newest, _ = load_newest(tmp_path, "run")
+    DAMAGES[damage](newest)
+    with caplog.at_level(logging.WARNING):
+        path, manifest = load_newest(tmp_path, "run")
+    assert manifest.step == 1
+    assert damage in caplog.text and path.name in caplog.text
+    DAMAGES[damage](path)
+    with pytest.raises(CheckpointError, match=f"no valid checkpoint: .*{damage}"):
+        load_newest(tmp_path, "run")
+
+
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    (load_newest(tmp_path, "run")[0] / "model.bin").unlink()
+    save_steps(tmp_path, 4, keep=2)
+    assert [manifest.step for _, manifest in valid(tmp_path)] == [2, 4]
+
+
+def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    save_steps(tmp_path, 2, run_id="other")
+    with pytest.raises(CheckpointError, match="belongs to run other, not to run"):
+        load_newest(tmp_path, "run")
+
+
+def test_no_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        load_newest(tmp_path / "c", "run")
+
+
+def test_a_writer_that_fails_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+
+    def fail(directory: Path) -> None:
+        (directory / "half").write_text("x")
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        save(tmp_path, 2, fail, run_id="run", keep=2)
+    assert load_newest(tmp_path, "run")[1].step == 1
+    save_steps(tmp_path, 3)
+    assert not list(tmp_path.glob(".tmp-*"))
+    assert [manifest.step for _, manifest in valid(tmp_path)] == [1, 3]
+
+
+def test_a_kill_at_any_moment_leaves_a_valid_newest(tmp_path: Path) -> None:
+    program = """
+import sys
+from pathlib import Path
+from evolver_async.checkpoint import save
+step = 0
+while True:
+    step += 1
+    save(Path(sys.argv[1]), step, lambda d: (d / "m").write_text(str(step) * 10000),
+         run_id="run", keep=2)
+    print(step, flush=True)
+"""
+    confirmed = 0
+    for _ in range(4):
+        child = subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        for _ in range(5):
+            confirmed = int(child.stdout.readline())
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        path, manifest = load_newest(tmp_path, "run")
+        assert manifest.step >= confirmed
+        assert (path / "m").read_text() == str(manifest.step) * 10000

@@ -1,0 +1,208 @@
+"""Configuration: what a recipe may say, and that every mistake is named by its key."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from evolver_async.config import Config, Stage
+from evolver_async.config.check import AT_LEAST, CHOICES, FRACTIONS, POSITIVE, check, check_paths
+from evolver_async.config.load import (
+    ConfigError,
+    dump,
+    from_dict,
+    load,
+    stage_config,
+    to_dict,
+)
+from evolver_async.config.reference import BEGIN, END, reference, rewrite
+
+STEPS = "stages.0.steps=10"
+
+
+def refusal(*dotlist: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(None, [STEPS, *dotlist])
+    return str(caught.value)
+
+
+def test_arguments_win_over_the_recipe_and_the_recipe_over_the_defaults(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("learner: {lr: 1e-3, minibatches: 2}\nstages: [{kind: rl, steps: 7}]\n")
+    config = load(recipe, ["learner.lr=2e-3", "env.params.size=4"])
+    assert config.learner.lr == 2e-3
+    assert config.learner.minibatches == 2
+    assert config.learner.grad_clip == Config().learner.grad_clip
+    assert config.env.params == {"size": 4}
+    assert config.stages == [Stage(kind="rl", steps=7)]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("learner.lrr=3", "learner.lrr: unknown key, did you mean learner.lr?"),
+        ("learnr.lr=3", "learnr: unknown key, did you mean learner?"),
+        ("env.latency.medan_s=3", "env.latency.medan_s: unknown key"),
+        ("stages.0.stps=4", "stages[0].stps: unknown key, did you mean stages[0].steps?"),
+        ("learner.lr=fast", "learner.lr: "),
+        ("learner.minibatches=1.5", "learner.minibatches: "),
+        ("learner=3", "learner: must be a mapping"),
+        ("stages.0.steps=x", "stages[0].steps: "),
+        ("stages.4.steps=3", "stages.4.steps: there is no stage 4"),
+        ("stages=[3]", "stages[0]: must be a mapping"),
+        ("learner.betas=[a,b]", "learner.betas[0]: "),
+        ("learner.lr=[1", "learner.lr: cannot read"),
+        ("lr", "'lr': arguments are written section.key=value"),
+    ],
+)
+def test_unknown_keys_and_wrong_types_are_named(argument: str, message: str) -> None:
+    assert refusal(argument).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["learner.lr=nan"], "learner.lr: is not a number"),
+        (["learner.lr=-1"], "learner.lr: must not be negative"),
+        (["learner.lr=inf"], "learner.lr: must be finite"),
+        (["learner.grad_clip=0"], "learner.grad_clip: must be greater than 0"),
+        (["actors.count=0"], "actors.count: must be at least 1"),
+        (["checkpoint.keep=1"], "checkpoint.keep: must be at least 2"),
+        (["rollout.temperature=0"], "rollout.temperature: must be greater than 0"),
+        (["buffer.reuse=6"], "buffer.reuse: must be at most buffer.max_staleness + 1"),
+        (["buffer.max_staleness=2", "actors.weight_lag=2", "buffer.reuse=2"], "buffer.reuse: "),
+        (["actors.weight_lag=5"], "actors.weight_lag: must be at most buffer.max_staleness"),
+        (["actors.weight_lag=1", "actors.weight_lag_low=2"], "actors.weight_lag_low: "),
+        (["rollout.group_size=1"], "rollout.group_size: advantage.kind=grpo"),
+        (["rollout.group_size=1", "advantage.kind=rloo"], "rollout.group_size: "),
+        (["learner.minibatches=33"], "learner.minibatches: must be at most the groups"),
+        (["selection.kind=spread", "learner.minibatches=17"], "learner.minibatches: "),
+        (["loss.kl=k1"], "loss.kl: k1 has no gradient"),
+        (["correction.anchor=interpolate", "correction.kind=ppo"], "correction.anchor: "),
+        (
+            ["correction.anchor=interpolate", "rollout.guided_fraction=0.5"],
+            "correction.anchor: interpolate cannot score guided tokens",
+        ),
+        (["stages=[]"], "stages: needs at least one stage"),
+        (["stages=[{kind: rl}]"], "stages[0]: has no limit"),
+        (["stages=[{kind: rl, hours: 1}]"], "stages[0].steps: learner.decay=linear"),
+        (["stages=[{kind: dpo, steps: 1}]"], "stages[0].kind: must be one of sft, rl"),
+        (["stages.0.until_success=0.9", "eval.every=0"], "stages[0].until_success: "),
+        (["stages.0.kind=sft", "buffer.demo_groups=8"], "buffer.demo_groups: "),
+        (["policy.hidden_size=60"], "policy.hidden_size: "),
+        (["rollout.max_tokens=1024"], "rollout.max_tokens: "),
+        (["learner.token_budget=100"], "learner.token_budget: "),
+        (["learner.betas=[0.9]"], "learner.betas: "),
+        (["buffer.address=tcp://0.0.0.0:5555"], "buffer.address: 0.0.0.0 is not a loopback"),
+        (["buffer.address=udp://127.0.0.1:1"], "buffer.address: must be ipc://"),
+        (["run.name=a/b"], "run.name: "),
+        (["engine.device=tpu"], "engine.device: "),
+        (["env.params.x=.nan"], "env.params.x: must be finite"),
+    ],
+)
+def test_impossible_values_and_combinations_are_named(arguments: list[str], message: str) -> None:
+    assert refusal(*arguments).startswith(message)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_an_unknown_choice_lists_the_allowed_ones(name: str) -> None:
+    message = refusal(f"{name}=sideways")
+    assert message.startswith(f"{name}: must be one of ")
+    assert all(choice in message for choice in CHOICES[name])
+
+
+def test_the_tables_name_existing_keys_and_the_defaults_pass_them() -> None:
+    config = Config(stages=[Stage(steps=1)])
+    check(config)
+    flat = to_dict(config)
+    for name in [*CHOICES, *AT_LEAST, *POSITIVE, *FRACTIONS]:
+        value = flat
+        for part in name.split("."):
+            value = value[part]
+
+
+@pytest.mark.parametrize("key", ["policy.path", "weights.dir"])
+def test_a_missing_directory_is_named(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: /nowhere is not a directory"):
+        check_paths(load(None, [STEPS, f"{key}=/nowhere"]))
+
+
+def test_a_model_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"policy\.path: .* has no tokenizer\.json"):
+        check_paths(load(None, [STEPS, f"policy.path={tmp_path}"]))
+
+
+def test_a_stage_override_holds_for_that_stage_alone() -> None:
+    config = load(
+        None,
+        [
+            "stages=[{kind: sft, steps: 3, override: {learner: {lr: 1e-2}}}, {steps: 5}]",
+            "learner.lr=1e-3",
+        ],
+    )
+    assert stage_config(config, 0).learner.lr == 1e-2
+    assert stage_config(config, 1).learner.lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("{learner: {lrr: 1}}", "stages[0].override: learner.lrr: unknown key"),
+        ("{learner: {lr: -1}}", "stages[0].override: learner.lr: must not be negative"),
+        ("{buffer: {reuse: 9}}", "stages[0].override: buffer.reuse: "),
+        ("{actors: {count: x}}", "stages[0].override: actors.count: "),
+        ("{launch: {kind: serial}}", "stages[0].override.launch: belongs to the whole run"),
+    ],
+)
+def test_a_bad_stage_override_is_named(override: str, message: str) -> None:
+    assert refusal(f"stages.0.override={override}").startswith(message)
+
+
+def test_a_stage_may_override_what_would_be_impossible_elsewhere() -> None:
+    config = load(None, ["stages=[{hours: 1, override: {learner: {decay: none}}}]"])
+    assert stage_config(config, 0).learner.decay == "none"
+
+
+@pytest.mark.parametrize("text", ["learner: [", "- a\n- b\n", "learner: {lr: 1}\nlearner: {}\n"])
+def test_a_recipe_that_is_no_mapping_is_named(tmp_path: Path, text: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    with pytest.raises(ConfigError, match=str(recipe)):
+        load(recipe, [])
+    with pytest.raises(ConfigError, match=r"missing\.yaml"):
+        load(tmp_path / "missing.yaml", [])
+
+
+def test_a_dumped_configuration_loads_back_equal(tmp_path: Path) -> None:
+    config = load(None, [STEPS, "correction.w_max=inf", "env.params={size: 4, names: [a, b]}"])
+    dump(config, tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml", []) == config
+
+
+def test_the_plain_dict_form_is_finite_and_loads_back_equal() -> None:
+    config = load(None, [STEPS, "correction.w_max=inf", "env.params={size: 4}"])
+    plain = to_dict(config)
+    assert plain["correction"]["w_max"] == "inf"
+    restored = from_dict(plain)
+    assert restored == config
+    assert math.isinf(restored.correction.w_max)
+
+
+def test_the_reference_names_every_key_with_default_and_comment() -> None:
+    text = reference()
+    assert "| `learner.lr` | `0.0005` |" in text
+    assert "| `env.latency.sigma` | `1.0` | of the logarithm |" in text
+    assert '| `policy.path` | `""` | a Hugging Face causal-LM directory' in text
+    assert "`stages[i].until_success`" in text
+
+
+def test_rewriting_the_reference_keeps_what_stands_around_it() -> None:
+    text = rewrite(f"before\n{BEGIN}\n(outdated)\n{END}\nafter\n")
+    assert text.startswith("before\n") and text.endswith("after\n") and "(outdated)" not in text
+    assert rewrite(text) == text
+
+
+def test_the_readme_reference_is_up_to_date() -> None:
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    assert rewrite(text) == text, "run: python -m evolver_async.config.reference README.md"

@@ -1,0 +1,289 @@
+"""The environments: gymnasium's dynamics, disjoint splits, exact values, errors that name keys."""
+
+import functools
+import itertools
+import random
+import subprocess
+import sys
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.check import check
+from actors.envs.base import EnvError, Exact, Solvable, exact, make_env
+from actors.envs.frozen_lake import ACTIONS, FrozenLake, Lake, draw_lake
+from evolver_async.config import Config, Stage
+from evolver_async.schema import Task, key
+
+
+def task(map_seed: int = 0, split: str = "train", env: str = "frozen_lake", **params: Any) -> Task:
+    return Task(
+        task_id=f"{env}/{split}/{map_seed}", env=env, split=split, map_seed=map_seed, params=params
+    )
+
+
+def lake_env(map_seed: int = 0, split: str = "train", seed: int = 0, **params: Any) -> FrozenLake:
+    env = FrozenLake(**params)
+    env.reset(task(map_seed, split), seed)
+    return env
+
+
+def in_gymnasium(lake: Lake, slippery: bool, success_rate: float) -> Any:
+    cells = lake.cells.replace("_", "F").replace("O", "H")
+    cells = cells[: lake.start] + "S" + cells[lake.start + 1 :]
+    desc = [cells[row : row + lake.size] for row in range(0, len(cells), lake.size)]
+    env = gymnasium.make(
+        "FrozenLake-v1", desc=desc, is_slippery=slippery, success_rate=success_rate
+    )
+    return env.unwrapped
+
+
+class Luck:
+    """Stands where gymnasium keeps its generator, and draws what our environment draws."""
+
+    def __init__(self, seed: int) -> None:
+        self.draws = (random.Random(key(seed, move)).random() for move in itertools.count())
+
+    def random(self) -> float:
+        return next(self.draws)
+
+
+@pytest.mark.parametrize("size", [3, 4, 8])
+@pytest.mark.parametrize("slippery", [False, True])
+def test_steps_agree_with_gymnasium(size: int, slippery: bool) -> None:
+    choices = random.Random(size)
+    for map_seed in range(10):
+        env = lake_env(map_seed, seed=map_seed, size=size, slippery=slippery, success_rate=0.6)
+        other = in_gymnasium(env.lake, slippery, 0.6)
+        other.reset()
+        other.np_random = Luck(map_seed)
+        for _ in range(100):
+            action = choices.randrange(4)
+            step = env.step(ACTIONS[action])
+            cell, reward, terminated, _, _ = other.step(action)
+            assert (env.cell, step.reward, step.terminated) == (cell, reward, terminated)
+            assert step.info.valid and step.info.success == (reward == 1)
+            if terminated:
+                break
+
+
+@pytest.mark.parametrize("success_rate", [1.0, 1 / 3, 0.8])
+def test_transition_matrix_agrees_with_gymnasium(success_rate: float) -> None:
+    for map_seed in range(5):
+        lake = draw_lake(4, 0.8, "random", "train", map_seed)
+        table = in_gymnasium(lake, True, success_rate).P
+        expected = np.zeros((4, 16, 16))
+        for cell, action in itertools.product(range(16), range(4)):
+            if lake.cells[cell] == "_":
+                for probability, reached, _, _ in table[cell][action]:
+                    expected[action, cell, reached] += probability
+        np.testing.assert_allclose(lake.transitions(success_rate), expected)
+
+
+@pytest.mark.parametrize("placement", ["random", "corners"])
+def test_splits_do_not_intersect(placement: str) -> None:
+    maps = {
+        split: {draw_lake(3, 0.8, placement, split, seed) for seed in range(400)}
+        for split in ("train", "test")
+    }
+    assert not maps["train"] & maps["test"]
+    assert len(maps["test"]) > 5
+
+
+def test_same_task_gives_the_same_map() -> None:
+    first = draw_lake.__wrapped__(4, 0.8, "random", "test", 7)
+    assert draw_lake.__wrapped__(4, 0.8, "random", "test", 7) == first
+    assert draw_lake.__wrapped__(4, 0.8, "random", "test", 8) != first
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(3, 8), st.integers(0, 1000), st.sampled_from(["random", "corners"]), st.booleans()
+)
+def test_solve_reaches_the_goal_in_the_fewest_moves(
+    size: int, map_seed: int, placement: str, test: bool
+) -> None:
+    env = lake_env(map_seed, "test" if test else "train", size=size, placement=placement)
+    path = env.solve()
+    assert env.score() == -len(path)
+    steps = [env.step(action) for action in path]
+    assert [step.terminated for step in steps] == [False] * (len(path) - 1) + [True]
+    assert steps[-1].info.success and steps[-1].reward == 1.0
+    if placement == "corners":
+        assert (env.lake.start, env.lake.goal) == (0, size * size - 1)
+    assert env.exact(len(path)).optimal == 1.0
+    assert env.exact(len(path) - 1).optimal == 0.0
+
+
+def test_observation_describes_the_state() -> None:
+    env = FrozenLake()
+    env.lake, env.cell, env.moves = Lake(rows=("__O_", "____", "_O_G", "____"), start=1), 1, 0
+    sight = "row 0 column 1 goal down 2 right 2 left ice down ice right hole up wall"
+    assert env.step("jump").observation == f"_PO_\n____\n_O_G\n____\n{sight}"
+    sight = "row 1 column 1 goal down 1 right 2 left ice down hole right ice up ice"
+    assert env.step(" Down ").observation == f"__O_\n_P__\n_O_G\n____\n{sight}"
+
+
+def test_grid_and_hints_can_be_left_out() -> None:
+    def lines(**params: Any) -> list[int]:
+        env = FrozenLake(**params)
+        first = env.reset(task(), 0)
+        return [len(text.splitlines()) for text in (first, env.step("jump").observation)]
+
+    assert lines() == [5, 5]
+    assert lines(grid="first") == [5, 1]
+    assert lines(grid="never") == [1, 1]
+    assert "goal" not in FrozenLake(hints=False).reset(task(), 0)
+
+
+def test_restored_snapshot_replays_the_same_slips() -> None:
+    env = lake_env(3, size=8, slippery=True)
+    snapshot = env.snapshot()
+    actions = ["right", "down", "left", "up"] * 3
+    first = [env.step(action) for action in actions if env.score() > -64]
+    env.restore(snapshot)
+    assert [env.step(action) for action in actions if env.score() > -64] == first
+
+
+@pytest.mark.parametrize("slippery", [False, True])
+def test_exact_values_agree_with_recursion_over_gymnasium(slippery: bool) -> None:
+    for map_seed in range(5):
+        env = lake_env(map_seed, slippery=slippery, success_rate=0.8)
+        table = in_gymnasium(env.lake, slippery, 0.8).P
+
+        @functools.cache
+        def value(cell: int, moves: int, best: bool, table: Any = table) -> float:
+            if moves == 0:
+                return 0.0
+            values = [
+                sum(
+                    chance * (reward if over else value(reached, moves - 1, best))
+                    for chance, reached, reward, over in table[cell][action]
+                )
+                for action in range(4)
+            ]
+            return max(values) if best else sum(values) / 4
+
+        found = env.exact(7)
+        assert found.random == pytest.approx(value(env.lake.start, 7, False))
+        assert found.optimal == pytest.approx(value(env.lake.start, 7, True))
+
+
+def test_slippery_expert_comes_close_to_the_optimum() -> None:
+    params = {"slippery": True, "success_rate": 0.8, "size": 3}
+    wins = []
+    for map_seed, seed in itertools.product(range(20), range(50)):
+        env = lake_env(map_seed, seed=key(map_seed, seed), **params)
+        steps = (env.step(env.solve()[0]) for _ in range(12))
+        wins.append(next((step.info.success for step in steps if step.terminated), False))
+    values = exact([task(map_seed, **params) for map_seed in range(20)], 12)
+    assert values is not None
+    assert values.optimal - 0.06 < np.mean(wins) < values.optimal + 0.02
+
+
+def test_random_policy_on_corner_maps_is_as_weak_as_known() -> None:
+    """The exact values of this task are .015 and 1.0 within 10 moves."""
+    values = exact([task(seed, "test", placement="corners") for seed in range(300)], 10)
+    assert values is not None
+    assert values.random == pytest.approx(0.015, abs=0.008)
+    assert values.optimal > 0.98
+
+
+def test_dragon_pays_rarely_and_more() -> None:
+    env = make_env("bandit", {"low": 0.1})
+    bandit = task(env="bandit")
+    env.reset(bandit, 0)
+    assert env.step("phoenix")[1:4] == (0.1, True, False)
+    rewards = []
+    for seed in range(2000):
+        env.reset(bandit, key(seed))
+        step = env.step("Dragon")
+        assert step.info.success
+        rewards.append(step.reward)
+    assert set(rewards) == {0.0, 1.0}
+    assert np.mean(rewards) == pytest.approx(0.25, abs=0.04)
+    assert isinstance(env, Solvable) and env.solve() == ["dragon"]
+    assert exact([bandit], 1) == Exact(random=0.5, optimal=1.0)
+
+
+def test_arm_order_belongs_to_the_task() -> None:
+    env = make_env("bandit", {})
+    texts = [env.reset(task(seed, env="bandit"), 0) for seed in range(30)]
+    assert set(texts) == {"arms phoenix dragon", "arms dragon phoenix"}
+    assert texts == [env.reset(task(seed, env="bandit"), 1) for seed in range(30)]
+    step = env.step("griffin")
+    assert (step.terminated, step.info.valid, step.observation) == (False, False, texts[-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "named"),
+    [
+        ("frozen_pond", {}, "env.name"),
+        ("nowhere.module:Env", {}, "env.name"),
+        ("actors.envs.base:Exact", {}, "env.name"),
+        ("frozen_lake", {"depth": 3}, "env.params.depth"),
+        ("frozen_lake", {"size": "big"}, "env.params.size"),
+        ("frozen_lake", {"size": 2}, "env.params.size"),
+        ("frozen_lake", {"size": True}, "env.params.size"),
+        ("frozen_lake", {"slippery": 1}, "env.params.slippery"),
+        ("frozen_lake", {"grid": "often"}, "env.params.grid"),
+        ("frozen_lake", {"grid": "never", "hints": False}, "env.params.grid"),
+        ("frozen_lake", {"frozen_prob": float("nan")}, "env.params.frozen_prob"),
+        ("bandit", {"low": 0.5}, "env.params.high_probability"),
+    ],
+)
+def test_bad_environment_is_named_before_anything_starts(
+    name: str, params: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(EnvError, match=named):
+        make_env(name, params)
+    config = Config(stages=[Stage(steps=1)])
+    config.env.name, config.env.params = name, params
+    with pytest.raises(ValueError, match=named):
+        check(config)
+
+
+def test_environment_by_import_path() -> None:
+    env = make_env("actors.envs.frozen_lake:FrozenLake", {"size": 3})
+    assert isinstance(env, FrozenLake) and env.size == 3
+
+
+def test_unsolvable_parameters_end_in_an_error() -> None:
+    with pytest.raises(ValueError, match="frozen_prob"):
+        lake_env(size=8, frozen_prob=0.01, placement="corners")
+
+
+def test_check_names_format_and_too_few_tokens() -> None:
+    config = Config(stages=[Stage(steps=1)])
+    check(config)
+    config.rollout.format = "haiku"
+    with pytest.raises(ValueError, match=r"rollout\.format"):
+        check(config)
+    config.rollout.format = "think_answer"
+    config.rollout.max_tokens = 3
+    config.rollout.think = True
+    with pytest.raises(ValueError, match=r"rollout\.max_tokens"):
+        check(config)
+
+
+def test_check_names_a_stage_that_cannot_demonstrate() -> None:
+    config = Config(stages=[Stage(kind="sft", steps=1)])
+    config.env.name = f"{__name__}:Mute"
+    with pytest.raises(ValueError, match=r"stages\[0\]\.kind"):
+        check(config)
+
+
+class Mute:
+    """An environment without a solver."""
+
+    instructions = ""
+    reset = step = close = None
+
+
+def test_check_loads_no_torch() -> None:
+    code = "import actors.check, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,356 @@
+"""Episodes: what is recorded is what the engine saw and sampled; failures, deadlines, limits."""
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from chatml import make_tokenizer
+from torch import Tensor
+
+from actors.chat import Chat
+from actors.engines.base import Generation, Request
+from actors.envs.base import EnvironmentFailure, Info, Step
+from actors.rollout import Progress, Setting, run_group
+from actors.turns import ThinkAnswer
+from evolver_async.schema import (
+    Role,
+    Sampling,
+    Task,
+    Ticket,
+    Trajectory,
+    TurnFlag,
+    WeightId,
+)
+
+TOKENIZER = make_tokenizer()
+CHAT = Chat(TOKENIZER)
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+LEFT, RIGHT = " left</answer>", " right</answer>"
+OLD, NEW = WeightId(lineage=1, step=1), WeightId(lineage=1, step=2)
+
+
+class FakeEngine:
+    """Says what the script says, turn by turn of each session; remembers what it was asked."""
+
+    weights: WeightId | None = OLD
+
+    def __init__(self, script: dict[str, list[list[int]]]) -> None:
+        self.script = {session: iter(turns) for session, turns in script.items()}
+        self.requests: list[Request] = []
+        self.released: list[str] = []
+
+    async def generate(self, request: Request) -> Generation:
+        await asyncio.sleep(0)
+        self.requests.append(request)
+        tokens = next(self.script[request.session])
+        logprobs = [-0.25 - index for index in range(len(tokens))]
+        weights = [OLD if index == 0 else NEW for index in range(len(tokens))]
+        return Generation(tokens=tokens, logprobs=logprobs, weights=weights, finish="stop")
+
+    def release(self, session: str) -> None:
+        self.released.append(session)
+
+    async def update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None:
+        self.weights = weights
+
+    async def close(self) -> None: ...
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
+class Corridor:
+    """Walk right until the end; what it does at step `at` is a parameter."""
+
+    instructions = "walk"
+    closed = 0
+
+    def __init__(self, *, length: int = 3, at: int = -1, what: str = "") -> None:
+        self.length, self.at, self.what = length, at, what
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        self.position = self.steps = 0
+        return "at 0"
+
+    def step(self, action: str) -> Step:
+        if self.steps == self.at and self.what == "raise":
+            raise OSError("the floor fell in")
+        if self.steps == self.at and self.what == "truncate":
+            return Step("", 0.0, False, True, Info())
+        self.steps += 1
+        if action not in ("left", "right"):
+            return Step(f"at {self.position}", 0.0, False, False, Info(valid=False))
+        self.position += 1 if action == "right" else -1
+        done = self.position == self.length
+        return Step(f"at {self.position}", float(done), done, False, Info(success=done))
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
+class Stuck(Corridor):
+    """Blocks in its first step until `free` is set."""
+
+    blocking = True
+    free = threading.Event()
+
+    def step(self, action: str) -> Step:
+        self.free.wait(10)
+        return super().step(action)
+
+
+def setting(think: bool = False, actions_per_turn: int = 1, **changes: Any) -> Setting:
+    values: dict[str, Any] = {
+        "chat": CHAT,
+        "format": ThinkAnswer(think=think, actions_per_turn=actions_per_turn),
+        "actor": "actor-0",
+        "incarnation": 0,
+        "seed": 0,
+        "max_turns": 10,
+        "max_length": 4096,
+        "format_penalty": -0.1,
+        "step_timeout_s": 10.0,
+        "episode_timeout_s": 20.0,
+        "latency": "none",
+        "latency_median_s": 0.0,
+        "latency_sigma": 0.0,
+    }
+    return Setting(**(values | changes))
+
+
+def ticket(
+    params: dict[str, Any] | None = None,
+    members: int = 1,
+    group_id: int = 0,
+    env: str = "frozen_lake",
+) -> Ticket:
+    task = Task(
+        task_id="t",
+        env=env,
+        split="train",
+        map_seed=group_id,
+        params={} if params is None else params,
+    )
+    return Ticket(
+        group_id=group_id,
+        task=task,
+        kind="rollout",
+        stage=0,
+        members=list(range(members)),
+        guided=[],
+        dynamics_seed=5,
+        attempt=0,
+        weights=None,
+        lease_s=30.0,
+        sampling=Sampling(temperature=1.0, max_tokens=24),
+    )
+
+
+def corridor(members: int = 1, env: str = "Corridor", **params: Any) -> Ticket:
+    return ticket(params, members, env=f"{__name__}:{env}")
+
+
+def say(*turns: str) -> list[list[int]]:
+    return [CHAT.tokens_of(turn) for turn in turns]
+
+
+def roll_out(
+    ticket: Ticket, setting: Setting, engine: FakeEngine, progress: Progress | None = None
+) -> list[Trajectory]:
+    done: list[Trajectory] = []
+
+    async def deliver(trajectory: Trajectory) -> None:
+        done.append(trajectory)
+
+    asyncio.run(run_group(ticket, setting, engine, progress or Progress(), deliver))
+    return done
+
+
+@pytest.mark.parametrize("end", ["", "<|im_end|>"])
+def test_recorded_tokens_are_what_the_engine_saw_and_sampled(end: str) -> None:
+    said = say(*(text + end for text in (LEFT, RIGHT, "nonsense", RIGHT, RIGHT, RIGHT)))
+    engine = FakeEngine({"0/0/0": said})
+    (trajectory,) = roll_out(corridor(), setting(), engine)
+    (sequence,) = trajectory.sequences
+    tokens = sequence.tokens.tolist()
+    action = sequence.roles == Role.ACTION
+    for turn, (request, sampled) in enumerate(zip(engine.requests, said, strict=True)):
+        where = np.flatnonzero(action & (sequence.turns == turn))
+        assert request.tokens == tokens[: where[0]]
+        assert tokens[where[0] : where[-1] + 1] == sampled
+        expected = [-0.25 - index for index in range(len(sampled))]
+        assert sequence.logprobs[where].tolist() == expected
+    assert tokens == engine.requests[-1].tokens + said[-1]
+    assert action.sum() == sum(len(sampled) for sampled in said) == trajectory.action_tokens
+    assert (sequence.turns[~action] == -1).all()
+    assert sequence.versions[0].weights == OLD and sequence.versions[0].tokens == 1
+    assert trajectory.oldest == OLD and trajectory.policy == "learned"
+    assert engine.released == ["0/0/0"]
+    messages = [("system", "walk reply with <answer> action</answer>"), ("user", "at 0")]
+    for answer, shown in (
+        (LEFT, "at -1"),
+        (RIGHT, "at 0"),
+        ("nonsense", "invalid answer\nat 0"),
+        (RIGHT, "at 1"),
+        (RIGHT, "at 2"),
+    ):
+        messages += [("assistant", f"<answer>{answer}"), ("user", shown)]
+    text = TOKENIZER.apply_chat_template(
+        [{"role": role, "content": content} for role, content in messages],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert engine.requests[-1].tokens == CHAT.tokens_of(text + "<answer>")
+
+
+def test_end_of_turn_is_an_observation_unless_it_was_sampled() -> None:
+    """After a stop string the template's end-of-turn token is appended, and never trained."""
+    for end, role in (("", Role.OBSERVATION), ("<|im_end|>", Role.ACTION)):
+        engine = FakeEngine({"0/0/0": say(RIGHT + end, RIGHT + end)})
+        (trajectory,) = roll_out(corridor(length=2), setting(), engine)
+        (sequence,) = trajectory.sequences
+        first = int(np.flatnonzero(sequence.turns == 0)[0]) + len(CHAT.tokens_of(RIGHT))
+        assert sequence.tokens[first] == END and sequence.roles[first] == role
+        assert sequence.tokens[first + 1] != END
+        assert Role.PROMPT not in sequence.roles[first:]
+
+
+def test_rewards_flags_and_success_line_up() -> None:
+    engine = FakeEngine({"0/0/0": say(RIGHT, "huh", " fly</answer>", RIGHT)})
+    (trajectory,) = roll_out(corridor(length=2), setting(), engine)
+    assert trajectory.turn_rewards.tolist() == pytest.approx([0, -0.1, -0.1, 1])
+    error = TurnFlag.FORMAT_ERROR
+    assert trajectory.turn_flags.tolist() == [0, error, error, 0]
+    assert trajectory.reward == pytest.approx(0.8)
+    assert (trajectory.success, trajectory.terminated, trajectory.truncated) == (True, True, False)
+    assert set(trajectory.timing) == {"env_s", "generate_s", "total_s"}
+
+
+def test_several_actions_of_a_turn_stop_at_the_end() -> None:
+    engine = FakeEngine({"0/0/0": say(" right || right || right</answer>")})
+    (trajectory,) = roll_out(corridor(length=2), setting(actions_per_turn=3), engine)
+    assert trajectory.success and trajectory.turn_rewards.tolist() == [1.0]
+
+
+def test_episode_is_truncated_at_max_turns_and_by_the_environment() -> None:
+    engine = FakeEngine({"0/0/0": say(*[RIGHT] * 2)})
+    (trajectory,) = roll_out(corridor(length=5), setting(max_turns=2), engine)
+    assert (trajectory.truncated, trajectory.terminated) == (True, False)
+    assert trajectory.sequences[0].roles[-1] == Role.ACTION
+    engine = FakeEngine({"0/0/0": say(*[RIGHT] * 2)})
+    (trajectory,) = roll_out(corridor(length=5, at=1, what="truncate"), setting(), engine)
+    assert trajectory.truncated and len(trajectory.turn_rewards) == 2
+
+
+def test_no_turn_begins_without_room_for_all_its_tokens() -> None:
+    lengths = set()
+    for max_length in range(150, 230, 7):
+        engine = FakeEngine({"0/0/0": say(*[LEFT] * 10)})
+        (trajectory,) = roll_out(corridor(length=50), setting(max_length=max_length), engine)
+        (sequence,) = trajectory.sequences
+        assert trajectory.truncated and sequence.roles[-1] == Role.ACTION
+        assert all(len(request.tokens) + 24 <= max_length for request in engine.requests)
+        lengths.add(len(engine.requests))
+    assert len(lengths) > 1
+
+
+def test_prompt_that_leaves_no_turn_is_a_failure() -> None:
+    with pytest.raises(EnvironmentFailure, match="max_length"):
+        roll_out(corridor(), setting(max_length=60), FakeEngine({}))
+
+
+@pytest.mark.parametrize(
+    ("what", "named"), [("raise", "OSError: the floor fell in"), ("param", "env.params.what")]
+)
+def test_failed_environment_names_itself_and_the_cause(what: str, named: str) -> None:
+    params: dict[str, Any] = {"at": 1, "what": what} if what == "raise" else {"what": 3}
+    engine = FakeEngine({"0/0/0": say(RIGHT, RIGHT, RIGHT)})
+    with pytest.raises(EnvironmentFailure, match=named) as caught:
+        roll_out(corridor(**params), setting(), engine)
+    assert "Corridor" in str(caught.value)
+
+
+def test_other_members_are_delivered_before_a_failure_is_raised() -> None:
+    """Only the first member takes the step that fails; the others end later, or never act."""
+    broken = corridor(members=3, length=2, at=1, what="raise")
+    script = {
+        "0/0/0": say(" right || right</answer>"),
+        "0/1/0": say("pause", "pause", RIGHT),
+        "0/2/0": say("pause", "pause", "pause", "pause"),
+    }
+    done: list[Trajectory] = []
+
+    async def deliver(trajectory: Trajectory) -> None:
+        done.append(trajectory)
+
+    engine = FakeEngine(script)
+    with pytest.raises(EnvironmentFailure):
+        asyncio.run(
+            run_group(broken, setting(max_turns=3, actions_per_turn=2), engine, Progress(), deliver)
+        )
+    assert [trajectory.member for trajectory in done] == [1, 2]
+    assert sorted(engine.released) == ["0/0/0", "0/1/0", "0/2/0"]
+
+
+@pytest.mark.parametrize("limit", ["step_timeout_s", "episode_timeout_s"])
+def test_missed_deadline_is_an_environment_failure(limit: str) -> None:
+    slow = setting(latency="fixed", latency_median_s=5.0, **{limit: 0.02})
+    with pytest.raises(EnvironmentFailure, match="TimeoutError"):
+        roll_out(corridor(), slow, FakeEngine({"0/0/0": say(RIGHT)}))
+
+
+def test_blocking_environment_stops_nobody_else() -> None:
+    """A step that hangs in its thread misses its deadline while the loop goes on."""
+    Stuck.free.clear()
+    engine = FakeEngine({"0/0/0": say(RIGHT)})
+
+    async def deliver(trajectory: Trajectory) -> None: ...
+
+    async def run() -> int:
+        ticks = 0
+        how = setting(step_timeout_s=0.1)
+        task = asyncio.create_task(
+            run_group(corridor(env="Stuck"), how, engine, Progress(), deliver)
+        )
+        while not task.done():
+            await asyncio.sleep(0.001)
+            ticks += 1
+        Stuck.free.set()
+        with pytest.raises(EnvironmentFailure, match="TimeoutError"):
+            task.result()
+        return ticks
+
+    assert asyncio.run(run()) > 5
+
+
+def test_environments_are_closed_however_the_episode_ends() -> None:
+    Corridor.closed = 0
+    engine = FakeEngine({"0/0/0": say(*[RIGHT] * 3)})
+    roll_out(corridor(), setting(), engine)
+    with pytest.raises(EnvironmentFailure):
+        roll_out(corridor(at=0, what="raise"), setting(), FakeEngine({"0/0/0": say(RIGHT)}))
+    assert Corridor.closed == 2
+
+
+def test_latency_is_keyed_and_counted_as_environment_time() -> None:
+    def env_s(seed: int) -> list[float]:
+        script = {f"0/{member}/0": say(RIGHT) for member in range(2)}
+        how = setting(latency="lognormal", latency_median_s=0.02, latency_sigma=1.0, seed=seed)
+        done = roll_out(corridor(members=2, length=1), how, FakeEngine(script))
+        assert all(one.timing["total_s"] >= one.timing["env_s"] > 0 for one in done)
+        return [one.member for one in done]  # the one with the smaller draw comes first
+
+    orders = [env_s(seed) for seed in range(6)]
+    assert [0, 1] in orders and [1, 0] in orders
+    assert env_s(0) == orders[0]
+
+
+def test_draws_have_their_own_key_and_progress_counts_tokens_and_steps() -> None:
+    script = {f"0/{member}/0": say(RIGHT, RIGHT) for member in range(4)}
+    engine = FakeEngine(script)
+    progress = Progress()
+    done = roll_out(corridor(members=4, length=2), setting(), engine, progress)
+    assert len({request.seed for request in engine.requests}) == 8
+    assert progress.count == sum(one.action_tokens for one in done) + 8

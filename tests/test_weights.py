@@ -1,0 +1,193 @@
+"""The shared-memory weight channel: whole or not at all, newest kept, nothing left behind."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from evolver_async.schema import WeightId
+from evolver_async.weights.base import (
+    OWNER,
+    PREFIX,
+    WeightsCorrupt,
+    WeightsGone,
+    claim,
+    sweep,
+)
+from evolver_async.weights.shm import ShmPublisher, ShmReceiver
+
+
+def version(step: int, lineage: int = 1) -> WeightId:
+    return WeightId(lineage=lineage, step=step)
+
+
+def filled(value: float, size: int = 1000) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((size,), value), "b": torch.full((3, 5), value)}
+
+
+def publisher(directory: Path, *, keep: int = 2, background: bool = False) -> ShmPublisher:
+    return ShmPublisher(directory / "w", keep=keep, background=background)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_is_published_is_what_is_fetched(tmp_path: Path, background: bool) -> None:
+    tensors = {
+        "matrix": torch.randn(7, 5),
+        "transposed": torch.randn(4, 6).t(),
+        "bf16": torch.randn(3, 3).bfloat16(),
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "empty": torch.empty(0, 4),
+        "mask": torch.tensor([True, False, True]),
+    }
+    sender = publisher(tmp_path, background=background)
+    receiver = ShmReceiver(sender.address)
+    assert receiver.head() is None
+    sender.publish(version(3), tensors)
+    sender.wait()
+    assert receiver.head() == version(3)
+    fetched = receiver.fetch(version(3))
+    assert list(fetched) == list(tensors)
+    for name, tensor in tensors.items():
+        assert fetched[name].dtype == tensor.dtype
+        assert torch.equal(fetched[name], tensor)
+    sender.close()
+
+
+def test_the_caller_may_change_its_tensors_after_publishing(tmp_path: Path) -> None:
+    sender = publisher(tmp_path, background=True)
+    tensors = filled(1.0, size=1 << 20)
+    sender.publish(version(1), tensors)
+    tensors["a"].fill_(2.0)
+    sender.wait()
+    assert bool((ShmReceiver(sender.address).fetch(version(1))["a"] == 1.0).all())
+    sender.close()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_newest_and_retained_versions_are_kept(tmp_path: Path, background: bool) -> None:
+    sender = publisher(tmp_path, keep=2, background=background)
+    receiver = ShmReceiver(sender.address)
+    for step in range(6):
+        sender.publish(version(step), filled(step), retain=step == 1)
+    sender.wait()
+    assert receiver.available() == [version(1), version(4), version(5)]
+    with pytest.raises(WeightsGone, match=r"1\.3"):
+        receiver.fetch(version(3))
+    sender.release(version(1))
+    assert receiver.available() == [version(4), version(5)]
+    sender.close()
+    assert receiver.head() is None and receiver.available() == []
+
+
+def test_the_head_follows_a_new_lineage_with_a_smaller_step(tmp_path: Path) -> None:
+    first = publisher(tmp_path)
+    first.publish(version(9), filled(9))
+    second = publisher(tmp_path)  # the learner died and came back without closing
+    receiver = ShmReceiver(second.address)
+    second.publish(version(5, lineage=2), filled(5))
+    assert receiver.head() == version(5, lineage=2)
+    assert receiver.available() == [version(9), version(5, lineage=2)]
+    second.publish(version(6, lineage=2), filled(6))
+    assert receiver.available() == [version(5, lineage=2), version(6, lineage=2)]
+    second.close()
+
+
+def test_a_reader_racing_with_a_fast_publisher_sees_whole_versions(tmp_path: Path) -> None:
+    sender = publisher(tmp_path, background=True)
+    receiver = ShmReceiver(sender.address)
+    stop = threading.Event()
+
+    def publish() -> None:
+        step = 0
+        while not stop.is_set():
+            sender.publish(version(step), filled(step, size=200_000))
+            step += 1
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    seen: set[int] = set()
+    deadline = time.monotonic() + 20
+    while len(seen) < 20 and time.monotonic() < deadline:
+        head = receiver.head()
+        if head is None:
+            continue
+        try:
+            tensors = receiver.fetch(head)
+        except WeightsGone:
+            continue
+        assert all(bool((tensor == head.step).all()) for tensor in tensors.values())
+        seen.add(head.step)
+    stop.set()
+    thread.join()
+    sender.close()
+    assert len(seen) >= 20
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "swap"])
+def test_damage_is_noticed(tmp_path: Path, damage: str) -> None:
+    sender = publisher(tmp_path)
+    sender.publish(version(1), filled(1))
+    sender.publish(version(2), filled(2))
+    path = Path(sender.address) / "weights-1.1"
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[-100] ^= 1
+    elif damage == "cut":
+        content = content[:-200]
+    elif damage == "empty":
+        content.clear()
+    else:
+        content = bytearray((Path(sender.address) / "weights-1.2").read_bytes())
+    path.write_bytes(content)
+    with pytest.raises(WeightsCorrupt, match=r"weights-1\.1"):
+        ShmReceiver(sender.address).fetch(version(1))
+    sender.close()
+
+
+def test_a_failing_disk_is_reported_to_the_learner(tmp_path: Path) -> None:
+    sender = publisher(tmp_path, background=True)
+    directory = Path(sender.address)
+    directory.rename(tmp_path / "moved")
+    sender.publish(version(1), filled(1))
+    with pytest.raises(OSError, match="cannot publish weights"):
+        sender.wait()
+    sender.close()
+
+
+def test_a_directory_open_to_others_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "w").mkdir(mode=0o755)
+    with pytest.raises(PermissionError, match="private"):
+        publisher(tmp_path)
+
+
+def test_directories_of_dead_owners_are_swept_and_living_ones_stay(tmp_path: Path) -> None:
+    dead, mine = tmp_path / f"{PREFIX}dead", tmp_path / f"{PREFIX}mine"
+    code = "import sys; from pathlib import Path; from evolver_async.weights.base import claim;"
+    subprocess.run([sys.executable, "-c", f"{code} claim(Path(sys.argv[1]))", dead], check=True)
+    assert dead.stat().st_mode & 0o777 == 0o700
+    claim(mine)
+    reused = tmp_path / f"{PREFIX}reused"
+    reused.mkdir()
+    (reused / OWNER).write_text(json.dumps({"pid": os.getpid(), "created": 0.0}))
+    unnamed = tmp_path / f"{PREFIX}unnamed"  # somebody is about to write its owner
+    unnamed.mkdir()
+    sweep(tmp_path)
+    assert mine.exists() and unnamed.exists()
+    assert not dead.exists() and not reused.exists()
+
+
+def test_the_learner_works_in_the_directory_that_the_launcher_claimed(tmp_path: Path) -> None:
+    claim(tmp_path / "w")
+    owner = (tmp_path / "w" / OWNER).read_text()
+    sender = publisher(tmp_path)
+    assert (tmp_path / "w" / OWNER).read_text() == owner
+    sender.close()
+    again = publisher(tmp_path)
+    assert (tmp_path / "w" / OWNER).read_text() == owner
+    again.close()

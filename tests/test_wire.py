@@ -1,0 +1,536 @@
+"""What came through the wire is what was sent, or a WireError that names the field."""
+
+import contextlib
+import pickle
+import random
+import struct
+import zlib
+
+import msgpack
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from evolver_async.messages import (
+    Ack,
+    Done,
+    Dup,
+    Fenced,
+    Groups,
+    Hello,
+    Kept,
+    Lease,
+    Offer,
+    Ok,
+    Part,
+    Push,
+    Reject,
+    Release,
+    Renew,
+    Resume,
+    Resumed,
+    Retry,
+    Sample,
+    Stale,
+    Status,
+    StatusReply,
+    Tickets,
+    Wait,
+    Welcome,
+)
+from evolver_async.schema import (
+    EvalResult,
+    Fork,
+    Group,
+    Role,
+    Sampling,
+    Sequence,
+    Task,
+    Ticket,
+    Trajectory,
+    VersionRun,
+    WeightId,
+)
+from evolver_async.wire import (
+    SCHEMA_HASH,
+    TYPES,
+    Envelope,
+    Limits,
+    MismatchError,
+    WireError,
+    pack,
+    pack_record,
+    schema_hash,
+    unpack,
+    unpack_record,
+)
+
+settings.register_profile(
+    "wire", max_examples=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
+settings.load_profile("wire")
+
+# ---- strategies for the schema types
+
+text = st.text(max_size=8)
+count = st.integers(0, 2**40)
+number = st.floats(allow_nan=False, allow_infinity=False)
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | number | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=8,
+)
+weights = st.builds(WeightId, lineage=count, step=count)
+tasks = st.builds(
+    Task,
+    task_id=text,
+    env=text,
+    split=text,
+    map_seed=count,
+    params=st.dictionaries(text, plain, max_size=2),
+    origin=st.sampled_from(["original", "synthetic"]),
+    reference=st.none() | st.lists(text, max_size=2),
+)
+members = st.lists(st.integers(0, 64), min_size=1, max_size=4, unique=True)
+tickets = st.builds(
+    Ticket,
+    group_id=count,
+    task=tasks,
+    kind=st.sampled_from(["rollout", "demo", "branch", "explore", "eval"]),
+    stage=count,
+    members=members,
+    guided=members,
+    dynamics_seed=count,
+    attempt=count,
+    weights=st.none() | weights,
+    lease_s=number,
+    sampling=st.builds(Sampling, temperature=st.floats(0, 10), max_tokens=st.integers(1, 10**6)),
+)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn, member: int = 0) -> Trajectory:
+    draws = np.random.default_rng(draw(st.integers(0, 2**32)))
+    turns = draw(st.integers(0, 5))
+    sequences = []
+    for _ in range(draw(st.integers(1, 3))):
+        length = draw(st.integers(1, 40))
+        roles = draws.integers(0, 4 if turns else 2, length).astype(np.uint8)
+        roles[roles == Role.ACTION] = Role.ACTION if turns else Role.PROMPT
+        action = roles == Role.ACTION
+        runs = [VersionRun(weights=draw(weights), tokens=int(action.sum()))]
+        sequences.append(
+            Sequence(
+                tokens=draws.integers(0, 2**31 - 1, length).astype(np.int32),
+                roles=roles,
+                turns=np.where(action, draws.integers(0, max(turns, 1), length), -1).astype("i2"),
+                logprobs=np.where(action, -draws.random(length), 0).astype(np.float32),
+                versions=runs if action.any() else [],
+            )
+        )
+    return Trajectory(
+        group_id=draw(count),
+        member=member,
+        attempt=draw(count),
+        actor=draw(text),
+        incarnation=draw(count),
+        sequences=sequences,
+        reward=draw(number),
+        success=draw(st.booleans()),
+        terminated=draw(st.booleans()),
+        truncated=draw(st.booleans()),
+        turn_rewards=draws.random(turns).astype(np.float32),
+        turn_flags=draws.integers(0, 4, turns).astype(np.uint8),
+        labels=draws.integers(-1, 2, turns).astype(np.int8),
+        label_source=draw(text),
+        experience_ids=draw(st.lists(count, max_size=3)),
+        policy="learned",
+        timing=draw(st.dictionaries(text, number, max_size=3)),
+    )
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    size = draw(st.integers(1, 3))
+    return Group(
+        group_id=draw(count),
+        task=draw(tasks),
+        kind="rollout",
+        stage=draw(count),
+        use=draw(count),
+        trajectories=[draw(trajectories(member)) for member in range(size)],
+    )
+
+
+evals = st.builds(
+    EvalResult,
+    weights=weights,
+    step=count,
+    episodes=count,
+    success=number,
+    reward_mean=number,
+    turns_mean=number,
+)
+forks = st.builds(Fork, lineage=count, parent=count, step=count)
+ids = st.lists(count, max_size=3)
+MESSAGES = {
+    "hello": st.builds(Hello, role=text, schema_hash=text, tokenizer=st.none() | text),
+    "lease": st.builds(Lease, credit=count, weights=st.none() | weights),
+    "push": st.builds(Push, trajectory=trajectories()),
+    "renew": st.builds(Renew, progress=st.dictionaries(count, count, max_size=4)),
+    "release": st.builds(Release, group_id=count, members=ids, reason=text),
+    "offer": st.builds(Offer, tasks=st.lists(tasks, max_size=2)),
+    "sample": st.builds(Sample, lineage=count, take=count, stage=count),
+    "done": st.builds(
+        Done,
+        lineage=count,
+        take=count,
+        version=count,
+        trained=ids,
+        filtered=st.dictionaries(text, ids, max_size=2),
+        skipped=st.booleans(),
+        episodes=count,
+    ),
+    "resume": st.builds(Resume, lineage=count, take=count, version=count),
+    "kept": st.builds(Kept, take=count),
+    "status": st.just(Status()),
+    "welcome": st.builds(
+        Welcome, run_id=text, config=st.dictionaries(text, plain), weights_address=text
+    ),
+    "reject": st.builds(Reject, reason=text),
+    "tickets": st.builds(Tickets, tickets=st.lists(tickets, max_size=2)),
+    "wait": st.builds(Wait, reason=text),
+    "ack": st.just(Ack()),
+    "dup": st.just(Dup()),
+    "stale": st.just(Stale()),
+    "retry": st.builds(Retry, seconds=number),
+    "ok": st.builds(
+        Ok, evals=st.lists(evals, max_size=2), counters=st.dictionaries(text, number, max_size=3)
+    ),
+    "fenced": st.builds(Fenced, reason=text, groups=ids),
+    "part": st.builds(Part, group=groups()),
+    "groups": st.builds(Groups, count=count),
+    "resumed": st.builds(Resumed, lineage=count, forks=st.lists(forks, max_size=3)),
+    "status_reply": st.builds(StatusReply, status=st.dictionaries(text, plain, max_size=3)),
+}
+
+
+def plainly(value: object) -> object:
+    """A value with its arrays as dtype and list, so that two of them compare."""
+    return msgspec.to_builtins(value, enc_hook=lambda array: [array.dtype.name, array.tolist()])
+
+
+def envelope(message: object) -> Envelope:
+    return Envelope("run", "actor-0", 3, 17, message)  # type: ignore[arg-type]
+
+
+def frames_of(message: object) -> list[bytes]:
+    return [bytes(frame) for frame in pack(envelope(message))]
+
+
+def trajectory(length: int = 24, turns: int = 2) -> Trajectory:
+    roles = np.full(length, Role.ACTION, np.uint8)
+    roles[0] = Role.PROMPT
+    return Trajectory(
+        group_id=1,
+        member=0,
+        attempt=0,
+        actor="actor-0",
+        incarnation=3,
+        sequences=[
+            Sequence(
+                tokens=np.arange(length, dtype=np.int32),
+                roles=roles,
+                turns=np.zeros(length, np.int16),
+                logprobs=np.where(roles == Role.ACTION, -0.5, 0).astype(np.float32),
+                versions=[VersionRun(weights=WeightId(lineage=1, step=2), tokens=length - 1)],
+            )
+        ],
+        reward=1.0,
+        success=True,
+        terminated=True,
+        truncated=False,
+        turn_rewards=np.zeros(turns, np.float32),
+        turn_flags=np.zeros(turns, np.uint8),
+        labels=np.zeros(turns, np.int8),
+        label_source="",
+        experience_ids=[],
+        policy="learned",
+        timing={"env": 0.5},
+    )
+
+
+def sealed(header: bytes) -> bytes:
+    """A header with the right checksum, so that what is in it is looked at."""
+    return struct.pack("<I", zlib.crc32(header)) + header
+
+
+def changed(frames: list[bytes], *path: object, to: object) -> list[bytes]:
+    """The same frames with one header value replaced (or a field added)."""
+    header = msgpack.unpackb(frames[0][4:], strict_map_key=False)
+    node = header
+    for name in path[:-1]:
+        node = node[name]
+    node[path[-1]] = to
+    return [sealed(msgpack.packb(header)), *frames[1:]]
+
+
+SEQUENCE = ("body", "trajectory", "sequences", 0)
+
+
+# ---- round trips
+
+
+def test_every_message_type_has_a_round_trip_test() -> None:
+    assert set(MESSAGES) == set(TYPES)
+
+
+@pytest.mark.parametrize("name", sorted(MESSAGES))
+def test_round_trip(name: str) -> None:
+    @given(message=MESSAGES[name])
+    def check(message: object) -> None:
+        back = unpack(pack(envelope(message)))
+        assert (back.run_id, back.sender, back.incarnation, back.message_id) == (
+            *("run", "actor-0"),
+            *(3, 17),
+        )
+        assert type(back.message) is type(message)
+        assert plainly(back.message) == plainly(message)
+
+    check()
+
+
+@given(group=groups())
+def test_record_round_trip_and_truncation(group: Group) -> None:
+    blob = pack_record(group)
+    assert plainly(unpack_record(blob, Group)) == plainly(group)
+    for cut in range(1, len(blob), 37):
+        with pytest.raises(WireError):
+            unpack_record(blob[:-cut], Group)
+    with pytest.raises(WireError):
+        unpack_record(blob + bytes(8), Group)
+
+
+def test_arrays_are_read_only_views_on_the_frames() -> None:
+    frames = frames_of(Push(trajectory=trajectory()))
+    message = unpack([bytearray(frame) for frame in frames]).message
+    assert isinstance(message, Push)
+    tokens = message.trajectory.sequences[0].tokens
+    assert not tokens.flags.writeable and not tokens.flags.owndata
+
+
+def test_sending_copies_no_contiguous_array() -> None:
+    sent = trajectory()
+    frames = pack(envelope(Push(trajectory=sent)))
+    view = np.frombuffer(frames[1], np.int32)
+    assert np.shares_memory(view, sent.sequences[0].tokens)
+
+
+def test_schema_hash_is_the_same_each_time() -> None:
+    assert schema_hash() == SCHEMA_HASH
+
+
+# ---- refusals
+
+
+@settings(max_examples=300)
+@given(seed=st.integers(0, 2**32), flips=st.integers(1, 4))
+def test_flipped_bits_are_always_refused(seed: int, flips: int) -> None:
+    draws = random.Random(seed)
+    frames = [bytearray(frame) for frame in frames_of(Push(trajectory=trajectory()))]
+    frame = draws.choice(frames)
+    for bit in draws.sample(range(8 * len(frame)), flips):
+        frame[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(WireError):
+        unpack(frames)
+
+
+@settings(max_examples=300)
+@given(message=st.one_of(*MESSAGES.values()), seed=st.integers(0, 2**32))
+def test_a_forged_header_raises_only_wire_errors(message: object, seed: int) -> None:
+    draws = random.Random(seed)
+    header, *arrays = frames_of(message)
+    for _ in range(20):
+        forged = bytearray(header[4:])
+        forged[draws.randrange(len(forged))] = draws.randrange(256)
+        with contextlib.suppress(WireError):
+            assert type(unpack([sealed(bytes(forged)), *arrays]).message) in TYPES.values()
+
+
+@settings(max_examples=200)
+@given(frames=st.lists(st.binary(max_size=60), max_size=5))
+def test_random_bytes_raise_only_wire_errors(frames: list[bytes]) -> None:
+    for header in (frames[:1], [sealed(frame) for frame in frames[:1]]):
+        with pytest.raises(WireError):
+            unpack([*header, *frames[1:]])
+    for frame in frames:
+        with pytest.raises(WireError):
+            unpack_record(frame, Group)
+        with pytest.raises(WireError):
+            unpack_record(struct.pack("<I", len(frame) + 4) + sealed(frame), Group)
+
+
+@settings(max_examples=200)
+@given(header=st.dictionaries(text, plain, max_size=8), data=st.data())
+def test_random_maps_raise_only_wire_errors(header: dict, data: st.DataObject) -> None:
+    frames = frames_of(Push(trajectory=trajectory()))
+    with pytest.raises(WireError):
+        unpack([sealed(msgpack.packb(header)), *frames[1:]])
+    valid = msgpack.unpackb(frames[0][4:])
+    name = data.draw(st.sampled_from(sorted(valid)))
+    value = data.draw(plain)
+    if value != valid[name] and name not in ("run", "sender", "incarnation", "id"):
+        with pytest.raises(WireError):
+            unpack(changed(frames, name, to=value))
+
+
+def test_truncated_missing_and_extra_frames() -> None:
+    frames = frames_of(Push(trajectory=trajectory()))
+    for bad in ([], frames[:-1], [*frames, b""], [frames[0]], frames[1:], [b"", *frames]):
+        with pytest.raises(WireError):
+            unpack(bad)
+    for index, frame in enumerate(frames):
+        with pytest.raises(WireError, match=r"header|shape"):
+            unpack([*frames[:index], frame[:-1], *frames[index + 1 :]])
+    with pytest.raises(WireError, match="header"):
+        unpack([sealed(frames[0][4:] + b"\x00"), *frames[1:]])
+
+
+@pytest.mark.parametrize(
+    ("path", "to", "named"),
+    [
+        ((*SEQUENCE, "tokens"), 99, "array 99"),
+        ((*SEQUENCE, "tokens"), -1, "array -1"),
+        ((*SEQUENCE, "tokens"), 1, "array 1 used twice"),
+        ((*SEQUENCE, "tokens"), True, "tokens"),
+        ((*SEQUENCE, "tokens"), "0", "tokens"),
+        ((*SEQUENCE, "versions", 0, "tokens"), -4, "versions"),
+        ((*SEQUENCE, "versions", 0, "colour"), 1, "colour"),
+        (("arrays", 0, "dtype"), "float64", r"\[0\].*dtype|dtype|float64"),
+        (("arrays", 0, "dtype"), "object", "object"),
+        (("arrays", 0, "dtype"), "float32", "tokens"),
+        (("arrays", 0, "shape"), [-24], "shape"),
+        (("arrays", 0, "shape"), [2**62], "shape"),
+        (("arrays", 0, "shape"), [4, 6], r"arrays|\[0\]|shape"),
+        (("arrays", 0, "crc"), 1, r"arrays\[0\].crc"),
+        (("body", "trajectory", "reward"), float("nan"), "body.trajectory.reward"),
+        (("body", "trajectory", "timing"), {"env": float("inf")}, "body.trajectory.timing.env"),
+        (("body", "trajectory", "reward"), "1.0", "reward"),
+        (("body", "trajectory", "actor"), b"\x00", "(?i)bin"),
+        (("body", "trajectory", "actor"), b"", "body.trajectory.actor"),
+        (("body", "trajectory", "member"), -1, "member"),
+        (("body", "trajectory", "extra"), 1, "extra"),
+        (("body", "trajectory", "timing"), {1: 1.0}, "timing"),
+        (("body", "type"), "exec", "type"),
+        (("body", "type"), ["push"], "type"),
+        (("body",), None, "type"),
+        (("id",), -1, "id"),
+        (("incarnation",), "x", "incarnation"),
+        (("surprise",), 1, "surprise"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(path: tuple, to: object, named: str) -> None:
+    frames = changed(frames_of(Push(trajectory=trajectory())), *path, to=to)
+    with pytest.raises(WireError, match=named):
+        unpack(frames)
+
+
+def test_an_error_carries_the_message_id() -> None:
+    frames = frames_of(Push(trajectory=trajectory()))
+    for bad in (changed(frames, "arrays", 0, "crc", to=0), changed(frames, "body", to=[])):
+        with pytest.raises(WireError) as caught:
+            unpack(bad)
+        assert caught.value.message_id == 17
+    with pytest.raises(WireError) as caught:
+        unpack([b"\xff"])
+    assert caught.value.message_id == 0
+
+
+def test_an_array_that_nobody_uses_is_refused() -> None:
+    frames = frames_of(Kept(take=1))
+    spec = {"dtype": "uint8", "shape": [0], "crc": 0}
+    with pytest.raises(WireError, match="arrays: 0 is not used"):
+        unpack([*changed(frames, "arrays", to=[spec]), b""])
+
+
+def test_other_versions_are_a_mismatch_that_names_both_sides() -> None:
+    frames = frames_of(Status())
+    with pytest.raises(MismatchError, match="protocol: the sender has 2, this side has 1"):
+        unpack(changed(frames, "protocol", to=2))
+    with pytest.raises(MismatchError, match=f"schema: the sender has 'abc'.*{SCHEMA_HASH}"):
+        unpack(changed(frames, "schema", to="abc"))
+
+
+def test_duplicate_keys_extensions_and_odd_keys_are_refused() -> None:
+    for header, named in (
+        (b"\x82\xa1a\x01\xa1a\x02", "'a' twice"),
+        (b"\x81\xa4body\xd4\x05\x00", "(?i)ext"),
+        (b"\x81\xa4body\xd6\xff\x00\x00\x00\x00", "(?i)ext|timestamp"),
+        (b"\x81\xa4body\xc7\x00\x05", "(?i)ext"),
+        (b"\x81\x90\x01", "key"),
+        (b"\x81\xc3\x01", "key"),
+        (b"\x81\xcb" + struct.pack(">d", 1.0) + b"\x01", "key"),
+        (b"\x81\xa1\xff\x01", "header"),
+        (b"\xdd\xff\xff\xff\xff", "header"),
+        (b"\xdf\xff\xff\xff\xff", "header"),
+        (b"\x91" * 33 + b"\x00", "header"),
+        (b"\x81\xa4body" + b"\x91" * 40 + b"\x00", "nested deeper"),
+        (b"\x81\xa4body" + b"\x91" * 5000 + b"\x00", "header"),
+        (b"\x81\xa4body" * 5000 + b"\x00", "header"),
+    ):
+        with pytest.raises(WireError, match=named):
+            unpack([sealed(header)])
+
+
+def test_sizes_are_refused_before_anything_is_read() -> None:
+    junk = bytes([0x80])
+    with pytest.raises(WireError, match=r"header: .* the limit is"):
+        unpack([junk * ((1 << 20) + 1)])
+    with pytest.raises(WireError, match="arrays: 9, the limit is 8"):
+        unpack([junk] * 10, Limits(arrays=8))
+    with pytest.raises(WireError, match="arrays: 17 bytes"):
+        unpack([junk, bytes(17)], Limits(array_bytes=16))
+    with pytest.raises(WireError, match="message: 33 bytes"):
+        unpack([junk, bytes(16), bytes(16)], Limits(message_bytes=32))
+
+
+def test_a_push_has_a_smaller_header_than_a_status() -> None:
+    big = "x" * (70 << 10)
+    assert unpack(pack(envelope(StatusReply(status={"text": big})))).message_id == 17
+    sent = trajectory()
+    sent.label_source = big
+    with pytest.raises(WireError, match=r"header: .* the limit is 65536"):
+        pack(envelope(Push(trajectory=sent)))
+    with pytest.raises(WireError, match=r"header: .* the limit is 65536"):
+        unpack(pack(envelope(Push(trajectory=sent)), Limits(header_bytes=1 << 20)))
+
+
+def test_a_type_without_a_place_is_refused_when_it_is_packed() -> None:
+    sent = trajectory()
+    sent.labels = np.zeros(2, np.float64)
+    with pytest.raises(WireError, match="no place on the wire"):
+        pack(envelope(Push(trajectory=sent)))
+
+
+def test_a_pickle_is_never_run(tmp_path) -> None:
+    target = tmp_path / "ran"
+
+    class Payload:
+        def __reduce__(self):
+            return (open, (str(target), "w"))
+
+    blob = pickle.dumps(Payload())
+    push = frames_of(Push(trajectory=trajectory()))
+    for frames in (
+        [blob],
+        [sealed(blob)],
+        [push[0], blob, *push[2:]],
+        changed(push, "body", to=blob.hex()),
+    ):
+        with pytest.raises(WireError):
+            unpack(frames)
+    with pytest.raises(WireError):
+        unpack_record(struct.pack("<I", len(blob) + 4) + sealed(blob), Group)
+    assert not target.exists()
