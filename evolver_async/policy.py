@@ -42,7 +42,7 @@ def load_model(
     """A causal language model in evaluation mode; ModelError, naming the file, for a bad directory.
 
     Only models whose logits are a plain projection of the last hidden states are taken, because
-    log-probs are computed from the hidden states in chunks. Device "auto" is CUDA where there is one.
+    log-probs are computed from the hidden states in chunks. Device "auto" is CUDA, if there.
     """
     root = Path(directory)
     if not (root / "config.json").is_file():

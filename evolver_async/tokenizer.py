@@ -1,12 +1,14 @@
 """The tokenizer of a model directory, and the fingerprint by which two processes compare theirs.
 
-Imports no torch, so that processes without a model can use it.
+Importing this imports no torch, so that processes without a model can compare fingerprints.
 """
 
 import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -20,8 +22,10 @@ class ModelError(ValueError):
     """A model directory or weights that cannot be used; the message names what is wrong."""
 
 
-def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
+def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerFast":
     """The tokenizer of a Hugging Face directory; ModelError if it has none or no chat template."""
+    from transformers import AutoTokenizer  # imports torch
+
     path = _tokenizer_json(directory)
     tokenizer = AutoTokenizer.from_pretrained(path.parent, local_files_only=True)
     if not tokenizer.chat_template:

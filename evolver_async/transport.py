@@ -63,7 +63,8 @@ class Server:
         self._desk = Desk(service, run_id, park_s)
         self._clock = clock
         _check_address(address)
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
         _set_options(self._socket)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a reply to nobody is an error, not silence
         self._socket.set(zmq.SNDHWM, REPLIES_QUEUED)
@@ -71,7 +72,7 @@ class Server:
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
-            self._socket.close(linger=0)
+            self._context.destroy(linger=0)
             raise OSError(error.errno, f"{address}: {error.strerror}") from error
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
 
@@ -92,7 +93,9 @@ class Server:
                 self._send(identity, frames)
 
     def close(self) -> None:
+        """Sends what is left for at most a second; the address is free afterwards."""
         self._socket.close(linger=LINGER_MS)
+        self._context.term()  # waits for the socket file to be gone, which close alone does not
 
     def _receive_batch(self, now: float) -> int:
         """Handles all messages that wait, up to a bound; the number of them."""

@@ -11,7 +11,7 @@ def export(run_dir: Path, out: Path) -> str:
     """Write config, weights, tokenizer and chat template to `out`; says in a line what it is."""
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out}: exists and is not empty")
-    config = load(run_dir / "config.yaml")
+    config = load(run_dir / "config.yaml", [])
     newest, manifest = checkpoint.load_newest(run_dir / "checkpoints", run_dir.name)
     model = policy.load_model(config.policy.path, dtype=config.policy.dtype, device="cpu")
     load_policy(model, newest)

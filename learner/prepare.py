@@ -7,7 +7,7 @@ from evolver_async.launch.roles import RoleArgs
 
 def main(args: RoleArgs) -> int:
     """Write the tiny preset where the run has no policy directory; refuse one that is broken."""
-    config = load(args.run_dir / "config.yaml")
+    config = load(args.run_dir / "config.yaml", [])
     directory = args.run_dir / "policy"
     if config.policy.path == str(directory) and not directory.exists():
         policy.make_tiny(

@@ -17,7 +17,7 @@ import torch
 from evolver_async import checkpoint, messages, policy
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config, to_dict
-from evolver_async.launch.roles import RoleArgs
+from evolver_async.launch.roles import RoleArgs, weights_dir
 from evolver_async.metrics import Metrics, Timers
 from evolver_async.schema import Fork, Group, WeightId
 from evolver_async.transport import Client, DealerClient
@@ -74,7 +74,7 @@ class Learner:
     def begin(self) -> None:
         """Restore the newest checkpoint, ask for a lineage, publish under it."""
         directory = self.run_dir / "checkpoints"
-        resumed = directory.exists() and any(directory.iterdir())
+        resumed = checkpoint.exists(directory)
         if resumed:
             newest, _ = checkpoint.load_newest(directory, self.run_dir.name)
             self.state = self.updater.restore(newest)

@@ -3,13 +3,14 @@
 On small models transformers spends more time between the operations than in them. The operations
 here are the same, fewer and fused where torch has a kernel; a conformance test holds the two equal.
 
-`B` rows, `Q` new tokens a row, `H` heads of queries and keys together, `D` head size, `M` hidden size.
+`B` rows, `Q` new tokens a row, `H` heads, `D` head size, `M` hidden size.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -37,14 +38,15 @@ class _Layer:
 
 
 class LeanDecoder:
-    """Hidden states [B, Q, M] of the next tokens of slots; ValueError if the model is another kind."""
+    """Hidden states [B, Q, M] of the next tokens of slots; ValueError for other kinds of models."""
 
     def __init__(self, model: PreTrainedModel, max_length: int) -> None:
         if not self.fits(model):
             raise ValueError(f"{type(model).__name__} has no lean forward")
-        config, decoder = model.config, model.base_model
+        config = model.config
+        decoder: Any = model.base_model
         self._eps = config.rms_norm_eps
-        self._head_dim = model.base_model.layers[0].self_attn.head_dim
+        self._head_dim = decoder.layers[0].self_attn.head_dim
         self._queries = config.num_attention_heads
         self._grouped = config.num_key_value_heads != config.num_attention_heads
         self._embed, self._norm = decoder.embed_tokens.weight, decoder.norm.weight
@@ -73,10 +75,10 @@ class LeanDecoder:
             x_BQM = x_BQM + self._attend(
                 index, layer, x_BQM, cos_BQ1D, sin_BQ1D, attention_mask, slots
             )
-            h_BQM = F.rms_norm(x_BQM, x_BQM.shape[-1:], layer.mlp_norm, self._eps)
+            h_BQM = _rms_norm(x_BQM, layer.mlp_norm, self._eps)
             gated = F.silu(F.linear(h_BQM, *layer.gate)).mul_(F.linear(h_BQM, *layer.up))
             x_BQM = x_BQM + F.linear(gated, *layer.down)
-        return F.rms_norm(x_BQM, x_BQM.shape[-1:], self._norm, self._eps)
+        return _rms_norm(x_BQM, self._norm, self._eps)
 
     def _attend(
         self,
@@ -89,14 +91,14 @@ class LeanDecoder:
         slots: Slots,
     ) -> Tensor:
         size = (self._head_dim,)
-        h_BQM = F.rms_norm(x_BQM, x_BQM.shape[-1:], layer.norm, self._eps)
+        h_BQM = _rms_norm(x_BQM, layer.norm, self._eps)
         query_BQHD = F.linear(h_BQM, *layer.query).unflatten(-1, (-1, *size))
         key_BQHD = F.linear(h_BQM, *layer.key).unflatten(-1, (-1, *size))
         value_BQHD = F.linear(h_BQM, *layer.value).unflatten(-1, (-1, *size))
         if layer.query_norm is not None:
-            query_BQHD = F.rms_norm(query_BQHD, size, layer.query_norm, self._eps)
+            query_BQHD = _rms_norm(query_BQHD, layer.query_norm, self._eps)
         if layer.key_norm is not None:
-            key_BQHD = F.rms_norm(key_BQHD, size, layer.key_norm, self._eps)
+            key_BQHD = _rms_norm(key_BQHD, layer.key_norm, self._eps)
         both_BQHD = torch.cat([query_BQHD, key_BQHD], 2)
         turned_BQHD = both_BQHD.roll(self._head_dim // 2, -1).mul_(sin_BQ1D)
         both_BHQD = turned_BQHD.addcmul_(both_BQHD, cos_BQ1D).transpose(1, 2)
@@ -109,10 +111,18 @@ class LeanDecoder:
         return F.linear(out_BHQD.transpose(1, 2).flatten(2), *layer.out)
 
 
-def _layer(module: nn.Module) -> _Layer:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight; fewer passes than torch's own, which is no single kernel on the CPU."""
+    size = x.shape[-1]
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = torch.addcmul(norm.new_tensor(eps), norm, norm, value=1 / size).rsqrt_()
+    return (x * scale).mul_(weight).to(x.dtype)
+
+
+def _layer(module: Any) -> _Layer:
     attention, mlp = module.self_attn, module.mlp
 
-    def linear(part: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    def linear(part: Any) -> tuple[Tensor, Tensor | None]:
         return part.weight, part.bias
 
     return _Layer(

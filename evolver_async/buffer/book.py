@@ -1,6 +1,7 @@
 """The durable state with its journal: what is recorded is applied, what is read back is the same.
 
-Also keeps the trajectories of live groups in memory; others are read from the journal when asked for.
+Also keeps the trajectories of live groups in memory; others are read from the journal when asked
+for.
 """
 
 import msgspec
@@ -26,12 +27,13 @@ class Book:
         self.journal = journal
         self.leases = leases
         self.bodies: dict[int, dict[int, Trajectory]] = {}
+        self.spare = False  # whether segments may have become dispensable since the last commit
         for index, (head, location) in enumerate(journal.replay()):
             try:
                 record = records.decode(head)
                 if index == 0 or not isinstance(record, records.Snapshot):
                     state.apply(record, location)
-            except (msgspec.DecodeError, ValueError, KeyError, IndexError) as error:
+            except (msgspec.DecodeError, ValueError, KeyError, IndexError, AssertionError) as error:
                 raise JournalError(f"{journal.directory}: {error}") from error
         if not journal.sizes:
             journal.roll(records.encode(state.snapshot()))
@@ -49,24 +51,14 @@ class Book:
             group[trajectory.member] = trajectory
 
     def commit(self) -> None:
-        """Everything recorded so far is on disk; begins a new segment where the last one is full."""
+        """Puts everything recorded so far on disk; then segments begin and go as they must."""
         self.journal.commit()
         if self.journal.full_segment:
-            self.roll()
-
-    def roll(self) -> None:
-        """A new segment with a snapshot at its head, then old segments that nobody needs go."""
-        self.journal.roll(records.encode(self.state.snapshot()))
-        self.drop_segments()
-
-    def drop_segments(self) -> None:
-        """Lets go what lies before the oldest trajectory of a group that is held or may come back."""
-        needed = (
-            member.location[0]
-            for held in self.replay.at.groups.values()
-            for member in held.arrived.values()
-        )
-        self.journal.drop(min(needed, default=self.journal.newest))
+            self.journal.roll(records.encode(self.state.snapshot()))
+            self.spare = True
+        if self.spare:
+            self.journal.drop(self._needed())
+            self.spare = False
 
     def evict(self, groups: list[int], reason: str) -> None:
         """These groups end here."""
@@ -82,9 +74,18 @@ class Book:
 
     def sweep(self) -> None:
         """Evicts what has become too old: open groups for their age, ready ones as stale."""
-        for state, reason in (("open", "age"), ("ready", "stale")):
-            groups = self.replay.by_state[state].values()
-            self.evict([held.group_id for held in groups if self.replay.too_old(held)], reason)
+        replay = self.replay
+        for groups, reason in (
+            (replay.by_state["open"], "age"),
+            (replay.by_state["ready"], "stale"),
+        ):
+            self.evict([g for g, held in groups.items() if replay.too_old(held)], reason)
+
+    def forget_gone(self) -> None:
+        """Forgets the groups that are held no more."""
+        known = {*self.bodies, *self.leases.vacant, *(lease.group_id for lease in self.leases)}
+        for group_id in known - self.replay.at.groups.keys():
+            self.forget(group_id)
 
     def trajectories(self, held: Held) -> list[Trajectory]:
         """The members of a group in order, from memory or from the journal."""
@@ -103,3 +104,14 @@ class Book:
             tickets.setdefault((owner.actor, owner.attempt), []).append(member)
         for (actor, attempt), members in tickets.items():
             self.leases.grant(actor, held.group_id, attempt, members, now)
+
+    def _needed(self) -> int:
+        """The segment with the oldest trajectory of a group that is held or may come back."""
+        return min(
+            (
+                member.location[0]
+                for held in self.replay.at.groups.values()
+                for member in held.arrived.values()
+            ),
+            default=self.journal.newest,
+        )

@@ -1,4 +1,4 @@
-"""Evaluations of exact weights: which episodes are still to be granted, what the finished ones found.
+"""Evaluations of exact weights: which episodes are to be granted, what the others found.
 
 Pure. The episodes themselves are one-member groups of kind `eval`; they are counted here, not kept.
 """
@@ -9,7 +9,7 @@ from evolver_async.schema import EvalResult, WeightId
 
 
 class Evaluation(msgspec.Struct):
-    """One evaluation under way: sums over the episodes that arrived; `lost` ones could not be run."""
+    """One evaluation under way: sums over arrived episodes; `lost` ones could not be run."""
 
     weights: WeightId
     take: int
@@ -62,7 +62,7 @@ class Evaluations(msgspec.Struct):
         self.results = [result for result in self.results if result.weights not in delivered]
 
     def abandon(self, lineage: int) -> None:
-        """Evaluations of lineages before `lineage`: nobody waits for them and weights may be gone."""
+        """Ends evaluations of lineages before `lineage`: nobody waits, weights may be gone."""
         self.running = [e for e in self.running if e.weights.lineage >= lineage]
 
     def _of(self, weights: WeightId) -> Evaluation:

@@ -9,17 +9,16 @@ from evolver_async.buffer.activity import Activity
 from evolver_async.buffer.book import Book
 from evolver_async.buffer.groups import Held
 from evolver_async.buffer.replay import Numbers
-from evolver_async.buffer.status import Status, live_bytes
+from evolver_async.buffer.status import Status
 from evolver_async.buffer.tasks import Source, held_out_task
 from evolver_async.config import Config
-from evolver_async.messages import Fenced, Ok, Offer, Reject, Release, Renew, Reply
+from evolver_async.messages import Fenced, Offer, Ok, Reject, Release, Renew, Reply, Tickets, Wait
 from evolver_async.messages import Lease as LeaseRequest
-from evolver_async.messages import Tickets, Wait
 from evolver_async.schema import Kind, Sampling, Task, Ticket, WeightId, key
 
 
 def numbers_of(config: Config, kind: str) -> Numbers:
-    """The replay's numbers of a stage of this kind (sft or rl), out of the stage's configuration."""
+    """The replay's numbers of a stage of this kind (sft or rl), from its configuration."""
     buffer = config.buffer
     return Numbers(
         kind="demo" if kind == "sft" else "rollout",
@@ -61,7 +60,7 @@ class Granting:
         room = request.credit * self.book.replay.numbers.group_size
         tickets = []
         while room > 0:
-            ticket = self._evaluate(peer) or self._reissue(peer) or self._new(peer, now)
+            ticket = self._evaluate(peer) or self._reissue(peer) or self._new(peer)
             if ticket is None:
                 break
             self.book.leases.grant(peer, ticket.group_id, ticket.attempt, ticket.members, now)
@@ -70,7 +69,8 @@ class Granting:
         if tickets:
             self.activity.served(peer, "lease")
             return Tickets(tickets=tickets)
-        reason = self._obstacle() or self.status.admission(now)
+        full = not self.book.replay.room()
+        reason = self.status.admission(now) if full else self._obstacle() or ""
         self.activity.waits(peer, "lease", reason, now)
         return Wait(reason=reason)
 
@@ -130,8 +130,8 @@ class Granting:
                 return self._ticket(self.book.replay.at.groups[group_id], members)
         return None
 
-    def _new(self, peer: str, now: float) -> Ticket | None:
-        if self._obstacle() or not self.book.replay.room():
+    def _new(self, peer: str) -> Ticket | None:
+        if not self.book.replay.room() or self._obstacle():
             return None
         queued = self.book.state.tasks.peek()
         assert queued is not None, "no obstacle, so there is a task"
@@ -141,8 +141,10 @@ class Granting:
         return self._grant(peer, queued.task, numbers.kind, members, None, wait)
 
     def _obstacle(self) -> str | None:
-        """What forbids new groups apart from admission. Bytes do so only while a whole take is ready,
-        so that the learner can always make room."""
+        """What forbids new groups apart from admission.
+
+        Bytes do so only while a whole take is ready, so that the learner can always make room.
+        """
         journal, buffer = self.book.journal, self.config.buffer
         if journal.size >= buffer.disk_limit_bytes:
             return (
@@ -153,7 +155,7 @@ class Granting:
             return f"{journal.directory}: only {journal.free} bytes of disk are free"
         ready = len(self.book.replay.by_state["ready"])
         if ready >= self.book.replay.numbers.groups_per_step:
-            size = live_bytes(self.book.state)
+            size = self.book.replay.bytes
             if size >= buffer.limit_bytes:
                 return f"groups hold {size} bytes of buffer.limit_bytes={buffer.limit_bytes}"
         if self.book.state.tasks.peek() is None:

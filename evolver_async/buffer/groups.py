@@ -33,10 +33,10 @@ class Member(msgspec.Struct):
 class Held(msgspec.Struct, kw_only=True):
     """One granted group.
 
-    `uses_left` counts the uses still to come, the one under way included; `fates` what became of the
-    past ones, by take: "trained", or why selection left the group out. `order` is the place in the
-    queue of ready groups. `wait`: the learner waits for this group's stragglers. `pinned`: the weights
-    of an evaluation episode.
+    `uses_left` counts the uses still to come, the one under way included; `fates` what became of
+    the past ones, by take: "trained", or why selection left the group out. `order` is the place in
+    the queue of ready groups. `wait`: the learner waits for this group's stragglers. `pinned`: the
+    weights of an evaluation episode.
     """
 
     group_id: int

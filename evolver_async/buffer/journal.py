@@ -1,11 +1,12 @@
 """The write-ahead log: what was committed is there after a kill or a power cut, or a start says so.
 
-A journal is a directory of numbered segments. A segment is a series of commits, each one
-`[length u32][crc32 of the payload u32][crc32 of these eight bytes u32]` and a payload of records
-`[head bytes u32][body bytes u32][head][body]`; what the bytes mean is the caller's. The first record of
-a segment is a snapshot, so that older segments can go. A commit is written with one call and synced
-before anybody is answered, so it is on disk as a whole or was never promised: one that is torn at the
-end of the newest segment is cut off, damage anywhere else is a JournalError and nothing is touched.
+A journal is a directory of numbered segments. A segment is a series of commits, each one `[length
+u32][crc32 of the payload u32][crc32 of these eight bytes u32]` and a payload of records `[head
+bytes u32][body bytes u32][head][body]`; what the bytes mean is the caller's. The first record of a
+segment is a snapshot, so that older segments can go. A commit is written with one call and synced
+before anybody is answered, so it is on disk as a whole or was never promised: one that is torn at
+the end of the newest segment is cut off, damage anywhere else is a JournalError and nothing is
+touched.
 """
 
 import errno
@@ -122,7 +123,7 @@ class Journal:
         _sync_directory(self.directory)
 
     def drop(self, before: int) -> None:
-        """Segments older than `before` are needed no more: deletes them, or moves them to archive/."""
+        """Deletes the segments older than `before`, or moves them to archive/."""
         for number in sorted(self.sizes):
             if number >= min(before, self.newest):
                 break

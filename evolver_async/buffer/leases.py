@@ -1,8 +1,8 @@
 """Who works on what, and until when: leases on members of groups.
 
 Pure and not durable: after a restart every lease starts anew. A lease ends when its members have
-arrived, when they are given back, or when it is not renewed in time; what it still held is vacant then,
-and is granted again under a new attempt.
+arrived, when they are given back, or when it is not renewed in time; what it still held is vacant
+then, and is granted again under a new attempt.
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,10 @@ class Lease(msgspec.Struct):
 
 
 class Leases:
-    """All leases and all vacant members. A lease lasts `lease_s` and is renewed only while its progress
-    counter has moved within the last `stall_s`."""
+    """All leases and all vacant members.
+
+    A lease lasts `lease_s`; it is renewed only if its progress counter has moved within `stall_s`.
+    """
 
     def __init__(self, lease_s: float, stall_s: float) -> None:
         self.lease_s = lease_s

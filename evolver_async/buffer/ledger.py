@@ -29,7 +29,7 @@ Held = dict[str, dict[str, Amount]]  # by kind, then by open, ready or taken
 
 
 class Ledger(msgspec.Struct):
-    """Running totals: received by kind; closed by kind, fate and reason; turned away at the door."""
+    """Running totals: received by kind; closed by kind, fate and reason; refused at the door."""
 
     received: dict[str, Amount] = {}
     closed: dict[str, dict[str, dict[str, Amount]]] = {}

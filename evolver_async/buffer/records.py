@@ -118,7 +118,7 @@ class Kept(Record, tag="kept"):
 
 
 class Snapshot(Record, tag="snapshot"):
-    """Everything before this record: the head of every journal segment, so that older ones can go."""
+    """All that was before: the head of every journal segment, so that older ones can go."""
 
     run_id: str
     position: Position

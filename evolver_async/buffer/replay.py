@@ -1,24 +1,26 @@
-"""The replay: which groups exist, how many more may, which are fresh enough, which the learner gets.
+"""The replay: which groups exist, how many more may, which are fresh, which the learner gets.
 
-Pure and event-sourced: questions (`room`, `too_old`, `choose`) change nothing, and every change is the
-consequence of a journal record. Trajectories themselves are not here, only facts about them.
+Pure and event-sourced: questions (`room`, `too_old`, `choose`) change nothing, and every change is
+the consequence of a journal record. Trajectories themselves are not here, only facts about them.
 
-Liveness. Outstanding uses (those still to come, of all groups) never exceed `(S+1-lag)·B` by a grant.
-Where no group fits any more, nothing is open and nothing taken, more than `(S+1-lag)·B - reuse` uses
-are ready, each group has at most `reuse`, and `reuse ≤ S+1-lag`: so at least B groups are ready and
-the learner can go on. Open groups end by arriving, by a lease that runs out and is granted again, or by
-eviction; taken ones by DONE or RESUME.
+Liveness. Outstanding uses (those still to come, of all groups) never exceed `(S+1-lag)·B` by a
+grant. Where no group fits any more, nothing is open and nothing taken, more than `(S+1-lag)·B -
+reuse` uses are ready, each group has at most `reuse`, and `reuse ≤ S+1-lag`: so at least B groups
+are ready and the learner can go on. Open groups end by arriving, by a lease that runs out and is
+granted again, or by eviction; taken ones by DONE or RESUME.
 """
 
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from evolver_async.buffer.groups import Held, Member, Owner, State, Take
 from evolver_async.schema import Fork, Kind, Task, WeightId, version_lag
+
+KINDS = get_args(Kind)
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Numbers:
 
 
 class Position(msgspec.Struct):
-    """Where groups, takes and lineages stand. `kept`: the oldest take that may be asked for again."""
+    """Where groups, takes and lineages stand. `kept`: the oldest take that may come back."""
 
     stage: int = 0
     lineage: int = 0
@@ -68,6 +70,9 @@ class Replay:
         }
         for held in at.groups.values():
             self.by_state[held.state][held.group_id] = held
+        # kept up to date where groups change: both are asked for by every waiting actor
+        self.uses = {kind: sum(held.uses_left for held in self.live(kind)) for kind in KINDS}
+        self.bytes = sum(held.bytes for kind in KINDS for held in self.live(kind))
 
     @property
     def numbers(self) -> Numbers:
@@ -85,7 +90,7 @@ class Replay:
     # ---- admission
 
     def limit(self) -> int:
-        """The most outstanding uses of rollout groups, or of demo groups where those are trained on."""
+        """The most outstanding uses of the kind of groups that this stage trains on."""
         numbers = self.numbers
         if numbers.kind == "demo":
             return numbers.demo_groups * numbers.reuse
@@ -93,7 +98,7 @@ class Replay:
 
     def outstanding(self) -> int:
         """Uses still to come, of all groups of the kind that this stage trains on."""
-        return sum(held.uses_left for held in self.live(self.numbers.kind))
+        return self.uses[self.numbers.kind]
 
     def room(self) -> int:
         """How many groups may be granted now."""
@@ -132,6 +137,7 @@ class Replay:
         )
         self.at.next_group = group_id + 1
         self.at.groups[group_id] = self.by_state["open"][group_id] = held
+        self.uses[kind] += held.uses_left
 
     def reissue(self, group_id: int, members: list[int], actor: str) -> None:
         """Missing members are granted again, under a new attempt."""
@@ -144,6 +150,7 @@ class Replay:
         """The first copy of a member has come; the last one makes the group ready."""
         held = self.at.groups[group_id]
         held.arrived[member] = facts
+        self.bytes += facts.bytes
         if not held.missing and held.kind != "eval":
             held.order = self.at.next_order
             self.at.next_order += 1
@@ -161,7 +168,7 @@ class Replay:
     # ---- staleness
 
     def lag(self, held: Held) -> int:
-        """Versions between the head and the oldest weights of the group, of members under way too."""
+        """Versions from the oldest weights of the group, members under way too, to the head."""
         sampled = [member.oldest for member in held.arrived.values()]
         sampled += [held.owners[member].head for member in held.missing]
         head = self.at.head
@@ -222,6 +229,7 @@ class Replay:
             held = self.at.groups[group_id]
             held.fates[take] = fates[group_id]
             held.uses_left -= 1
+            self.uses[held.kind] -= 1
             if held.uses_left:
                 self._enter(held, "ready")
             else:
@@ -246,8 +254,11 @@ class Replay:
                 held = at.groups[group_id]
                 if held.state == "closed":
                     reopened.append((held, *held.fate))
+                    self.bytes += held.bytes
                 self._enter(held, "ready")
-                held.uses_left += held.fates.pop(number, None) is not None
+                if held.fates.pop(number, None) is not None:
+                    held.uses_left += 1
+                    self.uses[held.kind] += 1
         if undone:
             at.stage = undone[min(undone)].stage
         at.next_take = take
@@ -284,7 +295,8 @@ class Replay:
     def _in_time(self, chosen: list[Held]) -> bool:
         """Whether all waited-for groups can be trained in time if the learner takes `chosen` now.
 
-        Earliest deadline first: with B groups a version, at most k·B uses may be due within k versions.
+        Earliest deadline first: with B groups a version, at most k·B uses may be due within k
+        versions.
         """
         due: dict[int, int] = {}
         taken = {held.group_id for held in chosen}
@@ -307,6 +319,8 @@ class Replay:
 
     def _close(self, held: Held) -> None:
         self._enter(held, "closed")
+        self.bytes -= held.bytes
+        self.uses[held.kind] -= held.uses_left
         held.uses_left = 0
         held.owners.clear()
 

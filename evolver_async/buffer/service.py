@@ -1,21 +1,19 @@
 """The buffer process: answers every request of the wire out of the durable state.
 
-Each request is decided here or in `granting` (actors) and `taking` (learner), recorded in the journal
-and applied; replies leave only after `commit`. No socket and no clock: `transport.Server` calls
-`handle`, `commit` and `tick` with the time.
+Each request is decided here or in `granting` (actors) and `taking` (learner), recorded in the
+journal and applied; replies leave only after `commit`. No socket and no clock: `transport.Server`
+calls `handle`, `commit` and `tick` with the time.
 
-Why it cannot lose: an ACK, a ticket, a take leaves after its record was synced; what is sent again is
-recognised (DUP, the same groups). Why it cannot stand still: see `replay`.
+Why it cannot lose: an ACK, a ticket, a take leaves after its record was synced; what is sent again
+is recognised (DUP, the same groups). Why it cannot stand still: see `replay`.
 """
 
-import hashlib
 import logging
-import os
 import signal
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evolver_async import messages
 from evolver_async.buffer import records
@@ -31,13 +29,11 @@ from evolver_async.buffer.status import Status
 from evolver_async.buffer.taking import Taking
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config, to_dict
+from evolver_async.launch.roles import RoleArgs, weights_dir
 from evolver_async.messages import Reply, Request
 from evolver_async.schema import Trajectory
 from evolver_async.transport import Server
 from evolver_async.wire import SCHEMA_HASH
-
-if TYPE_CHECKING:
-    from evolver_async.launch.roles import RoleArgs
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +72,18 @@ class Service:
         self._status = Status(state, leases, journal, self.activity, buffer.lease_s)
         self.granting = Granting(self.book, self.activity, self._status, stages)
         self.taking = Taking(self.book, self.activity, self._status, len(stages))
+
+    @classmethod
+    def of_run(
+        cls, config: Config, run_dir: Path, tokenizer_hash: str | None, now: float
+    ) -> "Service":
+        """The buffer of the run in `run_dir`, with its journal there."""
+        welcome = messages.Welcome(
+            run_id=run_dir.name,
+            config=to_dict(config),
+            weights_address=str(weights_dir(config, run_dir)),
+        )
+        return cls(config, run_dir.name, run_dir / "journal", welcome, tokenizer_hash, now)
 
     def handle(self, peer: str, request: Request, now: float) -> list[Reply]:
         """The replies to one request; they may be sent after the next `commit`."""
@@ -208,30 +216,17 @@ def _bytes(sequence: Any) -> int:
     return sum(array.nbytes for array in arrays)
 
 
-def run_welcome(config: Config, run_dir: Path) -> messages.Welcome:
-    """What a process of the run at `run_dir` is told. The weights' place is private to the run."""
-    digest = hashlib.blake2b(str(run_dir.resolve()).encode(), digest_size=6).hexdigest()
-    return messages.Welcome(
-        run_id=run_dir.name,
-        config=to_dict(config),
-        weights_address=str(Path(config.weights.dir) / f"evolver-{run_dir.name}-{digest}"),
-    )
-
-
-def main(args: "RoleArgs") -> int:
-    """Role `buffer`: serves the run in `args.run_dir` until SIGTERM, or until its parent is gone."""
+def main(args: RoleArgs) -> int:
+    """Role `buffer`: serves the run in `args.run_dir` until SIGTERM."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     config = load(args.run_dir / "config.yaml", [])
-    welcome = run_welcome(config, args.run_dir)
-    # The server's clock, which leases are measured with, is the monotonic one.
-    service = Service(
-        config, welcome.run_id, args.run_dir / "journal", welcome, None, time.monotonic()
-    )
-    server = Server(service, args.address, welcome.run_id)
+    # leases are measured with the server's clock, which is the monotonic one
+    service = Service.of_run(config, args.run_dir, None, time.monotonic())
+    server = Server(service, args.address, service.welcome.run_id)
     try:
-        server.serve(lambda: stop.is_set() or args.parent_pid not in (None, os.getppid()))
+        server.serve(stop)
     finally:
         server.close()
         service.close()

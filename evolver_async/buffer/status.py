@@ -1,4 +1,4 @@
-"""What the buffer says about itself: why somebody waits, the STATUS reply, the learner's counters."""
+"""What the buffer says about itself: why somebody waits, the STATUS reply, the counters."""
 
 import msgspec
 
@@ -120,7 +120,7 @@ class Status:
             f"buffer/{state}": float(len(replay.by_state[state]))
             for state in ("open", "ready", "taken")
         }
-        counters["buffer/bytes"] = float(live_bytes(self.state))
+        counters["buffer/bytes"] = float(replay.bytes)
         counters["buffer/outstanding"] = float(replay.outstanding())
         counters["actors/alive"] = float(self.activity.alive(now, self.lease_s))
         received = ledger.received.get(kind, Amount())
@@ -150,14 +150,6 @@ class Status:
             "seen_s_ago": now - self.activity.peers[name].seen,
             "leases": sum(lease.peer == name for lease in self.leases),
         }
-
-
-def live_bytes(state: State) -> int:
-    """Bytes of the trajectories of all groups that are open, ready or taken."""
-    by_state = state.replay.by_state
-    return sum(
-        held.bytes for name in ("open", "ready", "taken") for held in by_state[name].values()
-    )
 
 
 def _plain(value: object) -> object:

@@ -51,7 +51,8 @@ class Taking:
         if before is not None and not before.reported:
             return [self._wait(peer, f"take {request.take - 1} is not reported yet", now)]
         if request.stage != at.stage:
-            self._switch(request.stage)
+            self.book.record(records.Switched(stage=request.stage))
+            self._evict_other_stages()
         groups = self.book.replay.choose()
         if not groups:
             return [self._wait(peer, self.status.take(now), now)]
@@ -114,19 +115,19 @@ class Taking:
                 )
             )
             self._resume = asked
-            for group_id in [g for g in self.book.bodies if g not in at.groups]:
-                self.book.forget(group_id)
+            self.book.forget_gone()
+            self._evict_other_stages()
             self.book.sweep()
         forks = [at.forks[lineage] for lineage in sorted(at.forks)]
         return Resumed(lineage=at.lineage, forks=forks)
 
     def kept(self, request: Kept) -> Reply:
-        replay, journal = self.book.replay, self.book.journal
+        replay = self.book.replay
         if not 0 <= request.take <= replay.at.next_take:
             return Reject(reason=f"take: {request.take}, the next one is {replay.at.next_take}")
         if request.take > replay.at.kept:
             self.book.record(records.Kept(take=request.take))
-            self.book.drop_segments()
+            self.book.spare = True
         return Ok()
 
     def _fenced(self, lineage: int) -> Fenced | None:
@@ -139,14 +140,13 @@ class Taking:
         self.activity.waits(peer, "sample", reason, now)
         return Wait(reason=reason)
 
-    def _switch(self, stage: int) -> None:
-        self.book.record(records.Switched(stage=stage))
+    def _evict_other_stages(self) -> None:
         replay = self.book.replay
         left = [
             held.group_id
             for state in ("open", "ready")
             for held in replay.by_state[state].values()
-            if held.stage != stage and held.kind != "eval"
+            if held.stage != replay.at.stage and held.kind != "eval"
         ]
         self.book.evict(left, "stage")
 

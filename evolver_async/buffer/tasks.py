@@ -1,7 +1,7 @@
 """Where training tasks come from: numbered maps, tasks queued again, tasks offered from outside.
 
-`peek` says what comes next without changing anything, `take` uses it up: a grant is decided with the
-one and recorded with the other. Pure: draws are keyed by the seed and by what they are for.
+`peek` says what comes next without changing anything, `take` uses it up: a grant is decided with
+the one and recorded with the other. Pure: draws are keyed by the seed and by what they are for.
 """
 
 from dataclasses import dataclass

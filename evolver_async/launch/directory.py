@@ -1,4 +1,4 @@
-"""The run directory: made whole or not at all, locked by one launcher, resumed only where it can be.
+"""The run directory: made whole or not at all, locked by one launcher, resumed where that is sound.
 
 `config.yaml` is the resolved configuration, `policy/` the model that training began with,
 `run.json` says how to reach a running job, `lock` is held as long as one runs.
@@ -53,12 +53,11 @@ def create(config: Config, recipe: Path | None) -> tuple[Config, Path]:
     return resolved, run_dir
 
 
-def resume(run_dir: Path, dotlist: Sequence[str]) -> tuple[Config, Path]:
+def resume(run_dir: Path, dotlist: Sequence[str]) -> Config:
     """The configuration of an earlier run, with the changes of `dotlist` written into it.
 
     Raises ConfigError or CheckpointError where there is nothing that can be gone on with.
     """
-    run_dir = run_dir.resolve()
     config = load(run_dir / "config.yaml", dotlist)
     check_paths(config)
     check_wings(config)
@@ -67,7 +66,7 @@ def resume(run_dir: Path, dotlist: Sequence[str]) -> tuple[Config, Path]:
         part = run_dir / ".config.yaml"
         dump(config, part)
         part.replace(run_dir / "config.yaml")
-    return config, run_dir
+    return config
 
 
 @contextmanager
@@ -82,7 +81,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def announce(run_dir: Path, address: str) -> int:
-    """Write where the buffer can be reached; returns how often this run was launched, this included."""
+    """Write where the buffer can be reached; returns how often this run was launched by now."""
     path = run_dir / "run.json"
     launches = json.loads(path.read_text())["launches"] + 1 if path.exists() else 1
     part = run_dir / ".run.json"

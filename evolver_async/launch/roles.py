@@ -94,8 +94,10 @@ def die_with(parent_pid: int) -> None:
 
 
 def set_up_logging(log_file: Path | None, stderr_level: int) -> None:
-    """Log to `log_file` from INFO on and to stderr from `stderr_level` on; without a file all goes to
-    stderr, and once is enough where stderr already is that file."""
+    """Log to `log_file` from INFO on, and to stderr from `stderr_level` on unless it is that file.
+
+    Without a file everything goes to stderr.
+    """
     handlers: list[logging.Handler] = []
     if log_file is not None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -113,6 +115,6 @@ def set_up_logging(log_file: Path | None, stderr_level: int) -> None:
 
 
 def weights_dir(config: Config, run_dir: Path) -> Path:
-    """The private directory through which the weights of this run travel on this host."""
-    digest = hashlib.blake2b(str(run_dir.resolve()).encode(), digest_size=8).hexdigest()
-    return Path(config.weights.dir) / f"{PREFIX}{digest}"
+    """The directory through which the weights of this run travel on this host, private to it."""
+    digest = hashlib.blake2b(str(run_dir.resolve()).encode(), digest_size=6).hexdigest()
+    return Path(config.weights.dir) / f"{PREFIX}{run_dir.name}-{digest}"

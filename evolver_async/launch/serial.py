@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 
 from evolver_async.buffer.service import Service
 from evolver_async.config import Config
+from evolver_async.config.load import to_dict
 from evolver_async.launch import roles
+from evolver_async.messages import Welcome
 from evolver_async.transport import LocalClient, LocalServer
 
 T = TypeVar("T")
@@ -42,11 +44,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._clock.now
 
 
-def run(config: Config, run_dir: Path, run_id: str, tokenizer: str) -> int:
-    """Train in this process; returns the learner's exit code."""
+def run(config: Config, run_dir: Path) -> int:
+    """Train in this process, in a run directory made by `directory.create`; returns 0."""
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)
-    service = Service(config, run_id, run_dir, tokenizer, now=0.0)
+    run_id = run_dir.name
+    address = str(roles.weights_dir(config, run_dir))
+    welcome = Welcome(run_id=run_id, config=to_dict(config), weights_address=address)
+    service = Service(config, run_id, run_dir / "journal", welcome, None, now=0.0)
     server = LocalServer(service, run_id)
     build_actor = roles.resolve("serial_actor")
     build_learner = roles.resolve("serial_learner")
@@ -56,8 +61,8 @@ def run(config: Config, run_dir: Path, run_id: str, tokenizer: str) -> int:
         tasks = []
         for index in range(config.actors.count):
             name = f"actor-{index}"
-            worker = build_actor(config, LocalClient(server, name, 0), name)
-            tasks.append(asyncio.create_task(worker.run()))
+            worker = build_actor(config, LocalClient(server, name), address, name, 0)
+            tasks.append(asyncio.create_task(worker.run(), name=name))
         return tasks
 
     tasks: list[asyncio.Task[Any]] = []
@@ -71,7 +76,7 @@ def run(config: Config, run_dir: Path, run_id: str, tokenizer: str) -> int:
                 raise RuntimeError(f"{task.get_name()} ended before the learner did")
         return answer
 
-    learner = build_learner(config, run_dir, LocalClient(server, "learner", 0), call)
+    learner = build_learner(config, run_dir, LocalClient(server, "learner"), call)
     try:
         tasks += loop.run_until_complete(start())
         return learner.run()

@@ -19,7 +19,7 @@ from evolver_async.schema import WeightId
 if TYPE_CHECKING:
     from torch import Tensor
 
-PREFIX = "evolver-weights-"
+PREFIX = "evolver-"
 OWNER = "owner.json"
 
 

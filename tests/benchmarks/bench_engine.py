@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python tests/benchmarks/bench_engine.py
 
-Both sides sample from the plain softmax at temperature 1 on one thread; ours also returns log-probs.
-The two take turns and the best round of each counts, because the machine is shared.
+Both sides sample from the plain softmax at temperature 1 on one thread; ours returns log-probs
+too. The two take turns and the best round of each counts, because the machine is shared.
 """
 
 import asyncio

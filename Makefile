@@ -1,0 +1,31 @@
+# Every target sets up .venv by itself; the second time that costs nothing.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: train test lint bench
+
+train: $(INSTALLED)
+	$(BIN)/evolver-async train configs/frozen_lake.yaml $(ARGS)
+
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/basedpyright
+
+bench: $(INSTALLED)
+	set -e; for script in tests/benchmarks/*.py; do \
+		echo "== $$script"; OMP_NUM_THREADS=1 $(BIN)/python $$script $(ARGS); \
+	done
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[dev]'
+	touch $@

@@ -1,0 +1,201 @@
+"""The command line. Everything is imported where it is needed, so that `--help` is quick.
+
+A mistake of the user is one sentence on stderr and exit code 2, before anything is started.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from evolver_async.checkpoint import CheckpointError
+from evolver_async.config.check import ConfigError
+
+USER_ERROR = 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(arguments)
+    overrides = [text for text in rest if args.command == "train" and not text.startswith("-")]
+    if overrides != rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if args.command == "train":
+        args.positional += overrides  # those after an option
+    try:
+        return args.function(args)
+    except (ConfigError, CheckpointError) as error:
+        print(f"evolver-async: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return 130
+
+
+def train(args: argparse.Namespace) -> int:
+    """Start or resume a run and show it."""
+    from evolver_async.config.load import load
+    from evolver_async.launch import directory, roles
+    from evolver_async.study import watch
+
+    recipe, dotlist = None, args.positional
+    if dotlist and "=" not in dotlist[0]:
+        recipe, dotlist = Path(dotlist[0]), dotlist[1:]
+    if args.resume is None and recipe is None:
+        raise ConfigError("train needs a recipe (configs/….yaml) or --resume RUN_DIR")
+    with contextlib.ExitStack() as held:
+        with _mistakes():
+            if args.resume is not None:
+                run_dir = _run_dir(args.resume)
+                held.enter_context(directory.locked(run_dir))
+                config = directory.resume(run_dir, dotlist)
+            else:
+                config, run_dir = directory.create(load(recipe, dotlist), recipe)
+                held.enter_context(directory.locked(run_dir))
+        print(run_dir, flush=True)
+        held.enter_context(watch.shown(run_dir, config, config.metrics.panel))
+        roles.set_up_logging(run_dir / "logs" / "launcher.log", logging.WARNING)
+        return roles.resolve(f"evolver_async.launch.{config.launch.kind}:run")(config, run_dir)
+
+
+def role(args: argparse.Namespace) -> int:
+    """Be one process of a run."""
+    from evolver_async.launch.roles import RoleArgs, run_process
+
+    name = args.name or f"{args.command}-{socket.gethostname()}-{os.getpid()}"
+    role_args = RoleArgs(
+        address=args.connect,
+        name=name,
+        incarnation=args.incarnation,
+        run_dir=(args.run or Path()).resolve(),
+        parent_pid=args.parent,
+    )
+    return run_process(
+        args.command, role_args, args.run / "logs" / f"{name}.log" if args.run else None
+    )
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Print how well the newest checkpoint does on held-out tasks."""
+    from evolver_async.config.load import load
+    from evolver_async.launch.roles import resolve
+
+    run_dir = _run_dir(args.run_dir)
+    with _mistakes():
+        episodes = args.episodes or load(run_dir / "config.yaml").eval.final_episodes
+        print(resolve("eval")(run_dir, episodes))
+    return 0
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write a Hugging Face directory out of the newest checkpoint."""
+    from evolver_async.launch.roles import resolve
+
+    with _mistakes():
+        print(resolve("export")(_run_dir(args.run_dir), args.out))
+    return 0
+
+
+def watch_run(args: argparse.Namespace) -> int:
+    """Show a run until interrupted."""
+    from evolver_async.config.load import load
+    from evolver_async.study.watch import watch
+
+    run_dir = _run_dir(args.run_dir)
+    watch(run_dir, load(run_dir / "config.yaml"), follow=not args.once)
+    return 0
+
+
+def status(args: argparse.Namespace) -> int:
+    """Print the buffer's STATUS as JSON."""
+    import asyncio
+
+    from evolver_async.launch.directory import address_of
+    from evolver_async.study.watch import ask
+
+    where = args.where
+    address = where if "://" in where else address_of(_run_dir(Path(where)))
+    try:
+        print(json.dumps(asyncio.run(ask(address)), indent=2))
+    except TimeoutError:
+        print(f"evolver-async: nobody answers at {address}", file=sys.stderr)
+        return 1
+    return 0
+
+
+@contextlib.contextmanager
+def _mistakes() -> Iterator[None]:
+    """What the wings and the file system refuse is the user's to mend."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _run_dir(path: Path) -> Path:
+    if not (path / "config.yaml").is_file():
+        raise ConfigError(f"{path}: is no run directory (it has no config.yaml)")
+    return path.resolve()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="evolver-async",
+        description="Asynchronous actor-learner reinforcement learning for language-model agents.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    command = commands.add_parser("train", help="train by a recipe, or go on with an earlier run")
+    command.add_argument(
+        "positional",
+        nargs="*",
+        metavar="CONFIG key=value …",
+        help="a YAML recipe (not with --resume), then changes like learner.lr=3e-4",
+    )
+    command.add_argument("--resume", type=Path, metavar="RUN_DIR", help="the run to go on with")
+    command.set_defaults(function=train)
+
+    for name, about in (
+        ("actor", "one more actor for a running job"),
+        ("learner", "the learner of a run (started by the launcher)"),
+        ("buffer", "the buffer of a run (started by the launcher)"),
+        ("prepare", "make or check a run's policy (started by the launcher)"),
+    ):
+        command = commands.add_parser(name, help=about)
+        command.add_argument(
+            "--connect", metavar="ADDRESS", required=name != "prepare", default="", help="buffer"
+        )
+        command.add_argument("--run", type=Path, metavar="RUN_DIR", required=name != "actor")
+        command.add_argument("--name", default="", help="unique within the run")
+        command.add_argument("--incarnation", type=int, default=0)
+        command.add_argument("--parent", type=int, metavar="PID", help="end when it ends")
+        command.set_defaults(function=role)
+
+    command = commands.add_parser("eval", help="evaluate the newest checkpoint on held-out tasks")
+    command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    command.add_argument("--episodes", type=int, default=0, help="default: eval.final_episodes")
+    command.set_defaults(function=evaluate)
+
+    command = commands.add_parser("export", help="write the newest checkpoint as a model directory")
+    command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    command.add_argument("out", type=Path, metavar="OUT")
+    command.set_defaults(function=export)
+
+    command = commands.add_parser("watch", help="show a running job")
+    command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    command.add_argument("--once", action="store_true", help="print what there is and end")
+    command.set_defaults(function=watch_run)
+
+    command = commands.add_parser("status", help="occupancy, ledger, and who waits for whom")
+    command.add_argument("where", metavar="ADDRESS|RUN_DIR")
+    command.set_defaults(function=status)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""The launcher for one machine: a buffer, a learner and `actors.count` actors as processes.
+
+    starts    buffer → (answers STATUS) → learner, actors
+    watches   by handle; who dies is started again under a new incarnation, within the budget
+    ends      when the learner is done, on a signal, or when somebody cannot be kept alive:
+              learner first (it writes a checkpoint), then actors, then the buffer; killed after
+              `launch.drain_s`, or at once at the second signal
+
+No child outlives this process, however it ends: the kernel kills them too (see `roles.die_with`).
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from evolver_async.config import Config
+from evolver_async.launch.directory import announce, last_lines
+from evolver_async.launch.roles import USER_ERROR, weights_dir
+from evolver_async.messages import Status
+from evolver_async.transport import DealerClient, Rejected
+from evolver_async.weights.base import claim, sweep
+
+POLL_S = 0.1
+START_S = 60.0  # until the buffer must answer
+INCARNATIONS = 1000  # of one process in one launch, so that those of the next launch are higher
+
+log = logging.getLogger(__name__)
+
+
+class RunFailed(Exception):
+    """The run cannot go on; `code` is the exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass
+class Child:
+    """One role of the run and the process that plays it now; `due` is when the next one starts."""
+
+    role: str
+    name: str
+    process: subprocess.Popen[bytes]
+    incarnation: int
+    restarts: int = 0
+    due: float | None = None
+
+
+def run(config: Config, run_dir: Path) -> int:
+    """Run to the end; returns 0, 128 + the signal that ended it, or a failure's exit code."""
+    weights = weights_dir(config, run_dir)
+    sweep(weights.parent)
+    claim(weights)
+    sockets = Path(tempfile.mkdtemp(prefix="evolver-"))  # short and private, as ipc wants it
+    launcher = Launcher(config, run_dir, config.buffer.address or f"ipc://{sockets}/buffer")
+    try:
+        with launcher.heeding_signals():
+            try:
+                launcher.start()
+                launcher.watch()
+            except RunFailed as failure:
+                log.error("%s", failure)
+                return failure.code
+            finally:
+                launcher.end()
+        return 128 + launcher.signals[0] if launcher.signals else 0
+    finally:
+        shutil.rmtree(sockets, ignore_errors=True)
+        shutil.rmtree(weights, ignore_errors=True)
+
+
+class Launcher:
+    """The children of one launch."""
+
+    def __init__(self, config: Config, run_dir: Path, address: str) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.address = address
+        self.children: list[Child] = []
+        self.signals: list[int] = []
+        self.first_incarnation = announce(run_dir, address) * INCARNATIONS
+
+    @contextmanager
+    def heeding_signals(self) -> Iterator[None]:
+        """Collect SIGINT and SIGTERM instead of dying of them."""
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.signal(n, lambda n, _: self.signals.append(n)) for n in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+    def start(self) -> None:
+        """The buffer first: when it cannot serve, nothing else was started."""
+        buffer = self.add("buffer", "buffer")
+        deadline = time.monotonic() + START_S
+        while not self.signals and not asyncio.run(self.answers()):
+            if buffer.process.poll() is not None:
+                raise RunFailed(f"the buffer did not start: {self.last_words(buffer)}", USER_ERROR)
+            if time.monotonic() > deadline:
+                raise RunFailed(f"the buffer does not answer at {self.address}", 1)
+        if self.signals:
+            return
+        self.add("learner", "learner")
+        for index in range(self.config.actors.count):
+            self.add("actor", f"actor-{index}")
+
+    def watch(self) -> None:
+        """Return when the learner is done or a signal came. Raises RunFailed."""
+        while not self.signals:
+            for child in list(self.children):
+                if child.role == "learner" and child.process.poll() == 0:
+                    return
+                self.tend(child, time.monotonic())
+            time.sleep(POLL_S)
+
+    def tend(self, child: Child, now: float) -> None:
+        """Start a child again that has died, after its pause and within its budget."""
+        code = child.process.poll()
+        if code is None:
+            return
+        launch = self.config.launch
+        if child.due is not None:
+            if now >= child.due:
+                child.due = None
+                child.incarnation += 1
+                child.process = self.spawn(child.role, child.name, child.incarnation)
+        elif code == 0 and child.role == "actor":
+            log.warning("%s was told to leave and did", child.name)
+            self.children.remove(child)
+        elif code == USER_ERROR or child.restarts >= launch.restarts:
+            raise RunFailed(
+                f"{child.name} {_ended(code)} and is not started again"
+                f" (restarted {child.restarts} times):\n{self.last_words(child)}",
+                USER_ERROR if code == USER_ERROR else 1,
+            )
+        else:
+            pause_s = launch.backoff_s * 2**child.restarts
+            child.due = now + pause_s
+            child.restarts += 1
+            log.warning(
+                "%s %s, restart %d of %d in %.1f s: %s",
+                child.name,
+                _ended(code),
+                child.restarts,
+                launch.restarts,
+                pause_s,
+                self.last_words(child, 1),
+            )
+
+    def end(self) -> None:
+        """End every child, by handle."""
+        deadline = time.monotonic() + self.config.launch.drain_s
+        for role in ("learner", "actor", "buffer"):
+            running = [child.process for child in self.children if child.role == role]
+            for process in running:
+                process.terminate()
+            while any(process.poll() is None for process in running):
+                if time.monotonic() > deadline or len(self.signals) > 1:
+                    break
+                time.sleep(POLL_S / 2)
+        for child in self.children:
+            if child.process.poll() is None:
+                log.warning("%s did not end by itself and is killed", child.name)
+                child.process.kill()
+            child.process.wait()
+
+    async def answers(self) -> bool:
+        """Whether the buffer of this very run replies within a moment."""
+        client = DealerClient(self.address, self.run_dir.name, "launcher")
+        try:
+            await client.request(Status(), timeout_s=5 * POLL_S)
+        except TimeoutError:
+            return False
+        except Rejected as error:
+            raise RunFailed(f"buffer.address: {self.address}: {error}", USER_ERROR) from None
+        finally:
+            client.close()
+        return True
+
+    def add(self, role: str, name: str) -> Child:
+        incarnation = self.first_incarnation
+        child = Child(role, name, self.spawn(role, name, incarnation), incarnation)
+        self.children.append(child)
+        return child
+
+    def spawn(self, role: str, name: str, incarnation: int) -> subprocess.Popen[bytes]:
+        """A process in a session of its own, so that a Ctrl-C reaches this one alone."""
+        threads = {"actor": self.config.engine.threads, "learner": self.config.learner.threads}
+        options = {
+            "--connect": self.address,
+            "--run": self.run_dir,
+            "--name": name,
+            "--incarnation": incarnation,
+            "--parent": os.getpid(),
+        }
+        with open(self.log_file(name), "ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "evolver_async.cli", role]
+                + [str(text) for option in options.items() for text in option],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ
+                | {"OMP_NUM_THREADS": str(threads.get(role, 1)), "TOKENIZERS_PARALLELISM": "false"},
+            )
+
+    def log_file(self, name: str) -> Path:
+        (self.run_dir / "logs").mkdir(exist_ok=True)
+        return self.run_dir / "logs" / f"{name}.log"
+
+    def last_words(self, child: Child, count: int = 5) -> str:
+        return last_lines(self.log_file(child.name), count)
+
+
+def _ended(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

@@ -1,0 +1,246 @@
+"""The live view of a run: a panel on a terminal, else lines, fed from metrics.jsonl.
+
+It follows the file, so it works the same inside the launcher and attached to a running job. While
+no new step comes it asks the buffer who waits for what.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+
+from evolver_async.config import Config
+from evolver_async.messages import Status
+from evolver_async.transport import DealerClient
+
+POLL_S = 0.5
+QUIET_S = 5.0  # without a new row, the buffer is asked what is going on
+LINE_S = 2.0  # of the run's time between two lines
+BARS = "▁▂▃▄▅▆▇█"
+SPARKS = 40
+
+
+class Tail:
+    """The rows of a JSONL file as they are completed; the file may not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The complete rows written since the last call."""
+        if not self.path.exists():
+            return []
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            content = file.read()
+        complete = content[: content.rfind(b"\n") + 1]
+        self.offset += len(complete)
+        return [json.loads(line) for line in complete.splitlines()]
+
+
+class View:
+    """What is known of a run from its rows. `steps`: learner steps of all stages, 0 = unknown."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        self.name = name
+        self.steps = steps
+        self.row: dict[str, Any] = {}
+        self.evals: list[float] = []
+        self.exact: dict[str, float] = {}
+        self.waiting: list[str] = []
+        self.line_due_s = 0.0
+        self.first: tuple[int, float] | None = None
+
+    def feed(self, row: dict[str, Any]) -> str | None:
+        """Take in a row; returns the line to print for it, where it deserves one."""
+        if row.get("event") == "exact":
+            self.exact = {name: row[name] for name in ("random", "optimal")}
+            return f"exact success on the held-out tasks:{self._beside()}"
+        if "eval/success" in row:
+            self.evals.append(row["eval/success"])
+            return (
+                f"step {row['step']}  eval success {_number(row['eval/success'])}"
+                f" over {_number(row.get('eval/episodes'))} episodes{self._beside()}"
+            )
+        if "time_s" not in row:
+            return None
+        self.row, self.waiting = row, []
+        self.first = self.first or (row["step"], row["time_s"])
+        if row["time_s"] < self.line_due_s:
+            return None
+        self.line_due_s = row["time_s"] + LINE_S
+        return "  ".join(f"{name} {value}" for name, value in self._cells())
+
+    def feed_status(self, status: dict[str, Any]) -> None:
+        """Who waits for what, from the buffer's STATUS."""
+        self.waiting = [
+            f"{name} waits {wait['for_s']:.0f} s: {wait['reason']}"
+            for name, waits in status["waiting"].items()
+            for wait in waits.values()
+        ]
+
+    def panel(self) -> Panel:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim")
+        grid.add_column()
+        for name, value in self._cells() or [("waiting", "for the first step")]:
+            grid.add_row(name, value)
+        if self.evals:
+            spark = "".join(BARS[round(v * (len(BARS) - 1))] for v in self.evals[-SPARKS:])
+            grid.add_row("eval success", f"{spark} {self.evals[-1]:.3f}{self._beside()}")
+        for text in self.waiting[:4]:
+            grid.add_row("", text)
+        return Panel(grid, title=self.name, border_style="cyan", expand=False)
+
+    def _cells(self) -> list[tuple[str, str]]:
+        """The newest step as names and texts; values the row lacks are left out."""
+        if not self.row:
+            return []
+        total = f"/{self.steps}" if self.steps else ""
+        stage = self.row.get("stage_kind", "")
+        cells = [("step", f"{self.row['step']}{total} {stage}".strip())]
+        for name, pattern in (
+            ("success", "{train/success}"),
+            ("reward", "{train/reward_mean} ± {train/reward_std}"),
+            ("staleness", "{staleness/mean} (max {staleness/max})"),
+            ("ess", "{offpolicy/ess}"),
+            ("tokens/s", "{throughput/tokens_per_s}"),
+            ("groups/s", "{throughput/groups_per_s}"),
+            ("buffer", "{buffer/ready} ready, {buffer/open} open"),
+        ):
+            with contextlib.suppress(KeyError):
+                cells.append((name, pattern.format_map(_Numbers(self.row))))
+        wait_s, train_s = self.row.get("time/wait_s"), self.row.get("time/train_s")
+        if wait_s is not None and train_s:
+            cells.append(("waiting", f"{wait_s / (wait_s + train_s):.0%}"))
+        cells.append(("time", _clock(self.row["time_s"])))
+        eta_s = self._eta_s()
+        if eta_s is not None:
+            cells.append(("eta", _clock(eta_s)))
+        return cells
+
+    def _eta_s(self) -> float | None:
+        """Seconds to go at the pace seen so far."""
+        if self.first is None or not self.steps:
+            return None
+        steps, seconds = self.row["step"] - self.first[0], self.row["time_s"] - self.first[1]
+        return (self.steps - self.row["step"]) * seconds / steps if steps > 0 else None
+
+    def _beside(self) -> str:
+        if not self.exact:
+            return ""
+        return " (random {random:.3f}, optimal {optimal:.3f})".format(**self.exact)
+
+
+class _Numbers(dict[str, Any]):
+    """Formats every number of a row the same way."""
+
+    def __getitem__(self, name: str) -> str:
+        return _number(super().__getitem__(name))
+
+
+@contextlib.contextmanager
+def shown(run_dir: Path, config: Config, mode: str) -> Iterator[None]:
+    """Show the run while the block runs. `mode`: auto, panel, lines or none."""
+    if mode == "none":
+        yield
+        return
+    stop = threading.Event()
+    console = Console()
+    live = None
+    if mode == "panel" or (mode == "auto" and console.is_terminal):
+        live = Live(console=console, refresh_per_second=4, transient=False)
+        live.start()
+    thread = threading.Thread(
+        target=_show, args=(run_dir, config, live, stop, True), name="watch", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        if live is not None:
+            live.stop()
+
+
+def watch(run_dir: Path, config: Config, follow: bool) -> None:
+    """Show a run from its beginning; with `follow` until interrupted."""
+    stop = threading.Event()
+    if not follow:
+        stop.set()
+    console = Console()
+    live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+    with live or contextlib.nullcontext():
+        _show(run_dir, config, live, stop, False)
+
+
+def _show(
+    run_dir: Path, config: Config, live: Live | None, stop: threading.Event, embedded: bool
+) -> None:
+    """Follow the metrics until `stop`, and once more after it."""
+    tail = Tail(run_dir / "metrics.jsonl")
+    view = View(run_dir.name, _steps(config))
+    if embedded:
+        for row in tail.rows():  # of the launches before
+            view.feed(row)
+    quiet_since = time.monotonic()
+    last = False
+    while not last:
+        last = stop.wait(POLL_S)
+        for row in tail.rows():
+            quiet_since = time.monotonic()
+            line = view.feed(row)
+            if line and live is None:
+                print(line, flush=True)
+        if not last and config.launch.kind == "local" and time.monotonic() - quiet_since > QUIET_S:
+            quiet_since = time.monotonic()
+            with contextlib.suppress(OSError, TimeoutError, ValueError):
+                address = json.loads((run_dir / "run.json").read_text())["address"]
+                view.feed_status(asyncio.run(ask(address)))
+            if live is None:
+                for text in view.waiting:
+                    print(text, file=sys.stderr, flush=True)
+        if live is not None:
+            live.update(view.panel())
+
+
+async def ask(address: str, timeout_s: float = 2.0) -> dict[str, Any]:
+    """The buffer's STATUS. Raises TimeoutError when nobody answers at `address`."""
+    client = DealerClient(address, "", f"watch-{os.getpid()}")
+    try:
+        return (await client.request(Status(), timeout_s=timeout_s)).status
+    finally:
+        client.close()
+
+
+def _steps(config: Config) -> int:
+    """All learner steps; 0 when some stage has another limit alone."""
+    steps = [stage.steps for stage in config.stages]
+    return sum(steps) if all(steps) else 0
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    if value == int(value) and abs(value) < 1e6:
+        return str(int(value))
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,0 +1,168 @@
+"""Configurations, trajectories and a service on a journal directory, for the tests of the buffer."""
+
+from pathlib import Path
+
+import numpy as np
+
+from evolver_async import messages
+from evolver_async.buffer.service import Service
+from evolver_async.config import Actors, Buffer, Config, Eval, Learner, Rollout, Stage, Tasks
+from evolver_async.schema import Group, Role, Sequence, Ticket, Trajectory, VersionRun, WeightId
+
+
+def config(
+    *,
+    stages: list[str] | None = None,
+    group_size: int = 2,
+    groups_per_step: int = 2,
+    weight_lag: int = 0,
+    train: int = 0,
+    **buffer: object,
+) -> Config:
+    """A small run; `buffer` are keys of that section."""
+    return Config(
+        tasks=Tasks(train=train),
+        rollout=Rollout(group_size=group_size),
+        learner=Learner(groups_per_step=groups_per_step, minibatches=1),
+        actors=Actors(weight_lag=weight_lag),
+        stages=[Stage(kind=kind, steps=1) for kind in stages or ["rl"]],
+        eval=Eval(temperature=0.0),
+        buffer=Buffer(**{"lease_s": 10.0, "stall_s": 40.0, "segment_bytes": 1 << 20, **buffer}),
+    )
+
+
+def trajectory(
+    ticket: Ticket,
+    member: int,
+    *,
+    weights: WeightId | None = None,
+    length: int = 4,
+    reward: float = 0.0,
+    attempt: int | None = None,
+) -> Trajectory:
+    """A member of this ticket: one PROMPT token, then ACTION tokens, in one turn."""
+    roles = np.full(length, Role.ACTION, np.uint8)
+    roles[0] = Role.PROMPT
+    turns = np.zeros(length, np.int16)
+    turns[0] = -1
+    learned = ticket.kind != "demo"
+    weights = weights or ticket.weights
+    return Trajectory(
+        group_id=ticket.group_id,
+        member=member,
+        attempt=ticket.attempt if attempt is None else attempt,
+        actor="a",
+        incarnation=0,
+        sequences=[
+            Sequence(
+                tokens=np.arange(length, dtype=np.int32),
+                roles=roles,
+                turns=turns,
+                logprobs=np.where(roles == Role.ACTION, -0.5, 0.0).astype(np.float32),
+                versions=[VersionRun(weights=weights, tokens=length - 1)]
+                if learned and weights
+                else [],
+            )
+        ],
+        reward=reward,
+        success=reward > 0,
+        terminated=True,
+        truncated=False,
+        turn_rewards=np.zeros(1, np.float32),
+        turn_flags=np.zeros(1, np.uint8),
+        labels=np.zeros(1, np.int8),
+        label_source="",
+        experience_ids=[],
+        policy="learned" if learned else "scripted",
+        timing={},
+    )
+
+
+class World:
+    """A service on a journal directory, with short words for what actors and learner ask of it."""
+
+    def __init__(self, directory: Path, settings: Config, now: float = 0.0) -> None:
+        self.directory = directory
+        self.settings = settings
+        self.now = now
+        self.open()
+
+    def open(self) -> None:
+        welcome = messages.Welcome(run_id="run", config={}, weights_address="")
+        self.service = Service(self.settings, "run", self.directory, welcome, None, self.now)
+        self.book = self.service.book
+        self.replay = self.service.book.replay
+
+    def kill(self) -> None:
+        """What was not committed is lost; a new service opens the same journal."""
+        self.book.journal.close()
+        self.open()
+
+    def ask(self, peer: str, request: messages.Request) -> list[messages.Reply]:
+        replies = self.service.handle(peer, request, self.now)
+        self.service.commit()
+        self.book.state.check()
+        return replies
+
+    def one(self, peer: str, request: messages.Request) -> messages.Reply:
+        (reply,) = self.ask(peer, request)
+        return reply
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.service.tick(self.now)
+        self.service.commit()
+
+    def resume(self, lineage: int = 0, take: int = 0, version: int = 0) -> int:
+        request = messages.Resume(lineage=lineage, take=take, version=version)
+        reply = self.one("learner", request)
+        assert isinstance(reply, messages.Resumed), reply
+        return reply.lineage
+
+    def lease(self, credit: int = 1, peer: str = "actor-0") -> list[Ticket]:
+        """Tickets; none where the actor is told to wait."""
+        reply = self.one(peer, messages.Lease(credit=credit))
+        return reply.tickets if isinstance(reply, messages.Tickets) else []
+
+    def push(self, ticket: Ticket, member: int, **facts: object) -> messages.Reply:
+        made = trajectory(ticket, member, **facts)  # pyright: ignore[reportArgumentType]
+        return self.one("actor-0", messages.Push(trajectory=made))
+
+    def finish(self, tickets: list[Ticket], **facts: object) -> None:
+        """Push every member of these tickets."""
+        for ticket in tickets:
+            for member in ticket.members:
+                assert isinstance(self.push(ticket, member, **facts), messages.Ack)
+
+    def sample(self, take: int, lineage: int = 1, stage: int = 0) -> list[Group]:
+        """The groups of a take; none where the learner is told to wait."""
+        request = messages.Sample(lineage=lineage, take=take, stage=stage)
+        replies = self.ask("learner", request)
+        if isinstance(replies[0], messages.Wait):
+            return []
+        *parts, last = replies
+        assert isinstance(last, messages.Groups) and last.count == len(parts), last
+        return [part.group for part in parts if isinstance(part, messages.Part)]
+
+    def done(
+        self,
+        take: int,
+        trained: list[int],
+        version: int,
+        lineage: int = 1,
+        filtered: dict[str, list[int]] | None = None,
+        skipped: bool = False,
+        episodes: int = 0,
+    ) -> messages.Ok:
+        request = messages.Done(
+            lineage=lineage,
+            take=take,
+            version=version,
+            trained=trained,
+            filtered=filtered or {},
+            skipped=skipped,
+            episodes=episodes,
+        )
+        reply = self.one("learner", request)
+        assert isinstance(reply, messages.Ok), reply
+        return reply
