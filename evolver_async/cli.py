@@ -96,8 +96,9 @@ def export(args: argparse.Namespace) -> int:
     """Write a Hugging Face directory out of the newest checkpoint."""
     from evolver_async.launch.roles import resolve
 
+    run_dir = _run_dir(args.run_dir)
     with _mistakes():
-        print(resolve("export")(_run_dir(args.run_dir), args.out))
+        print(resolve("export")(run_dir, args.out))
     return 0
 
 

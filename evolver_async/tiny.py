@@ -40,12 +40,13 @@ player one two format observation legend walk reach think i no yes
 """
 SEPARATORS = [*"0123456789", *"PSFHGO", *"!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"]
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+SPECIAL = ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+# Two tokens a message: a small model spends most of its time on reading.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
     "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 # A word, digit or mark takes the space before it; a newline or a further space stands alone.
 PRETOKEN = r" ?\|\|| ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]|\s"
@@ -81,7 +82,7 @@ def make_tiny(
         initializer_range=INIT_STD,
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=ids["<|im_end|>"],
+        eos_token_id=ids["<|end|>"],
         pad_token_id=ids["<|endoftext|>"],
     )
     with torch.random.fork_rng(devices=[]):
@@ -113,7 +114,7 @@ def make_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
+        eos_token="<|end|>",
         pad_token="<|endoftext|>",
         chat_template=CHAT_TEMPLATE,
         model_max_length=max_length,

@@ -6,7 +6,17 @@ import numpy as np
 
 from evolver_async import messages
 from evolver_async.buffer.service import Service
-from evolver_async.config import Actors, Buffer, Config, Eval, Learner, Rollout, Stage, Tasks
+from evolver_async.config import (
+    Actors,
+    Advantage,
+    Buffer,
+    Config,
+    Eval,
+    Learner,
+    Rollout,
+    Stage,
+    Tasks,
+)
 from evolver_async.schema import Group, Role, Sequence, Ticket, Trajectory, VersionRun, WeightId
 
 
@@ -25,6 +35,7 @@ def config(
         rollout=Rollout(group_size=group_size),
         learner=Learner(groups_per_step=groups_per_step, minibatches=1),
         actors=Actors(weight_lag=weight_lag),
+        advantage=Advantage(kind="reinforce"),  # groups of one member are allowed then
         stages=[Stage(kind=kind, steps=1) for kind in stages or ["rl"]],
         eval=Eval(temperature=0.0),
         buffer=Buffer(**{"lease_s": 10.0, "stall_s": 40.0, "segment_bytes": 1 << 20, **buffer}),
@@ -81,16 +92,20 @@ def trajectory(
 class World:
     """A service on a journal directory, with short words for what actors and learner ask of it."""
 
-    def __init__(self, directory: Path, settings: Config, now: float = 0.0) -> None:
+    def __init__(
+        self, directory: Path, settings: Config, now: float = 0.0, segment_bytes: int = 1 << 20
+    ) -> None:
         self.directory = directory
         self.settings = settings
         self.now = now
+        self.segment_bytes = segment_bytes  # smaller than a configuration may ask for
         self.open()
 
     def open(self) -> None:
         welcome = messages.Welcome(run_id="run", config={}, weights_address="")
         self.service = Service(self.settings, "run", self.directory, welcome, None, self.now)
         self.book = self.service.book
+        self.book.journal.segment_bytes = self.segment_bytes
         self.replay = self.service.book.replay
 
     def kill(self) -> None:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 import torch
+from engine_conformance import CONFORMANCE, V0, V1, Setting, request, run, setting
 from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
@@ -19,7 +20,6 @@ from actors.engines.sampling import sample
 from actors.engines.torch_engine import TorchEngine
 from evolver_async.policy import ModelError
 from evolver_async.tiny import make_tokenizer
-from tests.engine_conformance import CONFORMANCE, V0, V1, Setting, request, run, setting
 
 TOKENIZER = make_tokenizer(256)
 SHAPE = {

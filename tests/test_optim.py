@@ -22,7 +22,7 @@ SCHEDULE: dict[str, Any] = {
 def make() -> tuple[torch.nn.Linear, torch.optim.AdamW]:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
-    return model, make_adamw(model.parameters(), betas=(0.9, 0.99), weight_decay=0.1)
+    return model, make_adamw(model.parameters(), betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
 
 
 def test_warm_up_rises_linearly_to_the_rate():

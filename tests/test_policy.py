@@ -84,7 +84,7 @@ def test_words_glyphs_and_tags_cost_one_token():
     words = [*WORDS.split(), *(word.capitalize() for word in CAPITALISED.split())]
     for piece in [*words, *"PSFHGO_.#0123456789|,:;/", "||"]:
         assert len(ids(piece)) == len(ids(f" {piece}")) == 1, piece
-    for piece in [*TAGS, "<|im_start|>", "<|im_end|>", "<|endoftext|>", "\n"]:
+    for piece in [*TAGS, "<|user|>", "<|end|>", "<|endoftext|>", "\n"]:
         assert len(ids(piece)) == 1, piece
     assert len(ids("<answer>left</answer>")) == 3
     assert len(ids("<answer> left || down</answer>")) == 5
@@ -95,8 +95,7 @@ def test_chat_template_is_chatml():
     messages = [{"role": "system", "content": "walk"}, {"role": "user", "content": "row 0"}]
     text = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == (
-        "<|im_start|>system\nwalk<|im_end|>\n<|im_start|>user\nrow 0<|im_end|>\n"
-        "<|im_start|>assistant\n"
+        "<|system|>walk<|end|><|user|>row 0<|end|><|assistant|>"
     )
 
 
@@ -113,7 +112,7 @@ def test_tiny_is_small_complete_and_made_by_its_seed(tiny, tmp_path):
     model, tokenizer = load(tmp_path / "a"), load_tokenizer(tmp_path / "a")
     assert model.config.vocab_size == len(tokenizer) == len(TOKENIZER)
     assert model.config.max_position_embeddings == 1024
-    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.eos_token == "<|end|>"
     assert tokenizer.get_vocab() == TOKENIZER.get_vocab()
 
 

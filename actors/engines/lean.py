@@ -45,7 +45,7 @@ class LeanDecoder:
             raise ValueError(f"{type(model).__name__} has no lean forward")
         config = model.config
         decoder: Any = model.base_model
-        self._eps = config.rms_norm_eps
+        self._eps = torch.tensor(config.rms_norm_eps, device=model.device)
         self._head_dim = decoder.layers[0].self_attn.head_dim
         self._queries = config.num_attention_heads
         self._grouped = config.num_key_value_heads != config.num_attention_heads
@@ -111,11 +111,11 @@ class LeanDecoder:
         return F.linear(out_BHQD.transpose(1, 2).flatten(2), *layer.out)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
     """x / rms(x) * weight; fewer passes than torch's own, which is no single kernel on the CPU."""
     size = x.shape[-1]
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    scale = torch.addcmul(norm.new_tensor(eps), norm, norm, value=1 / size).rsqrt_()
+    scale = torch.addcmul(eps, norm, norm, value=1 / size).rsqrt_()
     return (x * scale).mul_(weight).to(x.dtype)
 
 

@@ -36,6 +36,7 @@ class _Running:
     """A request from its arrival to its end; `draws` are its uniform numbers, one per token."""
 
     request: Request
+    context: np.ndarray
     limit: int
     completers: frozenset[int]
     draws: list[float]
@@ -93,7 +94,7 @@ class TorchEngine:
         """Sample one turn; ValueError for an empty context, unknown tokens or a busy session."""
         if self.weights is None:
             raise RuntimeError("the engine has no weights yet")
-        context = np.asarray(request.tokens, np.int64)
+        context = np.asarray(request.tokens, np.int32)
         vocabulary = self._model.config.vocab_size
         if not len(context) or context.min() < 0 or context.max() >= vocabulary:
             raise ValueError(f"tokens must be 1 or more ids below {vocabulary}")
@@ -105,7 +106,7 @@ class TorchEngine:
         completers = self._stops.completers(request.stop_strings)
         draws = np.random.Generator(np.random.Philox(key=request.seed)).random(limit).tolist()
         future = asyncio.get_running_loop().create_future()
-        run = _Running(request, limit, completers, draws, future)
+        run = _Running(request, context, limit, completers, draws, future)
         if self._loop is None:
             self._loop = asyncio.create_task(self._work(), name="engine")
         elif self._loop.done():
@@ -202,7 +203,7 @@ class TorchEngine:
                 self._slot_of[run.request.session] = slot
             self._waiting.popleft()
             before = self._slots.cached[slot]
-            known = self._slots.assign(slot, np.asarray(run.request.tokens))
+            known = self._slots.assign(slot, run.context)
             self._stats["reused"] += known
             self._searching[slot] = known == 0 or known < before
             self._running[slot] = run

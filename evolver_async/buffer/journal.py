@@ -43,6 +43,8 @@ class Journal:
             self._lock.close()
             raise JournalError(f"{directory}: in use by another process") from error
         self.sizes = {int(path.stem): path.stat().st_size for path in directory.glob("*.log")}
+        self.newest = max(self.sizes, default=0)
+        self._snapshot_bytes = 0
         self._fd = -1
         self._pending: list[bytes] = []
         self._pending_bytes = 0
@@ -53,17 +55,14 @@ class Journal:
             raise JournalError(f"{self._path(missing[0])}: missing")
 
     @property
-    def newest(self) -> int:
-        return max(self.sizes, default=0)
-
-    @property
     def size(self) -> int:
         """Bytes of all segments."""
         return sum(self.sizes.values())
 
     @property
     def full_segment(self) -> bool:
-        return self.sizes[self.newest] >= self.segment_bytes
+        """Whether enough has been written since the snapshot at the newest segment's head."""
+        return self.sizes[self.newest] - self._snapshot_bytes >= self.segment_bytes
 
     def replay(self) -> Iterator[tuple[memoryview, tuple[int, int, int]]]:
         """Every record's head, and where its body lies: segment, offset, bytes.
@@ -82,6 +81,8 @@ class Journal:
                     break
                 offset += COMMIT.size
                 end = offset + len(payload)
+                if offset == COMMIT.size:
+                    self._snapshot_bytes = end
                 while offset < end:
                     head_bytes, body_bytes = RECORD.unpack_from(data, offset)
                     head = offset + RECORD.size
@@ -113,13 +114,14 @@ class Journal:
     def roll(self, snapshot: bytes) -> None:
         """Begins a new segment with this record. Everything appended must be committed."""
         assert not self._pending, "roll between commits only"
-        number = self.newest + 1
         if self._fd >= 0:
             os.close(self._fd)
-        self.sizes[number] = 0
-        self._open(number)
+        self.newest += 1
+        self.sizes[self.newest] = 0
+        self._open(self.newest)
         self.append(snapshot)
         self.commit()
+        self._snapshot_bytes = self.sizes[self.newest]
         _sync_directory(self.directory)
 
     def drop(self, before: int) -> None:
@@ -182,6 +184,7 @@ class Journal:
             # its snapshot was never committed, so nothing was promised from this segment
             path.unlink()
             del self.sizes[number]
+            self.newest = max(self.sizes, default=0)
             return
         with open(path, "r+b") as file:
             file.truncate(offset)

@@ -91,12 +91,13 @@ class Leases:
             self.vacant.setdefault(group_id, set()).update(given)
         return given
 
-    def expire(self, now: float) -> list[Lease]:
-        """Vacates and returns the leases that ran out."""
+    def expire(self, now: float) -> list[tuple[str, int, list[int]]]:
+        """Vacates the leases that ran out; returns their peer, group and members."""
         over = [lease for lease in self if lease.deadline <= now]
+        lost = [(lease.peer, lease.group_id, sorted(lease.members)) for lease in over]
         for lease in over:
             self._vacate(lease)
-        return over
+        return lost
 
     def abandon(self, peer: str) -> None:
         """The process behind `peer` is a new one: what the old one held is vacant."""

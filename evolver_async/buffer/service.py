@@ -118,12 +118,9 @@ class Service:
 
     def tick(self, now: float) -> None:
         """Lets leases run out; looks how much disk is left."""
-        for lease in self.book.leases.expire(now):
+        for peer, group_id, members in self.book.leases.expire(now):
             log.warning(
-                "lease of group %d, members %s ran out: %s was silent or stood still",
-                lease.group_id,
-                sorted(lease.members),
-                lease.peer,
+                "group %d: %s was silent, members %s will be granted again", group_id, peer, members
             )
         self.book.journal.measure()
 

@@ -113,8 +113,9 @@ def _prepare_policy(run_dir: Path) -> None:
     log_file = run_dir / "logs" / "prepare.log"
     log_file.parent.mkdir()
     with open(log_file, "wb") as output:
+        command = [sys.executable, "-m", "evolver_async.cli", "prepare", "--name", "prepare"]
         done = subprocess.run(
-            [sys.executable, "-m", "evolver_async.cli", "prepare", "--run", str(run_dir)],
+            [*command, "--run", str(run_dir)],
             stdout=output,
             stderr=subprocess.STDOUT,
             check=False,

@@ -81,6 +81,10 @@ class View:
         if row["time_s"] < self.line_due_s:
             return None
         self.line_due_s = row["time_s"] + LINE_S
+        return self.line()
+
+    def line(self) -> str:
+        """The newest step in one line."""
         return "  ".join(f"{name} {value}" for name, value in self._cells())
 
     def feed_status(self, status: dict[str, Any]) -> None:
@@ -215,6 +219,8 @@ def _show(
                     print(text, file=sys.stderr, flush=True)
         if live is not None:
             live.update(view.panel())
+        elif last and view.row:
+            print(view.line(), flush=True)
 
 
 async def ask(address: str, timeout_s: float = 2.0) -> dict[str, Any]:

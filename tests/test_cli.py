@@ -1,0 +1,162 @@
+"""The command line: what it refuses, in one sentence, before anything is started or overwritten."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from evolver_async.checkpoint import save
+from evolver_async.cli import main
+from evolver_async.config import Config, Stage
+from evolver_async.config.load import dump
+from evolver_async.launch.directory import announce, locked
+
+RECIPE = "stages: [{kind: rl, steps: 5}]\n"
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Runs a command that must be refused; returns what it says."""
+
+    def run(*arguments: object) -> str:
+        assert main([str(argument) for argument in arguments]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("\n") == 1, "one sentence"
+        return captured.err.removeprefix("evolver-async: ").strip()
+
+    return run
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run directory as an earlier launch leaves it, without checkpoints."""
+    path = tmp_path / "runs" / "earlier"
+    path.mkdir(parents=True)
+    dump(Config(stages=[Stage(steps=5)]), path / "config.yaml")
+    return path
+
+
+def test_help_imports_neither_torch_nor_the_wings() -> None:
+    program = (
+        "import sys; from evolver_async.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformers', 'zmq', 'actors', 'learner', 'wandb')"
+        " if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "COMMAND" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["learner.lrr=1"], "learner.lrr: unknown key, did you mean learner.lr?"),
+        (["learner.lr=nan"], "learner.lr: is not a number"),
+        (["rollout.group_size=1"], "rollout.group_size: advantage.kind=grpo"),
+        (["env.name=frozen_lak"], "env.name: "),
+        (["env.params.sise=4"], "env.params.sise: "),
+        (["rollout.format=telegram"], "rollout.format: "),
+        (["policy.path=/nowhere"], "policy.path: /nowhere is not a directory"),
+        (["weights.dir=/nowhere"], "weights.dir: /nowhere is not a directory"),
+        (["buffer.address=tcp://0.0.0.0:4000"], "buffer.address: 0.0.0.0 is not a loopback"),
+    ],
+)
+def test_a_bad_configuration_starts_nothing(
+    refused: Refused, recipe: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    assert refused("train", recipe, f"run.dir={tmp_path}/runs", *arguments).startswith(message)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_missing_recipe_is_named(refused: Refused, tmp_path: Path) -> None:
+    assert "no.yaml" in refused("train", tmp_path / "no.yaml")
+    assert "needs a recipe" in refused("train")
+
+
+def test_a_broken_model_leaves_no_run_directory(
+    refused: Refused, recipe: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "tokenizer.json").write_text("not json")
+    runs = tmp_path / "runs"
+    said = refused("train", recipe, f"policy.path={model}", f"run.dir={runs}", "run.name=x")
+    assert said.startswith("policy.path: ")
+    assert not (runs / "x").exists()
+
+
+def test_an_existing_run_is_not_overwritten(
+    refused: Refused, recipe: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    before = {path: path.read_bytes() for path in run_dir.iterdir()}
+    said = refused("train", recipe, f"run.dir={tmp_path}/runs", "run.name=earlier")
+    assert said.startswith(f"run.name: {run_dir} exists")
+    assert {path: path.read_bytes() for path in run_dir.iterdir()} == before
+
+
+def test_resume_needs_a_run_with_a_valid_checkpoint_of_its_own(
+    refused: Refused, run_dir: Path, tmp_path: Path
+) -> None:
+    assert "is no run directory" in refused("train", "--resume", tmp_path)
+    assert "holds no checkpoint" in refused("train", "--resume", run_dir)
+
+    def write(directory: Path) -> None:
+        (directory / "model").write_text("weights")
+
+    newest = save(run_dir / "checkpoints", 1, write, run_id="other", keep=2)
+    assert "belongs to run other" in refused("train", "--resume", run_dir)
+    (newest / "model").write_text("w")
+    assert "model is torn" in refused("train", "--resume", run_dir)
+    config = (run_dir / "config.yaml").read_bytes()
+    assert "learner.lrr" in refused("train", "--resume", run_dir, "learner.lrr=1")
+    assert (run_dir / "config.yaml").read_bytes() == config
+
+
+def test_a_running_run_is_not_resumed(refused: Refused, run_dir: Path) -> None:
+    with locked(run_dir):
+        assert "is already running" in refused("train", "--resume", run_dir)
+
+
+def test_commands_on_a_run_need_a_run_directory(refused: Refused, tmp_path: Path) -> None:
+    for command in (["eval"], ["watch"], ["status"], ["export", "out"]):
+        assert "is no run directory" in refused(command[0], tmp_path, *command[1:])
+
+
+def test_status_says_when_nobody_answers(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(run_dir)]) == 2
+    assert "was never launched" in capsys.readouterr().err
+    announce(run_dir, f"ipc://{run_dir}/nobody")
+    assert main(["status", str(run_dir)]) == 1
+    assert f"nobody answers at ipc://{run_dir}/nobody" in capsys.readouterr().err
+
+
+def test_watch_shows_what_a_run_wrote(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"step": 1, "time_s": 1.0}, {"step": 1, "eval/success": 0.5, "eval/episodes": 8}]
+    (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert main(["watch", "--once", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert "step 1/5" in out and "eval success 0.500 over 8 episodes" in out
+
+
+@pytest.mark.parametrize("arguments", [["train", "--fast"], ["status", "a", "b=c"], []])
+def test_unknown_arguments_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2

@@ -1,0 +1,103 @@
+"""The live view: what it makes of the rows of a run."""
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from evolver_async.study.watch import Tail, View
+
+ROW = {
+    "stage_kind": "rl",
+    "train/success": 0.5,
+    "train/reward_mean": 0.25,
+    "train/reward_std": 0.125,
+    "staleness/mean": 1.5,
+    "staleness/max": 4.0,
+    "throughput/tokens_per_s": 12345.6,
+    "time/wait_s": 1.0,
+    "time/train_s": 3.0,
+}
+
+
+def row(step: int, time_s: float) -> dict[str, object]:
+    return {"step": step, "time_s": time_s, **ROW}
+
+
+def text_of(view: View) -> str:
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(view.panel())
+    return captured.get()
+
+
+def test_only_complete_rows_are_read_and_each_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path)
+    assert tail.rows() == []
+    path.write_text('{"step": 1}\n{"ste')
+    assert tail.rows() == [{"step": 1}]
+    assert tail.rows() == []
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    assert tail.rows() == [{"step": 2}]
+
+
+def test_a_step_is_one_line_with_what_the_row_has() -> None:
+    line = View("run", 20).feed(row(10, 5.0))
+    assert line is not None
+    for part in (
+        "step 10/20 rl",
+        "success 0.500",
+        "reward 0.250 ± 0.125",
+        "staleness 1.500 (max 4)",
+        "tokens/s 12,346",
+        "waiting 25%",
+        "time 0:05",
+    ):
+        assert part in line
+    assert "buffer" not in line and " ess " not in line
+
+
+def test_lines_keep_a_distance_and_evaluations_always_show() -> None:
+    view = View("run", 20)
+    assert view.feed(row(1, 10.0)) is not None
+    assert view.feed(row(2, 10.5)) is None
+    evaluation = {"step": 2, "eval/success": 0.75, "eval/episodes": 256}
+    assert view.feed(evaluation) == "step 2  eval success 0.750 over 256 episodes"
+    assert view.feed(row(3, 12.5)) is not None
+
+
+def test_the_exact_values_stand_beside_the_evaluations() -> None:
+    view = View("run", 20)
+    line = view.feed({"event": "exact", "step": 0, "random": 0.02, "optimal": 1.0})
+    assert line == "exact success on the held-out tasks: (random 0.020, optimal 1.000)"
+    line = view.feed({"step": 2, "eval/success": 0.75, "eval/episodes": 256})
+    assert line is not None and line.endswith("episodes (random 0.020, optimal 1.000)")
+
+
+def test_the_time_to_go_follows_the_pace_since_the_view_began() -> None:
+    view = View("run", 110)
+    view.feed(row(10, 100.0))
+    line = view.feed(row(60, 150.0))
+    assert line is not None and line.endswith("eta 0:50")
+    assert "eta" not in str(View("open end", 0).feed(row(60, 150.0)))
+
+
+def test_a_null_metric_does_not_end_the_view() -> None:
+    line = View("run", 20).feed(row(1, 1.0) | {"train/success": None})
+    assert line is not None and "success –" in line
+
+
+def test_the_panel_shows_steps_evaluations_and_who_waits() -> None:
+    view = View("run", 20)
+    assert "for the first step" in text_of(view)
+    view.feed(row(10, 5.0))
+    view.feed({"step": 10, "eval/success": 0.0, "eval/episodes": 8})
+    view.feed({"step": 11, "eval/success": 1.0, "eval/episodes": 8})
+    waits = {"learner": {"sample": {"reason": "3 of 8 ready", "for_s": 7.2}}}
+    view.feed_status(json.loads(json.dumps({"waiting": waits})))
+    text = text_of(view)
+    assert "10/20 rl" in text and "▁█ 1.000" in text
+    assert "learner waits 7 s: 3 of 8 ready" in text
+    view.feed(row(11, 6.0))
+    assert "learner waits" not in text_of(view)
