@@ -48,7 +48,11 @@ class Update:
 
 
 def make_adamw(
-    parameters: Iterable[torch.nn.Parameter], *, betas: tuple[float, float], weight_decay: float
+    parameters: Iterable[torch.nn.Parameter],
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
 ) -> torch.optim.AdamW:
     """A fresh AdamW over the trainable ones of `parameters`.
 
@@ -63,6 +67,7 @@ def make_adamw(
             {"params": vectors, "weight_decay": 0.0},
         ],
         betas=betas,
+        eps=eps,
         fused=True,
     )
 

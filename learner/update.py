@@ -61,6 +61,7 @@ class Updater:
         self.optimizer = make_adamw(
             self.model.parameters(),
             betas=(learner.betas[0], learner.betas[1]),
+            eps=learner.eps,
             weight_decay=learner.weight_decay,
         )
         self.reference: torch.nn.Module | None = None

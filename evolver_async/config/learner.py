@@ -62,6 +62,7 @@ class Learner:
     decay_start: float = 0.0  # share of the stage's steps before the decay begins
     lr_final: float = 0.1  # share of lr at the end of the stage
     betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
+    eps: float = 1e-8  # of Adam; larger keeps tokens that are never sampled from drifting
     weight_decay: float = 0.0
     grad_clip: float = 0.5
     max_bad_steps: int = 3  # non-finite steps in a row before the run ends

@@ -28,7 +28,7 @@ from evolver_async.launch.directory import announce, last_lines
 from evolver_async.launch.roles import USER_ERROR, weights_dir
 from evolver_async.messages import Status
 from evolver_async.transport import DealerClient, Rejected
-from evolver_async.weights.base import claim, sweep
+from evolver_async.weights.base import PREFIX, claim, sweep
 
 POLL_S = 0.1
 START_S = 60.0  # until the buffer must answer
@@ -61,8 +61,10 @@ def run(config: Config, run_dir: Path) -> int:
     """Run to the end; returns 0, 128 + the signal that ended it, or a failure's exit code."""
     weights = weights_dir(config, run_dir)
     sweep(weights.parent)
+    sweep(Path(tempfile.gettempdir()))
+    sockets = Path(tempfile.mkdtemp(prefix=PREFIX))  # short and private, as ipc wants it
+    claim(sockets)
     claim(weights)
-    sockets = Path(tempfile.mkdtemp(prefix="evolver-"))  # short and private, as ipc wants it
     launcher = Launcher(config, run_dir, config.buffer.address or f"ipc://{sockets}/buffer")
     try:
         with launcher.heeding_signals():

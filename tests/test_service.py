@@ -1,0 +1,510 @@
+"""The promises of the buffer towards actors and learner, each request of the wire, and restarts."""
+
+import os
+
+import pytest
+from buffer_world import World, config, trajectory
+
+from evolver_async import messages
+from evolver_async.buffer.journal import JournalError
+from evolver_async.schema import Task, Ticket, WeightId
+from evolver_async.wire import SCHEMA_HASH
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def world(tmp_path):
+    made = World(tmp_path, config(max_staleness=1))
+    made.resume()
+    return made
+
+
+def weights(step: int, lineage: int = 1) -> WeightId:
+    return WeightId(lineage=lineage, step=step)
+
+
+def learn(world: World, take: int, *, episodes: int = 0) -> messages.Ok:
+    """One whole step: two groups are made, taken and trained."""
+    world.finish(world.lease(credit=2))
+    groups = [group.group_id for group in world.sample(take)]
+    assert len(groups) == 2
+    return world.done(take, groups, take + 1, episodes=episodes)
+
+
+# ---- joining
+
+
+def test_hello_refuses_another_schema_or_tokenizer_and_names_both(world):
+    def hello(schema: str, tokenizer: str | None) -> messages.Reply:
+        request = messages.Hello(role="eval", schema_hash=schema, tokenizer=tokenizer)
+        return world.one("a", request)
+
+    assert isinstance(hello(SCHEMA_HASH, None), messages.Welcome)
+    assert isinstance(hello(SCHEMA_HASH, "one"), messages.Welcome)
+    for reply, words in (
+        (hello("theirs", None), ("theirs", SCHEMA_HASH)),
+        (hello(SCHEMA_HASH, "two"), ("two", "one")),
+    ):
+        assert isinstance(reply, messages.Reject)
+        assert all(word in reply.reason for word in words)
+
+
+def test_a_new_process_of_the_same_name_loses_the_old_leases(world):
+    (ticket,) = world.lease()
+    world.one("actor-0", messages.Hello(role="actor", schema_hash=SCHEMA_HASH))
+    (again,) = world.lease()
+    assert (again.group_id, again.attempt) == (ticket.group_id, 1)
+
+
+# ---- leases
+
+
+def test_a_lease_waits_for_a_learner_then_for_room_and_says_why(tmp_path):
+    world = World(tmp_path, config(max_staleness=0))
+    reply = world.one("actor-0", messages.Lease(credit=1))
+    assert isinstance(reply, messages.Wait) and "no learner" in reply.reason
+    world.resume()
+    assert len(world.lease(credit=9)) == 2
+    world.pass_time(3.0)
+    reply = world.one("actor-1", messages.Lease(credit=1))
+    assert isinstance(reply, messages.Wait)
+    assert "2 of 2 uses outstanding" in reply.reason
+    assert "members [0, 1] from actor-0 for 3.0 s" in reply.reason
+
+
+def test_tickets_carry_the_oldest_weights_that_will_do(tmp_path):
+    world = World(tmp_path, config(max_staleness=3, weight_lag=1))
+    world.resume()
+    for take in range(2):
+        learn(world, take)
+    (ticket,) = world.lease()
+    assert ticket.weights == weights(1)
+    assert ticket.kind == "rollout" and ticket.members == [0, 1]
+
+
+def test_an_expired_lease_is_reissued_for_its_missing_members_only(world):
+    (ticket,) = world.lease()
+    world.push(ticket, 0)
+    world.pass_time(10.0)
+    (again,) = world.lease(peer="actor-1")
+    assert (again.group_id, again.members, again.attempt) == (ticket.group_id, [1], 1)
+    reply = world.one("actor-0", messages.Renew(progress={ticket.group_id: 1}))
+    assert isinstance(reply, messages.Fenced) and reply.groups == [ticket.group_id]
+
+
+def test_renewing_with_progress_keeps_a_lease_and_standing_still_loses_it(world):
+    (ticket,) = world.lease()
+    for progress in range(8):
+        world.pass_time(8.0)
+        reply = world.one("actor-0", messages.Renew(progress={ticket.group_id: progress}))
+        assert isinstance(reply, messages.Ok)
+    for _ in range(4):
+        world.pass_time(8.0)
+        assert isinstance(reply, messages.Ok)
+        reply = world.one("actor-0", messages.Renew(progress={ticket.group_id: 7}))
+    world.pass_time(8.0)
+    reply = world.one("actor-0", messages.Renew(progress={ticket.group_id: 7}))
+    assert isinstance(reply, messages.Fenced)
+    assert world.lease(peer="actor-1")[0].group_id == ticket.group_id
+
+
+def test_released_members_are_granted_again_at_once(world):
+    (ticket,) = world.lease()
+    request = messages.Release(group_id=ticket.group_id, members=[1], reason="drain")
+    assert isinstance(world.one("actor-0", request), messages.Ok)
+    assert isinstance(world.one("actor-0", request), messages.Ok)
+    (again,) = world.lease(peer="actor-1")
+    assert (again.group_id, again.members) == (ticket.group_id, [1])
+
+
+def test_a_task_that_keeps_failing_is_quarantined(world):
+    (ticket,) = world.lease()
+    for attempt in range(2):
+        request = messages.Release(group_id=ticket.group_id, members=[1], reason="environment")
+        world.one("actor-0", request)
+        if attempt == 0:
+            world.push(ticket, 0)
+            assert world.lease()[0].group_id == ticket.group_id
+    assert world.service.status(0.0)["quarantined"] == {ticket.task.task_id: "environment"}
+    assert isinstance(world.push(ticket, 1), messages.Stale)
+    assert world.lease()[0].task != ticket.task
+
+
+def test_bytes_stop_grants_only_while_a_whole_take_is_ready(tmp_path):
+    world = World(tmp_path, config(max_staleness=4, limit_bytes=100))
+    world.resume()
+    (first,) = world.lease()
+    world.finish([first], length=20)
+    (second,) = world.lease()
+    world.finish([second], length=20)
+    reply = world.one("actor-0", messages.Lease(credit=1))
+    assert isinstance(reply, messages.Wait) and "buffer.limit_bytes=100" in reply.reason
+    world.sample(0)
+    assert world.lease()
+
+
+def test_a_full_disk_stops_grants_and_pushes_are_retried(world):
+    (ticket,) = world.lease()
+    world.book.journal.free = 0
+    reply = world.one("actor-0", messages.Lease(credit=1))
+    assert isinstance(reply, messages.Wait) and "bytes of disk are free" in reply.reason
+    assert isinstance(world.push(ticket, 0), messages.Retry)
+    world.pass_time(0.1)
+    assert isinstance(world.push(ticket, 0), messages.Ack)
+
+
+def test_the_journals_limit_stops_grants_until_a_checkpoint_lets_it_go(tmp_path):
+    world = World(
+        tmp_path, config(max_staleness=1, disk_limit_bytes=1 << 16), segment_bytes=1 << 13
+    )
+    world.resume()
+    take = 0
+    while world.book.journal.size < 1 << 16:
+        learn(world, take)
+        take += 1
+    reply = world.one("actor-0", messages.Lease(credit=1))
+    assert isinstance(reply, messages.Wait) and "buffer.disk_limit_bytes" in reply.reason
+    world.one("learner", messages.Kept(take=take))
+    assert len(world.book.journal.sizes) <= 2
+    learn(world, take)
+
+
+# ---- pushes
+
+
+def test_the_first_copy_wins_whichever_attempt_it_is(world):
+    (ticket,) = world.lease()
+    world.pass_time(10.0)
+    (again,) = world.lease(peer="actor-1")
+    assert isinstance(world.push(ticket, 0, reward=1.0), messages.Ack)
+    assert isinstance(world.push(again, 0, reward=2.0), messages.Dup)
+    world.finish(
+        [Ticket(**{f: getattr(again, f) for f in again.__struct_fields__} | {"members": [1]})]
+    )
+    world.finish(world.lease())
+    taken = {group.group_id: group for group in world.sample(0)}
+    assert [t.reward for t in taken[ticket.group_id].trajectories] == [1.0, 0.0]
+
+
+def test_what_was_not_granted_is_refused_with_its_reason(world):
+    (ticket,) = world.lease()
+    for facts, member, field in (
+        ({}, 5, "member"),
+        ({"attempt": 3}, 0, "attempt"),
+        ({"weights": weights(0, lineage=7)}, 0, "versions"),
+    ):
+        reply = world.push(ticket, member, **facts)
+        assert isinstance(reply, messages.Reject) and reply.reason.startswith(field)
+    scripted = trajectory(ticket, 0)
+    scripted.policy = "scripted"
+    reply = world.one("actor-0", messages.Push(trajectory=scripted))
+    assert isinstance(reply, messages.Reject) and reply.reason.startswith("policy")
+    assert world.book.state.ledger.door["rejected"].trajectories == 4
+
+
+def test_an_unknown_group_is_stale(world):
+    (ticket,) = world.lease()
+    elsewhere = trajectory(ticket, 0)
+    elsewhere.group_id = 99
+    assert isinstance(world.one("a", messages.Push(trajectory=elsewhere)), messages.Stale)
+
+
+def test_a_group_too_old_is_evicted_and_its_task_queued_again(tmp_path):
+    world = World(tmp_path, config(max_staleness=1, groups_per_step=1))
+    world.resume()
+    (slow,) = world.lease()
+    world.push(slow, 0)
+    for take in range(2):
+        world.finish(world.lease())
+        (group,) = world.sample(take)
+        world.done(take, [group.group_id], take + 1)
+    assert isinstance(world.push(slow, 1), messages.Stale)
+    reply = world.one("actor-0", messages.Renew(progress={slow.group_id: 1}))
+    assert isinstance(reply, messages.Fenced)
+    (again,) = world.lease()
+    assert again.task == slow.task and again.group_id != slow.group_id
+    assert world.book.state.ledger.total("rollout", "evicted").trajectories == 1
+
+
+# ---- takes
+
+
+def test_the_same_take_gets_the_same_groups_before_and_after_its_report(world):
+    world.finish(world.lease(credit=2), reward=0.5)
+    first = world.sample(0)
+    for _ in range(2):
+        again = world.sample(0)
+        assert [g.group_id for g in again] == [g.group_id for g in first]
+        assert [t.tokens.tolist() for g in again for t in g.trajectories[0].sequences] == [
+            t.tokens.tolist() for g in first for t in g.trajectories[0].sequences
+        ]
+        world.done(0, [g.group_id for g in first], 1)
+
+
+def test_a_take_out_of_order_is_refused_and_an_old_lineage_is_fenced(world):
+    def sample(lineage: int, take: int) -> messages.Reply:
+        return world.one("learner", messages.Sample(lineage=lineage, take=take, stage=0))
+
+    assert isinstance(sample(1, 3), messages.Reject)
+    assert isinstance(sample(0, 0), messages.Fenced)
+    request = messages.Done(lineage=0, take=0, version=1, trained=[], filtered={})
+    assert isinstance(world.one("learner", request), messages.Fenced)
+
+
+def test_sample_says_what_is_missing_from_whom_for_how_long(world):
+    world.finish(world.lease(peer="actor-1"))
+    (ticket,) = world.lease(peer="actor-1")
+    world.push(ticket, 1)
+    world.pass_time(7.0)
+    reply = world.one("learner", messages.Sample(lineage=1, take=0, stage=0))
+    assert isinstance(reply, messages.Wait)
+    assert "1 open, 0 taken, 1 ready of 2 needed" in reply.reason
+    assert f"group {ticket.group_id}: members [0] from actor-1 for 7.0 s" in reply.reason
+
+
+def test_the_next_take_waits_for_the_report_of_the_last(world):
+    world.finish(world.lease(credit=4))
+    world.sample(0)
+    reply = world.one("learner", messages.Sample(lineage=1, take=1, stage=0))
+    assert isinstance(reply, messages.Wait) and "take 0 is not reported" in reply.reason
+
+
+def test_done_must_account_for_every_group(world):
+    world.finish(world.lease(credit=2))
+    ids = [group.group_id for group in world.sample(0)]
+
+    def done(trained, filtered=None, version=1) -> messages.Reply:
+        request = messages.Done(
+            lineage=1, take=0, version=version, trained=trained, filtered=filtered or {}
+        )
+        return world.one("learner", request)
+
+    for reply, words in (
+        (done(ids[:1]), "missing"),
+        (done([*ids, 99]), "not of take 0"),
+        (done(ids, {"spread": ids[:1]}), "twice"),
+        (done(ids, version=-1), "version"),
+    ):
+        assert isinstance(reply, messages.Reject) and words in reply.reason
+    assert isinstance(done(ids[:1], {"spread": ids[1:]}), messages.Ok)
+    ledger = world.book.state.ledger
+    assert ledger.total("rollout", "trained").groups == 1
+    assert ledger.closed["rollout"]["filtered"]["spread"].groups == 1
+
+
+def test_a_skipped_take_uses_its_groups_and_leaves_the_version(world):
+    world.finish(world.lease(credit=2))
+    world.sample(0)
+    reply = world.done(0, [], 0, skipped=True)
+    assert world.replay.at.head == weights(0)
+    assert world.book.state.ledger.closed["rollout"]["filtered"]["skipped"].groups == 2
+    assert reply.counters["ledger/filtered"] == 4.0
+    learn(world, 1)
+
+
+def test_counters_name_the_buffer_and_the_ledger(world):
+    counters = learn(world, 0).counters
+    assert counters["ledger/received"] == counters["ledger/trained"] == 4.0
+    assert counters["buffer/ready"] == counters["buffer/bytes"] == 0.0
+    assert counters["actors/alive"] == 1.0
+
+
+# ---- resume, stages, evaluation
+
+
+def test_resume_makes_everything_since_ready_again_and_fences_the_old_learner(world):
+    for take in range(2):
+        learn(world, take)
+    world.finish(world.lease(credit=2))
+    ids = {take: [g.group_id for g in world.sample(take)] for take in (0, 1, 2)}
+    assert world.resume(lineage=1, take=1, version=1) == 2
+    assert world.resume(lineage=1, take=1, version=1) == 2  # the same request, sent again
+    request = messages.Done(lineage=1, take=2, version=3, trained=ids[2], filtered={})
+    assert isinstance(world.one("learner", request), messages.Fenced)
+    again = [g.group_id for take in (1, 2) for g in world.sample(take, lineage=2)]
+    assert again == ids[1]
+    world.done(1, again, 2, lineage=2)
+    assert [g.group_id for g in world.sample(2, lineage=2)] == ids[2]
+
+
+def test_resume_from_what_the_journal_does_not_have_is_refused(world):
+    learn(world, 0)
+    world.one("learner", messages.Kept(take=1))
+    for lineage, take, field in ((1, 0, "take"), (1, 2, "take"), (3, 1, "lineage")):
+        request = messages.Resume(lineage=lineage, take=take, version=0)
+        reply = world.one("learner", request)
+        assert isinstance(reply, messages.Reject) and reply.reason.startswith(field)
+
+
+def test_demonstrations_need_no_weights_and_the_old_stage_is_evicted_at_a_switch(tmp_path):
+    world = World(tmp_path, config(stages=["sft", "rl"], demo_groups=5))
+    tickets = world.lease(credit=9)
+    assert len(tickets) == 5
+    assert {(t.kind, t.weights) for t in tickets} == {("demo", None)}
+    world.resume()
+    world.finish(tickets[:3])
+    groups = world.sample(0)
+    assert [group.kind for group in groups] == ["demo", "demo"]
+    world.done(0, [group.group_id for group in groups], 1)
+    assert world.sample(1, stage=1) == []
+    assert world.book.state.ledger.closed["demo"]["evicted"]["stage"].groups == 3
+    (ticket, *_) = world.lease()
+    assert (ticket.kind, ticket.stage, ticket.weights) == ("rollout", 1, weights(1))
+
+
+def test_evaluation_is_pinned_granted_first_and_reported_until_confirmed(world):
+    assert learn(world, 0, episodes=3).evals == []
+    tickets = world.lease(credit=2)
+    assert [(t.kind, t.weights, t.task.split) for t in tickets[:3]] == [
+        ("eval", weights(1), "test")
+    ] * 3
+    assert [t.task.map_seed for t in tickets[:3]] == [0, 1, 2]
+    assert tickets[0].sampling.temperature == 0.0
+    wrong = world.push(tickets[0], 0, weights=weights(0))
+    assert isinstance(wrong, messages.Reject) and wrong.reason.startswith("versions")
+    for ticket, reward in zip(tickets[:3], (1.0, 0.0, 0.5), strict=True):
+        assert isinstance(world.push(ticket, 0, reward=reward), messages.Ack)
+    world.finish(tickets[3:])
+    taken = [group.group_id for group in world.sample(0)]
+    for _ in range(2):
+        (result,) = world.done(0, taken, 1).evals
+    assert (result.weights, result.episodes) == (weights(1), 3)
+    assert result.success == pytest.approx(2 / 3) and result.reward_mean == pytest.approx(0.5)
+    world.finish(world.lease(credit=4))
+    assert world.done(1, [g.group_id for g in world.sample(1)], 2).evals == []
+
+
+def test_an_evaluation_whose_weights_are_gone_ends_without_those_episodes(world):
+    learn(world, 0, episodes=1)
+    for _ in range(2):
+        ticket = world.lease()[0]
+        assert ticket.kind == "eval"
+        request = messages.Release(group_id=ticket.group_id, members=[0], reason="weights")
+        world.one("actor-0", request)
+    assert world.lease()[0].kind == "rollout"
+    taken = [group.group_id for group in world.sample(0)]
+    assert world.done(0, taken, 1).evals[0].episodes == 0
+
+
+def test_offered_tasks_reach_the_actors_and_others_are_refused(world):
+    task = Task(task_id="made", env="e", split="train", map_seed=0, origin="synthetic")
+    assert isinstance(world.one("a", messages.Offer(tasks=[task])), messages.Ok)
+    assert world.lease()[0].task == task
+    foreign = Task(task_id="test", env="e", split="test", map_seed=0, origin="synthetic")
+    assert isinstance(world.one("a", messages.Offer(tasks=[foreign])), messages.Reject)
+
+
+def test_status_shows_rates_leases_and_who_waits_for_what(world):
+    (ticket,) = world.lease()
+    world.pass_time(2.0)
+    world.push(ticket, 0)
+    world.sample(0)
+    world.pass_time(2.0)
+    reply = world.one("you", messages.Status())
+    assert isinstance(reply, messages.StatusReply)
+    status = reply.status
+    assert status["groups"] == {"open": 1, "ready": 0, "taken": 0, "closed": 0}
+    assert status["actors"]["actor-0"] == {
+        "trajectories_per_s": 0.25,
+        "tokens_per_s": 0.75,
+        "seen_s_ago": 2.0,
+        "leases": 1,
+    }
+    assert status["waiting"]["learner"]["sample"]["for_s"] == 2.0
+    assert status["open"] == ["group 0: members [1] from actor-0 for 4.0 s"]
+    assert status["ledger"]["held"]["rollout"]["open"] == {
+        "groups": 1,
+        "trajectories": 1,
+        "tokens": 3,
+    }
+
+
+# ---- restarts
+
+
+def test_what_was_acknowledged_survives_a_kill(world):
+    tickets = world.lease(credit=2)
+    world.finish(tickets, reward=0.25)
+    world.kill()
+    assert isinstance(world.push(tickets[0], 0), messages.Dup)
+    groups = world.sample(0)
+    assert [group.group_id for group in groups] == [ticket.group_id for ticket in tickets]
+    assert {t.reward for group in groups for t in group.trajectories} == {0.25}
+
+
+def test_what_was_not_committed_was_never_answered_and_can_be_sent_again(world):
+    (ticket,) = world.lease()
+    push = messages.Push(trajectory=trajectory(ticket, 0))
+    world.service.handle("actor-0", push, 0.0)
+    world.kill()
+    assert isinstance(world.one("actor-0", push), messages.Ack)
+
+
+def test_takes_and_lineages_repeat_identically_after_a_kill(world):
+    learn(world, 0)
+    world.finish(world.lease(credit=2))
+    taken = [group.group_id for group in world.sample(1)]
+    world.kill()
+    assert [group.group_id for group in world.sample(1)] == taken
+    world.done(1, taken, 2)
+    world.kill()
+    assert world.replay.at.head == weights(2)
+    assert world.resume(lineage=1, take=1, version=1) == 2
+    assert [group.group_id for group in world.sample(1, lineage=2)] == taken
+
+
+def test_leases_start_anew_after_a_kill(world):
+    (ticket,) = world.lease()
+    world.pass_time(9.0)
+    world.kill()
+    world.pass_time(9.0)
+    reply = world.one("actor-0", messages.Renew(progress={ticket.group_id: 1}))
+    assert isinstance(reply, messages.Ok)
+    world.pass_time(10.0)
+    assert world.lease(peer="actor-1")[0].group_id == ticket.group_id
+
+
+def test_every_torn_tail_loses_only_the_last_commit(world):
+    (ticket,) = world.lease()
+    path = world.directory / "00000001.log"
+    before = path.stat().st_size
+    world.push(ticket, 0)
+    data = path.read_bytes()
+    for size in range(before, len(data)):
+        path.write_bytes(data[:size])
+        world.kill()
+        assert world.replay.at.groups[ticket.group_id].missing == [0, 1]
+    assert isinstance(world.push(ticket, 0), messages.Ack)
+
+
+def test_a_flipped_bit_stops_the_start_and_names_file_and_offset(world):
+    learn(world, 0)
+    path = world.directory / "00000001.log"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(JournalError, match=r"00000001\.log at \d+: damaged"):
+        world.kill()
+
+
+def test_the_journal_of_another_run_is_refused(world):
+    welcome = messages.Welcome(run_id="other", config={}, weights_address="")
+    with pytest.raises(JournalError, match="belongs to run 'run'"):
+        type(world.service)(world.settings, "other", world.directory, welcome, None, 0.0)
+
+
+def test_segments_go_with_the_checkpoints_and_state_survives_them(tmp_path):
+    world = World(tmp_path, config(max_staleness=1, archive="all"), segment_bytes=2000)
+    world.resume()
+    for take in range(12):
+        learn(world, take)
+        if take % 3 == 2:
+            world.one("learner", messages.Kept(take=take - 1))
+    kept = len(world.book.journal.sizes)
+    assert world.book.journal.newest > kept
+    assert len(os.listdir(tmp_path / "archive")) == world.book.journal.newest - kept
+    world.kill()
+    assert world.book.state.ledger.total("rollout", "trained").groups == 24
+    assert world.resume(lineage=1, take=10, version=10) == 2
+    assert len(world.sample(10, lineage=2)) == 2
