@@ -71,6 +71,11 @@ class Learner:
         self.save()
         return 0
 
+    def close(self) -> None:
+        """Let go of the weight channel and the metric sinks."""
+        self.publisher.close()
+        self.metrics.close()
+
     def begin(self) -> None:
         """Restore the newest checkpoint, ask for a lineage, publish under it."""
         directory = self.run_dir / "checkpoints"
@@ -176,18 +181,19 @@ class Learner:
             skipped=not changed,
             episodes=episodes,
         )
-        reply = self.request(self.done)
-        self.take_in(reply)
         if episodes:
             self.state.pending.append(self.state.version)
+        reply = self.request(self.done)
+        self.take_in(reply)
         return reply
 
     def take_in(self, reply: messages.Ok) -> None:
-        """Log evaluation results; their weights are no longer needed."""
+        """Log evaluation results, each once; their weights are no longer needed."""
         for result in reply.evals:
+            if result.weights.step not in self.state.pending:
+                continue  # results are repeated until the next take is done
+            self.state.pending.remove(result.weights.step)
             self.publisher.release(result.weights)
-            if result.weights.step in self.state.pending:
-                self.state.pending.remove(result.weights.step)
             self.state.eval_success = result.success
             values = {
                 "eval/success": result.success,
@@ -346,7 +352,6 @@ def main(args: RoleArgs) -> int:
     try:
         return learner.run()
     finally:
-        learner.publisher.close()
-        learner.metrics.close()
+        learner.close()
         client.close()
         loop.close()

@@ -1,4 +1,4 @@
-"""Configurations, trajectories and a service on a journal directory, for the tests of the buffer."""
+"""Configurations, trajectories and a service on a journal directory: what buffer tests share."""
 
 from pathlib import Path
 

@@ -94,9 +94,7 @@ def test_words_glyphs_and_tags_cost_one_token():
 def test_chat_template_is_chatml():
     messages = [{"role": "system", "content": "walk"}, {"role": "user", "content": "row 0"}]
     text = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == (
-        "<|system|>walk<|end|><|user|>row 0<|end|><|assistant|>"
-    )
+    assert text == ("<|system|>walk<|end|><|user|>row 0<|end|><|assistant|>")
 
 
 def test_tiny_is_small_complete_and_made_by_its_seed(tiny, tmp_path):

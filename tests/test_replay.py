@@ -1,7 +1,7 @@
 """Admission, staleness, samplers, reuse and takes of the pure replay; and that nothing gets stuck.
 
-The last test drives the whole buffer with simulated actors and a learner through losses, skips, filters,
-evictions, kills and resumes, and checks after every step what must always hold.
+The last test drives the whole buffer with simulated actors and a learner through losses, skips,
+filters, evictions, kills and resumes, and checks after every step what must always hold.
 """
 
 import random

@@ -132,7 +132,8 @@ def test_a_task_that_keeps_failing_is_quarantined(world):
 
 
 def test_bytes_stop_grants_only_while_a_whole_take_is_ready(tmp_path):
-    world = World(tmp_path, config(max_staleness=4, limit_bytes=100))
+    world = World(tmp_path, config(max_staleness=4))
+    world.service.granting.config.buffer.limit_bytes = 100
     world.resume()
     (first,) = world.lease()
     world.finish([first], length=20)
@@ -155,9 +156,8 @@ def test_a_full_disk_stops_grants_and_pushes_are_retried(world):
 
 
 def test_the_journals_limit_stops_grants_until_a_checkpoint_lets_it_go(tmp_path):
-    world = World(
-        tmp_path, config(max_staleness=1, disk_limit_bytes=1 << 16), segment_bytes=1 << 13
-    )
+    world = World(tmp_path, config(max_staleness=1), segment_bytes=1 << 13)
+    world.service.granting.config.buffer.disk_limit_bytes = 1 << 16
     world.resume()
     take = 0
     while world.book.journal.size < 1 << 16:
@@ -313,7 +313,9 @@ def test_counters_name_the_buffer_and_the_ledger(world):
 # ---- resume, stages, evaluation
 
 
-def test_resume_makes_everything_since_ready_again_and_fences_the_old_learner(world):
+def test_resume_makes_everything_since_ready_again_and_fences_the_old_learner(tmp_path):
+    world = World(tmp_path, config(max_staleness=3))
+    world.resume()
     for take in range(2):
         learn(world, take)
     world.finish(world.lease(credit=2))
@@ -326,6 +328,15 @@ def test_resume_makes_everything_since_ready_again_and_fences_the_old_learner(wo
     assert again == ids[1]
     world.done(1, again, 2, lineage=2)
     assert [g.group_id for g in world.sample(2, lineage=2)] == ids[2]
+
+
+def test_after_a_resume_groups_of_the_abandoned_branch_are_as_old_as_the_way_around(world):
+    for take in range(2):
+        learn(world, take)
+    world.finish(world.lease(credit=2))  # sampled two versions after the fork
+    world.resume(lineage=1, take=0, version=0)
+    assert world.book.state.ledger.closed["rollout"]["evicted"]["stale"].groups == 2
+    assert len(world.sample(0, lineage=2)) == 2
 
 
 def test_resume_from_what_the_journal_does_not_have_is_refused(world):
@@ -471,7 +482,7 @@ def test_every_torn_tail_loses_only_the_last_commit(world):
     before = path.stat().st_size
     world.push(ticket, 0)
     data = path.read_bytes()
-    for size in range(before, len(data)):
+    for size in (*range(before, len(data), 29), len(data) - 1):
         path.write_bytes(data[:size])
         world.kill()
         assert world.replay.at.groups[ticket.group_id].missing == [0, 1]

@@ -198,7 +198,9 @@ class FrozenLake:
         pass
 
     def actions(self) -> list[str]:
-        return list(ACTIONS)
+        """The moves that lead somewhere; one against the edge is legal and does nothing."""
+        neighbours = self.lake.neighbours[self.cell]
+        return [name for name, cell in zip(ACTIONS, neighbours, strict=True) if cell is not None]
 
     def solve(self) -> list[str]:
         """The shortest path; on a slippery lake only the next best action."""

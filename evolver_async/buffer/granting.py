@@ -53,14 +53,14 @@ class Granting:
         return self.stages[self.book.replay.at.stage]
 
     def lease(self, peer: str, request: LeaseRequest, now: float) -> Reply:
-        """As many tickets as `credit` groups have members."""
+        """Tickets with at most as many members as `credit` groups have."""
         if request.credit <= 0:
             return Reject(reason=f"credit: {request.credit}")
         self.activity.actors.add(peer)
         room = request.credit * self.book.replay.numbers.group_size
         tickets = []
         while room > 0:
-            ticket = self._evaluate(peer) or self._reissue(peer) or self._new(peer)
+            ticket = self._evaluate(peer) or self._reissue(peer, room) or self._new(peer, room)
             if ticket is None:
                 break
             self.book.leases.grant(peer, ticket.group_id, ticket.attempt, ticket.members, now)
@@ -121,21 +121,21 @@ class Granting:
         task = held_out_task(self.book.state.tasks.source, number)
         return self._grant(peer, task, "eval", [0], weights)
 
-    def _reissue(self, peer: str) -> Ticket | None:
+    def _reissue(self, peer: str, room: int) -> Ticket | None:
         for group_id, vacant in self.book.leases.vacant.items():
             # an actor has at most one ticket of a group
-            if self.book.leases.held(peer, group_id) is None:
+            if len(vacant) <= room and self.book.leases.held(peer, group_id) is None:
                 members = sorted(vacant)
                 self.book.record(records.Reissued(group_id=group_id, members=members, actor=peer))
                 return self._ticket(self.book.replay.at.groups[group_id], members)
         return None
 
-    def _new(self, peer: str) -> Ticket | None:
-        if not self.book.replay.room() or self._obstacle():
+    def _new(self, peer: str, room: int) -> Ticket | None:
+        numbers = self.book.replay.numbers
+        if numbers.group_size > room or not self.book.replay.room() or self._obstacle():
             return None
         queued = self.book.state.tasks.peek()
         assert queued is not None, "no obstacle, so there is a task"
-        numbers = self.book.replay.numbers
         wait = numbers.kind == "rollout" and (numbers.wait or queued.wait)
         members = list(range(numbers.group_size))
         return self._grant(peer, queued.task, numbers.kind, members, None, wait)

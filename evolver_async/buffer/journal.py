@@ -61,8 +61,9 @@ class Journal:
 
     @property
     def full_segment(self) -> bool:
-        """Whether enough has been written since the snapshot at the newest segment's head."""
-        return self.sizes[self.newest] - self._snapshot_bytes >= self.segment_bytes
+        """Whether so much was written since its snapshot that another one hardly counts."""
+        written = self.sizes[self.newest] - self._snapshot_bytes
+        return written >= max(self.segment_bytes, 4 * self._snapshot_bytes)
 
     def replay(self) -> Iterator[tuple[memoryview, tuple[int, int, int]]]:
         """Every record's head, and where its body lies: segment, offset, bytes.

@@ -84,6 +84,7 @@ def run(config: Config, run_dir: Path) -> int:
         for task in tasks:
             task.cancel()
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        learner.close()
         server.close()
         service.close()
         loop.close()
