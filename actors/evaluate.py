@@ -1,4 +1,4 @@
-"""Evaluates the newest checkpoint of a run on held-out tasks: greedy, never guided, in one process."""
+"""Evaluates the newest checkpoint of a run on held-out tasks: greedy, never guided."""
 
 import asyncio
 import statistics
@@ -18,7 +18,7 @@ from evolver_async.schema import Sampling, Task, Ticket, Trajectory, WeightId, k
 
 
 def evaluate(run_dir: Path, episodes: int) -> str:
-    """Run the first `episodes` held-out tasks; says in a line how it went, beside the exact values."""
+    """Run the first `episodes` held-out tasks; says in a line how it went."""
     config = load(run_dir / "config.yaml", [])
     newest, manifest = checkpoint.load_newest(run_dir / "checkpoints", run_dir.name)
     last = len(config.stages) - 1

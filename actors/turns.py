@@ -36,7 +36,7 @@ class ThinkAnswer:
     format error.
     """
 
-    stop_strings = ("</answer>",)
+    stop_strings: tuple[str, ...] = ("</answer>",)
 
     def __init__(self, *, think: bool, actions_per_turn: int) -> None:
         self.actions_per_turn = actions_per_turn

@@ -116,8 +116,8 @@ class Worker:
             progress = {group: done.count for group, (_, done, _) in self.running.items()}
             reply = await self.client.request(messages.Renew(progress=progress))
             if isinstance(reply, messages.Fenced):
-                log.warning("fenced: %s", reply.reason)
                 for group in self.running.keys() & set(reply.groups):
+                    log.warning("group %d is fenced: %s", group, reply.reason)
                     self.fenced.add(group)
                     self.running[group][2].cancel()
 

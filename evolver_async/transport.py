@@ -28,7 +28,16 @@ import zmq
 from evolver_async.delivery import PARK_S, RESEND_S, Client, Desk, Rejected, Service
 from evolver_async.wire import LIMITS, Buffer
 
-__all__ = ["Client", "DealerClient", "LocalClient", "LocalServer", "Rejected", "Server", "Service"]
+__all__ = [
+    "Client",
+    "DealerClient",
+    "LocalClient",
+    "LocalServer",
+    "Rejected",
+    "Server",
+    "Service",
+    "check_address",
+]
 
 TICK_S = 0.1
 BATCH_MESSAGES = 512
@@ -62,18 +71,7 @@ class Server:
     ) -> None:
         self._desk = Desk(service, run_id, park_s)
         self._clock = clock
-        _check_address(address)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        _set_options(self._socket)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a reply to nobody is an error, not silence
-        self._socket.set(zmq.SNDHWM, REPLIES_QUEUED)
-        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects takes its name over
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise OSError(error.errno, f"{address}: {error.strerror}") from error
+        self._context, self._socket = _bind(address)
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
 
     def serve(self, stop: threading.Event | Callable[[], bool]) -> None:
@@ -185,8 +183,29 @@ def _set_options(zmq_socket: zmq.Socket) -> None:
     zmq_socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
 
 
-def _check_address(address: str) -> None:
-    """Refuses addresses that others could reach and sockets that somebody serves."""
+def check_address(address: str) -> None:
+    """Raises what a `Server` at `address` would, before there is anything to serve."""
+    context, _ = _bind(address)
+    context.destroy(linger=0)
+
+
+def _bind(address: str) -> tuple[zmq.Context, zmq.Socket]:
+    _refuse_open_or_served(address)
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    _set_options(router)
+    router.set(zmq.ROUTER_MANDATORY, 1)  # a reply to nobody is an error, not silence
+    router.set(zmq.SNDHWM, REPLIES_QUEUED)
+    router.set(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects takes its name over
+    try:
+        router.bind(address)
+    except zmq.ZMQError as error:
+        context.destroy(linger=0)
+        raise OSError(error.errno, f"{address}: {zmq.strerror(error.errno).lower()}") from error
+    return context, router
+
+
+def _refuse_open_or_served(address: str) -> None:
     scheme, _, place = address.partition("://")
     if scheme == "tcp":
         host = place.rpartition(":")[0].strip("[]")
@@ -201,6 +220,8 @@ def _check_address(address: str) -> None:
     path = Path(place)
     if len(os.fsencode(path)) > IPC_PATH_BYTES:
         raise ValueError(f"buffer.address: {address} is longer than {IPC_PATH_BYTES} bytes")
+    if not path.parent.is_dir():
+        raise ValueError(f"buffer.address: {path.parent} is not a directory")
     if stat.S_IMODE(path.parent.stat().st_mode) & 0o077:
         raise ValueError(f"buffer.address: the directory {path.parent} must have mode 0700")
     if not path.exists():

@@ -1,7 +1,8 @@
 """The training loop: sample, select, collate, advantage, loss, step, publish, done, checkpoint.
 
 One SAMPLE of B groups, all its minibatches and one publish make one version. All that the loop
-knows is in `State` and in the tensors beside it, so a checkpoint is everything there is to resume from.
+knows is in `State` and in the tensors beside it: a checkpoint is everything there is to resume
+from.
 """
 
 import asyncio
@@ -203,7 +204,7 @@ class Learner:
                 "eval/version": float(result.weights.step),
                 "time_s": self.seconds(),
             }
-            self.metrics.log(self.state.take, values)
+            self.metrics.log(result.step + 1, values)
 
     def await_evaluations(self) -> None:
         """Wait for outstanding evaluations by repeating the last DONE."""

@@ -1,6 +1,7 @@
 """The command line: what it refuses, in one sentence, before anything is started or overwritten."""
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -67,14 +68,21 @@ def test_help_imports_neither_torch_nor_the_wings() -> None:
     ("arguments", "message"),
     [
         (["learner.lrr=1"], "learner.lrr: unknown key, did you mean learner.lr?"),
+        (["learner.minibatches=many"], "learner.minibatches: "),
         (["learner.lr=nan"], "learner.lr: is not a number"),
+        (["policy.layers=-1"], "policy.layers: must not be negative"),
+        (["buffer.max_staleness=2", "actors.weight_lag=1", "buffer.reuse=3"], "buffer.reuse: "),
         (["rollout.group_size=1"], "rollout.group_size: advantage.kind=grpo"),
         (["env.name=frozen_lak"], "env.name: "),
+        (["env.name=no_package.no_module:Env"], "env.name: "),
         (["env.params.sise=4"], "env.params.sise: "),
+        (["env.params.size=large"], "env.params.size: "),
         (["rollout.format=telegram"], "rollout.format: "),
         (["policy.path=/nowhere"], "policy.path: /nowhere is not a directory"),
         (["weights.dir=/nowhere"], "weights.dir: /nowhere is not a directory"),
         (["buffer.address=tcp://0.0.0.0:4000"], "buffer.address: 0.0.0.0 is not a loopback"),
+        (["buffer.address=tcp://127.0.0.1:70000"], "buffer.address: 70000 is not a port"),
+        (["buffer.address=ipc:///nowhere/socket"], "buffer.address: /nowhere is not a directory"),
     ],
 )
 def test_a_bad_configuration_starts_nothing(
@@ -87,6 +95,23 @@ def test_a_bad_configuration_starts_nothing(
 def test_a_missing_recipe_is_named(refused: Refused, tmp_path: Path) -> None:
     assert "no.yaml" in refused("train", tmp_path / "no.yaml")
     assert "needs a recipe" in refused("train")
+
+
+def test_a_port_in_use_starts_nothing(refused: Refused, recipe: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        said = refused("train", recipe, f"buffer.address={address}", f"run.dir={tmp_path}/runs")
+    assert said == f"buffer.address: {address}: address already in use"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_without_tokenizer_starts_nothing(
+    refused: Refused, recipe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    said = refused("train", recipe, f"policy.path={tmp_path}", f"run.dir={tmp_path}/runs")
+    assert said == f"policy.path: {tmp_path} has no tokenizer.json"
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_broken_model_leaves_no_run_directory(
@@ -121,9 +146,11 @@ def test_resume_needs_a_run_with_a_valid_checkpoint_of_its_own(
         (directory / "model").write_text("weights")
 
     newest = save(run_dir / "checkpoints", 1, write, run_id="other", keep=2)
-    assert "belongs to run other" in refused("train", "--resume", run_dir)
+    said = refused("train", "--resume", run_dir)
+    assert said == f"{newest}: belongs to run other, not to earlier"
     (newest / "model").write_text("w")
-    assert "model is torn" in refused("train", "--resume", run_dir)
+    assert f"{newest}: model is torn" in refused("train", "--resume", run_dir)
+    assert not (run_dir / "logs").exists()
     config = (run_dir / "config.yaml").read_bytes()
     assert "learner.lrr" in refused("train", "--resume", run_dir, "learner.lrr=1")
     assert (run_dir / "config.yaml").read_bytes() == config

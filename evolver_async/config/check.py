@@ -288,6 +288,7 @@ def _check_address(name: str, address: str) -> None:
     host = match[1]
     loopback = host == "localhost" or (_is_ip(host) and ip_address(host).is_loopback)
     _require(loopback, name, f"{host} is not a loopback address")
+    _require(0 < int(match[2]) < 1 << 16, name, f"{match[2]} is not a port (1 to 65535)")
 
 
 def _is_ip(host: str) -> bool:

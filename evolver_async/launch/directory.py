@@ -21,6 +21,7 @@ from evolver_async.config import Config
 from evolver_async.config.check import ConfigError, check_paths
 from evolver_async.config.load import dump, load
 from evolver_async.launch.roles import check_wings
+from evolver_async.transport import check_address
 
 
 def create(config: Config, recipe: Path | None) -> tuple[Config, Path]:
@@ -28,8 +29,7 @@ def create(config: Config, recipe: Path | None) -> tuple[Config, Path]:
 
     Without `run.name` it is called after the recipe and the time.
     """
-    check_paths(config)
-    check_wings(config)
+    _check(config)
     stem = recipe.stem if recipe is not None else "run"
     name = config.run.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = (Path(config.run.dir) / name).resolve()
@@ -59,8 +59,7 @@ def resume(run_dir: Path, dotlist: Sequence[str]) -> Config:
     Raises ConfigError or CheckpointError where there is nothing that can be gone on with.
     """
     config = load(run_dir / "config.yaml", dotlist)
-    check_paths(config)
-    check_wings(config)
+    _check(config)
     load_newest(run_dir / "checkpoints", run_dir.name)
     if dotlist:
         part = run_dir / ".config.yaml"
@@ -106,6 +105,17 @@ def last_lines(path: Path, count: int = 5) -> str:
         file.seek(max(0, path.stat().st_size - 8192))
         lines = file.read().decode(errors="replace").splitlines()
     return "\n".join([line for line in lines if line.strip()][-count:])
+
+
+def _check(config: Config) -> None:
+    """Refuse what the configuration alone cannot tell, before anything is made."""
+    check_paths(config)
+    check_wings(config)
+    if config.buffer.address and config.launch.kind == "local":
+        try:
+            check_address(config.buffer.address)
+        except OSError as error:
+            raise ConfigError(f"buffer.address: {error.strerror}") from None
 
 
 def _prepare_policy(run_dir: Path) -> None:

@@ -34,6 +34,9 @@ POLL_S = 0.1
 START_S = 60.0  # until the buffer must answer
 INCARNATIONS = 1000  # of one process in one launch, so that those of the next launch are higher
 
+# glibc: do not give freed activations back to the kernel only to fault them in again a moment later
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+
 log = logging.getLogger(__name__)
 
 
@@ -110,7 +113,7 @@ class Launcher:
         deadline = time.monotonic() + START_S
         while not self.signals and not asyncio.run(self.answers()):
             if buffer.process.poll() is not None:
-                raise RunFailed(f"the buffer did not start: {self.last_words(buffer)}", USER_ERROR)
+                raise RunFailed(f"the buffer did not start: {self.last_words(buffer, 1)}", USER_ERROR)
             if time.monotonic() > deadline:
                 raise RunFailed(f"the buffer does not answer at {self.address}", 1)
         if self.signals:
@@ -217,7 +220,8 @@ class Launcher:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=os.environ
-                | {"OMP_NUM_THREADS": str(threads.get(role, 1)), "TOKENIZERS_PARALLELISM": "false"},
+                | {"OMP_NUM_THREADS": str(threads.get(role, 1)), "TOKENIZERS_PARALLELISM": "false"}
+                | KEEP_MEMORY,
             )
 
     def log_file(self, name: str) -> Path:

@@ -1,8 +1,8 @@
 """The whole system in one cooperative loop under a virtual clock: same seed, same numbers.
 
-Buffer, actors and learner are the same code as in the other launchers, joined by the in-process twin
-of the transport. Time stands still while anything computes and jumps to the next timer when nothing
-does, so environment latency, leases and deadlines behave as always and cost nothing.
+Buffer, actors and learner are the same code as in the other launchers, joined by the in-process
+twin of the transport. Time stands still while anything computes and jumps to the next timer when
+nothing does, so environment latency, leases and deadlines behave as always and cost nothing.
 """
 
 import asyncio

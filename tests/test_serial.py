@@ -1,0 +1,165 @@
+"""The serial launcher: learns, gives the same numbers for the same seed, sets the lag exactly.
+
+Every run is the whole system, in this process; one is shared by all tests that can share it.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from evolver_async.checkpoint import load_newest
+from evolver_async.config.load import dump, load
+from evolver_async.launch.roles import RoleArgs, resolve
+from evolver_async.launch.serial import VirtualLoop, run
+
+RECIPE = """
+env: {name: bandit, params: {high_probability: 0.5}}
+policy: {max_length: 64, hidden_size: 32, layers: 1, heads: 2, intermediate_size: 64}
+rollout: {group_size: 8, max_turns: 1, max_tokens: 4}
+actors: {count: 2, groups: 2}
+buffer: {max_staleness: 2}
+advantage: {std: batch}
+learner: {groups_per_step: 4, minibatches: 1, lr: 5.0e-3, decay: none}
+stages:
+  - kind: sft
+    steps: 25
+    expert_fraction: 0.0
+    override: {rollout: {group_size: 1}, learner: {groups_per_step: 16, lr: 1.0e-2}}
+  - kind: rl
+    steps: 20
+eval: {every: 10, episodes: 32, final_episodes: 64}
+checkpoint: {every: 10}
+launch: {kind: serial}
+"""
+WALL_TIME = ("time_s", "time/", "throughput/", "weights/publish_s")
+
+
+@dataclass
+class Finished:
+    """What a run left behind."""
+
+    rows: list[dict[str, Any]]
+    tensors: dict[str, torch.Tensor]
+    wall_s: float
+
+    def rl(self, name: str) -> list[float]:
+        """A metric over the steps of the rl stage."""
+        return [row[name] for row in self.rows if row.get("stage_kind") == "rl"]
+
+    def numbers(self) -> list[dict[str, Any]]:
+        """The rows without what depends on the clock on the wall."""
+        return [
+            {name: row[name] for name in row if not name.startswith(WALL_TIME)} for row in self.rows
+        ]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished]:
+    """Runs the recipe with changes to its end."""
+    recipe = tmp_path_factory.mktemp("serial") / "recipe.yaml"
+    recipe.write_text(RECIPE)
+
+    def train(name: str, *dotlist: str) -> Finished:
+        # The run's name is in no random draw; runs of one name would not prove that.
+        run_dir = recipe.parent / name
+        run_dir.mkdir()
+        paths = [f"policy.path={run_dir}/policy", f"weights.dir={recipe.parent}"]
+        config = load(recipe, [*paths, *dotlist])
+        dump(config, run_dir / "config.yaml")
+        assert resolve("prepare")(RoleArgs(address="", name="prepare", incarnation=0, run_dir=run_dir)) == 0
+        start = time.perf_counter()
+        assert run(config, run_dir) == 0
+        wall_s = time.perf_counter() - start
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        newest, _ = load_newest(run_dir / "checkpoints", name)
+        tensors = {
+            f"{part}/{tensor}": value
+            for part in ("model", "optimizer")
+            for tensor, value in load_file(newest / f"{part}.safetensors").items()
+        }
+        return Finished([json.loads(line) for line in lines], tensors, wall_s)
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def plain(train: Callable[..., Finished]) -> Finished:
+    return train("plain")
+
+
+@contextmanager
+def loop_of(loop: asyncio.AbstractEventLoop) -> Iterator[asyncio.AbstractEventLoop]:
+    try:
+        yield loop
+    finally:
+        loop.close()
+
+
+def test_it_learns_the_better_arm_from_demonstrations_of_the_format_alone(plain: Finished) -> None:
+    success = plain.rl("train/success")
+    assert success[0] < 0.8, "the demonstrations must not have taught the arm"
+    assert sum(success[-5:]) / 5 >= 0.9
+    assert plain.rl("train/format_errors")[0] < 0.1
+    last = [row for row in plain.rows if "eval/success" in row][-1]
+    assert last["eval/success"] >= 0.9
+    assert last["eval/episodes"] == 64
+
+
+def test_equal_seeds_give_bit_identical_runs_and_others_do_not(
+    plain: Finished, train: Callable[..., Finished]
+) -> None:
+    again = train("again")
+    assert again.numbers() == plain.numbers()
+    assert again.tensors.keys() == plain.tensors.keys()
+    for name, tensor in plain.tensors.items():
+        assert torch.equal(tensor, again.tensors[name]), name
+    other = train("other", "run.seed=1", "stages.1.steps=2")
+    assert other.numbers()[0] != plain.numbers()[0]
+    assert other.rl("train/reward_mean") != plain.rl("train/reward_mean")[:2]
+    assert any(not torch.equal(t, other.tensors[name]) for name, t in plain.tensors.items())
+
+
+def test_a_forced_weight_lag_is_exact(train: Callable[..., Finished]) -> None:
+    lagged = train("lagged", "actors.weight_lag=2", "stages.0.steps=3", "stages.1.steps=10")
+    mean, largest = lagged.rl("staleness/mean"), lagged.rl("staleness/max")
+    # The first step has but one version behind it, the one that the demonstrations began with.
+    assert mean == largest == [1] + 9 * [2]
+    families = {name.split("/")[0] for row in lagged.rows for name in row if "lag_" in name}
+    assert families == {"lag_1", "lag_2"}
+    assert lagged.rl("ledger/evicted")[-1] == 0
+
+
+def test_latency_of_the_environment_costs_no_real_time(train: Callable[..., Finished]) -> None:
+    slow = train(
+        "slow",
+        "env.latency={kind: lognormal, median_s: 5, sigma: 1}",
+        "env.step_timeout_s=500",
+        "buffer.max_staleness=0",
+        "stages.0.steps=3",
+        "stages.1.steps=10",
+    )
+    assert len(slow.rl("staleness/max")) == 10
+    # Synchronous steps follow each other, and each waits for the slowest of its 32 episodes.
+    assert slow.wall_s < 10 * 5
+
+
+def test_the_virtual_clock_moves_by_what_is_slept() -> None:
+    with loop_of(VirtualLoop()) as loop:
+        start = time.perf_counter()
+        loop.run_until_complete(asyncio.sleep(3600))
+        assert loop.time() == pytest.approx(3600, abs=1)
+        assert time.perf_counter() - start < 60
+
+
+def test_a_loop_that_nobody_can_wake_says_so() -> None:
+    with loop_of(VirtualLoop()) as loop, pytest.raises(RuntimeError, match="stands still"):
+        loop.run_until_complete(loop.create_future())
