@@ -303,7 +303,7 @@ def build(
 
 
 async def serve(args: RoleArgs) -> None:
-    """Join the run at `args.address`, learn everything else from it, and work until told to stop."""
+    """Join the run at `args.address`, learn everything else from it, work until told to stop."""
     client = DealerClient(args.address, "", args.name, args.incarnation)
     try:
         welcome = await client.request(messages.Hello(role="actor", schema_hash=SCHEMA_HASH))

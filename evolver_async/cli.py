@@ -21,6 +21,7 @@ USER_ERROR = 2
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    sys.path.insert(0, os.getcwd())  # where a user's own environments are, by import path
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
     overrides = [text for text in rest if args.command == "train" and not text.startswith("-")]

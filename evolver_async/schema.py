@@ -28,6 +28,12 @@ class Role(enum.IntEnum):
     OBSERVATION = 3
 
 
+# Plain numbers: looking up an enum's member costs more than comparing a whole array with it.
+_ACTION, _LAST_ROLE = int(Role.ACTION), max(map(int, Role))
+_INT8, _UINT8, _INT16, _INT32 = map(np.dtype, (np.int8, np.uint8, np.int16, np.int32))
+_FLOAT32 = np.dtype(np.float32)
+
+
 class TurnFlag(enum.IntFlag):
     """What went wrong in a turn."""
 
@@ -160,29 +166,22 @@ class Sequence(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
-        for name, dtype in (
-            ("tokens", np.int32),
-            ("roles", np.uint8),
-            ("turns", np.int16),
-            ("logprobs", np.float32),
-        ):
-            array = getattr(self, name)
-            _require(
-                array.dtype == dtype and array.shape == (length,),
-                name,
-                f"{array.dtype}{array.shape}",
-            )
+        _check_array("tokens", self.tokens, _INT32, length)
+        _check_array("roles", self.roles, _UINT8, length)
+        _check_array("turns", self.turns, _INT16, length)
+        _check_array("logprobs", self.logprobs, _FLOAT32, length)
         _require(length > 0, "tokens", "empty")
-        _require(int(self.tokens.min()) >= 0, "tokens", "negative id")
-        _require(int(self.roles.max()) <= Role.OBSERVATION, "roles", "unknown role")
-        action = self.roles == Role.ACTION
-        _require(bool(np.isfinite(self.logprobs).all()), "logprobs", "not finite")
-        _require(float(self.logprobs.max()) <= 1e-3, "logprobs", "positive")
-        _require(not self.logprobs[~action].any(), "logprobs", "non-zero outside ACTION")
-        _require(bool((self.turns[action] >= 0).all()), "turns", "ACTION token outside a turn")
-        runs = sum(run.tokens for run in self.versions)
-        _require(all(run.tokens > 0 for run in self.versions), "versions", "empty run")
-        _require(not self.versions or runs == int(action.sum()), "versions", f"{runs} tokens")
+        count, action = np.count_nonzero, self.roles == _ACTION
+        _require(not count(self.tokens < 0), "tokens", "negative id")
+        _require(not count(self.roles > _LAST_ROLE), "roles", "unknown role")
+        _require(count(np.isfinite(self.logprobs)) == length, "logprobs", "not finite")
+        _require(not count(self.logprobs > 1e-3), "logprobs", "positive")
+        _require(not count(self.logprobs[~action]), "logprobs", "non-zero outside ACTION")
+        _require(not count(self.turns[action] < 0), "turns", "ACTION token outside a turn")
+        if self.versions:
+            runs = [run.tokens for run in self.versions]
+            _require(min(runs) > 0, "versions", "empty run")
+            _require(sum(runs) == count(action), "versions", f"{sum(runs)} tokens")
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -232,26 +231,24 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         turns = len(self.turn_rewards)
-        for name, dtype in (
-            ("turn_rewards", np.float32),
-            ("turn_flags", np.uint8),
-            ("labels", np.int8),
-        ):
-            array = getattr(self, name)
-            _require(
-                array.dtype == dtype and array.shape == (turns,),
-                name,
-                f"{array.dtype}{array.shape}",
-            )
+        _check_array("turn_rewards", self.turn_rewards, _FLOAT32, turns)
+        _check_array("turn_flags", self.turn_flags, _UINT8, turns)
+        _check_array("labels", self.labels, _INT8, turns)
         _require(math.isfinite(self.reward), "reward", self.reward)
-        _require(bool(np.isfinite(self.turn_rewards).all()), "turn_rewards", "not finite")
+        finite = np.count_nonzero(np.isfinite(self.turn_rewards))
+        _require(finite == turns, "turn_rewards", "not finite")
         _require(len(self.sequences) > 0, "sequences", "empty")
         _require(self.member >= 0 and self.attempt >= 0, "member", (self.member, self.attempt))
         for sequence in self.sequences:
-            action = sequence.roles == Role.ACTION
-            _require(int(sequence.turns.max()) < turns, "turns", "beyond the last turn reward")
             _require(
-                self.policy == "scripted" or not action.any() or bool(sequence.versions),
+                not np.count_nonzero(sequence.turns >= turns),
+                "turns",
+                "beyond the last turn reward",
+            )
+            _require(
+                self.policy == "scripted"
+                or bool(sequence.versions)
+                or not np.count_nonzero(sequence.roles == _ACTION),
                 "versions",
                 "missing",
             )
@@ -262,7 +259,7 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=T
 
     @property
     def action_tokens(self) -> int:
-        return int(sum((sequence.roles == Role.ACTION).sum() for sequence in self.sequences))
+        return sum(int(np.count_nonzero(s.roles == _ACTION)) for s in self.sequences)
 
     @property
     def oldest(self) -> WeightId | None:
@@ -311,3 +308,8 @@ def key(seed: int, *parts: int | str) -> int:
 def _require(holds: bool, field: str, value: object) -> None:
     if not holds:
         raise ValueError(f"{field}: {value}")
+
+
+def _check_array(field: str, array: Array, dtype: np.dtype, length: int) -> None:
+    if array.dtype != dtype or array.shape != (length,):
+        raise ValueError(f"{field}: {array.dtype}{array.shape}")

@@ -201,7 +201,8 @@ def _bind(address: str) -> tuple[zmq.Context, zmq.Socket]:
         router.bind(address)
     except zmq.ZMQError as error:
         context.destroy(linger=0)
-        raise OSError(error.errno, f"{address}: {zmq.strerror(error.errno).lower()}") from error
+        code = error.errno or 0
+        raise OSError(code, f"{address}: {zmq.strerror(code).lower()}") from error
     return context, router
 
 

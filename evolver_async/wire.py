@@ -34,6 +34,8 @@ NAMES: dict[np.dtype, Any] = {dtype: name for name, dtype in DTYPES.items()}
 ARRAYS_PER_TRAJECTORY = 7  # at least: four of a sequence, three of the trajectory
 DEPTH = 32
 ALIGNMENT = 8
+KEY_TYPES = {str, int}
+PLAIN_TYPES = {str, int, bool, type(None)}
 assert sys.byteorder == "little", "arrays travel in the byte order of the host"
 
 
@@ -153,7 +155,9 @@ def pack(envelope: Envelope, limits: Limits = LIMITS) -> list[Buffer]:
         arrays=specs,
     )
     frames = _encode(header, specs)
-    _check_sizes(frames, type(envelope.message), limits)
+    views = [memoryview(frame) for frame in frames]
+    _check_sizes(views, limits)
+    _check_header(views, type(envelope.message), limits)
     return frames
 
 
@@ -163,8 +167,8 @@ def unpack(frames: Sequence[Any], limits: Limits = LIMITS) -> Envelope:
     Raises WireError, and nothing else, whatever the frames hold; MismatchError if both sides are
     of different versions.
     """
-    views = [memoryview(frame) for frame in frames]
-    _check_sizes(views, None, limits)
+    views = [memoryview(frame).toreadonly() for frame in frames]
+    _check_sizes(views, limits)
     header = _parse(views[0])
     message_id = header.get("id")
     try:
@@ -187,7 +191,7 @@ def pack_record(record: Any) -> bytes:
 
 def unpack_record(blob: Any, kind: Any, limits: Limits = LIMITS) -> Any:
     """The value of type `kind` in a blob of `pack_record`; WireError if it is not one."""
-    view = memoryview(blob)
+    view = memoryview(blob).toreadonly()
     if view.nbytes < 4 or view.nbytes > limits.message_bytes:
         raise WireError(f"record: {view.nbytes} bytes")
     end = 4 + struct.unpack_from("<I", view)[0]
@@ -230,19 +234,23 @@ def _encode(content: _Content, specs: list[_Array]) -> list[Buffer]:
     return frames
 
 
-def _check_sizes(frames: Sequence[Any], kind: type | None, limits: Limits) -> None:
+def _check_sizes(frames: Sequence[memoryview], limits: Limits) -> None:
     if not frames:
         raise WireError("header: missing")
     if len(frames) - 1 > limits.arrays:
         raise WireError(f"arrays: {len(frames) - 1}, the limit is {limits.arrays}")
-    sizes = [memoryview(frame).nbytes for frame in frames]
-    limit = limits.header(kind, len(frames) - 1)
-    if sizes[0] > limit:
-        raise WireError(f"header: {sizes[0]} bytes, the limit is {limit}")
+    _check_header(frames, None, limits)
+    sizes = [frame.nbytes for frame in frames]
     if max(sizes[1:], default=0) > limits.array_bytes:
         raise WireError(f"arrays: {max(sizes[1:])} bytes, the limit is {limits.array_bytes}")
     if sum(sizes) > limits.message_bytes:
         raise WireError(f"message: {sum(sizes)} bytes, the limit is {limits.message_bytes}")
+
+
+def _check_header(frames: Sequence[memoryview], kind: type | None, limits: Limits) -> None:
+    limit = limits.header(kind, len(frames) - 1)
+    if frames[0].nbytes > limit:
+        raise WireError(f"header: {frames[0].nbytes} bytes, the limit is {limit}")
 
 
 def _open(header: dict[Any, Any], views: list[memoryview], limits: Limits) -> Envelope:
@@ -259,7 +267,7 @@ def _open(header: dict[Any, Any], views: list[memoryview], limits: Limits) -> En
     kind = TYPES.get(name) if type(name) is str else None
     if kind is None:
         raise WireError(f"type: {name!r:.80} is no message")
-    _check_sizes(views, kind, limits)
+    _check_header(views, kind, limits)
     return Envelope(
         run_id=preamble.run,
         sender=preamble.sender,
@@ -300,9 +308,9 @@ def _parse(header: memoryview) -> dict[Any, Any]:
 
 
 def _distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    for name, _ in pairs:
-        if type(name) is not str and type(name) is not int:
-            raise WireError(f"header: key {name!r:.80} is neither text nor an integer")
+    if not KEY_TYPES.issuperset([type(name) for name, _ in pairs]):
+        name = next(name for name, _ in pairs if type(name) not in KEY_TYPES)
+        raise WireError(f"header: key {name!r:.80} is neither text nor an integer")
     plain = dict(pairs)
     if len(plain) != len(pairs):
         names = [name for name, _ in pairs]
@@ -317,13 +325,14 @@ def _check_plain(node: Any, path: tuple[Any, ...]) -> None:
         raise WireError(f"header: nested deeper than {DEPTH}")
     for name, value in node.items() if type(node) is dict else enumerate(node):
         kind = type(value)
+        if kind in PLAIN_TYPES:
+            continue
         if kind is dict or kind is list:
             _check_plain(value, (*path, name))
-        elif kind is float:
-            if not math.isfinite(value):
-                raise WireError(f"{_dotted((*path, name))}: {value} is not a finite number")
-        elif kind is not int and kind is not str and kind is not bool and value is not None:
+        elif kind is not float:
             raise WireError(f"{_dotted((*path, name))}: {kind.__name__} has no place here")
+        elif not math.isfinite(value):
+            raise WireError(f"{_dotted((*path, name))}: {value} is not a finite number")
 
 
 def _dotted(path: tuple[Any, ...]) -> str:
@@ -368,7 +377,5 @@ def _arrays(specs: list[_Array], frames: Sequence[memoryview]) -> list[np.ndarra
             )
         if zlib.crc32(frame) != spec.crc:
             raise WireError(f"arrays[{index}].crc: the data is damaged")
-        array = np.frombuffer(frame, dtype)
-        array.flags.writeable = False
-        arrays.append(array)
+        arrays.append(np.frombuffer(frame, dtype))
     return arrays

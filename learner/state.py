@@ -27,7 +27,6 @@ class State:
     stage_seconds: float = 0.0
     seconds: float = 0.0
     baseline: float = 0.0  # of the reinforce estimator
-    optimizer_updates: int = 0
     bad_steps: int = 0  # non-finite, in a row
     empty_steps: int = 0  # nothing selected, in a row
     masked_steps: int = 0  # nearly everything masked, in a row

@@ -1,24 +1,18 @@
 """The local launcher with real processes: who dies is replaced, who ends leaves nothing behind."""
 
-import contextlib
 import os
 import signal
-import socket
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
+from launches import COMMAND, DEADLINE_S, Launch, alive, launching, wait_for
 
 from evolver_async.checkpoint import valid
 from evolver_async.config.load import load
 from evolver_async.launch.directory import address_of, last_lines
 from evolver_async.launch.roles import CHECKS, PROCESSES, ROLES, resolve, weights_dir
-from evolver_async.study.watch import Tail
 
 RECIPE = """
 env: {name: bandit}
@@ -33,7 +27,6 @@ checkpoint: {every: 1}
 metrics: {panel: none}
 launch: {restarts: 1, backoff_s: 0.1}
 """
-DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -43,75 +36,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def wait_for(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"waited {DEADLINE_S} s for {what}")
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-class Launch:
-    """A `train` command and what can be seen of it from outside."""
-
-    def __init__(self, run_dir: Path, *arguments: object) -> None:
-        self.run_dir = run_dir
-        self.tail = Tail(run_dir / "metrics.jsonl")
-        self.tail.rows()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "evolver_async.cli", "train", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def children(self) -> dict[str, psutil.Process]:
-        """The running roles by name."""
-        found = {}
-        for child in psutil.Process(self.process.pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess):  # died meanwhile
-                line = child.cmdline()
-                if "--connect" in line:
-                    found[line[line.index("--name") + 1]] = child
-        return found
-
-    def wait_for_steps(self, count: int) -> None:
-        for _ in range(count):
-            wait_for(self.tail.rows, f"a step; {self.logs()}")
-
-    def end(self) -> tuple[int, str]:
-        _, errors = self.process.communicate(timeout=DEADLINE_S)
-        return self.process.returncode, errors
-
-    def logs(self) -> str:
-        return "\n".join(
-            f"{path.name}: {last_lines(path)}" for path in self.run_dir.glob("logs/*.log")
-        )
-
-
 @pytest.fixture
 def launch() -> Iterator[Callable[..., Launch]]:
-    """Starts launches and makes sure that none outlives its test."""
-    started: list[Launch] = []
-
-    def start(*arguments: Any) -> Launch:
-        started.append(Launch(*arguments))
-        return started[-1]
-
-    yield start
-    for one in started:
-        if one.process.poll() is None:
-            one.process.kill()
-        one.process.communicate()
+    with launching() as start:
+        yield start
 
 
 def test_a_dead_actor_is_replaced_until_its_budget_is_spent(
@@ -170,19 +98,6 @@ def test_a_killed_launcher_takes_its_processes_along(
     wait_for(lambda: not any(alive(child) for child in children.values()), "the end of all")
 
 
-def test_a_port_in_use_ends_the_launch_before_anything_else_starts(
-    recipe: Path, launch: Callable[..., Launch]
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        run_dir = recipe.parent / "taken"
-        run = launch(run_dir, recipe, "run.name=taken", f"buffer.address=tcp://127.0.0.1:{port}")
-        code, errors = run.end()
-    assert code == 2
-    assert "the buffer did not start" in errors and str(port) in errors
-    assert not (run_dir / "logs" / "learner.log").exists()
-
-
 def test_every_name_of_a_role_leads_to_a_function() -> None:
     for name in (*ROLES, *CHECKS):
         assert callable(resolve(name))
@@ -190,7 +105,7 @@ def test_every_name_of_a_role_leads_to_a_function() -> None:
 
 
 def test_a_child_whose_parent_is_gone_ends() -> None:
-    command = [sys.executable, "-m", "evolver_async.cli", "actor", "--connect", "ipc:///tmp/none"]
+    command = [*COMMAND, "actor", "--connect", "ipc:///tmp/none"]
     done = subprocess.run(
         [*command, "--parent", str(os.getpid() + 1)],
         capture_output=True,

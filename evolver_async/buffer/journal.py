@@ -104,11 +104,13 @@ class Journal:
         """Writes and syncs what was appended. OSError means that nothing of it was promised."""
         if not self._pending:
             return
-        payload = b"".join(self._pending)
-        sizes = struct.pack("<II", len(payload), zlib.crc32(payload))
-        self._write([sizes, struct.pack("<I", zlib.crc32(sizes)), payload])
+        crc = 0
+        for part in self._pending:
+            crc = zlib.crc32(part, crc)
+        sizes = struct.pack("<II", self._pending_bytes, crc)
+        self._write([sizes, struct.pack("<I", zlib.crc32(sizes)), *self._pending])
         os.fdatasync(self._fd)
-        self.sizes[self.newest] += COMMIT.size + len(payload)
+        self.sizes[self.newest] += COMMIT.size + self._pending_bytes
         self._pending, self._pending_bytes = [], 0
         self.free = self._free()
 

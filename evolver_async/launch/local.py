@@ -113,7 +113,9 @@ class Launcher:
         deadline = time.monotonic() + START_S
         while not self.signals and not asyncio.run(self.answers()):
             if buffer.process.poll() is not None:
-                raise RunFailed(f"the buffer did not start: {self.last_words(buffer, 1)}", USER_ERROR)
+                raise RunFailed(
+                    f"the buffer did not start: {self.last_words(buffer, 1)}", USER_ERROR
+                )
             if time.monotonic() > deadline:
                 raise RunFailed(f"the buffer does not answer at {self.address}", 1)
         if self.signals:

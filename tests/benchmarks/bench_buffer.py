@@ -13,24 +13,25 @@ import multiprocessing
 import os
 import tempfile
 import time
+from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
 import psutil
 
-from evolver_async.buffer.service import Service
+from evolver_async.buffer.service import Service, collect_rarely
 from evolver_async.config import Buffer, Config, Learner, Rollout, Stage
 from evolver_async.messages import Ack, Done, Kept, Lease, Push, Resume, Sample, Tickets, Wait
 from evolver_async.messages import Welcome as WelcomeMessage
 from evolver_async.schema import Role, Sequence, Ticket, Trajectory, VersionRun, WeightId
 from evolver_async.transport import DealerClient, Server
 
-PRODUCERS, IN_FLIGHT, CREDIT = 3, 32, 8
+PRODUCERS, IN_FLIGHT, CREDIT = 3, 64, 8  # what an actor of 8 groups of 8 has under way
 TOKENS, TURNS = 744, 10  # 11 bytes a token: 8 KiB
 GROUPS_PER_STEP, GROUP_SIZE = 32, 8
 CHECKPOINT_EVERY = 25  # takes
-WARMUP_S, SECONDS = 2.0, 10.0
+WARMUP_S, SECONDS, POLL_S, TIMEOUT_S = 2.0, 10.0, 0.1, 20.0
 REQUIRED = 3000  # trajectories/s
 ROOT = Path(__file__).parents[2]
 
@@ -107,6 +108,7 @@ def serve(address: str, directory: Path, stop: Event, results: multiprocessing.Q
     welcome = WelcomeMessage(run_id="bench", config={}, weights_address="")
     service = CountingService(config, "bench", directory, welcome, None, time.monotonic())
     server = Server(service, address, "bench")
+    collect_rarely()  # as the buffer's main does
     start = time.monotonic()
     server.serve(stop.is_set)
     results.put(("syncs/s", service.synced / (time.monotonic() - start)))
@@ -144,7 +146,7 @@ def produce(address: str, name: str, stop: Event, results: multiprocessing.Queue
     members: asyncio.Queue[tuple[Ticket, int]] = asyncio.Queue(2 * CREDIT * GROUP_SIZE)
 
     async def push(client: DealerClient) -> None:
-        while not stop.is_set():
+        while True:
             ticket, member = await members.get()
             trajectory = member_of(ticket, member, sequences)
             start = time.perf_counter()
@@ -153,16 +155,24 @@ def produce(address: str, name: str, stop: Event, results: multiprocessing.Queue
             assert isinstance(reply, Ack), reply
             acked.append((end, end - start))
 
-    async def loop() -> None:
-        client = DealerClient(address, "bench", name)
-        pushers = [asyncio.create_task(push(client)) for _ in range(IN_FLIGHT)]
-        while not stop.is_set():
+    async def lease(client: DealerClient) -> None:
+        while True:
             reply = await client.request(Lease(credit=CREDIT))
             for ticket in reply.tickets if isinstance(reply, Tickets) else []:
                 for member in ticket.members:
                     await members.put((ticket, member))
-        for pusher in pushers:
-            pusher.cancel()
+
+    async def loop() -> None:
+        client = DealerClient(address, "bench", name)
+        tasks = [asyncio.create_task(push(client)) for _ in range(IN_FLIGHT)]
+        tasks.append(asyncio.create_task(lease(client)))
+        while not stop.is_set():
+            await asyncio.wait(tasks, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        for task in tasks:
+            task.cancel()
         client.close()
 
     asyncio.run(loop())
@@ -179,12 +189,15 @@ def main() -> None:
     ):
         address = f"ipc://{sockets}/buffer"
         server = Context.Process(
-            target=serve, args=(address, Path(directory), stop_serving, results)
+            target=serve, args=(address, Path(directory), stop_serving, results), daemon=True
         )
         names = [f"producer-{index}" for index in range(PRODUCERS)]
         clients = [
-            Context.Process(target=learn, args=(address, stop)),
-            *(Context.Process(target=produce, args=(address, n, stop, results)) for n in names),
+            Context.Process(target=learn, args=(address, stop), daemon=True),
+            *(
+                Context.Process(target=produce, args=(address, n, stop, results), daemon=True)
+                for n in names
+            ),
         ]
         children = dict(zip(("buffer", "learner", *names), (server, *clients), strict=True))
         for process in children.values():
@@ -195,11 +208,11 @@ def main() -> None:
         time.sleep(SECONDS)
         end, after = time.perf_counter(), cpu_seconds(children)
         stop.set()
-        found = dict(results.get() for _ in names)
+        found = dict(results.get(timeout=TIMEOUT_S) for _ in names)
         for client in clients:
             client.join()
         stop_serving.set()
-        found |= [results.get()]
+        found |= [results.get(timeout=TIMEOUT_S)]
         server.join()
     acked = np.concatenate([found[name] for name in names])
     latency = acked[(acked[:, 0] >= start) & (acked[:, 0] < end), 1]
@@ -211,14 +224,16 @@ def main() -> None:
     )
     shares = {name: (after[name] - before[name]) / (end - start) for name in children}
     print(
-        f"CPU (cores of {os.cpu_count()}): "
+        f"cores of {os.cpu_count()} in use: "
         + ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
+        + f"; together {1e6 * sum(shares.values()) / rate:.0f} us of CPU a trajectory, "
+        + f"{1e6 * shares['buffer'] / rate:.0f} of them in the buffer"
         + f"; busiest: {max(shares, key=lambda name: shares[name])}"
         + f"; load average at the start {load:.1f}"
     )
 
 
-def cpu_seconds(children: dict[str, multiprocessing.Process]) -> dict[str, float]:
+def cpu_seconds(children: dict[str, BaseProcess]) -> dict[str, float]:
     times = {name: psutil.Process(process.pid).cpu_times() for name, process in children.items()}
     return {name: spent.user + spent.system for name, spent in times.items()}
 

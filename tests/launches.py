@@ -1,0 +1,107 @@
+"""A `train` command as a process, and what can be seen of it from outside. Waits have deadlines."""
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from evolver_async.launch.directory import address_of, last_lines
+from evolver_async.study.watch import Tail, ask
+
+DEADLINE_S = 120.0
+COMMAND = [sys.executable, "-m", "evolver_async.cli"]
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    """The first truth that `condition` says; AssertionError when it takes too long."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"waited {DEADLINE_S:.0f} s for {what}")
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Launch:
+    """One launcher process."""
+
+    def __init__(self, run_dir: Path, *arguments: object) -> None:
+        self.run_dir = run_dir
+        self.tail = Tail(run_dir / "metrics.jsonl")
+        self.tail.rows()
+        self.process = subprocess.Popen(
+            [*COMMAND, "train", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def children(self) -> dict[str, psutil.Process]:
+        """The running roles by name."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # died meanwhile
+                line = child.cmdline()
+                if "--connect" in line:
+                    found[line[line.index("--name") + 1]] = child
+        return found
+
+    def wait_for_row(self, matches: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+        """A row of the metrics that matches, among those written since the last look."""
+
+        def look() -> dict[str, Any] | None:
+            if self.process.poll() is not None:
+                raise AssertionError(f"ended before {what}: {self.end()}; {self.logs()}")
+            return next((row for row in self.tail.rows() if matches(row)), None)
+
+        return wait_for(look, what)
+
+    def wait_for_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.wait_for_row(lambda row: True, "a step")
+
+    def status(self) -> dict[str, Any]:
+        """The buffer's STATUS."""
+        return asyncio.run(ask(address_of(self.run_dir), DEADLINE_S))
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the launcher; its exit code and what it wrote to stderr."""
+        _, errors = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, errors
+
+    def logs(self) -> str:
+        return "\n".join(
+            f"{path.name}: {last_lines(path)}" for path in self.run_dir.glob("logs/*.log")
+        )
+
+
+@contextlib.contextmanager
+def launching() -> Iterator[Callable[..., Launch]]:
+    """Starts launches and makes sure that none outlives its test."""
+    started: list[Launch] = []
+
+    def start(run_dir: Path, *arguments: object) -> Launch:
+        started.append(Launch(run_dir, *arguments))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for one in started:
+            if one.process.poll() is None:
+                one.process.kill()
+            one.process.communicate()
