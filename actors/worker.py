@@ -21,7 +21,7 @@ from actors.turns import FORMATS
 from evolver_async import messages, policy
 from evolver_async.config import Config
 from evolver_async.config.load import from_dict, stage_config
-from evolver_async.launch.roles import RoleArgs
+from evolver_async.launch.roles import RoleArgs, collect_rarely
 from evolver_async.schema import Ticket, Trajectory, WeightId, key
 from evolver_async.transport import Client, DealerClient
 from evolver_async.weights.base import Receiver, WeightsGone
@@ -313,6 +313,7 @@ async def serve(args: RoleArgs) -> None:
             messages.Hello(role="actor", schema_hash=SCHEMA_HASH, tokenizer=tokenizer)
         )
         worker = build(config, client, welcome.weights_address, args.name, args.incarnation)
+        collect_rarely()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, worker.stop.set)

@@ -18,7 +18,7 @@ import torch
 from evolver_async import checkpoint, messages, policy
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config, to_dict
-from evolver_async.launch.roles import RoleArgs, weights_dir
+from evolver_async.launch.roles import RoleArgs, collect_rarely, weights_dir
 from evolver_async.metrics import Metrics, Timers
 from evolver_async.schema import Fork, Group, WeightId
 from evolver_async.transport import Client, DealerClient
@@ -344,6 +344,7 @@ def main(args: RoleArgs) -> int:
 
     client = loop.run_until_complete(connect())
     learner = build(config, args.run_dir, client, loop.run_until_complete)
+    collect_rarely()
 
     def stop(*_: object) -> None:
         learner.stopping = True

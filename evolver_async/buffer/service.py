@@ -8,7 +8,6 @@ Why it cannot lose: an ACK, a ticket, a take leaves after its record was synced;
 is recognised (DUP, the same groups). Why it cannot stand still: see `replay`.
 """
 
-import gc
 import logging
 import signal
 import threading
@@ -30,7 +29,7 @@ from evolver_async.buffer.status import Status
 from evolver_async.buffer.taking import Taking
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config, to_dict
-from evolver_async.launch.roles import RoleArgs, weights_dir
+from evolver_async.launch.roles import RoleArgs, collect_rarely, weights_dir
 from evolver_async.messages import Reply, Request
 from evolver_async.schema import Trajectory
 from evolver_async.transport import Server
@@ -212,16 +211,6 @@ class Service:
 def _bytes(sequence: Any) -> int:
     arrays = (sequence.tokens, sequence.roles, sequence.turns, sequence.logprobs)
     return sum(array.nbytes for array in arrays)
-
-
-def collect_rarely() -> None:
-    """Makes the cyclic garbage collector of this process run seldom.
-
-    Live trajectories are many small objects and part of no cycle; walking them all again and again
-    would take a fifth of the buffer's time.
-    """
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 def main(args: RoleArgs) -> int:

@@ -13,15 +13,18 @@ import multiprocessing
 import os
 import tempfile
 import time
+from collections.abc import Mapping
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 
-from evolver_async.buffer.service import Service, collect_rarely
+from evolver_async.buffer.service import Service
 from evolver_async.config import Buffer, Config, Learner, Rollout, Stage
+from evolver_async.launch.roles import collect_rarely
 from evolver_async.messages import Ack, Done, Kept, Lease, Push, Resume, Sample, Tickets, Wait
 from evolver_async.messages import Welcome as WelcomeMessage
 from evolver_async.schema import Role, Sequence, Ticket, Trajectory, VersionRun, WeightId
@@ -33,6 +36,7 @@ GROUPS_PER_STEP, GROUP_SIZE = 32, 8
 CHECKPOINT_EVERY = 25  # takes
 WARMUP_S, SECONDS, POLL_S, TIMEOUT_S = 2.0, 10.0, 0.1, 20.0
 REQUIRED = 3000  # trajectories/s
+MACHINE = "machine"
 ROOT = Path(__file__).parents[2]
 
 Context = multiprocessing.get_context("spawn")
@@ -203,7 +207,6 @@ def main() -> None:
         for process in children.values():
             process.start()
         time.sleep(WARMUP_S + 3.0)  # five interpreters start first
-        load = os.getloadavg()[0]
         start, before = time.perf_counter(), cpu_seconds(children)
         time.sleep(SECONDS)
         end, after = time.perf_counter(), cpu_seconds(children)
@@ -222,19 +225,24 @@ def main() -> None:
         f"{rate:.0f} durable trajectories/s (required {REQUIRED}), {11 * TOKENS * rate / 1e6:.1f} "
         f"MB/s, {found['syncs/s']:.0f} syncs/s; ack latency p50 {p50:.1f} ms, p99 {p99:.1f} ms"
     )
-    shares = {name: (after[name] - before[name]) / (end - start) for name in children}
+    shares = {name: (after[name] - before[name]) / (end - start) for name in after}
+    machine = shares.pop(MACHINE)
+    ours = sum(shares.values())
     print(
         f"cores of {os.cpu_count()} in use: "
         + ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
-        + f"; together {1e6 * sum(shares.values()) / rate:.0f} us of CPU a trajectory, "
-        + f"{1e6 * shares['buffer'] / rate:.0f} of them in the buffer"
-        + f"; busiest: {max(shares, key=lambda name: shares[name])}"
-        + f"; load average at the start {load:.1f}"
+        + f" (busiest: {max(shares, key=lambda name: shares[name])}), "
+        + f"other programs {max(0.0, machine - ours):.2f}; {1e6 * ours / rate:.0f} us of CPU a "
+        + f"trajectory, {1e6 * shares['buffer'] / rate:.0f} of them in the buffer"
     )
 
 
-def cpu_seconds(children: dict[str, BaseProcess]) -> dict[str, float]:
-    times = {name: psutil.Process(process.pid).cpu_times() for name, process in children.items()}
+def cpu_seconds(children: Mapping[str, BaseProcess]) -> dict[str, float]:
+    """CPU spent so far, by child and on the whole machine."""
+    times: dict[str, Any] = {
+        name: psutil.Process(process.pid).cpu_times() for name, process in children.items()
+    }
+    times[MACHINE] = psutil.cpu_times()
     return {name: spent.user + spent.system for name, spent in times.items()}
 
 
