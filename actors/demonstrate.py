@@ -10,7 +10,7 @@ from typing import Literal
 
 from actors.engines.base import Generation
 from actors.envs.base import Env, Solvable
-from actors.rollout import Policy, Progress, Setting, run_members
+from actors.rollout import Policy, Progress, Setting, World, run_members
 from evolver_async.schema import Ticket, Trajectory, key
 
 
@@ -28,12 +28,16 @@ class Scripted:
         self._chat = setting.chat
         self._format = setting.format
 
-    async def write(self, env: Env, context: list[int], turn: int) -> Generation:
+    async def write(self, world: World, context: list[int], turn: int) -> Generation:
+        tokens = self._chat.tokens_of(await world.call(self._answer, world.env))
+        return Generation(tokens=tokens, logprobs=[0.0] * len(tokens), weights=[], finish="stop")
+
+    def _answer(self, env: Env) -> str:
+        """The text of a turn; its failures are the environment's, because all of it comes there."""
         assert isinstance(env, Solvable), f"{type(env).__name__} cannot demonstrate"
         count = self._format.actions_per_turn
         actions = env.solve()[:count] if self.expert else self._rng.choices(env.actions(), k=count)
-        tokens = self._chat.tokens_of(self._format.render_actions(actions))
-        return Generation(tokens=tokens, logprobs=[0.0] * len(tokens), weights=[], finish="stop")
+        return self._format.render_actions(actions)
 
     def close(self) -> None:
         pass

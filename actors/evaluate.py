@@ -6,33 +6,29 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from actors.chat import Chat
-from actors.engines.torch_engine import TorchEngine
-from actors.envs.base import exact
+from actors.engines.load import load_engine
+from actors.envs.base import EnvironmentFailure, exact
 from actors.rollout import Progress, run_group
 from actors.worker import setting_of
-from evolver_async import checkpoint, policy
+from evolver_async import checkpoint
+from evolver_async.buffer.granting import source_of
+from evolver_async.buffer.tasks import held_out_task
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config
 from evolver_async.schema import Sampling, Task, Ticket, Trajectory, WeightId, key
 
 
 def evaluate(run_dir: Path, episodes: int) -> str:
-    """Run the first `episodes` held-out tasks; says in a line how it went."""
+    """Run the first `episodes` held-out tasks; says in a line how it went.
+
+    ValueError where an episode fails: an average over the others would be of other tasks.
+    """
     config = load(run_dir / "config.yaml", [])
     newest, manifest = checkpoint.load_newest(run_dir / "checkpoints", run_dir.name)
     last = len(config.stages) - 1
     staged = stage_config(config, last)
-    tasks = [
-        Task(
-            task_id=f"{staged.env.name}/test/{number}",
-            env=staged.env.name,
-            split="test",
-            map_seed=number,
-            params=staged.env.params,
-        )
-        for number in range(episodes)
-    ]
+    source = source_of(staged)
+    tasks = [held_out_task(source, number) for number in range(episodes)]
     weights = load_file(newest / "model.safetensors")
     trajectories = asyncio.run(_play(staged, last, tasks, weights))
     success = statistics.fmean(trajectory.success for trajectory in trajectories)
@@ -49,23 +45,11 @@ def evaluate(run_dir: Path, episodes: int) -> str:
 
 async def _play(config: Config, stage: int, tasks: list[Task], weights: dict) -> list[Trajectory]:
     """One greedy episode a task."""
-    tokenizer = policy.load_tokenizer(config.policy.path)
-    model = policy.load_model(
-        config.policy.path, dtype=config.policy.dtype, device=config.engine.device
-    )
-    policy.load_state(model, weights)
     held = WeightId(lineage=0, step=0)
-    engine = TorchEngine(
-        model,
-        tokenizer,
-        weights=held,
-        slots=config.engine.slots,
-        max_length=config.policy.max_length,
-        prefill_tokens=config.engine.prefill_tokens,
-        in_flight=config.engine.in_flight,
-    )
-    setting = setting_of(config, Chat(tokenizer), "eval", 0)
+    engine, chat = load_engine(config, held, weights)
+    setting = setting_of(config, chat, "eval", 0)
     finished: list[Trajectory] = []
+    failures: list[str] = []
     room = asyncio.Semaphore(config.engine.slots)
 
     async def deliver(trajectory: Trajectory) -> None:
@@ -88,10 +72,15 @@ async def _play(config: Config, stage: int, tasks: list[Task], weights: dict) ->
             ),
         )
         async with room:
-            await run_group(ticket, setting, engine, Progress(), deliver)
+            try:
+                await run_group(ticket, setting, engine, Progress(), deliver)
+            except EnvironmentFailure as failure:
+                failures.append(f"{task.task_id}: {failure}")
 
     async with asyncio.TaskGroup() as group:
         for number, task in enumerate(tasks):
             group.create_task(play(number, task))
     await engine.close()
+    if failures:
+        raise ValueError(f"{len(failures)} of {len(tasks)} episodes failed, {failures[0]}")
     return finished

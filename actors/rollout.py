@@ -9,6 +9,7 @@ import asyncio
 import math
 import random
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from actors.chat import Chat, Stream
 from actors.engines.base import Engine, Generation, Request
-from actors.envs.base import Env, EnvError, EnvironmentFailure, Step, make_env
+from actors.envs.base import Env, EnvironmentFailure, Step, env_class, make_env
 from actors.turns import TurnFormat
 from evolver_async.schema import Role, Ticket, Trajectory, TurnFlag, key
 
@@ -49,12 +50,66 @@ class Progress:
     count: int = 0
 
 
+class World:
+    """The environment of one episode, and the way every call of it is made.
+
+    Where its class says that it may block, a thread of its own makes all calls, so that none waits
+    for another episode's. Whatever a call raises, a missed deadline too, is an EnvironmentFailure.
+    """
+
+    env: Env
+
+    def __init__(self, ticket: Ticket, timeout_s: float) -> None:
+        self.spent_s = 0.0
+        self._task = ticket.task
+        self._timeout_s = timeout_s
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Future[Any] | None = None
+
+    async def open(self) -> None:
+        """Make the environment."""
+        name, params = self._task.env, self._task.params
+        if getattr(await self.call(env_class, name), "blocking", False):
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self.env = await self.call(make_env, name, params)
+
+    async def call(self, function: Callable[..., Any], *args: object, latency_s: float = 0) -> Any:
+        """What `function` returns; `latency_s` is slept before and counts as its time."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if latency_s > 0:
+                    await asyncio.sleep(latency_s)
+                if self._thread is None:
+                    return function(*args)
+                self._last = self._thread.submit(function, *args)
+                return await asyncio.wrap_future(self._last)
+        except Exception as error:
+            raise EnvironmentFailure(self._task.env, error) from error
+        finally:
+            self.spent_s += loop.time() - began
+
+    async def close(self) -> None:
+        """Close the environment. One that still hangs in a call is closed when that returns."""
+        try:
+            if not hasattr(self, "env"):
+                return
+            if self._thread is None or self._last is None or self._last.done():
+                await self.call(self.env.close)
+            else:
+                self._thread.submit(self.env.close)
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown(wait=False)
+
+
 class Policy(Protocol):
     """Whoever writes the ACTION tokens of one episode."""
 
     kind: Literal["learned", "scripted"]
 
-    async def write(self, env: Env, context: list[int], turn: int) -> Generation:
+    async def write(self, world: World, context: list[int], turn: int) -> Generation:
         """The turn that follows `context`. A scripted policy has no `weights` and log-probs 0."""
         ...
 
@@ -74,7 +129,7 @@ class Learned:
         self._session = f"{ticket.group_id}/{member}/{ticket.attempt}"
         self._seed = setting.seed
 
-    async def write(self, env: Env, context: list[int], turn: int) -> Generation:
+    async def write(self, world: World, context: list[int], turn: int) -> Generation:
         return await self._engine.generate(
             Request(
                 tokens=context,
@@ -95,9 +150,9 @@ class Episode:
     """One member's way through its task."""
 
     def __init__(
-        self, env: Env, ticket: Ticket, member: int, setting: Setting, progress: Progress
+        self, world: World, ticket: Ticket, member: int, setting: Setting, progress: Progress
     ) -> None:
-        self.env = env
+        self.world = world
         self.ticket = ticket
         self.member = member
         self.setting = setting
@@ -108,7 +163,7 @@ class Episode:
         self.flags: list[TurnFlag] = []
         self.steps = 0
         self.success = self.terminated = self.truncated = False
-        self.env_s = self.generate_s = 0.0
+        self.generate_s = 0.0
 
     async def play(self, policy: Policy) -> Trajectory:
         """Reset, then turns until the end, their limit, or too little room for a whole one."""
@@ -117,16 +172,17 @@ class Episode:
         began = loop.time()
         room = setting.max_length - self.ticket.sampling.max_tokens
         dynamics_seed = key(self.ticket.dynamics_seed, self.member)
-        self.observation = await self._call(self.env.reset, self.ticket.task, dynamics_seed)
-        system = f"{self.env.instructions} {style.instructions}"
-        prompt = chat.first(system, self.observation, style.prefix)
+        await self.world.open()
+        env = self.world.env
+        self.observation = await self.world.call(env.reset, self.ticket.task, dynamics_seed)
+        prompt = first_prompt(setting, env, self.observation)
         if len(prompt) > room:
             cause = f"first prompt of {len(prompt)} tokens leaves no turn in policy.max_length"
             raise EnvironmentFailure(self.ticket.task.env, ValueError(cause))
         self.stream.read(prompt, Role.PROMPT)
         for turn in range(setting.max_turns):
             asked = loop.time()
-            generation = await policy.write(self.env, list(self.stream.tokens), turn)
+            generation = await policy.write(self.world, list(self.stream.tokens), turn)
             self.generate_s += loop.time() - asked
             self.progress.count += len(generation.tokens)
             self.stream.write(generation, turn)
@@ -144,7 +200,9 @@ class Episode:
         """Carry out one turn's actions; returns what the next user message says."""
         reward, valid = 0.0, actions is not None
         for action in actions or []:
-            step: Step = await self._call(self.env.step, action, latency_s=self._latency_s())
+            step: Step = await self.world.call(
+                self.world.env.step, action, latency_s=self._latency_s()
+            )
             self.steps += 1
             self.progress.count += 1
             self.observation = step.observation
@@ -157,23 +215,6 @@ class Episode:
         self.rewards.append(reward + (0.0 if valid else self.setting.format_penalty))
         self.flags.append(TurnFlag(0) if valid else TurnFlag.FORMAT_ERROR)
         return self.observation if valid else INVALID.format(self.observation)
-
-    async def _call(self, method: Callable[..., Any], *args: object, latency_s: float = 0.0) -> Any:
-        """Call the environment, in a thread if it blocks; raises EnvironmentFailure for all."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        try:
-            async with asyncio.timeout(self.setting.step_timeout_s):
-                if latency_s > 0:
-                    await asyncio.sleep(latency_s)
-                if getattr(self.env, "blocking", False):
-                    result = await asyncio.to_thread(method, *args)
-                else:
-                    result = method(*args)
-        except Exception as error:
-            raise EnvironmentFailure(self.ticket.task.env, error) from error
-        self.env_s += loop.time() - began
-        return result
 
     def _latency_s(self) -> float:
         """This step's injected latency; the draw belongs to the step."""
@@ -205,30 +246,33 @@ class Episode:
             label_source="",
             experience_ids=[],
             policy=kind,
-            timing={"env_s": self.env_s, "generate_s": self.generate_s, "total_s": total_s},
+            timing={
+                "env_s": self.world.spent_s,
+                "generate_s": self.generate_s,
+                "total_s": total_s,
+            },
         )
+
+
+def first_prompt(setting: Setting, env: Env, observation: str) -> list[int]:
+    """The tokens that an episode begins with, the forced prefix of the first turn included."""
+    style = setting.format
+    return setting.chat.first(f"{env.instructions} {style.instructions}", observation, style.prefix)
 
 
 async def run_episode(
     ticket: Ticket, member: int, setting: Setting, policy: Policy, progress: Progress
 ) -> Trajectory:
     """Run one member; EnvironmentFailure where its environment raised or missed a deadline."""
-    name = ticket.task.env
-    try:
-        env = make_env(name, ticket.task.params)
-    except EnvError as error:
-        raise EnvironmentFailure(name, error) from error
+    world = World(ticket, setting.step_timeout_s)
     try:
         async with asyncio.timeout(setting.episode_timeout_s):
-            return await Episode(env, ticket, member, setting, progress).play(policy)
+            return await Episode(world, ticket, member, setting, progress).play(policy)
     except TimeoutError as error:
-        raise EnvironmentFailure(name, error) from error
+        raise EnvironmentFailure(ticket.task.env, error) from error
     finally:
         policy.close()
-        try:
-            env.close()
-        except Exception as error:
-            raise EnvironmentFailure(name, error) from error
+        await world.close()
 
 
 async def run_members(

@@ -14,12 +14,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from actors.chat import Chat
 from actors.demonstrate import demonstrate_group
 from actors.engines.base import Engine
-from actors.engines.torch_engine import TorchEngine
+from actors.engines.load import load_engine
 from actors.envs.base import EnvironmentFailure
 from actors.rollout import Progress, Setting, run_group
 from actors.turns import FORMATS
 from evolver_async import messages, policy
 from evolver_async.config import Config
+from evolver_async.config.check import ConfigError
 from evolver_async.config.load import from_dict, stage_config
 from evolver_async.launch.roles import RoleArgs, collect_rarely
 from evolver_async.schema import Ticket, Trajectory, WeightId, key
@@ -29,6 +30,8 @@ from evolver_async.weights.shm import ShmReceiver
 from evolver_async.wire import SCHEMA_HASH
 
 log = logging.getLogger(__name__)
+
+Place = tuple[int, int]  # group and attempt of a ticket
 
 RELEASE_TIMEOUT_S = 5.0  # a buffer that does not answer will find the lease expired
 
@@ -59,8 +62,11 @@ class Worker:
         self.receiver = receiver
         self.engine = engine
         self.name = name
-        self.running: dict[int, tuple[Ticket, Progress, asyncio.Task[None]]] = {}
-        self.fenced: set[int] = set()
+        self.running: dict[Place, tuple[Ticket, Progress, asyncio.Task[None]]] = {}
+        self.fenced: set[Place] = set()
+        self.oldest: WeightId | None = None  # the newest of the oldest weights that tickets allow
+        self.failure: BaseException | None = None  # of a ticket, for `run` to raise
+        self.failed = asyncio.Event()
         self.turnover = asyncio.Condition()  # notified whenever a ticket ends
         self.adopting = asyncio.Lock()
         self.rollouts = 0  # tickets that share the engine
@@ -70,16 +76,21 @@ class Worker:
         self.stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Work until `stop` is set or one of the loops fails; gives back what is not finished."""
+        """Work until `stop` is set; gives back what is not finished.
+
+        What one of the loops or a ticket raises ends the work and is raised here.
+        """
         loops = [asyncio.create_task(loop()) for loop in (self.lease, self.renew, self.follow)]
-        stopping = asyncio.create_task(self.stop.wait())
+        ends = [asyncio.create_task(event.wait()) for event in (self.stop, self.failed)]
         try:
-            await asyncio.wait([*loops, stopping], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*loops, *ends], return_when=asyncio.FIRST_COMPLETED)
             for loop in loops:
                 if loop.done():
                     loop.result()
+            if self.failure is not None:
+                raise self.failure
         finally:
-            for task in (*loops, stopping):
+            for task in (*loops, *ends):
                 task.cancel()
             await self.drain()
             await self.engine.close()
@@ -91,15 +102,40 @@ class Worker:
             async with self.turnover:
                 await self.turnover.wait_for(lambda: self.free() > 0)
             reply = await self.client.request(
-                messages.Lease(credit=self.free(), weights=self.engine.weights)
+                messages.Lease(
+                    credit=self.free(),
+                    weights=self.engine.weights,
+                    generated=int(self.engine.stats()["generated"]),
+                )
             )
             if isinstance(reply, messages.Wait):
                 log.info("no ticket: %s", reply.reason)
                 continue
             for ticket in reply.tickets:
-                progress = Progress()
-                task = asyncio.create_task(self.work(ticket, progress), name=f"g{ticket.group_id}")
-                self.running[ticket.group_id] = (ticket, progress, task)
+                self.start(ticket)
+
+    def start(self, ticket: Ticket) -> None:
+        """Run a ticket in a task of its own."""
+        for place in [place for place in self.running if place[0] == ticket.group_id]:
+            self.fence(place, "granted anew")
+        if ticket.kind == "rollout" and ticket.weights is not None:
+            self.oldest = max(ticket.weights, self.oldest or ticket.weights)
+        progress = Progress()
+        task = asyncio.create_task(self.work(ticket, progress), name=f"g{ticket.group_id}")
+        task.add_done_callback(self.ended)
+        self.running[_place(ticket)] = (ticket, progress, task)
+
+    def ended(self, task: asyncio.Task[None]) -> None:
+        """Keep the first error that a ticket ends with; nobody awaits its task."""
+        if not task.cancelled() and task.exception() is not None and self.failure is None:
+            self.failure = task.exception()
+            self.failed.set()
+
+    def fence(self, place: Place, reason: str) -> None:
+        """End a ticket that the buffer counts as lost; nothing of it is given back."""
+        log.warning("group %d, attempt %d is fenced: %s", *place, reason)
+        self.fenced.add(place)
+        self.running[place][2].cancel()
 
     def free(self) -> int:
         """Groups of the usual size that still fit."""
@@ -113,13 +149,13 @@ class Worker:
             await asyncio.sleep(self.config.buffer.lease_s / 4)
             if not self.running:
                 continue
-            progress = {group: done.count for group, (_, done, _) in self.running.items()}
+            shown = {place: done.count for place, (_, done, _) in self.running.items()}
+            progress = {group: count for (group, _), count in shown.items()}
             reply = await self.client.request(messages.Renew(progress=progress))
             if isinstance(reply, messages.Fenced):
-                for group in self.running.keys() & set(reply.groups):
-                    log.warning("group %d is fenced: %s", group, reply.reason)
-                    self.fenced.add(group)
-                    self.running[group][2].cancel()
+                for place in self.running.keys() & shown.keys():  # not what was granted meanwhile
+                    if place[0] in reply.groups:
+                        self.fence(place, reply.reason)
 
     async def follow(self) -> None:
         """Adopt new weights soon after they appear, whatever is being generated."""
@@ -140,6 +176,7 @@ class Worker:
             await self.engine.update(target, tensors)
 
     def target(self) -> WeightId | None:
+        """The weights to hold; None where there are none that are new enough for the tickets."""
         if self.pinned is not None:
             return self.pinned
         head = self.receiver.head()
@@ -153,9 +190,9 @@ class Worker:
         wanted = WeightId(lineage=head.lineage, step=max(0, head.step - lag))
         if wanted == head:
             return head
-        available = [w for w in self.receiver.available() if w.lineage == head.lineage]
         # After a resume the lineage begins at its checkpoint's step: nothing older exists in it.
-        return max(wanted, min(available, default=head))
+        oldest = max(wanted, self.oldest or wanted)
+        return min((w for w in self.receiver.available() if oldest <= w <= head), default=None)
 
     async def work(self, ticket: Ticket, progress: Progress) -> None:
         """Run one ticket to its end; whatever is left of it then is given back, with the reason."""
@@ -169,22 +206,35 @@ class Worker:
         try:
             async with self.weights_for(ticket):
                 await self.roll_out(ticket, progress, hand_in)
-        except WeightsLate:
-            reason = "weights"
-            log.warning("group %d: weights %s did not come", ticket.group_id, ticket.weights)
-        except EnvironmentFailure as failure:
-            reason = "environment"
-            log.warning("group %d: %s", ticket.group_id, failure)
+        except Exception as error:
+            reason = self.reason_of(error, ticket)
+            if reason == "error":
+                raise
         finally:
-            self.running.pop(ticket.group_id, None)
-            if missing and ticket.group_id not in self.fenced:
-                release = messages.Release(
-                    group_id=ticket.group_id, members=sorted(missing), reason=reason
-                )
-                await self.client.request(release, timeout_s=RELEASE_TIMEOUT_S)
-            self.fenced.discard(ticket.group_id)
+            self.running.pop(_place(ticket), None)
+            if missing and _place(ticket) not in self.fenced:
+                await self.give_back(ticket.group_id, sorted(missing), reason)
+            self.fenced.discard(_place(ticket))
             async with self.turnover:
                 self.turnover.notify_all()
+
+    def reason_of(self, error: Exception, ticket: Ticket) -> str:
+        """The reason to release a ticket with; "error" for what no ticket should meet."""
+        match error:
+            case WeightsLate():
+                log.warning("group %d: weights %s did not come", ticket.group_id, ticket.weights)
+                return "weights"
+            case EnvironmentFailure():
+                log.warning("group %d: %s", ticket.group_id, error)
+                return "environment"
+        return "error"
+
+    async def give_back(self, group_id: int, members: list[int], reason: str) -> None:
+        release = messages.Release(group_id=group_id, members=members, reason=reason)
+        try:
+            await self.client.request(release, timeout_s=RELEASE_TIMEOUT_S)
+        except TimeoutError as error:
+            log.warning("group %d is left to its lease: %s", group_id, error)
 
     async def roll_out(
         self,
@@ -260,6 +310,10 @@ class Worker:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _place(ticket: Ticket) -> Place:
+    return ticket.group_id, ticket.attempt
+
+
 def setting_of(config: Config, chat: Chat, name: str, incarnation: int) -> Setting:
     """What the episodes of one stage share."""
     rollout, env = config.rollout, config.env
@@ -286,25 +340,17 @@ def build(
     config: Config, client: Client, weights_address: str, name: str, incarnation: int
 ) -> Worker:
     """A worker for any launcher. Its engine begins without weights: the first head brings them."""
-    tokenizer = policy.load_tokenizer(config.policy.path)
-    engine = TorchEngine(
-        policy.load_model(
-            config.policy.path, dtype=config.policy.dtype, device=config.engine.device
-        ),
-        tokenizer,
-        weights=None,
-        slots=config.engine.slots,
-        max_length=config.policy.max_length,
-        prefill_tokens=config.engine.prefill_tokens,
-        in_flight=config.engine.in_flight,
-    )
+    engine, chat = load_engine(config)
     receiver = ShmReceiver(weights_address)
-    return Worker(config, client, receiver, engine, Chat(tokenizer), name, incarnation)
+    return Worker(config, client, receiver, engine, chat, name, incarnation)
 
 
 async def serve(args: RoleArgs) -> None:
     """Join the run at `args.address`, learn everything else from it, work until told to stop."""
-    client = DealerClient(args.address, "", args.name, args.incarnation)
+    try:
+        client = DealerClient(args.address, "", args.name, args.incarnation)
+    except ValueError as error:
+        raise ConfigError(f"--connect: {error}") from None
     try:
         welcome = await client.request(messages.Hello(role="actor", schema_hash=SCHEMA_HASH))
         config = from_dict(welcome.config)

@@ -34,12 +34,11 @@ class File(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
 
 
 class Manifest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint is: `files` by path inside it, `extra` for whoever saves."""
+    """What a checkpoint is: `files` by path inside it."""
 
     format: int
     run_id: str
     step: int
-    extra: dict[str, int] = {}
     files: dict[str, File]
 
 
@@ -50,7 +49,6 @@ def save(
     *,
     run_id: str,
     keep: int,
-    extra: dict[str, int] | None = None,
 ) -> Path:
     """Let `write` fill an empty directory and make it the newest checkpoint in `directory`.
 
@@ -69,7 +67,6 @@ def save(
         format=FORMAT,
         run_id=run_id,
         step=step,
-        extra=extra or {},
         files={str(path.relative_to(temporary)): _describe(path) for path in paths},
     )
     (temporary / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))

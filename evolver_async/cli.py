@@ -15,6 +15,7 @@ from pathlib import Path
 
 from evolver_async.checkpoint import CheckpointError
 from evolver_async.config.check import ConfigError
+from evolver_async.launch.roles import TRAINING_ERROR, TrainingError
 
 USER_ERROR = 2
 
@@ -34,6 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ConfigError, CheckpointError) as error:
         print(f"evolver-async: {error}", file=sys.stderr)
         return USER_ERROR
+    except TrainingError as error:
+        print(f"evolver-async: {error}", file=sys.stderr)
+        return TRAINING_ERROR
     except KeyboardInterrupt:
         return 130
 
@@ -47,6 +51,8 @@ def train(args: argparse.Namespace) -> int:
     recipe, dotlist = None, args.positional
     if dotlist and "=" not in dotlist[0]:
         recipe, dotlist = Path(dotlist[0]), dotlist[1:]
+    if args.resume is not None and recipe is not None:
+        raise ConfigError(f"{recipe}: --resume goes on with the run's own recipe; leave this out")
     if args.resume is None and recipe is None:
         raise ConfigError("train needs a recipe (configs/….yaml) or --resume RUN_DIR")
     with contextlib.ExitStack() as held:
@@ -124,6 +130,8 @@ def status(args: argparse.Namespace) -> int:
     address = where if "://" in where else address_of(_run_dir(Path(where)))
     try:
         print(json.dumps(asyncio.run(ask(address)), indent=2))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     except TimeoutError:
         print(f"evolver-async: nobody answers at {address}", file=sys.stderr)
         return 1

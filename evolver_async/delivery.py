@@ -198,7 +198,8 @@ class Client(ABC):
         message_id = next(self._ids)
         frames = pack(Envelope(self.run_id, self._sender, self._incarnation, message_id, message))
         parks = self._park_s if isinstance(message, Lease | Sample) else 0.0
-        pause = self._resend_s
+        pause, began, silent = self._resend_s, loop.time(), 0
+        name = type(message).__name__.upper()
         pending = self._pending[message_id] = _Pending(loop.create_future())
         try:
             while True:
@@ -206,9 +207,12 @@ class Client(ABC):
                 patience = parks + pause * self._jitter.uniform(0.8, 1.2)
                 if not await self._answered(pending, patience, deadline):
                     if deadline is not None and loop.time() >= deadline:
-                        name = type(message).__name__.upper()
                         raise TimeoutError(f"{name} to {self.address}: no reply in {timeout_s} s")
                     pause = min(2 * pause, max(self._resend_s, RESEND_LIMIT_S))
+                    silent += 1
+                    if silent > 1:
+                        waited_s = loop.time() - began
+                        log.warning("%s to %s: no reply for %.1f s", name, self.address, waited_s)
                     continue
                 reply = pending.reply.result()
                 if type(reply) is Reject:
@@ -216,6 +220,7 @@ class Client(ABC):
                 if type(reply) is not Retry:
                     return reply
                 pending.reply = loop.create_future()
+                began, silent = loop.time(), 0
                 left = reply.seconds if deadline is None else deadline - loop.time()
                 await asyncio.sleep(min(reply.seconds, left))
         finally:

@@ -26,10 +26,14 @@ class Hello(Message, tag="hello"):
 
 
 class Lease(Message, tag="lease"):
-    """Asks for up to `credit` groups; parked until there is room."""
+    """Asks for up to `credit` groups; parked until there is room.
+
+    `generated`: tokens that this incarnation has sampled so far.
+    """
 
     credit: int
     weights: WeightId | None = None
+    generated: int = 0
 
 
 class Push(Message, tag="push"):
@@ -45,7 +49,7 @@ class Renew(Message, tag="renew"):
 
 
 class Release(Message, tag="release"):
-    """Gives members of a ticket back, with the reason (drain, environment, weights)."""
+    """Gives members of a ticket back, with the reason (drain, environment, weights, error)."""
 
     group_id: int
     members: list[int]
@@ -85,16 +89,23 @@ class Done(Message, tag="done"):
 class Resume(Message, tag="resume"):
     """A learner (re)start: what was taken from `take` on is ready again, older lineages are fenced.
 
-    A fresh run resumes from lineage 0, take 0, version 0.
+    A fresh run resumes from lineage 0, take 0, version 0. Evaluations of older lineages are
+    abandoned; `episodes` > 0 asks for one of this version under the new lineage, as of `stage`.
     """
 
     lineage: int
     take: int
     version: int
+    episodes: int = 0
+    stage: int = 0
 
 
 class Kept(Message, tag="kept"):
-    """The oldest take that a kept checkpoint still needs: lets the journal go."""
+    """The oldest take that a kept checkpoint still needs: lets the journal go.
+
+    Changes nothing when repeated, which is how a learner that trains no more asks for the results
+    of evaluations.
+    """
 
     take: int
 
@@ -152,7 +163,7 @@ class Retry(Message, tag="retry"):
 
 
 class Ok(Message, tag="ok"):
-    """Done. After DONE: new evaluation results, and the buffer's counters for the metrics."""
+    """Done. After DONE and KEPT: evaluation results; after DONE the buffer's counters as well."""
 
     evals: list[EvalResult] = []
     counters: dict[str, float] = {}

@@ -7,8 +7,10 @@ import importlib
 import json
 import logging
 import math
+import netrc
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
 BUCKET_ENDS = (0, 1, 2, 4, 8)  # the largest lag of every bucket but the last
 QUANTILES = (0.05, 0.5, 0.95)
 SECRET = re.compile(r"(^|_)(key|secret|secrets|password|credentials|token)$", re.IGNORECASE)
+WANDB_HOST = "api.wandb.ai"
 WANDB_TIMEOUT_S = 15.0  # with a key but no network wandb would stall for 100 s
 
 
@@ -62,10 +65,28 @@ def _non_finite(value: object) -> bool:
 
 
 def wandb_mode(mode: str) -> str:
-    """`auto` means online where a key is present, else offline."""
+    """`auto` means online where a key is present (environment or ~/.netrc), else offline."""
     if mode != "auto":
         return mode
-    return "online" if os.environ.get("WANDB_API_KEY") else "offline"
+    return "online" if os.environ.get("WANDB_API_KEY") or _in_netrc(WANDB_HOST) else "offline"
+
+
+def _in_netrc(host: str) -> bool:
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except FileNotFoundError:
+        return False
+    except (OSError, netrc.NetrcParseError) as error:
+        log.warning("%s: %s", Path.home() / ".netrc", error)
+        return False
+
+
+def wandb_id(directory: Path) -> str:
+    """The id of the W&B run that belongs to a run directory, made at the first call."""
+    file = directory / "wandb_id"
+    if not file.exists():
+        file.write_text(secrets.token_hex(4))
+    return file.read_text()
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,6 +111,8 @@ class WandbSink:
         start = {
             "project": project,
             "name": name,
+            "id": wandb_id(directory),
+            "resume": "allow",  # restarts go on with the same run
             "dir": str(directory),
             "config": without_secrets(config),
         }
@@ -134,7 +157,7 @@ class Metrics:
             )
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes one row; `step` is the learner's version."""
+        """Writes one row; `step` counts takes, the version is a column of its own."""
         row = {"step": step, **values}
         for sink in self.sinks:
             sink.write(row)
@@ -200,6 +223,10 @@ class LagAccounting:
                 "masked": masked_N,
             }
         )
+
+    def merge(self, other: "LagAccounting") -> None:
+        """Adds the tokens that another one has collected."""
+        self.tokens += other.tokens
 
     def add_trajectories(self, *, lag_P: Array, reward_P: Array, length_P: Array) -> None:
         """Trajectories of the step: largest lag, outcome reward, ACTION tokens."""

@@ -146,7 +146,12 @@ class DealerClient(Client):
         self._socket.set(zmq.ROUTING_ID, f"{sender}/{incarnation}".encode()[:255])
         self._socket.set(zmq.RECONNECT_IVL, 50)
         self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
-        self._socket.connect(address)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            said = zmq.strerror(error.errno or 0).lower()
+            raise ValueError(f"{address}: no address to connect to ({said})") from None
 
     def close(self) -> None:
         self._detach()

@@ -2,11 +2,14 @@
 
 from evolver_async import policy
 from evolver_async.config.load import load
-from evolver_async.launch.roles import RoleArgs
+from evolver_async.launch.roles import RoleArgs, resolve
 
 
 def main(args: RoleArgs) -> int:
-    """Write the tiny preset where the run has no policy directory; refuse one that is broken."""
+    """Write the tiny preset where the run has no policy directory; refuse one that is broken.
+
+    ConfigError where the context is too short for the environment's prompts.
+    """
     config = load(args.run_dir / "config.yaml", [])
     directory = args.run_dir / "policy"
     if config.policy.path == str(directory) and not directory.exists():
@@ -21,4 +24,5 @@ def main(args: RoleArgs) -> int:
         )
     policy.load_tokenizer(config.policy.path)
     policy.load_model(config.policy.path, dtype=config.policy.dtype, device="cpu")
+    resolve("check_prompts")(config)
     return 0

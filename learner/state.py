@@ -13,6 +13,15 @@ from safetensors.torch import load_file, save_file
 from evolver_async.policy import load_state, state_tensors
 
 
+@dataclass(frozen=True)
+class Asked:
+    """An evaluation of `version` that has been asked for, on the tasks of `stage`."""
+
+    version: int
+    stage: int
+    episodes: int
+
+
 @dataclass
 class State:
     """The learner's numbers. `take` counts SAMPLEs, `version` publishes, over the whole run."""
@@ -30,8 +39,8 @@ class State:
     bad_steps: int = 0  # non-finite, in a row
     empty_steps: int = 0  # nothing selected, in a row
     masked_steps: int = 0  # nearly everything masked, in a row
-    eval_success: float = -1.0  # the newest evaluation; -1 before the first
-    pending: list[int] = field(default_factory=list)  # versions whose evaluation is outstanding
+    eval_success: float = -1.0  # the newest evaluation of the stage; -1 before the first
+    pending: list[Asked] = field(default_factory=list)  # evaluations without a result yet
 
 
 def save(
@@ -59,17 +68,10 @@ def load(
     load_policy(model, directory)
     if reference is not None:
         load_state(reference, load_file(directory / "reference.safetensors"))
-    tensors = load_file(directory / "optimizer.safetensors")
-    torch.set_rng_state(tensors.pop("rng"))
-    for name, parameter in model.named_parameters():
-        own = {
-            slot: tensors.pop(f"{slot}/{name}", None) for slot in ("exp_avg", "exp_avg_sq", "step")
-        }
-        if own["step"] is not None:
-            optimizer.state[parameter] = own
-    if tensors:
-        raise ValueError(f"{directory}/optimizer.safetensors: unknown tensor {next(iter(tensors))}")
-    return State(**json.loads((directory / "state.json").read_text()))
+    load_optimizer(model, optimizer, directory / "optimizer.safetensors")
+    numbers = json.loads((directory / "state.json").read_text())
+    pending = [Asked(**asked) for asked in numbers.pop("pending")]
+    return State(**numbers, pending=pending)
 
 
 def has_reference(directory: Path) -> bool:
@@ -80,6 +82,20 @@ def has_reference(directory: Path) -> bool:
 def load_policy(model: torch.nn.Module, directory: Path) -> None:
     """Copy the policy of a checkpoint into `model`."""
     load_state(model, load_file(directory / "model.safetensors"))
+
+
+def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, file: Path) -> None:
+    """Restore Adam's state, each parameter's on its own device, and the random generator."""
+    tensors = load_file(file)
+    torch.set_rng_state(tensors.pop("rng"))
+    for name, parameter in model.named_parameters():
+        if f"step/{name}" in tensors:
+            optimizer.state[parameter] = {
+                slot: tensors.pop(f"{slot}/{name}").to(parameter.device)
+                for slot in ("exp_avg", "exp_avg_sq", "step")
+            }
+    if tensors:
+        raise ValueError(f"{file}: unknown tensor {next(iter(tensors))}")
 
 
 def _optimizer_tensors(

@@ -18,19 +18,27 @@ import torch
 from evolver_async import checkpoint, messages, policy
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config, to_dict
-from evolver_async.launch.roles import RoleArgs, collect_rarely, weights_dir
+from evolver_async.launch.roles import RoleArgs, TrainingError, collect_rarely, weights_dir
 from evolver_async.metrics import Metrics, Timers
 from evolver_async.schema import Fork, Group, WeightId
 from evolver_async.transport import Client, DealerClient
 from evolver_async.weights.base import Publisher
 from evolver_async.weights.shm import ShmPublisher
+from learner.evaluations import Evaluations
+from learner.outcome import NON_FINITE, Outcome
 from learner.samples import write_samples
 from learner.state import State
-from learner.update import Outcome, TrainingError, Updater
+from learner.update import Updater
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5  # between looks for the results of an evaluation
+PATIENCE_S = 1.0  # between looks at whether to wait for the buffer any longer
+LOG_S = 10.0
+
+
+class Stopping(Exception):
+    """This learner was told to end while it waited for the buffer."""
 
 
 class Learner:
@@ -54,6 +62,13 @@ class Learner:
         self.metrics = metrics
         self.timers = Timers()
         self.updater = Updater(config, run_dir, self.timers)
+        self.evaluations = Evaluations(
+            publisher,
+            metrics,
+            every=config.eval.every,
+            episodes=config.eval.episodes,
+            final_episodes=config.eval.final_episodes,
+        )
         self.tokenizer = policy.load_tokenizer(config.policy.path)
         self.state = State()
         self.forks: dict[int, Fork] = {}
@@ -62,14 +77,16 @@ class Learner:
 
     def run(self) -> int:
         """Train through all stages; returns 0, also when `stopping` ended it early."""
-        self.begin()
-        while self.state.stage < len(self.stages) and not self.stopping:
-            self.enter_stage()
-            while not self.stopping and self.step():
-                pass
-        if not self.stopping:
+        try:
+            self.begin()
+            while self.state.stage < len(self.stages):
+                self.enter_stage()
+                while self.step():
+                    pass
             self.await_evaluations()
-        self.save()
+        except Stopping as stopping:
+            log.info("told to end while it waited for %s", stopping)
+        self.write()
         return 0
 
     def close(self) -> None:
@@ -86,8 +103,15 @@ class Learner:
             self.state = self.updater.restore(newest)
             log.info("resumed from %s", newest)
         state = self.state
+        again = self.evaluations.ask_again(state)
         reply = self.request(
-            messages.Resume(lineage=state.lineage, take=state.take, version=state.version)
+            messages.Resume(
+                lineage=state.lineage,
+                take=state.take,
+                version=state.version,
+                episodes=again.episodes if again else 0,
+                stage=again.stage if again else 0,
+            )
         )
         if reply.lineage > 1 and not resumed:
             raise checkpoint.CheckpointError(
@@ -95,53 +119,53 @@ class Learner:
             )
         state.lineage = reply.lineage
         self.forks = {fork.lineage: fork for fork in reply.forks}
-        self.publish(retain=False)
+        self.publish(retain=again is not None)
         self.publisher.wait()
         self.save()
 
     def enter_stage(self) -> None:
-        """Carry out a stage's beginning, once."""
-        if self.state.entered < self.state.stage:
-            self.updater.enter_stage(self.stages[self.state.stage], self.state.stage)
-            self.state.entered = self.state.stage
-        log.info("stage %d: %s", self.state.stage, self.kind())
+        """Carry out a stage's beginning once, and what every start within it needs."""
+        index = self.state.stage
+        if self.state.entered < index:
+            self.updater.begin_stage(self.stages[index], index)
+            self.state.entered = index
+        self.updater.ensure_reference(self.stages[index], index)
+        log.info("stage %d: %s", index, self.kind(index))
 
-    def kind(self) -> str:
-        return self.config.stages[self.state.stage].kind
+    def kind(self, stage: int) -> str:
+        return self.config.stages[stage].kind
 
     def step(self) -> bool:
         """One take: train on it, publish, report, log, save. Returns whether the stage goes on."""
         with self.timers("wait"):
             groups = self.sample()
-        if groups is None:
-            return True
         with self.timers("train"):
             outcome = self.train(groups)
-        take = self.state.take
+        take, stage = self.state.take, self.state.stage
         self.state.take += 1
         self.state.stage_tokens += outcome.tokens
         passed = self.tick()
-        self.state.empty_steps = 0 if outcome.trained else self.state.empty_steps + 1
         over = self.stage_over()
         # A supervised stage publishes once, at its end: nobody samples from what lies between.
-        changed = over if self.kind() == "sft" else outcome.updates > 0
+        changed = over if self.kind(stage) == "sft" else outcome.updates > 0
         if changed:
             self.state.version += 1
-        episodes = self.episodes_due(over, changed)
-        if changed:
+        last = stage == len(self.stages) - 1
+        episodes = self.evaluations.due(self.state.version, over=over, last=last, changed=changed)
+        if changed or episodes:  # what is evaluated a second time must be retained as well
             with self.timers("publish"):
                 self.publish(retain=episodes > 0)
         if self.config.launch.kind == "serial":
             self.publisher.wait()
+        # From here on the state is that of the next step: `report` may end in `Stopping`.
+        if episodes:
+            self.evaluations.ask(self.state, stage, episodes)
+        if over:
+            self.next_stage()
         with self.timers("report"):
             reply = self.report(take, outcome, episodes, changed)
-            self.log(take, outcome, reply, passed)
-        self.check(outcome)
-        if over:
-            self.state.stage += 1
-            self.state.stage_take = self.state.take
-            self.state.stage_tokens = 0
-            self.state.stage_seconds = 0.0
+            self.log(take, stage, outcome, reply, passed)
+        self.check(stage, outcome)
         if over or self.state.take % self.config.checkpoint.every == 0:
             with self.timers("checkpoint"):
                 self.save()
@@ -151,20 +175,26 @@ class Learner:
         """One step of the current stage's kind."""
         stage = self.stages[self.state.stage]
         steps = self.config.stages[self.state.stage].steps
-        if self.kind() == "sft":
+        if self.kind(self.state.stage) == "sft":
             return self.updater.sft(stage, groups, self.state, steps)
         return self.updater.rl(stage, groups, self.state, self.forks, steps)
 
-    def sample(self) -> list[Group] | None:
-        """The groups of the next take; None when asked to stop meanwhile."""
+    def next_stage(self) -> None:
+        """What is counted by stage begins anew."""
+        state = self.state
+        state.stage += 1
+        state.stage_take = state.take
+        state.stage_tokens = 0
+        state.stage_seconds = 0.0
+        state.eval_success = -1.0
+
+    def sample(self) -> list[Group]:
+        """The groups of the next take."""
         state = self.state
         request = messages.Sample(lineage=state.lineage, take=state.take, stage=state.stage)
-        while not self.stopping:
-            reply = self.request(request)
-            if not isinstance(reply, messages.Wait):
-                return reply
+        while isinstance(reply := self.request(request), messages.Wait):
             log.info("take %d waits: %s", state.take, reply.reason)
-        return None
+        return reply
 
     def publish(self, retain: bool) -> None:
         """Hand the policy to the weight channel under its version."""
@@ -173,56 +203,30 @@ class Learner:
 
     def report(self, take: int, outcome: Outcome, episodes: int, changed: bool) -> messages.Ok:
         """Tell the buffer what became of a take, and take in what it knows."""
-        self.done = messages.Done(
-            lineage=self.state.lineage,
-            take=take,
-            version=self.state.version,
-            trained=outcome.trained,
-            filtered=outcome.filtered,
-            skipped=not changed,
-            episodes=episodes,
+        reply = self.request(
+            messages.Done(
+                lineage=self.state.lineage,
+                take=take,
+                version=self.state.version,
+                trained=outcome.trained,
+                filtered=outcome.filtered,
+                skipped=not changed,
+                episodes=episodes,
+            )
         )
-        if episodes:
-            self.state.pending.append(self.state.version)
-        reply = self.request(self.done)
-        self.take_in(reply)
+        self.evaluations.take_in(self.state, reply.evals, self.seconds())
         return reply
 
-    def take_in(self, reply: messages.Ok) -> None:
-        """Log evaluation results, each once; their weights are no longer needed."""
-        for result in reply.evals:
-            if result.weights.step not in self.state.pending:
-                continue  # results are repeated until the next take is done
-            self.state.pending.remove(result.weights.step)
-            self.publisher.release(result.weights)
-            self.state.eval_success = result.success
-            values = {
-                "eval/success": result.success,
-                "eval/reward_mean": result.reward_mean,
-                "eval/turns_mean": result.turns_mean,
-                "eval/episodes": float(result.episodes),
-                "eval/version": float(result.weights.step),
-                "time_s": self.seconds(),
-            }
-            self.metrics.log(result.step + 1, values)
-
     def await_evaluations(self) -> None:
-        """Wait for outstanding evaluations by repeating the last DONE."""
+        """Wait for outstanding evaluations by repeating the last KEPT."""
         deadline = time.perf_counter() + self.config.eval.timeout_s
         while self.state.pending and not self.stopping:
             if time.perf_counter() > deadline:
-                log.error("evaluations of versions %s did not come", self.state.pending)
+                versions = [asked.version for asked in self.state.pending]
+                log.error("evaluations of versions %s did not come", versions)
                 return
-            self.take_in(self.request(self.done))
+            self.keep()
             self.call(asyncio.sleep(POLL_S))
-
-    def episodes_due(self, over: bool, changed: bool) -> int:
-        """Evaluation episodes to ask for after this step."""
-        evaluation = self.config.eval
-        if over and self.state.stage == len(self.stages) - 1:
-            return evaluation.final_episodes
-        due = evaluation.every > 0 and changed and self.state.version % evaluation.every == 0
-        return evaluation.episodes if over or due else 0
 
     def stage_over(self) -> bool:
         """Whether the first of the stage's limits is reached."""
@@ -245,11 +249,13 @@ class Learner:
     def seconds(self) -> float:
         return self.state.seconds + time.perf_counter() - self.clock
 
-    def check(self, outcome: Outcome) -> None:
+    def check(self, index: int, outcome: Outcome) -> None:
         """Stop a run that no longer learns from anything, with the reason."""
-        if self.kind() == "sft":
+        if self.kind(index) == "sft":
             return
-        stage = self.stages[self.state.stage]
+        stage = self.stages[index]
+        empty = not outcome.trained and NON_FINITE not in outcome.filtered
+        self.state.empty_steps = self.state.empty_steps + 1 if empty else 0
         if self.state.empty_steps >= stage.selection.max_empty:
             raise TrainingError(
                 f"{self.state.empty_steps} steps in a row had nothing to train on"
@@ -264,7 +270,9 @@ class Learner:
         if self.state.masked_steps >= 5:
             raise TrainingError(f"five steps in a row had {masked:.0%} of their tokens masked")
 
-    def log(self, take: int, outcome: Outcome, reply: messages.Ok, passed: float) -> None:
+    def log(
+        self, take: int, stage: int, outcome: Outcome, reply: messages.Ok, passed: float
+    ) -> None:
         """One row of metrics a step, now and then a few trajectories.
 
         `passed`: seconds since the step before was done. Times of reporting and of checkpoints,
@@ -276,8 +284,8 @@ class Learner:
             self.state.take,
             {
                 "time_s": self.seconds(),
-                "stage": float(self.state.stage),
-                "stage_kind": self.kind(),
+                "stage": float(stage),
+                "stage_kind": self.kind(stage),
                 "version": float(self.state.version),
                 **outcome.metrics,
                 **reply.counters,
@@ -294,24 +302,51 @@ class Learner:
 
     def save(self) -> None:
         """Write a checkpoint, drop old ones, and let the journal go as far as they allow."""
-        directory = self.run_dir / "checkpoints"
+        self.write()
+        self.keep()
+
+    def write(self) -> None:
         checkpoint.save(
-            directory,
+            self.run_dir / "checkpoints",
             self.state.take,
             lambda path: self.updater.save(path, self.state),
             run_id=self.run_dir.name,
             keep=self.config.checkpoint.keep,
-            extra={"take": self.state.take},
         )
-        oldest = min(manifest.step for _, manifest in checkpoint.valid(directory))
-        self.request(messages.Kept(take=oldest))
+
+    def keep(self) -> None:
+        """Say which takes the checkpoints may still ask for, and take in what evaluations found."""
+        kept = checkpoint.valid(self.run_dir / "checkpoints")
+        reply = self.request(messages.Kept(take=min(manifest.step for _, manifest in kept)))
+        self.evaluations.take_in(self.state, reply.evals, self.seconds())
 
     def request(self, message: messages.Request) -> Any:
-        """Send to the buffer and wait; a newer learner's existence ends this one."""
-        reply = self.call(self.client.request(message))
+        """Send to the buffer and wait; a newer learner's existence ends this one.
+
+        Raises Stopping where `stopping` is set and no reply comes.
+        """
+        if self.stopping and isinstance(message, messages.Sample):
+            raise Stopping("a take")
+        reply = self.call(self.reply_to(message))
         if isinstance(reply, messages.Fenced):
             raise TrainingError(f"this learner is fenced: {reply.reason}")
         return reply
+
+    async def reply_to(self, message: messages.Request) -> Any:
+        """The reply, however long it takes, until `stopping`."""
+        name = type(message).__name__.upper()
+        request = asyncio.ensure_future(self.client.request(message))
+        waited_s = 0.0
+        try:
+            while not (await asyncio.wait([request], timeout=PATIENCE_S))[0]:
+                if self.stopping:
+                    raise Stopping(f"the reply to {name}")
+                waited_s += PATIENCE_S
+                if waited_s % LOG_S == 0 and not isinstance(message, messages.Sample):
+                    log.warning("no reply to %s for %.0f s", name, waited_s)
+            return request.result()
+        finally:
+            request.cancel()
 
 
 def build(config: Config, run_dir: Path, client: Client, call: Callable[..., Any]) -> Learner:

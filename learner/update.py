@@ -5,7 +5,6 @@ sockets, versions published or files besides checkpoints.
 """
 
 import logging
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -13,36 +12,21 @@ import torch
 
 from evolver_async import policy
 from evolver_async.config import Config
+from evolver_async.launch.roles import TrainingError
 from evolver_async.metrics import LagAccounting, Timers
-from evolver_async.schema import Fork, Group, TurnFlag, WeightId, key
+from evolver_async.schema import Fork, Group, WeightId, key
 from learner import state as files
-from learner.advantage import advantages, penalised_rewards, zero_spread
+from learner.advantage import advantages, penalised_rewards
 from learner.batch import Batch, MicroBatch, Minibatch, collate, lag_table
 from learner.loss import clipped_objective, kl_estimate, policy_loss, token_scale
 from learner.offpolicy import account, correct, interpolated_anchor, needs_anchor_pass
 from learner.optim import lr_at, make_adamw, update
+from learner.outcome import Applied, Outcome, rollout_metrics
 from learner.selection import select
 from learner.state import State
 from learner.supervised import sft_loss
 
 log = logging.getLogger(__name__)
-
-
-class TrainingError(RuntimeError):
-    """Training cannot usefully go on; says why."""
-
-
-@dataclass
-class Outcome:
-    """What became of the groups of one take. `updates` optimizer updates were applied."""
-
-    trained: list[int]
-    filtered: dict[str, list[int]]
-    updates: int
-    tokens: int
-    metrics: dict[str, float]
-    batch: Batch | None = None
-    groups: list[Group] = field(default_factory=list)
 
 
 class Updater:
@@ -66,14 +50,25 @@ class Updater:
         )
         self.reference: torch.nn.Module | None = None
 
-    def enter_stage(self, stage: Config, index: int) -> None:
-        """What happens once, where a stage begins: optimizer reset, a reference if one is due."""
+    def begin_stage(self, stage: Config, index: int) -> None:
+        """Reset the optimizer, renew the reference: what happens once, where a stage begins."""
         if self.config.stages[index].reset_optimizer:
             self.optimizer.state.clear()
-        refresh = self.config.stages[index].refresh_reference
-        if stage.loss.kl_coef > 0 and (self.reference is None or refresh):
+        if self.config.stages[index].refresh_reference and self._needs_reference(stage, index):
+            self.reference = None
+        self.ensure_reference(stage, index)
+
+    def ensure_reference(self, stage: Config, index: int) -> None:
+        """The present policy becomes the KL reference where a stage needs one and none is there.
+
+        Also after a resume, which may have switched the KL on.
+        """
+        if self.reference is None and self._needs_reference(stage, index):
             self.reference = self._load_reference()
             policy.load_state(self.reference, policy.state_tensors(self.model))
+
+    def _needs_reference(self, stage: Config, index: int) -> bool:
+        return self.config.stages[index].kind == "rl" and stage.loss.kl_coef > 0
 
     def save(self, directory: Path, state: State) -> None:
         files.save(directory, state, self.model, self.optimizer, self.reference)
@@ -105,19 +100,21 @@ class Updater:
         )
         sampled = state.take % stage.metrics.samples_every == 0 and stage.metrics.samples > 0
         anchor = "interpolate" if interpolate else "recompute"
-        if sampled or needs_anchor_pass(stage.correction.kind, anchor):
+        penalised = stage.loss.kl_place == "reward" and stage.loss.kl_coef > 0
+        if sampled or penalised or needs_anchor_pass(stage.correction.kind, anchor):
             with self.timers("anchor"):
                 batch.anchor_N = self.score(self.model, stage, batch)
-        if self.reference is not None and stage.loss.kl_coef > 0:
+        if stage.loss.kl_coef > 0:
+            assert self.reference is not None, "a stage with a KL was entered without a reference"
             batch.reference_N = self.score(self.reference, stage, batch)
         reward_P = batch.reward_P
-        if stage.loss.kl_place == "reward" and stage.loss.kl_coef > 0:
+        if penalised:
+            # of the present policy, as the penalty is; mu may be versions older
             kl_N = kl_estimate(
-                stage.loss.kl, torch.from_numpy(batch.mu_N), torch.from_numpy(batch.reference_N)
-            )
-            reward_P = penalised_rewards(
-                reward_P, kl_N.numpy(), batch.trajectory_N, stage.loss.kl_coef
-            )
+                stage.loss.kl, torch.from_numpy(batch.anchor_N), torch.from_numpy(batch.reference_N)
+            ).numpy()
+            reward_P = penalised_rewards(reward_P, kl_N, batch.trajectory_N, stage.loss.kl_coef)
+            metrics["loss/kl"] = float(kl_N.mean()) if len(kl_N) else 0.0
         advantage_P, state.baseline = advantages(
             stage.advantage.kind,
             reward_P,
@@ -134,23 +131,20 @@ class Updater:
         )
 
         def loss(
-            micro: MicroBatch, minibatch: Minibatch
+            micro: MicroBatch, minibatch: Minibatch, account_in: LagAccounting
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            return self._rl_loss(stage, micro, minibatch, interpolate, accounting)
+            return self._rl_loss(stage, micro, minibatch, interpolate, account_in)
 
-        updates, measured = self._updates(stage, batch, state, steps, loss)
-        metrics |= measured | accounting.metrics()
-        trained = [group.group_id for group in chosen.groups]
-        return Outcome(
-            trained, chosen.filtered, updates, len(batch.mu_N), metrics, batch, chosen.groups
-        )
+        applied = self._updates(stage, batch, state, steps, loss, accounting)
+        metrics |= applied.metrics | accounting.metrics()
+        return applied.outcome(chosen.groups, chosen.filtered, metrics, batch)
 
     def sft(self, stage: Config, groups: list[Group], state: State, steps: int) -> Outcome:
         """Next-token training on the ACTION tokens of demonstrations."""
         batch = collate(groups, {})
 
         def loss(
-            micro: MicroBatch, minibatch: Minibatch
+            micro: MicroBatch, minibatch: Minibatch, _: LagAccounting
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             theta_N, entropy_N = self._forward(stage, micro)
             value = sft_loss(theta_N, tokens=minibatch.tokens)
@@ -160,9 +154,8 @@ class Updater:
                 "loss/entropy": scale * entropy_N.detach().sum(),
             }
 
-        updates, measured = self._updates(stage, batch, state, steps, loss)
-        metrics = rollout_metrics(groups) | measured
-        return Outcome([group.group_id for group in groups], {}, updates, len(batch.mu_N), metrics)
+        applied = self._updates(stage, batch, state, steps, loss, LagAccounting())
+        return applied.outcome(groups, {}, rollout_metrics(groups) | applied.metrics, None)
 
     @torch.no_grad()
     def score(self, model: torch.nn.Module, stage: Config, batch: Batch) -> np.ndarray:
@@ -181,9 +174,12 @@ class Updater:
         return logprobs_N
 
     def _updates(
-        self, stage: Config, batch: Batch, state: State, steps: int, loss
-    ) -> tuple[int, dict[str, float]]:
-        """One optimizer update a minibatch; stops at the first that is not finite."""
+        self, stage: Config, batch: Batch, state: State, steps: int, loss, account_in: LagAccounting
+    ) -> Applied:
+        """One optimizer update a minibatch; stops at the first that is not finite.
+
+        Only what was applied is measured: `account_in` gets the tokens of these minibatches.
+        """
         learner = stage.learner
         rate = lr_at(
             state.take - state.stage_take,
@@ -196,28 +192,30 @@ class Updater:
         )
         order = key(self.config.run.seed, "minibatches", state.take)
         sums: dict[str, float] = {}
-        applied = 0
-        for minibatch in batch.minibatches(learner.minibatches, order):
-            total = 0.0
+        applied: list[Minibatch] = []
+        minibatches = batch.minibatches(learner.minibatches, order)
+        for minibatch in minibatches:
+            total, terms_of, accounting = 0.0, dict[str, float](), LagAccounting()
             for micro in minibatch.micro_batches(learner.token_budget, self.device):
                 with self.timers("forward"):
-                    value, terms = loss(micro, minibatch)
+                    value, terms = loss(micro, minibatch, accounting)
                 with self.timers("backward"):
                     value.backward()
                 total += float(value.detach())
-                for name, term in terms.items():
-                    sums[name] = sums.get(name, 0.0) + float(term)
+                _add(terms_of, {name: float(term) for name, term in terms.items()})
             with self.timers("optimizer"):
                 done = update(self.optimizer, loss=total, lr=rate, grad_clip=learner.grad_clip)
             if not done.applied:
                 self._bad_step(state, batch, total, done.grad_norm)
                 break
-            applied += 1
-            sums["loss/grad_norm"] = sums.get("loss/grad_norm", 0.0) + done.grad_norm
+            applied.append(minibatch)
+            _add(sums, terms_of | {"loss/grad_norm": done.grad_norm})
+            account_in.merge(accounting)
         else:
             state.bad_steps = 0
-        means = {name: value / max(applied, 1) for name, value in sums.items()}
-        return applied, means | {"learner/lr": rate, "learner/updates": float(applied)}
+        means = {name: value / len(applied) for name, value in sums.items()}
+        means |= {"learner/lr": rate, "learner/updates": float(len(applied))}
+        return Applied.of(minibatches, applied, means)
 
     def _rl_loss(
         self,
@@ -299,21 +297,6 @@ class Updater:
             )
 
 
-def rollout_metrics(groups: list[Group]) -> dict[str, float]:
-    """What the actors brought, before selection."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    rewards = np.array([trajectory.reward for trajectory in trajectories])
-    group_P = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
-    turns = np.array([len(trajectory.turn_rewards) for trajectory in trajectories])
-    errors = sum(
-        int((trajectory.turn_flags & TurnFlag.FORMAT_ERROR).astype(bool).sum())
-        for trajectory in trajectories
-    )
-    return {
-        "train/reward_mean": float(rewards.mean()),
-        "train/reward_std": float(rewards.std()),
-        "train/success": float(np.mean([trajectory.success for trajectory in trajectories])),
-        "train/turns_mean": float(turns.mean()),
-        "train/format_errors": errors / max(1, int(turns.sum())),
-        "train/zero_spread": float(zero_spread(rewards, group_P).mean()),
-    }
+def _add(sums: dict[str, float], terms: dict[str, float]) -> None:
+    for name, term in terms.items():
+        sums[name] = sums.get(name, 0.0) + term

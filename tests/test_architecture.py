@@ -31,6 +31,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "evolver_async.buffer.replay": PURE_BUFFER,
     "evolver_async.buffer.ledger": PURE_BUFFER,
     "evolver_async.buffer.tasks": PURE_BUFFER,
+    "evolver_async.buffer.censoring": (),
     "evolver_async.buffer.groups": PURE_BUFFER,
     "evolver_async.buffer.journal": ("evolver_async.schema", "evolver_async.wire"),
     "evolver_async.buffer.service": (
@@ -38,6 +39,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "evolver_async.transport",
         "evolver_async.buffer",
         "evolver_async.launch.roles",
+        "evolver_async.tokenizer",
     ),
     "evolver_async.buffer": (
         *WIRE,

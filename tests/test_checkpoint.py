@@ -24,7 +24,7 @@ def writer(content: str) -> Callable[[Path], None]:
 
 def save_steps(directory: Path, *steps: int, keep: int = 3, run_id: str = "run") -> None:
     for step in steps:
-        save(directory, step, writer(f"at {step}"), run_id=run_id, keep=keep, extra={"take": step})
+        save(directory, step, writer(f"at {step}"), run_id=run_id, keep=keep)
 
 
 def test_the_newest_checkpoint_is_loaded_with_what_was_saved(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_the_newest_checkpoint_is_loaded_with_what_was_saved(tmp_path: Path) -> 
     path, manifest = load_newest(tmp_path / "c", "run")
     assert (path / "model.bin").read_text() == "at 10"
     assert (path / "deep/er/state.json").exists()
-    assert (manifest.step, manifest.run_id, manifest.extra) == (10, "run", {"take": 10})
+    assert (manifest.step, manifest.run_id) == (10, "run")
     assert set(manifest.files) == {"model.bin", "deep/er/state.json"}
 
 

@@ -13,7 +13,7 @@ from evolver_async.checkpoint import save
 from evolver_async.cli import main
 from evolver_async.config import Config, Stage
 from evolver_async.config.load import dump
-from evolver_async.launch.directory import announce, locked
+from evolver_async.launch.directory import announce, create, locked
 
 RECIPE = "stages: [{kind: rl, steps: 5}]\n"
 Refused = Callable[..., str]
@@ -154,6 +154,72 @@ def test_resume_needs_a_run_with_a_valid_checkpoint_of_its_own(
     config = (run_dir / "config.yaml").read_bytes()
     assert "learner.lrr" in refused("train", "--resume", run_dir, "learner.lrr=1")
     assert (run_dir / "config.yaml").read_bytes() == config
+
+
+def test_a_recipe_beside_resume_is_refused(refused: Refused, recipe: Path, run_dir: Path) -> None:
+    assert f"{recipe}: --resume goes on with" in refused("train", recipe, "--resume", run_dir)
+
+
+def test_a_finished_run_is_not_resumed(refused: Refused, run_dir: Path) -> None:
+    def write(directory: Path) -> None:
+        (directory / "state.json").write_text(json.dumps({"stage": 1, "pending": []}))
+
+    save(run_dir / "checkpoints", 1, write, run_id="earlier", keep=2)
+    assert refused("train", "--resume", run_dir).startswith(f"{run_dir}: is finished")
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("x = (", "SyntaxError: "),
+        ("1 / 0", "ZeroDivisionError: "),
+        (
+            "class Env:\n def __init__(self, *, a: 'Nowhere' = 0): pass\n"
+            " reset = step = close = None",
+            "NameError: name 'Nowhere'",
+        ),
+    ],
+)
+def test_a_broken_environment_module_is_one_sentence(
+    refused: Refused, recipe: Path, tmp_path: Path, module: str, said: str
+) -> None:
+    name = f"broken_{len(module)}"
+    (tmp_path / f"{name}.py").write_text(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        message = refused("train", recipe, f"run.dir={tmp_path}/runs", f"env.name={name}:Env")
+    assert message.startswith("env.name: ") and said in message
+
+
+def test_a_context_shorter_than_the_first_prompt_is_refused(
+    refused: Refused, recipe: Path, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    said = refused("train", recipe, f"run.dir={runs}", "policy.max_length=20", "run.name=x")
+    assert said.startswith("policy.max_length: 20 is too short for a first prompt of ")
+    assert not (runs / "x").exists()
+
+
+def test_addresses_that_are_none_are_one_sentence(refused: Refused) -> None:
+    assert refused("status", "foo://x").startswith("foo://x: no address to connect to")
+    done = subprocess.run(
+        [sys.executable, "-m", "evolver_async.cli", "actor", "--connect", "nonsense"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "--connect: nonsense: no address to connect to" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_new_run_knows_the_exact_values_of_its_maps(tmp_path: Path) -> None:
+    config = Config(stages=[Stage(steps=5)])
+    config.run.dir = str(tmp_path)
+    config.eval.final_episodes = 16
+    _, made = create(config, None)
+    exact = json.loads((made / "exact.json").read_text())
+    assert 0 < exact["random"] < 0.5 < exact["optimal"] <= 1.0 and exact["episodes"] == 16
 
 
 def test_a_running_run_is_not_resumed(refused: Refused, run_dir: Path) -> None:

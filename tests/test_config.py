@@ -79,16 +79,18 @@ def test_unknown_keys_and_wrong_types_are_named(argument: str, message: str) -> 
         (["selection.kind=spread", "learner.minibatches=17"], "learner.minibatches: "),
         (["loss.kl=k1"], "loss.kl: k1 has no gradient"),
         (["correction.anchor=interpolate", "correction.kind=ppo"], "correction.anchor: "),
-        (
-            ["correction.anchor=interpolate", "rollout.guided_fraction=0.5"],
-            "correction.anchor: interpolate cannot score guided tokens",
-        ),
         (["stages=[]"], "stages: needs at least one stage"),
         (["stages=[{kind: rl}]"], "stages[0]: has no limit"),
         (["stages=[{kind: rl, hours: 1}]"], "stages[0].steps: learner.decay=linear"),
         (["stages=[{kind: dpo, steps: 1}]"], "stages[0].kind: must be one of sft, rl"),
         (["stages.0.until_success=0.9", "eval.every=0"], "stages[0].until_success: "),
         (["stages.0.kind=sft", "buffer.demo_groups=8"], "buffer.demo_groups: "),
+        (
+            ["stages=[{kind: sft, until_success: 0.5}]", "learner.decay=none"],
+            "stages[0].until_success: an sft stage is evaluated only after its end",
+        ),
+        (["stages.0.refresh_reference=true"], "stages[0].refresh_reference: "),
+        (["rollout.max_turns=32768"], "rollout.max_turns: must be at most 32767"),
         (["policy.hidden_size=60"], "policy.hidden_size: "),
         (["rollout.max_tokens=1024"], "rollout.max_tokens: "),
         (["learner.token_budget=100"], "learner.token_budget: "),
@@ -151,12 +153,52 @@ def test_a_stage_override_holds_for_that_stage_alone() -> None:
         ("{learner: {lrr: 1}}", "stages[0].override: learner.lrr: unknown key"),
         ("{learner: {lr: -1}}", "stages[0].override: learner.lr: must not be negative"),
         ("{buffer: {reuse: 9}}", "stages[0].override: buffer.reuse: "),
-        ("{actors: {count: x}}", "stages[0].override: actors.count: "),
+        ("{tasks: {train: x}}", "stages[0].override: tasks.train: "),
         ("{launch: {kind: serial}}", "stages[0].override.launch: belongs to the whole run"),
     ],
 )
 def test_a_bad_stage_override_is_named(override: str, message: str) -> None:
     assert refusal(f"stages.0.override={override}").startswith(message)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actors.weight_lag",
+        "eval.every",
+        "learner.betas",
+        "learner.eps",
+        "learner.weight_decay",
+        "learner.device",
+        "learner.threads",
+        "learner.max_bad_steps",
+        "buffer.lease_s",
+        "buffer.stall_s",
+        "buffer.segment_bytes",
+        "buffer.archive",
+        "buffer.address",
+        "buffer.limit_bytes",
+        "buffer.disk_limit_bytes",
+    ],
+)
+def test_a_stage_cannot_override_what_the_whole_run_shares(key: str) -> None:
+    section, name = key.split(".")
+    default = getattr(getattr(Config(), section), name)
+    override = f"{{{section}: {{{name}: {default!r}}}}}"
+    said = refusal(f"stages.0.override={override}")
+    assert said.startswith(f"stages[0].override.{section}")
+    assert said.endswith("belongs to the whole run, not to one stage")
+
+
+def test_a_stage_overrides_what_the_buffer_reads_anew_in_every_stage() -> None:
+    changes = {"max_staleness": 2, "sampler": "freshest", "straggler": "wait", "demo_groups": 64}
+    config = load(None, [STEPS, f"stages.0.override={{buffer: {changes}}}"])
+    assert stage_config(config, 0).buffer.demo_groups == 64
+
+
+def test_a_weights_directory_that_cannot_be_written_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"weights\.dir: /proc cannot be written to"):
+        check_paths(load(None, [STEPS, "weights.dir=/proc"]))
 
 
 def test_a_stage_may_override_what_would_be_impossible_elsewhere() -> None:

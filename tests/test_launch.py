@@ -3,6 +3,8 @@
 import os
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,9 +12,18 @@ import pytest
 from launches import COMMAND, DEADLINE_S, Launch, alive, launching, wait_for
 
 from evolver_async.checkpoint import valid
+from evolver_async.config import Config
 from evolver_async.config.load import load
 from evolver_async.launch.directory import address_of, last_lines
-from evolver_async.launch.roles import CHECKS, PROCESSES, ROLES, resolve, weights_dir
+from evolver_async.launch.local import Child, Launcher, RunFailed
+from evolver_async.launch.roles import (
+    CHECKS,
+    PROCESSES,
+    ROLES,
+    TRAINING_ERROR,
+    resolve,
+    weights_dir,
+)
 
 RECIPE = """
 env: {name: bandit}
@@ -114,3 +125,48 @@ def test_a_child_whose_parent_is_gone_ends() -> None:
         timeout=DEADLINE_S,
     )
     assert done.returncode == 1 and "is gone" in done.stderr
+
+
+def python(program: str, *arguments: object) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
+def test_training_that_cannot_go_on_is_not_started_again(tmp_path: Path) -> None:
+    program = """
+import sys
+from pathlib import Path
+from evolver_async.launch import roles
+
+def give_up(args):
+    raise roles.TrainingError("five steps in a row had nothing to train on")
+
+roles.resolve = lambda role: give_up
+args = roles.RoleArgs(address="", name="learner", incarnation=0, run_dir=Path(sys.argv[1]))
+sys.exit(roles.run_process("learner", args, args.run_dir / "logs" / "learner.log"))
+"""
+    process = python(program, tmp_path)
+    assert process.wait(DEADLINE_S) == TRAINING_ERROR
+    launcher = Launcher(Config(), tmp_path, "ipc:///none")
+    child = Child("learner", "learner", process, 0)
+    with pytest.raises(RunFailed, match=r"learner cannot go on: .*five steps") as failure:
+        launcher.tend(child, time.monotonic())
+    assert failure.value.code == TRAINING_ERROR
+    assert "\n" not in str(failure.value) and child.restarts == 0
+
+
+def test_a_role_that_does_not_end_costs_the_others_none_of_their_time(tmp_path: Path) -> None:
+    config = Config()
+    config.launch.drain_s = 1.0
+    launcher = Launcher(config, tmp_path, "ipc:///none")
+    stuck = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    orderly = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.2), sys.exit(0)))"
+    for role, handler in (("learner", stuck), ("buffer", orderly)):
+        head = "import signal, sys, time"
+        process = python(f"{head}\n{handler}\nprint(flush=True)\nwhile True: time.sleep(1)")
+        assert process.stdout is not None
+        process.stdout.readline()  # the handler is there
+        launcher.children.append(Child(role, role, process, 0))
+    launcher.end()
+    codes = {child.role: child.process.returncode for child in launcher.children}
+    assert codes == {"learner": -signal.SIGKILL, "buffer": 0}

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evolver_async.metrics import JsonlWriter, LagAccounting, Metrics, Timers, wandb_mode
+from evolver_async.metrics import (
+    JsonlWriter,
+    LagAccounting,
+    Metrics,
+    Timers,
+    WandbSink,
+    wandb_id,
+    wandb_mode,
+)
 from evolver_async.metrics import without_secrets as without
 
 
@@ -57,7 +65,8 @@ def test_timers_add_up_until_drained():
     assert timers.drain() == {}
 
 
-def test_wandb_is_online_only_with_a_key(monkeypatch):
+def test_wandb_is_online_only_with_a_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))  # whose .netrc may hold one
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     assert wandb_mode("auto") == "offline"
     monkeypatch.setenv("WANDB_API_KEY", "k")
@@ -144,3 +153,42 @@ def test_trajectories_are_counted_by_their_largest_lag():
 
 def test_nothing_collected_is_nothing_logged():
     assert LagAccounting().metrics() == {}
+
+
+def test_wandb_finds_a_key_in_netrc(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert wandb_mode("auto") == "offline"
+    file = tmp_path / ".netrc"
+    file.write_text("machine example.org login a password b\n")
+    file.chmod(0o600)
+    assert wandb_mode("auto") == "offline"
+    file.write_text("machine api.wandb.ai login user password k\n")
+    assert wandb_mode("auto") == "online"
+    file.write_text("nonsense")
+    assert wandb_mode("auto") == "offline"
+
+
+def test_a_restart_continues_the_same_wandb_run(tmp_path):
+    ids = []
+    for _ in range(2):
+        metrics = Metrics(tmp_path, wandb="offline", project="p", name="n")
+        (_, sink) = metrics.sinks
+        assert isinstance(sink, WandbSink)
+        ids.append(sink.run.id)
+        metrics.close()
+    assert ids[0] == ids[1] == wandb_id(tmp_path)
+    (tmp_path / "other").mkdir()
+    assert wandb_id(tmp_path / "other") != ids[0]
+
+
+def test_merged_tokens_count_like_ones_own():
+    def tokens(accounting, lag):
+        names = ("w_N", "r_N", "log_rho_N", "clipped_low_N", "clipped_high_N", "masked_N")
+        accounting.add_tokens(lag_N=np.array([lag]), **{name: np.ones(1) for name in names})
+
+    whole, part = LagAccounting(), LagAccounting()
+    tokens(whole, 0)
+    tokens(part, 1)
+    whole.merge(part)
+    assert whole.metrics()["offpolicy/tokens"] == 2

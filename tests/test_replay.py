@@ -49,7 +49,7 @@ def grant(on: Replay, wait: bool = False) -> int:
     group_id = on.at.next_group
     task = Task(task_id=f"t/{group_id}", env="t", split="train", map_seed=group_id)
     members = list(range(on.numbers.group_size))
-    on.open(group_id, task, on.numbers.kind, members, "a", wait, None)
+    on.open(group_id, task, on.numbers.kind, on.at.stage, members, "a", wait, None)
     return group_id
 
 

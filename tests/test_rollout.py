@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from typing import Any
+import time
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from chatml import make_tokenizer
 from torch import Tensor
 
 from actors.chat import Chat
+from actors.demonstrate import demonstrate_group
 from actors.engines.base import Generation, Request
 from actors.envs.base import EnvironmentFailure, Info, Step
 from actors.rollout import Progress, Setting, run_group
@@ -58,7 +60,7 @@ class FakeEngine:
     async def close(self) -> None: ...
 
     def stats(self) -> dict[str, float]:
-        return {}
+        return {"generated": 0.0}
 
 
 class Corridor:
@@ -323,6 +325,60 @@ def test_blocking_environment_stops_nobody_else() -> None:
         return ticks
 
     assert asyncio.run(run()) > 5
+
+
+class Slow(Corridor):
+    """Every call takes a while in its thread, and says which thread that was."""
+
+    blocking = True
+    threads: ClassVar[dict[str, set[int]]] = {}
+
+    def __init__(self, *, name: str = "") -> None:
+        super().__init__(length=2)
+        self.note("init")
+
+    def note(self, call: str) -> None:
+        self.threads.setdefault(call, set()).add(threading.get_ident())
+        time.sleep(0.1)
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        self.note("reset")
+        return super().reset(task, dynamics_seed)
+
+    def step(self, action: str) -> Step:
+        self.note("step")
+        return super().step(action)
+
+    def actions(self) -> list[str]:
+        self.note("actions")
+        return ["left", "right"]
+
+    def solve(self) -> list[str]:
+        self.note("solve")
+        return ["right"]
+
+    def close(self) -> None:
+        self.note("close")
+        super().close()
+
+
+@pytest.mark.parametrize("expert", [0.0, 1.0])
+def test_blocking_environments_do_not_wait_for_each_other(expert: float) -> None:
+    """Many more than asyncio has threads, with deadlines that leave no room to queue."""
+    Slow.threads.clear()
+    done: list[Trajectory] = []
+
+    async def deliver(trajectory: Trajectory) -> None:
+        done.append(trajectory)
+
+    how = setting(step_timeout_s=1.0, max_turns=2)
+    many = corridor(members=64, env="Slow")
+    asyncio.run(demonstrate_group(many, how, expert, Progress(), deliver))
+    assert len(done) == 64
+    script = "solve" if expert else "actions"
+    assert set(Slow.threads) == {"init", "reset", "step", "close", script}
+    for threads in Slow.threads.values():
+        assert threading.get_ident() not in threads and len(threads) == 64
 
 
 def test_environments_are_closed_however_the_episode_ends() -> None:

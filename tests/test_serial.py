@@ -5,20 +5,25 @@ Every run is the whole system, in this process; one is shared by all tests that 
 
 import asyncio
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from actors.envs.bandit import Bandit
+from actors.evaluate import evaluate
 from evolver_async.checkpoint import load_newest
 from evolver_async.config.load import dump, load
 from evolver_async.launch.roles import RoleArgs, resolve
 from evolver_async.launch.serial import VirtualLoop, run
+from evolver_async.schema import Task
 
 RECIPE = """
 env: {name: bandit, params: {high_probability: 0.5}}
@@ -46,6 +51,7 @@ WALL_TIME = ("time_s", "time/", "throughput/", "weights/publish_s")
 class Finished:
     """What a run left behind."""
 
+    run_dir: Path
     rows: list[dict[str, Any]]
     tensors: dict[str, torch.Tensor]
     wall_s: float
@@ -84,7 +90,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished]:
             for part in ("model", "optimizer")
             for tensor, value in load_file(newest / f"{part}.safetensors").items()
         }
-        return Finished([json.loads(line) for line in lines], tensors, wall_s)
+        return Finished(run_dir, [json.loads(line) for line in lines], tensors, wall_s)
 
     return train
 
@@ -129,10 +135,10 @@ def test_equal_seeds_give_bit_identical_runs_and_others_do_not(
 def test_a_forced_weight_lag_is_exact(train: Callable[..., Finished]) -> None:
     lagged = train("lagged", "actors.weight_lag=2", "stages.0.steps=3", "stages.1.steps=10")
     mean, largest = lagged.rl("staleness/mean"), lagged.rl("staleness/max")
-    # The first step has but one version behind it, the one that the demonstrations began with.
-    assert mean == largest == [1] + 9 * [2]
+    # The stage begins with the version that the demonstrations made: nothing older acts in it.
+    assert mean == largest == [0, 1] + 8 * [2]
     families = {name.split("/")[0] for row in lagged.rows for name in row if "lag_" in name}
-    assert families == {"lag_1", "lag_2"}
+    assert families == {"lag_0", "lag_1", "lag_2"}
     assert lagged.rl("ledger/evicted")[-1] == 0
 
 
@@ -148,6 +154,24 @@ def test_latency_of_the_environment_costs_no_real_time(train: Callable[..., Fini
     assert len(slow.rl("staleness/max")) == 10
     # Synchronous steps follow each other, and each waits for the slowest of its 32 episodes.
     assert slow.wall_s < 10 * 5
+
+
+class Broken(Bandit):
+    """Cannot begin any task."""
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        raise KeyError(task.task_id)
+
+
+def test_an_evaluation_with_failing_episodes_says_so(plain: Finished, tmp_path: Path) -> None:
+    run_dir = shutil.copytree(plain.run_dir, tmp_path / "plain")
+    config = load(run_dir / "config.yaml", [f"env.name={__name__}:Broken", "engine.threads=2"])
+    dump(config, run_dir / "config.yaml")
+    before = torch.get_num_threads()
+    with pytest.raises(ValueError, match=r"4 of 4 episodes failed, .*Broken/test/\d.*KeyError"):
+        evaluate(run_dir, 4)
+    assert torch.get_num_threads() == 2, "engine.threads holds wherever an engine runs"
+    torch.set_num_threads(before)
 
 
 def test_the_virtual_clock_moves_by_what_is_slept() -> None:

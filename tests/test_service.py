@@ -386,6 +386,70 @@ def test_evaluation_is_pinned_granted_first_and_reported_until_confirmed(world):
     assert world.done(1, [g.group_id for g in world.sample(1)], 2).evals == []
 
 
+def test_a_resume_abandons_evaluations_and_asks_for_its_own(tmp_path):
+    world = World(tmp_path, config(stages=["rl", "rl"], max_staleness=1))
+    world.resume()
+    learn(world, 0, episodes=1)
+    world.finish(world.lease(credit=1)[:1])  # a result that the learner never saw
+    request = messages.Resume(lineage=1, take=1, version=1, episodes=2, stage=0)
+    for _ in range(2):  # the second is the same request, sent again
+        reply = world.one("learner", request)
+        assert isinstance(reply, messages.Resumed) and reply.lineage == 2
+    for restart in (False, True):
+        if restart:
+            world.kill()
+        (evaluation,) = world.book.state.evaluations.running
+        assert (evaluation.weights, evaluation.episodes) == (weights(1, lineage=2), 2)
+        assert world.book.state.evaluations.results == []
+    tickets = [t for t in world.lease(credit=1) if t.kind == "eval"]
+    assert [t.weights for t in tickets] == [weights(1, lineage=2)] * 2
+    world.finish(tickets)
+    for _ in range(2):  # no take needs to be done for it
+        reply = world.one("learner", messages.Kept(take=1))
+        assert isinstance(reply, messages.Ok)
+        assert [(r.weights, r.step) for r in reply.evals] == [(weights(1, lineage=2), 0)]
+    bad = messages.Resume(lineage=2, take=1, version=1, episodes=2, stage=2)
+    assert isinstance(world.one("learner", bad), messages.Reject)
+
+
+def test_a_stage_is_evaluated_with_its_own_tasks_after_the_switch(tmp_path):
+    settings = config(stages=["rl", "rl"], max_staleness=1)
+    settings.stages[0].override = {"env": {"name": "first"}, "rollout": {"max_tokens": 3}}
+    settings.stages[1].override = {"env": {"name": "second"}, "rollout": {"max_tokens": 5}}
+    world = World(tmp_path, settings)
+    world.resume()
+    learn(world, 0, episodes=1)
+    assert world.sample(1, stage=1) == []  # the switch
+    (evaluation, *others) = world.lease(credit=2)
+    assert (evaluation.kind, evaluation.stage) == ("eval", 0)
+    assert (evaluation.task.env, evaluation.sampling.max_tokens) == ("first", 3)
+    assert [(t.task.env, t.sampling.max_tokens) for t in others] == [("second", 5)]
+
+
+def test_a_second_request_for_the_same_weights_gives_one_result_over_more_episodes(world):
+    learn(world, 0, episodes=1)
+    tickets = world.lease(credit=3)
+    world.finish(tickets)
+    groups = [group.group_id for group in world.sample(1)]
+    assert world.done(1, groups, 1, skipped=True, episodes=2).evals == []
+    (evaluation,) = world.book.state.evaluations.running
+    assert (evaluation.weights, evaluation.episodes) == (weights(1), 2)
+
+
+def test_a_take_whose_done_was_lost_with_the_learner_blocks_nobody(world):
+    world.finish(world.lease(credit=2))
+    assert len(world.sample(0)) == 2
+    # the checkpoint was written after the training, no DONE came
+    assert world.resume(lineage=1, take=1, version=1) == 2
+    closed = world.book.state.ledger.closed["rollout"]
+    assert closed["filtered"]["unreported"].groups == 2
+    assert world.replay.outstanding() == 0
+    world.finish(world.lease(credit=2))
+    assert len(world.sample(1, lineage=2)) == 2
+    world.kill()
+    world.book.state.check()
+
+
 def test_an_evaluation_whose_weights_are_gone_ends_without_those_episodes(world):
     learn(world, 0, episodes=1)
     for _ in range(2):

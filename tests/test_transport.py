@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import selectors
 import shutil
@@ -444,6 +445,28 @@ def test_no_reply_is_a_timeout_that_names_request_and_peer(directory: Path) -> N
         pytest.raises(TimeoutError, match=f"STATUS to {address}: no reply in 0.2 s"),
     ):
         asyncio.run(dealer.request(Status(), 0.2))
+
+
+def test_a_request_that_is_resent_in_vain_is_logged(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"ipc://{directory}/s"
+    with (
+        caplog.at_level(logging.WARNING, "evolver_async.delivery"),
+        client(address, resend_s=0.05) as dealer,
+        pytest.raises(TimeoutError),
+    ):
+        asyncio.run(dealer.request(Status(), 0.7))
+    said = [record.getMessage() for record in caplog.records]
+    assert said and said[0].startswith(f"STATUS to {address}: no reply for 0.1")
+
+
+@pytest.mark.parametrize(
+    "address", ["nonsense", "foo://x", "tcp://127.0.0.1", "ipc://" + 200 * "x"]
+)
+def test_an_address_that_is_none_is_named(address: str) -> None:
+    with pytest.raises(ValueError, match=f"{address}: no address to connect to"):
+        DealerClient(address, sender="a")
 
 
 def test_clients_survive_a_restart_of_the_server(directory: Path) -> None:

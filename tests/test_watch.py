@@ -68,11 +68,12 @@ def test_lines_keep_a_distance_and_evaluations_always_show() -> None:
 
 
 def test_the_exact_values_stand_beside_the_evaluations() -> None:
-    view = View("run", 20)
-    line = view.feed({"event": "exact", "step": 0, "random": 0.02, "optimal": 1.0})
-    assert line == "exact success on the held-out tasks: (random 0.020, optimal 1.000)"
+    view = View("run", 20, {"random": 0.02, "optimal": 1.0})
     line = view.feed({"step": 2, "eval/success": 0.75, "eval/episodes": 256})
-    assert line is not None and line.endswith("episodes (random 0.020, optimal 1.000)")
+    beside = "(random policy 0.020, optimal 1.000)"
+    assert line == f"step 2  eval success 0.750 over 256 episodes {beside}"
+    view.feed(row(2, 1.0))
+    assert f"0.750 {beside}" in text_of(view)
 
 
 def test_the_time_to_go_follows_the_pace_since_the_view_began() -> None:

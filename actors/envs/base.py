@@ -112,8 +112,8 @@ def env_class(name: str) -> type[Env]:
         )
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise EnvError(f"env.name: cannot import {name!r}: {error}") from error
+    except Exception as error:  # importing runs whatever the module does
+        raise EnvError(f"env.name: cannot import {name!r}: {_said(error)}") from error
     missing = [part for part in ("reset", "step", "close") if not hasattr(found, part)]
     if missing:
         raise EnvError(f"env.name: {name!r} has no {', '.join(missing)}")
@@ -123,8 +123,13 @@ def env_class(name: str) -> type[Env]:
 def make_env(name: str, params: dict[str, Any]) -> Env:
     """An environment with these parameters; EnvError names `env.name` or `env.params.<key>`."""
     found = env_class(name)
-    known = inspect.signature(found).parameters
-    hints = typing.get_type_hints(found.__init__)
+    try:
+        known = inspect.signature(found).parameters
+        hints = typing.get_type_hints(found.__init__)
+    except Exception as error:  # resolving annotations evaluates them
+        raise EnvError(
+            f"env.name: the parameters of {name!r} cannot be read: {_said(error)}"
+        ) from error
     arguments = {}
     for param, value in params.items():
         if param not in known:
@@ -140,6 +145,11 @@ def make_env(name: str, params: dict[str, Any]) -> Env:
         raise EnvError(f"env.params.{error}") from error
 
 
+def _said(error: Exception) -> str:
+    """The type and the words of an error, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def split_of(content: bytes) -> str:
     """The split that a task belongs to by its content alone: about one in eight is for testing."""
     digest = hashlib.blake2b(content, digest_size=8).digest()
@@ -147,15 +157,23 @@ def split_of(content: bytes) -> str:
 
 
 def exact(tasks: Iterable[Task], max_turns: int) -> Exact | None:
-    """Mean exact values over `tasks`, or None where the environment cannot compute them."""
+    """Mean exact values over `tasks`, or None where the environment cannot compute them.
+
+    EnvError where it can and fails.
+    """
     values = []
     for task in tasks:
         env = make_env(task.env, task.params)
         if not isinstance(env, Measurable):
             return None
-        env.reset(task, 0)
-        values.append(env.exact(max_turns))
-        env.close()
+        try:
+            env.reset(task, 0)
+            values.append(env.exact(max_turns))
+            env.close()
+        except Exception as error:
+            raise EnvError(
+                f"env.name: {task.env!r} cannot measure {task.task_id}: {_said(error)}"
+            ) from error
     return Exact(
         random=statistics.fmean(value.random for value in values),
         optimal=statistics.fmean(value.optimal for value in values),

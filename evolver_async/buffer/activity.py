@@ -8,12 +8,18 @@ WINDOW_S = 60.0
 
 
 class Peer(msgspec.Struct):
-    """One process. `bins` holds (second, trajectories, tokens) of the last minute."""
+    """One process. `bins` holds (second, trajectories, tokens) of the last minute.
+
+    `generated`: tokens that processes of this name sampled while this buffer listened; `reported`:
+    what the present one said last, None before its first word.
+    """
 
     first: float
     seen: float
     bins: deque[list[int]] = msgspec.field(default_factory=deque)
     waits: dict[str, tuple[str, float]] = {}  # reason and since when, by request
+    generated: int = 0
+    reported: int | None = None
 
     def count(self, tokens: int, now: float) -> None:
         """It handed in a trajectory with so many ACTION tokens."""
@@ -21,6 +27,20 @@ class Peer(msgspec.Struct):
             self.bins.append([int(now), 0, 0])
         self.bins[-1][1] += 1
         self.bins[-1][2] += tokens
+
+    def greet(self) -> None:
+        """It begins: all that it will have sampled is new."""
+        if self.reported is None:
+            self.reported = 0
+
+    def report(self, generated: int) -> None:
+        """It has sampled so many tokens since its start; fewer than before means it began anew.
+
+        Of a process that was there before this buffer only what comes from now on counts.
+        """
+        before = generated if self.reported is None else self.reported
+        self.generated += generated - before if generated >= before else generated
+        self.reported = generated
 
     def rates(self, now: float) -> tuple[float, float]:
         """Trajectories and tokens per second over the last minute, or since it was first heard."""
@@ -57,6 +77,10 @@ class Activity:
     def alive(self, now: float, within_s: float) -> int:
         """Actors heard within so many seconds."""
         return sum(now - self.peers[name].seen <= within_s for name in self.actors)
+
+    def generated(self) -> int:
+        """Tokens that all actors have sampled, as far as they have said."""
+        return sum(peer.generated for peer in self.peers.values())
 
     def learner_waits(self, now: float) -> str:
         """The learner and since when it has been silent, in words."""

@@ -7,7 +7,9 @@ for.
 import msgspec
 
 from evolver_async.buffer import records
+from evolver_async.buffer.censoring import Censoring, Change
 from evolver_async.buffer.groups import Held
+from evolver_async.buffer.groups import State as GroupState
 from evolver_async.buffer.journal import Journal, JournalError
 from evolver_async.buffer.leases import Leases
 from evolver_async.buffer.state import State
@@ -27,6 +29,8 @@ class Book:
         self.journal = journal
         self.leases = leases
         self.bodies: dict[int, dict[int, Trajectory]] = {}
+        self.censoring = Censoring()
+        self.now = now  # when what is being recorded happens
         self.spare = False  # whether segments may have become dispensable since the last commit
         for index, (head, location) in enumerate(journal.replay()):
             try:
@@ -45,7 +49,9 @@ class Book:
         """Appends to the journal and applies; durable after the next `commit`."""
         body = b"" if trajectory is None else pack_record(trajectory)
         location = self.journal.append(records.encode(record), body)
+        before = self._concerned(record)
         self.state.apply(record, location)
+        self._note_changes(before, record)
         if trajectory is not None:
             group = self.bodies.setdefault(trajectory.group_id, {})
             group[trajectory.member] = trajectory
@@ -96,6 +102,42 @@ class Book:
             else unpack_record(self.journal.read(held.arrived[member].location), Trajectory)
             for member in sorted(held.arrived)
         ]
+
+    def _concerned(self, record: records.AnyRecord) -> dict[int, tuple[Held, GroupState]]:
+        """The groups that a record may end or bring back, each with its state before it."""
+        at = self.replay.at
+        match record:
+            case records.Evicted():
+                groups = record.groups
+            case records.Reported():
+                groups = at.takes[record.take].groups
+            case records.Resumed():
+                groups = [group_id for taken in at.takes.values() for group_id in taken.groups]
+            case _:
+                return {}
+        return {group_id: (at.groups[group_id], at.groups[group_id].state) for group_id in groups}
+
+    def _note_changes(
+        self, before: dict[int, tuple[Held, GroupState]], record: records.AnyRecord
+    ) -> None:
+        """For the censoring report."""
+        evicted_for = record.reason if isinstance(record, records.Evicted) else ""
+        for held, state in before.values():
+            if held.kind != "rollout" or (state == "closed") == (held.state == "closed"):
+                continue
+            fate, reason = None, ""
+            if held.state == "closed":
+                fate, reason = held.fate if held.fates else ("evicted", evicted_for)
+            leases = self.leases.of_group(held.group_id)
+            change = Change(
+                group_id=held.group_id,
+                env=held.task.env,
+                fate=fate,
+                reason=reason,
+                missing=len(held.missing),
+                leased_s=[self.now - lease.since for lease in leases for _ in lease.members],
+            )
+            self.censoring.follow(change)
 
     def _lease_again(self, held: Held, now: float) -> None:
         tickets: dict[tuple[str, int], list[int]] = {}

@@ -9,10 +9,14 @@ from evolver_async.schema import EvalResult, WeightId
 
 
 class Evaluation(msgspec.Struct):
-    """One evaluation under way: sums over arrived episodes; `lost` ones could not be run."""
+    """One evaluation under way: sums over arrived episodes; `lost` ones could not be run.
+
+    `stage`: the one whose environment and sampling it is played with, whichever is trained now.
+    """
 
     weights: WeightId
     take: int
+    stage: int
     episodes: int
     granted: int = 0
     arrived: int = 0
@@ -28,17 +32,25 @@ class Evaluations(msgspec.Struct):
     running: list[Evaluation] = []
     results: list[EvalResult] = []
 
-    def request(self, weights: WeightId, take: int, episodes: int) -> None:
-        """Asks for `episodes` episodes; weights that are being evaluated already are so once."""
-        if all(evaluation.weights != weights for evaluation in self.running):
-            self.running.append(Evaluation(weights, take, episodes))
+    def request(self, weights: WeightId, take: int, stage: int, episodes: int) -> None:
+        """Asks for `episodes` episodes. Weights that are being evaluated already get one result,
+        over the larger number; a result that nobody has yet is superseded."""
+        self.confirm([weights])
+        for evaluation in self.running:
+            if evaluation.weights == weights:
+                evaluation.episodes = max(evaluation.episodes, episodes)
+                return
+        self.running.append(Evaluation(weights, take, stage, episodes))
 
-    def next(self) -> tuple[WeightId, int] | None:
-        """The weights and the number of the next episode to grant."""
+    def next(self) -> Evaluation | None:
+        """The evaluation whose episode number `granted` is to be granted next."""
         for evaluation in self.running:
             if evaluation.granted < evaluation.episodes:
-                return evaluation.weights, evaluation.granted
+                return evaluation
         return None
+
+    def stage_of(self, weights: WeightId) -> int:
+        return self._of(weights).stage
 
     def granted(self, weights: WeightId) -> None:
         self._of(weights).granted += 1
@@ -64,6 +76,7 @@ class Evaluations(msgspec.Struct):
     def abandon(self, lineage: int) -> None:
         """Ends evaluations of lineages before `lineage`: nobody waits, weights may be gone."""
         self.running = [e for e in self.running if e.weights.lineage >= lineage]
+        self.results = [r for r in self.results if r.weights.lineage >= lineage]
 
     def _of(self, weights: WeightId) -> Evaluation:
         return next(evaluation for evaluation in self.running if evaluation.weights == weights)

@@ -114,12 +114,12 @@ class Granting:
         self.book.evict([held.group_id], reason)
 
     def _evaluate(self, peer: str) -> Ticket | None:
-        episode = self.book.state.evaluations.next()
-        if episode is None:
+        evaluation = self.book.state.evaluations.next()
+        if evaluation is None:
             return None
-        weights, number = episode
-        task = held_out_task(self.book.state.tasks.source, number)
-        return self._grant(peer, task, "eval", [0], weights)
+        source = self.book.state.sources[evaluation.stage]
+        task = held_out_task(source, evaluation.granted)
+        return self._grant(peer, task, "eval", [0], evaluation.weights)
 
     def _reissue(self, peer: str, room: int) -> Ticket | None:
         for group_id, vacant in self.book.leases.vacant.items():
@@ -186,18 +186,17 @@ class Granting:
         return self._ticket(self.book.replay.at.groups[group_id], members)
 
     def _ticket(self, held: Held, members: list[int]) -> Ticket:
-        config, seed = self.config, self.config.run.seed
+        config, seed = self.stages[held.stage], self.config.run.seed
         rollout = config.rollout
         # An evaluation meets the same episodes whatever its weights.
         draws = held.task.task_id if held.kind == "eval" else held.group_id
-        guided = round(rollout.guided_fraction * len(held.members)) if held.kind == "rollout" else 0
         return Ticket(
             group_id=held.group_id,
             task=held.task,
             kind=held.kind,
             stage=held.stage,
             members=members,
-            guided=[member for member in members if member < guided],
+            guided=[],
             dynamics_seed=key(seed, "dynamics", held.kind, draws),
             attempt=held.attempt,
             weights=held.pinned or self.book.replay.oldest_allowed(),

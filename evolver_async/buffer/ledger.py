@@ -58,6 +58,10 @@ class Ledger(msgspec.Struct):
             total.add(amount)
         return total
 
+    def sampled_tokens(self) -> int:
+        """ACTION tokens received that a policy sampled; those of demonstrations are scripted."""
+        return sum(amount.tokens for kind, amount in self.received.items() if kind != "demo")
+
     def check(self, held: Held) -> None:
         """AssertionError naming the kind and both counts where the ledger does not close."""
         for kind in sorted(self.received.keys() | self.closed.keys() | held.keys()):

@@ -103,12 +103,14 @@ class Reported(Record, tag="reported"):
 
 
 class Resumed(Record, tag="resumed"):
-    """A learner began a new lineage before this take."""
+    """A learner began a new lineage before this take, with its head evaluated again or not."""
 
     lineage: int
     parent: int
     take: int
     version: int
+    episodes: int = 0
+    stage: int = 0
 
 
 class Kept(Record, tag="kept"):

@@ -21,6 +21,7 @@ from evolver_async.buffer.groups import Held, Member, Owner, State, Take
 from evolver_async.schema import Fork, Kind, Task, WeightId, version_lag
 
 KINDS = get_args(Kind)
+UNREPORTED = "unreported"  # the fate of groups that were trained by a learner that could not say so
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,14 @@ class Numbers:
 
 
 class Position(msgspec.Struct):
-    """Where groups, takes and lineages stand. `kept`: the oldest take that may come back."""
+    """Where groups, takes and lineages stand.
+
+    `kept`: the oldest take that may come back. `floor`: the version with which the stage began;
+    what is older was not trained to act in it and samples nothing for it.
+    """
 
     stage: int = 0
+    floor: int = 0
     lineage: int = 0
     head: WeightId | None = None
     forks: dict[int, Fork] = {}
@@ -111,13 +117,16 @@ class Replay:
         head = self.at.head
         if self.numbers.kind == "demo" or head is None:
             return None
-        return WeightId(lineage=head.lineage, step=max(0, head.step - self.numbers.weight_lag))
+        # After a RESUME from before the stage the head itself may be older than the floor.
+        floor = min(self.at.floor, head.step)
+        return WeightId(lineage=head.lineage, step=max(floor, head.step - self.numbers.weight_lag))
 
     def open(
         self,
         group_id: int,
         task: Task,
         kind: Kind,
+        stage: int,
         members: list[int],
         actor: str,
         wait: bool,
@@ -128,7 +137,7 @@ class Replay:
             group_id=group_id,
             task=task,
             kind=kind,
-            stage=self.at.stage,
+            stage=stage,
             members=members,
             owners={member: Owner(actor, 0, self.at.head) for member in members},
             uses_left=0 if kind == "eval" else self.numbers.reuse,
@@ -222,8 +231,24 @@ class Replay:
     def report(self, take: int, version: int, fates: dict[int, str]) -> list[Held]:
         """One use of each group is over; returns the groups that end with it."""
         taken = self.at.takes[take]
-        taken.reported = True
         self.at.head = WeightId(lineage=taken.lineage, step=version)
+        return self._use(take, fates)
+
+    def settle(self, take: int) -> list[Held]:
+        """Ends the takes before `take` that no DONE came for; returns the groups that end with it.
+
+        A learner that resumes from `take` has trained them: its DONE was lost with the learner.
+        """
+        return [
+            held
+            for number, taken in self.at.takes.items()
+            if number < take and not taken.reported
+            for held in self._use(number, dict.fromkeys(taken.groups, UNREPORTED))
+        ]
+
+    def _use(self, take: int, fates: dict[int, str]) -> list[Held]:
+        taken = self.at.takes[take]
+        taken.reported = True
         closed = []
         for group_id in taken.groups:
             held = self.at.groups[group_id]

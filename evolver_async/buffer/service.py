@@ -19,6 +19,7 @@ from evolver_async import messages
 from evolver_async.buffer import records
 from evolver_async.buffer.activity import Activity
 from evolver_async.buffer.book import Book
+from evolver_async.buffer.censoring import Sums
 from evolver_async.buffer.granting import Granting, numbers_of, source_of
 from evolver_async.buffer.groups import Held
 from evolver_async.buffer.journal import Journal
@@ -32,6 +33,7 @@ from evolver_async.config.load import load, stage_config, to_dict
 from evolver_async.launch.roles import RoleArgs, collect_rarely, weights_dir
 from evolver_async.messages import Reply, Request
 from evolver_async.schema import Trajectory
+from evolver_async.tokenizer import tokenizer_hash
 from evolver_async.transport import Server
 from evolver_async.wire import SCHEMA_HASH
 
@@ -69,7 +71,8 @@ class Service:
         journal = Journal(Path(journal_dir), buffer.segment_bytes, buffer.archive == "all")
         self.book = Book(state, journal, leases, now)
         self.activity = Activity()
-        self._status = Status(state, leases, journal, self.activity, buffer.lease_s)
+        self.censoring = self.book.censoring
+        self._status = Status(state, leases, journal, self.activity, self.censoring, buffer.lease_s)
         self.granting = Granting(self.book, self.activity, self._status, stages)
         self.taking = Taking(self.book, self.activity, self._status, len(stages))
 
@@ -88,10 +91,12 @@ class Service:
     def handle(self, peer: str, request: Request, now: float) -> list[Reply]:
         """The replies to one request; they may be sent after the next `commit`."""
         self.activity.seen(peer, now)
+        self.book.now = now
         match request:
             case messages.Push():
                 return [self._push(peer, request.trajectory, now)]
             case messages.Lease():
+                self.activity.peers[peer].report(request.generated)
                 return [self.granting.lease(peer, request, now)]
             case messages.Renew():
                 return [self.granting.renew(peer, request, now)]
@@ -106,7 +111,9 @@ class Service:
             case messages.Resume():
                 return [self.taking.resume(peer, request)]
             case messages.Kept():
-                return [self.taking.kept(request)]
+                reply = self.taking.kept(request)
+                self.censoring.forget(self.book.replay.at.groups)
+                return [reply]
             case messages.Hello():
                 return [self._hello(peer, request)]
             case messages.Status():
@@ -123,6 +130,9 @@ class Service:
                 "group %d: %s was silent, members %s will be granted again", group_id, peer, members
             )
         self.book.journal.measure()
+        warning = self.censoring.alarm(now)
+        if warning:
+            log.warning("%s", warning)
 
     def status(self, now: float) -> dict[str, Any]:
         """Occupancy, ledger, rates, who waits for what: see `status.Status.full`."""
@@ -147,6 +157,7 @@ class Service:
                 )
         if request.role == "actor":
             self.activity.actors.add(peer)
+            self.activity.peers[peer].greet()
             # A first word means a new process: whatever an older one of this name held, it lost.
             self.book.leases.abandon(peer)
         return self.welcome
@@ -184,6 +195,18 @@ class Service:
         )
         book.record(record, None if evaluated else trajectory)
         book.leases.finish(group_id, member)
+        if held.kind == "rollout":
+            self.censoring.receive(
+                group_id,
+                held.task.env,
+                Sums(
+                    trajectories=1,
+                    tokens=tokens,
+                    turns=record.turns,
+                    seconds=trajectory.timing.get("total_s", 0.0),
+                    successes=int(trajectory.success),
+                ),
+            )
         if book.replay.too_old(held):
             book.evict([group_id], "stale" if held.state == "ready" else "age")
         return messages.Ack()
@@ -221,7 +244,8 @@ def main(args: RoleArgs) -> int:
     collect_rarely()
     config = load(args.run_dir / "config.yaml", [])
     # leases are measured with the server's clock, which is the monotonic one
-    service = Service.of_run(config, args.run_dir, None, time.monotonic())
+    tokenizer = tokenizer_hash(config.policy.path)
+    service = Service.of_run(config, args.run_dir, tokenizer, time.monotonic())
     server = Server(service, args.address, service.welcome.run_id)
     try:
         server.serve(stop)

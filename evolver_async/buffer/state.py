@@ -93,13 +93,16 @@ class State:
 
     def _granted(self, record: records.Granted) -> None:
         if record.pinned is None:
+            stage = self.replay.at.stage
             self.tasks.take(record.task)
         else:
+            stage = self.evaluations.stage_of(record.pinned)
             self.evaluations.granted(record.pinned)
         self.replay.open(
             record.group_id,
             record.task,
             record.kind,
+            stage,
             record.members,
             record.actor,
             record.wait,
@@ -144,10 +147,13 @@ class State:
         self.evaluations.confirm(record.delivered)
         head = self.replay.at.head
         if record.episodes and head is not None:
-            self.evaluations.request(head, record.take, record.episodes)
+            stage = self.replay.at.takes[record.take].stage
+            self.evaluations.request(head, record.take, stage, record.episodes)
 
     def _resumed(self, record: records.Resumed) -> None:
         before = self.replay.at.stage
+        for held in self.replay.settle(record.take):
+            self.ledger.close(held.kind, *held.fate, _amount(held))
         for held, fate, reason in self.replay.resume(
             record.lineage, record.parent, record.take, record.version
         ):
@@ -155,11 +161,16 @@ class State:
         for held in [held for held in self.replay.live("eval") if held.pinned]:
             self._evicted(held.group_id, "lineage")
         self.evaluations.abandon(record.lineage)
+        head = self.replay.at.head
+        if record.episodes and head is not None:
+            self.evaluations.request(head, record.take - 1, record.stage, record.episodes)
         if self.replay.at.stage != before:
             self.tasks.switch(self.sources[self.replay.at.stage])
 
     def _enter_stage(self, stage: int) -> None:
-        self.replay.at.stage = stage
+        at = self.replay.at
+        at.stage = stage
+        at.floor = at.head.step if at.head is not None else 0
         self.tasks.switch(self.sources[stage])
 
 

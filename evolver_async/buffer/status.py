@@ -3,6 +3,7 @@
 import msgspec
 
 from evolver_async.buffer.activity import Activity
+from evolver_async.buffer.censoring import Censoring
 from evolver_async.buffer.groups import Held
 from evolver_async.buffer.journal import Journal
 from evolver_async.buffer.leases import Leases
@@ -16,13 +17,21 @@ class Status:
     """Reads the parts of the service; changes nothing."""
 
     def __init__(
-        self, state: State, leases: Leases, journal: Journal, activity: Activity, lease_s: float
+        self,
+        state: State,
+        leases: Leases,
+        journal: Journal,
+        activity: Activity,
+        censoring: Censoring,
+        lease_s: float,
     ) -> None:
         self.state = state
         self.leases = leases
         self.journal = journal
         self.activity = activity
+        self.censoring = censoring
         self.lease_s = lease_s
+        self._sampled_before = state.ledger.sampled_tokens()  # in the journal, by whomever
 
     def admission(self, now: float) -> str:
         """Why no further group fits, and who can change that."""
@@ -88,7 +97,9 @@ class Status:
                     for fate in CLOSED
                 },
                 "door": _plain(self.state.ledger.door),
+                **self._generated(),
             },
+            "censoring": self.censoring.report(),
             "actors": {name: self._peer(name, now) for name in sorted(self.activity.actors)},
             "learner": self.activity.learner_waits(now),
             "waiting": {
@@ -113,7 +124,10 @@ class Status:
         }
 
     def counters(self, now: float) -> dict[str, float]:
-        """The metrics that go to the learner with every reply to DONE. `ledger/*`: trajectories."""
+        """The metrics that go to the learner with every reply to DONE.
+
+        `ledger/*`: trajectories, where the name does not say tokens.
+        """
         replay, ledger = self.state.replay, self.state.ledger
         kind = replay.numbers.kind
         counters: dict[str, float] = {
@@ -129,7 +143,19 @@ class Status:
             counters[f"ledger/{fate}"] = float(ledger.total(kind, fate).trajectories)
         for fate in DOOR:
             counters[f"ledger/{fate}"] = float(ledger.door[fate].trajectories)
-        return counters
+        for name, tokens in self._generated().items():
+            counters[f"ledger/{name}"] = float(tokens)
+        return counters | self.censoring.counters()
+
+    def _generated(self) -> dict[str, int]:
+        """Tokens that actors sampled since this buffer started, and those of them never taken in.
+
+        The latter died with an actor, were refused at the door, or are under way; actors speak of
+        them with each LEASE, so the count runs behind and may for a while be negative.
+        """
+        generated = self.activity.generated()
+        received = self.state.ledger.sampled_tokens() - self._sampled_before
+        return {"generated_tokens": generated, "unacknowledged_tokens": generated - received}
 
     def _occupancy(self) -> str:
         by_state = self.state.replay.by_state

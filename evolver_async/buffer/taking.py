@@ -3,6 +3,8 @@
 A take is recorded before its groups leave, so the same key always gets the same groups.
 """
 
+import msgspec
+
 from evolver_async.buffer import records
 from evolver_async.buffer.activity import Activity
 from evolver_async.buffer.book import Book
@@ -21,7 +23,7 @@ from evolver_async.messages import (
     Sample,
     Wait,
 )
-from evolver_async.schema import Group, WeightId
+from evolver_async.schema import EvalResult, Group, WeightId
 
 
 class Taking:
@@ -32,7 +34,7 @@ class Taking:
         self.activity = activity
         self.status = status
         self.stages = stages
-        self._resume: tuple[str, int, int, int] | None = None
+        self._resume: tuple[object, ...] | None = None
         self._delivered: set[WeightId] = set()
 
     def sample(self, peer: str, request: Sample, now: float) -> list[Reply]:
@@ -61,8 +63,8 @@ class Taking:
         return self._groups(request.take)
 
     def done(self, peer: str, request: Done, now: float) -> Reply:
-        """A repeated DONE changes nothing; it is how the learner asks for evaluation results."""
-        at, evaluations = self.book.replay.at, self.book.state.evaluations
+        """What became of a take. A repeated DONE changes nothing."""
+        at = self.book.replay.at
         self.activity.learner = peer
         fenced = self._fenced(request.lineage)
         if fenced:
@@ -89,8 +91,7 @@ class Taking:
                 if at.groups[group_id].state == "closed":
                     self.book.forget(group_id)
             self.book.sweep()
-        self._delivered |= {result.weights for result in evaluations.results}
-        return Ok(evals=list(evaluations.results), counters=self.status.counters(now))
+        return Ok(evals=self._results(), counters=self.status.counters(now))
 
     def resume(self, peer: str, request: Resume) -> Reply:
         at = self.book.replay.at
@@ -103,7 +104,11 @@ class Taking:
             )
         if request.version < 0:
             return Reject(reason=f"version: {request.version}")
-        asked = (peer, request.lineage, request.take, request.version)
+        if request.episodes < 0:
+            return Reject(reason=f"episodes: {request.episodes}")
+        if not 0 <= request.stage < self.stages:
+            return Reject(reason=f"stage: {request.stage} of {self.stages}")
+        asked = (peer, *msgspec.structs.astuple(request))
         used = any(taken.lineage == at.lineage for taken in at.takes.values())
         if asked != self._resume or used:  # else the reply was lost and the request sent again
             self.book.record(
@@ -112,10 +117,15 @@ class Taking:
                     parent=request.lineage,
                     take=request.take,
                     version=request.version,
+                    episodes=request.episodes,
+                    stage=request.stage,
                 )
             )
             self._resume = asked
+            self._delivered.clear()
             self.book.forget_gone()
+            for group_id in self.book.replay.by_state["closed"]:
+                self.book.forget(group_id)
             self._evict_other_stages()
             self.book.sweep()
         forks = [at.forks[lineage] for lineage in sorted(at.forks)]
@@ -128,7 +138,13 @@ class Taking:
         if request.take > replay.at.kept:
             self.book.record(records.Kept(take=request.take))
             self.book.spare = True
-        return Ok()
+        return Ok(evals=self._results())
+
+    def _results(self) -> list[EvalResult]:
+        """The results of evaluations; repeated until a DONE says that these were received."""
+        results = self.book.state.evaluations.results
+        self._delivered |= {result.weights for result in results}
+        return list(results)
 
     def _fenced(self, lineage: int) -> Fenced | None:
         newest = self.book.replay.at.lineage

@@ -36,14 +36,12 @@ class Rollout:
     max_tokens: int = 16  # per turn
     temperature: float = 1.0
     format_penalty: float = -0.1  # added to the reward for every turn that cannot be parsed
-    guided_fraction: float = 0.0  # share of members that get experience
 
 
 @dataclass
 class Engine:
     """What generates tokens."""
 
-    kind: str = "torch"
     slots: int = 64  # sequences decoded together
     prefill_tokens: int = 4096  # tokens (padding included) of one prefill step
     in_flight: str = (

@@ -1,11 +1,12 @@
 """What a configuration must satisfy: every impossible value or combination, named by its key.
 
 Tables say what a single value may be; the functions below say which values exclude each other.
-Nothing here reads files except `check_paths`.
+Nothing here touches files except `check_paths`.
 """
 
 import math
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from ipaddress import ip_address
@@ -22,7 +23,6 @@ class ConfigError(ValueError):
 CHOICES: dict[str, tuple[str, ...]] = {
     "policy.dtype": ("float32", "bfloat16"),
     "env.latency.kind": ("none", "fixed", "lognormal"),
-    "engine.kind": ("torch",),
     "engine.in_flight": ("keep", "wait"),
     "buffer.sampler": ("fifo", "freshest", "prioritized"),
     "buffer.straggler": ("evict", "wait"),
@@ -37,7 +37,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss.kl": ("k1", "k2", "k3"),
     "loss.kl_place": ("loss", "reward"),
     "learner.decay": ("none", "linear", "cosine"),
-    "weights.channel": ("shm",),
     "metrics.wandb": ("auto", "online", "offline", "disabled"),
     "metrics.panel": ("auto", "panel", "lines", "none"),
     "launch.kind": ("serial", "local"),
@@ -83,6 +82,7 @@ AT_LEAST: dict[str, float] = {
     "checkpoint.keep": 2,
     "metrics.samples_every": 1,
 }
+AT_MOST: dict[str, float] = {"rollout.max_turns": 32767}  # turns are numbered in 16 bits
 POSITIVE = (
     "env.step_timeout_s",
     "env.episode_timeout_s",
@@ -99,7 +99,6 @@ POSITIVE = (
     "selection.keep",
 )
 FRACTIONS = (
-    "rollout.guided_fraction",
     "selection.keep",
     "advantage.baseline_decay",
     "correction.max_masked",
@@ -133,7 +132,7 @@ def check_stage(config: Config, index: int) -> None:
 
 
 def check_paths(config: Config) -> None:
-    """Raises ConfigError when a path that the configuration names is not there."""
+    """Raises ConfigError when a path that the configuration names is not there, or not writable."""
     if config.policy.path:
         directory = Path(config.policy.path)
         if not directory.is_dir():
@@ -141,8 +140,14 @@ def check_paths(config: Config) -> None:
         for name in ("config.json", "tokenizer.json"):
             if not (directory / name).is_file():
                 raise ConfigError(f"policy.path: {directory} has no {name}")
-    if config.launch.kind == "local" and not Path(config.weights.dir).is_dir():
+    if not Path(config.weights.dir).is_dir():
         raise ConfigError(f"weights.dir: {config.weights.dir} is not a directory")
+    try:
+        tempfile.TemporaryDirectory(dir=config.weights.dir).cleanup()
+    except OSError as error:
+        raise ConfigError(
+            f"weights.dir: {config.weights.dir} cannot be written to: {error.strerror}"
+        ) from None
 
 
 def _leaves(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -162,6 +167,8 @@ def _check_values(values: dict[str, Any]) -> None:
         _choice(name, values[name], allowed)
     for name, least in AT_LEAST.items():
         _require(values[name] >= least, name, f"must be at least {least:g}, is {values[name]}")
+    for name, most in AT_MOST.items():
+        _require(values[name] <= most, name, f"must be at most {most:g}, is {values[name]}")
     for name in POSITIVE:
         _require(values[name] > 0, name, f"must be greater than 0, is {values[name]}")
     for name in FRACTIONS:
@@ -212,6 +219,16 @@ def _check_limits(config: Config, index: int) -> None:
         not stage.until_success or config.eval.every > 0,
         f"{where}.until_success",
         "needs evaluations: eval.every is 0",
+    )
+    _require(
+        stage.kind != "sft" or any((stage.steps, stage.tokens, stage.hours)),
+        f"{where}.until_success",
+        "an sft stage is evaluated only after its end: give it steps, tokens or hours",
+    )
+    _require(
+        not stage.refresh_reference or config.loss.kl_coef > 0,
+        f"{where}.refresh_reference",
+        "there is no reference: loss.kl_coef is 0",
     )
     _require(
         config.learner.decay == "none" or stage.steps > 0,
@@ -313,11 +330,6 @@ def _check_learner(config: Config) -> None:
         correction.anchor != "interpolate" or correction.kind == "decoupled",
         "correction.anchor",
         f"interpolate needs correction.kind=decoupled, not {correction.kind}",
-    )
-    _require(
-        correction.anchor != "interpolate" or config.rollout.guided_fraction == 0,
-        "correction.anchor",
-        "interpolate cannot score guided tokens: rollout.guided_fraction must be 0",
     )
     _require(
         loss.kl != "k1" or loss.kl_place == "reward",

@@ -18,8 +18,36 @@ from omegaconf.errors import OmegaConfBaseException
 from evolver_async.config import Config, Stage
 from evolver_async.config.check import ConfigError, check, check_stage
 
-# Sections that shape the whole run or its processes, so that one stage cannot change them.
-WHOLE_RUN = ("run", "policy", "engine", "stages", "weights", "checkpoint", "metrics", "launch")
+# What shapes the whole run or its processes, so that one stage cannot change it: sections, and keys
+# of sections of which the rest may differ by stage.
+WHOLE_RUN = {
+    "run",
+    "policy",
+    "engine",
+    "actors",
+    "stages",
+    "eval",
+    "weights",
+    "checkpoint",
+    "metrics",
+    "launch",
+    *(
+        f"learner.{name}"
+        for name in ("betas", "eps", "weight_decay", "device", "threads", "max_bad_steps")
+    ),
+    *(
+        f"buffer.{name}"
+        for name in (
+            "lease_s",
+            "stall_s",
+            "limit_bytes",
+            "disk_limit_bytes",
+            "segment_bytes",
+            "archive",
+            "address",
+        )
+    ),
+}
 
 
 def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
@@ -45,9 +73,11 @@ def stage_config(config: Config, index: int) -> Config:
     """The configuration that holds during stage `index`: its `override` merged in, and checked."""
     override = config.stages[index].override
     where = f"stages[{index}].override"
-    for section in override:
-        if section in WHOLE_RUN:
-            raise ConfigError(f"{where}.{section}: belongs to the whole run, not to one stage")
+    for section, keys in override.items():
+        named = [f"{section}.{name}" for name in keys] if isinstance(keys, dict) else []
+        for name in (section, *named):
+            if name in WHOLE_RUN:
+                raise ConfigError(f"{where}.{name}: belongs to the whole run, not to one stage")
     try:
         merged = _to_config(_apply(OmegaConf.structured(config), override))
         check_stage(merged, index)

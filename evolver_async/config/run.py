@@ -53,7 +53,7 @@ class Stage:
     )
     override: dict[str, Any] = field(
         default_factory=dict
-    )  # any section's keys, for this stage only
+    )  # keys of other sections, for this stage only; those of the whole run are refused
 
 
 @dataclass
@@ -75,7 +75,6 @@ class Buffer:
     archive: str = (
         "none"  # what becomes of old segments: none deletes them, all keeps them in journal/archive
     )
-    commit_s: float = 0.02  # longest wait of one group commit
     max_attempts: int = (
         2  # attempts of one member that may fail in the environment before the task is quarantined
     )
@@ -84,9 +83,8 @@ class Buffer:
 
 @dataclass
 class Weights:
-    """How weights travel from the learner to the actors."""
+    """How weights travel from the learner to the actors: as files in shared memory of one host."""
 
-    channel: str = "shm"  # shm: versioned snapshots in shared memory on one host
     dir: str = "/dev/shm"  # where the snapshots' private directory is made
 
 

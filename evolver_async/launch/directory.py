@@ -1,7 +1,8 @@
 """The run directory: made whole or not at all, locked by one launcher, resumed where that is sound.
 
 `config.yaml` is the resolved configuration, `policy/` the model that training began with,
-`run.json` says how to reach a running job, `lock` is held as long as one runs.
+`exact.json` what the best possible policy would reach, `run.json` says how to reach a running job,
+`lock` is held as long as one runs.
 """
 
 import fcntl
@@ -16,12 +17,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from evolver_async.buffer.granting import source_of
+from evolver_async.buffer.tasks import held_out_task
 from evolver_async.checkpoint import load_newest
 from evolver_async.config import Config
 from evolver_async.config.check import ConfigError, check_paths
-from evolver_async.config.load import dump, load
-from evolver_async.launch.roles import check_wings
+from evolver_async.config.load import dump, load, stage_config
+from evolver_async.launch.roles import USER_ERROR, check_wings, resolve
 from evolver_async.transport import check_address
+
+STATE = "state.json"  # of a checkpoint: the learner's numbers
+EXACT = "exact.json"
 
 
 def create(config: Config, recipe: Path | None) -> tuple[Config, Path]:
@@ -47,6 +53,7 @@ def create(config: Config, recipe: Path | None) -> tuple[Config, Path]:
     try:
         dump(resolved, run_dir / "config.yaml")
         _prepare_policy(run_dir)
+        _measure(resolved, run_dir)
     except BaseException:
         shutil.rmtree(run_dir)
         raise
@@ -60,7 +67,12 @@ def resume(run_dir: Path, dotlist: Sequence[str]) -> Config:
     """
     config = load(run_dir / "config.yaml", dotlist)
     _check(config)
-    load_newest(run_dir / "checkpoints", run_dir.name)
+    newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
+    if (newest / STATE).is_file():
+        state = json.loads((newest / STATE).read_text())
+        if state["stage"] >= len(config.stages) and not state["pending"]:
+            raise ConfigError(f"{run_dir}: is finished; there is nothing to go on with")
+    _measure(config, run_dir)
     if dotlist:
         part = run_dir / ".config.yaml"
         dump(config, part)
@@ -118,8 +130,27 @@ def _check(config: Config) -> None:
             raise ConfigError(f"buffer.address: {error.strerror}") from None
 
 
+def _measure(config: Config, run_dir: Path) -> None:
+    """Write what the random and the optimal policy reach on the maps of the last evaluation.
+
+    Nothing is written where the environment cannot compute it.
+    """
+    last = stage_config(config, len(config.stages) - 1)
+    source = source_of(last)
+    episodes = config.eval.final_episodes or config.eval.episodes
+    tasks = [held_out_task(source, number) for number in range(episodes)]
+    values = resolve("exact")(tasks, last.rollout.max_turns)
+    (run_dir / EXACT).unlink(missing_ok=True)
+    if values is not None:
+        content = {"random": values.random, "optimal": values.optimal, "episodes": episodes}
+        (run_dir / EXACT).write_text(json.dumps(content))
+
+
 def _prepare_policy(run_dir: Path) -> None:
-    """In a process of its own, because it needs torch and its caller does not."""
+    """In a process of its own, because it needs torch and its caller does not.
+
+    It refuses a configuration in one sentence; any other error is about the model.
+    """
     log_file = run_dir / "logs" / "prepare.log"
     log_file.parent.mkdir()
     with open(log_file, "wb") as output:
@@ -130,5 +161,8 @@ def _prepare_policy(run_dir: Path) -> None:
             stderr=subprocess.STDOUT,
             check=False,
         )
+    if done.returncode == USER_ERROR:
+        _, _, sentence = last_lines(log_file, 1).partition(": ")  # behind time, level and logger
+        raise ConfigError(sentence)
     if done.returncode != 0:
         raise ConfigError(f"policy.path: {last_lines(log_file, 1)}")

@@ -3,8 +3,8 @@
     starts    buffer → (answers STATUS) → learner, actors
     watches   by handle; who dies is started again under a new incarnation, within the budget
     ends      when the learner is done, on a signal, or when somebody cannot be kept alive:
-              learner first (it writes a checkpoint), then actors, then the buffer; killed after
-              `launch.drain_s`, or at once at the second signal
+              learner first (it writes a checkpoint), then actors, then the buffer; each killed
+              after `launch.drain_s`, or at once at the second signal
 
 No child outlives this process, however it ends: the kernel kills them too (see `roles.die_with`).
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from evolver_async.config import Config
 from evolver_async.launch.directory import announce, last_lines
-from evolver_async.launch.roles import USER_ERROR, weights_dir
+from evolver_async.launch.roles import TRAINING_ERROR, USER_ERROR, weights_dir
 from evolver_async.messages import Status
 from evolver_async.transport import DealerClient, Rejected
 from evolver_async.weights.base import PREFIX, claim, sweep
@@ -147,11 +147,13 @@ class Launcher:
         elif code == 0 and child.role == "actor":
             log.warning("%s was told to leave and did", child.name)
             self.children.remove(child)
-        elif code == USER_ERROR or child.restarts >= launch.restarts:
+        elif code in (USER_ERROR, TRAINING_ERROR):
+            raise RunFailed(f"{child.name} cannot go on: {self.last_words(child, 1)}", code)
+        elif child.restarts >= launch.restarts:
             raise RunFailed(
                 f"{child.name} {_ended(code)} and is not started again"
                 f" (restarted {child.restarts} times):\n{self.last_words(child)}",
-                USER_ERROR if code == USER_ERROR else 1,
+                1,
             )
         else:
             pause_s = launch.backoff_s * 2**child.restarts
@@ -168,9 +170,9 @@ class Launcher:
             )
 
     def end(self) -> None:
-        """End every child, by handle."""
-        deadline = time.monotonic() + self.config.launch.drain_s
+        """End every child, by handle; who must wait for others loses none of its own time."""
         for role in ("learner", "actor", "buffer"):
+            deadline = time.monotonic() + self.config.launch.drain_s
             running = [child.process for child in self.children if child.role == role]
             for process in running:
                 process.terminate()

@@ -31,6 +31,8 @@ PROCESSES = {
 # Everything else that a wing offers by name.
 ROLES = PROCESSES | {
     "eval": "actors.evaluate:evaluate",  # (run_dir, episodes) -> one line
+    "exact": "actors.envs.base:exact",  # (tasks, max_turns) -> random and optimal, or None
+    "check_prompts": "actors.prompts:check",  # (config) -> None
     "export": "learner.export:export",  # (run_dir, out) -> one line
     "serial_actor": "actors.worker:build",
     "serial_learner": "learner.train:build",
@@ -38,10 +40,16 @@ ROLES = PROCESSES | {
 # Each raises ValueError, naming the key, for what only its wing can tell about a configuration.
 CHECKS = ("actors.check:check",)
 
-USER_ERROR = 2  # the exit code of a mistake that starting again would repeat
+# Exit codes of ends that starting again would only repeat.
+USER_ERROR = 2
+TRAINING_ERROR = 3
 SET_PDEATHSIG = 1  # of prctl
 
 log = logging.getLogger(__name__)
+
+
+class TrainingError(RuntimeError):
+    """The run cannot usefully go on, however often it is started again; says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +79,7 @@ def check_wings(config: Config) -> None:
 
 
 def run_process(role: str, args: RoleArgs, log_file: Path | None) -> int:
-    """Run a role's `main` as this process; errors end up in the log and give exit code 1 or 2."""
+    """Run a role's `main` as this process; errors end up in the log and give exit code 1 to 3."""
     set_up_logging(log_file, logging.ERROR)
     if args.parent_pid is not None:
         die_with(args.parent_pid)
@@ -81,6 +89,9 @@ def run_process(role: str, args: RoleArgs, log_file: Path | None) -> int:
     except (ConfigError, CheckpointError) as error:
         log.error("%s", error)
         return USER_ERROR
+    except TrainingError as error:
+        log.error("%s", error)
+        return TRAINING_ERROR
     except Exception:
         log.exception("%s failed", args.name)
         return 1

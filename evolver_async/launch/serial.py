@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 
 from evolver_async.buffer.service import Service
 from evolver_async.config import Config
-from evolver_async.config.load import to_dict
 from evolver_async.launch import roles
-from evolver_async.messages import Welcome
+from evolver_async.tokenizer import tokenizer_hash
 from evolver_async.transport import LocalClient, LocalServer
 
 T = TypeVar("T")
@@ -48,11 +47,9 @@ def run(config: Config, run_dir: Path) -> int:
     """Train in this process, in a run directory made by `directory.create`; returns 0."""
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)
-    run_id = run_dir.name
-    address = str(roles.weights_dir(config, run_dir))
-    welcome = Welcome(run_id=run_id, config=to_dict(config), weights_address=address)
-    service = Service(config, run_id, run_dir / "journal", welcome, None, now=0.0)
-    server = LocalServer(service, run_id)
+    service = Service.of_run(config, run_dir, tokenizer_hash(config.policy.path), now=0.0)
+    address = service.welcome.weights_address
+    server = LocalServer(service, run_dir.name)
     build_actor = roles.resolve("serial_actor")
     build_learner = roles.resolve("serial_learner")
 

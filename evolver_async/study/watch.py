@@ -21,6 +21,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from evolver_async.config import Config
+from evolver_async.launch.directory import EXACT
 from evolver_async.messages import Status
 from evolver_async.transport import DealerClient
 
@@ -51,23 +52,23 @@ class Tail:
 
 
 class View:
-    """What is known of a run from its rows. `steps`: learner steps of all stages, 0 = unknown."""
+    """What is known of a run from its rows. `steps`: learner steps of all stages, 0 = unknown.
 
-    def __init__(self, name: str, steps: int) -> None:
+    `exact`: the success of the `random` and of the `optimal` policy on the evaluation's tasks.
+    """
+
+    def __init__(self, name: str, steps: int, exact: dict[str, float] | None = None) -> None:
         self.name = name
         self.steps = steps
+        self.exact = exact
         self.row: dict[str, Any] = {}
         self.evals: list[float] = []
-        self.exact: dict[str, float] = {}
         self.waiting: list[str] = []
         self.line_due_s = 0.0
         self.first: tuple[int, float] | None = None
 
     def feed(self, row: dict[str, Any]) -> str | None:
         """Take in a row; returns the line to print for it, where it deserves one."""
-        if row.get("event") == "exact":
-            self.exact = {name: row[name] for name in ("random", "optimal")}
-            return f"exact success on the held-out tasks:{self._beside()}"
         if "eval/success" in row:
             self.evals.append(row["eval/success"])
             return (
@@ -143,9 +144,9 @@ class View:
         return (self.steps - self.row["step"]) * seconds / steps if steps > 0 else None
 
     def _beside(self) -> str:
-        if not self.exact:
+        if self.exact is None:
             return ""
-        return " (random {random:.3f}, optimal {optimal:.3f})".format(**self.exact)
+        return " (random policy {random:.3f}, optimal {optimal:.3f})".format_map(self.exact)
 
 
 class _Numbers(dict[str, Any]):
@@ -196,7 +197,9 @@ def _show(
 ) -> None:
     """Follow the metrics until `stop`, and once more after it."""
     tail = Tail(run_dir / "metrics.jsonl")
-    view = View(run_dir.name, _steps(config))
+    measured = run_dir / EXACT
+    exact = json.loads(measured.read_text()) if measured.exists() else None
+    view = View(run_dir.name, _steps(config), exact)
     if embedded:
         for row in tail.rows():  # of the launches before
             view.feed(row)

@@ -63,7 +63,7 @@ class ShmPublisher:
         self._waiting: list[tuple[WeightId, _Snapshot]] = []
         self._spare: list[_Snapshot] = []
         self._writing: WeightId | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._closed = False
         self._changed = threading.Condition()
         self._thread = None
@@ -116,7 +116,7 @@ class ShmPublisher:
                     return
             try:
                 self._write_next()
-            except OSError as error:
+            except Exception as error:
                 with self._changed:
                     self._error = error
                     self._changed.notify_all()
@@ -145,7 +145,9 @@ class ShmPublisher:
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            raise OSError(f"cannot publish weights to {self.directory}: {self._error}")
+            raise OSError(
+                f"cannot publish weights to {self.directory}: {self._error}"
+            ) from self._error
 
 
 class ShmReceiver:

@@ -1,0 +1,83 @@
+"""What became of the groups of one take, and what the actors had brought. Pure."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from evolver_async.schema import Group, TurnFlag
+from learner.advantage import zero_spread
+from learner.batch import Batch, Minibatch
+
+NON_FINITE = "non_finite"  # why groups were left out whose update could not be applied
+
+
+@dataclass
+class Outcome:
+    """What became of the groups of one take. `updates` optimizer updates were applied."""
+
+    trained: list[int]
+    filtered: dict[str, list[int]]
+    updates: int
+    tokens: int
+    metrics: dict[str, float]
+    batch: Batch | None = None
+    groups: list[Group] = field(default_factory=list)
+
+
+@dataclass
+class Applied:
+    """The minibatches whose updates were applied, and the indices of groups that are in none."""
+
+    minibatches: list[Minibatch]
+    left_out: set[int]
+    metrics: dict[str, float]
+
+    @classmethod
+    def of(
+        cls, minibatches: list[Minibatch], applied: list[Minibatch], metrics: dict[str, float]
+    ) -> "Applied":
+        return cls(applied, _groups(minibatches) - _groups(applied), metrics)
+
+    def outcome(
+        self,
+        groups: list[Group],
+        filtered: dict[str, list[int]],
+        metrics: dict[str, float],
+        batch: Batch | None,
+    ) -> Outcome:
+        left_out = [groups[index].group_id for index in sorted(self.left_out)]
+        trained = [group.group_id for group in groups if group.group_id not in left_out]
+        return Outcome(
+            trained,
+            filtered | ({NON_FINITE: left_out} if left_out else {}),
+            len(self.minibatches),
+            sum(minibatch.tokens for minibatch in self.minibatches),
+            metrics,
+            batch,
+            groups,
+        )
+
+
+def _groups(minibatches: list[Minibatch]) -> set[int]:
+    """The indices of the groups that have members in these minibatches."""
+    return {int(index) for m in minibatches for index in m.batch.group_P[m.members]}
+
+
+def rollout_metrics(groups: list[Group]) -> dict[str, float]:
+    """What the actors brought, before selection."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    rewards = np.array([trajectory.reward for trajectory in trajectories])
+    group_P = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
+    turns = np.array([len(trajectory.turn_rewards) for trajectory in trajectories])
+    errors = sum(
+        int((trajectory.turn_flags & TurnFlag.FORMAT_ERROR).astype(bool).sum())
+        for trajectory in trajectories
+    )
+    return {
+        "train/reward_mean": float(rewards.mean()),
+        "train/reward_std": float(rewards.std()),
+        "train/success": float(np.mean([trajectory.success for trajectory in trajectories])),
+        "train/turns_mean": float(turns.mean()),
+        "train/format_errors": errors / max(1, int(turns.sum())),
+        "train/zero_spread": float(zero_spread(rewards, group_P).mean()),
+    }

@@ -1,0 +1,176 @@
+"""The training loop: evaluations across stages and restarts, and ends that are not planned."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evolver_async.checkpoint import load_newest, valid
+from evolver_async.config import Config
+from evolver_async.config.load import dump, load
+from evolver_async.launch.roles import RoleArgs, TrainingError, resolve
+from evolver_async.launch.serial import run
+from evolver_async.metrics import Metrics
+from evolver_async.schema import EvalResult, WeightId
+from evolver_async.transport import DealerClient
+from evolver_async.weights.shm import ShmPublisher
+from learner.evaluations import Evaluations
+from learner.state import Asked, State
+from learner.train import build
+
+RECIPE = """
+env: {name: bandit}
+policy: {max_length: 64, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 32}
+rollout: {group_size: 2, max_turns: 1, max_tokens: 2}
+actors: {count: 1, groups: 2}
+advantage: {kind: reinforce}
+learner: {groups_per_step: 2, minibatches: 1, decay: none}
+stages: [{kind: rl, steps: 2}]
+eval: {every: 0, episodes: 4, final_episodes: 6}
+launch: {kind: serial}
+"""
+
+
+def prepared(tmp_path: Path, *dotlist: str) -> tuple[Config, Path]:
+    """A configuration with a policy, and its run directory."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir(exist_ok=True)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    paths = [f"policy.path={run_dir}/policy", f"weights.dir={tmp_path}"]
+    config = load(tmp_path / "recipe.yaml", [*paths, *dotlist])
+    dump(config, run_dir / "config.yaml")
+    resolve("prepare")(RoleArgs(address="", name="prepare", incarnation=0, run_dir=run_dir))
+    return config, run_dir
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def state_of(run_dir: Path) -> dict[str, Any]:
+    newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
+    return json.loads((newest / "state.json").read_text())
+
+
+def test_a_resume_after_the_last_step_still_gets_the_final_evaluation(tmp_path: Path) -> None:
+    config, run_dir = prepared(tmp_path, "eval.timeout_s=1.0e-6")
+    assert run(config, run_dir) == 0
+    outstanding = [{"version": 2, "stage": 0, "episodes": 6}]
+    assert state_of(run_dir)["pending"] == outstanding
+    assert not any("eval/success" in row for row in rows(run_dir))
+    config, _ = prepared(tmp_path)
+    assert run(config, run_dir) == 0
+    (result,) = [row for row in rows(run_dir) if "eval/success" in row]
+    assert (result["step"], result["eval/version"], result["eval/episodes"]) == (2, 2, 6)
+    assert state_of(run_dir)["pending"] == []
+
+
+def test_told_to_end_without_a_buffer_it_leaves_a_checkpoint(tmp_path: Path) -> None:
+    config, run_dir = prepared(tmp_path)
+    loop = asyncio.new_event_loop()
+
+    async def connect() -> DealerClient:
+        return DealerClient(f"ipc://{tmp_path}/nobody", "run", "learner")
+
+    client = loop.run_until_complete(connect())
+    learner = build(config, run_dir, client, loop.run_until_complete)
+    try:
+        loop.call_later(0.1, setattr, learner, "stopping", True)
+        assert learner.run() == 0
+    finally:
+        learner.close()
+        client.close()
+        loop.close()
+    assert len(valid(run_dir / "checkpoints")) == 1
+
+
+def test_a_run_that_has_nothing_to_train_on_says_so(tmp_path: Path) -> None:
+    config, run_dir = prepared(
+        tmp_path, "selection={kind: spread, max_empty: 2}", "stages.0.steps=50", "learner.lr=0"
+    )
+    with pytest.raises(TrainingError, match="2 steps in a row had nothing to train on"):
+        run(config, run_dir)
+
+
+class Bench:
+    """The learner's evaluations with a real weight channel and real metrics."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+        self.publisher = ShmPublisher(tmp_path / "weights", keep=2, background=False)
+        self.metrics = Metrics(tmp_path)
+        self.evaluations = Evaluations(
+            self.publisher, self.metrics, every=2, episodes=4, final_episodes=8
+        )
+
+    def rows(self) -> list[float]:
+        return [row["eval/success"] for row in rows(self.directory)]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def result(lineage: int, step: int, success: float, episodes: int = 4) -> EvalResult:
+    return EvalResult(
+        weights=WeightId(lineage=lineage, step=step),
+        step=step,
+        episodes=episodes,
+        success=success,
+        reward_mean=0.0,
+        turns_mean=1.0,
+    )
+
+
+def test_results_are_those_of_exact_weights_and_count_once(bench: Bench) -> None:
+    state = State(lineage=2, version=5)
+    bench.evaluations.ask(state, 0, 4)
+    bench.evaluations.take_in(state, [result(1, 5, 0.25)], 0.0)
+    assert bench.rows() == [] and len(state.pending) == 1
+    for _ in range(2):
+        bench.evaluations.take_in(state, [result(2, 5, 0.75)], 0.0)
+    assert bench.rows() == [0.75] and state.pending == []
+    assert state.eval_success == 0.75
+
+
+def test_a_version_is_outstanding_once(bench: Bench) -> None:
+    state = State(version=5)
+    bench.evaluations.ask(state, 0, 4)
+    bench.evaluations.ask(state, 0, 8)
+    assert state.pending == [Asked(version=5, stage=0, episodes=8)]
+
+
+def test_only_the_resumed_version_is_evaluated_again(bench: Bench) -> None:
+    asked = [Asked(version=version, stage=0, episodes=4) for version in (3, 5)]
+    state = State(version=5, pending=list(asked))
+    assert bench.evaluations.ask_again(state) == asked[1]
+    assert state.pending == asked[1:]
+    state.version = 6
+    assert bench.evaluations.ask_again(state) is None and state.pending == []
+
+
+def test_an_evaluation_without_episodes_is_no_success_of_zero(bench: Bench) -> None:
+    state = State(version=5)
+    bench.evaluations.ask(state, 0, 4)
+    bench.evaluations.take_in(state, [result(0, 5, 0.0, episodes=0)], 0.0)
+    assert bench.rows() == [] and state.pending == [] and state.eval_success == -1.0
+
+
+def test_the_last_stage_s_success_does_not_end_the_next_one(bench: Bench) -> None:
+    state = State(version=5)
+    bench.evaluations.ask(state, 0, 4)
+    state.stage = 1
+    bench.evaluations.take_in(state, [result(0, 5, 1.0)], 0.0)
+    assert bench.rows() == [1.0] and state.eval_success == -1.0
+
+
+def test_when_evaluations_are_due(bench: Bench) -> None:
+    due = bench.evaluations.due
+    assert due(2, over=False, last=False, changed=True) == 4
+    assert due(3, over=False, last=False, changed=True) == 0
+    assert due(2, over=False, last=False, changed=False) == 0
+    assert due(3, over=True, last=False, changed=False) == 4
+    assert due(3, over=True, last=True, changed=True) == 8

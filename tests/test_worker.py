@@ -1,0 +1,214 @@
+"""The actor's loops: what ends them, what is given back, which weights they hold."""
+
+import asyncio
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launches import COMMAND, DEADLINE_S
+from msgspec.structs import replace
+from test_rollout import CHAT, RIGHT, Corridor, FakeEngine, corridor
+
+from actors.engines.base import Generation, Request
+from actors.worker import Worker
+from evolver_async import messages
+from evolver_async.config import Config, Stage
+from evolver_async.config.load import dump, load
+from evolver_async.launch.serial import VirtualLoop
+from evolver_async.schema import Ticket, WeightId
+from evolver_async.tokenizer import tokenizer_hash
+from evolver_async.transport import DealerClient, LocalClient, LocalServer, Rejected
+from evolver_async.weights.shm import ShmPublisher, ShmReceiver
+from evolver_async.wire import SCHEMA_HASH
+
+
+def version(step: int) -> WeightId:
+    return WeightId(lineage=1, step=step)
+
+
+class Unsolvable(Corridor):
+    """Its solver fails."""
+
+    def actions(self) -> list[str]:
+        return ["left", "right"]
+
+    def solve(self) -> list[str]:
+        raise KeyError("no way")
+
+
+class Walker(FakeEngine):
+    """Always walks right; `failure` is raised instead, `pause_s` comes before."""
+
+    def __init__(self, failure: Exception | None = None, pause_s: float = 0.0) -> None:
+        super().__init__({})
+        self.failure = failure
+        self.pause_s = pause_s
+
+    async def generate(self, request: Request) -> Generation:
+        self.requests.append(request)
+        await asyncio.sleep(self.pause_s)
+        if self.failure is not None:
+            raise self.failure
+        tokens = CHAT.tokens_of(RIGHT)
+        assert self.weights is not None
+        weights = [self.weights] * len(tokens)
+        return Generation(tokens=tokens, logprobs=[-1.0] * len(tokens), weights=weights)
+
+
+class Buffer:
+    """Grants the tickets it was given, each at its time, and writes down all requests."""
+
+    def __init__(self, *tickets: tuple[float, Ticket], refuses: str = "") -> None:
+        self.tickets = list(tickets)
+        self.refuses = refuses
+        self.requests: list[Any] = []
+
+    def handle(self, peer: str, request: Any, now: float) -> list[messages.Reply]:
+        if isinstance(request, messages.Lease):
+            due = [ticket for at, ticket in self.tickets if at <= now]
+            self.tickets = [(at, ticket) for at, ticket in self.tickets if at > now]
+            return [messages.Tickets(tickets=due) if due else messages.Wait(reason="none")]
+        self.requests.append(request)
+        if isinstance(request, messages.Push):
+            reject = messages.Reject(reason=self.refuses)
+            return [reject if self.refuses else messages.Ack()]
+        return [messages.Ok()]
+
+    def commit(self) -> None: ...
+
+    def tick(self, now: float) -> None: ...
+
+    def seen(self, kind: type) -> list[Any]:
+        return [request for request in self.requests if isinstance(request, kind)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """Runs a worker against a buffer, for a time or until it ends by itself."""
+    loop = VirtualLoop()
+    publisher = ShmPublisher(tmp_path / "w", background=False)
+    publisher.publish(version(1), {"w": torch.zeros(1)})
+
+    def run(buffer: Buffer, engine: FakeEngine, seconds: float) -> None:
+        async def play() -> None:
+            server = LocalServer(buffer, "run")
+            server.start()
+            worker = worker_of(LocalClient(server, "actor-0"), engine, publisher)
+            loop.call_later(seconds, worker.stop.set)
+            await worker.run()
+            server.close()
+
+        loop.run_until_complete(play())
+
+    yield run
+    publisher.close()
+    loop.close()
+
+
+def worker_of(client: Any, engine: FakeEngine, publisher: ShmPublisher, lag: int = 0) -> Worker:
+    config = Config(stages=[Stage(kind="sft", steps=5)])
+    config.actors.weight_lag = lag
+    receiver = ShmReceiver(publisher.address)
+    return Worker(config, client, receiver, engine, CHAT, "actor-0", 0)
+
+
+def granted(changes: dict[str, Any] | None = None, **params: Any) -> Ticket:
+    return replace(corridor(members=2, **params), **(changes or {}))
+
+
+def test_a_rejected_trajectory_ends_the_worker_and_the_ticket_is_given_back(
+    run: Callable[..., None],
+) -> None:
+    buffer = Buffer((0.0, granted()), refuses="tokens: wrong")
+    with pytest.raises(ExceptionGroup) as caught:
+        run(buffer, Walker(), 60.0)
+    assert caught.group_contains(Rejected, match="tokens: wrong")
+    (release,) = buffer.seen(messages.Release)
+    assert release.reason == "error" and release.members == [0, 1]
+
+
+def test_a_failing_engine_ends_the_worker_and_other_tickets_are_given_back(
+    run: Callable[..., None],
+) -> None:
+    other = granted({"kind": "demo", "group_id": 1}, length=10**6)
+    buffer = Buffer((0.0, granted()), (0.0, other))
+    with pytest.raises(ExceptionGroup) as caught:
+        run(buffer, Walker(FloatingPointError("logits"), pause_s=0.0), 60.0)
+    assert caught.group_contains(FloatingPointError)
+    reasons = {release.group_id: release.reason for release in buffer.seen(messages.Release)}
+    assert reasons[0] == "error"
+
+
+def test_a_failing_solver_is_the_environments_failure(run: Callable[..., None]) -> None:
+    ticket = granted({"kind": "demo"})
+    ticket = replace(ticket, task=replace(ticket.task, env=f"{__name__}:Unsolvable"))
+    buffer = Buffer((0.0, ticket))
+    run(buffer, Walker(), 5.0)
+    (release,) = buffer.seen(messages.Release)
+    assert release.reason == "environment" and release.members == [0, 1]
+
+
+def test_a_group_granted_anew_replaces_its_older_attempt(run: Callable[..., None]) -> None:
+    again = granted({"attempt": 1}, length=1)
+    buffer = Buffer((0.0, granted(length=1)), (1.0, again))
+    run(buffer, Walker(pause_s=3.0), 10.0)
+    pushed = [push.trajectory for push in buffer.seen(messages.Push)]
+    assert sorted((one.attempt, one.member) for one in pushed) == [(1, 0), (1, 1)]
+    assert buffer.seen(messages.Release) == []
+
+
+def test_a_forced_lag_never_goes_behind_what_tickets_allow(tmp_path: Path) -> None:
+    publisher = ShmPublisher(tmp_path / "w", keep=9, background=False)
+    for step in range(3):
+        publisher.publish(version(step), {"w": torch.zeros(1)})
+    worker = worker_of(None, Walker(), publisher, lag=2)
+    assert worker.target() == version(0)
+
+    async def start() -> None:
+        worker.start(granted())  # allows any weights
+        assert worker.target() == version(0)
+        worker.start(granted({"weights": version(1)}))
+        assert worker.target() == version(1)
+        publisher.publish(version(4), {"w": torch.zeros(1)})  # 3 was overtaken
+        assert worker.target() == version(2)
+        worker.start(granted({"weights": version(3)}))
+        assert worker.target() == version(4)
+        for _, _, task in worker.running.values():
+            task.cancel()
+
+    asyncio.run(start())
+    publisher.close()
+
+
+def test_the_buffer_refuses_the_first_actor_with_another_tokenizer(
+    tmp_path: Path,
+) -> None:
+    policy, sockets = tmp_path / "policy", Path(tempfile.mkdtemp())
+    policy.mkdir()
+    (policy / "tokenizer.json").write_text("{}")
+    dump(load(None, ["stages.0.steps=5", f"policy.path={policy}"]), tmp_path / "config.yaml")
+    address = f"ipc://{sockets}/s"
+    command = [*COMMAND, "buffer", "--connect", address, "--run", str(tmp_path)]
+    buffer = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+    async def join(tokenizer: str) -> object:
+        client = DealerClient(address, sender="actor-9")
+        try:
+            hello = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, tokenizer=tokenizer)
+            return await client.request(hello, DEADLINE_S)
+        finally:
+            client.close()
+
+    try:
+        with pytest.raises(Rejected, match="tokenizer: actor-9 has another"):
+            asyncio.run(join("another"))
+        assert isinstance(asyncio.run(join(tokenizer_hash(policy))), messages.Welcome)
+    finally:
+        buffer.terminate()
+        buffer.wait(DEADLINE_S)
+        shutil.rmtree(sockets)
