@@ -24,7 +24,7 @@ from evolver_async.config.check import ConfigError
 from evolver_async.config.load import from_dict, stage_config
 from evolver_async.launch.roles import RoleArgs, collect_rarely
 from evolver_async.schema import Ticket, Trajectory, WeightId, key
-from evolver_async.transport import Client, DealerClient
+from evolver_async.transport import Client, DealerClient, Rejected
 from evolver_async.weights.base import Receiver, WeightsGone
 from evolver_async.weights.shm import ShmReceiver
 from evolver_async.wire import SCHEMA_HASH
@@ -93,6 +93,7 @@ class Worker:
             for task in (*loops, *ends):
                 task.cancel()
             await self.drain()
+            await self.leave()
             await self.engine.close()
             self.receiver.close()
 
@@ -105,7 +106,7 @@ class Worker:
                 messages.Lease(
                     credit=self.free(),
                     weights=self.engine.weights,
-                    generated=int(self.engine.stats()["generated"]),
+                    generated=self.generated(),
                 )
             )
             if isinstance(reply, messages.Wait):
@@ -136,6 +137,10 @@ class Worker:
         log.warning("group %d, attempt %d is fenced: %s", *place, reason)
         self.fenced.add(place)
         self.running[place][2].cancel()
+
+    def generated(self) -> int:
+        """ACTION tokens sampled by this process."""
+        return int(self.engine.stats()["generated"])
 
     def free(self) -> int:
         """Groups of the usual size that still fit."""
@@ -308,6 +313,16 @@ class Worker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def leave(self) -> None:
+        """Ask for nothing any more: a LEASE that is still parked is not granted after this."""
+        try:
+            await self.client.request(
+                messages.Lease(credit=0, weights=None, generated=self.generated()),
+                timeout_s=RELEASE_TIMEOUT_S,
+            )
+        except (TimeoutError, Rejected) as error:
+            log.warning("left without a word: %s", error)
 
 
 def _place(ticket: Ticket) -> Place:

@@ -5,6 +5,7 @@ Every run is the whole system, in this process; one is shared by all tests that 
 
 import asyncio
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -180,6 +181,21 @@ def test_the_virtual_clock_moves_by_what_is_slept() -> None:
         loop.run_until_complete(asyncio.sleep(3600))
         assert loop.time() == pytest.approx(3600, abs=1)
         assert time.perf_counter() - start < 60
+
+
+def test_who_waits_for_the_last_instant_of_a_deadline_gets_there() -> None:
+    async def wait_until(deadline: float) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(100):
+            if loop.time() >= deadline:
+                return
+            loop.call_soon(int)  # somebody else is ready, so the clock need not move
+            await asyncio.sleep(deadline - loop.time())
+        raise AssertionError("the clock stands still")
+
+    with loop_of(VirtualLoop()) as loop:
+        loop.run_until_complete(asyncio.sleep(65.0))
+        loop.run_until_complete(wait_until(math.nextafter(loop.time(), math.inf)))
 
 
 def test_a_loop_that_nobody_can_wake_says_so() -> None:

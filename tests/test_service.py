@@ -73,6 +73,16 @@ def test_a_lease_waits_for_a_learner_then_for_room_and_says_why(tmp_path):
     assert "members [0, 1] from actor-0 for 3.0 s" in reply.reason
 
 
+def test_who_asks_for_nothing_more_holds_nothing_more(tmp_path):
+    world = World(tmp_path, config(max_staleness=0))
+    world.resume()
+    (ticket,) = world.lease()
+    assert isinstance(world.one("actor-0", messages.Lease(credit=0)), messages.Ok)
+    assert world.service.status(world.now)["actors"]["actor-0"]["leases"] == 0
+    granted = world.lease(credit=9, peer="actor-1")
+    assert [again.group_id for again in granted].count(ticket.group_id) == 1
+
+
 def test_tickets_carry_the_oldest_weights_that_will_do(tmp_path):
     world = World(tmp_path, config(max_staleness=3, weight_lag=1))
     world.resume()

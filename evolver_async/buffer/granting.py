@@ -53,9 +53,16 @@ class Granting:
         return self.stages[self.book.replay.at.stage]
 
     def lease(self, peer: str, request: LeaseRequest, now: float) -> Reply:
-        """Tickets with at most as many members as `credit` groups have."""
-        if request.credit <= 0:
+        """Tickets with at most as many members as `credit` groups have.
+
+        Without credit the actor leaves: what it may still hold is vacant.
+        """
+        if request.credit < 0:
             return Reject(reason=f"credit: {request.credit}")
+        if request.credit == 0:
+            self.book.leases.abandon(peer)
+            self.activity.served(peer, "lease")
+            return Ok()
         self.activity.actors.add(peer)
         room = request.credit * self.book.replay.numbers.group_size
         tickets = []

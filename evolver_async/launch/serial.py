@@ -20,6 +20,9 @@ from evolver_async.transport import LocalClient, LocalServer
 T = TypeVar("T")
 
 
+TICK_S = 1e-9  # asyncio lets a timer go this early: who then waits for the rest must get there
+
+
 class _JumpSelector(selectors.SelectSelector):
     """A selector that never sleeps: waiting for `timeout` seconds moves the clock by as much."""
 
@@ -28,7 +31,7 @@ class _JumpSelector(selectors.SelectSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
             raise RuntimeError("serial run stands still: no timer is set and nobody can move")
-        self.now += max(0.0, timeout)
+        self.now += max(TICK_S, timeout)
         return super().select(0)
 
 
