@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: train test lint bench
+.PHONY: train test faults soak lint bench
 
 train: $(INSTALLED)
 	$(BIN)/evolver-async train configs/frozen_lake.yaml $(ARGS)
@@ -14,13 +14,19 @@ train: $(INSTALLED)
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
+faults: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults --durations=20 $(ARGS)
+
+soak: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/soak.py $(ARGS)
+
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright
 
 bench: $(INSTALLED)
-	set -e; for script in tests/benchmarks/*.py; do \
+	set -e; for script in tests/benchmarks/bench_*.py; do \
 		echo "== $$script"; OMP_NUM_THREADS=1 $(BIN)/python $$script $(ARGS); \
 	done
 

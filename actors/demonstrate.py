@@ -10,7 +10,9 @@ from typing import Literal
 
 from actors.engines.base import Generation
 from actors.envs.base import Env, Solvable
-from actors.rollout import Policy, Progress, Setting, World, run_members
+from actors.progress import Progress
+from actors.rollout import Policy, Setting, run_members
+from actors.world import World
 from evolver_async.schema import Ticket, Trajectory, key
 
 
@@ -29,7 +31,8 @@ class Scripted:
         self._format = setting.format
 
     async def write(self, world: World, context: list[int], turn: int) -> Generation:
-        tokens = self._chat.tokens_of(await world.call(self._answer, world.env))
+        text = await world.call("demonstration", self._answer, world.env)
+        tokens = self._chat.tokens_of(text)
         return Generation(tokens=tokens, logprobs=[0.0] * len(tokens), weights=[], finish="stop")
 
     def _answer(self, env: Env) -> str:

@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 
 from actors.engines.load import load_engine
 from actors.envs.base import EnvironmentFailure, exact
-from actors.rollout import Progress, run_group
+from actors.progress import Progress
+from actors.rollout import EpisodeLate, run_group
 from actors.worker import setting_of
 from evolver_async import checkpoint
 from evolver_async.buffer.granting import source_of
@@ -74,7 +75,7 @@ async def _play(config: Config, stage: int, tasks: list[Task], weights: dict) ->
         async with room:
             try:
                 await run_group(ticket, setting, engine, Progress(), deliver)
-            except EnvironmentFailure as failure:
+            except (EnvironmentFailure, EpisodeLate) as failure:
                 failures.append(f"{task.task_id}: {failure}")
 
     async with asyncio.TaskGroup() as group:

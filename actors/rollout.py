@@ -6,20 +6,24 @@ virtual in a serial run.
 """
 
 import asyncio
+import logging
 import math
 import random
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from actors.chat import Chat, Stream
 from actors.engines.base import Engine, Generation, Request
-from actors.envs.base import Env, EnvironmentFailure, Step, env_class, make_env
+from actors.envs.base import Env, EnvironmentFailure, Step
+from actors.progress import Progress
 from actors.turns import TurnFormat
+from actors.world import World
 from evolver_async.schema import Role, Ticket, Trajectory, TurnFlag, key
+
+log = logging.getLogger(__name__)
 
 INVALID = "invalid answer\n{}"  # then the last observation again: nothing has happened
 
@@ -43,65 +47,8 @@ class Setting:
     latency_sigma: float
 
 
-@dataclass
-class Progress:
-    """Tokens and environment steps done for one ticket: its lease is renewed while they grow."""
-
-    count: int = 0
-
-
-class World:
-    """The environment of one episode, and the way every call of it is made.
-
-    Where its class says that it may block, a thread of its own makes all calls, so that none waits
-    for another episode's. Whatever a call raises, a missed deadline too, is an EnvironmentFailure.
-    """
-
-    env: Env
-
-    def __init__(self, ticket: Ticket, timeout_s: float) -> None:
-        self.spent_s = 0.0
-        self._task = ticket.task
-        self._timeout_s = timeout_s
-        self._thread: ThreadPoolExecutor | None = None
-        self._last: Future[Any] | None = None
-
-    async def open(self) -> None:
-        """Make the environment."""
-        name, params = self._task.env, self._task.params
-        if getattr(await self.call(env_class, name), "blocking", False):
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self.env = await self.call(make_env, name, params)
-
-    async def call(self, function: Callable[..., Any], *args: object, latency_s: float = 0) -> Any:
-        """What `function` returns; `latency_s` is slept before and counts as its time."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                if latency_s > 0:
-                    await asyncio.sleep(latency_s)
-                if self._thread is None:
-                    return function(*args)
-                self._last = self._thread.submit(function, *args)
-                return await asyncio.wrap_future(self._last)
-        except Exception as error:
-            raise EnvironmentFailure(self._task.env, error) from error
-        finally:
-            self.spent_s += loop.time() - began
-
-    async def close(self) -> None:
-        """Close the environment. One that still hangs in a call is closed when that returns."""
-        try:
-            if not hasattr(self, "env"):
-                return
-            if self._thread is None or self._last is None or self._last.done():
-                await self.call(self.env.close)
-            else:
-                self._thread.submit(self.env.close)
-        finally:
-            if self._thread is not None:
-                self._thread.shutdown(wait=False)
+class EpisodeLate(Exception):
+    """An episode missed its deadline, and most of its time was the engine's."""
 
 
 class Policy(Protocol):
@@ -174,16 +121,21 @@ class Episode:
         dynamics_seed = key(self.ticket.dynamics_seed, self.member)
         await self.world.open()
         env = self.world.env
-        self.observation = await self.world.call(env.reset, self.ticket.task, dynamics_seed)
+        self.observation = await self.world.call(
+            "reset", env.reset, self.ticket.task, dynamics_seed
+        )
         prompt = first_prompt(setting, env, self.observation)
         if len(prompt) > room:
             cause = f"first prompt of {len(prompt)} tokens leaves no turn in policy.max_length"
-            raise EnvironmentFailure(self.ticket.task.env, ValueError(cause))
+            raise self.world.failure("first prompt", loop.time() - began, ValueError(cause))
         self.stream.read(prompt, Role.PROMPT)
         for turn in range(setting.max_turns):
             asked = loop.time()
-            generation = await policy.write(self.world, list(self.stream.tokens), turn)
-            self.generate_s += loop.time() - asked
+            try:
+                with self.progress.during(self.member, f"generation of turn {turn}"):
+                    generation = await policy.write(self.world, list(self.stream.tokens), turn)
+            finally:
+                self.generate_s += loop.time() - asked
             self.progress.count += len(generation.tokens)
             self.stream.write(generation, turn)
             shown = await self._act(style.parse(chat.text_of(generation.tokens)))
@@ -201,7 +153,7 @@ class Episode:
         reward, valid = 0.0, actions is not None
         for action in actions or []:
             step: Step = await self.world.call(
-                self.world.env.step, action, latency_s=self._latency_s()
+                "step", self.world.env.step, action, latency_s=self._latency_s()
             )
             self.steps += 1
             self.progress.count += 1
@@ -215,6 +167,15 @@ class Episode:
         self.rewards.append(reward + (0.0 if valid else self.setting.format_penalty))
         self.flags.append(TurnFlag(0) if valid else TurnFlag.FORMAT_ERROR)
         return self.observation if valid else INVALID.format(self.observation)
+
+    def late(self, kind: Literal["learned", "scripted"]) -> EnvironmentFailure | EpisodeLate:
+        """Whose fault it is that the deadline was missed: a slow engine makes no task bad."""
+        doing, seconds = self.progress.last[self.member]
+        limit_s = self.setting.episode_timeout_s
+        cause = f"env.episode_timeout_s is {limit_s:g}, {self.generate_s:.1f} s were the policy's"
+        failure = self.world.failure(doing, seconds, TimeoutError(cause))
+        slow_engine = kind == "learned" and self.generate_s > limit_s / 2
+        return EpisodeLate(str(failure)) if slow_engine else failure
 
     def _latency_s(self) -> float:
         """This step's injected latency; the draw belongs to the step."""
@@ -263,16 +224,28 @@ def first_prompt(setting: Setting, env: Env, observation: str) -> list[int]:
 async def run_episode(
     ticket: Ticket, member: int, setting: Setting, policy: Policy, progress: Progress
 ) -> Trajectory:
-    """Run one member; EnvironmentFailure where its environment raised or missed a deadline."""
-    world = World(ticket, setting.step_timeout_s)
+    """Run one member.
+
+    EnvironmentFailure where its environment raised or missed a deadline, EpisodeLate where the
+    whole episode did because of the engine.
+    """
+    world = World(ticket, member, setting.step_timeout_s, progress)
+    episode = Episode(world, ticket, member, setting, progress)
     try:
-        async with asyncio.timeout(setting.episode_timeout_s):
-            return await Episode(world, ticket, member, setting, progress).play(policy)
-    except TimeoutError as error:
-        raise EnvironmentFailure(ticket.task.env, error) from error
+        async with asyncio.timeout(setting.episode_timeout_s) as limit:
+            trajectory = await episode.play(policy)
+    except TimeoutError:
+        world.abandon()
+        if limit.expired():
+            raise episode.late(policy.kind) from None
+        raise
+    except BaseException:
+        world.abandon()
+        raise
     finally:
         policy.close()
-        await world.close()
+    await world.close()
+    return trajectory
 
 
 async def run_members(
@@ -284,21 +257,24 @@ async def run_members(
 ) -> None:
     """Run a ticket's members side by side and `deliver` each as it ends.
 
-    EnvironmentFailure, the first one, is raised after all the others are delivered.
+    An EnvironmentFailure, else an EpisodeLate, is raised after all the others are delivered.
     """
-    failures: list[EnvironmentFailure] = []
+    failures: list[EnvironmentFailure | EpisodeLate] = []
 
     async def run(member: int) -> None:
         try:
             trajectory = await run_episode(ticket, member, setting, policy_of(member), progress)
-        except EnvironmentFailure as failure:
+        except (EnvironmentFailure, EpisodeLate) as failure:
+            log.warning("group %d: %s", ticket.group_id, failure)
             failures.append(failure)
         else:
-            await deliver(trajectory)
+            with progress.during(member, "handing in"):
+                await deliver(trajectory)
 
     async with asyncio.TaskGroup() as group:
         for member in ticket.members:
             group.create_task(run(member))
+    failures.sort(key=lambda failure: isinstance(failure, EpisodeLate))
     if failures:
         raise failures[0]
 

@@ -1,43 +1,39 @@
 """The rollout process: follows the weights, leases tickets, runs their groups, hands them in.
 
-Four small loops on one asyncio loop. A ticket is run to its end or given back with the reason; a
-finished trajectory is kept until the buffer has it on disk. Rollouts share the engine with newer
-weights arriving; evaluations have it to themselves, with exactly the weights that they name.
+Small loops on one asyncio loop. A ticket is run to its end or given back with the reason; a
+finished trajectory is kept until the buffer has it on disk, also while the actor drains. Which
+weights the engine holds is the matter of `adoption`.
 """
 
 import asyncio
-import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
 
+from actors.adoption import Adoption, WeightsLate
 from actors.chat import Chat
 from actors.demonstrate import demonstrate_group
 from actors.engines.base import Engine
 from actors.engines.load import load_engine
 from actors.envs.base import EnvironmentFailure
-from actors.rollout import Progress, Setting, run_group
+from actors.outbox import Outbox
+from actors.progress import Progress
+from actors.rollout import EpisodeLate, Setting, run_group
 from actors.turns import FORMATS
 from evolver_async import messages, policy
 from evolver_async.config import Config
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import from_dict, stage_config
+from evolver_async.config.secrets import reveal
 from evolver_async.launch.roles import RoleArgs, collect_rarely
-from evolver_async.schema import Ticket, Trajectory, WeightId, key
+from evolver_async.schema import Ticket
 from evolver_async.transport import Client, DealerClient, Rejected
-from evolver_async.weights.base import Receiver, WeightsGone
+from evolver_async.weights.base import Receiver
 from evolver_async.weights.shm import ShmReceiver
 from evolver_async.wire import SCHEMA_HASH
 
 log = logging.getLogger(__name__)
 
 Place = tuple[int, int]  # group and attempt of a ticket
-
-RELEASE_TIMEOUT_S = 5.0  # a buffer that does not answer will find the lease expired
-
-
-class WeightsLate(Exception):
-    """The weights that a ticket asks for did not arrive in time."""
 
 
 class Worker:
@@ -62,17 +58,15 @@ class Worker:
         self.receiver = receiver
         self.engine = engine
         self.name = name
+        self.adoption = Adoption(receiver, engine, config.actors, config.run.seed, name)
+        self.turnover = self.adoption.turnover  # notified whenever a ticket ends
         self.running: dict[Place, tuple[Ticket, Progress, asyncio.Task[None]]] = {}
+        self.tasks: set[asyncio.Task[None]] = set()  # of these, and of those being given back
         self.fenced: set[Place] = set()
-        self.oldest: WeightId | None = None  # the newest of the oldest weights that tickets allow
         self.failure: BaseException | None = None  # of a ticket, for `run` to raise
         self.failed = asyncio.Event()
-        self.turnover = asyncio.Condition()  # notified whenever a ticket ends
-        self.adopting = asyncio.Lock()
-        self.rollouts = 0  # tickets that share the engine
-        self.evaluations = 0  # tickets that want it, or have it, to themselves
-        self.pinned: WeightId | None = None
-        self.pins = 0
+        # A buffer that is silent for longer finds the leases expired; leaving takes three such.
+        self.patience_s = config.launch.drain_s / 4
         self.stop = asyncio.Event()
 
     async def run(self) -> None:
@@ -80,7 +74,9 @@ class Worker:
 
         What one of the loops or a ticket raises ends the work and is raised here.
         """
-        loops = [asyncio.create_task(loop()) for loop in (self.lease, self.renew, self.follow)]
+        loops = [
+            asyncio.create_task(loop()) for loop in (self.lease, self.renew, self.adoption.follow)
+        ]
         ends = [asyncio.create_task(event.wait()) for event in (self.stop, self.failed)]
         try:
             await asyncio.wait([*loops, *ends], return_when=asyncio.FIRST_COMPLETED)
@@ -119,21 +115,24 @@ class Worker:
         """Run a ticket in a task of its own."""
         for place in [place for place in self.running if place[0] == ticket.group_id]:
             self.fence(place, "granted anew")
-        if ticket.kind == "rollout" and ticket.weights is not None:
-            self.oldest = max(ticket.weights, self.oldest or ticket.weights)
+        self.adoption.expect(ticket)
         progress = Progress()
         task = asyncio.create_task(self.work(ticket, progress), name=f"g{ticket.group_id}")
+        self.tasks.add(task)
         task.add_done_callback(self.ended)
         self.running[_place(ticket)] = (ticket, progress, task)
 
     def ended(self, task: asyncio.Task[None]) -> None:
         """Keep the first error that a ticket ends with; nobody awaits its task."""
+        self.tasks.discard(task)
         if not task.cancelled() and task.exception() is not None and self.failure is None:
             self.failure = task.exception()
             self.failed.set()
 
     def fence(self, place: Place, reason: str) -> None:
         """End a ticket that the buffer counts as lost; nothing of it is given back."""
+        if place in self.fenced:
+            return
         log.warning("group %d, attempt %d is fenced: %s", *place, reason)
         self.fenced.add(place)
         self.running[place][2].cancel()
@@ -150,75 +149,47 @@ class Worker:
 
     async def renew(self) -> None:
         """Show progress, so that the leases last; drop what the buffer has given to another."""
+        buffer = self.config.buffer
         while True:
-            await asyncio.sleep(self.config.buffer.lease_s / 4)
+            await asyncio.sleep(min(buffer.lease_s, buffer.warn_s) / 4)
             if not self.running:
                 continue
-            shown = {place: done.count for place, (_, done, _) in self.running.items()}
-            progress = {group: count for (group, _), count in shown.items()}
-            reply = await self.client.request(messages.Renew(progress=progress))
+            shown = set(self.running)
+            reply = await self.client.request(self.shown())
             if isinstance(reply, messages.Fenced):
-                for place in self.running.keys() & shown.keys():  # not what was granted meanwhile
+                for place in self.running.keys() & shown:  # not what was granted meanwhile
                     if place[0] in reply.groups:
                         self.fence(place, reply.reason)
 
-    async def follow(self) -> None:
-        """Adopt new weights soon after they appear, whatever is being generated."""
-        while True:
-            await self.adopt()
-            await asyncio.sleep(self.config.actors.poll_s)
-
-    async def adopt(self) -> None:
-        """Hold what the configuration asks for: the pinned weights, or the head less the lag."""
-        async with self.adopting:
-            target = self.target()
-            if target is None or target == self.engine.weights:
-                return
-            try:
-                tensors = self.receiver.fetch(target)
-            except WeightsGone:
-                return  # a newer head has replaced them; the next look finds it
-            await self.engine.update(target, tensors)
-
-    def target(self) -> WeightId | None:
-        """The weights to hold; None where there are none that are new enough for the tickets."""
-        if self.pinned is not None:
-            return self.pinned
-        head = self.receiver.head()
-        if head is None:
-            return None
-        high = self.config.actors.weight_lag
-        low = self.config.actors.weight_lag_low
-        lag = high
-        if low >= 0:
-            lag = low + key(self.config.run.seed, "lag", self.name, str(head)) % (high - low + 1)
-        wanted = WeightId(lineage=head.lineage, step=max(0, head.step - lag))
-        if wanted == head:
-            return head
-        # After a resume the lineage begins at its checkpoint's step: nothing older exists in it.
-        oldest = max(wanted, self.oldest or wanted)
-        return min((w for w in self.receiver.available() if oldest <= w <= head), default=None)
+    def shown(self) -> messages.Renew:
+        """How far every ticket has come, and what holds it up."""
+        done = {place[0]: progress for place, (_, progress, _) in self.running.items()}
+        everything = sum(progress.count for progress in done.values())
+        slowest = {group: progress.slowest() for group, progress in done.items()}
+        return messages.Renew(
+            progress={g: everything if p.queued else p.count for g, p in done.items()},
+            doing={group: words for group, (words, _) in slowest.items()},
+            still_s={group: seconds for group, (_, seconds) in slowest.items()},
+            weights=self.engine.weights,
+        )
 
     async def work(self, ticket: Ticket, progress: Progress) -> None:
         """Run one ticket to its end; whatever is left of it then is given back, with the reason."""
-        missing = set(ticket.members)
-
-        async def hand_in(trajectory: Trajectory) -> None:
-            await self.client.request(messages.Push(trajectory=trajectory))
-            missing.discard(trajectory.member)
-
+        outbox = Outbox(self.client)
         reason = "drain"
         try:
-            async with self.weights_for(ticket):
-                await self.roll_out(ticket, progress, hand_in)
+            async with self.adoption.weights_for(ticket, progress):
+                await self.roll_out(ticket, progress, outbox)
         except Exception as error:
             reason = self.reason_of(error, ticket)
             if reason == "error":
                 raise
         finally:
+            await outbox.settle(self.patience_s)
             self.running.pop(_place(ticket), None)
+            missing = sorted(set(ticket.members) - outbox.delivered)
             if missing and _place(ticket) not in self.fenced:
-                await self.give_back(ticket.group_id, sorted(missing), reason)
+                await self.give_back(ticket.group_id, missing, reason)
             self.fenced.discard(_place(ticket))
             async with self.turnover:
                 self.turnover.notify_all()
@@ -230,96 +201,40 @@ class Worker:
                 log.warning("group %d: weights %s did not come", ticket.group_id, ticket.weights)
                 return "weights"
             case EnvironmentFailure():
-                log.warning("group %d: %s", ticket.group_id, error)
                 return "environment"
+            case EpisodeLate():
+                return "engine"
         return "error"
 
     async def give_back(self, group_id: int, members: list[int], reason: str) -> None:
         release = messages.Release(group_id=group_id, members=members, reason=reason)
         try:
-            await self.client.request(release, timeout_s=RELEASE_TIMEOUT_S)
+            await self.client.request(release, timeout_s=self.patience_s)
         except TimeoutError as error:
             log.warning("group %d is left to its lease: %s", group_id, error)
 
-    async def roll_out(
-        self,
-        ticket: Ticket,
-        progress: Progress,
-        hand_in: Callable[[Trajectory], Awaitable[None]],
-    ) -> None:
+    async def roll_out(self, ticket: Ticket, progress: Progress, outbox: Outbox) -> None:
         """The episodes of a ticket, by script or by the engine."""
         setting = self.settings[ticket.stage]
         if ticket.kind == "demo":
             expert = self.config.stages[ticket.stage].expert_fraction
-            await demonstrate_group(ticket, setting, expert, progress, hand_in)
+            await demonstrate_group(ticket, setting, expert, progress, outbox.hand_in)
         else:
-            await run_group(ticket, setting, self.engine, progress, hand_in)
-
-    @contextlib.asynccontextmanager
-    async def weights_for(self, ticket: Ticket) -> AsyncIterator[None]:
-        """Hold the engine with weights that the ticket allows.
-
-        Rollouts share it. Evaluations wait until no rollout runs, pin their weights and keep new
-        rollouts out, so that nothing is sampled by weights that were not asked for.
-        """
-        if ticket.kind == "demo":
-            yield
-            return
-        if ticket.kind == "eval":
-            self.evaluations += 1
-            try:
-                await self.until(
-                    lambda: not self.rollouts and self.pinned in (None, ticket.weights)
-                )
-                self.pinned = ticket.weights
-                self.pins += 1
-                try:
-                    await self.weights_arrive(lambda held: held == ticket.weights)
-                    yield
-                finally:
-                    self.pins -= 1
-                    if not self.pins:
-                        self.pinned = None
-            finally:
-                self.evaluations -= 1
-            return
-        await self.until(lambda: not self.evaluations)
-        self.rollouts += 1
-        try:
-            await self.weights_arrive(lambda held: ticket.weights is None or held >= ticket.weights)
-            yield
-        finally:
-            self.rollouts -= 1
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for `condition`; it may change whenever a ticket ends."""
-        async with self.turnover:
-            await self.turnover.wait_for(condition)
-
-    async def weights_arrive(self, allowed: Callable[[WeightId], bool]) -> None:
-        """Wait until the engine holds allowed weights; WeightsLate after the configured time."""
-        deadline = asyncio.get_running_loop().time() + self.config.actors.weights_timeout_s
-        while True:
-            await self.adopt()
-            if self.engine.weights is not None and allowed(self.engine.weights):
-                return
-            if asyncio.get_running_loop().time() > deadline:
-                raise WeightsLate
-            await asyncio.sleep(self.config.actors.poll_s)
+            await run_group(ticket, setting, self.engine, progress, outbox.hand_in)
 
     async def drain(self) -> None:
-        """Give back everything that is running."""
-        tasks = [task for _, _, task in self.running.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Give back everything that is running; what is finished of it is handed in before."""
+        for _, _, task in self.running.values():
+            if not task.cancelling():  # else it is being given back already
+                task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
 
     async def leave(self) -> None:
         """Ask for nothing any more: a LEASE that is still parked is not granted after this."""
         try:
             await self.client.request(
                 messages.Lease(credit=0, weights=None, generated=self.generated()),
-                timeout_s=RELEASE_TIMEOUT_S,
+                timeout_s=self.patience_s,
             )
         except (TimeoutError, Rejected) as error:
             log.warning("left without a word: %s", error)
@@ -360,20 +275,30 @@ def build(
     return Worker(config, client, receiver, engine, chat, name, incarnation)
 
 
-async def serve(args: RoleArgs) -> None:
-    """Join the run at `args.address`, learn everything else from it, work until told to stop."""
-    try:
-        client = DealerClient(args.address, "", args.name, args.incarnation)
-    except ValueError as error:
-        raise ConfigError(f"--connect: {error}") from None
+async def join(client: Client) -> tuple[Config, str]:
+    """The run's configuration and weights address. ConfigError where the buffer refuses us."""
     try:
         welcome = await client.request(messages.Hello(role="actor", schema_hash=SCHEMA_HASH))
         config = from_dict(welcome.config)
         tokenizer = policy.tokenizer_hash(config.policy.path)
-        await client.request(
-            messages.Hello(role="actor", schema_hash=SCHEMA_HASH, tokenizer=tokenizer)
-        )
-        worker = build(config, client, welcome.weights_address, args.name, args.incarnation)
+        hello = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, tokenizer=tokenizer)
+        await client.request(hello)
+    except Rejected as error:
+        raise ConfigError(f"--connect: {error}") from None
+    for index in range(len(config.stages)):
+        reveal(stage_config(config, index).env.params)  # an unset variable is no task's failure
+    return config, welcome.weights_address
+
+
+async def serve(args: RoleArgs) -> None:
+    """Join the run at `args.address`, learn everything else from it, work until told to stop."""
+    try:
+        client = DealerClient(args.address, "", args.name, args.incarnation, keys=args.keys)
+    except ValueError as error:
+        raise ConfigError(f"--connect: {error}") from None
+    try:
+        config, weights_address = await join(client)
+        worker = build(config, client, weights_address, args.name, args.incarnation)
         collect_rarely()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

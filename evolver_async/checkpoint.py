@@ -54,26 +54,20 @@ def save(
 
     When this returns the checkpoint survives a power cut; the newest `keep` valid ones are left.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    if not directory.exists():
+        directory.mkdir(parents=True)
+        _sync(directory.parent)
     for left in directory.glob(".tmp-*"):
         shutil.rmtree(left)  # of a writer that died: there is one at a time
     serial = max((serial for serial, _ in _by_serial(directory)), default=0) + 1
     final = directory / f"{serial:06d}-step-{step}"
     temporary = directory / f".tmp-{final.name}"
     temporary.mkdir()
-    write(temporary)
-    paths = sorted(path for path in temporary.rglob("*") if path.is_file())
-    manifest = Manifest(
-        format=FORMAT,
-        run_id=run_id,
-        step=step,
-        files={str(path.relative_to(temporary)): _describe(path) for path in paths},
-    )
-    (temporary / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-    for path in (*paths, temporary / MANIFEST):
-        _sync(path)
-    for path in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
-        _sync(path)
+    try:
+        _fill(temporary, step, write, run_id)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
+        raise
     temporary.rename(final)
     _sync(directory)
     _prune(directory, keep)
@@ -118,6 +112,23 @@ def load_newest(directory: Path, run_id: str) -> tuple[Path, Manifest]:
     if problems:
         raise CheckpointError(f"no valid checkpoint: {'; '.join(problems)}")
     raise CheckpointError(f"{directory}: holds no checkpoint")
+
+
+def _fill(directory: Path, step: int, write: Callable[[Path], object], run_id: str) -> None:
+    """What `write` writes and its manifest, all of it synced."""
+    write(directory)
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    manifest = Manifest(
+        format=FORMAT,
+        run_id=run_id,
+        step=step,
+        files={str(path.relative_to(directory)): _describe(path) for path in paths},
+    )
+    (directory / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    for path in (*paths, directory / MANIFEST):
+        _sync(path)
+    for path in (*(path for path in directory.rglob("*") if path.is_dir()), directory):
+        _sync(path)
 
 
 def _by_serial(directory: Path) -> list[tuple[int, Path]]:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from evolver_async.buffer.journal import JournalError
 from evolver_async.checkpoint import CheckpointError
 from evolver_async.config.check import ConfigError
 from evolver_async.launch.roles import TRAINING_ERROR, TrainingError
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         args.positional += overrides  # those after an option
     try:
         return args.function(args)
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError, JournalError) as error:
         print(f"evolver-async: {error}", file=sys.stderr)
         return USER_ERROR
     except TrainingError as error:
@@ -81,6 +82,7 @@ def role(args: argparse.Namespace) -> int:
         incarnation=args.incarnation,
         run_dir=(args.run or Path()).resolve(),
         parent_pid=args.parent,
+        keys=args.keys and args.keys.resolve(),
     )
     return run_process(
         args.command, role_args, args.run / "logs" / f"{name}.log" if args.run else None
@@ -123,18 +125,45 @@ def status(args: argparse.Namespace) -> int:
     """Print the buffer's STATUS as JSON."""
     import asyncio
 
+    from evolver_async.config.load import load
     from evolver_async.launch.directory import address_of
-    from evolver_async.study.watch import ask
+    from evolver_async.launch.roles import keys_of
+    from evolver_async.study.watch import ask, longest_stall
+    from evolver_async.transport import Rejected
 
-    where = args.where
-    address = where if "://" in where else address_of(_run_dir(Path(where)))
+    address, keys = args.where, args.keys
+    if "://" not in address:
+        run_dir = _run_dir(Path(address))
+        address, keys = address_of(run_dir), keys or keys_of(load(run_dir / "config.yaml"))
     try:
-        print(json.dumps(asyncio.run(ask(address)), indent=2))
-    except ValueError as error:
+        said = asyncio.run(ask(address, keys))
+    except (ValueError, Rejected) as error:
         raise ConfigError(str(error)) from None
     except TimeoutError:
         print(f"evolver-async: nobody answers at {address}", file=sys.stderr)
         return 1
+    print(json.dumps(said, indent=2))
+    if said["stalled"]:
+        print(longest_stall(said), file=sys.stderr)
+    return 0
+
+
+def make_keys(args: argparse.Namespace) -> int:
+    """Make the keys of a run and of clients on other hosts."""
+    from evolver_async.keys import make
+
+    with _mistakes():
+        for directory in make(args.directory, args.names):
+            print(f"copy {directory} to its host, for: actor --connect ADDRESS --keys DIR")
+    print(f"train with security.keys={args.directory}; clients are listed in its allowed/")
+    return 0
+
+
+def unpause(args: argparse.Namespace) -> int:
+    """Let a paused learner go on."""
+    from evolver_async.launch import directory
+
+    print(f"goes on; it was paused: {directory.unpause(_run_dir(args.run_dir))}")
     return 0
 
 
@@ -184,6 +213,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--name", default="", help="unique within the run")
         command.add_argument("--incarnation", type=int, default=0)
         command.add_argument("--parent", type=int, metavar="PID", help="end when it ends")
+        command.add_argument("--keys", type=Path, metavar="DIR", help="of this client")
         command.set_defaults(function=role)
 
     command = commands.add_parser("eval", help="evaluate the newest checkpoint on held-out tasks")
@@ -203,7 +233,17 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("status", help="occupancy, ledger, and who waits for whom")
     command.add_argument("where", metavar="ADDRESS|RUN_DIR")
+    command.add_argument("--keys", type=Path, metavar="DIR", help="for an ADDRESS that wants some")
     command.set_defaults(function=status)
+
+    command = commands.add_parser("unpause", help="let a run go on that an alarm paused")
+    command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    command.set_defaults(function=unpause)
+
+    command = commands.add_parser("keys", help="make the keys that let other hosts take part")
+    command.add_argument("directory", type=Path, metavar="DIR", help="new, or to add clients to")
+    command.add_argument("--names", nargs="+", default=[], metavar="NAME", help="one a client")
+    command.set_defaults(function=make_keys)
     return parser
 
 

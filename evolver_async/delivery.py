@@ -23,10 +23,12 @@ from evolver_async.messages import (
     Lease,
     Part,
     Reject,
+    Renew,
     Reply,
     Request,
     Retry,
     Sample,
+    Status,
     Tickets,
     Wait,
     Welcome,
@@ -55,9 +57,15 @@ class Service(Protocol):
 
     def handle(self, peer: str, request: Any, now: float) -> list[Reply]: ...
 
-    def commit(self) -> None: ...
+    def commit(self) -> None:
+        """Raises Postponed where it is to be tried again after the next tick."""
+        ...
 
     def tick(self, now: float) -> None: ...
+
+
+class Postponed(RuntimeError):
+    """Nothing of a commit was done; the same commit can be tried again."""
 
 
 class Rejected(RuntimeError):
@@ -66,6 +74,10 @@ class Rejected(RuntimeError):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class Refused(Rejected):
+    """The server does not let this client in; names the address and the key that is at fault."""
 
 
 # ---- the server's side without sockets
@@ -77,6 +89,12 @@ class _Parked:
     envelope: Envelope
     wait: Wait
     since: float
+
+
+@dataclass
+class _Answer:
+    messages: list[list[Buffer]]
+    promises: bool  # whether it must wait for the commit
 
 
 class Desk:
@@ -91,15 +109,16 @@ class Desk:
         self._park_s = park_s
         self._parked: dict[tuple[str, type], _Parked] = {}
         self._granted: dict[str, tuple[tuple[int, int], list[Reply]]] = {}
-        self._outbox: list[tuple[Any, list[Buffer]]] = []
+        self._outbox: dict[tuple[Any, int], _Answer] = {}
 
     def receive(self, route: Any, frames: list[Any], now: float) -> None:
         """Takes one message; whatever is wrong with it is answered REJECT and harms nobody else."""
         try:
             envelope = unpack(frames, REQUEST_LIMITS)
         except WireError as error:
-            log.warning("refused a message: %s", error)
-            self._reply(route, error.message_id, [Reject(reason=str(error))])
+            reason = str(error)  # a log record that holds the error would hold the message as well
+            log.warning("refused a message: %s", reason)
+            self._reply(route, error.message_id, [Reject(reason=reason)])
             return
         request = envelope.message
         if not isinstance(request, Request):
@@ -115,13 +134,21 @@ class Desk:
         self._service.tick(now)
 
     def settle(self, now: float) -> list[tuple[Any, list[Buffer]]]:
-        """Asks again for what is parked, commits, and gives out the replies with their routes."""
+        """Asks again for what is parked, commits, and gives out the replies with their routes.
+
+        Where the commit is postponed only those go out that promise nothing; the others are kept.
+        """
         for place, parked in list(self._parked.items()):
             del self._parked[place]
             self._handle(parked, now)
-        self._service.commit()
-        replies, self._outbox = self._outbox, []
-        return replies
+        outbox = self._outbox
+        try:
+            self._service.commit()
+            self._outbox = {}
+        except Postponed:
+            self._outbox = {key: answer for key, answer in outbox.items() if answer.promises}
+            outbox = {key: answer for key, answer in outbox.items() if not answer.promises}
+        return [(route, frames) for (route, _), a in outbox.items() for frames in a.messages]
 
     def _handle(self, parked: _Parked, now: float) -> None:
         envelope, request = parked.envelope, parked.envelope.message
@@ -143,9 +170,15 @@ class Desk:
                 return
         if type(replies[0]) is Tickets:
             self._granted[peer] = (number, replies)
-        self._reply(parked.route, envelope.message_id, replies)
+        self._reply(
+            parked.route, envelope.message_id, replies, not isinstance(request, Status | Renew)
+        )
 
-    def _reply(self, route: Any, message_id: int, replies: list[Reply]) -> None:
+    def _reply(
+        self, route: Any, message_id: int, replies: list[Reply], promises: bool = True
+    ) -> None:
+        """The reply to a request that was sent again takes the place of the one before."""
+        messages = []
         for reply in replies:
             try:
                 frames = pack(Envelope(self._run_id, "buffer", 0, message_id, reply))
@@ -153,7 +186,8 @@ class Desk:
                 log.error("a reply %s does not fit: %s", type(reply).__name__, error)
                 reject = Reject(reason=f"the reply does not fit: {error}")
                 frames = pack(Envelope(self._run_id, "buffer", 0, message_id, reject))
-            self._outbox.append((route, frames))
+            messages.append(frames)
+        self._outbox[route, message_id] = _Answer(messages, promises)
 
 
 # ---- the client's side without sockets
@@ -161,6 +195,7 @@ class Desk:
 
 @dataclass
 class _Pending:
+    frames: list[Buffer]
     reply: asyncio.Future
     parts: dict[int, Group] = field(default_factory=dict)
 
@@ -200,7 +235,7 @@ class Client(ABC):
         parks = self._park_s if isinstance(message, Lease | Sample) else 0.0
         pause, began, silent = self._resend_s, loop.time(), 0
         name = type(message).__name__.upper()
-        pending = self._pending[message_id] = _Pending(loop.create_future())
+        pending = self._pending[message_id] = _Pending(frames, loop.create_future())
         try:
             while True:
                 self._send(frames)
@@ -237,6 +272,12 @@ class Client(ABC):
     @abstractmethod
     def _poll(self) -> None:
         """Receives what has come meanwhile."""
+
+    def _send_again(self) -> None:
+        """Another server is there: what the last one had not answered, it will never answer."""
+        for pending in list(self._pending.values()):
+            if not pending.reply.done():
+                self._send(pending.frames)
 
     async def _answered(self, pending: _Pending, patience: float, deadline: float | None) -> bool:
         if deadline is not None:

@@ -43,13 +43,24 @@ class Push(Message, tag="push"):
 
 
 class Renew(Message, tag="renew"):
-    """Tickets still being worked on, each with a counter of tokens and environment steps done."""
+    """Tickets still being worked on, each with a counter of tokens and environment steps done.
+
+    `doing`: what the slowest member of each does, in words; `still_s`: for how many seconds.
+    `weights`: what the sender holds now.
+    """
 
     progress: dict[int, int]
+    doing: dict[int, str] = {}
+    still_s: dict[int, float] = {}
+    weights: WeightId | None = None
 
 
 class Release(Message, tag="release"):
-    """Gives members of a ticket back, with the reason (drain, environment, weights, error)."""
+    """Gives members of a ticket back, with the reason.
+
+    drain, weights (not adoptable), engine (too slow for an episode) and error are not the task's
+    fault; environment is.
+    """
 
     group_id: int
     members: list[int]
@@ -103,11 +114,14 @@ class Resume(Message, tag="resume"):
 class Kept(Message, tag="kept"):
     """The oldest take that a kept checkpoint still needs: lets the journal go.
 
-    Changes nothing when repeated, which is how a learner that trains no more asks for the results
-    of evaluations.
+    `bytes`: the size of the newest one. `paused`: why the learner takes nothing for now. Changes
+    nothing else when repeated, which is how a learner that trains no more asks for the results of
+    evaluations.
     """
 
     take: int
+    bytes: int = 0
+    paused: str = ""
 
 
 class Status(Message, tag="status"):
@@ -163,10 +177,14 @@ class Retry(Message, tag="retry"):
 
 
 class Ok(Message, tag="ok"):
-    """Done. After DONE and KEPT: evaluation results; after DONE the buffer's counters as well."""
+    """Done. After DONE and KEPT: evaluation results; after DONE the buffer's counters as well.
+
+    `checkpoint`: the learner is asked for one, so that older data may go.
+    """
 
     evals: list[EvalResult] = []
     counters: dict[str, float] = {}
+    checkpoint: bool = False
 
 
 class Fenced(Message, tag="fenced"):

@@ -9,7 +9,6 @@ import logging
 import math
 import netrc
 import os
-import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from evolver_async.config.secrets import without_secrets
 from evolver_async.schema import Array
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
 BUCKET_ENDS = (0, 1, 2, 4, 8)  # the largest lag of every bucket but the last
 QUANTILES = (0.05, 0.5, 0.95)
-SECRET = re.compile(r"(^|_)(key|secret|secrets|password|credentials|token)$", re.IGNORECASE)
 WANDB_HOST = "api.wandb.ai"
 WANDB_TIMEOUT_S = 15.0  # with a key but no network wandb would stall for 100 s
 
@@ -89,15 +88,6 @@ def wandb_id(directory: Path) -> str:
     return file.read_text()
 
 
-def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested config without entries whose names say that they are secret."""
-    return {
-        name: without_secrets(value) if isinstance(value, Mapping) else value
-        for name, value in config.items()
-        if not SECRET.search(str(name))
-    }
-
-
 class WandbSink:
     """One Weights & Biases run. `auto` goes on offline when the server cannot be reached.
 
@@ -132,6 +122,9 @@ class WandbSink:
     def write(self, row: Mapping[str, Any]) -> None:
         self.run.log(dict(row))
 
+    def alert(self, title: str, text: str) -> None:
+        self.run.alert(title=title, text=text)
+
     def close(self) -> None:
         self.run.finish()
 
@@ -161,6 +154,12 @@ class Metrics:
         row = {"step": step, **values}
         for sink in self.sinks:
             sink.write(row)
+
+    def alert(self, title: str, text: str) -> None:
+        """Has W&B notify people, where it is on."""
+        for sink in self.sinks:
+            if isinstance(sink, WandbSink):
+                sink.alert(title, text)
 
     def close(self) -> None:
         for sink in self.sinks:

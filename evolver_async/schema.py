@@ -32,6 +32,7 @@ class Role(enum.IntEnum):
 _ACTION, _LAST_ROLE = int(Role.ACTION), max(map(int, Role))
 _INT8, _UINT8, _INT16, _INT32 = map(np.dtype, (np.int8, np.uint8, np.int16, np.int32))
 _FLOAT32 = np.dtype(np.float32)
+LEAST_LOGPROB = -1e4  # nobody samples what is less likely; ratios with it would overflow
 
 
 class TurnFlag(enum.IntFlag):
@@ -153,7 +154,8 @@ class Sequence(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=Tru
     """One append-only token stream, exactly as the model saw it.
 
     tokens int32[L]; roles uint8[L] (`Role`); turns int16[L] (agent turn index, -1 outside a turn);
-    logprobs float32[L] (of the sampled distribution, 0 where the role is not ACTION);
+    logprobs float32[L] (of the sampled distribution, 0 where the role is not ACTION; at most 0 but
+    for rounding, at least LEAST_LOGPROB);
     versions: run-length weights over the ACTION tokens (empty for a scripted policy).
     Raises ValueError, naming the field, when these do not fit together.
     """
@@ -176,6 +178,7 @@ class Sequence(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=Tru
         _require(not count(self.roles > _LAST_ROLE), "roles", "unknown role")
         _require(count(np.isfinite(self.logprobs)) == length, "logprobs", "not finite")
         _require(not count(self.logprobs > 1e-3), "logprobs", "positive")
+        _require(not count(self.logprobs < LEAST_LOGPROB), "logprobs", f"below {LEAST_LOGPROB:g}")
         _require(not count(self.logprobs[~action]), "logprobs", "non-zero outside ACTION")
         _require(not count(self.turns[action] < 0), "turns", "ACTION token outside a turn")
         if self.versions:
@@ -237,6 +240,8 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=T
         _require(math.isfinite(self.reward), "reward", self.reward)
         finite = np.count_nonzero(np.isfinite(self.turn_rewards))
         _require(finite == turns, "turn_rewards", "not finite")
+        for phase, seconds in self.timing.items():
+            _require(math.isfinite(seconds) and seconds >= 0, f"timing.{phase}", seconds)
         _require(len(self.sequences) > 0, "sequences", "empty")
         _require(self.member >= 0 and self.attempt >= 0, "member", (self.member, self.attempt))
         for sequence in self.sequences:

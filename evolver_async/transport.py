@@ -7,17 +7,12 @@
 
 The rules, and why nothing is lost or deadlocks, are in `delivery.py`. `LocalServer` and
 `LocalClient` are the twin for serial runs: same bytes, same rules, the loop's clock (which may be
-virtual), no sockets and no threads. No other file knows ZeroMQ.
+virtual), no sockets and no threads. Of ZeroMQ only keys are elsewhere: `curve.py`, `keys.py`.
 """
 
 import asyncio
 import contextlib
-import errno
-import ipaddress
 import logging
-import os
-import socket
-import stat
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +20,9 @@ from pathlib import Path
 
 import zmq
 
-from evolver_async.delivery import PARK_S, RESEND_S, Client, Desk, Rejected, Service
+from evolver_async.address import from_here, refuse_open_or_served
+from evolver_async.curve import Door, Handshake
+from evolver_async.delivery import PARK_S, RESEND_S, Client, Desk, Refused, Rejected, Service
 from evolver_async.wire import LIMITS, Buffer
 
 __all__ = [
@@ -33,6 +30,7 @@ __all__ = [
     "DealerClient",
     "LocalClient",
     "LocalServer",
+    "Refused",
     "Rejected",
     "Server",
     "Service",
@@ -46,7 +44,6 @@ REPLIES_QUEUED = 100_000  # per client; past it replies are dropped and asked fo
 LINGER_MS = 1000
 HEARTBEAT_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 10_000
-IPC_PATH_BYTES = 107  # of the kernel's socket address
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +54,9 @@ log = logging.getLogger(__name__)
 class Server:
     """Serves one service at one address; run `serve` in one thread.
 
-    Raises ValueError where the address would be open to others, OSError where it is in use.
+    With `keys`, a directory made by `evolver-async keys`, only the clients listed there get in.
+    Raises ValueError where the address would be open to others or the keys cannot be used, OSError
+    where it is in use.
     """
 
     def __init__(
@@ -66,12 +65,17 @@ class Server:
         address: str,
         run_id: str,
         *,
+        keys: Path | None = None,
         park_s: float = PARK_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._desk = Desk(service, run_id, park_s)
         self._clock = clock
-        self._context, self._socket = _bind(address)
+        self._context, self._socket, self._door = _bind(address, keys)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        if self._door is not None:
+            self._poller.register(self._door.socket, zmq.POLLIN)
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
 
     def serve(self, stop: threading.Event | Callable[[], bool]) -> None:
@@ -79,7 +83,9 @@ class Server:
         stopped = stop.is_set if isinstance(stop, threading.Event) else stop
         next_tick = self._clock()
         while not stopped():
-            self._socket.poll(max(0, round(1000 * (next_tick - self._clock()))))
+            self._poller.poll(max(0, round(1000 * (next_tick - self._clock()))))
+            if self._door is not None:
+                self._door.answer()
             now = self._clock()
             received = self._receive_batch(now)
             if now >= next_tick:
@@ -93,6 +99,8 @@ class Server:
     def close(self) -> None:
         """Sends what is left for at most a second; the address is free afterwards."""
         self._socket.close(linger=LINGER_MS)
+        if self._door is not None:
+            self._door.socket.close(linger=0)
         self._context.term()  # waits for the socket file to be gone, which close alone does not
 
     def _receive_batch(self, now: float) -> int:
@@ -122,7 +130,8 @@ class DealerClient(Client):
     """A client over ZeroMQ, for one asyncio loop at a time; the loop may stand still in between.
 
     Replies are read in the loop's own file-descriptor callback and once more at every send and
-    every timeout, so none depends on a task that runs in the background.
+    every timeout, so none depends on a task that runs in the background. With `keys` the connection
+    is encrypted; where the server does not let this client in, every request raises Refused.
     """
 
     def __init__(
@@ -132,6 +141,7 @@ class DealerClient(Client):
         sender: str = "",
         incarnation: int = 0,
         *,
+        keys: Path | None = None,
         park_s: float = PARK_S,
         resend_s: float = RESEND_S,
     ) -> None:
@@ -139,6 +149,7 @@ class DealerClient(Client):
         if not sender:
             raise ValueError("sender: every client needs a name of its own")
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._connections = 0
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         _set_options(self._socket)
         self._socket.set(zmq.RCVHWM, REPLIES_QUEUED)
@@ -147,21 +158,27 @@ class DealerClient(Client):
         self._socket.set(zmq.RECONNECT_IVL, 50)
         self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
         try:
-            self._socket.connect(address)
+            self._handshake = Handshake(self._socket, address, keys)
+            self._socket.connect(from_here(address))
         except zmq.ZMQError as error:
-            self._socket.close(linger=0)
+            self._abandon()
             said = zmq.strerror(error.errno or 0).lower()
             raise ValueError(f"{address}: no address to connect to ({said})") from None
+        except ValueError:
+            self._abandon()
+            raise
 
     def close(self) -> None:
         self._detach()
+        self._socket.disable_monitor()
         self._socket.close(linger=LINGER_MS)
 
     def _send(self, frames: list[Buffer]) -> None:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._detach()
-            loop.add_reader(self._socket.get(zmq.FD), self._poll)
+            for zmq_socket in (self._socket, self._handshake.monitor):
+                loop.add_reader(zmq_socket.fileno(), self._poll)
             self._loop = loop
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
@@ -172,13 +189,28 @@ class DealerClient(Client):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             self._receive(frames)
+        refusal = None if self._socket.closed else self._handshake.refusal()
+        if refusal is not None:
+            for pending in self._pending.values():
+                if not pending.reply.done():
+                    pending.reply.set_exception(Refused(refusal))
+        if self._handshake.successes > self._connections:
+            new_server = self._connections > 0
+            self._connections = self._handshake.successes
+            if new_server:
+                self._send_again()
 
     def _detach(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._socket.get(zmq.FD))
+            for zmq_socket in (self._socket, self._handshake.monitor):
+                self._loop.remove_reader(zmq_socket.fileno())
         self._loop = None
+
+    def _abandon(self) -> None:
+        self._socket.disable_monitor()
+        self._socket.close(linger=0)
 
 
 def _set_options(zmq_socket: zmq.Socket) -> None:
@@ -188,14 +220,14 @@ def _set_options(zmq_socket: zmq.Socket) -> None:
     zmq_socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
 
 
-def check_address(address: str) -> None:
+def check_address(address: str, keys: Path | None = None) -> None:
     """Raises what a `Server` at `address` would, before there is anything to serve."""
-    context, _ = _bind(address)
+    context, *_ = _bind(address, keys)
     context.destroy(linger=0)
 
 
-def _bind(address: str) -> tuple[zmq.Context, zmq.Socket]:
-    _refuse_open_or_served(address)
+def _bind(address: str, keys: Path | None) -> tuple[zmq.Context, zmq.Socket, Door | None]:
+    refuse_open_or_served(address, keyed=keys is not None)
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     _set_options(router)
@@ -203,47 +235,16 @@ def _bind(address: str) -> tuple[zmq.Context, zmq.Socket]:
     router.set(zmq.SNDHWM, REPLIES_QUEUED)
     router.set(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects takes its name over
     try:
+        door = None if keys is None else Door(context, router, keys)
         router.bind(address)
     except zmq.ZMQError as error:
         context.destroy(linger=0)
         code = error.errno or 0
         raise OSError(code, f"{address}: {zmq.strerror(code).lower()}") from error
-    return context, router
-
-
-def _refuse_open_or_served(address: str) -> None:
-    scheme, _, place = address.partition("://")
-    if scheme == "tcp":
-        host = place.rpartition(":")[0].strip("[]")
-        with contextlib.suppress(ValueError):
-            if host == "localhost" or ipaddress.ip_address(host).is_loopback:
-                return
-        raise ValueError(
-            f"buffer.address: {address} can be reached from other hosts; use a loopback address"
-        )
-    if scheme != "ipc" or not place.startswith("/"):
-        raise ValueError(f"buffer.address: {address} is neither ipc:///path nor tcp://host:port")
-    path = Path(place)
-    if len(os.fsencode(path)) > IPC_PATH_BYTES:
-        raise ValueError(f"buffer.address: {address} is longer than {IPC_PATH_BYTES} bytes")
-    if not path.parent.is_dir():
-        raise ValueError(f"buffer.address: {path.parent} is not a directory")
-    if stat.S_IMODE(path.parent.stat().st_mode) & 0o077:
-        raise ValueError(f"buffer.address: the directory {path.parent} must have mode 0700")
-    if not path.exists():
-        return
-    if not path.is_socket():
-        raise OSError(errno.EEXIST, f"{address}: the file is not a socket")
-    # libzmq replaces an existing socket file without asking, so ask whether somebody serves it
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(place)
-        except ConnectionRefusedError:
-            return
-        except TimeoutError:
-            pass  # somebody listens, with a full backlog
-    raise OSError(errno.EADDRINUSE, f"{address}: address already in use")
+    except ValueError:
+        context.destroy(linger=0)
+        raise
+    return context, router, door
 
 
 # ---- the twin within one loop

@@ -7,12 +7,12 @@ bounded before it is typed: frame sizes, then msgpack limits, then plain values 
 typed conversion (where the schema types check their values). Whatever is wrong is a `WireError`
 naming the field.
 
-Sockets live in `transport.py`; the records of the journal use the same code (`pack_record`).
+The untyped half of decoding is in `plain.py`, sockets live in `transport.py`; the records of the
+journal use the same code (`pack_record`).
 """
 
 import hashlib
 import json
-import math
 import struct
 import sys
 import zlib
@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import msgpack
 import msgspec
 import numpy as np
 
 from evolver_async.messages import Part, Push, Reply, Request
+from evolver_async.plain import WireError, parse_plain
 
 PROTOCOL = 1
 
@@ -32,17 +32,10 @@ Buffer = bytes | bytearray | memoryview
 DTYPES = {name: np.dtype(name) for name in ("int8", "uint8", "int16", "int32", "float32")}
 NAMES: dict[np.dtype, Any] = {dtype: name for name, dtype in DTYPES.items()}
 ARRAYS_PER_TRAJECTORY = 7  # at least: four of a sequence, three of the trajectory
-DEPTH = 32
 ALIGNMENT = 8
-KEY_TYPES = {str, int}
-PLAIN_TYPES = {str, int, bool, type(None)}
+NAME_BYTES = 255  # of a run or a sender
+REASON = 300  # characters of a decoder's own words
 assert sys.byteorder == "little", "arrays travel in the byte order of the host"
-
-
-class WireError(ValueError):
-    """Bytes that are not a message; says which field. `message_id` is 0 where it is unknown."""
-
-    message_id = 0
 
 
 class MismatchError(WireError):
@@ -169,7 +162,7 @@ def unpack(frames: Sequence[Any], limits: Limits = LIMITS) -> Envelope:
     """
     views = [memoryview(frame).toreadonly() for frame in frames]
     _check_sizes(views, limits)
-    header = _parse(views[0])
+    header = parse_plain(views[0])
     message_id = header.get("id")
     try:
         return _open(header, views, limits)
@@ -197,7 +190,7 @@ def unpack_record(blob: Any, kind: Any, limits: Limits = LIMITS) -> Any:
     end = 4 + struct.unpack_from("<I", view)[0]
     if end > min(view.nbytes, 4 + limits.group_header_bytes):
         raise WireError(f"header: {end - 4} bytes in a record of {view.nbytes}")
-    header = _parse(view[4:end])
+    header = parse_plain(view[4:end], bytes_each=1)  # our own: a snapshot may be made of numbers
     body = header.pop("body", None)
     specs = _convert(header.pop("arrays", None), list[_Array])
     if header:
@@ -263,6 +256,9 @@ def _open(header: dict[Any, Any], views: list[memoryview], limits: Limits) -> En
     preamble = _convert(header, _Preamble)
     if preamble.incarnation < 0 or preamble.id < 0:
         raise WireError(f"incarnation, id: negative ({preamble.incarnation}, {preamble.id})")
+    for name, text in (("run", preamble.run), ("sender", preamble.sender)):
+        if len(text.encode()) > NAME_BYTES:
+            raise WireError(f"{name}: longer than {NAME_BYTES} bytes")
     name = body.get("type") if type(body) is dict else None
     kind = TYPES.get(name) if type(name) is str else None
     if kind is None:
@@ -277,73 +273,11 @@ def _open(header: dict[Any, Any], views: list[memoryview], limits: Limits) -> En
     )
 
 
-def _parse(header: memoryview) -> dict[Any, Any]:
-    """The header as plain values: maps with distinct text or integer keys, lists, finite numbers.
-
-    No length is trusted: none may exceed the header's own, extension types and bytes are refused.
-    """
-    size = header.nbytes
-    if size < 4 or struct.unpack_from("<I", header)[0] != zlib.crc32(header[4:]):
-        raise WireError("header: the data is damaged")
-    try:
-        plain = msgpack.unpackb(
-            header[4:],
-            raw=False,
-            strict_map_key=False,  # RENEW has integer keys; `_distinct` checks every key
-            object_pairs_hook=_distinct,
-            max_str_len=size,
-            max_array_len=size,
-            max_map_len=size,
-            max_bin_len=0,
-            max_ext_len=0,
-        )
-    except WireError:
-        raise
-    except (ValueError, TypeError, OverflowError) as error:  # includes bad UTF-8 and deep nesting
-        raise WireError(f"header: not msgpack ({type(error).__name__}: {error})") from error
-    if type(plain) is not dict:
-        raise WireError(f"header: {type(plain).__name__} instead of a map")
-    _check_plain(plain, ())
-    return plain
-
-
-def _distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    if not KEY_TYPES.issuperset([type(name) for name, _ in pairs]):
-        name = next(name for name, _ in pairs if type(name) not in KEY_TYPES)
-        raise WireError(f"header: key {name!r:.80} is neither text nor an integer")
-    plain = dict(pairs)
-    if len(plain) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise WireError(f"header: key {twice!r:.80} twice in one map")
-    return plain
-
-
-def _check_plain(node: Any, path: tuple[Any, ...]) -> None:
-    """Refuses what is not JSON-like, with its path."""
-    if len(path) > DEPTH:
-        raise WireError(f"header: nested deeper than {DEPTH}")
-    for name, value in node.items() if type(node) is dict else enumerate(node):
-        kind = type(value)
-        if kind in PLAIN_TYPES:
-            continue
-        if kind is dict or kind is list:
-            _check_plain(value, (*path, name))
-        elif kind is not float:
-            raise WireError(f"{_dotted((*path, name))}: {kind.__name__} has no place here")
-        elif not math.isfinite(value):
-            raise WireError(f"{_dotted((*path, name))}: {value} is not a finite number")
-
-
-def _dotted(path: tuple[Any, ...]) -> str:
-    return ".".join(f"{name!s:.40}" for name in path)
-
-
 def _convert(plain: Any, kind: Any, dec_hook: Any = None) -> Any:
     try:
         return msgspec.convert(plain, kind, dec_hook=dec_hook)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise WireError(str(error)) from error
+        raise WireError(str(error)[:REASON]) from error
 
 
 def _typed(body: Any, kind: Any, specs: list[_Array], frames: Sequence[memoryview]) -> Any:

@@ -26,6 +26,11 @@ def advantages(
     return reinforce(reward_P, baseline, decay=baseline_decay)
 
 
+def finite_groups(x_P: Array, group_P: Array) -> Array:
+    """bool[P]: whether x is finite for every member of the trajectory's group."""
+    return np.bincount(group_P, weights=~np.isfinite(x_P))[group_P] == 0
+
+
 def grpo(reward_P: Array, group_P: Array, *, std: str) -> Array:
     """A_i = (R_i - mean_G R) / (std + 1e-6); 0 throughout a group whose rewards are all the same.
 

@@ -63,7 +63,7 @@ class Batch:
     trajectory_R int64, guided_R bool (experience was in the sampled context).
     group_P int64 (index of the group), reward_P float64, length_P int64 (ACTION tokens),
     lag_P int64 (the largest of its tokens, 0 without any). Trajectories without ACTION tokens count
-    in their group's rewards and are in no minibatch.
+    in their group's rewards and are in no minibatch, nor are those that `leave_out` was told of.
     """
 
     tokens: Array
@@ -83,15 +83,21 @@ class Batch:
     advantage_N: Array = field(init=False)
     anchor_N: Array = field(init=False)
     reference_N: Array = field(init=False)
+    trains_P: Array = field(init=False)
 
     def __post_init__(self) -> None:
         self.advantage_N = np.zeros_like(self.mu_N)
         self.anchor_N = np.zeros_like(self.mu_N)
         self.reference_N = np.zeros_like(self.mu_N)
+        self.trains_P = self.length_P > 0
 
     def spread_advantages(self, advantage_P: Array) -> None:
         """Gives every ACTION token the advantage of its trajectory; nothing else carries one."""
         self.advantage_N = advantage_P[self.trajectory_N].astype(np.float32)
+
+    def leave_out(self, out_P: Array) -> None:
+        """Trajectories that no minibatch shall hold, bool[P]; their groups as a whole."""
+        self.trains_P &= ~out_P
 
     def whole(self) -> "Minibatch":
         """Everything that trains as a single minibatch: for scoring passes."""
@@ -104,12 +110,11 @@ class Batch:
         least `count` of them; never returns an empty minibatch, so it may return fewer (none at all
         when nothing trains).
         """
-        trains = self.length_P > 0
-        if not trains.any():
+        if not self.trains_P.any():
             return []
-        groups = np.unique(self.group_P[trains])
+        groups = np.unique(self.group_P[self.trains_P])
         order = np.random.Generator(np.random.Philox(key=key)).permutation(groups)
-        members = [np.flatnonzero(trains & (self.group_P == group)) for group in order]
+        members = [np.flatnonzero(self.trains_P & (self.group_P == group)) for group in order]
         if len(members) < count:
             members = [member[None] for member in np.concatenate(members)]
         count = min(count, len(members))

@@ -23,6 +23,14 @@ class Outcome:
     batch: Batch | None = None
     groups: list[Group] = field(default_factory=list)
 
+    def rates(self, seconds: float) -> dict[str, float]:
+        """Trained ACTION tokens and consumed groups a second, of a step that took `seconds`."""
+        groups = len(self.trained) + sum(len(ids) for ids in self.filtered.values())
+        return {
+            "throughput/tokens_per_s": self.tokens / seconds,
+            "throughput/groups_per_s": groups / seconds,
+        }
+
 
 @dataclass
 class Applied:

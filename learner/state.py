@@ -23,6 +23,28 @@ class Asked:
 
 
 @dataclass
+class Track:
+    """What a stage has shown of one signal so far: running mean and variance.
+
+    `first` is the mean at the end of the warm-up, `peak` the largest mean since.
+    """
+
+    steps: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+    first: float = 0.0
+    peak: float = 0.0
+
+
+@dataclass
+class Watched:
+    """The memory of the alarms: tracks by signal, suspicious steps in a row by alarm."""
+
+    tracks: dict[str, Track] = field(default_factory=dict)
+    suspicious: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
 class State:
     """The learner's numbers. `take` counts SAMPLEs, `version` publishes, over the whole run."""
 
@@ -41,6 +63,7 @@ class State:
     masked_steps: int = 0  # nearly everything masked, in a row
     eval_success: float = -1.0  # the newest evaluation of the stage; -1 before the first
     pending: list[Asked] = field(default_factory=list)  # evaluations without a result yet
+    watched: Watched = field(default_factory=Watched)  # by the alarms, in this stage
 
 
 def save(
@@ -71,7 +94,11 @@ def load(
     load_optimizer(model, optimizer, directory / "optimizer.safetensors")
     numbers = json.loads((directory / "state.json").read_text())
     pending = [Asked(**asked) for asked in numbers.pop("pending")]
-    return State(**numbers, pending=pending)
+    watched = numbers.pop("watched")
+    tracks = {name: Track(**track) for name, track in watched["tracks"].items()}
+    return State(
+        **numbers, pending=pending, watched=Watched(tracks, suspicious=watched["suspicious"])
+    )
 
 
 def has_reference(directory: Path) -> bool:

@@ -5,6 +5,7 @@ sockets, versions published or files besides checkpoints.
 """
 
 import logging
+import math
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,9 @@ from evolver_async import policy
 from evolver_async.config import Config
 from evolver_async.launch.roles import TrainingError
 from evolver_async.metrics import LagAccounting, Timers
-from evolver_async.schema import Fork, Group, WeightId, key
+from evolver_async.schema import Array, Fork, Group, WeightId, key
 from learner import state as files
-from learner.advantage import advantages, penalised_rewards
+from learner.advantage import advantages, finite_groups, penalised_rewards
 from learner.batch import Batch, MicroBatch, Minibatch, collate, lag_table
 from learner.loss import clipped_objective, kl_estimate, policy_loss, token_scale
 from learner.offpolicy import account, correct, interpolated_anchor, needs_anchor_pass
@@ -115,19 +116,14 @@ class Updater:
             ).numpy()
             reward_P = penalised_rewards(reward_P, kl_N, batch.trajectory_N, stage.loss.kl_coef)
             metrics["loss/kl"] = float(kl_N.mean()) if len(kl_N) else 0.0
-        advantage_P, state.baseline = advantages(
-            stage.advantage.kind,
-            reward_P,
-            batch.group_P,
-            std=stage.advantage.std,
-            baseline=state.baseline,
-            baseline_decay=stage.advantage.baseline_decay,
-        )
-        batch.spread_advantages(advantage_P)
-
+        finite_P = self._spread_advantages(stage, batch, reward_P, state)
+        if not finite_P.any():
+            self._bad_step(state, batch, math.nan, math.nan)
         accounting = LagAccounting()
         accounting.add_trajectories(
-            lag_P=batch.lag_P, reward_P=batch.reward_P, length_P=batch.length_P
+            lag_P=batch.lag_P[finite_P],
+            reward_P=batch.reward_P[finite_P],
+            length_P=batch.length_P[finite_P],
         )
 
         def loss(
@@ -136,8 +132,35 @@ class Updater:
             return self._rl_loss(stage, micro, minibatch, interpolate, account_in)
 
         applied = self._updates(stage, batch, state, steps, loss, accounting)
+        applied.left_out |= {int(index) for index in batch.group_P[~finite_P]}
         metrics |= applied.metrics | accounting.metrics()
         return applied.outcome(chosen.groups, chosen.filtered, metrics, batch)
+
+    def _spread_advantages(
+        self, stage: Config, batch: Batch, reward_P: Array, state: State
+    ) -> Array:
+        """Gives tokens their advantages; groups where one is not finite are left out of the batch.
+
+        Returns bool[P]: who is in. Rewards that are not finite never meet those of other groups.
+        """
+        finite_P = finite_groups(reward_P, batch.group_P)
+        advantage_P = np.zeros_like(reward_P)
+        if finite_P.any():
+            advantage_P[finite_P], state.baseline = advantages(
+                stage.advantage.kind,
+                reward_P[finite_P],
+                batch.group_P[finite_P],
+                std=stage.advantage.std,
+                baseline=state.baseline,
+                baseline_decay=stage.advantage.baseline_decay,
+            )
+            finite_P &= finite_groups(advantage_P, batch.group_P)
+        if not finite_P.all():
+            groups = np.unique(batch.group_P[~finite_P])
+            log.error("take %d: %d groups have no finite advantage", state.take, len(groups))
+        batch.leave_out(~finite_P)
+        batch.spread_advantages(np.where(finite_P, advantage_P, 0.0))
+        return finite_P
 
     def sft(self, stage: Config, groups: list[Group], state: State, steps: int) -> Outcome:
         """Next-token training on the ACTION tokens of demonstrations."""
@@ -212,7 +235,7 @@ class Updater:
             _add(sums, terms_of | {"loss/grad_norm": done.grad_norm})
             account_in.merge(accounting)
         else:
-            state.bad_steps = 0
+            state.bad_steps = 0 if minibatches else state.bad_steps
         means = {name: value / len(applied) for name, value in sums.items()}
         means |= {"learner/lr": rate, "learner/updates": float(len(applied))}
         return Applied.of(minibatches, applied, means)

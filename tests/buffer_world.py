@@ -135,8 +135,8 @@ class World:
         return reply.lineage
 
     def lease(self, credit: int = 1, peer: str = "actor-0") -> list[Ticket]:
-        """Tickets; none where the actor is told to wait."""
-        reply = self.one(peer, messages.Lease(credit=credit))
+        """Tickets for an actor with the newest weights; none where it is told to wait."""
+        reply = self.one(peer, messages.Lease(credit=credit, weights=self.replay.at.head))
         return reply.tickets if isinstance(reply, messages.Tickets) else []
 
     def push(self, ticket: Ticket, member: int, **facts: object) -> messages.Reply:

@@ -76,7 +76,7 @@ class Launch:
 
     def status(self) -> dict[str, Any]:
         """The buffer's STATUS."""
-        return asyncio.run(ask(address_of(self.run_dir), DEADLINE_S))
+        return asyncio.run(ask(address_of(self.run_dir), timeout_s=DEADLINE_S))
 
     def end(self) -> tuple[int, str]:
         """Wait for the launcher; its exit code and what it wrote to stderr."""

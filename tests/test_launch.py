@@ -24,6 +24,7 @@ from evolver_async.launch.roles import (
     resolve,
     weights_dir,
 )
+from evolver_async.study.watch import Tail
 
 RECIPE = """
 env: {name: bandit}
@@ -57,7 +58,7 @@ def test_a_dead_actor_is_replaced_until_its_budget_is_spent(
     recipe: Path, launch: Callable[..., Launch]
 ) -> None:
     run_dir = recipe.parent / "run"
-    run = launch(run_dir, recipe)
+    run = launch(run_dir, recipe, "checkpoint.every=1000000")
     run.wait_for_steps(1)
     first = run.children()
     assert set(first) == {"buffer", "learner", "actor-0", "actor-1"}
@@ -76,6 +77,8 @@ def test_a_dead_actor_is_replaced_until_its_budget_is_spent(
     assert "actor-0 was killed by SIGKILL, restart 1 of 1" in errors
     assert "actor-0 was killed by SIGKILL and is not started again" in errors
     assert last_lines(run_dir / "logs" / "actor-0.log", 1) in errors
+    steps = [row["step"] for row in Tail(run_dir / "metrics.jsonl").rows() if "stage_kind" in row]
+    assert valid(run_dir / "checkpoints")[-1][1].step == steps[-1], "a last one was written"
     assert not any(alive(child) for child in [*first.values(), second])
 
 
@@ -106,7 +109,7 @@ def test_a_killed_launcher_takes_its_processes_along(
     children = wait_for(lambda: len(found := run.children()) == 4 and found, "all processes")
     run.process.kill()
     run.process.wait()
-    wait_for(lambda: not any(alive(child) for child in children.values()), "the end of all")
+    assert wait_for(lambda: not any(alive(child) for child in children.values()), "everybody's end")
 
 
 def test_every_name_of_a_role_leads_to_a_function() -> None:
@@ -153,6 +156,71 @@ sys.exit(roles.run_process("learner", args, args.run_dir / "logs" / "learner.log
         launcher.tend(child, time.monotonic())
     assert failure.value.code == TRAINING_ERROR
     assert "\n" not in str(failure.value) and child.restarts == 0
+
+
+class Doomed(Launcher):
+    """Its processes say why they die, and do so at once."""
+
+    def __init__(self, run_dir: Path, exit_code: int = 7) -> None:
+        super().__init__(Config(), run_dir, "ipc:///none")
+        self.exit_code = exit_code
+        self.config.launch.restarts = 2
+        self.now = time.monotonic()
+
+    def spawn(self, role: str, name: str, incarnation: int) -> "subprocess.Popen[bytes]":
+        with open(self.log_file(name), "a") as output:
+            output.write(f"life {incarnation % 1000} of {name}\n")
+        process = python(f"raise SystemExit({self.exit_code})")
+        process.wait(DEADLINE_S)
+        return process
+
+    def live(self, child: Child, seconds: float) -> None:
+        """The process turns out to be dead after so long, and is started again when it is due."""
+        self.now = child.started + seconds
+        self.tend(child, self.now)
+        assert child.due is not None
+        self.now = child.due
+        self.tend(child, self.now)
+
+
+def test_a_process_that_keeps_dying_exhausts_its_budget_and_is_named(tmp_path: Path) -> None:
+    launcher = Doomed(tmp_path)
+    child = launcher.add("actor", "actor-3")
+    for _ in range(2):
+        launcher.live(child, 1.0)
+    with pytest.raises(RunFailed) as failure:
+        launcher.live(child, 1.0)
+    said = str(failure.value)
+    assert "actor-3 ended with exit code 7 and is not started again" in said
+    assert "(restarted 2 times, ran 1 s)" in said and said.endswith("life 2 of actor-3")
+
+
+def test_failures_long_ago_do_not_count(tmp_path: Path) -> None:
+    launcher = Doomed(tmp_path)
+    child = launcher.add("actor", "actor-3")
+    for _ in range(9):
+        launcher.live(child, launcher.config.launch.healthy_s + 1)
+        launcher.live(child, 1.0)
+        assert child.restarts == 2
+    with pytest.raises(RunFailed):
+        launcher.live(child, launcher.config.launch.healthy_s - 1)
+
+
+def test_the_sentence_of_the_end_is_this_processs_own(tmp_path: Path) -> None:
+    launcher = Doomed(tmp_path, TRAINING_ERROR)
+    child = launcher.add("learner", "learner")
+    log = launcher.log_file("learner")
+    log.write_text(
+        "t ERROR x: an old story\n"
+        f"t INFO x: learner learner, incarnation 1, pid {child.process.pid}\n"
+        "t ERROR x: nothing to train on\n"
+        "some library says good-bye\n"
+    )
+    with pytest.raises(RunFailed, match="learner cannot go on: t ERROR x: nothing to train on"):
+        launcher.tend(child, time.monotonic())
+    log.write_text(log.read_text().replace("t ERROR x: nothing to train on\n", ""))
+    with pytest.raises(RunFailed, match="cannot go on: some library says good-bye"):
+        launcher.tend(child, time.monotonic())
 
 
 def test_a_role_that_does_not_end_costs_the_others_none_of_their_time(tmp_path: Path) -> None:

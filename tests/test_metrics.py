@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evolver_async.config.secrets import without_secrets as without
 from evolver_async.metrics import (
     JsonlWriter,
     LagAccounting,
@@ -18,7 +19,6 @@ from evolver_async.metrics import (
     wandb_id,
     wandb_mode,
 )
-from evolver_async.metrics import without_secrets as without
 
 
 def read(path) -> list[dict]:

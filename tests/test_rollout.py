@@ -1,8 +1,14 @@
 """Episodes: what is recorded is what the engine saw and sampled; failures, deadlines, limits."""
 
 import asyncio
+import logging
+import os
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,7 +20,8 @@ from actors.chat import Chat
 from actors.demonstrate import demonstrate_group
 from actors.engines.base import Generation, Request
 from actors.envs.base import EnvironmentFailure, Info, Step
-from actors.rollout import Progress, Setting, run_group
+from actors.progress import Progress
+from actors.rollout import EpisodeLate, Setting, run_group
 from actors.turns import ThinkAnswer
 from evolver_async.schema import (
     Role,
@@ -301,6 +308,131 @@ def test_missed_deadline_is_an_environment_failure(limit: str) -> None:
     slow = setting(latency="fixed", latency_median_s=5.0, **{limit: 0.02})
     with pytest.raises(EnvironmentFailure, match="TimeoutError"):
         roll_out(corridor(), slow, FakeEngine({"0/0/0": say(RIGHT)}))
+
+
+class Hanging(Corridor):
+    """Blocks in one of its calls until `free` is set; may fail in others."""
+
+    blocking = True
+    free = threading.Event()
+
+    def __init__(
+        self, *, hangs: str = "", at: int = -1, what: str = "", closes: bool = True
+    ) -> None:
+        super().__init__(length=2, at=at, what=what)
+        self.hangs, self.closes = hangs, closes
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        self.call("reset")
+        return super().reset(task, dynamics_seed)
+
+    def step(self, action: str) -> Step:
+        self.call("step")
+        return super().step(action)
+
+    def close(self) -> None:
+        self.call("close")
+        if not self.closes:
+            raise OSError("the door is stuck")
+        super().close()
+
+    def actions(self) -> list[str]:
+        return ["left", "right"]
+
+    def solve(self) -> list[str]:
+        return ["right"]
+
+    def call(self, name: str) -> None:
+        if name == self.hangs:
+            self.free.wait(10)
+
+
+@pytest.fixture
+def hanging() -> Iterator[None]:
+    """What hangs goes on after the test."""
+    Hanging.free.clear()
+    yield
+    Hanging.free.set()
+
+
+@pytest.mark.parametrize(
+    ("hangs", "named"), [("reset", "reset"), ("step", "step"), ("close", "environment close")]
+)
+@pytest.mark.usefixtures("hanging")
+def test_a_call_that_never_returns_is_named_with_member_and_time(
+    hangs: str, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine({"0/0/0": say(RIGHT, RIGHT)})
+    began = time.monotonic()
+    with pytest.raises(EnvironmentFailure), caplog.at_level(logging.WARNING):
+        roll_out(corridor(env="Hanging", hangs=hangs), setting(step_timeout_s=0.1), engine)
+    assert time.monotonic() - began < 5, "nobody waits for its end"
+    (record,) = caplog.records
+    where = f"group 0: environment {__name__}:Hanging, task t, member 0: {named} for 0.1 s: "
+    assert record.message == where + "TimeoutError: env.step_timeout_s is 0.1"
+
+
+@pytest.mark.usefixtures("hanging")
+def test_an_episode_names_what_it_was_doing_at_its_deadline() -> None:
+    how = setting(step_timeout_s=9.0, episode_timeout_s=0.1)
+    with pytest.raises(
+        EnvironmentFailure, match=r"member 0: step for 0\.\d s: .*episode_timeout_s"
+    ):
+        roll_out(corridor(env="Hanging", hangs="step"), how, FakeEngine({"0/0/0": say(RIGHT)}))
+
+
+def test_a_slow_engine_is_not_the_environments_failure() -> None:
+    class Sleepy(FakeEngine):
+        async def generate(self, request: Request) -> Generation:
+            await asyncio.sleep(9.0)
+            raise AssertionError
+
+    with pytest.raises(EpisodeLate, match="member 0: generation of turn 0 for"):
+        roll_out(corridor(), setting(episode_timeout_s=0.1), Sleepy({}))
+
+
+def test_a_step_that_holds_up_everybody_is_late_as_well() -> None:
+    held = corridor(env="Holding")
+    with pytest.raises(EnvironmentFailure, match=r"step for 0\.1 s: TimeoutError"):
+        roll_out(held, setting(step_timeout_s=0.02), FakeEngine({"0/0/0": say(RIGHT)}))
+
+
+class Holding(Corridor):
+    """Does not say that it blocks."""
+
+    def step(self, action: str) -> Step:
+        time.sleep(0.1)
+        return super().step(action)
+
+
+def test_a_failing_close_is_a_failure_but_hides_no_other() -> None:
+    script = {"0/0/0": say(RIGHT, RIGHT)}
+    with pytest.raises(EnvironmentFailure, match=r"environment close .* the door is stuck"):
+        roll_out(corridor(env="Hanging", closes=False), setting(), FakeEngine(script))
+    broken = corridor(env="Hanging", closes=False, at=0, what="raise")
+    with pytest.raises(EnvironmentFailure, match="the floor fell in"):
+        roll_out(broken, setting(), FakeEngine({"0/0/0": say(RIGHT)}))
+
+
+def test_a_process_ends_though_an_environment_hangs_in_its_thread() -> None:
+    program = """
+import threading
+from test_rollout import RIGHT, FakeEngine, Hanging, corridor, roll_out, say, setting
+
+Hanging.call = lambda self, name: name == "step" and threading.Event().wait()
+how = setting(step_timeout_s=0.1)
+roll_out(corridor(env="Hanging"), how, FakeEngine({"0/0/0": say(RIGHT)}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parent,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1 and "env.step_timeout_s is 0.1" in done.stderr
 
 
 def test_blocking_environment_stops_nobody_else() -> None:

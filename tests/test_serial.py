@@ -133,6 +133,11 @@ def test_equal_seeds_give_bit_identical_runs_and_others_do_not(
     assert any(not torch.equal(t, other.tensors[name]) for name, t in plain.tensors.items())
 
 
+def test_a_run_that_learns_raises_no_alarm(plain: Finished) -> None:
+    alarms = {name for row in plain.rows for name in row if name.startswith("alarm/")}
+    assert len(alarms) == 6 and not any(sum(plain.rl(name)) for name in alarms)
+
+
 def test_a_forced_weight_lag_is_exact(train: Callable[..., Finished]) -> None:
     lagged = train("lagged", "actors.weight_lag=2", "stages.0.steps=3", "stages.1.steps=10")
     mean, largest = lagged.rl("staleness/mean"), lagged.rl("staleness/max")
@@ -148,6 +153,7 @@ def test_latency_of_the_environment_costs_no_real_time(train: Callable[..., Fini
         "slow",
         "env.latency={kind: lognormal, median_s: 5, sigma: 1}",
         "env.step_timeout_s=500",
+        "buffer.stall_s=600",
         "buffer.max_staleness=0",
         "stages.0.steps=3",
         "stages.1.steps=10",

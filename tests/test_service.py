@@ -167,17 +167,19 @@ def test_a_full_disk_stops_grants_and_pushes_are_retried(world):
 
 def test_the_journals_limit_stops_grants_until_a_checkpoint_lets_it_go(tmp_path):
     world = World(tmp_path, config(max_staleness=1), segment_bytes=1 << 13)
-    world.service.granting.config.buffer.disk_limit_bytes = 1 << 16
+    world.service.disk.limit_bytes = limit = 1 << 16
     world.resume()
     take = 0
-    while world.book.journal.size < 1 << 16:
-        learn(world, take)
+    while not learn(world, take).checkpoint:
+        assert world.book.journal.size < limit + (1 << 13)
         take += 1
+    assert world.book.journal.size >= limit
+    assert len(world.lease(credit=9)) == 2  # else the learner would starve
     reply = world.one("actor-0", messages.Lease(credit=1))
     assert isinstance(reply, messages.Wait) and "buffer.disk_limit_bytes" in reply.reason
-    world.one("learner", messages.Kept(take=take))
+    world.one("learner", messages.Kept(take=take + 1))
     assert len(world.book.journal.sizes) <= 2
-    learn(world, take)
+    assert len(world.lease(credit=9)) == 2
 
 
 # ---- pushes

@@ -77,7 +77,7 @@ def test_told_to_end_without_a_buffer_it_leaves_a_checkpoint(tmp_path: Path) -> 
     client = loop.run_until_complete(connect())
     learner = build(config, run_dir, client, loop.run_until_complete)
     try:
-        loop.call_later(0.1, setattr, learner, "stopping", True)
+        loop.call_later(0.1, setattr, learner.requests, "stopping", True)
         assert learner.run() == 0
     finally:
         learner.close()

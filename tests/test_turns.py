@@ -18,9 +18,10 @@ def test_rendered_actions_are_read_back(think: bool, actions: list[str]) -> None
 
 
 @given(st.text())
-def test_parsing_never_fails_on_any_text(text: str) -> None:
+def test_any_text_is_one_action_or_a_format_error(text: str) -> None:
     for think in (False, True):
-        ThinkAnswer(think=think, actions_per_turn=1).parse(text)
+        actions = ThinkAnswer(think=think, actions_per_turn=1).parse(text)
+        assert actions is None or (len(actions) == 1 and actions[0] in text)
 
 
 @pytest.mark.parametrize(

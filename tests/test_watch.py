@@ -96,9 +96,15 @@ def test_the_panel_shows_steps_evaluations_and_who_waits() -> None:
     view.feed({"step": 10, "eval/success": 0.0, "eval/episodes": 8})
     view.feed({"step": 11, "eval/success": 1.0, "eval/episodes": 8})
     waits = {"learner": {"sample": {"reason": "3 of 8 ready", "for_s": 7.2}}}
-    view.feed_status(json.loads(json.dumps({"waiting": waits})))
+    stalls = [{"who": "actor-1", "what": "group 3 waits for members [2]", "for_s": 41.0}]
+    view.feed_status(json.loads(json.dumps({"stalled": stalls, "waiting": waits})))
     text = text_of(view)
     assert "10/20 rl" in text and "▁█ 1.000" in text
     assert "learner waits 7 s: 3 of 8 ready" in text
-    view.feed(row(11, 6.0))
+    assert "actor-1 stands still for 41 s: group 3 waits for members [2]" in text
+    counters = {"supervision/stalled": 2.0, "supervision/longest_s": 41.5}
+    view.feed(row(11, 6.0) | counters)
     assert "learner waits" not in text_of(view)
+    assert "2 (longest 42 s)" in text_of(view) and "actor-1 stands still" in text_of(view)
+    view.feed(row(12, 7.0) | dict.fromkeys(counters, 0.0))
+    assert "stalled" not in text_of(view) and "actor-1" not in text_of(view)

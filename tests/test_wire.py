@@ -147,7 +147,7 @@ def trajectories(draw: st.DrawFn, member: int = 0) -> Trajectory:
         label_source=draw(text),
         experience_ids=draw(st.lists(count, max_size=3)),
         policy="learned",
-        timing=draw(st.dictionaries(text, number, max_size=3)),
+        timing=draw(st.dictionaries(text, st.floats(0, 1e9), max_size=3)),
     )
 
 

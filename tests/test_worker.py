@@ -12,7 +12,7 @@ import pytest
 import torch
 from launches import COMMAND, DEADLINE_S
 from msgspec.structs import replace
-from test_rollout import CHAT, RIGHT, Corridor, FakeEngine, corridor
+from test_rollout import CHAT, RIGHT, Corridor, FakeEngine, Hanging, corridor
 
 from actors.engines.base import Generation, Request
 from actors.worker import Worker
@@ -69,7 +69,7 @@ class Buffer:
         self.requests: list[Any] = []
 
     def handle(self, peer: str, request: Any, now: float) -> list[messages.Reply]:
-        if isinstance(request, messages.Lease):
+        if isinstance(request, messages.Lease) and request.credit > 0:
             due = [ticket for at, ticket in self.tickets if at <= now]
             self.tickets = [(at, ticket) for at, ticket in self.tickets if at > now]
             return [messages.Tickets(tickets=due) if due else messages.Wait(reason="none")]
@@ -110,9 +110,16 @@ def run(tmp_path: Path) -> Iterator[Callable[..., None]]:
     loop.close()
 
 
-def worker_of(client: Any, engine: FakeEngine, publisher: ShmPublisher, lag: int = 0) -> Worker:
+def worker_of(
+    client: Any,
+    engine: FakeEngine,
+    publisher: ShmPublisher,
+    lag: int = 0,
+    step_timeout_s: float = 30.0,
+) -> Worker:
     config = Config(stages=[Stage(kind="sft", steps=5)])
     config.actors.weight_lag = lag
+    config.env.step_timeout_s = step_timeout_s
     receiver = ShmReceiver(publisher.address)
     return Worker(config, client, receiver, engine, CHAT, "actor-0", 0)
 
@@ -167,22 +174,118 @@ def test_a_forced_lag_never_goes_behind_what_tickets_allow(tmp_path: Path) -> No
     for step in range(3):
         publisher.publish(version(step), {"w": torch.zeros(1)})
     worker = worker_of(None, Walker(), publisher, lag=2)
-    assert worker.target() == version(0)
+    assert worker.adoption.target() == version(0)
 
     async def start() -> None:
         worker.start(granted())  # allows any weights
-        assert worker.target() == version(0)
+        assert worker.adoption.target() == version(0)
         worker.start(granted({"weights": version(1)}))
-        assert worker.target() == version(1)
+        assert worker.adoption.target() == version(1)
         publisher.publish(version(4), {"w": torch.zeros(1)})  # 3 was overtaken
-        assert worker.target() == version(2)
+        assert worker.adoption.target() == version(2)
         worker.start(granted({"weights": version(3)}))
-        assert worker.target() == version(4)
+        assert worker.adoption.target() == version(4)
         for _, _, task in worker.running.values():
             task.cancel()
 
     asyncio.run(start())
     publisher.close()
+
+
+class Busy(Buffer):
+    """Has no room for trajectories before a certain time."""
+
+    def __init__(self, *tickets: tuple[float, Ticket], until: float) -> None:
+        super().__init__(*tickets)
+        self.until = until
+        self.taken: list[int] = []
+
+    def handle(self, peer: str, request: Any, now: float) -> list[messages.Reply]:
+        if isinstance(request, messages.Push) and now < self.until:
+            return [messages.Retry(seconds=0.5)]
+        if isinstance(request, messages.Push):
+            self.taken.append(request.trajectory.member)
+        return super().handle(peer, request, now)
+
+
+class OneWalks(Walker):
+    """Only the first member gets anywhere."""
+
+    async def generate(self, request: Request) -> Generation:
+        await asyncio.sleep(0.0 if "/0/" in request.session else 1000.0)
+        return await super().generate(request)
+
+
+def test_a_drained_actor_hands_in_what_is_finished_and_gives_back_the_rest(
+    run: Callable[..., None],
+) -> None:
+    buffer = Busy((0.0, granted(length=1)), until=3.0)
+    run(buffer, OneWalks(), 1.0)
+    assert buffer.taken == [0]
+    release, leave = buffer.requests[-2:]
+    assert isinstance(release, messages.Release) and isinstance(leave, messages.Lease)
+    assert (release.members, release.reason) == ([1], "drain")
+
+
+def test_a_drained_actor_does_not_wait_for_ever(run: Callable[..., None]) -> None:
+    buffer = Busy((0.0, granted(length=1)), until=1e9)
+    run(buffer, Walker(), 1.0)
+    (release,) = buffer.seen(messages.Release)
+    assert (release.members, release.reason) == ([0, 1], "drain")
+
+
+def test_renewals_say_what_holds_up_each_ticket(run: Callable[..., None]) -> None:
+    evaluation = granted({"kind": "eval", "group_id": 1, "weights": version(1)})
+    buffer = Buffer((0.0, granted(length=100)), (1.0, evaluation))
+    run(buffer, Walker(pause_s=20.0), 60.0)
+    first, *others = [renewal for renewal in buffer.seen(messages.Renew) if 1 in renewal.progress]
+    assert first.doing[0] == "member 0: generation of turn 0 for 7.5 s"
+    assert first.still_s[0] == pytest.approx(7.5) and first.weights == version(1)
+    assert first.doing[1] == "waiting for other tickets to leave the engine for 6.5 s"
+    shown = [(one.progress[0], one.progress[1]) for one in others]
+    assert len(set(shown)) > 2
+    assert all(waiting == running for running, waiting in shown), "it moves as they do"
+
+
+def test_an_engine_too_slow_for_an_episode_is_not_the_tasks_fault(
+    run: Callable[..., None],
+) -> None:
+    buffer = Buffer((0.0, granted(length=100)))
+    run(buffer, Walker(pause_s=400.0), 700.0)
+    (release,) = buffer.seen(messages.Release)
+    assert (release.members, release.reason) == ([0, 1], "engine")
+
+
+@pytest.mark.parametrize("kind", ["rollout", "eval", "demo"])
+@pytest.mark.parametrize("hangs", ["reset", "step", "close"])
+def test_an_environment_that_never_returns_gives_its_ticket_back(
+    tmp_path: Path, kind: str, hangs: str
+) -> None:
+    Hanging.free.clear()
+    publisher = ShmPublisher(tmp_path / "w", background=False)
+    publisher.publish(version(1), {"w": torch.zeros(1)})
+    ticket = corridor(env="Hanging", hangs=hangs)
+    buffer = Buffer((0.0, replace(ticket, kind=kind, weights=version(1))))
+
+    async def play() -> None:
+        server = LocalServer(buffer, "run")
+        server.start()
+        worker = worker_of(LocalClient(server, "actor-0"), Walker(), publisher, step_timeout_s=0.1)
+        working = asyncio.create_task(worker.run())
+        while not buffer.seen(messages.Release):
+            await asyncio.sleep(0.01)
+        worker.stop.set()
+        await working
+        server.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
+    finally:
+        Hanging.free.set()
+        publisher.close()
+    (release,) = buffer.seen(messages.Release)
+    assert (release.members, release.reason) == ([0], "environment")
+    assert buffer.seen(messages.Push) == []
 
 
 def test_the_buffer_refuses_the_first_actor_with_another_tokenizer(

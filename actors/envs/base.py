@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
+from evolver_async.config.secrets import mask, reveal
 from evolver_async.schema import Task
 
 REGISTRY = {
@@ -29,11 +30,10 @@ class EnvError(ValueError):
 
 
 class EnvironmentFailure(Exception):
-    """An environment raised an exception or missed a deadline; says which and why."""
+    """An environment raised an exception or missed a deadline; says which, where and why."""
 
-    def __init__(self, env: str, cause: BaseException) -> None:
-        super().__init__(f"environment {env}: {type(cause).__name__}: {cause}")
-        self.env = env
+    def __init__(self, where: str, cause: BaseException) -> None:
+        super().__init__(mask(f"environment {where}: {type(cause).__name__}: {cause}"))
         self.cause = cause
 
 
@@ -131,23 +131,23 @@ def make_env(name: str, params: dict[str, Any]) -> Env:
             f"env.name: the parameters of {name!r} cannot be read: {_said(error)}"
         ) from error
     arguments = {}
-    for param, value in params.items():
+    for param, value in reveal(params).items():
         if param not in known:
             listing = ", ".join(known) or "none"
             raise EnvError(f"env.params.{param}: {name} has no such parameter (known: {listing})")
         try:
             arguments[param] = msgspec.convert(value, hints.get(param, Any))
         except msgspec.ValidationError as error:
-            raise EnvError(f"env.params.{param}: {error}") from error
+            raise EnvError(f"env.params.{param}: {mask(str(error))}") from error
     try:
         return found(**arguments)
     except (TypeError, ValueError) as error:
-        raise EnvError(f"env.params.{error}") from error
+        raise EnvError(f"env.params.{mask(str(error))}") from error
 
 
 def _said(error: Exception) -> str:
-    """The type and the words of an error, on one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    """The type and the words of an error, on one line and without secrets."""
+    return mask(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def split_of(content: bytes) -> str:

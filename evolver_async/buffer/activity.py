@@ -4,6 +4,8 @@ from collections import deque
 
 import msgspec
 
+from evolver_async.schema import WeightId
+
 WINDOW_S = 60.0
 
 
@@ -11,7 +13,9 @@ class Peer(msgspec.Struct):
     """One process. `bins` holds (second, trajectories, tokens) of the last minute.
 
     `generated`: tokens that processes of this name sampled while this buffer listened; `reported`:
-    what the present one said last, None before its first word.
+    what the present one said last, None before its first word. `left`: it has said that it leaves.
+    `doing`: what held up its slowest ticket, and when it said so. `behind_since`: since when
+    its `weights` have been too old and the same.
     """
 
     first: float
@@ -20,6 +24,10 @@ class Peer(msgspec.Struct):
     waits: dict[str, tuple[str, float]] = {}  # reason and since when, by request
     generated: int = 0
     reported: int | None = None
+    left: bool = False
+    doing: tuple[str, float] | None = None
+    weights: WeightId | None = None
+    behind_since: float | None = None
 
     def count(self, tokens: int, now: float) -> None:
         """It handed in a trajectory with so many ACTION tokens."""
@@ -29,7 +37,8 @@ class Peer(msgspec.Struct):
         self.bins[-1][2] += tokens
 
     def greet(self) -> None:
-        """It begins: all that it will have sampled is new."""
+        """It begins: all that it will have sampled is new, and it waits for nothing yet."""
+        self.waits, self.doing, self.behind_since = {}, None, None
         if self.reported is None:
             self.reported = 0
 
@@ -41,6 +50,14 @@ class Peer(msgspec.Struct):
         before = generated if self.reported is None else self.reported
         self.generated += generated - before if generated >= before else generated
         self.reported = generated
+
+    def hold(self, weights: WeightId | None, behind: bool, now: float) -> None:
+        """It has these weights; `behind`: it should have newer ones."""
+        if not behind:
+            self.behind_since = None
+        elif self.behind_since is None or weights != self.weights:
+            self.behind_since = now
+        self.weights = weights
 
     def rates(self, now: float) -> tuple[float, float]:
         """Trajectories and tokens per second over the last minute, or since it was first heard."""
@@ -54,9 +71,13 @@ class Peer(msgspec.Struct):
 
 
 class Activity:
-    """Everybody who has spoken to the buffer; `learner` is who last asked for a take."""
+    """Everybody who has spoken to the buffer, which began to listen at `began`.
 
-    def __init__(self) -> None:
+    `learner` is who last asked for a take.
+    """
+
+    def __init__(self, began: float = 0.0) -> None:
+        self.began = began
         self.peers: dict[str, Peer] = {}
         self.actors: set[str] = set()
         self.learner: str | None = None
@@ -74,9 +95,35 @@ class Activity:
     def served(self, name: str, request: str) -> None:
         self.peers[name].waits.pop(request, None)
 
+    def works(self, name: str) -> Peer:
+        """The actor of this name, which is here to work."""
+        self.actors.add(name)
+        peer = self.peers[name]
+        peer.left = False
+        return peer
+
+    def leaves(self, name: str) -> None:
+        """The actor asks for nothing any more."""
+        peer = self.peers[name]
+        peer.left = True
+        peer.behind_since = None
+        self.served(name, "lease")
+
     def alive(self, now: float, within_s: float) -> int:
-        """Actors heard within so many seconds."""
-        return sum(now - self.peers[name].seen <= within_s for name in self.actors)
+        """Actors heard within so many seconds that have not said that they leave."""
+        return sum(self._here(name, now, within_s) for name in self.actors)
+
+    def asking(self, now: float, within_s: float) -> set[str]:
+        """Those of them that wait for tickets."""
+        return {
+            name
+            for name in self.actors
+            if self._here(name, now, within_s) and "lease" in self.peers[name].waits
+        }
+
+    def _here(self, name: str, now: float, within_s: float) -> bool:
+        peer = self.peers[name]
+        return not peer.left and now - peer.seen <= within_s
 
     def generated(self) -> int:
         """Tokens that all actors have sampled, as far as they have said."""

@@ -4,17 +4,21 @@ Also keeps the trajectories of live groups in memory; others are read from the j
 for.
 """
 
+import logging
+
 import msgspec
 
 from evolver_async.buffer import records
 from evolver_async.buffer.censoring import Censoring, Change
 from evolver_async.buffer.groups import Held
 from evolver_async.buffer.groups import State as GroupState
-from evolver_async.buffer.journal import Journal, JournalError
+from evolver_async.buffer.journal import DiskFull, Journal, JournalError
 from evolver_async.buffer.leases import Leases
 from evolver_async.buffer.state import State
 from evolver_async.schema import Trajectory
 from evolver_async.wire import pack_record, unpack_record
+
+log = logging.getLogger(__name__)
 
 
 class Book:
@@ -31,16 +35,15 @@ class Book:
         self.bodies: dict[int, dict[int, Trajectory]] = {}
         self.censoring = Censoring()
         self.now = now  # when what is being recorded happens
-        self.spare = False  # whether segments may have become dispensable since the last commit
-        for index, (head, location) in enumerate(journal.replay()):
+        self.spare = True  # whether segments may have become dispensable since the last commit
+        for head, location in journal.replay():
             try:
-                record = records.decode(head)
-                if index == 0 or not isinstance(record, records.Snapshot):
-                    state.apply(record, location)
+                state.apply(records.decode(head), location)
             except (msgspec.DecodeError, ValueError, KeyError, IndexError, AssertionError) as error:
-                raise JournalError(f"{journal.directory}: {error}") from error
+                raise JournalError(f"{journal.where(location)}: {error}") from error
         if not journal.sizes:
             journal.roll(records.encode(state.snapshot()))
+        journal.check_sealed(self._needed())
         state.check()
         for held in self.replay.by_state["open"].values():
             self._lease_again(held, now)
@@ -57,10 +60,16 @@ class Book:
             group[trajectory.member] = trajectory
 
     def commit(self) -> None:
-        """Puts everything recorded so far on disk; then segments begin and go as they must."""
+        """Puts everything recorded so far on disk; then segments begin and go as they must.
+
+        DiskFull: nothing of it is there, and it can be tried again.
+        """
         self.journal.commit()
         if self.journal.full_segment:
-            self.journal.roll(records.encode(self.state.snapshot()))
+            try:
+                self.journal.roll(records.encode(self.state.snapshot()))
+            except DiskFull as refusal:
+                log.warning("%s; no new segment for now", refusal)
             self.spare = True
         if self.spare:
             self.journal.drop(self._needed())

@@ -7,6 +7,7 @@ as far as admission has room.
 from evolver_async.buffer import records
 from evolver_async.buffer.activity import Activity
 from evolver_async.buffer.book import Book
+from evolver_async.buffer.disk import Disk
 from evolver_async.buffer.groups import Held
 from evolver_async.buffer.replay import Numbers
 from evolver_async.buffer.status import Status
@@ -33,6 +34,11 @@ def numbers_of(config: Config, kind: str) -> Numbers:
     )
 
 
+def share(room: int, asking: int) -> int:
+    """The most new groups that one actor gets at a time while `asking` actors want some."""
+    return -(-room // max(1, asking))
+
+
 def source_of(config: Config) -> Source:
     return Source(env=config.env.name, params=config.env.params, train=config.tasks.train)
 
@@ -41,9 +47,10 @@ class Granting:
     """Answers LEASE, RENEW, RELEASE and OFFER. `stages`: the configuration of every stage."""
 
     def __init__(
-        self, book: Book, activity: Activity, status: Status, stages: list[Config]
+        self, book: Book, disk: Disk, activity: Activity, status: Status, stages: list[Config]
     ) -> None:
         self.book = book
+        self.disk = disk
         self.activity = activity
         self.status = status
         self.stages = stages
@@ -55,19 +62,27 @@ class Granting:
     def lease(self, peer: str, request: LeaseRequest, now: float) -> Reply:
         """Tickets with at most as many members as `credit` groups have.
 
-        Without credit the actor leaves: what it may still hold is vacant.
+        New groups are shared with the other actors that wait; who is alone gets the rest with its
+        next LEASE. Without credit the actor leaves: what it may still hold is vacant.
         """
         if request.credit < 0:
             return Reject(reason=f"credit: {request.credit}")
         if request.credit == 0:
             self.book.leases.abandon(peer)
-            self.activity.served(peer, "lease")
+            self.activity.leaves(peer)
             return Ok()
-        self.activity.actors.add(peer)
+        self._heard(peer, request.weights, now)
         room = request.credit * self.book.replay.numbers.group_size
+        fresh = self.book.replay.room()
+        if fresh:
+            asking = {peer, *self.activity.asking(now, self.config.buffer.lease_s)}
+            fresh = share(fresh, len(asking))
         tickets = []
         while room > 0:
-            ticket = self._evaluate(peer) or self._reissue(peer, room) or self._new(peer, room)
+            ticket = self._evaluate(peer) or self._reissue(peer, room)
+            if ticket is None and fresh > 0:
+                ticket = self._new(peer, room)
+                fresh -= 1
             if ticket is None:
                 break
             self.book.leases.grant(peer, ticket.group_id, ticket.attempt, ticket.members, now)
@@ -82,7 +97,11 @@ class Granting:
         return Wait(reason=reason)
 
     def renew(self, peer: str, request: Renew, now: float) -> Reply:
-        self.activity.actors.add(peer)
+        self._heard(peer, request.weights, now)
+        if request.still_s:
+            slowest = max(request.still_s, key=request.still_s.__getitem__)
+            self.activity.peers[peer].doing = (request.doing.get(slowest, ""), now)
+        self.book.leases.note(peer, request.doing, request.still_s, now)
         lost = self.book.leases.renew(peer, request.progress, now)
         if lost:
             return Fenced(reason=f"groups {lost} are not leased to {peer} any more", groups=lost)
@@ -100,8 +119,10 @@ class Granting:
         )
         if lasting:
             self.book.record(records.Failed(group_id=held.group_id, members=given))
-            limit = self.config.buffer.max_attempts
-            if any(held.failures[member] >= limit for member in given):
+            failures = held.failures
+            if held.pinned is None:
+                failures = self.book.state.tasks.cursor.failures[held.task.task_id]
+            if failures >= self.config.buffer.max_attempts:
                 self._give_up(held, request.reason)
         return Ok()
 
@@ -114,6 +135,16 @@ class Granting:
         if request.tasks:
             self.book.record(records.Offered(tasks=request.tasks))
         return Ok()
+
+    def _heard(self, peer: str, weights: WeightId | None, now: float) -> None:
+        """An actor speaks, and says which weights it holds. Evaluations pin older ones."""
+        oldest = self.book.replay.oldest_allowed()
+        behind = oldest is not None and (weights is None or weights < oldest)
+        if behind:
+            groups = self.book.replay.at.groups
+            held = [lease.group_id for lease in self.book.leases if lease.peer == peer]
+            behind = all(groups[group_id].pinned is None for group_id in held)
+        self.activity.works(peer).hold(weights, behind, now)
 
     def _give_up(self, held: Held, reason: str) -> None:
         if held.pinned is None:
@@ -152,14 +183,10 @@ class Granting:
 
         Bytes do so only while a whole take is ready, so that the learner can always make room.
         """
-        journal, buffer = self.book.journal, self.config.buffer
-        if journal.size >= buffer.disk_limit_bytes:
-            return (
-                f"the journal holds {journal.size} bytes of buffer.disk_limit_bytes="
-                f"{buffer.disk_limit_bytes}; a checkpoint lets old segments go"
-            )
-        if journal.free < 2 * journal.segment_bytes:
-            return f"{journal.directory}: only {journal.free} bytes of disk are free"
+        obstacle = self.disk.obstacle()
+        if obstacle:
+            return obstacle
+        buffer = self.config.buffer
         ready = len(self.book.replay.by_state["ready"])
         if ready >= self.book.replay.numbers.groups_per_step:
             size = self.book.replay.bytes

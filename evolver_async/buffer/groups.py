@@ -7,7 +7,7 @@ import msgspec
 from evolver_async.schema import Kind, Task, WeightId
 
 State = Literal["open", "ready", "taken", "closed"]
-Location = tuple[int, int, int]  # journal segment, offset, bytes
+Location = tuple[int, int, int, int]  # journal segment, offset, bytes, crc32
 
 
 class Owner(msgspec.Struct):
@@ -36,7 +36,7 @@ class Held(msgspec.Struct, kw_only=True):
     `uses_left` counts the uses still to come, the one under way included; `fates` what became of
     the past ones, by take: "trained", or why selection left the group out. `order` is the place in
     the queue of ready groups. `wait`: the learner waits for this group's stragglers. `pinned`: the
-    weights of an evaluation episode.
+    weights of an evaluation episode. `failures`: its tickets that could not be run.
     """
 
     group_id: int
@@ -51,7 +51,7 @@ class Held(msgspec.Struct, kw_only=True):
     wait: bool = False
     pinned: WeightId | None = None
     arrived: dict[int, Member] = {}
-    failures: dict[int, int] = {}
+    failures: int = 0
     order: int = -1
     fates: dict[int, str] = {}
 

@@ -5,13 +5,17 @@ arrived, when they are given back, or when it is not renewed in time; what it st
 then, and is granted again under a new attempt.
 """
 
+import math
 from collections.abc import Iterator
 
 import msgspec
 
 
 class Lease(msgspec.Struct):
-    """One ticket in one actor's hands. Times in seconds on the caller's clock."""
+    """One ticket in one actor's hands. Times in seconds on the caller's clock.
+
+    `doing`: what its slowest member was doing when the actor last spoke of it, and since when.
+    """
 
     peer: str
     group_id: int
@@ -21,6 +25,13 @@ class Lease(msgspec.Struct):
     deadline: float
     progress: int = -1
     progress_at: float = 0.0
+    doing: str = ""
+    doing_since: float = math.inf
+
+    @property
+    def still_since(self) -> float:
+        """Since when the ticket, or its slowest member, has not moved."""
+        return min(self.progress_at, self.doing_since)
 
 
 class Leases:
@@ -82,6 +93,13 @@ class Leases:
                 lease.deadline = now + self.lease_s
         return lost
 
+    def note(self, peer: str, doing: dict[int, str], still_s: dict[int, float], now: float) -> None:
+        """What the slowest members of these groups do, and for how many seconds they have."""
+        for group_id, words in doing.items():
+            lease = self.held(peer, group_id)
+            if lease is not None:
+                lease.doing, lease.doing_since = words, now - still_s.get(group_id, 0.0)
+
     def release(self, peer: str, group_id: int, members: list[int]) -> list[int]:
         """The actor gives members back; returns those that it held."""
         lease = self.held(peer, group_id)
@@ -91,10 +109,15 @@ class Leases:
             self.vacant.setdefault(group_id, set()).update(given)
         return given
 
-    def expire(self, now: float) -> list[tuple[str, int, list[int]]]:
-        """Vacates the leases that ran out; returns their peer, group and members."""
+    def expire(self, now: float) -> list[str]:
+        """Vacates the leases that ran out; says whose they were."""
         over = [lease for lease in self if lease.deadline <= now]
-        lost = [(lease.peer, lease.group_id, sorted(lease.members)) for lease in over]
+        lost = [
+            f"group {lease.group_id}: {lease.peer} was silent"
+            f"{f' ({lease.doing})' if lease.doing else ''}, "
+            f"members {sorted(lease.members)} will be granted again"
+            for lease in over
+        ]
         for lease in over:
             self._vacate(lease)
         return lost

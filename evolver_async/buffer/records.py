@@ -114,9 +114,10 @@ class Resumed(Record, tag="resumed"):
 
 
 class Kept(Record, tag="kept"):
-    """Takes before this one will not be asked for again."""
+    """Takes before this one will not be asked for again. `bytes`: of the newest checkpoint."""
 
     take: int
+    bytes: int = 0
 
 
 class Snapshot(Record, tag="snapshot"):

@@ -42,8 +42,9 @@ class Numbers:
 class Position(msgspec.Struct):
     """Where groups, takes and lineages stand.
 
-    `kept`: the oldest take that may come back. `floor`: the version with which the stage began;
-    what is older was not trained to act in it and samples nothing for it.
+    `kept`: the oldest take that may come back. `checkpoint_bytes`: the size of the newest
+    checkpoint. `floor`: the version with which the stage began; what is older was not trained to
+    act in it and samples nothing for it.
     """
 
     stage: int = 0
@@ -55,6 +56,7 @@ class Position(msgspec.Struct):
     next_order: int = 0
     next_take: int = 0
     kept: int = 0
+    checkpoint_bytes: int = 0
     groups: dict[int, Held] = {}
     takes: dict[int, Take] = {}
 
@@ -289,9 +291,10 @@ class Replay:
         at.next_take = take
         return reopened
 
-    def keep(self, take: int) -> None:
+    def keep(self, take: int, checkpoint_bytes: int = 0) -> None:
         """No take before `take` will be asked for again."""
         at = self.at
+        at.checkpoint_bytes = checkpoint_bytes
         at.kept = max(at.kept, take)
         at.takes = {number: taken for number, taken in at.takes.items() if number >= at.kept}
         for held in list(self.by_state["closed"].values()):

@@ -15,21 +15,26 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from evolver_async import messages
 from evolver_async.buffer import records
 from evolver_async.buffer.activity import Activity
 from evolver_async.buffer.book import Book
 from evolver_async.buffer.censoring import Sums
+from evolver_async.buffer.disk import Disk
 from evolver_async.buffer.granting import Granting, numbers_of, source_of
 from evolver_async.buffer.groups import Held
-from evolver_async.buffer.journal import Journal
+from evolver_async.buffer.journal import DiskFull, Journal, archive_bytes
 from evolver_async.buffer.leases import Leases
 from evolver_async.buffer.ledger import Amount
+from evolver_async.buffer.stalls import Stalls
 from evolver_async.buffer.state import State
 from evolver_async.buffer.status import Status
 from evolver_async.buffer.taking import Taking
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config, to_dict
+from evolver_async.delivery import Postponed
 from evolver_async.launch.roles import RoleArgs, collect_rarely, weights_dir
 from evolver_async.messages import Reply, Request
 from evolver_async.schema import Trajectory
@@ -40,6 +45,7 @@ from evolver_async.wire import SCHEMA_HASH
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
+LOOK_S = 1.0  # between two looks at who makes no progress
 
 
 class Service:
@@ -68,13 +74,20 @@ class Service:
             [source_of(stage) for stage in stages],
         )
         leases = Leases(buffer.lease_s, buffer.stall_s)
-        journal = Journal(Path(journal_dir), buffer.segment_bytes, buffer.archive == "all")
+        archived = archive_bytes(buffer.archive)
+        journal = Journal(Path(journal_dir), buffer.segment_bytes, archived)
         self.book = Book(state, journal, leases, now)
-        self.activity = Activity()
+        self.disk = Disk(state.replay, journal, buffer.disk_limit_bytes)
+        self.activity = Activity(now)
         self.censoring = self.book.censoring
-        self._status = Status(state, leases, journal, self.activity, self.censoring, buffer.lease_s)
-        self.granting = Granting(self.book, self.activity, self._status, stages)
-        self.taking = Taking(self.book, self.activity, self._status, len(stages))
+        self.stalls = Stalls(state.replay, leases, self.activity, buffer.warn_s)
+        self._status = Status(
+            state, leases, journal, self.activity, self.censoring, self.stalls, buffer.lease_s
+        )
+        self.granting = Granting(self.book, self.disk, self.activity, self._status, stages)
+        self.taking = Taking(self.book, self.disk, self.activity, self._status, len(stages))
+        self._look_due = now
+        self._max_rewards = [stage.safety.max_reward for stage in stages]
 
     @classmethod
     def of_run(
@@ -111,7 +124,7 @@ class Service:
             case messages.Resume():
                 return [self.taking.resume(peer, request)]
             case messages.Kept():
-                reply = self.taking.kept(request)
+                reply = self.taking.kept(peer, request, now)
                 self.censoring.forget(self.book.replay.at.groups)
                 return [reply]
             case messages.Hello():
@@ -120,28 +133,40 @@ class Service:
                 return [messages.StatusReply(status=self.status(now))]
 
     def commit(self) -> None:
-        """Makes everything decided so far durable."""
-        self.book.commit()
+        """Makes everything decided so far durable. Postponed where the disk has no room for it."""
+        try:
+            self.book.commit()
+        except DiskFull as refusal:
+            raise Postponed(str(refusal)) from refusal
 
     def tick(self, now: float) -> None:
         """Lets leases run out; looks how much disk is left."""
-        for peer, group_id, members in self.book.leases.expire(now):
-            log.warning(
-                "group %d: %s was silent, members %s will be granted again", group_id, peer, members
-            )
+        for line in (*self.book.leases.expire(now), *self._stalled(now)):
+            log.warning("%s", line)
         self.book.journal.measure()
         warning = self.censoring.alarm(now)
         if warning:
             log.warning("%s", warning)
+
+    def _stalled(self, now: float) -> list[str]:
+        """Looks once a second who makes no progress."""
+        if now < self._look_due:
+            return []
+        self._look_due = now + LOOK_S
+        return self.stalls.lines(now)
 
     def status(self, now: float) -> dict[str, Any]:
         """Occupancy, ledger, rates, who waits for what: see `status.Status.full`."""
         return self._status.full(now)
 
     def close(self) -> None:
-        """Commits what is left and closes the journal."""
-        self.commit()
-        self.book.journal.close()
+        """Commits what is left, where there is room for it, and closes the journal."""
+        try:
+            self.commit()
+        except Postponed as refusal:
+            log.warning("%s; what was not acknowledged is lost", refusal)
+        finally:
+            self.book.journal.close()
 
     def _hello(self, peer: str, request: messages.Hello) -> Reply:
         if request.schema_hash != SCHEMA_HASH:
@@ -156,8 +181,7 @@ class Service:
                     f"the run {self.tokenizer_hash}"
                 )
         if request.role == "actor":
-            self.activity.actors.add(peer)
-            self.activity.peers[peer].greet()
+            self.activity.works(peer).greet()
             # A first word means a new process: whatever an older one of this name held, it lost.
             self.book.leases.abandon(peer)
         return self.welcome
@@ -178,7 +202,7 @@ class Service:
         if problem:
             book.state.ledger.turn_away("rejected", amount)
             return messages.Reject(reason=problem)
-        if book.journal.free < book.journal.segment_bytes:
+        if self.disk.full():
             return messages.Retry(seconds=RETRY_S)
         self.activity.peers[peer].count(tokens, now)
         evaluated = held.pinned is not None
@@ -218,6 +242,11 @@ class Service:
             return f"member: {trajectory.member} is not one of group {held.group_id}"
         if trajectory.attempt > owner.attempt:
             return f"attempt: {trajectory.attempt}, the last one granted is {owner.attempt}"
+        bound = self._max_rewards[held.stage]
+        turns = float(np.abs(trajectory.turn_rewards).max(initial=0.0))
+        for name, size in (("reward", abs(trajectory.reward)), ("turn_rewards", turns)):
+            if size > bound:
+                return f"{name}: {size:g}, the largest that safety.max_reward allows is {bound:g}"
         expected = "scripted" if held.kind == "demo" else "learned"
         if trajectory.policy != expected:
             return f"policy: {trajectory.policy} in a {held.kind} group"
@@ -246,7 +275,7 @@ def main(args: RoleArgs) -> int:
     # leases are measured with the server's clock, which is the monotonic one
     tokenizer = tokenizer_hash(config.policy.path)
     service = Service.of_run(config, args.run_dir, tokenizer, time.monotonic())
-    server = Server(service, args.address, service.welcome.run_id)
+    server = Server(service, args.address, service.welcome.run_id, keys=args.keys)
     try:
         server.serve(stop)
     finally:

@@ -10,7 +10,7 @@ from evolver_async.buffer.ledger import HELD, Amount, Ledger
 from evolver_async.buffer.replay import Numbers, Replay
 from evolver_async.buffer.tasks import Source, Tasks
 
-NOWHERE: Location = (0, 0, 0)  # of a trajectory that is not kept
+NOWHERE: Location = (0, 0, 0, 0)  # of a trajectory that is not kept
 
 
 class State:
@@ -68,9 +68,10 @@ class State:
             case records.Arrived():
                 self._arrived(record, location)
             case records.Failed():
-                failures = self.replay.at.groups[record.group_id].failures
-                for member in record.members:
-                    failures[member] = failures.get(member, 0) + 1
+                held = self.replay.at.groups[record.group_id]
+                held.failures += 1
+                if held.pinned is None:
+                    self.tasks.failed(held.task)
             case records.Evicted():
                 for group_id in record.groups:
                     self._evicted(group_id, record.reason)
@@ -87,7 +88,7 @@ class State:
             case records.Resumed():
                 self._resumed(record)
             case records.Kept():
-                self.replay.keep(record.take)
+                self.replay.keep(record.take, record.bytes)
             case records.Snapshot():
                 self.restore(record)
 

@@ -8,6 +8,7 @@ from evolver_async.buffer.groups import Held
 from evolver_async.buffer.journal import Journal
 from evolver_async.buffer.leases import Leases
 from evolver_async.buffer.ledger import CLOSED, DOOR, Amount
+from evolver_async.buffer.stalls import Stalls
 from evolver_async.buffer.state import State
 
 GROUPS_SHOWN = 32
@@ -23,6 +24,7 @@ class Status:
         journal: Journal,
         activity: Activity,
         censoring: Censoring,
+        stalls: Stalls,
         lease_s: float,
     ) -> None:
         self.state = state
@@ -30,6 +32,7 @@ class Status:
         self.journal = journal
         self.activity = activity
         self.censoring = censoring
+        self.stalls = stalls
         self.lease_s = lease_s
         self._sampled_before = state.ledger.sampled_tokens()  # in the journal, by whomever
 
@@ -78,6 +81,10 @@ class Status:
         replay, at = self.state.replay, self.state.replay.at
         opened = sorted(replay.by_state["open"].values(), key=lambda held: held.group_id)
         return {
+            "stalled": [
+                {"who": stall.who, "what": stall.what, "for_s": stall.for_s}
+                for stall in self.stalls.find(now)
+            ],
             "stage": at.stage,
             "head": str(at.head) if at.head else None,
             "take": at.next_take,
@@ -120,6 +127,7 @@ class Status:
                 "bytes": self.journal.size,
                 "segments": len(self.journal.sizes),
                 "disk_free_bytes": self.journal.free,
+                "problem": self.journal.problem,
             },
         }
 
@@ -145,7 +153,7 @@ class Status:
             counters[f"ledger/{fate}"] = float(ledger.door[fate].trajectories)
         for name, tokens in self._generated().items():
             counters[f"ledger/{name}"] = float(tokens)
-        return counters | self.censoring.counters()
+        return counters | self.censoring.counters() | self.stalls.counters(now)
 
     def _generated(self) -> dict[str, int]:
         """Tokens that actors sampled since this buffer started, and those of them never taken in.

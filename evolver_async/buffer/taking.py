@@ -8,6 +8,7 @@ import msgspec
 from evolver_async.buffer import records
 from evolver_async.buffer.activity import Activity
 from evolver_async.buffer.book import Book
+from evolver_async.buffer.disk import Disk
 from evolver_async.buffer.status import Status
 from evolver_async.messages import (
     Done,
@@ -29,8 +30,11 @@ from evolver_async.schema import EvalResult, Group, WeightId
 class Taking:
     """Answers SAMPLE, DONE, RESUME and KEPT."""
 
-    def __init__(self, book: Book, activity: Activity, status: Status, stages: int) -> None:
+    def __init__(
+        self, book: Book, disk: Disk, activity: Activity, status: Status, stages: int
+    ) -> None:
         self.book = book
+        self.disk = disk
         self.activity = activity
         self.status = status
         self.stages = stages
@@ -91,7 +95,11 @@ class Taking:
                 if at.groups[group_id].state == "closed":
                     self.book.forget(group_id)
             self.book.sweep()
-        return Ok(evals=self._results(), counters=self.status.counters(now))
+        return Ok(
+            evals=self._results(),
+            counters=self.status.counters(now),
+            checkpoint=self.disk.wants_checkpoint(),
+        )
 
     def resume(self, peer: str, request: Resume) -> Reply:
         at = self.book.replay.at
@@ -131,12 +139,14 @@ class Taking:
         forks = [at.forks[lineage] for lineage in sorted(at.forks)]
         return Resumed(lineage=at.lineage, forks=forks)
 
-    def kept(self, request: Kept) -> Reply:
+    def kept(self, peer: str, request: Kept, now: float) -> Reply:
         replay = self.book.replay
+        self._pause(peer, request.paused, now)
         if not 0 <= request.take <= replay.at.next_take:
             return Reject(reason=f"take: {request.take}, the next one is {replay.at.next_take}")
-        if request.take > replay.at.kept:
-            self.book.record(records.Kept(take=request.take))
+        at = replay.at
+        if request.take > at.kept or request.bytes != at.checkpoint_bytes:
+            self.book.record(records.Kept(take=request.take, bytes=request.bytes))
             self.book.spare = True
         return Ok(evals=self._results())
 
@@ -145,6 +155,13 @@ class Taking:
         results = self.book.state.evaluations.results
         self._delivered |= {result.weights for result in results}
         return list(results)
+
+    def _pause(self, peer: str, reason: str, now: float) -> None:
+        """A paused learner says so again and again, for people to see."""
+        if reason:
+            self.activity.waits(peer, "pause", f"paused: {reason}", now)
+        else:
+            self.activity.served(peer, "pause")
 
     def _fenced(self, lineage: int) -> Fenced | None:
         newest = self.book.replay.at.lineage

@@ -37,6 +37,7 @@ class Cursor(msgspec.Struct):
     position: int = 0
     queue: list[Queued] = []
     ages: dict[str, int] = {}  # evictions for age, since the task last completed a group
+    failures: dict[str, int] = {}  # in the environment, since it last completed a group
     quarantined: dict[str, str] = {}  # reason by task id
     offered: set[str] = set()
     success: dict[str, tuple[int, int]] = {}  # successes and episodes by task id
@@ -88,9 +89,14 @@ class Tasks:
     def completed(self, task: Task, successes: int, episodes: int) -> None:
         """A whole group arrived in time."""
         self.cursor.ages.pop(task.task_id, None)
+        self.cursor.failures.pop(task.task_id, None)
         if self.source.train:
             before = self.cursor.success.get(task.task_id, (0, 0))
             self.cursor.success[task.task_id] = (before[0] + successes, before[1] + episodes)
+
+    def failed(self, task: Task) -> None:
+        """Its environment could not run it, for whichever group."""
+        self.cursor.failures[task.task_id] = self.cursor.failures.get(task.task_id, 0) + 1
 
     def quarantine(self, task_id: str, reason: str) -> None:
         self.cursor.quarantined[task_id] = reason

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from evolver_async.config.actors import Actors, Engine, Env, Latency, Rollout
-from evolver_async.config.learner import Advantage, Correction, Learner, Loss, Selection
+from evolver_async.config.learner import Advantage, Correction, Learner, Loss, Safety, Selection
 from evolver_async.config.run import (
     Buffer,
     Checkpoint,
@@ -12,6 +12,7 @@ from evolver_async.config.run import (
     Metrics,
     Policy,
     Run,
+    Security,
     Stage,
     Tasks,
     Weights,
@@ -39,8 +40,10 @@ class Config:
     eval: Eval = field(default_factory=Eval)
     weights: Weights = field(default_factory=Weights)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    safety: Safety = field(default_factory=Safety)
     metrics: Metrics = field(default_factory=Metrics)
     launch: Launch = field(default_factory=Launch)
+    security: Security = field(default_factory=Security)
 
 
 __all__ = [
@@ -61,6 +64,8 @@ __all__ = [
     "Policy",
     "Rollout",
     "Run",
+    "Safety",
+    "Security",
     "Selection",
     "Stage",
     "Tasks",

@@ -1,4 +1,4 @@
-"""The sections about training: selection, advantage, correction, loss, optimizer."""
+"""The sections about training: selection, advantage, correction, loss, optimizer, safety."""
 
 from dataclasses import dataclass, field
 
@@ -68,3 +68,24 @@ class Learner:
     max_bad_steps: int = 3  # non-finite steps in a row before the run ends
     device: str = "auto"
     threads: int = 1
+
+
+@dataclass
+class Safety:
+    """What no trajectory can hold, what counts as a collapse, what is done about one.
+
+    Alarms watch rl stages; each fires after `patience` suspicious steps in a row.
+    """
+
+    action: str = "warn"  # warn; checkpoint: and write one; pause: and stop until told to go on
+    max_reward: float = 1e6  # a trajectory with a larger reward, of either sign, is refused
+    warmup: int = 10  # steps of a stage before anything is suspicious
+    patience: int = 5  # suspicious steps in a row before an alarm fires
+    solved: float = 0.8  # success from which equal rewards and certain actions are no alarm
+    spread_share: float = 0.1  # of the largest mean reward std within groups: below is suspicious
+    zero_groups: float = 0.9  # share of groups without any reward spread: above is suspicious
+    entropy_share: float = 0.05  # of the entropy at the stage's beginning: below is suspicious
+    entropy_floor: float = 0.01  # nats per token: below is suspicious
+    entropy_rise: float = 3.0  # times the entropy at the stage's beginning: above is suspicious
+    dependence_share: float = 0.25  # of the largest input dependence: below is suspicious
+    grad_z: float = 5.0  # standard deviations of the log gradient norm: above is suspicious

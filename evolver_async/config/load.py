@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from evolver_async.config import Config, Stage
 from evolver_async.config.check import ConfigError, check, check_stage
+from evolver_async.config.secrets import kept, refuse_written
 
 # What shapes the whole run or its processes, so that one stage cannot change it: sections, and keys
 # of sections of which the rest may differ by stage.
@@ -31,6 +32,7 @@ WHOLE_RUN = {
     "checkpoint",
     "metrics",
     "launch",
+    "security",
     *(
         f"learner.{name}"
         for name in ("betas", "eps", "weight_decay", "device", "threads", "max_bad_steps")
@@ -40,6 +42,7 @@ WHOLE_RUN = {
         for name in (
             "lease_s",
             "stall_s",
+            "warn_s",
             "limit_bytes",
             "disk_limit_bytes",
             "segment_bytes",
@@ -119,7 +122,8 @@ def _apply_argument(resolved: DictConfig, entry: str) -> DictConfig:
     if not equals or not key:
         raise ConfigError(f"{entry!r}: arguments are written section.key=value")
     try:
-        value = OmegaConf.from_dotlist([f"value={text}"])["value"] if text else ""
+        read: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+        value = read["value"] if text else ""
     except (yaml.YAMLError, OmegaConfBaseException):
         raise ConfigError(f"{key}: cannot read {text!r}") from None
     parts = key.replace("[", ".").replace("]", "").split(".")
@@ -179,6 +183,12 @@ def _refuse_unknown(tree: Any, kind: type, where: str) -> None:
 
 
 def _to_config(resolved: DictConfig) -> Config:
+    """Everything resolved but references to the environment among the environments' parameters."""
+    raw: Any = OmegaConf.to_container(resolved)
+    refuse_written(raw)
+    resolved.env.params = kept(raw["env"]["params"])
+    for stage, plain in zip(resolved.stages, raw["stages"], strict=True):
+        stage.override = kept(plain["override"])
     try:
         config = OmegaConf.to_object(resolved)
     except OmegaConfBaseException as error:

@@ -68,15 +68,16 @@ class Buffer:
     straggler: str = "evict"  # evict groups that grow too old, or wait for them
     lease_s: float = 30.0  # a ticket not renewed for this long is reissued
     stall_s: float = 120.0  # a ticket without progress for this long is not renewed
+    warn_s: float = 30.0  # who makes no progress for this long is named in log, status and metrics
     demo_groups: int = 128  # bound on outstanding demonstration groups
     limit_bytes: int = 2 << 30  # memory for groups; stops grants while a full batch is ready
     disk_limit_bytes: int = 20 << 30  # journal size at which grants stop
     segment_bytes: int = 64 << 20  # size of a journal segment
     archive: str = (
-        "none"  # what becomes of old segments: none deletes them, all keeps them in journal/archive
+        "none"  # old segments kept in journal/archive: none, all, or at most so many bytes
     )
     max_attempts: int = (
-        2  # attempts of one member that may fail in the environment before the task is quarantined
+        2  # tickets of a task that fail in the environment, none whole between: it is quarantined
     )
     address: str = ""  # ipc:// or tcp:// address; "" makes an ipc socket in a private directory
 
@@ -126,5 +127,13 @@ class Launch:
         "local"  # serial (one loop, virtual clock, reproducible) or local (spawned processes)
     )
     restarts: int = 3  # per process; past it the run ends with an error
+    healthy_s: float = 600.0  # a process that ran this long has all its restarts again
     backoff_s: float = 1.0  # before the first restart, doubled each time
     drain_s: float = 20.0  # after Ctrl-C or SIGTERM, before processes are killed
+
+
+@dataclass
+class Security:
+    """Who may talk to the buffer. Without keys its address must be one of this host alone."""
+
+    keys: str = ""  # a directory made by `evolver-async keys`: every socket of the run is encrypted

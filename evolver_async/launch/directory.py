@@ -2,7 +2,7 @@
 
 `config.yaml` is the resolved configuration, `policy/` the model that training began with,
 `exact.json` what the best possible policy would reach, `run.json` says how to reach a running job,
-`lock` is held as long as one runs.
+`lock` is held as long as one runs, `PAUSED` is there while the learner shall take nothing.
 """
 
 import fcntl
@@ -23,11 +23,13 @@ from evolver_async.checkpoint import load_newest
 from evolver_async.config import Config
 from evolver_async.config.check import ConfigError, check_paths
 from evolver_async.config.load import dump, load, stage_config
-from evolver_async.launch.roles import USER_ERROR, check_wings, resolve
+from evolver_async.keys import KeysError, check_keys
+from evolver_async.launch.roles import USER_ERROR, check_wings, keys_of, resolve
 from evolver_async.transport import check_address
 
 STATE = "state.json"  # of a checkpoint: the learner's numbers
 EXACT = "exact.json"
+PAUSED = "PAUSED"
 
 
 def create(config: Config, recipe: Path | None) -> tuple[Config, Path]:
@@ -49,6 +51,7 @@ def create(config: Config, recipe: Path | None) -> tuple[Config, Path]:
         config,
         run=replace(config.run, name=name),
         policy=replace(config.policy, path=config.policy.path or str(run_dir / "policy")),
+        security=replace(config.security, keys=_absolute(config.security.keys)),
     )
     try:
         dump(resolved, run_dir / "config.yaml")
@@ -109,6 +112,30 @@ def address_of(run_dir: Path) -> str:
         raise ConfigError(f"{run_dir}: has no run.json, so it was never launched") from None
 
 
+def pause(run_dir: Path, reason: str) -> None:
+    """Have the learner stop before its next take, until `unpause`; also across restarts."""
+    part = run_dir / f".{PAUSED}"
+    part.write_text(reason, encoding="utf-8")
+    part.replace(run_dir / PAUSED)
+
+
+def pause_reason(run_dir: Path) -> str | None:
+    """Why the run is paused; None when it is not."""
+    try:
+        return (run_dir / PAUSED).read_text(encoding="utf-8").strip() or "no reason given"
+    except FileNotFoundError:
+        return None
+
+
+def unpause(run_dir: Path) -> str:
+    """Let the learner go on; returns why it was paused. ConfigError when it was not."""
+    reason = pause_reason(run_dir)
+    if reason is None:
+        raise ConfigError(f"{run_dir}: is not paused")
+    (run_dir / PAUSED).unlink(missing_ok=True)
+    return reason
+
+
 def last_lines(path: Path, count: int = 5) -> str:
     """The end of a log."""
     if not path.exists():
@@ -123,11 +150,22 @@ def _check(config: Config) -> None:
     """Refuse what the configuration alone cannot tell, before anything is made."""
     check_paths(config)
     check_wings(config)
-    if config.buffer.address and config.launch.kind == "local":
-        try:
-            check_address(config.buffer.address)
-        except OSError as error:
-            raise ConfigError(f"buffer.address: {error.strerror}") from None
+    if config.launch.kind != "local":
+        return
+    keys = keys_of(config)
+    try:
+        if keys is not None:
+            check_keys(keys)
+        if config.buffer.address:
+            check_address(config.buffer.address, keys)
+    except KeysError as error:
+        raise ConfigError(f"security.keys: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"buffer.address: {error.strerror}") from None
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().resolve()) if path else ""
 
 
 def _measure(config: Config, run_dir: Path) -> None:

@@ -20,18 +20,19 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from evolver_async.config import Config
 from evolver_async.launch.directory import announce, last_lines
-from evolver_async.launch.roles import TRAINING_ERROR, USER_ERROR, weights_dir
+from evolver_async.launch.roles import TRAINING_ERROR, USER_ERROR, keys_of, weights_dir
 from evolver_async.messages import Status
 from evolver_async.transport import DealerClient, Rejected
 from evolver_async.weights.base import PREFIX, claim, sweep
 
 POLL_S = 0.1
 START_S = 60.0  # until the buffer must answer
+SEARCHED_LINES = 100  # of a log, for the error that a process ended with
 INCARNATIONS = 1000  # of one process in one launch, so that those of the next launch are higher
 
 # glibc: do not give freed activations back to the kernel only to fault them in again a moment later
@@ -50,7 +51,10 @@ class RunFailed(Exception):
 
 @dataclass
 class Child:
-    """One role of the run and the process that plays it now; `due` is when the next one starts."""
+    """One role of the run and the process that plays it now, since `started`.
+
+    `restarts` counts those of its budget that are spent; `due` is when the next one starts.
+    """
 
     role: str
     name: str
@@ -58,6 +62,7 @@ class Child:
     incarnation: int
     restarts: int = 0
     due: float | None = None
+    started: float = field(default_factory=time.monotonic)
 
 
 def run(config: Config, run_dir: Path) -> int:
@@ -92,6 +97,7 @@ class Launcher:
         self.config = config
         self.run_dir = run_dir
         self.address = address
+        self.keys = keys_of(config)
         self.children: list[Child] = []
         self.signals: list[int] = []
         self.first_incarnation = announce(run_dir, address) * INCARNATIONS
@@ -138,36 +144,45 @@ class Launcher:
         code = child.process.poll()
         if code is None:
             return
-        launch = self.config.launch
         if child.due is not None:
             if now >= child.due:
                 child.due = None
                 child.incarnation += 1
                 child.process = self.spawn(child.role, child.name, child.incarnation)
+                child.started = now
         elif code == 0 and child.role == "actor":
             log.warning("%s was told to leave and did", child.name)
             self.children.remove(child)
         elif code in (USER_ERROR, TRAINING_ERROR):
-            raise RunFailed(f"{child.name} cannot go on: {self.last_words(child, 1)}", code)
-        elif child.restarts >= launch.restarts:
+            raise RunFailed(f"{child.name} cannot go on: {self.sentence(child)}", code)
+        else:
+            self.plan_restart(child, code, now)
+
+    def plan_restart(self, child: Child, code: int, now: float) -> None:
+        """Say when it is started again. RunFailed where its budget is spent."""
+        launch = self.config.launch
+        ran_s = now - child.started
+        if ran_s >= launch.healthy_s:
+            child.restarts = 0
+        if child.restarts >= launch.restarts:
             raise RunFailed(
                 f"{child.name} {_ended(code)} and is not started again"
-                f" (restarted {child.restarts} times):\n{self.last_words(child)}",
+                f" (restarted {child.restarts} times, ran {ran_s:.0f} s):\n"
+                f"{self.last_words(child)}",
                 1,
             )
-        else:
-            pause_s = launch.backoff_s * 2**child.restarts
-            child.due = now + pause_s
-            child.restarts += 1
-            log.warning(
-                "%s %s, restart %d of %d in %.1f s: %s",
-                child.name,
-                _ended(code),
-                child.restarts,
-                launch.restarts,
-                pause_s,
-                self.last_words(child, 1),
-            )
+        pause_s = launch.backoff_s * 2**child.restarts
+        child.due = now + pause_s
+        child.restarts += 1
+        log.warning(
+            "%s %s, restart %d of %d in %.1f s: %s",
+            child.name,
+            _ended(code),
+            child.restarts,
+            launch.restarts,
+            pause_s,
+            self.last_words(child, 1),
+        )
 
     def end(self) -> None:
         """End every child, by handle; who must wait for others loses none of its own time."""
@@ -188,7 +203,7 @@ class Launcher:
 
     async def answers(self) -> bool:
         """Whether the buffer of this very run replies within a moment."""
-        client = DealerClient(self.address, self.run_dir.name, "launcher")
+        client = DealerClient(self.address, self.run_dir.name, "launcher", keys=self.keys)
         try:
             await client.request(Status(), timeout_s=5 * POLL_S)
         except TimeoutError:
@@ -214,7 +229,7 @@ class Launcher:
             "--name": name,
             "--incarnation": incarnation,
             "--parent": os.getpid(),
-        }
+        } | ({} if self.keys is None else {"--keys": self.keys})
         with open(self.log_file(name), "ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", "evolver_async.cli", role]
@@ -234,6 +249,16 @@ class Launcher:
 
     def last_words(self, child: Child, count: int = 5) -> str:
         return last_lines(self.log_file(child.name), count)
+
+    def sentence(self, child: Child) -> str:
+        """The last error that this very process logged, else the last line there is."""
+        lines = self.last_words(child, SEARCHED_LINES).splitlines()
+        for line in reversed(lines):
+            if f"pid {child.process.pid}" in line:
+                break  # what comes before was written by an earlier process of this name
+            if " ERROR " in line:
+                return line
+        return lines[-1] if lines else ""
 
 
 def _ended(code: int) -> str:

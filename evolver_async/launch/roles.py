@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evolver_async.buffer.journal import JournalError
 from evolver_async.checkpoint import CheckpointError
 from evolver_async.config import Config
 from evolver_async.config.check import ConfigError
+from evolver_async.config.secrets import mask
 from evolver_async.weights.base import PREFIX
 
 # Processes: main(RoleArgs) -> exit code.
@@ -64,6 +66,7 @@ class RoleArgs:
     incarnation: int
     run_dir: Path
     parent_pid: int | None = None
+    keys: Path | None = None
 
 
 def resolve(entry_point: str) -> Callable[..., Any]:
@@ -86,7 +89,7 @@ def run_process(role: str, args: RoleArgs, log_file: Path | None) -> int:
     log.info("%s %s, incarnation %d, pid %d", role, args.name, args.incarnation, os.getpid())
     try:
         return resolve(role)(args)
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError, JournalError) as error:
         log.error("%s", error)
         return USER_ERROR
     except TrainingError as error:
@@ -128,12 +131,21 @@ def set_up_logging(log_file: Path | None, stderr_level: int) -> None:
         stderr = logging.StreamHandler()
         stderr.setLevel(stderr_level if log_file is not None else logging.INFO)
         handlers.append(stderr)
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        handlers=handlers,
-        force=True,
-    )
+    for handler in handlers:
+        handler.setFormatter(_Masked("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
+
+
+class _Masked(logging.Formatter):
+    """Lines and tracebacks without the environment's secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return mask(super().format(record))
+
+
+def keys_of(config: Config) -> Path | None:
+    """The directory of the run's keys, where it has some."""
+    return Path(config.security.keys).expanduser() if config.security.keys else None
 
 
 def weights_dir(config: Config, run_dir: Path) -> Path:

@@ -22,8 +22,9 @@ from rich.table import Table
 
 from evolver_async.config import Config
 from evolver_async.launch.directory import EXACT
+from evolver_async.launch.roles import keys_of
 from evolver_async.messages import Status
-from evolver_async.transport import DealerClient
+from evolver_async.transport import DealerClient, Rejected
 
 POLL_S = 0.5
 QUIET_S = 5.0  # without a new row, the buffer is asked what is going on
@@ -63,6 +64,7 @@ class View:
         self.exact = exact
         self.row: dict[str, Any] = {}
         self.evals: list[float] = []
+        self.stalled = ""  # who has made no progress for longest
         self.waiting: list[str] = []
         self.line_due_s = 0.0
         self.first: tuple[int, float] | None = None
@@ -78,18 +80,26 @@ class View:
         if "time_s" not in row:
             return None
         self.row, self.waiting = row, []
+        if not self.stalls:
+            self.stalled = ""
         self.first = self.first or (row["step"], row["time_s"])
         if row["time_s"] < self.line_due_s:
             return None
         self.line_due_s = row["time_s"] + LINE_S
         return self.line()
 
+    @property
+    def stalls(self) -> int:
+        """How many stalls the newest step knows of."""
+        return int(self.row.get("supervision/stalled") or 0)
+
     def line(self) -> str:
         """The newest step in one line."""
         return "  ".join(f"{name} {value}" for name, value in self._cells())
 
     def feed_status(self, status: dict[str, Any]) -> None:
-        """Who waits for what, from the buffer's STATUS."""
+        """Who makes no progress and who waits for what, from the buffer's STATUS."""
+        self.stalled = longest_stall(status)
         self.waiting = [
             f"{name} waits {wait['for_s']:.0f} s: {wait['reason']}"
             for name, waits in status["waiting"].items()
@@ -105,6 +115,8 @@ class View:
         if self.evals:
             spark = "".join(BARS[round(v * (len(BARS) - 1))] for v in self.evals[-SPARKS:])
             grid.add_row("eval success", f"{spark} {self.evals[-1]:.3f}{self._beside()}")
+        if self.stalled:
+            grid.add_row("stalled", self.stalled)
         for text in self.waiting[:4]:
             grid.add_row("", text)
         return Panel(grid, title=self.name, border_style="cyan", expand=False)
@@ -130,6 +142,9 @@ class View:
         wait_s, train_s = self.row.get("time/wait_s"), self.row.get("time/train_s")
         if wait_s is not None and train_s:
             cells.append(("waiting", f"{wait_s / (wait_s + train_s):.0%}"))
+        if self.stalls:
+            longest_s = self.row["supervision/longest_s"]
+            cells.append(("stalled", f"{self.stalls} (longest {longest_s:.0f} s)"))
         cells.append(("time", _clock(self.row["time_s"])))
         eta_s = self._eta_s()
         if eta_s is not None:
@@ -208,17 +223,18 @@ def _show(
     while not last:
         last = stop.wait(POLL_S)
         for row in tail.rows():
-            quiet_since = time.monotonic()
             line = view.feed(row)
+            if not view.stalls:  # else the buffer knows who it is
+                quiet_since = time.monotonic()
             if line and live is None:
                 print(line, flush=True)
         if not last and config.launch.kind == "local" and time.monotonic() - quiet_since > QUIET_S:
             quiet_since = time.monotonic()
-            with contextlib.suppress(OSError, TimeoutError, ValueError):
+            with contextlib.suppress(OSError, TimeoutError, ValueError, Rejected):
                 address = json.loads((run_dir / "run.json").read_text())["address"]
-                view.feed_status(asyncio.run(ask(address)))
+                view.feed_status(asyncio.run(ask(address, keys_of(config))))
             if live is None:
-                for text in view.waiting:
+                for text in filter(None, (view.stalled, *view.waiting)):
                     print(text, file=sys.stderr, flush=True)
         if live is not None:
             live.update(view.panel())
@@ -226,9 +242,16 @@ def _show(
             print(view.line(), flush=True)
 
 
-async def ask(address: str, timeout_s: float = 2.0) -> dict[str, Any]:
-    """The buffer's STATUS. Raises TimeoutError when nobody answers at `address`."""
-    client = DealerClient(address, "", f"watch-{os.getpid()}")
+def longest_stall(status: dict[str, Any]) -> str:
+    """Who has made no progress for longest and why, from STATUS; empty where everybody moves."""
+    for stall in status["stalled"][:1]:
+        return f"{stall['who']} stands still for {stall['for_s']:.0f} s: {stall['what']}"
+    return ""
+
+
+async def ask(address: str, keys: Path | None = None, timeout_s: float = 2.0) -> dict[str, Any]:
+    """The buffer's STATUS. TimeoutError when nobody answers at `address`, Rejected when not us."""
+    client = DealerClient(address, "", f"watch-{os.getpid()}", keys=keys)
     try:
         return (await client.request(Status(), timeout_s=timeout_s)).status
     finally:

@@ -1,0 +1,136 @@
+"""The environment of one episode, and the way every call of it is made: timed, with a deadline.
+
+Where its class says that it may block, a thread of its own makes all calls, so that none waits for
+another episode's. What a call raises, a missed deadline too, is an EnvironmentFailure that names
+environment, task, member, what it was doing and for how long.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+from actors.envs.base import Env, EnvironmentFailure, env_class, make_env
+from actors.progress import Progress
+from evolver_async.schema import Ticket
+
+
+class World:
+    """One member's environment. `spent_s`: seconds of all its calls, injected latency included."""
+
+    env: Env
+
+    def __init__(self, ticket: Ticket, member: int, timeout_s: float, progress: Progress) -> None:
+        self.spent_s = 0.0
+        self._task = ticket.task
+        self._member = member
+        self._timeout_s = timeout_s
+        self._progress = progress
+        self._thread: _Thread | None = None
+        self._last: Future[Any] | None = None
+
+    async def open(self) -> None:
+        """Make the environment."""
+        name, params = self._task.env, self._task.params
+        found = await self.call("making the environment", env_class, name)
+        if getattr(found, "blocking", False):
+            self._thread = _Thread(name)
+        self.env = await self.call("making the environment", make_env, name, params)
+
+    async def call(
+        self, doing: str, function: Callable[..., Any], *args: object, latency_s: float = 0
+    ) -> Any:
+        """What `function` returns; `latency_s` is slept before and counts as its time."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            with self._progress.during(self._member, doing):
+                return await self._timed(function, args, latency_s)
+        except Exception as error:
+            raise self.failure(doing, loop.time() - began, error) from error
+        finally:
+            self.spent_s += loop.time() - began
+
+    async def _timed(
+        self, function: Callable[..., Any], args: tuple[object, ...], latency_s: float
+    ) -> Any:
+        missed = TimeoutError(f"env.step_timeout_s is {self._timeout_s:g}")
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout_s
+        try:
+            async with asyncio.timeout_at(deadline) as limit:
+                if latency_s > 0:
+                    await asyncio.sleep(latency_s)
+                if self._thread is not None:
+                    self._last = self._thread.call(function, *args)
+                    return await asyncio.wrap_future(self._last)
+                found = function(*args)
+        except TimeoutError:
+            if limit.expired():
+                raise missed from None
+            raise
+        if loop.time() > deadline:  # it held up the loop, so that nothing could cut it short
+            raise missed
+        return found
+
+    def failure(self, doing: str, seconds: float, cause: BaseException) -> EnvironmentFailure:
+        """What went wrong, with all that is known of where."""
+        where = f"{self._task.env}, task {self._task.task_id}, member {self._member}"
+        return EnvironmentFailure(f"{where}: {doing} for {seconds:.1f} s", cause)
+
+    async def close(self) -> None:
+        """Close the environment. One that still hangs in a call is closed when that returns."""
+        if self._hangs():
+            return self.abandon()
+        try:
+            if hasattr(self, "env"):
+                await self.call("environment close", self.env.close)
+        finally:
+            if self._thread is not None:
+                self._thread.end()
+
+    def abandon(self) -> None:
+        """Have the environment closed, without waiting where a thread can do it."""
+        if hasattr(self, "env"):
+            if self._thread is not None:
+                self._thread.call(self.env.close)
+            else:
+                with contextlib.suppress(Exception):  # what went wrong before is what counts
+                    self.env.close()
+        if self._thread is not None:
+            self._thread.end()
+
+    def _hangs(self) -> bool:
+        return self._last is not None and not self._last.done()
+
+
+class _Thread:
+    """Makes calls one after the other. Nobody waits for one that hangs, the process's end neither,
+    which is what tells it from an executor."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[object, ...]] | None]
+        self._calls = SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def call(self, function: Callable[..., Any], *args: object) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._calls.put((future, function, args))
+        return future
+
+    def end(self) -> None:
+        """No call comes after those already asked for."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            future, function, args = asked
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)

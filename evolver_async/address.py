@@ -1,0 +1,66 @@
+"""Where a buffer may be reached: addresses that would be open to strangers, or in use, are refused.
+
+Without keys that is this host alone: a loopback address, or a socket file in a private directory.
+"""
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+import stat
+from pathlib import Path
+
+IPC_PATH_BYTES = 107  # of the kernel's socket address
+EVERYWHERE = ("*", "0.0.0.0")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this host reach it."""
+    with contextlib.suppress(ValueError):
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    return False
+
+
+def from_here(address: str) -> str:
+    """The address at which this host reaches a server that is bound to every interface."""
+    scheme, _, place = address.partition("://")
+    host, _, port = place.rpartition(":")
+    if scheme != "tcp" or host not in EVERYWHERE:
+        return address
+    return f"tcp://127.0.0.1:{port}"
+
+
+def refuse_open_or_served(address: str, keyed: bool) -> None:
+    """Raises ValueError where strangers could connect, OSError where somebody serves already."""
+    scheme, _, place = address.partition("://")
+    if scheme == "tcp":
+        if keyed or is_loopback(place.rpartition(":")[0]):
+            return
+        raise ValueError(
+            f"buffer.address: {address} can be reached from other hosts, which needs security.keys"
+            " (a directory made by `evolver-async keys`); or use a loopback address"
+        )
+    if scheme != "ipc" or not place.startswith("/"):
+        raise ValueError(f"buffer.address: {address} is neither ipc:///path nor tcp://host:port")
+    path = Path(place)
+    if len(os.fsencode(path)) > IPC_PATH_BYTES:
+        raise ValueError(f"buffer.address: {address} is longer than {IPC_PATH_BYTES} bytes")
+    if not path.parent.is_dir():
+        raise ValueError(f"buffer.address: {path.parent} is not a directory")
+    if stat.S_IMODE(path.parent.stat().st_mode) & 0o077:
+        raise ValueError(f"buffer.address: the directory {path.parent} must have mode 0700")
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise OSError(errno.EEXIST, f"{address}: the file is not a socket")
+    # libzmq replaces an existing socket file without asking, so ask whether somebody serves it
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(place)
+        except ConnectionRefusedError:
+            return
+        except TimeoutError:
+            pass  # somebody listens, with a full backlog
+    raise OSError(errno.EADDRINUSE, f"{address}: address already in use")

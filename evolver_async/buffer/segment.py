@@ -1,0 +1,82 @@
+"""The bytes of one journal segment: commits, records, checksums; what is torn, what is damaged.
+
+    commit    [payload bytes u32][crc32 of these four bytes u32] payload [crc32 of it u32][0xA5]
+    payload   records, one after another
+    record    [head bytes u32][body bytes u32][crc32 of the body u32] head body
+
+A commit without payload seals its segment: writing goes on in the next one.
+
+Torn or damaged. A commit is written with one call at the end of the newest segment; a crash in it
+leaves it short or, where the file system had made room beforehand, with zeros at its end. No commit
+ends in a zero, so one that ends as it should was written to its end: a wrong checksum in it is
+damage, in the very last commit too. Two cases cannot be told apart from the bytes. Damage that cuts
+off or zeroes the end of the last commit looks torn. A power cut within the last commit, of which
+nobody was told, looks like damage where its end came to the disk before its middle.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterator
+
+COMMIT = struct.Struct("<II")
+RECORD = struct.Struct("<III")
+END = struct.Struct("<IB")
+LAST = 0xA5
+
+Place = tuple[int, int, int]  # of a body: offset, bytes, crc32
+
+
+class Damage(ValueError):
+    """What cannot be the work of a crash, and the offset of the commit that it is in."""
+
+    def __init__(self, offset: int, cause: str) -> None:
+        super().__init__(cause)
+        self.offset = offset
+
+
+def record(head: bytes, body: bytes) -> list[bytes]:
+    """The parts of one record, its header first."""
+    return [RECORD.pack(len(head), len(body), zlib.crc32(body)), head, body]
+
+
+def commit(parts: list[bytes]) -> bytes:
+    """The commit of these records' parts."""
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    size = struct.pack("<I", sum(map(len, parts)))
+    header = size + struct.pack("<I", zlib.crc32(size))
+    return b"".join((header, *parts, END.pack(crc, LAST)))
+
+
+SEAL = commit([])
+
+
+def payload_end(data: memoryview, offset: int) -> int | None:
+    """Where the payload of the commit at `offset` ends; None when it is torn. Raises Damage."""
+    rest = data[offset:]
+    if len(rest) < COMMIT.size:
+        return None
+    length, crc = COMMIT.unpack_from(rest)
+    if zlib.crc32(rest[:4]) != crc:
+        if not any(rest[COMMIT.size :]):
+            return None
+        raise Damage(offset, "damaged, the length of a commit is not to be trusted")
+    end = COMMIT.size + length
+    if len(rest) < end + END.size:
+        return None
+    if END.unpack_from(rest, end) == (zlib.crc32(rest[COMMIT.size : end]), LAST):
+        return offset + end
+    if not any(rest[end + END.size - 1 :]):
+        return None
+    raise Damage(offset, f"damaged, a commit of {length} bytes has the wrong checksum")
+
+
+def records(data: memoryview, start: int, end: int) -> Iterator[tuple[memoryview, Place]]:
+    """The heads in a payload that was found intact, and where their bodies lie."""
+    while start < end:
+        head_bytes, body_bytes, crc = RECORD.unpack_from(data, start)
+        head = start + RECORD.size
+        body = head + head_bytes
+        yield data[head:body], (body, body_bytes, crc)
+        start = body + body_bytes

@@ -1,0 +1,115 @@
+"""Secrets stay in the environment: a configuration refers to them, and nothing writes them down.
+
+`${oc.env:NAME}` among an environment's own parameters is kept as that text in every dump, on the
+wire and in the journal; `reveal` reads the variable in the process that uses it. What is logged
+goes through `mask`. Values are never part of an error.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from evolver_async.config.check import ConfigError
+
+FREE = ("env.params",)  # what holds keys of the user's own; every stage's override may as well
+MASK = "***"
+SHORTEST = 8  # characters of a value that is masked: a shorter one would turn up everywhere
+REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")
+MENTIONED = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
+SECRET = re.compile(  # the plurals `keys` and `tokens` alone count things
+    r"(^|_)(key|token|auth|authorization|bearer|cookie|credentials?|passphrase|passwd)$"
+    r"|(^|_)(api|access|auth|private)_?(key|token)s?$|(password|apikey)s?$|(^|_)secrets?(_|$)"
+)
+
+_revealed: set[str] = set()  # variables without a telling name that held a secret after all
+
+
+def looks_secret(name: str) -> bool:
+    """Whether a value of this name (of a key, of an environment variable) must not be shown."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
+    return bool(SECRET.search(words))
+
+
+def reveal(params: Any) -> Any:
+    """Parameters with the variables that they refer to put in. ConfigError where one is not set."""
+    return _revealed_in(params, "env.params", False)
+
+
+def mask(text: str) -> str:
+    """`text` without the values of the environment's secrets."""
+    for name, value in os.environ.items():
+        if len(value) >= SHORTEST and value in text and (name in _revealed or looks_secret(name)):
+            text = text.replace(value, MASK)
+    return text
+
+
+def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A nested configuration without the entries whose names say that they are secret."""
+    return {
+        name: without_secrets(value) if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if not looks_secret(str(name))
+    }
+
+
+def refuse_written(tree: Mapping[str, Any]) -> None:
+    """ConfigError for a secret that stands in the raw configuration, or that would be put there."""
+    for key, text, free, secret in _texts(tree, "", False, False):
+        if free and secret and text and not REFERENCE.search(text):
+            raise ConfigError(
+                f"{key}: looks like a secret; put it into an environment variable and write"
+                " ${oc.env:NAME}"
+            )
+        if free and REFERENCE.search(text) and "${" in REFERENCE.sub("", text):
+            raise ConfigError(f"{key}: may refer to environment variables or to keys, not to both")
+        named = next(filter(looks_secret, MENTIONED.findall(text)), None)
+        if named and not (free and REFERENCE.search(text)):
+            raise ConfigError(f"{key}: {named} looks like a secret, and this would be written down")
+
+
+def kept(params: Any) -> Any:
+    """Parameters whose references survive the resolving of interpolations, as the text they are."""
+    if isinstance(params, dict):
+        return {name: kept(value) for name, value in params.items()}
+    if isinstance(params, list):
+        return [kept(value) for value in params]
+    if isinstance(params, str) and REFERENCE.search(params):
+        return params.replace("${", "\\${")
+    return params
+
+
+def _texts(node: Any, key: str, free: bool, secret: bool) -> Iterator[tuple[str, str, bool, bool]]:
+    """Every text with its key, whether it is the user's own, and whether its name is secret."""
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            deeper = f"{key}.{name}".lstrip(".")
+            inside = free or any(deeper == path or deeper.endswith(f".{path}") for path in FREE)
+            yield from _texts(value, deeper, inside, secret or (free and looks_secret(str(name))))
+    elif isinstance(node, list | tuple):
+        for index, value in enumerate(node):
+            yield from _texts(value, f"{key}[{index}]", free, secret)
+    elif isinstance(node, str):
+        yield key, node, free, secret
+
+
+def _revealed_in(node: Any, key: str, secret: bool) -> Any:
+    if isinstance(node, dict):
+        return {
+            name: _revealed_in(value, f"{key}.{name}", secret or looks_secret(str(name)))
+            for name, value in node.items()
+        }
+    if isinstance(node, list):
+        return [_revealed_in(value, f"{key}[{i}]", secret) for i, value in enumerate(node)]
+    if not isinstance(node, str):
+        return node
+
+    def value_of(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in os.environ:
+            raise ConfigError(f"{key}: the environment variable {name} is not set")
+        if secret:
+            _revealed.add(name)
+        return os.environ[name]
+
+    return REFERENCE.sub(value_of, node)

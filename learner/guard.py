@@ -1,0 +1,71 @@
+"""What is done when learning goes wrong: alarms heeded, and runs ended that learn from nothing."""
+
+import logging
+import math
+from pathlib import Path
+
+from evolver_async.config import Config
+from evolver_async.launch import directory
+from evolver_async.launch.roles import TrainingError
+from evolver_async.metrics import Metrics
+from evolver_async.schema import Group
+from learner.alarms import Alarm, group_signals, judge
+from learner.outcome import NON_FINITE, Outcome
+from learner.state import State
+
+log = logging.getLogger(__name__)
+
+MASKED_STEPS = 5  # nearly everything masked: so many in a row end the run
+
+
+class Guard:
+    """Looks at every step of an rl stage; its memory is in `State`."""
+
+    def __init__(self, run_dir: Path, metrics: Metrics) -> None:
+        self.run_dir = run_dir
+        self.metrics = metrics
+
+    def watch(self, stage: Config, state: State, groups: list[Group], outcome: Outcome) -> bool:
+        """Raise alarms about a step and add its signals to its metrics.
+
+        Returns whether they ask for a checkpoint; a pause begins before the next take.
+        """
+        self._count(stage, state, outcome)
+        signals, found = group_signals(groups), outcome.metrics
+        if "loss/entropy" in found:
+            signals["entropy"] = found["loss/entropy"]
+        if found.get("loss/grad_norm", 0.0) > 0:
+            signals["log_grad_norm"] = math.log(found["loss/grad_norm"])
+        metrics, alarms = judge(state.watched, signals, found["train/success"], stage.safety)
+        found |= metrics
+        begun = [alarm for alarm in alarms if alarm.begins]
+        for alarm in begun:
+            self._tell(alarm, state.take)
+        if begun and stage.safety.action == "pause":
+            directory.pause(self.run_dir, f"take {state.take}: {'; '.join(map(str, begun))}")
+        return bool(begun) and stage.safety.action != "warn"
+
+    def check(self, stage: Config, state: State, outcome: Outcome) -> None:
+        """Stop a run that no longer learns from anything, with the reason."""
+        if state.empty_steps >= stage.selection.max_empty:
+            raise TrainingError(
+                f"{state.empty_steps} steps in a row had nothing to train on"
+                f" ({', '.join(outcome.filtered) or 'no ACTION tokens'})"
+            )
+        masked = outcome.metrics.get("offpolicy/masked", 0.0)
+        if state.masked_steps:
+            log.warning("%.0f %% of the tokens are masked", 100 * masked)
+        if state.masked_steps >= MASKED_STEPS:
+            raise TrainingError(
+                f"{MASKED_STEPS} steps in a row had {masked:.0%} of their tokens masked"
+            )
+
+    def _count(self, stage: Config, state: State, outcome: Outcome) -> None:
+        empty = not outcome.trained and NON_FINITE not in outcome.filtered
+        masked = outcome.metrics.get("offpolicy/masked", 0.0) > stage.correction.max_masked
+        state.empty_steps = state.empty_steps + 1 if empty else 0
+        state.masked_steps = state.masked_steps + 1 if masked else 0
+
+    def _tell(self, alarm: Alarm, take: int) -> None:
+        log.warning("take %d: alarm %s", take, alarm)
+        self.metrics.alert(f"alarm {alarm.name}", f"take {take}: {alarm}")

@@ -1,0 +1,62 @@
+"""The learner's requests to the buffer, each waited for until its reply, or until told to end."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from evolver_async import messages
+from evolver_async.launch.roles import TrainingError
+from evolver_async.transport import Client
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 1.0  # between looks at whether to wait for the buffer any longer
+LOG_S = 10.0
+
+
+class Stopping(Exception):
+    """This learner was told to end while it waited."""
+
+
+class Requests:
+    """One learner's line to the buffer. `call` runs a coroutine to its end.
+
+    Set `stopping` to end every wait: there will be no further take then.
+    """
+
+    def __init__(self, client: Client, call: Callable[..., Any]) -> None:
+        self.client = client
+        self.call = call
+        self.stopping = False
+
+    def ask(self, message: messages.Request) -> Any:
+        """Send to the buffer and wait; a newer learner's existence ends this one.
+
+        Raises Stopping where `stopping` is set and no reply comes.
+        """
+        if self.stopping and isinstance(message, messages.Sample):
+            raise Stopping("a take")
+        reply = self.call(self._reply_to(message))
+        if isinstance(reply, messages.Fenced):
+            raise TrainingError(f"this learner is fenced: {reply.reason}")
+        return reply
+
+    def sleep(self, seconds: float) -> None:
+        self.call(asyncio.sleep(seconds))
+
+    async def _reply_to(self, message: messages.Request) -> Any:
+        """The reply, however long it takes, until `stopping`."""
+        name = type(message).__name__.upper()
+        request = asyncio.ensure_future(self.client.request(message))
+        waited_s = 0.0
+        try:
+            while not (await asyncio.wait([request], timeout=PATIENCE_S))[0]:
+                if self.stopping:
+                    raise Stopping(f"the reply to {name}")
+                waited_s += PATIENCE_S
+                if waited_s % LOG_S == 0 and not isinstance(message, messages.Sample):
+                    log.warning("no reply to %s for %.0f s", name, waited_s)
+            return request.result()
+        finally:
+            request.cancel()

@@ -1,0 +1,384 @@
+"""Fault 31: whatever actors, a learner and crashes do, in any order, the buffer keeps its word.
+
+Hypothesis plays; the service is the real one on a real journal. The oracle is a few dictionaries:
+which members were acknowledged with what content, who may work on what, which takes the present
+lineage consists of, how the versions descend from each other. It predicts every reply, and exactly
+which groups the buffer holds.
+
+    HYPOTHESIS_PROFILE=nightly make faults ARGS="-k machine"     20,000 steps
+"""
+
+import itertools
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from buffer_world import World, config, trajectory
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from invariants import check_journal
+
+from evolver_async import messages
+from evolver_async.buffer import segment
+from evolver_async.schema import Ticket, Trajectory, WeightId
+
+PEERS = ("actor-0", "actor-1")
+LEASE_S, MAX_ATTEMPTS = 10.0, 2
+MEMBERS, GROUPS = 2, 2  # of a group, of a take
+UNFINISHED = segment.commit(segment.record(b"head", b"body"))
+peers = st.sampled_from(PEERS)
+Version = tuple[int, int]  # lineage, step
+
+
+@dataclass
+class Entry:
+    """One group as the oracle knows it. `heads`: the head when each member was granted last."""
+
+    heads: dict[int, Version]
+    owners: dict[int, str]
+    rewards: dict[int, float] = field(default_factory=dict)  # of the acknowledged copies
+    sampled: dict[int, Version] = field(default_factory=dict)
+    uses: set[int] = field(default_factory=set)  # takes of this lineage
+    evicted: bool = False
+
+
+@dataclass
+class Take:
+    lineage: int
+    groups: list[int]
+    reported: bool = False
+
+
+class Machine(RuleBasedStateMachine):
+    """What actors (`lease`, `push`, …), learner (`sample`, `done`, …) and fate (`crash`) do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp(prefix="machine-", dir="/dev/shm"))
+        self.rewards = itertools.count(1)
+        self.progress = itertools.count(1)
+        self.tickets: list[tuple[str, Ticket]] = []
+        self.groups: dict[int, Entry] = {}
+        self.failures: dict[str, int] = {}  # by task, since one of its groups was whole
+        self.leases: dict[tuple[int, int], tuple[str, float]] = {}  # peer and deadline
+        self.takes: dict[int, Take] = {}
+        self.parents: dict[int, tuple[int, int]] = {}  # of a lineage: parent and step of the fork
+        self.checkpoints: list[tuple[int, int, int]] = [(0, 0, 0)]  # lineage, take, version
+        self.lineage = self.version = self.next_take = self.kept = 0
+
+    @initialize(
+        reuse=st.integers(1, 2),
+        staleness=st.integers(1, 2),
+        straggler=st.sampled_from(("evict", "wait")),
+        sampler=st.sampled_from(("fifo", "freshest", "prioritized")),
+    )
+    def begin(self, reuse: int, staleness: int, straggler: str, sampler: str) -> None:
+        self.reuse, self.staleness = reuse, staleness
+        self.config = config(
+            group_size=MEMBERS,
+            groups_per_step=GROUPS,
+            reuse=reuse,
+            max_staleness=staleness,
+            straggler=straggler,
+            sampler=sampler,
+            lease_s=LEASE_S,
+            stall_s=1e9,
+            archive="all",
+            max_attempts=MAX_ATTEMPTS,
+        )
+        self.world = World(self.directory, self.config, segment_bytes=2048)
+        self.resume(0)
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.book.journal.close()
+            acked = [(g, m) for g, entry in self.groups.items() for m in entry.rewards]
+            check_journal(self.directory, self.config, "run", acked)
+        shutil.rmtree(self.directory)
+
+    # ---- actors
+
+    @rule(peer=peers, credit=st.integers(1, 3))
+    def lease(self, peer: str, credit: int) -> None:
+        for ticket in self.world.lease(credit=credit, peer=peer):
+            self.tickets.append((peer, ticket))
+            members = dict.fromkeys(ticket.members, (self.lineage, self.version))
+            owners = dict.fromkeys(ticket.members, peer)
+            if ticket.attempt == 0:
+                assert ticket.group_id not in self.groups
+                self.groups[ticket.group_id] = Entry(members, owners)
+                limit = (self.staleness + 1) * GROUPS
+                assert self.world.replay.outstanding() <= limit
+            entry = self.groups[ticket.group_id]
+            entry.heads |= members
+            entry.owners |= owners
+            assert self.held(ticket.group_id) and not set(ticket.members) & entry.rewards.keys()
+            for member in ticket.members:
+                place = (ticket.group_id, member)
+                assert place not in self.leases, f"{place} is leased to {self.leases[place]}"
+                self.leases[place] = (peer, self.world.now + LEASE_S)
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data(), newest=st.booleans())
+    def push(self, data: st.DataObject, newest: bool) -> None:
+        """Any member of any ticket there ever was, so also copies and what zombies have."""
+        ticket, member, weights = self.draw(data, newest)
+        self.expect(ticket, member, weights, next(self.rewards))
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data())
+    def push_group(self, data: st.DataObject) -> None:
+        ticket, _, weights = self.draw(data, False)
+        for member in ticket.members:
+            self.expect(ticket, member, weights, next(self.rewards))
+
+    @rule(peer=peers)
+    def renew(self, peer: str) -> None:
+        groups = {ticket.group_id for owner, ticket in self.tickets if owner == peer}
+        mine = {g for (g, _), (owner, _) in self.leases.items() if owner == peer}
+        count = next(self.progress)
+        request = messages.Renew(progress=dict.fromkeys(sorted(groups), count))
+        reply = self.world.one(peer, request)
+        fenced = set(reply.groups) if isinstance(reply, messages.Fenced) else set()
+        assert fenced == groups - mine
+        for place, (owner, _) in self.leases.items():
+            if owner == peer:
+                self.leases[place] = (peer, self.world.now + LEASE_S)
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data(), reason=st.sampled_from(("drain", "environment")))
+    def release(self, data: st.DataObject, reason: str) -> None:
+        peer, ticket = data.draw(st.sampled_from(self.tickets[-6:]))
+        request = messages.Release(group_id=ticket.group_id, members=ticket.members, reason=reason)
+        assert isinstance(self.world.one(peer, request), messages.Ok)
+        places = [(ticket.group_id, member) for member in ticket.members]
+        given = [place for place in places if self.leases.get(place, ("", 0.0))[0] == peer]
+        for place in given:
+            del self.leases[place]
+        if given and reason == "environment":
+            task_id = ticket.task.task_id
+            self.failures[task_id] = self.failures.get(task_id, 0) + 1
+            if self.failures[task_id] >= MAX_ATTEMPTS:
+                self.evict(ticket.group_id)
+
+    @rule(peer=peers)
+    def leave(self, peer: str) -> None:
+        self.world.one(peer, messages.Lease(credit=0))
+        self.leases = {p: lease for p, lease in self.leases.items() if lease[0] != peer}
+
+    # ---- the learner
+
+    @rule(again=st.booleans())
+    def sample(self, again: bool) -> None:
+        """The next take or, once more, the last one."""
+        take = self.next_take - (again and self.next_take - 1 in self.takes)
+        known = self.takes.get(take)
+        if known is not None and known.lineage != self.lineage:
+            return  # nobody asks for a take of his ancestors
+        found = self.world.sample(take, lineage=self.lineage)
+        groups = [group.group_id for group in found]
+        for group in found:
+            entry = self.groups[group.group_id]
+            content = {one.member: one.reward for one in group.trajectories}
+            assert content == entry.rewards and len(content) == MEMBERS, "what was acknowledged"
+        if known is not None:
+            assert groups == known.groups
+        elif groups:
+            before = self.takes.get(take - 1)
+            assert before is None or before.reported or before.lineage != self.lineage
+            assert len(set(groups)) == GROUPS
+            for group_id in groups:
+                assert self.held(group_id) and self.lag(group_id) <= self.staleness
+                self.groups[group_id].uses.add(take)
+                assert len(self.groups[group_id].uses) <= self.reuse
+            self.takes[take] = Take(self.lineage, groups)
+            self.next_take += 1
+
+    @precondition(lambda self: self.taken() is not None)
+    @rule(skipped=st.booleans(), filtered=st.integers(0, GROUPS), twice=st.booleans())
+    def done(self, skipped: bool, filtered: int, twice: bool) -> None:
+        taken = self.takes[self.next_take - 1]
+        version = self.version + (not skipped)
+        for _ in range(1 + twice):
+            self.world.done(
+                self.next_take - 1,
+                taken.groups[filtered:],
+                version,
+                lineage=self.lineage,
+                filtered={"spread": taken.groups[:filtered]} if filtered else {},
+                skipped=skipped,
+            )
+        taken.reported = True
+        self.version = version
+        self.checkpoints.append((self.lineage, self.next_take, version))
+        self.sweep()
+
+    @rule(back=st.integers(0, 3))
+    def resume(self, back: int) -> None:
+        """A new learner begins from one of the newest checkpoints that are kept."""
+        lineage, take, version = self.checkpoints[-1 - min(back, len(self.checkpoints) - 1)]
+        old = self.lineage
+        request = messages.Resume(lineage=lineage, take=take, version=version)
+        # another process than before: from the same one it would be the same request sent again
+        reply = self.world.one(f"learner-{next(self.progress)}", request)
+        assert isinstance(reply, messages.Resumed) and reply.lineage == old + 1
+        self.lineage = reply.lineage
+        fenced = self.world.one("zombie", messages.Sample(lineage=old, take=take, stage=0))
+        assert isinstance(fenced, messages.Fenced)
+        self.parents[self.lineage] = (lineage, version)
+        self.version, self.next_take = version, take
+        for number in [number for number in self.takes if number >= take]:
+            for group_id in self.takes.pop(number).groups:
+                entry = self.groups[group_id]
+                entry.uses.discard(number)
+                entry.evicted = False
+        for taken in self.takes.values():
+            taken.reported = True
+        self.checkpoints = [c for c in self.checkpoints if c[1] <= take]
+        self.checkpoints.append((self.lineage, take, version))
+        self.sweep()
+
+    @rule(back=st.integers(0, 3))
+    def keep(self, back: int) -> None:
+        take = self.checkpoints[-1 - min(back, len(self.checkpoints) - 1)][1]
+        self.world.one("learner", messages.Kept(take=take))
+        self.kept = max(self.kept, take)
+        self.checkpoints = [c for c in self.checkpoints if c[1] >= self.kept]
+
+    # ---- fate
+
+    @rule(seconds=st.sampled_from((1.0, LEASE_S / 2, LEASE_S)))
+    def pass_time(self, seconds: float) -> None:
+        self.world.pass_time(seconds)
+        self.leases = {p: x for p, x in self.leases.items() if x[1] > self.world.now}
+
+    @rule(torn=st.integers(0, len(UNFINISHED) - 1))
+    def crash(self, torn: int) -> None:
+        """kill -9, perhaps in the middle of a write. Every lease begins anew."""
+        self.world.book.journal.close()
+        newest = max(self.directory.glob("*.log"))
+        with open(newest, "ab") as file:
+            file.write(UNFINISHED[:torn])
+        self.reopen()
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data())
+    def crash_before_commit(self, data: st.DataObject) -> None:
+        """What was handled and not committed was never answered: it can be sent again."""
+        ticket, member, weights = self.draw(data, False)
+        made = self.made(ticket, member, weights, next(self.rewards))
+        self.world.service.handle("actor-0", messages.Push(trajectory=made), self.world.now)
+        self.world.service.handle("actor-1", messages.Lease(credit=2), self.world.now)
+        self.world.book.journal.close()
+        self.reopen()
+
+    @invariant()
+    def holds_exactly_what_it_should(self) -> None:
+        if hasattr(self, "world"):
+            live = {held.group_id for held in self.world.replay.live("rollout")}
+            assert live == {group_id for group_id in self.groups if self.held(group_id)}
+
+    # ---- the oracle
+
+    def draw(self, data: st.DataObject, newest: bool) -> tuple[Ticket, int, WeightId]:
+        """A ticket, most often a late one, a member of it, and allowed weights."""
+        _, ticket = data.draw(st.sampled_from(self.tickets[-8:]))
+        head = WeightId(lineage=self.lineage, step=self.version)
+        assert ticket.weights is not None
+        return (
+            ticket,
+            data.draw(st.sampled_from(ticket.members)),
+            (head if newest else ticket.weights),
+        )
+
+    def made(self, ticket: Ticket, member: int, weights: WeightId, reward: int) -> Trajectory:
+        made = trajectory(ticket, member, weights=weights, reward=float(reward))
+        made.turn_rewards = np.full(1, reward, np.float32)
+        return made
+
+    def expect(self, ticket: Ticket, member: int, weights: WeightId, reward: int) -> None:
+        group_id = ticket.group_id
+        entry = self.groups[group_id]
+        made = self.made(ticket, member, weights, reward)
+        reply = self.world.one("actor-0", messages.Push(trajectory=made))
+        if self.held(group_id) and member not in entry.rewards:
+            assert isinstance(reply, messages.Ack), reply
+            entry.rewards[member] = float(reward)
+            entry.sampled[member] = (weights.lineage, weights.step)
+            self.leases.pop((group_id, member), None)
+            if entry.rewards.keys() == entry.heads.keys():
+                self.failures.pop(ticket.task.task_id, None)
+            if not entry.uses - self.reported() and self.lag(group_id) > self.staleness:
+                self.evict(group_id)
+        elif self.held(group_id):
+            assert isinstance(reply, messages.Dup), reply
+        elif member in entry.rewards:  # it may still be known, as its takes may come back
+            assert isinstance(reply, messages.Dup | messages.Stale), reply
+        else:
+            assert isinstance(reply, messages.Stale), reply
+
+    def reopen(self) -> None:
+        self.world.open()
+        self.leases = {
+            (group_id, member): (owner, self.world.now + LEASE_S)
+            for group_id, entry in self.groups.items()
+            if self.held(group_id)
+            for member, owner in entry.owners.items()
+            if member not in entry.rewards
+        }
+
+    def reported(self) -> set[int]:
+        return {number for number, taken in self.takes.items() if taken.reported}
+
+    def taken(self) -> Take | None:
+        """The take that is to be reported."""
+        take = self.takes.get(self.next_take - 1)
+        return None if take is None or take.reported or take.lineage != self.lineage else take
+
+    def held(self, group_id: int) -> bool:
+        entry = self.groups[group_id]
+        return not entry.evicted and len(entry.uses & self.reported()) < self.reuse
+
+    def evict(self, group_id: int) -> None:
+        self.groups[group_id].evicted = True
+        self.leases = {place: x for place, x in self.leases.items() if place[0] != group_id}
+
+    def sweep(self) -> None:
+        """What is too old ends, unless the learner has it."""
+        for group_id, entry in self.groups.items():
+            taken = entry.uses - self.reported()
+            if self.held(group_id) and not taken and self.lag(group_id) > self.staleness:
+                self.evict(group_id)
+
+    def lag(self, group_id: int) -> int:
+        entry = self.groups[group_id]
+        ways = [entry.sampled.get(member, entry.heads[member]) for member in entry.heads]
+        return max(self.distance(version) for version in ways)
+
+    def distance(self, version: Version) -> int:
+        """Versions on the way from `version` to the head in the tree of all versions."""
+        ours, theirs = self.ancestors((self.lineage, self.version)), self.ancestors(version)
+        return len(set(ours) ^ set(theirs))
+
+    def ancestors(self, version: Version) -> list[Version]:
+        lineage, step = version
+        path = []
+        while step > 0:
+            while lineage in self.parents and step <= self.parents[lineage][1]:
+                lineage = self.parents[lineage][0]
+            path.append((lineage, step))
+            step -= 1
+        return path
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(stateful_step_count=50)
