@@ -40,6 +40,7 @@ class Setting:
     max_turns: int
     max_length: int
     format_penalty: float
+    format_errors: int  # turns that cannot be read after which an episode ends; 0: none ends it
     step_timeout_s: float
     episode_timeout_s: float
     latency: str  # of every step: none, fixed or lognormal
@@ -113,7 +114,7 @@ class Episode:
         self.generate_s = 0.0
 
     async def play(self, policy: Policy) -> Trajectory:
-        """Reset, then turns until the end, their limit, or too little room for a whole one."""
+        """Reset, then turns until the end, a limit, or too little room for a whole one."""
         setting, chat, style = self.setting, self.setting.chat, self.setting.format
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -140,6 +141,8 @@ class Episode:
             self.stream.write(generation, turn)
             shown = await self._act(style.parse(chat.text_of(generation.tokens)))
             if self.terminated or self.truncated or turn == setting.max_turns - 1:
+                break
+            if 0 < setting.format_errors <= self.flags.count(TurnFlag.FORMAT_ERROR):
                 break
             ended = generation.tokens[-1:] == [chat.end_of_turn]
             delta = chat.next(shown, style.prefix, ended)

@@ -258,6 +258,7 @@ def setting_of(config: Config, chat: Chat, name: str, incarnation: int) -> Setti
         max_turns=rollout.max_turns,
         max_length=config.policy.max_length,
         format_penalty=rollout.format_penalty,
+        format_errors=rollout.format_errors,
         step_timeout_s=env.step_timeout_s,
         episode_timeout_s=env.episode_timeout_s,
         latency=env.latency.kind,

@@ -93,6 +93,7 @@ def token_logprobs(
     *,
     select_BT: Tensor | None = None,
     with_entropy: bool = False,
+    entropy_top_k: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each selected token given the tokens before it, and the entropy it was drawn at.
 
@@ -102,7 +103,9 @@ def token_logprobs(
     everything not selected is 0. `select_BT` defaults to the real tokens. Only selected positions
     are projected to the vocabulary, `chunk` at a time, and chunks are recomputed in the backward
     pass, so logits for all positions never exist. Temperature 0 is greedy decoding: log-probs are
-    then those of temperature 1. Differentiable.
+    then those of temperature 1. `entropy_top_k` > 0 takes the entropy of the distribution over the k
+    likeliest tokens alone (AEnt, arXiv 2509.03493), so that a bonus on it keeps alternatives alive
+    without raising every token of the vocabulary. Differentiable.
     """
     select_BT = mask_BT.bool() if select_BT is None else select_BT.bool()
     rows_N, columns_N = select_BT[:, 1:].nonzero(as_tuple=True)
@@ -116,6 +119,8 @@ def token_logprobs(
         picked = logps_V.gather(-1, targets[:, None]).squeeze(-1)
         if not with_entropy:
             return picked, torch.zeros_like(picked)
+        if entropy_top_k:
+            logps_V = logps_V.topk(min(entropy_top_k, logps_V.shape[-1])).values.log_softmax(-1)
         return picked, -(logps_V.exp() * logps_V).sum(-1)
 
     parts = []

@@ -297,6 +297,7 @@ class Updater:
             stage.learner.logprob_chunk,
             select_BT=micro.action_BT,
             with_entropy=True,
+            entropy_top_k=stage.loss.entropy_top_k,
         )
         return theta_BT[micro.action_BT], entropy_BT[micro.action_BT]
 

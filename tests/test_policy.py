@@ -67,11 +67,13 @@ def ids(text: str) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
-def full_logprobs(model, tokens_BT, temperature):
-    """The oracle: logits of all positions, log-softmax, gather."""
+def full_logprobs(model, tokens_BT, temperature, top_k):
+    """The oracle: logits of all positions, log-softmax, gather; entropy of the `top_k` likeliest."""
     logps = (model(tokens_BT).logits.float() / temperature).log_softmax(-1)[:, :-1]
     picked = logps.gather(-1, tokens_BT[:, 1:, None])[..., 0]
-    entropy = -(logps.exp() * logps).sum(-1)
+    likeliest = logps.exp().sort(descending=True).values[..., :top_k]
+    shares = likeliest / likeliest.sum(-1, keepdim=True)
+    entropy = -(shares * shares.log()).sum(-1)
     return tuple(torch.nn.functional.pad(part, (1, 0)) for part in (picked, entropy))
 
 
@@ -127,8 +129,8 @@ def test_exported_directory_is_the_same_policy(directory, tmp_path):
         assert torch.equal(load(tmp_path)(tokens).logits, model(tokens).logits)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_chunked_logprobs_equal_full_ones_with_gradients(directory, temperature):
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.7, 0), (1.0, 4)])
+def test_chunked_logprobs_equal_full_ones_with_gradients(directory, temperature, top_k):
     model = load(directory)
     tokens_BT = torch.randint(0, len(TOKENIZER), (3, 17), generator=torch.manual_seed(0))
     lengths = torch.tensor([17, 9, 13])
@@ -142,11 +144,18 @@ def test_chunked_logprobs_equal_full_ones_with_gradients(directory, temperature)
         (weight_BT * (logprobs_BT + 0.3 * entropy_BT)).sum().backward()
         return [parameter.grad.clone() for parameter in model.parameters()]
 
-    oracle = full_logprobs(model, tokens_BT, temperature)
+    oracle = full_logprobs(model, tokens_BT, temperature, top_k or len(TOKENIZER))
     expected = gradients(*oracle)
     for chunk in (4, 1000):
         got = token_logprobs(
-            model, tokens_BT, mask_BT, temperature, chunk, select_BT=select_BT, with_entropy=True
+            model,
+            tokens_BT,
+            mask_BT,
+            temperature,
+            chunk,
+            select_BT=select_BT,
+            with_entropy=True,
+            entropy_top_k=top_k,
         )
         for mine, theirs in zip(got, oracle, strict=True):
             assert torch.allclose(mine, theirs * select_BT, atol=1e-6)

@@ -120,6 +120,7 @@ def setting(think: bool = False, actions_per_turn: int = 1, **changes: Any) -> S
         "max_turns": 10,
         "max_length": 4096,
         "format_penalty": -0.1,
+        "format_errors": 0,
         "step_timeout_s": 10.0,
         "episode_timeout_s": 20.0,
         "latency": "none",
@@ -235,6 +236,16 @@ def test_rewards_flags_and_success_line_up() -> None:
     assert trajectory.reward == pytest.approx(0.8)
     assert (trajectory.success, trajectory.terminated, trajectory.truncated) == (True, True, False)
     assert set(trajectory.timing) == {"env_s", "generate_s", "total_s"}
+
+
+def test_so_many_format_errors_end_an_episode() -> None:
+    said = say(RIGHT, "huh", RIGHT, "huh", RIGHT)
+    for limit, turns in ((0, 5), (1, 2), (2, 4)):
+        engine = FakeEngine({"0/0/0": said})
+        limited = setting(format_errors=limit, max_turns=5)
+        (trajectory,) = roll_out(corridor(length=5), limited, engine)
+        assert len(trajectory.turn_rewards) == turns
+        assert (trajectory.truncated, trajectory.terminated) == (True, False)
 
 
 def test_several_actions_of_a_turn_stop_at_the_end() -> None:
