@@ -103,9 +103,9 @@ def token_logprobs(
     everything not selected is 0. `select_BT` defaults to the real tokens. Only selected positions
     are projected to the vocabulary, `chunk` at a time, and chunks are recomputed in the backward
     pass, so logits for all positions never exist. Temperature 0 is greedy decoding: log-probs are
-    then those of temperature 1. `entropy_top_k` > 0 takes the entropy of the distribution over the k
-    likeliest tokens alone (AEnt, arXiv 2509.03493), so that a bonus on it keeps alternatives alive
-    without raising every token of the vocabulary. Differentiable.
+    then those of temperature 1. `entropy_top_k` > 0 takes the entropy among the k likeliest tokens
+    alone (AEnt, arXiv 2509.03493), so that a bonus on it keeps alternatives alive without raising
+    every token of the vocabulary. Differentiable.
     """
     select_BT = mask_BT.bool() if select_BT is None else select_BT.bool()
     rows_N, columns_N = select_BT[:, 1:].nonzero(as_tuple=True)

@@ -68,7 +68,7 @@ def ids(text: str) -> list[int]:
 
 
 def full_logprobs(model, tokens_BT, temperature, top_k):
-    """The oracle: logits of all positions, log-softmax, gather; entropy of the `top_k` likeliest."""
+    """The oracle: logits of all positions; entropy of the `top_k` likeliest tokens."""
     logps = (model(tokens_BT).logits.float() / temperature).log_softmax(-1)[:, :-1]
     picked = logps.gather(-1, tokens_BT[:, 1:, None])[..., 0]
     likeliest = logps.exp().sort(descending=True).values[..., :top_k]
