@@ -233,7 +233,7 @@ class Worker:
         """Ask for nothing any more: a LEASE that is still parked is not granted after this."""
         try:
             await self.client.request(
-                messages.Lease(credit=0, weights=None, generated=self.generated()),
+                messages.Lease(credit=0, generated=self.generated()),
                 timeout_s=self.patience_s,
             )
         except (TimeoutError, Rejected) as error:

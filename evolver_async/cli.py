@@ -199,6 +199,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--resume", type=Path, metavar="RUN_DIR", help="the run to go on with")
     command.set_defaults(function=train)
 
+    _add_roles(commands)
+    _add_tools(commands)
+    return parser
+
+
+def _add_roles(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The processes of a run, as commands."""
     for name, about in (
         ("actor", "one more actor for a running job"),
         ("learner", "the learner of a run (started by the launcher)"),
@@ -216,6 +223,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--keys", type=Path, metavar="DIR", help="of this client")
         command.set_defaults(function=role)
 
+
+def _add_tools(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """What people use beside and after a run."""
     command = commands.add_parser("eval", help="evaluate the newest checkpoint on held-out tasks")
     command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     command.add_argument("--episodes", type=int, default=0, help="default: eval.final_episodes")
@@ -244,7 +254,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("directory", type=Path, metavar="DIR", help="new, or to add clients to")
     command.add_argument("--names", nargs="+", default=[], metavar="NAME", help="one a client")
     command.set_defaults(function=make_keys)
-    return parser
 
 
 if __name__ == "__main__":

@@ -103,9 +103,10 @@ def token_logprobs(
     everything not selected is 0. `select_BT` defaults to the real tokens. Only selected positions
     are projected to the vocabulary, `chunk` at a time, and chunks are recomputed in the backward
     pass, so logits for all positions never exist. Temperature 0 is greedy decoding: log-probs are
-    then those of temperature 1. `entropy_top_k` > 0 takes the entropy among the k likeliest tokens
-    alone (AEnt, arXiv 2509.03493), so that a bonus on it keeps alternatives alive without raising
-    every token of the vocabulary. Differentiable.
+    then those of temperature 1. `entropy_top_k` > 0 leaves the entropy's value as it is and
+    gives it the gradient of the entropy among the k likeliest tokens (AEnt, arXiv 2509.03493), so
+    that a bonus on it keeps alternatives alive without raising every token of the vocabulary.
+    Differentiable.
     """
     select_BT = mask_BT.bool() if select_BT is None else select_BT.bool()
     rows_N, columns_N = select_BT[:, 1:].nonzero(as_tuple=True)
@@ -119,9 +120,12 @@ def token_logprobs(
         picked = logps_V.gather(-1, targets[:, None]).squeeze(-1)
         if not with_entropy:
             return picked, torch.zeros_like(picked)
+        entropy = -(logps_V.exp() * logps_V).sum(-1)
         if entropy_top_k:
-            logps_V = logps_V.topk(min(entropy_top_k, logps_V.shape[-1])).values.log_softmax(-1)
-        return picked, -(logps_V.exp() * logps_V).sum(-1)
+            likeliest_K = logps_V.topk(min(entropy_top_k, logps_V.shape[-1])).values.log_softmax(-1)
+            among = -(likeliest_K.exp() * likeliest_K).sum(-1)
+            entropy = among + (entropy - among).detach()
+        return picked, entropy
 
     parts = []
     for start in range(0, len(targets_N), chunk):

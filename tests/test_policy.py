@@ -68,12 +68,13 @@ def ids(text: str) -> list[int]:
 
 
 def full_logprobs(model, tokens_BT, temperature, top_k):
-    """The oracle: logits of all positions; entropy of the `top_k` likeliest tokens."""
+    """The oracle, all positions: the entropy with the gradient of the `top_k` likeliest tokens."""
     logps = (model(tokens_BT).logits.float() / temperature).log_softmax(-1)[:, :-1]
     picked = logps.gather(-1, tokens_BT[:, 1:, None])[..., 0]
     likeliest = logps.exp().sort(descending=True).values[..., :top_k]
     shares = likeliest / likeliest.sum(-1, keepdim=True)
     entropy = -(shares * shares.log()).sum(-1)
+    entropy.data = -(logps.exp() * logps).sum(-1).data
     return tuple(torch.nn.functional.pad(part, (1, 0)) for part in (picked, entropy))
 
 

@@ -36,7 +36,7 @@ def numbers_of(config: Config, kind: str) -> Numbers:
 
 def share(room: int, asking: int) -> int:
     """The most new groups that one actor gets at a time while `asking` actors want some."""
-    return -(-room // max(1, asking))
+    return -(-room // asking)
 
 
 def source_of(config: Config) -> Source:

@@ -52,7 +52,7 @@ class SyncError(RuntimeError):
 
 def archive_bytes(archive: str) -> float:
     """How much the archive may hold, from `buffer.archive`: none, all or a number of bytes."""
-    return {"none": 0, "all": math.inf}.get(archive) or float(archive if archive.isdigit() else 0)
+    return {"none": 0, "all": math.inf}[archive] if archive in ("none", "all") else int(archive)
 
 
 class Journal:

@@ -46,7 +46,7 @@ class Loss:
     kl_coef: float = 0.0  # 0 loads no reference
     kl_place: str = "loss"  # loss or reward; k1 only as reward
     entropy_coef: float = 0.0
-    entropy_top_k: int = 0  # entropy among the k likeliest tokens only; 0 means all
+    entropy_top_k: int = 0  # the bonus raises entropy among the k likeliest tokens only; 0: all
 
 
 @dataclass

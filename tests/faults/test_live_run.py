@@ -91,6 +91,7 @@ def test_1_an_actor_killed_between_sending_and_the_ack_has_delivered_or_is_repla
         actor.kill()
         wait_for(lambda: not alive(actor), "the end of the actor")
     completed(run, held)
+    assert child(run, "actor-1") != actor
 
 
 def test_1_9_21_actors_stop_at_their_credit_while_the_learner_stands_still(run: Launch) -> None:
