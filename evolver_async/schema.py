@@ -310,6 +310,11 @@ def key(seed: int, *parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def uniform(seed: int, *parts: int | str) -> float:
+    """A number in [0, 1) that belongs to its parts."""
+    return key(seed, *parts) / (1 << 63)
+
+
 def _require(holds: bool, field: str, value: object) -> None:
     if not holds:
         raise ValueError(f"{field}: {value}")

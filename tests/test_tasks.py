@@ -1,6 +1,10 @@
 """The stream of tasks: keyed, complete, patient with slow tasks only so far."""
 
+import collections
+import math
+
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,10 +75,30 @@ def test_a_completed_group_clears_the_tasks_age():
     tasks = Tasks(0, finite(3))
     task = draw(tasks)
     tasks.requeue(task)
-    tasks.completed(task, successes=1, episodes=2)
-    tasks.completed(task, successes=2, episodes=2)
+    tasks.completed(task, 0.5)
+    tasks.completed(task, 1.0)
+    tasks.completed(task, None)
     assert tasks.requeue(task) == "again"
-    assert tasks.cursor.success == {task.task_id: (3, 4)}
+    assert tasks.cursor.success == {task.task_id: 1.0}
+
+
+@pytest.mark.parametrize("solved, failed", [(0.0, 0.5), (0.25, 1.0), (1.0, 0.0)])
+def test_a_pass_meets_what_is_solved_or_failed_as_often_as_it_is_told(solved, failed):
+    tasks = Tasks(1, Source(env="maze", params={}, train=3, solved=solved, failed=failed))
+    for number, success in enumerate((1.0, 0.0, 0.375)):
+        tasks.cursor.success[f"maze/train/{number}"] = success
+    met = collections.Counter()
+    while tasks.cursor.position < 3000:
+        met[draw(tasks).map_seed] += 1
+    for number, chance in enumerate((solved, failed, 1.0)):
+        assert met[number] == pytest.approx(1000 * chance, abs=5 * math.sqrt(1000) * 0.5)
+
+
+def test_where_no_task_is_worth_it_the_next_one_is_met_all_the_same():
+    tasks = Tasks(1, Source(env="maze", params={}, train=4, solved=0.0, failed=0.0))
+    for number in range(4):
+        tasks.cursor.success[f"maze/train/{number}"] = float(number % 2)
+    assert sorted(draw(tasks).map_seed for _ in range(4)) == [0, 1, 2, 3]
 
 
 def test_quarantined_tasks_are_skipped_until_none_is_left():

@@ -40,7 +40,14 @@ def share(room: int, asking: int) -> int:
 
 
 def source_of(config: Config) -> Source:
-    return Source(env=config.env.name, params=config.env.params, train=config.tasks.train)
+    tasks = config.tasks
+    return Source(
+        env=config.env.name,
+        params=config.env.params,
+        train=tasks.train,
+        solved=tasks.solved,
+        failed=tasks.failed,
+    )
 
 
 class Granting:

@@ -127,7 +127,8 @@ class State:
             return
         if held.pinned is None:
             successes = sum(member.success for member in held.arrived.values())
-            self.tasks.completed(held.task, successes, len(held.members))
+            learned = held.kind == "rollout"
+            self.tasks.completed(held.task, successes / len(held.members) if learned else None)
         else:
             self.evaluations.arrived(held.pinned, record.success, record.reward, record.turns)
             self.ledger.close(held.kind, "filtered", "evaluated", _amount(held))

@@ -10,18 +10,24 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from evolver_async.schema import Task, key
+from evolver_async.schema import Task, key, uniform
 
 PATIENT_AFTER = 2  # evictions for age before a task is issued with patience; one more and it goes
 
 
 @dataclass(frozen=True)
 class Source:
-    """The training tasks of a stage; `train` distinct ones, or without end when 0."""
+    """The training tasks of a stage; `train` distinct ones, or without end when 0.
+
+    `solved`, `failed`: the chance that a pass over a finite set meets a task whose newest group
+    succeeded, or failed, in all its members: such a group has nothing to compare.
+    """
 
     env: str
     params: dict[str, Any]
     train: int
+    solved: float = 1.0
+    failed: float = 1.0
 
 
 class Queued(msgspec.Struct):
@@ -40,7 +46,7 @@ class Cursor(msgspec.Struct):
     failures: dict[str, int] = {}  # in the environment, since it last completed a group
     quarantined: dict[str, str] = {}  # reason by task id
     offered: set[str] = set()
-    success: dict[str, tuple[int, int]] = {}  # successes and episodes by task id
+    success: dict[str, float] = {}  # share of the newest group that succeeded, by task id
 
 
 def held_out_task(source: Source, number: int) -> Task:
@@ -86,13 +92,12 @@ class Tasks:
         self.cursor.queue.append(Queued(task, age == PATIENT_AFTER))
         return "wait" if age == PATIENT_AFTER else "again"
 
-    def completed(self, task: Task, successes: int, episodes: int) -> None:
-        """A whole group arrived in time."""
+    def completed(self, task: Task, success: float | None) -> None:
+        """A whole group arrived in time; `success`: the share of it, None where it was scripted."""
         self.cursor.ages.pop(task.task_id, None)
         self.cursor.failures.pop(task.task_id, None)
-        if self.source.train:
-            before = self.cursor.success.get(task.task_id, (0, 0))
-            self.cursor.success[task.task_id] = (before[0] + successes, before[1] + episodes)
+        if self.source.train and success is not None:
+            self.cursor.success[task.task_id] = success
 
     def failed(self, task: Task) -> None:
         """Its environment could not run it, for whichever group."""
@@ -121,12 +126,24 @@ class Tasks:
         ]
 
     def _next_position(self) -> int | None:
+        """The next task that may be issued and is worth it; where none is worth it, the next."""
         start = self.cursor.position
         end = start + max(2 * self.source.train, len(self.cursor.quarantined) + 1)
+        first = None
         for position in range(start, end):
-            if self._task_id(position) not in self.cursor.quarantined:
-                return position
-        return None
+            task_id = self._task_id(position)
+            if task_id not in self.cursor.quarantined:
+                if self._chosen(task_id, position):
+                    return position
+                first = position if first is None else first
+        return first
+
+    def _chosen(self, task_id: str, position: int) -> bool:
+        success = self.cursor.success.get(task_id)
+        if success is None or 0 < success < 1:
+            return True
+        chance = self.source.solved if success else self.source.failed
+        return chance >= 1 or uniform(self.seed, "tasks", position) < chance
 
     def _task_id(self, position: int) -> str:
         return f"{self.source.env}/train/{self._number(position)}"

@@ -33,6 +33,8 @@ class Tasks:
     """Where tasks come from."""
 
     train: int = 0  # distinct training tasks, met repeatedly; 0 draws new ones without end
+    solved: float = 1.0  # chance that a pass meets a task whose newest group succeeded throughout
+    failed: float = 1.0  # the same for one whose newest group failed throughout
 
 
 @dataclass

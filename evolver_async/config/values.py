@@ -106,6 +106,8 @@ POSITIVE = (
 )
 FRACTIONS = (
     "selection.keep",
+    "tasks.solved",
+    "tasks.failed",
     "advantage.baseline_decay",
     "correction.max_masked",
     "loss.clip_low",
