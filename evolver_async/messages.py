@@ -7,7 +7,16 @@ from typing import Any
 
 import msgspec
 
-from evolver_async.schema import EvalResult, Fork, Group, Task, Ticket, Trajectory, WeightId
+from evolver_async.schema import (
+    EvalResult,
+    Fork,
+    Group,
+    Task,
+    Ticket,
+    Trajectory,
+    Transcript,
+    WeightId,
+)
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=False, tag_field="type"):
@@ -73,6 +82,36 @@ class Offer(Message, tag="offer"):
     tasks: list[Task]
 
 
+class Counters(Message, tag="counters"):
+    """What the sender counts, by metric name: totals since its start, or what is the case now.
+
+    What several processes tell under one name is added.
+    """
+
+    values: dict[str, float]
+
+
+class Retrieve(Message, tag="retrieve"):
+    """Asks the experience service for what helps with a task, which is given in words."""
+
+    query: str
+
+
+class Contribute(Message, tag="contribute"):
+    """Finished episodes of one task, for the experience service to learn from."""
+
+    task_id: str
+    query: str
+    split: str
+    episodes: list[Transcript]
+
+
+class Purge(Message, tag="purge"):
+    """Removes what a source has contributed to the experience; answered with how many entries."""
+
+    source: str
+
+
 class Sample(Message, tag="sample"):
     """Asks for the groups of take `take`; a repeated key gets the same groups."""
 
@@ -128,7 +167,23 @@ class Status(Message, tag="status"):
     """Asks for occupancy, ledger and rates; for people and tools."""
 
 
-Request = Hello | Lease | Push | Renew | Release | Offer | Sample | Done | Resume | Kept | Status
+Request = (
+    Hello
+    | Lease
+    | Push
+    | Renew
+    | Release
+    | Offer
+    | Counters
+    | Retrieve
+    | Contribute
+    | Purge
+    | Sample
+    | Done
+    | Resume
+    | Kept
+    | Status
+)
 
 
 # ---- replies
@@ -140,6 +195,7 @@ class Welcome(Message, tag="welcome"):
     run_id: str
     config: dict[str, Any]
     weights_address: str
+    experience_address: str = ""  # "" where the run has no experience service
 
 
 class Reject(Message, tag="reject"):
@@ -194,6 +250,17 @@ class Fenced(Message, tag="fenced"):
     groups: list[int] = []
 
 
+class Guidance(Message, tag="guidance"):
+    """Experience for an episode, best first; empty where nothing fits."""
+
+    ids: list[int]
+    texts: list[str]
+
+
+class Purged(Message, tag="purged"):
+    count: int
+
+
 class Part(Message, tag="part"):
     """One group of a GROUPS reply."""
 
@@ -230,6 +297,8 @@ Reply = (
     | Retry
     | Ok
     | Fenced
+    | Guidance
+    | Purged
     | Part
     | Groups
     | Resumed

@@ -104,7 +104,7 @@ class Task(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
 
     `map_seed` numbers the maps of a split: the environment draws maps from it until one's content
     hashes into `split`, so the same map never appears in two splits. `reference` is a solution, if
-    one is known.
+    one is known. `query`: what is asked for, where the environment does not say it itself.
     """
 
     task_id: str
@@ -114,6 +114,7 @@ class Task(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     params: dict[str, Any] = {}
     origin: Literal["original", "synthetic"] = "original"
     reference: list[str] | None = None
+    query: str = ""
 
     def __post_init__(self) -> None:
         _require(self.map_seed >= 0, "map_seed", self.map_seed)
@@ -272,6 +273,25 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=T
         return min(
             (run.weights for sequence in self.sequences for run in sequence.versions), default=None
         )
+
+
+class Turn(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One turn in words: what the agent saw, where it then was (a short key of the state), what it
+    did."""
+
+    observation: str
+    state: str
+    action: str
+
+
+class Transcript(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One finished episode in words, for whoever learns from it outside the policy."""
+
+    trajectory_id: str
+    reward: float
+    success: bool
+    experience_ids: list[int]
+    turns: list[Turn]
 
 
 class Group(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):

@@ -15,22 +15,28 @@ from hypothesis import strategies as st
 
 from evolver_async.messages import (
     Ack,
+    Contribute,
+    Counters,
     Done,
     Dup,
     Fenced,
     Groups,
+    Guidance,
     Hello,
     Kept,
     Lease,
     Offer,
     Ok,
     Part,
+    Purge,
+    Purged,
     Push,
     Reject,
     Release,
     Renew,
     Resume,
     Resumed,
+    Retrieve,
     Retry,
     Sample,
     Stale,
@@ -50,6 +56,8 @@ from evolver_async.schema import (
     Task,
     Ticket,
     Trajectory,
+    Transcript,
+    Turn,
     VersionRun,
     WeightId,
 )
@@ -175,6 +183,14 @@ evals = st.builds(
 )
 forks = st.builds(Fork, lineage=count, parent=count, step=count)
 ids = st.lists(count, max_size=3)
+transcripts = st.builds(
+    Transcript,
+    trajectory_id=text,
+    reward=number,
+    success=st.booleans(),
+    experience_ids=ids,
+    turns=st.lists(st.builds(Turn, observation=text, state=text, action=text), max_size=2),
+)
 MESSAGES = {
     "hello": st.builds(Hello, role=text, schema_hash=text, tokenizer=st.none() | text),
     "lease": st.builds(Lease, credit=count, weights=st.none() | weights),
@@ -196,6 +212,18 @@ MESSAGES = {
     "resume": st.builds(Resume, lineage=count, take=count, version=count),
     "kept": st.builds(Kept, take=count),
     "status": st.just(Status()),
+    "counters": st.builds(Counters, values=st.dictionaries(text, number, max_size=3)),
+    "retrieve": st.builds(Retrieve, query=text),
+    "contribute": st.builds(
+        Contribute,
+        task_id=text,
+        query=text,
+        split=text,
+        episodes=st.lists(transcripts, max_size=2),
+    ),
+    "purge": st.builds(Purge, source=text),
+    "guidance": st.builds(Guidance, ids=ids, texts=st.lists(text, max_size=3)),
+    "purged": st.builds(Purged, count=count),
     "welcome": st.builds(
         Welcome, run_id=text, config=st.dictionaries(text, plain), weights_address=text
     ),

@@ -28,6 +28,7 @@ class Peer(msgspec.Struct):
     doing: tuple[str, float] | None = None
     weights: WeightId | None = None
     behind_since: float | None = None
+    counters: dict[str, float] = {}  # what it last told to count, by metric name
 
     def count(self, tokens: int, now: float) -> None:
         """It handed in a trajectory with so many ACTION tokens."""
@@ -128,6 +129,14 @@ class Activity:
     def generated(self) -> int:
         """Tokens that all actors have sampled, as far as they have said."""
         return sum(peer.generated for peer in self.peers.values())
+
+    def counters(self) -> dict[str, float]:
+        """What everybody counts, added up by name."""
+        sums: dict[str, float] = {}
+        for peer in self.peers.values():
+            for name, value in peer.counters.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return sums
 
     def learner_waits(self, now: float) -> str:
         """The learner and since when it has been silent, in words."""

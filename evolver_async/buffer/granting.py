@@ -4,6 +4,8 @@ Order: evaluation episodes, then missing members of groups that were granted bef
 as far as admission has room.
 """
 
+import random
+
 from evolver_async.buffer import records
 from evolver_async.buffer.activity import Activity
 from evolver_async.buffer.book import Book
@@ -231,13 +233,14 @@ class Granting:
         rollout = config.rollout
         # An evaluation meets the same episodes whatever its weights.
         draws = held.task.task_id if held.kind == "eval" else held.group_id
+        guided = set(self._guided(config, held))
         return Ticket(
             group_id=held.group_id,
             task=held.task,
             kind=held.kind,
             stage=held.stage,
             members=members,
-            guided=[],
+            guided=[member for member in members if member in guided],
             dynamics_seed=key(seed, "dynamics", held.kind, draws),
             attempt=held.attempt,
             weights=held.pinned or self.book.replay.oldest_allowed(),
@@ -247,3 +250,12 @@ class Granting:
                 max_tokens=rollout.max_tokens,
             ),
         )
+
+    def _guided(self, config: Config, held: Held) -> list[int]:
+        """The members that experience guides: exactly round(share x G), drawn for the group."""
+        if config.experience.kind == "none" or held.kind not in ("rollout", "demo"):
+            return []
+        size = config.rollout.group_size
+        count = round(config.rollout.guided_fraction * size)
+        draw = random.Random(key(config.run.seed, "guided", held.group_id))
+        return draw.sample(range(size), count)

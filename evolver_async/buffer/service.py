@@ -131,6 +131,12 @@ class Service:
                 return [self._hello(peer, request)]
             case messages.Status():
                 return [messages.StatusReply(status=self.status(now))]
+            case messages.Counters():
+                self.activity.peers[peer].counters = request.values
+                return [messages.Ok()]
+            case _:
+                kind = type(request).__name__.upper()
+                return [messages.Reject(reason=f"the buffer answers no {kind}")]
 
     def commit(self) -> None:
         """Makes everything decided so far durable. Postponed where the disk has no room for it."""

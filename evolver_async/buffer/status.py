@@ -153,7 +153,8 @@ class Status:
             counters[f"ledger/{fate}"] = float(ledger.door[fate].trajectories)
         for name, tokens in self._generated().items():
             counters[f"ledger/{name}"] = float(tokens)
-        return counters | self.censoring.counters() | self.stalls.counters(now)
+        told = self.activity.counters()  # nobody's may stand for one of the buffer's own
+        return told | counters | self.censoring.counters() | self.stalls.counters(now)
 
     def _generated(self) -> dict[str, int]:
         """Tokens that actors sampled since this buffer started, and those of them never taken in.

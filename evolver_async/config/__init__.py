@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from evolver_async.config.actors import Actors, Engine, Env, Latency, Rollout
 from evolver_async.config.learner import Advantage, Correction, Learner, Loss, Safety, Selection
+from evolver_async.config.mechanisms import Experience, Judge, Llm, Questioning
 from evolver_async.config.run import (
     Buffer,
     Checkpoint,
@@ -31,6 +32,9 @@ class Config:
     engine: Engine = field(default_factory=Engine)
     actors: Actors = field(default_factory=Actors)
     buffer: Buffer = field(default_factory=Buffer)
+    experience: Experience = field(default_factory=Experience)
+    judge: Judge = field(default_factory=Judge)
+    questioning: Questioning = field(default_factory=Questioning)
     selection: Selection = field(default_factory=Selection)
     advantage: Advantage = field(default_factory=Advantage)
     correction: Correction = field(default_factory=Correction)
@@ -56,12 +60,16 @@ __all__ = [
     "Engine",
     "Env",
     "Eval",
+    "Experience",
+    "Judge",
     "Latency",
     "Launch",
     "Learner",
+    "Llm",
     "Loss",
     "Metrics",
     "Policy",
+    "Questioning",
     "Rollout",
     "Run",
     "Safety",

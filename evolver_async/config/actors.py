@@ -36,6 +36,7 @@ class Rollout:
     max_tokens: int = 16  # per turn
     temperature: float = 1.0
     format_penalty: float = -0.1  # added to the reward for every turn that cannot be parsed
+    guided_fraction: float = 0.5  # share of a group's members that experience guides
     format_errors: int = 0  # an episode ends with so many of these turns; 0 lets it go on
 
 

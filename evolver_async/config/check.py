@@ -38,8 +38,10 @@ def check_stage(config: Config, index: int) -> None:
     _check_buffer(config)
     _check_limits(config, index)
     _check_learner(config)
+    _check_mechanisms(config)
     if config.stages[index].kind == "rl":
         _check_group_size(config)
+        _check_guided(config)
 
 
 def check_paths(config: Config) -> None:
@@ -219,6 +221,63 @@ def _check_learner(config: Config) -> None:
         learner.decay_start < 1,
         "learner.decay_start",
         f"must be less than 1, is {learner.decay_start}",
+    )
+
+
+def _check_mechanisms(config: Config) -> None:
+    """Experience, judge and questioning: what each needs, and who needs them."""
+    for name in ("experience", "judge", "questioning"):
+        section = getattr(config, name)
+        if section.kind == "llm":
+            for key in ("url", "model"):
+                value = getattr(section.llm, key)
+                require(bool(value), f"{name}.llm.{key}", f"{name}.kind=llm needs one")
+            require(
+                config.launch.kind != "serial",
+                f"{name}.kind",
+                "llm needs real time, which launch.kind=serial has not",
+            )
+    require(
+        config.advantage.kind != "adca" or config.judge.kind != "none",
+        "advantage.kind",
+        "adca needs labels: judge.kind is none",
+    )
+    require(
+        not config.tasks.synthetic or config.questioning.kind != "none",
+        "tasks.synthetic",
+        "nobody makes tasks: questioning.kind is none",
+    )
+    require(
+        config.questioning.replays_kept <= config.questioning.replays,
+        "questioning.replays_kept",
+        f"must be at most questioning.replays ({config.questioning.replays})",
+    )
+    address = config.experience.address
+    _check_address("experience.address", address, keyed=bool(config.security.keys))
+    require(
+        bool(address)
+        or config.experience.kind == "none"
+        or not config.buffer.address.startswith("tcp://"),
+        "experience.address",
+        "needs one where buffer.address has one of tcp",
+    )
+
+
+def _check_guided(config: Config) -> None:
+    """What cannot be done with data whose prompts lose their experience in training."""
+    experience, guided = config.experience, config.rollout.guided_fraction
+    if experience.kind == "none" or not guided or experience.strip == "never":
+        return
+    correction, updates = config.correction, config.learner.minibatches
+    require(
+        correction.anchor != "interpolate",
+        "correction.anchor",
+        "interpolate is undefined for guided tokens: use recompute",
+    )
+    require(
+        not config.loss.boost or updates > 1 or correction.kind == "ppo",
+        "loss.boost",
+        "with one update a step (learner.minibatches) no clip can bind: set it to 0",
     )
 
 

@@ -17,9 +17,12 @@ class Selection:
 class Advantage:
     """The advantage estimator."""
 
-    kind: str = "grpo"  # grpo, rloo or reinforce
+    kind: str = "grpo"  # grpo, grpo_process, adca, rloo or reinforce
     std: str = "group"  # grpo: divide by the group's std, the batch's, or none
     baseline_decay: float = 0.9  # reinforce: b <- decay * b + (1 - decay) * mean reward
+    alpha: float = 0.1  # adca: weight of the judge's labels beside the outcome
+    alpha_final: float = -1.0  # adca: >= 0: where a cosine over the stage's steps takes alpha
+    length: str = "none"  # adca: none, or sqrt (divide by the square root of the turns)
 
 
 @dataclass
@@ -28,6 +31,7 @@ class Correction:
 
     kind: str = "decoupled"  # none, ppo or decoupled
     anchor: str = "recompute"  # recompute (one more forward) or interpolate (from the version lag)
+    guided: str = "stale"  # what old is for guided tokens: stale, anchor or behaviour
     level: str = "token"  # decoupled: weights per token or per trajectory
     w_max: float = 2.0  # truncation of the importance weight; a trajectory-level weight wants 5
     max_masked: float = 0.9  # warn when a larger share of tokens has zero gradient
@@ -39,6 +43,7 @@ class Loss:
 
     clip_low: float = 0.2
     clip_high: float = 0.28
+    boost: float = 0.6  # upper clip of tokens whose experience was stripped; 0: clip_high
     dual_clip: float = 3.0
     aggregation: str = "token_mean"  # token_mean, sequence_mean or sequence_sum_norm
     norm_tokens: int = 1024  # sequence_sum_norm: the constant length

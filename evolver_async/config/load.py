@@ -7,7 +7,7 @@ plain-dict form at the end of this file is what travels inside WELCOME.
 import difflib
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -15,7 +15,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from evolver_async.config import Config, Stage
+from evolver_async.config import Config, Experience, Stage
 from evolver_async.config.check import ConfigError, check, check_stage
 from evolver_async.config.secrets import kept, refuse_written
 
@@ -33,6 +33,13 @@ WHOLE_RUN = {
     "metrics",
     "launch",
     "security",
+    "judge",
+    "questioning",
+    *(
+        f"experience.{item.name}"
+        for item in fields(Experience)
+        if item.name not in ("strip", "strip_fraction")
+    ),
     *(
         f"learner.{name}"
         for name in ("betas", "eps", "weight_decay", "device", "threads", "max_bad_steps")

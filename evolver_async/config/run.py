@@ -35,6 +35,7 @@ class Tasks:
     train: int = 0  # distinct training tasks, met repeatedly; 0 draws new ones without end
     solved: float = 1.0  # chance that a pass meets a task whose newest group succeeded throughout
     failed: float = 1.0  # the same for one whose newest group failed throughout
+    synthetic: float = 0.0  # share of new groups that get a task of the system's own making
 
 
 @dataclass
