@@ -4,6 +4,9 @@ A conversation only grows. `first` gives the tokens up to where the policy begin
 those between the end of its turn and the beginning of the next. Between them stands what was
 sampled, token for token, never tokenised again. Where a template would rewrite earlier turns
 (dropping their thoughts, say), this is not followed: the model sees what it wrote.
+
+What an environment or the experience pool says is data: where it spells a special token, it is
+written so that no tokenizer takes it for one.
 """
 
 from typing import Any
@@ -14,6 +17,7 @@ from actors.engines.base import Generation
 from evolver_async.schema import Role, Sequence, VersionRun, WeightId
 
 ASSISTANT, USER = "assistant-sentinel", "user-sentinel"
+EXPERIENCE = "<experience>\n{}\n</experience>\n"
 
 
 class Chat:
@@ -26,6 +30,9 @@ class Chat:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._special = [
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+        ]
         history = [{"role": "user", "content": ""}, {"role": "assistant", "content": ASSISTANT}]
         rendered = self._render([*history, {"role": "user", "content": USER}])
         _, found, after = rendered.partition(ASSISTANT)
@@ -38,15 +45,41 @@ class Chat:
 
     def first(self, system: str, user: str, prefix: str) -> list[int]:
         """The tokens of the first prompt, up to and including the forced `prefix`."""
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-        return self.tokens_of(self._render(messages)) + self.tokens_of(prefix)
+        return self.tokens_of(self._opening_text(system, user)) + self.tokens_of(prefix)
+
+    def place_of_user(self, system: str, user: str) -> int:
+        """The number of tokens of `first` that come before anything of the user's message."""
+        text = self._opening_text(system, user)
+        before, found, _ = self._opening_text(system, USER).partition(USER)
+        if not found or not text.startswith(before):
+            raise ValueError("chat template: what precedes the user's message depends on it")
+        offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ends = [end for _, end in offsets["offset_mapping"]]
+        return next((i for i, end in enumerate(ends) if end > len(before)), len(ends))
+
+    def experience(self, text: str) -> list[int]:
+        """The tokens of guidance between its markers, by themselves."""
+        opening, closing = EXPERIENCE.split("{}")
+        plain = text.replace("<experience", "< experience").replace("</experience", "< /experience")
+        return self.tokens_of(opening) + self.tokens_of(self.plain(plain)) + self.tokens_of(closing)
+
+    def plain(self, text: str) -> str:
+        """`text` in which nothing spells a special token."""
+        found = True
+        while found:
+            found = False
+            for name in self._special:
+                if name in text:
+                    found = len(name) > 1
+                    text = text.replace(name, f"{name[0]} {name[1:]}" if found else "")
+        return text
 
     def next(self, user: str, prefix: str, ended: bool) -> list[int]:
         """The tokens from the end of the policy's turn to where it writes again.
 
         `ended`: the last sampled token was `end_of_turn`, which then must not come twice.
         """
-        tokens = self.tokens_of(self._between + user + self._opening)
+        tokens = self.tokens_of(self._between + self.plain(user) + self._opening)
         return tokens[ended:] + self.tokens_of(prefix)
 
     def tokens_of(self, text: str) -> list[int]:
@@ -58,6 +91,16 @@ class Chat:
         if tokens and tokens[-1] in self.stop_tokens:
             tokens = tokens[:-1]
         return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+
+    def said(self, tokens: list[int], prefix: str) -> str:
+        """The last message of the user in what `first` or `next` gave."""
+        text = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        text = text.removesuffix(prefix).removesuffix(self._opening)
+        return text.rpartition(self._between)[2]
+
+    def _opening_text(self, system: str, user: str) -> str:
+        content = (("system", system), ("user", user))
+        return self._render([{"role": role, "content": self.plain(text)} for role, text in content])
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         return self._tokenizer.apply_chat_template(

@@ -1,21 +1,34 @@
 """What the rollout wing refuses before anything is started."""
 
-from actors.envs.base import Solvable, make_env
+from actors.envs.base import Goals, Scored, Solvable, make_env
+from actors.llm import authorization
+from actors.questioning.profile import load_profile
 from actors.turns import FORMATS
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 
 
 def check(config: Config) -> None:
-    """ValueError names the key that cannot be: environment, its parameters, turn format.
+    """ValueError names the key that cannot be: environment, its parameters, its profile, turn
+    format.
 
     Every stage is checked with its own overrides.
     """
+    for name in ("experience", "judge", "questioning"):
+        section = getattr(config, name)
+        if section.kind == "llm":
+            authorization(section.llm, name)
+    if config.questioning.profile:
+        load_profile(config.questioning.profile)
     for index, stage in enumerate(config.stages):
         staged = stage_config(config, index)
         env = make_env(staged.env.name, staged.env.params)
         if stage.kind == "sft" and not isinstance(env, Solvable):
             raise ValueError(f"stages[{index}].kind: {staged.env.name} has no solve and actions")
+        if stage.kind == "rl" and staged.judge.kind == "rule" and not isinstance(env, Scored):
+            raise ValueError(f"judge.kind: rule needs a score, which {staged.env.name} has not")
+        if staged.questioning.kind == "goals" and not isinstance(env, Goals):
+            raise ValueError(f"questioning.kind: {staged.env.name} makes no goals of its states")
         rollout = staged.rollout
         if rollout.format not in FORMATS:
             known = ", ".join(FORMATS)

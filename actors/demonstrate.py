@@ -5,19 +5,37 @@ are named.
 """
 
 import random
-from collections.abc import Awaitable, Callable
-from typing import Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from actors.engines.base import Generation
-from actors.envs.base import Env, Solvable
+from actors.envs.base import Env, Located, Solvable
+from actors.episode import Advice, Deliver, Policy
+from actors.navigating.quoting import quoted
+from actors.navigating.templates import contrast
 from actors.progress import Progress
-from actors.rollout import Policy, Setting, run_members
+from actors.rollout import run_members
+from actors.setting import Setting
 from actors.world import World
-from evolver_async.schema import Ticket, Trajectory, key
+from evolver_async.schema import Ticket, key
+
+MOST_HINTS = 8
+TOLD = 0.8  # of the states on the way, about
+
+
+@runtime_checkable
+class Rewindable(Solvable, Located, Protocol):
+    """An environment whose solution can be walked ahead and taken back."""
+
+    def snapshot(self) -> Any: ...
+
+    def restore(self, snapshot: Any) -> None: ...
 
 
 class Scripted:
-    """Plays one whole episode as the expert, or uniformly at random; which, is drawn once."""
+    """Plays one whole episode as the expert, or uniformly at random; which, is drawn once.
+
+    A guided one is told what to do in some states, in the words of experience, and does it there.
+    """
 
     kind: Literal["learned", "scripted"] = "scripted"
 
@@ -27,8 +45,35 @@ class Scripted:
         parts = ("script", ticket.group_id, member, ticket.attempt)
         self._rng = random.Random(key(setting.seed, *parts))
         self.expert = self._rng.random() < expert_fraction
+        self._hints: dict[str, str] = {}
         self._chat = setting.chat
         self._format = setting.format
+
+    async def advise(self, world: World, query: str) -> Advice:
+        assert isinstance(world.env, Rewindable), f"{type(world.env).__name__} cannot be guided"
+        text = await world.call("hints", self._hint, world.env)
+        return Advice(text=text)
+
+    def _hint(self, env: Rewindable) -> str:
+        """The states of a random walk, each with the move made there and one not to make.
+
+        Drawn at random, so that what is learned is to follow, and no move in particular.
+        """
+        start, states = env.snapshot(), dict[str, tuple[str, str]]()
+        while len(states) < MOST_HINTS and env.state() not in states:
+            moves = env.actions()
+            if len(moves) < 2:
+                break
+            good, bad = self._rng.sample(moves, 2)
+            states[env.state()] = good, bad
+            step = env.step(good)
+            if step.terminated or step.truncated:
+                break
+        env.restore(start)
+        told = [state for state in states if self._rng.random() < TOLD] or list(states)[:1]
+        self._rng.shuffle(told)
+        self._hints = {state: states[state][0] for state in told}
+        return quoted([contrast(state, *states[state]) for state in told])
 
     async def write(self, world: World, context: list[int], turn: int) -> Generation:
         text = await world.call("demonstration", self._answer, world.env)
@@ -39,7 +84,13 @@ class Scripted:
         """The text of a turn; its failures are the environment's, because all of it comes there."""
         assert isinstance(env, Solvable), f"{type(env).__name__} cannot demonstrate"
         count = self._format.actions_per_turn
-        actions = env.solve()[:count] if self.expert else self._rng.choices(env.actions(), k=count)
+        hint = self._hints.get(env.state()) if isinstance(env, Located) else None
+        if hint is not None:
+            actions = [hint]
+        elif self.expert:
+            actions = env.solve()[:count]
+        else:
+            actions = self._rng.choices(env.actions(), k=count)
         return self._format.render_actions(actions)
 
     def close(self) -> None:
@@ -51,7 +102,7 @@ async def demonstrate_group(
     setting: Setting,
     expert_fraction: float,
     progress: Progress,
-    deliver: Callable[[Trajectory], Awaitable[None]],
+    deliver: Deliver,
 ) -> None:
     """Run a demo ticket's members by script; see `run_members`."""
 

@@ -8,9 +8,10 @@ from safetensors.torch import load_file
 
 from actors.engines.load import load_engine
 from actors.envs.base import EnvironmentFailure, exact
+from actors.episode import EpisodeLate, Finished
 from actors.progress import Progress
-from actors.rollout import EpisodeLate, run_group
-from actors.worker import setting_of
+from actors.rollout import run_group
+from actors.setting import setting_of
 from evolver_async import checkpoint
 from evolver_async.buffer.granting import source_of
 from evolver_async.buffer.tasks import held_out_task
@@ -53,8 +54,8 @@ async def _play(config: Config, stage: int, tasks: list[Task], weights: dict) ->
     failures: list[str] = []
     room = asyncio.Semaphore(config.engine.slots)
 
-    async def deliver(trajectory: Trajectory) -> None:
-        finished.append(trajectory)
+    def deliver(episode: Finished) -> None:
+        finished.append(episode.trajectory)
 
     async def play(number: int, task: Task) -> None:
         ticket = Ticket(

@@ -20,16 +20,13 @@ class Outbox:
         self._client = client
         self._sending: set[asyncio.Task[Any]] = set()
 
-    async def hand_in(self, trajectory: Trajectory) -> None:
-        """Returns when the buffer has it on disk; goes on by itself where the caller is cancelled.
-
-        Raises Rejected.
-        """
+    def send(self, trajectory: Trajectory) -> "asyncio.Task[Any]":
+        """Hands it in; the task ends when the buffer has it on disk, and may raise Rejected."""
         push = self._client.request(messages.Push(trajectory=trajectory))
         task = asyncio.create_task(push, name=trajectory.trajectory_id)
         self._sending.add(task)
         task.add_done_callback(partial(self._sent, trajectory.member))
-        await asyncio.shield(task)
+        return task
 
     async def settle(self, within_s: float) -> None:
         """Wait so long for the replies to what is under way, then give it up."""

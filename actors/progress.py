@@ -9,13 +9,14 @@ class Progress:
     """One ticket's. Times are the loop's.
 
     `count`: tokens and environment steps; the lease is renewed while it grows. `queued`: the ticket
-    waits for others of this actor, so theirs is its progress too. `last`: what a member did last,
-    and for how many seconds.
+    waits for others of this actor, so theirs is its progress too. `played`: members whose episode
+    is over. `last`: what a member did last, and for how many seconds.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.queued = False
+        self.played = 0
         self.last: dict[int, tuple[str, float]] = {}
         self._doing: dict[int | None, tuple[str, float]] = {}
 

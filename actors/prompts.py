@@ -2,8 +2,8 @@
 
 from actors.chat import Chat
 from actors.envs.base import make_env
-from actors.rollout import first_prompt
-from actors.worker import setting_of
+from actors.episode import first_prompt
+from actors.setting import setting_of
 from evolver_async.buffer.granting import source_of
 from evolver_async.buffer.tasks import Tasks
 from evolver_async.config import Config

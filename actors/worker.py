@@ -7,32 +7,28 @@ weights the engine holds is the matter of `adoption`.
 
 import asyncio
 import logging
-import signal
 
 from actors.adoption import Adoption, WeightsLate
+from actors.aftermath import Aftermath, Mechanisms, Ungraded
 from actors.chat import Chat
 from actors.demonstrate import demonstrate_group
 from actors.engines.base import Engine
-from actors.engines.load import load_engine
 from actors.envs.base import EnvironmentFailure
+from actors.episode import Deliver, EpisodeLate, Finished
 from actors.outbox import Outbox
 from actors.progress import Progress
-from actors.rollout import EpisodeLate, Setting, run_group
-from actors.turns import FORMATS
-from evolver_async import messages, policy
+from actors.rollout import run_group
+from actors.setting import setting_of
+from evolver_async import messages
 from evolver_async.config import Config
-from evolver_async.config.check import ConfigError
-from evolver_async.config.load import from_dict, stage_config
-from evolver_async.config.secrets import reveal
-from evolver_async.launch.roles import RoleArgs, collect_rarely
+from evolver_async.config.load import stage_config
 from evolver_async.schema import Ticket
-from evolver_async.transport import Client, DealerClient, Rejected
+from evolver_async.transport import Client, Rejected
 from evolver_async.weights.base import Receiver
-from evolver_async.weights.shm import ShmReceiver
-from evolver_async.wire import SCHEMA_HASH
 
 log = logging.getLogger(__name__)
 
+OFFERED = 16  # tasks in one message
 Place = tuple[int, int]  # group and attempt of a ticket
 
 
@@ -48,8 +44,10 @@ class Worker:
         chat: Chat,
         name: str,
         incarnation: int,
+        mechanisms: Mechanisms | None = None,
     ) -> None:
         self.config = config
+        self.mechanisms = mechanisms or Mechanisms()
         self.settings = [
             setting_of(stage_config(config, index), chat, name, incarnation)
             for index in range(len(config.stages))
@@ -90,6 +88,7 @@ class Worker:
                 task.cancel()
             await self.drain()
             await self.leave()
+            await self.mechanisms.close()
             await self.engine.close()
             self.receiver.close()
 
@@ -138,13 +137,16 @@ class Worker:
         self.running[place][2].cancel()
 
     def generated(self) -> int:
-        """ACTION tokens sampled by this process."""
-        return int(self.engine.stats()["generated"])
+        """ACTION tokens sampled by this process; a judge's words are none."""
+        judge = self.mechanisms.judge
+        return int(self.engine.stats()["generated"]) - (judge.generated if judge else 0)
 
     def free(self) -> int:
-        """Groups of the usual size that still fit."""
+        """Groups of the usual size that still fit beside the episodes that are being played."""
         size = self.config.rollout.group_size
-        members = sum(len(ticket.members) for ticket, _, _ in self.running.values())
+        members = sum(
+            len(ticket.members) - progress.played for ticket, progress, _ in self.running.values()
+        )
         return self.config.actors.groups - -(-members // size)
 
     async def renew(self) -> None:
@@ -152,6 +154,9 @@ class Worker:
         buffer = self.config.buffer
         while True:
             await asyncio.sleep(min(buffer.lease_s, buffer.warn_s) / 4)
+            counted = self.mechanisms.counters()
+            if counted:
+                await self.client.request(messages.Counters(values=counted))
             if not self.running:
                 continue
             shown = set(self.running)
@@ -178,8 +183,10 @@ class Worker:
         outbox = Outbox(self.client)
         reason = "drain"
         try:
-            async with self.adoption.weights_for(ticket, progress):
-                await self.roll_out(ticket, progress, outbox)
+            if ticket.kind == "explore":
+                await self.explore(ticket, progress, outbox)
+            else:
+                await self.play(ticket, progress, outbox)
         except Exception as error:
             reason = self.reason_of(error, ticket)
             if reason == "error":
@@ -191,8 +198,43 @@ class Worker:
             if missing and _place(ticket) not in self.fenced:
                 await self.give_back(ticket.group_id, missing, reason)
             self.fenced.discard(_place(ticket))
-            async with self.turnover:
-                self.turnover.notify_all()
+            await self.has_room()
+
+    async def play(self, ticket: Ticket, progress: Progress, outbox: Outbox) -> None:
+        """The episodes of a ticket and what comes after each; whatever goes wrong, of those that
+        are over nothing is lost."""
+        aftermath = Aftermath(ticket, progress, outbox, self.mechanisms)
+        try:
+            async with self.adoption.weights_for(ticket, progress):
+                await self.roll_out(ticket, progress, aftermath.begin)
+        except asyncio.CancelledError:
+            aftermath.cancel()
+            raise
+        finally:
+            await self.has_room()
+            await aftermath.settle()
+
+    async def explore(self, ticket: Ticket, progress: Progress, outbox: Outbox) -> None:
+        """Episodes without a task, then the tasks that they suggest, then the episodes are handed
+        in: so the ticket is under way, and its lease renewed, until its tasks are in the pool."""
+        questioner, finished = self.mechanisms.questioner, list[Finished]()
+        assert questioner is not None, "exploration is granted where questioning.kind is not none"
+        setting = self.settings[ticket.stage]
+        try:
+            async with self.adoption.weights_for(ticket, progress):
+                await questioner.explore(ticket, setting, self.engine, progress, finished.append)
+            await self.has_room()
+            tasks = await questioner.questions(ticket, finished, progress)
+            for start in range(0, len(tasks), OFFERED):
+                await self.client.request(messages.Offer(tasks=tasks[start : start + OFFERED]))
+        finally:
+            sending = [outbox.send(one.trajectory) for one in finished]
+        await asyncio.gather(*sending)
+
+    async def has_room(self) -> None:
+        """Say that there may be room for other groups."""
+        async with self.turnover:
+            self.turnover.notify_all()
 
     def reason_of(self, error: Exception, ticket: Ticket) -> str:
         """The reason to release a ticket with; "error" for what no ticket should meet."""
@@ -204,6 +246,8 @@ class Worker:
                 return "environment"
             case EpisodeLate():
                 return "engine"
+            case Ungraded():
+                return "grade"
         return "error"
 
     async def give_back(self, group_id: int, members: list[int], reason: str) -> None:
@@ -213,14 +257,15 @@ class Worker:
         except TimeoutError as error:
             log.warning("group %d is left to its lease: %s", group_id, error)
 
-    async def roll_out(self, ticket: Ticket, progress: Progress, outbox: Outbox) -> None:
+    async def roll_out(self, ticket: Ticket, progress: Progress, deliver: Deliver) -> None:
         """The episodes of a ticket, by script or by the engine."""
         setting = self.settings[ticket.stage]
         if ticket.kind == "demo":
             expert = self.config.stages[ticket.stage].expert_fraction
-            await demonstrate_group(ticket, setting, expert, progress, outbox.hand_in)
+            await demonstrate_group(ticket, setting, expert, progress, deliver)
         else:
-            await run_group(ticket, setting, self.engine, progress, outbox.hand_in)
+            guide = self.mechanisms.guide
+            await run_group(ticket, setting, self.engine, progress, deliver, guide)
 
     async def drain(self) -> None:
         """Give back everything that is running; what is finished of it is handed in before."""
@@ -242,74 +287,3 @@ class Worker:
 
 def _place(ticket: Ticket) -> Place:
     return ticket.group_id, ticket.attempt
-
-
-def setting_of(config: Config, chat: Chat, name: str, incarnation: int) -> Setting:
-    """What the episodes of one stage share."""
-    rollout, env = config.rollout, config.env
-    return Setting(
-        chat=chat,
-        format=FORMATS[rollout.format](
-            think=rollout.think, actions_per_turn=rollout.actions_per_turn
-        ),
-        actor=name,
-        incarnation=incarnation,
-        seed=config.run.seed,
-        max_turns=rollout.max_turns,
-        max_length=config.policy.max_length,
-        format_penalty=rollout.format_penalty,
-        format_errors=rollout.format_errors,
-        step_timeout_s=env.step_timeout_s,
-        episode_timeout_s=env.episode_timeout_s,
-        latency=env.latency.kind,
-        latency_median_s=env.latency.median_s,
-        latency_sigma=env.latency.sigma,
-    )
-
-
-def build(
-    config: Config, client: Client, weights_address: str, name: str, incarnation: int
-) -> Worker:
-    """A worker for any launcher. Its engine begins without weights: the first head brings them."""
-    engine, chat = load_engine(config)
-    receiver = ShmReceiver(weights_address)
-    return Worker(config, client, receiver, engine, chat, name, incarnation)
-
-
-async def join(client: Client) -> tuple[Config, str]:
-    """The run's configuration and weights address. ConfigError where the buffer refuses us."""
-    try:
-        welcome = await client.request(messages.Hello(role="actor", schema_hash=SCHEMA_HASH))
-        config = from_dict(welcome.config)
-        tokenizer = policy.tokenizer_hash(config.policy.path)
-        hello = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, tokenizer=tokenizer)
-        await client.request(hello)
-    except Rejected as error:
-        raise ConfigError(f"--connect: {error}") from None
-    for index in range(len(config.stages)):
-        reveal(stage_config(config, index).env.params)  # an unset variable is no task's failure
-    return config, welcome.weights_address
-
-
-async def serve(args: RoleArgs) -> None:
-    """Join the run at `args.address`, learn everything else from it, work until told to stop."""
-    try:
-        client = DealerClient(args.address, "", args.name, args.incarnation, keys=args.keys)
-    except ValueError as error:
-        raise ConfigError(f"--connect: {error}") from None
-    try:
-        config, weights_address = await join(client)
-        worker = build(config, client, weights_address, args.name, args.incarnation)
-        collect_rarely()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, worker.stop.set)
-        await worker.run()
-    finally:
-        client.close()
-
-
-def main(args: RoleArgs) -> int:
-    """Role `actor`."""
-    asyncio.run(serve(args))
-    return 0

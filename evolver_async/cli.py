@@ -19,6 +19,7 @@ from evolver_async.config.check import ConfigError
 from evolver_async.launch.roles import TRAINING_ERROR, TrainingError
 
 USER_ERROR = 2
+PURGE_S = 30.0  # for the answer of an experience service that was just killed, perhaps
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -148,6 +149,44 @@ def status(args: argparse.Namespace) -> int:
     return 0
 
 
+def purge(args: argparse.Namespace) -> int:
+    """Delete what a source has contributed to a run's experience."""
+    import asyncio
+
+    from evolver_async.config.load import load
+    from evolver_async.launch import directory, roles
+    from evolver_async.messages import Purge
+    from evolver_async.transport import DealerClient, Rejected
+
+    async def ask(address: str, keys: Path | None) -> int:
+        client = DealerClient(address, run_dir.name, f"purge-{os.getpid()}", keys=keys)
+        try:
+            return (await client.request(Purge(source=args.source), PURGE_S)).count
+        finally:
+            client.close()
+
+    run_dir = _run_dir(args.run_dir)
+    config = load(run_dir / "config.yaml")
+    if config.experience.kind == "none":
+        raise ConfigError(f"{run_dir}: experience.kind is none, so there is nothing to purge")
+    with contextlib.ExitStack() as held, _mistakes():
+        try:
+            held.enter_context(directory.locked(run_dir))
+            count = roles.resolve("purge")(config, run_dir, args.source)
+        except directory.Locked:
+            address = roles.experience_address(config, directory.address_of(run_dir))
+            keys = args.keys or roles.keys_of(config)
+            try:
+                count = asyncio.run(ask(address, keys))
+            except Rejected as error:
+                raise ConfigError(str(error)) from None
+            except TimeoutError:
+                print(f"evolver-async: nobody answers at {address}", file=sys.stderr)
+                return 1
+    print(f"{count} entries of {args.source} are gone")
+    return 0
+
+
 def make_keys(args: argparse.Namespace) -> int:
     """Make the keys of a run and of clients on other hosts."""
     from evolver_async.keys import make
@@ -210,6 +249,7 @@ def _add_roles(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         ("actor", "one more actor for a running job"),
         ("learner", "the learner of a run (started by the launcher)"),
         ("buffer", "the buffer of a run (started by the launcher)"),
+        ("experience", "the experience service of a run (started by the launcher)"),
         ("prepare", "make or check a run's policy (started by the launcher)"),
     ):
         command = commands.add_parser(name, help=about)
@@ -249,6 +289,12 @@ def _add_tools(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     command = commands.add_parser("unpause", help="let a run go on that an alarm paused")
     command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     command.set_defaults(function=unpause)
+
+    command = commands.add_parser("purge", help="delete what a source put into the experience")
+    command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    command.add_argument("source", metavar="SOURCE", help="a contributor's name, like actor-0")
+    command.add_argument("--keys", type=Path, metavar="DIR", help="default: security.keys")
+    command.set_defaults(function=purge)
 
     command = commands.add_parser("keys", help="make the keys that let other hosts take part")
     command.add_argument("directory", type=Path, metavar="DIR", help="new, or to add clients to")

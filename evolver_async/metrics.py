@@ -1,4 +1,4 @@
-"""Where measurements go: JSONL always, Weights & Biases when asked; timers; per-lag accounting.
+"""Where measurements go: JSONL always, Weights & Biases when asked; timers.
 
 numpy only: whoever has tensors turns them into arrays first. The JSONL file is the source of truth.
 """
@@ -19,13 +19,9 @@ from typing import Any
 import numpy as np
 
 from evolver_async.config.secrets import without_secrets
-from evolver_async.schema import Array
 
 log = logging.getLogger(__name__)
 
-BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
-BUCKET_ENDS = (0, 1, 2, 4, 8)  # the largest lag of every bucket but the last
-QUANTILES = (0.05, 0.5, 0.95)
 WANDB_HOST = "api.wandb.ai"
 WANDB_TIMEOUT_S = 15.0  # with a key but no network wandb would stall for 100 s
 
@@ -185,107 +181,3 @@ class Timers:
         """The seconds since the last call, as metrics."""
         seconds, self.seconds = self.seconds, {}
         return {f"time/{phase}_s": value for phase, value in seconds.items()}
-
-
-class LagAccounting:
-    """How far off-policy the data of one step was, overall and by version lag.
-
-    Collects the tokens of all micro-batches and the trajectories of the step; `metrics()` gives
-    `offpolicy/<name>` over everything, `lag_<bucket>/<name>` for every bucket that has tokens or
-    trajectories, and `staleness/mean`, `staleness/max` over trajectories. Formulas: algorithms §2.
-    """
-
-    def __init__(self) -> None:
-        self.tokens: list[dict[str, Array]] = []
-        self.lag_P = self.reward_P = self.length_P = np.zeros(0)
-
-    def add_tokens(
-        self,
-        *,
-        lag_N: Array,
-        w_N: Array,
-        r_N: Array,
-        log_rho_N: Array,
-        clipped_low_N: Array,
-        clipped_high_N: Array,
-        masked_N: Array,
-    ) -> None:
-        """ACTION tokens of one micro-batch; log_rho_N = theta - mu."""
-        self.tokens.append(
-            {
-                "lag": lag_N,
-                "w": w_N.astype(np.float64),
-                "r": r_N.astype(np.float64),
-                "log_rho": log_rho_N.astype(np.float64),
-                "clip_low": clipped_low_N,
-                "clip_high": clipped_high_N,
-                "masked": masked_N,
-            }
-        )
-
-    def merge(self, other: "LagAccounting") -> None:
-        """Adds the tokens that another one has collected."""
-        self.tokens += other.tokens
-
-    def add_trajectories(self, *, lag_P: Array, reward_P: Array, length_P: Array) -> None:
-        """Trajectories of the step: largest lag, outcome reward, ACTION tokens."""
-        self.lag_P = np.concatenate([self.lag_P, lag_P])
-        self.reward_P = np.concatenate([self.reward_P, reward_P])
-        self.length_P = np.concatenate([self.length_P, length_P])
-
-    def metrics(self) -> dict[str, float]:
-        """Everything collected so far, under stable names; {} when nothing was."""
-        found: dict[str, float] = {}
-        if self.tokens:
-            tokens = {
-                name: np.concatenate([part[name] for part in self.tokens])
-                for name in self.tokens[0]
-            }
-            buckets_N = np.searchsorted(BUCKET_ENDS, tokens.pop("lag"))
-            found |= _named("offpolicy", _token_statistics(tokens))
-            for i in np.unique(buckets_N):
-                inside = {name: values[buckets_N == i] for name, values in tokens.items()}
-                found |= _named(f"lag_{BUCKETS[i]}", _token_statistics(inside))
-        if len(self.lag_P):
-            found |= {
-                "staleness/mean": float(self.lag_P.mean()),
-                "staleness/max": float(self.lag_P.max()),
-            }
-            found |= _named("offpolicy", _trajectory_statistics(self.reward_P, self.length_P))
-            buckets_P = np.searchsorted(BUCKET_ENDS, self.lag_P)
-            for i in np.unique(buckets_P):
-                inside_P = buckets_P == i
-                found |= _named(
-                    f"lag_{BUCKETS[i]}",
-                    _trajectory_statistics(self.reward_P[inside_P], self.length_P[inside_P]),
-                )
-        return found
-
-
-def _named(family: str, statistics: dict[str, float]) -> dict[str, float]:
-    return {f"{family}/{name}": value for name, value in statistics.items()}
-
-
-def _token_statistics(tokens: dict[str, Array]) -> dict[str, float]:
-    """ess = (Σw)²/(nΣw²), kl = KL(mu || theta) = mean(rho - 1 - ln rho), shares, quantiles."""
-    w, log_rho = tokens["w"], tokens["log_rho"]
-    statistics = {
-        "tokens": float(len(w)),
-        "ess": float(w.sum() ** 2 / (len(w) * (w**2).sum())),
-        "kl": float((np.expm1(log_rho) - log_rho).mean()),
-    }
-    for name in ("clip_low", "clip_high", "masked"):
-        statistics[name] = float(tokens[name].mean())
-    for name in ("w", "r"):
-        statistics[f"{name}_mean"] = float(tokens[name].mean())
-        for share, value in zip(QUANTILES, np.quantile(tokens[name], QUANTILES), strict=True):
-            statistics[f"{name}_q{round(100 * share):02d}"] = float(value)
-    return statistics
-
-
-def _trajectory_statistics(reward_P: Array, length_P: Array) -> dict[str, float]:
-    return {
-        "reward_mean": float(reward_P.mean()),
-        "length_mean": float(length_P.mean()),
-        "trajectories": float(len(reward_P)),
-    }

@@ -39,7 +39,7 @@ turn step start goal hole frozen wall reward position row your it this each only
 player one two format observation legend walk reach think i no yes
 """
 SEPARATORS = [*"0123456789", *"PSFHGO", *"!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"]
-TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<experience>", "</experience>"]
 SPECIAL = ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 # Two tokens a message: a small model spends most of its time on reading.
 CHAT_TEMPLATE = (

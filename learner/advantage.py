@@ -1,8 +1,12 @@
-"""Advantage estimators: rewards of trajectories in, one advantage per trajectory out. Pure.
+"""Advantage estimators: rewards and labels in, one advantage per turn out. Pure.
 
-Computed after selection, on the kept members. reward_P float64 are the outcome rewards of P
-trajectories, group_P int their group indices. Formulas: algorithms §3.
+Computed after selection, on the kept members. Estimators of the outcome give all turns of a
+trajectory the same advantage. Turns are flat over the turns of all trajectories: the letter U.
+Formulas: algorithms §3.
 """
+
+import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,40 +15,201 @@ from evolver_async.schema import Array
 EPSILON = 1e-6
 
 
+@dataclass(frozen=True)
+class Rewards:
+    """What P trajectories of U turns in all were given.
+
+    reward_P float64 (outcomes), group_P int64 (indices of their groups), turn_start_P int64[P+1]
+    (the turns of trajectory p are turn_start_P[p]:turn_start_P[p+1]), turn_reward_U float64,
+    label_U int8 (+1 GOOD, -1 BAD, 0 unlabelled).
+    """
+
+    reward_P: Array
+    group_P: Array
+    turn_start_P: Array
+    turn_reward_U: Array
+    label_U: Array
+
+    @property
+    def turns_P(self) -> Array:
+        return np.diff(self.turn_start_P)
+
+    @property
+    def trajectory_U(self) -> Array:
+        return np.repeat(np.arange(len(self.reward_P)), self.turns_P)
+
+    @property
+    def group_U(self) -> Array:
+        return self.group_P[self.trajectory_U]
+
+    def of(self, kept_P: Array) -> "Rewards":
+        """Those of the trajectories `kept_P` alone, bool[P]."""
+        kept_U = kept_P[self.trajectory_U]
+        return Rewards(
+            self.reward_P[kept_P],
+            self.group_P[kept_P],
+            np.concatenate([[0], np.cumsum(self.turns_P[kept_P])]),
+            self.turn_reward_U[kept_U],
+            self.label_U[kept_U],
+        )
+
+    def penalised(self, kl_N: Array, turn_at_N: Array, coef: float) -> "Rewards":
+        """Less `coef` times the KL estimates: of each turn's ACTION tokens, of all for an outcome.
+
+        kl_N float[N]; turn_at_N int64[N], the place of the token's turn among the U.
+        """
+        penalty_U = coef * np.bincount(turn_at_N, weights=kl_N, minlength=len(self.turn_reward_U))
+        penalty_P = np.bincount(self.trajectory_U, weights=penalty_U, minlength=len(self.reward_P))
+        return Rewards(
+            self.reward_P - penalty_P,
+            self.group_P,
+            self.turn_start_P,
+            self.turn_reward_U - penalty_U,
+            self.label_U,
+        )
+
+
 def advantages(
-    kind: str, reward_P: Array, group_P: Array, *, std: str, baseline: float, baseline_decay: float
+    kind: str,
+    rewards: Rewards,
+    *,
+    std: str,
+    alpha: float,
+    length: str,
+    baseline: float,
+    baseline_decay: float,
 ) -> tuple[Array, float]:
-    """The advantages by estimator `kind`, and the running baseline for the next step.
+    """The advantages of all turns by estimator `kind`, and the running baseline for the next step.
 
-    Only `reinforce` reads or changes the baseline; only `grpo` reads `std`.
+    Only `reinforce` reads or changes the baseline; only `grpo`, `grpo_process` and `adca` read
+    `std`; only `adca` reads `alpha` and `length`.
     """
+    if kind == "grpo_process":
+        return grpo_process(rewards, std=std), baseline
+    if kind == "adca":
+        return adca(rewards, std=std, alpha=alpha, length=length), baseline
     if kind == "grpo":
-        return grpo(reward_P, group_P, std=std), baseline
-    if kind == "rloo":
-        return rloo(reward_P, group_P), baseline
-    assert kind == "reinforce", kind
-    return reinforce(reward_P, baseline, decay=baseline_decay)
+        advantage_P = standardised(rewards.reward_P, rewards.group_P, std=std)
+    elif kind == "rloo":
+        advantage_P = rloo(rewards.reward_P, rewards.group_P)
+    else:
+        assert kind == "reinforce", kind
+        advantage_P, baseline = reinforce(rewards.reward_P, baseline, decay=baseline_decay)
+    return advantage_P[rewards.trajectory_U], baseline
 
 
-def finite_groups(x_P: Array, group_P: Array) -> Array:
-    """bool[P]: whether x is finite for every member of the trajectory's group."""
-    return np.bincount(group_P, weights=~np.isfinite(x_P))[group_P] == 0
+def finite_groups(rewards: Rewards, advantage_U: Array | None = None) -> Array:
+    """bool[P]: whether all rewards of the trajectory's group, or its advantages, are finite."""
+    groups = int(rewards.group_P.max()) + 1
+    if advantage_U is not None:
+        return _missing(advantage_U, rewards.group_U, groups)[rewards.group_P] == 0
+    missing_G = _missing(rewards.reward_P, rewards.group_P, groups)
+    missing_G += _missing(rewards.turn_reward_U, rewards.group_U, groups)
+    return missing_G[rewards.group_P] == 0
 
 
-def grpo(reward_P: Array, group_P: Array, *, std: str) -> Array:
-    """A_i = (R_i - mean_G R) / (std + 1e-6); 0 throughout a group whose rewards are all the same.
+def _missing(x: Array, group: Array, groups: int) -> Array:
+    """How many numbers of each group are not finite."""
+    return np.bincount(group, weights=~np.isfinite(x), minlength=groups)
 
-    `std`: `group` (population std of the group), `batch` (of all P rewards) or `none` (no division,
-    Dr. GRPO).
+
+def standardised(x: Array, group: Array, *, std: str) -> Array:
+    """(x_i - mean_G x) / (std + 1e-6); 0 throughout a group whose x are all the same.
+
+    Of outcome rewards this is GRPO's advantage. `std`: `group` (population std of the group),
+    `batch` (of all x) or `none` (no division, Dr. GRPO).
     """
-    mean_P = _group_mean(reward_P, group_P)
-    centred_P = np.where(zero_spread(reward_P, group_P), 0.0, reward_P - mean_P)
+    if not len(x):
+        return x
+    centred = np.where(zero_spread(x, group), 0.0, x - _group_mean(x, group))
     if std == "none":
-        return centred_P
+        return centred
     if std == "batch":
-        return centred_P / (reward_P.std() + EPSILON)
+        return centred / (x.std() + EPSILON)
     assert std == "group", std
-    return centred_P / (np.sqrt(_group_mean(centred_P**2, group_P)) + EPSILON)
+    return centred / (np.sqrt(_group_mean(centred**2, group)) + EPSILON)
+
+
+def grpo_process(rewards: Rewards, *, std: str) -> Array:
+    """A_ik = the sum over j >= k of turn rewards, standardised over all turns of the group."""
+    scores_U = standardised(rewards.turn_reward_U, rewards.group_U, std=std)
+    return suffix_sums(scores_U, rewards.turns_P)
+
+
+def adca(rewards: Rewards, *, std: str, alpha: float, length: str) -> Array:
+    """A_ik = the sum over j >= k of alpha z_ij + 1[j = K_i] rho_i, with AgentEvolver's labels.
+
+    z are `label_scores`, rho the standardised outcomes. `length` sqrt divides by sqrt(K_i). Groups
+    with `unlabelled` members get rho alone, as by grpo.
+    """
+    outcome_P = standardised(rewards.reward_P, rewards.group_P, std=std)
+    process_U = suffix_sums(label_scores(rewards), rewards.turns_P)
+    advantage_U = outcome_P[rewards.trajectory_U] + alpha * process_U
+    if length == "none":
+        return advantage_U
+    assert length == "sqrt", length
+    scale_P = np.where(unlabelled(rewards), 1.0, 1 / np.sqrt(np.maximum(rewards.turns_P, 1)))
+    return scale_P[rewards.trajectory_U] * advantage_U
+
+
+def label_scores(rewards: Rewards) -> Array:
+    """z_ik = (l_ik - mu) / sqrt(v): labels standardised so that every member counts alike.
+
+    m_i = mean_k l_ik, mu = mean_i m_i, v = mean_i mean_k (l_ik - mu)². Turns without a label are
+    left out of m and v and get 0, so do groups with `unlabelled` members or sqrt(v) < 1e-6.
+    """
+    given_U = rewards.label_U != 0
+
+    def mean_of_means(x_U: Array) -> Array:
+        """For every turn: mean over the group's members of the means over labelled turns."""
+        counts_P = np.bincount(rewards.trajectory_U[given_U], minlength=len(rewards.reward_P))
+        sums_P = np.bincount(
+            rewards.trajectory_U[given_U], weights=x_U[given_U], minlength=len(counts_P)
+        )
+        has_P = counts_P > 0  # who has no turns at all has no say
+        sums_G = np.bincount(rewards.group_P, weights=sums_P / np.maximum(counts_P, 1))
+        return (sums_G / np.maximum(np.bincount(rewards.group_P, weights=has_P), 1))[
+            rewards.group_U
+        ]
+
+    centred_U = rewards.label_U - mean_of_means(rewards.label_U)
+    sigma_U = np.sqrt(mean_of_means(centred_U**2))
+    scored_U = given_U & ~unlabelled(rewards)[rewards.trajectory_U] & (sigma_U >= EPSILON)
+    return np.where(scored_U, centred_U / np.maximum(sigma_U, EPSILON), 0.0)
+
+
+def unlabelled(rewards: Rewards) -> Array:
+    """bool[P]: whether some member of the trajectory's group has turns and no label at all."""
+    labels_P = np.bincount(
+        rewards.trajectory_U, weights=rewards.label_U != 0, minlength=len(rewards.reward_P)
+    )
+    bare_P = (labels_P == 0) & (rewards.turns_P > 0)
+    return np.bincount(rewards.group_P, weights=bare_P)[rewards.group_P] > 0
+
+
+def unlabelled_groups(rewards: Rewards) -> int:
+    """In how many groups somebody is `unlabelled`."""
+    return len(np.unique(rewards.group_P[unlabelled(rewards)]))
+
+
+def label_metrics(rewards: Rewards) -> dict[str, float]:
+    """How much of the turns the judge labelled, and how much of that GOOD."""
+    given_U = rewards.label_U != 0
+    metrics = {"judge/labelled_share": float(given_U.mean()) if len(given_U) else 0.0}
+    if given_U.any():
+        metrics["judge/good_share"] = float((rewards.label_U[given_U] > 0).mean())
+    return metrics
+
+
+def alpha_at(step: int, *, alpha: float, alpha_final: float, steps: int) -> float:
+    """alpha at step `step` (counted from 0) of a stage of `steps`: a cosine down to alpha_final.
+
+    alpha itself throughout where alpha_final is negative.
+    """
+    if alpha_final < 0:
+        return alpha
+    share = min(step / max(steps - 1, 1), 1.0)
+    return alpha_final + (alpha - alpha_final) * (1 + math.cos(math.pi * share)) / 2
 
 
 def rloo(reward_P: Array, group_P: Array) -> Array:
@@ -60,20 +225,23 @@ def reinforce(reward_P: Array, baseline: float, *, decay: float) -> tuple[Array,
     return reward_P - baseline, decay * baseline + (1 - decay) * float(reward_P.mean())
 
 
-def penalised_rewards(reward_P: Array, kl_N: Array, trajectory_N: Array, coef: float) -> Array:
-    """Rewards less `coef` times the KL estimates summed over the trajectory's ACTION tokens."""
-    return reward_P - coef * np.bincount(trajectory_N, weights=kl_N, minlength=len(reward_P))
+def suffix_sums(x_U: Array, turns_P: Array) -> Array:
+    """At every turn, the sum of x from there to the trajectory's last turn."""
+    present_PK = np.arange(turns_P.max(initial=0)) < turns_P[:, None]
+    padded_PK = np.zeros(present_PK.shape)
+    padded_PK[present_PK] = x_U
+    return padded_PK[:, ::-1].cumsum(1)[:, ::-1][present_PK]
 
 
-def zero_spread(reward_P: Array, group_P: Array) -> Array:
-    """bool[P]: whether all members of the trajectory's group have the same reward."""
-    low_G = np.full(int(group_P.max()) + 1, np.inf)
+def zero_spread(x: Array, group: Array) -> Array:
+    """Whether all numbers of the own group are the same, at every one of them."""
+    low_G = np.full(int(group.max()) + 1, np.inf)
     high_G = -low_G
-    np.minimum.at(low_G, group_P, reward_P)
-    np.maximum.at(high_G, group_P, reward_P)
-    return (low_G == high_G)[group_P]
+    np.minimum.at(low_G, group, x)
+    np.maximum.at(high_G, group, x)
+    return (low_G == high_G)[group]
 
 
-def _group_mean(x_P: Array, group_P: Array) -> Array:
-    """The mean of x over the group of each trajectory."""
-    return (np.bincount(group_P, weights=x_P) / np.maximum(np.bincount(group_P), 1))[group_P]
+def _group_mean(x: Array, group: Array) -> Array:
+    """The mean of x over the own group, at every one of them."""
+    return (np.bincount(group, weights=x) / np.maximum(np.bincount(group), 1))[group]

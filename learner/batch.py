@@ -1,8 +1,9 @@
-"""Groups to tensors: the only place where lists of trajectories become arrays and padded tensors.
+"""The rows of one learner step, and how they are cut into optimizer updates and forward passes.
 
-A row is one stripped sequence. A `Batch` keeps all rows of a learner step unpadded on the CPU; its
-minibatches (one optimizer update each) are padded a micro-batch at a time. Nothing here is a
-judgement: advantages and anchors are computed elsewhere and stored in the batch.
+A row is one sequence as it is trained: stripped, where its trajectory is. A `Batch` keeps all rows
+unpadded on the CPU; its minibatches (one optimizer update each) are padded a micro-batch at a time.
+`collate` makes batches. Nothing here is a judgement: advantages and anchors are computed elsewhere
+and stored in the batch.
 """
 
 import itertools
@@ -12,19 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from evolver_async.schema import Array, Fork, Group, Role, Sequence, WeightId, version_lag
-
-
-def lag_table(groups: list[Group], head: WeightId, forks: dict[int, Fork]) -> dict[WeightId, int]:
-    """The version lag behind `head` of every weight id that sampled a token of `groups`."""
-    sampled = {
-        run.weights
-        for group in groups
-        for trajectory in group.trajectories
-        for sequence in trajectory.sequences
-        for run in sequence.versions
-    }
-    return {weights: version_lag(head, weights, forks) for weights in sampled}
+from evolver_async.schema import Array
 
 
 @dataclass(frozen=True)
@@ -34,9 +23,9 @@ class MicroBatch:
     tokens_BT int64, attention_BT bool (False on padding), action_BT bool (ACTION tokens that have a
     context to be predicted from). The `_N` tensors hold one entry per True of `action_BT`, in
     row-major order, so that `logprobs_BT[action_BT]` lines up with them: index_N int64 (place in
-    the batch's `_N` arrays), mu_N, anchor_N, reference_N, advantage_N float32, lag_N int64,
-    trajectory_N int64 (0..trajectories-1 within this micro-batch), length_N int64 (ACTION tokens
-    of the token's whole trajectory).
+    the batch's `_N` arrays), mu_N, old_N, anchor_N, reference_N, advantage_N float32, lag_N int64,
+    stripped_N bool, trajectory_N int64 (0..trajectories-1 within this micro-batch), length_N int64
+    (ACTION tokens of the token's whole trajectory).
     """
 
     tokens_BT: torch.Tensor
@@ -44,10 +33,12 @@ class MicroBatch:
     action_BT: torch.Tensor
     index_N: torch.Tensor
     mu_N: torch.Tensor
+    old_N: torch.Tensor
     anchor_N: torch.Tensor
     reference_N: torch.Tensor
     advantage_N: torch.Tensor
     lag_N: torch.Tensor
+    stripped_N: torch.Tensor
     trajectory_N: torch.Tensor
     length_N: torch.Tensor
 
@@ -58,12 +49,17 @@ class Batch:
 
     tokens int32, action bool: the rows one after another, row r at row_start_R[r]:row_start_R[r+1].
     The `_N` arrays hold ACTION tokens in row order, those of row r at
-    action_start_R[r]:action_start_R[r+1]: mu_N, advantage_N, anchor_N, reference_N float32 (the
-    last three 0 until somebody stores them), lag_N int64, turn_N int64, trajectory_N int64.
-    trajectory_R int64, guided_R bool (experience was in the sampled context).
+    action_start_R[r]:action_start_R[r+1]: mu_N float32 (behaviour), lag_N int64, turn_N int64,
+    trajectory_N int64; and what others store: old_N (what the data is corrected from; mu_N until
+    then), anchor_N, reference_N, advantage_N float32 (0 until then). trajectory_R int64.
     group_P int64 (index of the group), reward_P float64, length_P int64 (ACTION tokens),
-    lag_P int64 (the largest of its tokens, 0 without any). Trajectories without ACTION tokens count
-    in their group's rewards and are in no minibatch, nor are those that `leave_out` was told of.
+    lag_P int64 (the largest of its tokens, 0 without any), stripped_P bool (experience was in the
+    sampled context and is in no row). turn_start_P int64[P+1]: the turns of trajectory p are
+    turn_start_P[p]:turn_start_P[p+1] of turn_reward_U float64, label_U int8.
+    `sampled`: the same trajectories, rows and ACTION tokens of the stripped ones alone, in the
+    contexts that they were sampled in; None where nothing is stripped.
+    Trajectories without ACTION tokens count in their group's rewards and are in no minibatch, nor
+    are those that `leave_out` was told of.
     """
 
     tokens: Array
@@ -71,7 +67,6 @@ class Batch:
     row_start_R: Array
     action_start_R: Array
     trajectory_R: Array
-    guided_R: Array
     mu_N: Array
     lag_N: Array
     turn_N: Array
@@ -80,28 +75,48 @@ class Batch:
     reward_P: Array
     length_P: Array
     lag_P: Array
-    advantage_N: Array = field(init=False)
+    stripped_P: Array
+    turn_start_P: Array
+    turn_reward_U: Array
+    label_U: Array
+    sampled: "Batch | None" = None
+    old_N: Array = field(init=False)
     anchor_N: Array = field(init=False)
     reference_N: Array = field(init=False)
+    advantage_N: Array = field(init=False)
     trains_P: Array = field(init=False)
 
     def __post_init__(self) -> None:
-        self.advantage_N = np.zeros_like(self.mu_N)
+        self.old_N = self.mu_N
         self.anchor_N = np.zeros_like(self.mu_N)
         self.reference_N = np.zeros_like(self.mu_N)
+        self.advantage_N = np.zeros_like(self.mu_N)
         self.trains_P = self.length_P > 0
 
-    def spread_advantages(self, advantage_P: Array) -> None:
-        """Gives every ACTION token the advantage of its trajectory; nothing else carries one."""
-        self.advantage_N = advantage_P[self.trajectory_N].astype(np.float32)
+    @property
+    def turn_at_N(self) -> Array:
+        """Every ACTION token's turn, as a place among the turns of all trajectories."""
+        return self.turn_start_P[self.trajectory_N] + self.turn_N
+
+    @property
+    def stripped_N(self) -> Array:
+        return self.stripped_P[self.trajectory_N]
+
+    def spread_advantages(self, advantage_U: Array) -> None:
+        """Gives every ACTION token the advantage of its turn; nothing else carries one."""
+        self.advantage_N = advantage_U[self.turn_at_N].astype(np.float32)
 
     def leave_out(self, out_P: Array) -> None:
         """Trajectories that no minibatch shall hold, bool[P]; their groups as a whole."""
         self.trains_P &= ~out_P
 
     def whole(self) -> "Minibatch":
-        """Everything that trains as a single minibatch: for scoring passes."""
-        return Minibatch(self, np.flatnonzero(self.length_P))
+        """Everything that has ACTION tokens as a single minibatch: for scoring passes."""
+        return self.part(np.ones_like(self.stripped_P))
+
+    def part(self, wanted_P: Array) -> "Minibatch":
+        """The same of some trajectories alone, bool[P]."""
+        return Minibatch(self, np.flatnonzero(wanted_P & (self.length_P > 0)))
 
     def minibatches(self, count: int, key: int) -> list["Minibatch"]:
         """Up to `count` optimizer updates of about equal numbers of trajectories.
@@ -193,16 +208,19 @@ def _pad(batch: Batch, rows_B: Array, device: torch.device) -> MicroBatch:
     def tensor(array: Array) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
+    mu_N = tensor(batch.mu_N[index_N])
     return MicroBatch(
         tokens_BT=tensor(tokens_BT),
         attention_BT=tensor(attention_BT),
         action_BT=tensor(action_BT),
         index_N=tensor(index_N),
-        mu_N=tensor(batch.mu_N[index_N]),
+        mu_N=mu_N,
+        old_N=mu_N if batch.old_N is batch.mu_N else tensor(batch.old_N[index_N]),
         anchor_N=tensor(batch.anchor_N[index_N]),
         reference_N=tensor(batch.reference_N[index_N]),
         advantage_N=tensor(batch.advantage_N[index_N]),
         lag_N=tensor(batch.lag_N[index_N]),
+        stripped_N=tensor(batch.stripped_P[trajectory_N]),
         trajectory_N=tensor(np.unique(trajectory_N, return_inverse=True)[1]),
         length_N=tensor(batch.length_P[trajectory_N]),
     )
@@ -211,86 +229,3 @@ def _pad(batch: Batch, rows_B: Array, device: torch.device) -> MicroBatch:
 def _ranges(starts: Array, ends: Array) -> Array:
     """The integers of the half-open ranges starts[i]:ends[i], one after another."""
     return np.concatenate([np.arange(s, e) for s, e in zip(starts, ends, strict=True)])
-
-
-@dataclass
-class _Row:
-    """One stripped sequence: tokens[L], action[L], and mu, lag, turn of its N ACTION tokens."""
-
-    tokens: Array
-    action: Array
-    mu_N: Array
-    lag_N: Array
-    turn_N: Array
-    guided: bool
-    trajectory: int
-
-
-def _row(sequence: Sequence, lags: dict[WeightId, int], trajectory: int) -> _Row:
-    guided = sequence.guided
-    stripped = sequence.stripped() if guided else sequence
-    action = stripped.roles == Role.ACTION
-    if stripped.versions:
-        lag_N = np.repeat(
-            np.array([lags[run.weights] for run in stripped.versions], np.int64),
-            [run.tokens for run in stripped.versions],
-        )
-    else:
-        lag_N = np.zeros(int(action.sum()), np.int64)
-    if action[0]:  # nothing stands before it, so nothing predicts it
-        action[0] = False
-        lag_N = lag_N[1:]
-    return _Row(
-        tokens=stripped.tokens,
-        action=action,
-        mu_N=stripped.logprobs[action],
-        lag_N=lag_N,
-        turn_N=stripped.turns[action].astype(np.int64),
-        guided=guided,
-        trajectory=trajectory,
-    )
-
-
-def collate(groups: list[Group], lags: dict[WeightId, int]) -> Batch:
-    """Strips and flattens the sequences of `groups` (at least one group).
-
-    `lags`: the version lag of every weight id that sampled a token (`lag_table`); tokens of a
-    scripted policy have lag 0 and behaviour log-prob 0.
-    """
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    rows = [
-        row
-        for index, trajectory in enumerate(trajectories)
-        for sequence in trajectory.sequences
-        if (row := _row(sequence, lags, index)).action.any()
-    ]
-    counts_R = np.array([len(row.mu_N) for row in rows], np.int64)
-    trajectory_R = np.array([row.trajectory for row in rows], np.int64)
-    trajectory_N = np.repeat(trajectory_R, counts_R)
-    lag_N = _joined([row.lag_N for row in rows], np.int64)
-    lag_P = np.zeros(len(trajectories), np.int64)
-    np.maximum.at(lag_P, trajectory_N, lag_N)
-    return Batch(
-        tokens=_joined([row.tokens for row in rows], np.int32),
-        action=_joined([row.action for row in rows], np.bool_),
-        row_start_R=_starts([len(row.tokens) for row in rows]),
-        action_start_R=_starts(counts_R.tolist()),
-        trajectory_R=trajectory_R,
-        guided_R=np.array([row.guided for row in rows], bool),
-        mu_N=_joined([row.mu_N for row in rows], np.float32),
-        lag_N=lag_N,
-        turn_N=_joined([row.turn_N for row in rows], np.int64),
-        trajectory_N=trajectory_N,
-        group_P=np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups]),
-        reward_P=np.array([trajectory.reward for trajectory in trajectories], np.float64),
-        length_P=np.bincount(trajectory_N, minlength=len(trajectories)),
-        lag_P=lag_P,
-    )
-
-
-def _joined(arrays: list[Array], dtype: type) -> Array:
-    return np.concatenate([*arrays, np.zeros(0, dtype)]).astype(dtype)
-
-
-def _starts(lengths: list[int]) -> Array:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -49,6 +49,34 @@ def clipped_objective(
     return Clipped(held_N * advantage_N, low_N, high_N | dual_N)
 
 
+@dataclass(frozen=True)
+class Boosted:
+    """Where a larger upper bound than clip_high is in force (A > 0, experience stripped).
+
+    tokens_N: all of these; freed_N: x lies between the two bounds, so the boost gave the token its
+    gradient back; bound_N: x is above the larger bound as well.
+    """
+
+    tokens_N: torch.Tensor
+    freed_N: torch.Tensor
+    bound_N: torch.Tensor
+
+
+def boosted(
+    ratio_N: torch.Tensor,
+    advantage_N: torch.Tensor,
+    stripped_N: torch.Tensor,
+    *,
+    clip_high: float,
+    boost: float,
+) -> Boosted:
+    """What `boost` in place of clip_high does to the stripped tokens; for A < 0 neither binds."""
+    x_N = ratio_N.detach()
+    tokens_N = stripped_N & (advantage_N > 0)
+    bound_N = tokens_N & (x_N > 1 + boost)
+    return Boosted(tokens_N, tokens_N & (x_N > 1 + clip_high) & ~bound_N, bound_N)
+
+
 def kl_estimate(kind: str, theta_N: torch.Tensor, reference_N: torch.Tensor) -> torch.Tensor:
     """Per-token estimates of KL(theta || reference) from tokens drawn by theta.
 

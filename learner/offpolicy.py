@@ -2,14 +2,15 @@
 
 Pure functions of per-token log-probs; formulas and letters: algorithms §2. All vectors are over the
 N ACTION tokens of whole trajectories, so trajectory-level weights see all their tokens. Every kind
-yields the same two things, so that the loss needs not know which one it was.
+yields the same two things, so that the loss needs not know which one it was. What the data is
+corrected from is `old`: mu, but for tokens whose context lost its experience (`guided_old`).
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from evolver_async.metrics import LagAccounting
+from evolver_async.schema import Array
 
 LOG_RATIO_BOUND = 20.0  # e^20 is far beyond every clip, and its square still fits float32
 
@@ -19,15 +20,14 @@ class Corrected:
     """What a correction hands to the loss, and what is worth logging about it.
 
     ratio_N: x of the clipped objective L(x), differentiable. weight_N: its factor, constant.
-    w_N = exp(anchor - mu), r_N = exp(theta - anchor), log_rho_N = theta - mu: constants, per token
-    and untruncated whatever the kind does with them (`ppo` has no anchor: w = q, r = q).
+    w_N = exp(anchor - old), r_N = exp(theta - anchor): constants, per token and untruncated
+    whatever the kind does with them (`ppo` has no anchor: w = q, r = q).
     """
 
     ratio_N: torch.Tensor
     weight_N: torch.Tensor
     w_N: torch.Tensor
     r_N: torch.Tensor
-    log_rho_N: torch.Tensor
 
 
 def bounded_exp(log_N: torch.Tensor) -> torch.Tensor:
@@ -40,6 +40,21 @@ def needs_anchor_pass(kind: str, anchor: str) -> bool:
     return kind != "ppo" and anchor == "recompute"
 
 
+def guided_old(kind: str, mu_N: Array, anchor_N: Array, anchor_e_N: Array | None) -> Array:
+    """`old` of tokens that were sampled with experience in a context that has it no more.
+
+    anchor_e_N: the anchor's log-probs in the context that was sampled; only `stale` reads them.
+    `stale`: anchor - (anchor_e - mu), so that w = exp(anchor_e - mu) is the version lag alone.
+    `anchor`: the anchor, so w = 1. `behaviour`: mu, so w holds lag and removed context.
+    """
+    if kind == "behaviour":
+        return mu_N
+    if kind == "anchor":
+        return anchor_N
+    assert kind == "stale" and anchor_e_N is not None, kind
+    return anchor_N - (anchor_e_N - mu_N)
+
+
 def interpolated_anchor(
     theta_N: torch.Tensor, mu_N: torch.Tensor, lag_N: torch.Tensor
 ) -> torch.Tensor:
@@ -50,7 +65,7 @@ def interpolated_anchor(
 
 def correct(
     theta_N: torch.Tensor,
-    mu_N: torch.Tensor,
+    old_N: torch.Tensor,
     anchor_N: torch.Tensor,
     trajectory_N: torch.Tensor,
     *,
@@ -60,57 +75,34 @@ def correct(
 ) -> Corrected:
     """The ratio and the weight of every token under the correction `kind`.
 
-    `none`: L(r), mu ignored. `ppo`: L(q), `anchor_N` ignored. `decoupled`: min(w, w_max) L(r), at
-    `level: trajectory` with the product W of w over the trajectory's tokens instead of w.
+    `none`: L(r), `old_N` ignored. `ppo`: L(q), `anchor_N` ignored. `decoupled`: min(w, w_max) L(r),
+    at `level: trajectory` with the product W of w over the trajectory's tokens instead of w.
     theta_N carries the gradient; trajectory_N int64[N] says which tokens belong together.
     """
-    one_N = torch.ones_like(mu_N)
+    one_N = torch.ones_like(old_N)
     if kind == "ppo":
-        ratio_N, weight_N = bounded_exp(theta_N - mu_N), one_N
+        ratio_N, weight_N = bounded_exp(theta_N - old_N), one_N
         w_N = ratio_N.detach()
     else:
         ratio_N = bounded_exp(theta_N - anchor_N)
-        w_N = bounded_exp(anchor_N - mu_N)
+        w_N = bounded_exp(anchor_N - old_N)
         if kind == "none":
             weight_N = one_N
         elif level == "token":
             weight_N = w_N.clamp(max=w_max)
         else:
             assert kind == "decoupled" and level == "trajectory", (kind, level)
-            log_W_N = trajectory_sum(anchor_N - mu_N, trajectory_N)
+            log_W_N = trajectory_sum(anchor_N - old_N, trajectory_N)
             weight_N = bounded_exp(log_W_N).clamp(max=w_max)
-    return Corrected(
-        ratio_N=ratio_N,
-        weight_N=weight_N,
-        w_N=w_N,
-        r_N=ratio_N.detach(),
-        log_rho_N=(theta_N - mu_N).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND),
-    )
+    return Corrected(ratio_N, weight_N, w_N, r_N=ratio_N.detach())
+
+
+def log_rho(theta_N: torch.Tensor, mu_N: torch.Tensor) -> torch.Tensor:
+    """theta - mu, constant and bounded: what KL(mu || theta) is made of."""
+    return (theta_N - mu_N).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def trajectory_sum(x_N: torch.Tensor, trajectory_N: torch.Tensor) -> torch.Tensor:
     """At every token, the sum of x over all tokens of its trajectory."""
     sums_P = torch.zeros(int(trajectory_N.max()) + 1, dtype=x_N.dtype, device=x_N.device)
     return sums_P.index_add(0, trajectory_N, x_N)[trajectory_N]
-
-
-def account(
-    accounting: LagAccounting,
-    corrected: Corrected,
-    lag_N: torch.Tensor,
-    clipped_low_N: torch.Tensor,
-    clipped_high_N: torch.Tensor,
-) -> None:
-    """Adds one micro-batch to the per-lag accounting.
-
-    Masked are tokens that no gradient reaches, whatever their advantage: clipped, or of weight 0.
-    """
-    accounting.add_tokens(
-        lag_N=lag_N.cpu().numpy(),
-        w_N=corrected.w_N.cpu().numpy(),
-        r_N=corrected.r_N.cpu().numpy(),
-        log_rho_N=corrected.log_rho_N.cpu().numpy(),
-        clipped_low_N=clipped_low_N.cpu().numpy(),
-        clipped_high_N=clipped_high_N.cpu().numpy(),
-        masked_N=(clipped_low_N | clipped_high_N | (corrected.weight_N == 0)).cpu().numpy(),
-    )

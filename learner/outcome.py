@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from evolver_async.schema import Group, TurnFlag
+from evolver_async.schema import Array, Group, TurnFlag
 from learner.advantage import zero_spread
 from learner.batch import Batch, Minibatch
+from learner.collate import guided
 
 NON_FINITE = "non_finite"  # why groups were left out whose update could not be applied
 
@@ -89,3 +90,32 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         "train/format_errors": errors / max(1, int(turns.sum())),
         "train/zero_spread": float(zero_spread(rewards, group_P).mean()),
     }
+
+
+def experience_metrics(groups: list[Group]) -> dict[str, float]:
+    """Who was guided, and what came of it; before selection.
+
+    guided_gain: mean over groups that have both kinds of how much more of the guided succeed.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    group_P = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
+    guided_P = np.array([guided(trajectory) for trajectory in trajectories], bool)
+    success_P = np.array([trajectory.success for trajectory in trajectories], np.float64)
+    metrics = {"experience/retrieved_share": float(guided_P.mean())}
+    if guided_P.any():
+        metrics["experience/guided_success"] = float(success_P[guided_P].mean())
+    if not guided_P.all():
+        metrics["experience/unguided_success"] = float(success_P[~guided_P].mean())
+    (with_G, counts_with_G), (without_G, counts_without_G) = (
+        _means(success_P[kind_P], group_P[kind_P], len(groups)) for kind_P in (guided_P, ~guided_P)
+    )
+    both_G = (counts_with_G > 0) & (counts_without_G > 0)
+    if both_G.any():
+        metrics["experience/guided_gain"] = float((with_G - without_G)[both_G].mean())
+    return metrics
+
+
+def _means(x: Array, group: Array, groups: int) -> tuple[Array, Array]:
+    """By group: the mean of x (0 without any), and how many there are."""
+    counts_G = np.bincount(group, minlength=groups)
+    return np.bincount(group, weights=x, minlength=groups) / np.maximum(counts_G, 1), counts_G

@@ -15,8 +15,9 @@ def write_samples(
 ) -> None:
     """`count` trajectories, spread evenly over the batch.
 
-    A line holds the text, the outcome, and for each ACTION token its behaviour and learner log-prob
-    (`logprobs`, `anchor_logprobs`: those at the start of the step), their ratio and its advantage.
+    A line holds the text, the outcome, the labels, and for each ACTION token its behaviour and
+    learner log-prob (`logprobs`, `anchor_logprobs`: those at the start of the step, without
+    experience where it was stripped), the weight of its correction (`ratios`) and its advantage.
     """
     path.parent.mkdir(exist_ok=True)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -27,7 +28,7 @@ def write_samples(
         for index in picks.tolist():
             trajectory = trajectories[index]
             mine_N = batch.trajectory_N == index
-            mu_N, anchor_N = batch.mu_N[mine_N], batch.anchor_N[mine_N]
+            anchor_N = batch.anchor_N[mine_N]
             row = {
                 "trajectory": trajectory.trajectory_id,
                 "task": tasks[index],
@@ -35,15 +36,18 @@ def write_samples(
                 "reward": trajectory.reward,
                 "success": trajectory.success,
                 "turn_rewards": trajectory.turn_rewards.tolist(),
+                "labels": trajectory.labels.tolist(),
+                "label_source": trajectory.label_source,
+                "stripped": bool(batch.stripped_P[index]),
                 "text": [
                     part
                     for sequence in trajectory.sequences
                     for part in _parts(sequence, tokenizer)
                 ],
                 "lags": batch.lag_N[mine_N].tolist(),
-                "logprobs": mu_N.tolist(),
+                "logprobs": batch.mu_N[mine_N].tolist(),
                 "anchor_logprobs": anchor_N.tolist(),
-                "ratios": np.exp(anchor_N - mu_N).tolist(),
+                "ratios": np.exp(anchor_N - batch.old_N[mine_N]).tolist(),
                 "advantages": batch.advantage_N[mine_N].tolist(),
             }
             lines.write(json.dumps(row) + "\n")

@@ -14,15 +14,19 @@ import torch
 from evolver_async import policy
 from evolver_async.config import Config
 from evolver_async.launch.roles import TrainingError
-from evolver_async.metrics import LagAccounting, Timers
-from evolver_async.schema import Array, Fork, Group, WeightId, key
+from evolver_async.metrics import Timers
+from evolver_async.schema import Fork, Group, WeightId, key
 from learner import state as files
-from learner.advantage import advantages, finite_groups, penalised_rewards
-from learner.batch import Batch, MicroBatch, Minibatch, collate, lag_table
-from learner.loss import clipped_objective, kl_estimate, policy_loss, token_scale
-from learner.offpolicy import account, correct, interpolated_anchor, needs_anchor_pass
+from learner.accounting import Accounting
+from learner.advantage import label_metrics
+from learner.batch import Batch, MicroBatch, Minibatch
+from learner.collate import Strip, collate, lag_table
+from learner.credit import give_credit, penalises, rewards_of
+from learner.objective import Objective
+from learner.offpolicy import needs_anchor_pass
 from learner.optim import lr_at, make_adamw, update
-from learner.outcome import Applied, Outcome, rollout_metrics
+from learner.outcome import Applied, Outcome, experience_metrics, rollout_metrics
+from learner.scoring import Scorer, store_anchor
 from learner.selection import select
 from learner.state import State
 from learner.supervised import sft_loss
@@ -89,87 +93,52 @@ class Updater:
             keep=stage.selection.keep,
             drop_zero=stage.selection.drop_zero,
         )
-        metrics = rollout_metrics(groups)
+        metrics = self._brought(stage, groups)
         if not chosen.groups:
             return Outcome([], chosen.filtered, 0, 0, metrics)
         head = WeightId(lineage=state.lineage, step=state.version)
         lags = lag_table(chosen.groups, head, forks)
-        batch = collate(chosen.groups, lags)
-        # Interpolation follows one line of versions; tokens of a dead lineage are not on it.
-        interpolate = stage.correction.anchor == "interpolate" and all(
-            weights.lineage == head.lineage for weights in lags
+        batch = collate(chosen.groups, lags, self._strip(stage))
+        # Interpolation follows one line of versions and one context: tokens of a dead lineage are
+        # not on it, nor are those whose experience is stripped.
+        interpolates = (
+            stage.correction.anchor == "interpolate"
+            and all(weights.lineage == head.lineage for weights in lags)
+            and batch.sampled is None
         )
-        sampled = state.take % stage.metrics.samples_every == 0 and stage.metrics.samples > 0
-        anchor = "interpolate" if interpolate else "recompute"
-        penalised = stage.loss.kl_place == "reward" and stage.loss.kl_coef > 0
-        if sampled or penalised or needs_anchor_pass(stage.correction.kind, anchor):
-            with self.timers("anchor"):
-                batch.anchor_N = self.score(self.model, stage, batch)
-        if stage.loss.kl_coef > 0:
-            assert self.reference is not None, "a stage with a KL was entered without a reference"
-            batch.reference_N = self.score(self.reference, stage, batch)
-        reward_P = batch.reward_P
-        if penalised:
-            # of the present policy, as the penalty is; mu may be versions older
-            kl_N = kl_estimate(
-                stage.loss.kl, torch.from_numpy(batch.anchor_N), torch.from_numpy(batch.reference_N)
-            ).numpy()
-            reward_P = penalised_rewards(reward_P, kl_N, batch.trajectory_N, stage.loss.kl_coef)
-            metrics["loss/kl"] = float(kl_N.mean()) if len(kl_N) else 0.0
-        finite_P = self._spread_advantages(stage, batch, reward_P, state)
+        self._score(stage, batch, state, interpolates)
+        rewards, penalty = rewards_of(batch, stage.loss)
+        finite_P, found = give_credit(batch, rewards, stage.advantage, state, steps)
+        metrics |= penalty | found
+        if stage.judge.kind != "none":
+            metrics |= label_metrics(rewards)
         if not finite_P.any():
             self._bad_step(state, batch, math.nan, math.nan)
-        accounting = LagAccounting()
-        accounting.add_trajectories(
+        accounting = Accounting()
+        accounting.set_trajectories(
             lag_P=batch.lag_P[finite_P],
+            stripped_P=batch.stripped_P[finite_P],
             reward_P=batch.reward_P[finite_P],
             length_P=batch.length_P[finite_P],
         )
-
-        def loss(
-            micro: MicroBatch, minibatch: Minibatch, account_in: LagAccounting
-        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            return self._rl_loss(stage, micro, minibatch, interpolate, account_in)
-
-        applied = self._updates(stage, batch, state, steps, loss, accounting)
+        boosts = batch.sampled is not None and stage.loss.boost > 0
+        objective = Objective(stage.correction, stage.loss, interpolates, boosts)
+        applied = self._updates(stage, batch, state, steps, objective, accounting)
         applied.left_out |= {int(index) for index in batch.group_P[~finite_P]}
         metrics |= applied.metrics | accounting.metrics()
         return applied.outcome(chosen.groups, chosen.filtered, metrics, batch)
 
-    def _spread_advantages(
-        self, stage: Config, batch: Batch, reward_P: Array, state: State
-    ) -> Array:
-        """Gives tokens their advantages; groups where one is not finite are left out of the batch.
-
-        Returns bool[P]: who is in. Rewards that are not finite never meet those of other groups.
-        """
-        finite_P = finite_groups(reward_P, batch.group_P)
-        advantage_P = np.zeros_like(reward_P)
-        if finite_P.any():
-            advantage_P[finite_P], state.baseline = advantages(
-                stage.advantage.kind,
-                reward_P[finite_P],
-                batch.group_P[finite_P],
-                std=stage.advantage.std,
-                baseline=state.baseline,
-                baseline_decay=stage.advantage.baseline_decay,
-            )
-            finite_P &= finite_groups(advantage_P, batch.group_P)
-        if not finite_P.all():
-            groups = np.unique(batch.group_P[~finite_P])
-            log.error("take %d: %d groups have no finite advantage", state.take, len(groups))
-        batch.leave_out(~finite_P)
-        batch.spread_advantages(np.where(finite_P, advantage_P, 0.0))
-        return finite_P
-
     def sft(self, stage: Config, groups: list[Group], state: State, steps: int) -> Outcome:
         """Next-token training on the ACTION tokens of demonstrations."""
-        batch = collate(groups, {})
+        batch = collate(groups, {}, self._strip(stage))
 
         def loss(
-            micro: MicroBatch, minibatch: Minibatch, _: LagAccounting
+            theta_N: torch.Tensor,
+            entropy_N: torch.Tensor,
+            micro: MicroBatch,
+            minibatch: Minibatch,
+            accounting: Accounting,
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            theta_N, entropy_N = self._forward(stage, micro)
             value = sft_loss(theta_N, tokens=minibatch.tokens)
             scale = 1 / minibatch.tokens
             return value, {
@@ -177,27 +146,48 @@ class Updater:
                 "loss/entropy": scale * entropy_N.detach().sum(),
             }
 
-        applied = self._updates(stage, batch, state, steps, loss, LagAccounting())
-        return applied.outcome(groups, {}, rollout_metrics(groups) | applied.metrics, None)
+        applied = self._updates(stage, batch, state, steps, loss, Accounting())
+        metrics = self._brought(stage, groups) | applied.metrics
+        return applied.outcome(groups, {}, metrics, None)
 
-    @torch.no_grad()
-    def score(self, model: torch.nn.Module, stage: Config, batch: Batch) -> np.ndarray:
-        """Log-probs of all ACTION tokens of the batch under `model`, float32[N]."""
-        logprobs_N = np.zeros_like(batch.mu_N)
-        for micro in batch.whole().micro_batches(stage.learner.token_budget, self.device):
-            logprobs_BT, _ = policy.token_logprobs(
-                model,
-                micro.tokens_BT,
-                micro.attention_BT,
-                stage.rollout.temperature,
-                stage.learner.logprob_chunk,
-                select_BT=micro.action_BT,
-            )
-            logprobs_N[micro.index_N.cpu().numpy()] = logprobs_BT[micro.action_BT].cpu().numpy()
-        return logprobs_N
+    def _brought(self, stage: Config, groups: list[Group]) -> dict[str, float]:
+        """Metrics of what the actors brought, before selection."""
+        metrics = rollout_metrics(groups)
+        if stage.experience.kind != "none":
+            metrics |= experience_metrics(groups)
+        return metrics
+
+    def _strip(self, stage: Config) -> Strip:
+        experience = stage.experience
+        return Strip(experience.strip, experience.strip_fraction, self.config.run.seed)
+
+    def _score(self, stage: Config, batch: Batch, state: State, interpolates: bool) -> None:
+        """Stores the log-probs that the step needs before its first update."""
+        score = Scorer(
+            stage.rollout.temperature,
+            stage.learner.token_budget,
+            stage.learner.logprob_chunk,
+            self.device,
+        )
+        anchor = "interpolate" if interpolates else "recompute"
+        shown = stage.metrics.samples > 0 and state.take % stage.metrics.samples_every == 0
+        needed = needs_anchor_pass(stage.correction.kind, anchor)
+        everywhere = shown or needed or penalises(stage.loss)
+        if everywhere or batch.sampled is not None:
+            with self.timers("anchor"):
+                store_anchor(
+                    score,
+                    self.model,
+                    batch,
+                    everywhere=everywhere,
+                    guided=stage.correction.guided,
+                )
+        if stage.loss.kl_coef > 0:
+            assert self.reference is not None, "a stage with a KL was entered without a reference"
+            batch.reference_N = score(self.reference, batch.whole())
 
     def _updates(
-        self, stage: Config, batch: Batch, state: State, steps: int, loss, account_in: LagAccounting
+        self, stage: Config, batch: Batch, state: State, steps: int, loss, account_in: Accounting
     ) -> Applied:
         """One optimizer update a minibatch; stops at the first that is not finite.
 
@@ -218,10 +208,11 @@ class Updater:
         applied: list[Minibatch] = []
         minibatches = batch.minibatches(learner.minibatches, order)
         for minibatch in minibatches:
-            total, terms_of, accounting = 0.0, dict[str, float](), LagAccounting()
+            total, terms_of, accounting = 0.0, dict[str, float](), Accounting()
             for micro in minibatch.micro_batches(learner.token_budget, self.device):
                 with self.timers("forward"):
-                    value, terms = loss(micro, minibatch, accounting)
+                    theta_N, entropy_N = self._forward(stage, micro)
+                    value, terms = loss(theta_N, entropy_N, micro, minibatch, accounting)
                 with self.timers("backward"):
                     value.backward()
                 total += float(value.detach())
@@ -239,53 +230,6 @@ class Updater:
         means = {name: value / len(applied) for name, value in sums.items()}
         means |= {"learner/lr": rate, "learner/updates": float(len(applied))}
         return Applied.of(minibatches, applied, means)
-
-    def _rl_loss(
-        self,
-        stage: Config,
-        micro: MicroBatch,
-        minibatch: Minibatch,
-        interpolate: bool,
-        accounting: LagAccounting,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        theta_N, entropy_N = self._forward(stage, micro)
-        anchor_N = micro.anchor_N
-        if interpolate:
-            anchor_N = interpolated_anchor(theta_N, micro.mu_N, micro.lag_N)
-        corrected = correct(
-            theta_N,
-            micro.mu_N,
-            anchor_N,
-            micro.trajectory_N,
-            kind=stage.correction.kind,
-            level=stage.correction.level,
-            w_max=stage.correction.w_max,
-        )
-        clipped = clipped_objective(
-            corrected.ratio_N,
-            micro.advantage_N,
-            clip_low=stage.loss.clip_low,
-            clip_high=stage.loss.clip_high,
-            dual_clip=stage.loss.dual_clip,
-        )
-        account(accounting, corrected, micro.lag_N, clipped.low_N, clipped.high_N)
-        kl_N = None
-        if stage.loss.kl_place == "loss" and stage.loss.kl_coef > 0:
-            kl_N = kl_estimate(stage.loss.kl, theta_N, micro.reference_N)
-        return policy_loss(
-            corrected.weight_N * clipped.objective_N,
-            token_scale(
-                stage.loss.aggregation,
-                micro.length_N,
-                tokens=minibatch.tokens,
-                trajectories=minibatch.trajectories,
-                norm_tokens=stage.loss.norm_tokens,
-            ),
-            kl_N=kl_N,
-            kl_coef=stage.loss.kl_coef,
-            entropy_N=entropy_N,
-            entropy_coef=stage.loss.entropy_coef,
-        )
 
     def _forward(self, stage: Config, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """theta_N with gradient and entropy_N, of the ACTION tokens of a micro-batch."""
@@ -312,7 +256,7 @@ class Updater:
         state.bad_steps += 1
         path = self.run_dir / "bad" / f"take_{state.take:06d}.npz"
         path.parent.mkdir(exist_ok=True)
-        arrays = {name: value for name, value in vars(batch).items() if value.dtype != object}
+        arrays = {name: value for name, value in vars(batch).items() if name != "sampled"}
         np.savez(path, **arrays)
         log.error("loss %s, gradient norm %s: step skipped, batch in %s", loss, grad_norm, path)
         if state.bad_steps >= self.config.learner.max_bad_steps:

@@ -13,11 +13,21 @@ from evolver_async.config import (
     Config,
     Eval,
     Learner,
+    Questioning,
     Rollout,
     Stage,
     Tasks,
 )
-from evolver_async.schema import Group, Role, Sequence, Ticket, Trajectory, VersionRun, WeightId
+from evolver_async.schema import (
+    Group,
+    Role,
+    Sequence,
+    Task,
+    Ticket,
+    Trajectory,
+    VersionRun,
+    WeightId,
+)
 
 
 def config(
@@ -27,11 +37,14 @@ def config(
     groups_per_step: int = 2,
     weight_lag: int = 0,
     train: int = 0,
+    synthetic: float = 0.0,
+    questioning: Questioning | None = None,
     **buffer: object,
 ) -> Config:
     """A small run; `buffer` are keys of that section."""
     return Config(
-        tasks=Tasks(train=train),
+        tasks=Tasks(train=train, synthetic=synthetic),
+        questioning=questioning or Questioning(),
         rollout=Rollout(group_size=group_size),
         learner=Learner(groups_per_step=groups_per_step, minibatches=1),
         actors=Actors(weight_lag=weight_lag),
@@ -87,6 +100,12 @@ def trajectory(
         policy="learned" if learned else "scripted",
         timing={},
     )
+
+
+def synthetic(number: int, env: str = "frozen_lake") -> Task:
+    """A task as exploration finds them."""
+    task_id = f"{env}/made/{number}"
+    return Task(task_id=task_id, env=env, split="train", map_seed=number, origin="synthetic")
 
 
 class World:

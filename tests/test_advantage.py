@@ -1,19 +1,44 @@
 """The estimators against loops in the notation of the algorithms page, and closed-form cases."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.advantage import advantages, grpo, penalised_rewards, reinforce, rloo, zero_spread
+from learner.advantage import (
+    Rewards,
+    adca,
+    advantages,
+    alpha_at,
+    finite_groups,
+    grpo_process,
+    label_metrics,
+    label_scores,
+    reinforce,
+    rloo,
+    standardised,
+    suffix_sums,
+    unlabelled,
+    unlabelled_groups,
+    zero_spread,
+)
 
+STDS = ["group", "batch", "none"]
+number = st.floats(-10, 10, allow_subnormal=False).map(lambda x: round(x, 3))
 reward_groups = st.lists(
-    st.lists(st.floats(-10, 10, allow_subnormal=False), min_size=2, max_size=5),
+    st.lists(number, min_size=2, max_size=5),
     min_size=1,
     max_size=5,
 )
+# a member: its outcome, and a (reward, label) of every turn
+turn = st.tuples(number, st.sampled_from([1, -1, 1, -1, 0]))
+member = st.tuples(number, st.lists(turn, max_size=5))
+Groups = list[list[tuple[float, list[tuple[float, int]]]]]
+member_groups = st.lists(st.lists(member, min_size=1, max_size=4), min_size=1, max_size=4)
 
 
 def flat(groups: list[list[float]]) -> tuple[np.ndarray, np.ndarray]:
@@ -21,23 +46,183 @@ def flat(groups: list[list[float]]) -> tuple[np.ndarray, np.ndarray]:
     return np.array([reward for group in groups for reward in group]), group_P
 
 
+def rewards_of(groups: Groups) -> Rewards:
+    members = [one for group in groups for one in group]
+    return Rewards(
+        reward_P=np.array([reward for reward, _ in members]),
+        group_P=np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
+        turn_start_P=np.cumsum([0, *(len(turns) for _, turns in members)]),
+        turn_reward_U=np.array([r for _, turns in members for r, _ in turns], np.float64),
+        label_U=np.array([label for _, turns in members for _, label in turns], np.int8),
+    )
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
 def std(values: list[float]) -> float:
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+    return math.sqrt(mean([(value - mean(values)) ** 2 for value in values]))
 
 
-@given(reward_groups, st.sampled_from(["group", "batch", "none"]))
+def z(x: float, group: list[float], batch: list[float], kind: str) -> float:
+    if len(set(group)) == 1:
+        return 0.0
+    scale = {"group": std(group), "batch": std(batch), "none": 1.0}[kind]
+    return (x - mean(group)) / (scale + (1e-6 if kind != "none" else 0.0))
+
+
+@given(reward_groups, st.sampled_from(STDS))
 def test_grpo_matches_the_loop(groups, kind):
     reward_P, group_P = flat(groups)
+    expected = [
+        z(R_i, rewards_G, reward_P.tolist(), kind) for rewards_G in groups for R_i in rewards_G
+    ]
+    found = standardised(reward_P, group_P, std=kind)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@settings(deadline=None)
+@given(member_groups, st.sampled_from(STDS))
+def test_grpo_process_matches_the_loop(groups, kind):
+    everything = [r for group in groups for _, turns in group for r, _ in turns]
     expected = []
-    for rewards_G in groups:
-        for R_i in rewards_G:
-            centred = R_i - sum(rewards_G) / len(rewards_G)
-            if len(set(rewards_G)) == 1:
-                centred = 0.0
-            scale = {"group": std(rewards_G), "batch": std(reward_P.tolist()), "none": 1.0}[kind]
-            expected.append(centred / (scale + (1e-6 if kind != "none" else 0.0)))
-    np.testing.assert_allclose(grpo(reward_P, group_P, std=kind), expected, rtol=1e-6, atol=1e-6)
+    for group in groups:
+        r_group = [r for _, turns in group for r, _ in turns]
+        for _, turns in group:
+            for k in range(len(turns)):
+                A_ik = sum(z(turns[j][0], r_group, everything, kind) for j in range(k, len(turns)))
+                expected.append(A_ik)
+    found = grpo_process(rewards_of(groups), std=kind)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def adca_loop(groups: Groups, alpha: float, length: str) -> tuple[list[float], int]:
+    """algorithms §3, turn by turn; and how many groups fell back to grpo."""
+    expected, fallen = [], 0
+    for group in groups:
+        R = [reward for reward, _ in group]
+        labels = [[label for _, label in turns if label] for _, turns in group]
+        falls_back = any(turns and not l_i for (_, turns), l_i in zip(group, labels, strict=True))
+        fallen += falls_back
+        judged = [l_i for l_i in labels if l_i]
+        if judged and not falls_back:
+            m = [mean(l_i) for l_i in judged]
+            mu = mean(m)
+            v = mean([mean([(l_ik - mu) ** 2 for l_ik in l_i]) for l_i in judged])
+        for R_i, turns in group:
+            rho_i = z(R_i, R, R, "group")
+            K = len(turns)
+            c_i = []
+            for k, (_, l_ik) in enumerate(turns, start=1):
+                z_ik = 0.0
+                if l_ik and not falls_back and math.sqrt(v) >= 1e-6:
+                    z_ik = (l_ik - mu) / math.sqrt(v)
+                c_i.append(alpha * z_ik + (rho_i if k == K else 0.0))
+            scale = 1 / math.sqrt(K) if length == "sqrt" and K and not falls_back else 1.0
+            expected += [scale * sum(c_i[k:]) for k in range(K)]
+    return expected, fallen
+
+
+@settings(deadline=None, max_examples=300)
+@given(member_groups, st.floats(0, 2), st.sampled_from(["none", "sqrt"]))
+def test_adca_matches_the_loop(groups, alpha, length):
+    rewards = rewards_of(groups)
+    expected, fallen = adca_loop(groups, alpha, length)
+    found = adca(rewards, std="group", alpha=alpha, length=length)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    assert unlabelled_groups(rewards) == fallen
+
+
+@settings(deadline=None)
+@given(member_groups)
+def test_label_scores_have_mean_zero_and_variance_one_by_member(groups):
+    rewards = rewards_of(groups)
+    z_U = label_scores(rewards)
+    labels_P = np.bincount(
+        rewards.trajectory_U, weights=rewards.label_U != 0, minlength=len(rewards.reward_P)
+    )
+    for g in range(len(groups)):
+        own = [
+            z_U[(rewards.trajectory_U == p) & (rewards.label_U != 0)]
+            for p in np.flatnonzero((rewards.group_P == g) & (labels_P > 0))
+        ]
+        if own and any(abs(z_i).any() for z_i in own):
+            assert mean([float(z_i.mean()) for z_i in own]) == pytest.approx(0, abs=1e-9)
+            assert mean([float((z_i**2).mean()) for z_i in own]) == pytest.approx(1)
+
+
+def test_members_whose_labels_agree_on_average_are_not_blown_up():
+    """The paper's Eq. 18 divides by the spread of the m_i, which is 0 here."""
+    group = [(0.0, [(0.0, 1), (0.0, -1)]), (1.0, [(0.0, -1), (0.0, 1)])]
+    np.testing.assert_allclose(label_scores(rewards_of([group])), [1, -1, -1, 1])
+
+
+def test_adca_of_a_small_group_by_hand():
+    """One member succeeds with labels + -, one fails with +: mu = 1/2, v = 3/4."""
+    groups = [[(1.0, [(0.0, 1), (0.0, -1)]), (0.0, [(0.0, 1)])]]
+    good, bad = 0.5 / math.sqrt(0.75), -1.5 / math.sqrt(0.75)
+    found = adca(rewards_of(groups), std="group", alpha=0.1, length="none")
+    expected = [1 + 0.1 * (good + bad), 1 + 0.1 * bad, -1 + 0.1 * good]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@settings(deadline=None)
+@given(member_groups, st.integers(0, 100), st.sampled_from(["none", "sqrt"]))
+def test_one_unjudged_trajectory_makes_its_group_grpo_and_no_other(groups, pick, length):
+    """A judge outage: the group's advantages are those of grpo, exactly."""
+    g = pick % len(groups)
+    groups = [[*group] for group in groups]
+    groups[g].append((0.5, [(0.0, 0), (0.0, 0)]))
+    rewards = rewards_of(groups)
+    outage_U = rewards.group_U == g
+    found = adca(rewards, std="group", alpha=0.7, length=length)
+    grpo = standardised(rewards.reward_P, rewards.group_P, std="group")[rewards.trajectory_U]
+    assert (found[outage_U] == grpo[outage_U]).all()
+    assert unlabelled(rewards)[rewards.group_P == g].all()
+    judged = [group for i, group in enumerate(groups) if i != g]
+    if judged:
+        alone = adca(rewards_of(judged), std="group", alpha=0.7, length=length)
+        np.testing.assert_allclose(found[~outage_U], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_uniform_labels_and_a_constant_outcome_teach_nothing():
+    groups = [[(0.5, [(0.0, 1)] * 3), (0.5, [(0.0, 1)])]]
+    assert not adca(rewards_of(groups), std="group", alpha=0.1, length="none").any()
+
+
+def test_labels_teach_where_the_outcome_is_constant():
+    groups = [[(0.0, [(0.0, 1)]), (0.0, [(0.0, -1)])]]
+    found = adca(rewards_of(groups), std="group", alpha=0.1, length="none")
+    np.testing.assert_allclose(found, [0.1, -0.1])
+
+
+def test_label_metrics_count_turns():
+    groups = [[(0.0, [(0.0, 1), (0.0, 0)]), (0.0, [(0.0, -1), (0.0, 1)])]]
+    found = label_metrics(rewards_of(groups))
+    assert found == {"judge/labelled_share": 0.75, "judge/good_share": pytest.approx(2 / 3)}
+    outage = label_metrics(rewards_of([[(0.0, [(0.0, 0)])]]))
+    assert outage == {"judge/labelled_share": 0.0}
+    assert label_metrics(rewards_of([[(0.0, [])]])) == {"judge/labelled_share": 0.0}
+
+
+def test_alpha_falls_along_a_cosine_to_its_end():
+    def at(step: int, alpha_final: float, steps: int = 11) -> float:
+        return alpha_at(step, alpha=0.2, alpha_final=alpha_final, steps=steps)
+
+    assert [at(step, -1.0) for step in (0, 5, 10)] == [0.2] * 3
+    assert at(0, 0.0) == 0.2 and at(10, 0.0) == at(50, 0.0) == pytest.approx(0.0)
+    assert at(5, 0.1) == pytest.approx(0.15)
+    assert at(2, 0.0) == pytest.approx(0.1 * (1 + math.cos(math.pi * 0.2)))
+    assert at(0, 0.0, steps=1) == 0.2
+
+
+@given(st.lists(st.lists(number, max_size=6), min_size=1, max_size=6))
+def test_suffix_sums_stay_within_their_trajectory(turns):
+    expected = [sum(xs[k:]) for xs in turns for k in range(len(xs))]
+    x_U = np.array([x for xs in turns for x in xs])
+    found = suffix_sums(x_U, np.array([len(xs) for xs in turns]))
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-9)
 
 
 @given(reward_groups)
@@ -53,14 +238,15 @@ def test_rloo_matches_the_loop(groups):
 
 def test_a_group_without_spread_gets_exactly_zero():
     reward_P, group_P = flat([[0.1, 0.1, 0.1], [0.0, 1.0, 0.0]])
-    for kind in ("group", "batch", "none"):
-        assert grpo(reward_P, group_P, std=kind)[:3].tolist() == [0, 0, 0]
+    for kind in STDS:
+        assert standardised(reward_P, group_P, std=kind)[:3].tolist() == [0, 0, 0]
     assert zero_spread(reward_P, group_P).tolist() == [True] * 3 + [False] * 3
 
 
 def test_grpo_of_a_coin_is_plus_and_minus_one():
     reward_P, group_P = flat([[0.0, 1.0, 1.0, 0.0]])
-    np.testing.assert_allclose(grpo(reward_P, group_P, std="group"), [-1, 1, 1, -1], rtol=1e-5)
+    found = standardised(reward_P, group_P, std="group")
+    np.testing.assert_allclose(found, [-1, 1, 1, -1], rtol=1e-5)
 
 
 def test_reinforce_moves_its_baseline():
@@ -70,13 +256,22 @@ def test_reinforce_moves_its_baseline():
     assert baseline == pytest.approx(0.9 * 0.5 + 0.1 * 2.0)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo", "reinforce"])
-def test_only_reinforce_touches_the_baseline(kind):
-    reward_P, group_P = flat([[0.0, 1.0]])
-    _, baseline = advantages(
-        kind, reward_P, group_P, std="group", baseline=0.25, baseline_decay=0.9
-    )
+OPTIONS: dict[str, Any] = {
+    "std": "group",
+    "alpha": 0.1,
+    "length": "none",
+    "baseline": 0.25,
+    "baseline_decay": 0.9,
+}
+
+
+@pytest.mark.parametrize("kind", ["grpo", "grpo_process", "adca", "rloo", "reinforce"])
+def test_every_estimator_gives_every_turn_one_advantage(kind):
+    groups = [[(0.0, [(0.5, 1), (0.0, -1)]), (1.0, [(0.25, 1)]), (1.0, [])]]
+    advantage_U, baseline = advantages(kind, rewards_of(groups), **OPTIONS)
+    assert advantage_U.shape == (3,)
     assert (baseline != 0.25) == (kind == "reinforce")
+    assert (advantage_U[0] == advantage_U[1]) == (kind not in ("grpo_process", "adca"))
 
 
 def test_group_ids_may_be_missing():
@@ -84,8 +279,35 @@ def test_group_ids_may_be_missing():
     assert advantage_P.tolist() == [-1, 1]
 
 
-def test_kl_in_the_reward_is_summed_over_the_trajectory():
-    rewards = penalised_rewards(
-        np.array([1.0, 1.0, 1.0]), np.array([0.5, 0.25, 1.0]), np.array([0, 0, 2]), 0.1
-    )
-    np.testing.assert_allclose(rewards, [1 - 0.075, 1, 0.9])
+@settings(deadline=None)
+@given(member_groups, st.integers(0, 10**6))
+def test_leaving_members_out_leaves_the_turns_of_the_others(groups, seed):
+    rng = np.random.default_rng(seed)
+    rewards = rewards_of(groups)
+    kept_P = rng.random(len(rewards.reward_P)) < 0.5
+    found = rewards.of(kept_P)
+    members = [one for group in groups for one in group]
+    kept = [one for one, keep in zip(members, kept_P, strict=True) if keep]
+    expected = rewards_of([kept])
+    for name in ("reward_P", "turn_start_P", "turn_reward_U", "label_U"):
+        assert getattr(found, name).tolist() == getattr(expected, name).tolist()
+    assert found.group_P.tolist() == rewards.group_P[kept_P].tolist()
+
+
+def test_one_number_that_is_not_finite_marks_its_whole_group():
+    groups = [[(0.0, [(0.0, 1)]), (1.0, [])], [(0.0, [(math.inf, 1)]), (1.0, [(0.0, 1)])]]
+    assert finite_groups(rewards_of(groups)).tolist() == [True, True, False, False]
+    groups[1][0] = (math.nan, [(0.0, 1)])
+    assert finite_groups(rewards_of(groups)).tolist() == [True, True, False, False]
+    groups[1][0] = (0.0, [(0.0, 1)])
+    rewards = rewards_of(groups)
+    assert finite_groups(rewards).all()
+    found = finite_groups(rewards, np.array([math.nan, 0.0, 0.0]))
+    assert found.tolist() == [False, False, True, True]
+
+
+def test_kl_is_taken_off_the_turn_that_it_belongs_to_and_off_the_outcome():
+    rewards = rewards_of([[(1.0, [(0.0, 0), (0.5, 0)]), (1.0, []), (1.0, [(1.0, 0)])]])
+    found = rewards.penalised(np.array([1.0, 0.5, 0.25, 1.0]), np.array([0, 0, 1, 2]), 0.1)
+    np.testing.assert_allclose(found.reward_P, [1 - 0.175, 1, 0.9])
+    np.testing.assert_allclose(found.turn_reward_U, [-0.15, 0.475, 0.9])

@@ -75,6 +75,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "ray": ("evolver_async.launch.ray",),
     "faiss": ("actors.navigating.pool",),
     "vllm": ("actors.engines.vllm_engine",),
+    "httpx": ("actors.llm",),
     "wandb": ("evolver_async.metrics",),
     "omegaconf": ("evolver_async.config",),
     "msgpack": ("evolver_async.plain",),

@@ -64,3 +64,47 @@ def test_stream_records_roles_turns_and_versions() -> None:
     assert sequence.turns.tolist() == [-1, -1, 0, 0, -1, 1]
     assert sequence.logprobs.tolist() == [0, 0, -0.5, -1, 0, -2]
     assert [(run.weights, run.tokens) for run in sequence.versions] == [(old, 1), (new, 2)]
+
+
+hostile = st.lists(
+    st.sampled_from(["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<", "|im_end|>", "a", " "])
+    | st.sampled_from(["<experience>", "</experience>", "<answer>", "\n", "é"]),
+    max_size=12,
+).map("".join)
+SPECIAL = set(TOKENIZER.all_special_ids) | {
+    token for token, added in TOKENIZER.added_tokens_decoder.items() if added.special
+}
+
+
+@given(hostile, hostile)
+def test_what_an_environment_says_holds_no_special_token(first: str, later: str) -> None:
+    """Whatever it spells: there are those of the template, and no more."""
+    for said, harmless in (
+        (CHAT.first("s", first, ""), CHAT.first("s", "", "")),
+        (CHAT.next(later, "", False), CHAT.next("", "", False)),
+    ):
+        assert [t for t in said if t in SPECIAL] == [t for t in harmless if t in SPECIAL]
+
+
+@given(hostile)
+def test_experience_stays_between_its_markers(text: str) -> None:
+    tokens = CHAT.experience(text)
+    assert not SPECIAL & set(tokens)
+    shown = TOKENIZER.decode(tokens, clean_up_tokenization_spaces=False)
+    assert shown.startswith("<experience>\n") and shown.endswith("\n</experience>\n")
+    assert shown.count("<experience") == shown.count("</experience") == 1
+
+
+@given(texts, texts)
+def test_the_users_message_begins_where_it_is_said(system: str, user: str) -> None:
+    place = CHAT.place_of_user(system, user)
+    tokens = CHAT.first(system, user, "<answer>")
+    before = TOKENIZER.decode(tokens[:place], clean_up_tokenization_spaces=False)
+    assert before == f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n"
+
+
+def test_a_template_that_counts_the_user_has_no_place_for_experience() -> None:
+    counting = "{% for m in messages %}{{ m['content'] | length }}: {{ m['content'] }}|{% endfor %}"
+    chat = Chat(make_tokenizer(counting))
+    with pytest.raises(ValueError, match="depends on it"):
+        chat.place_of_user("system", "user")

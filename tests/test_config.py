@@ -76,6 +76,19 @@ def test_unknown_keys_and_wrong_types_are_named(argument: str, message: str) -> 
         (["actors.weight_lag=1", "actors.weight_lag_low=2"], "actors.weight_lag_low: "),
         (["rollout.group_size=1"], "rollout.group_size: advantage.kind=grpo"),
         (["rollout.group_size=1", "advantage.kind=rloo"], "rollout.group_size: "),
+        (
+            ["rollout.group_size=1", "advantage.kind=adca", "judge.kind=rule"],
+            "rollout.group_size: ",
+        ),
+        (
+            [
+                "stages=[{kind: rl, tokens: 9}]",
+                "learner.decay=none",
+                "judge.kind=rule",
+                "advantage={kind: adca, alpha_final: 0}",
+            ],
+            "stages[0].steps: advantage.alpha_final",
+        ),
         (["learner.minibatches=33"], "learner.minibatches: must be at most the groups"),
         (["selection.kind=spread", "learner.minibatches=17"], "learner.minibatches: "),
         (["loss.kl=k1"], "loss.kl: k1 has no gradient"),
@@ -250,3 +263,27 @@ def test_rewriting_the_reference_keeps_what_stands_around_it() -> None:
 def test_the_readme_reference_is_up_to_date() -> None:
     text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
     assert rewrite(text) == text, "run: python -m evolver_async.config.reference README.md"
+
+
+def test_a_recipe_says_what_differs_from_its_base(tmp_path):
+    (tmp_path / "low.yaml").write_text("learner: {lr: 0.5, minibatches: 2}\nrun: {seed: 3}\n")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "mid.yaml").write_text("base: ../low.yaml\nlearner: {lr: 0.25}\n")
+    (tmp_path / "top.yaml").write_text("base: deep/mid.yaml\nrun: {seed: 4}\n")
+    config = load(tmp_path / "top.yaml", [STEPS, "learner.minibatches=1"])
+    assert (config.learner.lr, config.learner.minibatches, config.run.seed) == (0.25, 1, 4)
+
+
+@pytest.mark.parametrize(
+    "base, message",
+    [
+        ("missing.yaml", "missing.yaml: No such file"),
+        ("b.yaml", "based on this very"),
+        ("[1]", "path"),
+    ],
+)
+def test_a_base_that_cannot_be_is_named(tmp_path, base, message):
+    (tmp_path / "a.yaml").write_text(f"base: {base}\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path / "a.yaml", [])

@@ -1,21 +1,26 @@
 """Demonstrations: the form of learned episodes, written by an expert or by chance."""
 
 import asyncio
+import re
 
+import msgspec
 import numpy as np
-from test_rollout import FakeEngine, setting, ticket
+from test_rollout import TOKENIZER, FakeEngine, setting, ticket
 
 from actors.demonstrate import demonstrate_group
+from actors.envs.base import make_env
+from actors.episode import Finished
 from actors.progress import Progress
-from actors.rollout import Setting, run_group
-from evolver_async.schema import Role, Ticket, Trajectory
+from actors.rollout import run_group
+from actors.setting import Setting
+from evolver_async.schema import Role, Ticket, Trajectory, key
 
 
 def demonstrated(ticket: Ticket, setting: Setting, expert_fraction: float) -> list[Trajectory]:
     done: list[Trajectory] = []
 
-    async def deliver(trajectory: Trajectory) -> None:
-        done.append(trajectory)
+    def deliver(finished: Finished) -> None:
+        done.append(finished.trajectory)
 
     asyncio.run(demonstrate_group(ticket, setting, expert_fraction, Progress(), deliver))
     return sorted(done, key=lambda trajectory: trajectory.member)
@@ -64,8 +69,8 @@ def test_scripted_sequence_has_the_shape_of_a_learned_one() -> None:
         ]
         learned: list[Trajectory] = []
 
-        async def deliver(trajectory: Trajectory, into: list[Trajectory] = learned) -> None:
-            into.append(trajectory)
+        def deliver(finished: Finished, into: list[Trajectory] = learned) -> None:
+            into.append(finished.trajectory)
 
         engine = FakeEngine({"0/0/0": turns})
         asyncio.run(run_group(ticket(members=1), how, engine, Progress(), deliver))
@@ -74,3 +79,35 @@ def test_scripted_sequence_has_the_shape_of_a_learned_one() -> None:
         assert twin.roles.tolist() == sequence.roles.tolist()
         assert twin.turns.tolist() == sequence.turns.tolist()
         assert learned[0].turn_rewards.tolist() == scripted.turn_rewards.tolist()
+
+
+def test_a_guided_demonstration_follows_what_it_is_told_and_tells_no_skill() -> None:
+    told_moves, other_moves = [], []
+    tickets = [
+        msgspec.structs.replace(ticket(members=12, group_id=group_id), guided=list(range(0, 12, 2)))
+        for group_id in range(6)
+    ]
+    shown = [(one, t) for one in tickets for t in demonstrated(one, setting(max_turns=6), 0.0)]
+    for one, trajectory in shown:
+        (sequence,) = trajectory.sequences
+        assert sequence.guided == (trajectory.member in one.guided)
+        if not sequence.guided:
+            continue
+        text = TOKENIZER.decode(sequence.tokens[sequence.roles == Role.EXPERIENCE].tolist())
+        hints = dict(re.findall(r"- (row \d column \d) (\w+) not \w+", text))
+        assert 1 <= len(hints) <= 8
+        env = make_env("frozen_lake", {})
+        env.reset(one.task, key(one.dynamics_seed, trajectory.member))
+        for turn in range(len(trajectory.turn_rewards)):
+            written = sequence.tokens[(sequence.roles == Role.ACTION) & (sequence.turns == turn)]
+            move = TOKENIZER.decode(written.tolist()).split("<")[0].strip()
+            best = env.solve()[:1] == [move]
+            if env.state() in hints:
+                assert move == hints[env.state()]
+                told_moves.append(best)
+            else:
+                other_moves.append(best)
+            if env.step(move).terminated:
+                break
+    assert len(told_moves) > 100 and len(other_moves) > 5
+    assert 0.1 < np.mean(told_moves) < 0.6  # what it is told gives away no skill

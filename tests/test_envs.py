@@ -14,7 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.check import check
-from actors.envs.base import EnvError, Exact, Solvable, exact, make_env
+from actors.envs.base import (
+    EnvError,
+    Exact,
+    Goals,
+    Located,
+    Scored,
+    Solvable,
+    exact,
+    make_env,
+    split_of,
+)
 from actors.envs.frozen_lake import ACTIONS, FrozenLake, Lake, draw_lake
 from evolver_async.config import Config, Stage
 from evolver_async.schema import Task, key
@@ -193,6 +203,70 @@ def test_random_policy_on_corner_maps_is_as_weak_as_known() -> None:
     assert values.optimal > 0.98
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.integers(3, 6), st.integers(0, 500), st.booleans(), st.integers(0, 99))
+def test_what_exploration_reaches_can_be_made_the_goal(
+    size: int, map_seed: int, test: bool, walk: int
+) -> None:
+    """Every goal offered is one that the same moves reach; no other map of the split has it, so
+    that nothing held out is trained."""
+    split = "test" if test else "train"
+    params = {"size": size, "free": True}
+    env = lake_env(map_seed, split, **params)
+    drawn = draw_lake(size, 0.8, "random", split, map_seed)
+    choices, path = random.Random(walk), []
+    for _ in range(10):
+        path.append(choices.choice(ACTIONS))
+        step = env.step(path[-1])
+        assert "goal" not in step.observation and not step.info.success
+        goal = env.goal()
+        hole = env.lake.cells[env.cell] == "O"
+        assert step.terminated == hole
+        if hole or env.cell == drawn.start:
+            assert goal is None
+        if goal is not None:
+            goals = lake_env(map_seed, split, **(params | goal))
+            assert goals.lake.cells.count("G") == 1 and goals.lake.goal == env.cell
+            content = f"{goals.lake.cells}/{drawn.start}".encode()
+            assert split_of(content) == split
+            reached = [goals.step(action) for action in path]
+            assert any(step.info.success for step in reached)
+        if hole:
+            break
+
+
+def test_a_goal_that_would_move_a_map_to_the_other_split_is_refused() -> None:
+    refused = taken = 0
+    for map_seed in range(60):
+        lake = draw_lake(3, 0.8, "random", "train", map_seed)
+        for cell in range(9):
+            cells = lake.cells.replace("G", "_")
+            moved = cells[:cell] + "G" + cells[cell + 1 :]
+            inside = split_of(f"{moved}/{lake.start}".encode()) == "train"
+            if cells[cell] == "O" or cell == lake.start or not inside:
+                refused += 1
+                with pytest.raises(ValueError, match="goal_cell"):
+                    lake_env(map_seed, size=3, goal_cell=cell)
+            elif (
+                Lake(tuple(moved[i : i + 3] for i in (0, 3, 6)), lake.start).distances[lake.start]
+                > 0
+            ):
+                taken += 1
+                assert lake_env(map_seed, size=3, goal_cell=cell).lake.cells == moved
+    assert refused > 60 and taken > 60
+
+
+def test_states_have_short_names() -> None:
+    env = lake_env()
+    names = set()
+    for cell in range(16):
+        env.cell = cell
+        names.add(env.state())
+    assert len(names) == 16 and "row 1 column 2" in names
+    assert isinstance(env, Located) and isinstance(env, Scored) and isinstance(env, Goals)
+    assert not isinstance(make_env("bandit", {}), Goals)
+
+
 def test_dragon_pays_rarely_and_more() -> None:
     env = make_env("bandit", {"low": 0.1})
     bandit = task(env="bandit")
@@ -232,6 +306,7 @@ def test_arm_order_belongs_to_the_task() -> None:
         ("frozen_lake", {"slippery": 1}, "env.params.slippery"),
         ("frozen_lake", {"grid": "often"}, "env.params.grid"),
         ("frozen_lake", {"grid": "never", "hints": False}, "env.params.grid"),
+        ("frozen_lake", {"goal_cell": 16}, "env.params.goal_cell"),
         ("frozen_lake", {"frozen_prob": float("nan")}, "env.params.frozen_prob"),
         ("bandit", {"low": 0.5}, "env.params.high_probability"),
     ],

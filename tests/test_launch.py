@@ -21,6 +21,7 @@ from evolver_async.launch.roles import (
     PROCESSES,
     ROLES,
     TRAINING_ERROR,
+    USER_ERROR,
     resolve,
     weights_dir,
 )
@@ -193,6 +194,21 @@ def test_a_process_that_keeps_dying_exhausts_its_budget_and_is_named(tmp_path: P
     said = str(failure.value)
     assert "actor-3 ended with exit code 7 and is not started again" in said
     assert "(restarted 2 times, ran 1 s)" in said and said.endswith("life 2 of actor-3")
+
+
+@pytest.mark.parametrize("exit_code", [7, USER_ERROR])
+def test_a_run_goes_on_without_an_experience_service_that_cannot_be_kept_alive(
+    tmp_path: Path, exit_code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher = Doomed(tmp_path, exit_code)
+    child = launcher.add("experience", "experience")
+    if exit_code == 7:
+        for _ in range(2):
+            launcher.live(child, 1.0)
+    launcher.tend(child, child.started + 1.0)
+    assert launcher.children == []
+    assert f"ended with exit code {exit_code} and is not started again" in caplog.text
+    assert "episodes go unguided from now on: life" in caplog.text
 
 
 def test_failures_long_ago_do_not_count(tmp_path: Path) -> None:

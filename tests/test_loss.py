@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.loss import clipped_objective, kl_estimate, policy_loss, token_scale
+from learner.loss import boosted, clipped_objective, kl_estimate, policy_loss, token_scale
 
 
 @given(
@@ -45,6 +45,37 @@ def test_the_upper_bound_may_differ_by_token():
     )
     torch.testing.assert_close(clipped.objective_N, torch.tensor([1.28, 1.5]))
     assert clipped.high_N.tolist() == [True, False]
+
+
+def test_a_boost_frees_what_lies_between_the_bounds_and_no_bad_token():
+    x_N = torch.tensor([1.2, 1.4, 1.8, 1.4, 1.4, 0.1])
+    A_N = torch.tensor([1.0, 1.0, 1.0, -1.0, 1.0, 1.0])
+    stripped_N = torch.tensor([True, True, True, True, False, True])
+    found = boosted(x_N, A_N, stripped_N, clip_high=0.28, boost=0.6)
+    assert found.tokens_N.tolist() == [True, True, True, False, False, True]
+    assert found.freed_N.tolist() == [False, True, False, False, False, False]
+    assert found.bound_N.tolist() == [False, False, True, False, False, False]
+
+
+@given(st.floats(0.01, 10), st.floats(-3, 3), st.booleans())
+def test_freed_tokens_are_exactly_those_whose_gradient_the_boost_gives_back(x, A, stripped):
+    def reached(clip_high: float) -> bool:
+        x_N = torch.tensor([x], dtype=torch.float64, requires_grad=True)
+        A_N = torch.tensor([A], dtype=torch.float64)
+        clipped = clipped_objective(x_N, A_N, clip_low=0.2, clip_high=clip_high, dual_clip=3.0)
+        (gradient,) = torch.autograd.grad(clipped.objective_N.sum(), x_N)
+        return bool(gradient.abs() > 0)
+
+    found = boosted(
+        torch.tensor([x], dtype=torch.float64),
+        torch.tensor([A], dtype=torch.float64),
+        torch.tensor([stripped]),
+        clip_high=0.28,
+        boost=0.6,
+    )
+    assert bool(found.freed_N) == (stripped and reached(0.6) and not reached(0.28))
+    if stripped and A > 0:
+        assert bool(found.bound_N) == (not reached(0.6))
 
 
 def test_kl_estimators_agree_with_the_exact_kl_of_a_categorical():

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evolver_async.metrics import LagAccounting
 from learner.loss import clipped_objective
 from learner.offpolicy import (
-    account,
     correct,
+    guided_old,
     interpolated_anchor,
+    log_rho,
     needs_anchor_pass,
     trajectory_sum,
 )
@@ -28,7 +28,7 @@ def draw(seed: int, tokens: int = 40) -> dict[str, torch.Tensor]:
     theta_N = anchor_N + 0.4 * torch.randn(tokens, generator=generator, dtype=torch.float64)
     return {
         "theta_N": theta_N.requires_grad_(),
-        "mu_N": mu_N,
+        "old_N": mu_N,
         "anchor_N": anchor_N,
         "trajectory_N": torch.randint(0, 5, (tokens,), generator=generator),
     }
@@ -81,12 +81,11 @@ def test_objective_matches_the_loop(kind, level, seed, w_max):
         assert float(found_N[t]) == pytest.approx(expected, rel=1e-9)
         assert float(corrected.w_N[t]) == pytest.approx(q if kind == "ppo" else w)
         assert float(corrected.r_N[t]) == pytest.approx(q if kind == "ppo" else r)
-        assert float(corrected.log_rho_N[t]) == pytest.approx(theta[t] - mu[t])
 
 
 def test_without_lag_all_corrections_are_the_same():
     data, A_N = draw(0), advantage(0)
-    data["anchor_N"] = data["mu_N"]
+    data["anchor_N"] = data["old_N"]
     results = []
     for kind, level in KINDS:
         corrected = correct(**data, kind=kind, level=level, w_max=math.inf)
@@ -104,7 +103,7 @@ def test_without_lag_all_corrections_are_the_same():
 
 def test_ratio_one_gives_the_plain_policy_gradient():
     data, A_N = draw(1), advantage(1)
-    data["anchor_N"] = data["mu_N"] = data["theta_N"].detach()
+    data["anchor_N"] = data["old_N"] = data["theta_N"].detach()
     for kind, level in KINDS:
         corrected = correct(**data, kind=kind, level=level, w_max=2.0)
         objective_N = (
@@ -121,7 +120,7 @@ def test_unbounded_decoupled_weights_give_the_importance_weighted_gradient():
     data, A_N = draw(2), advantage(2)
     corrected = correct(**data, kind="decoupled", level="token", w_max=math.inf)
     found = gradient(corrected.weight_N * corrected.ratio_N * A_N, data["theta_N"])
-    q_N = (data["theta_N"] - data["mu_N"]).detach().exp()
+    q_N = (data["theta_N"] - data["old_N"]).detach().exp()
     torch.testing.assert_close(found, q_N * A_N)
 
 
@@ -164,23 +163,43 @@ def test_only_recomputed_anchors_that_are_read_cost_a_forward_pass():
     assert not needs_anchor_pass("ppo", "recompute")
 
 
-def test_accounting_gets_what_the_correction_found():
-    data, A_N = draw(5), advantage(5)
-    corrected = correct(**data, kind="decoupled", level="token", w_max=2.0)
-    clipped = clipped_objective(corrected.ratio_N, A_N, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
-    accounting = LagAccounting()
-    for half in (slice(0, 20), slice(20, 40)):
-        account(
-            accounting,
-            type(corrected)(**{name: value[half] for name, value in vars(corrected).items()}),
-            torch.ones(20, dtype=torch.int64),
-            clipped.low_N[half],
-            clipped.high_N[half],
-        )
-    found = accounting.metrics()
-    w = corrected.w_N.numpy()
-    assert found["offpolicy/ess"] == pytest.approx(w.sum() ** 2 / (40 * (w**2).sum()))
-    rho = np.exp((data["theta_N"] - data["mu_N"]).detach().numpy())
-    assert found["lag_1/kl"] == pytest.approx((rho - 1 - np.log(rho)).mean())
-    stopped = (clipped.low_N | clipped.high_N).double().mean()
-    assert found["offpolicy/masked"] == pytest.approx(float(stopped))
+def test_log_rho_is_constant_and_bounded():
+    theta_N = torch.tensor([-1.0, 0.0], requires_grad=True)
+    found = log_rho(theta_N, torch.tensor([-1.5, -500.0]))
+    assert found.tolist() == [0.5, 20.0] and not found.requires_grad
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(deadline=None, max_examples=25)
+def test_the_weight_of_a_guided_token_is_what_its_kind_says(seed):
+    """algorithms §2: stale w = exp(anchor_e - mu), anchor w = 1, behaviour w = exp(anchor - mu)."""
+    rng = np.random.default_rng(seed)
+    mu, anchor, anchor_e, theta = -rng.exponential(1, (4, 20))
+    expected = {
+        "stale": np.exp(anchor_e - mu),
+        "anchor": np.ones(20),
+        "behaviour": np.exp(anchor - mu),
+    }
+    for kind, w in expected.items():
+        old = torch.from_numpy(guided_old(kind, mu, anchor, anchor_e))
+        theta_N, anchor_N = torch.from_numpy(theta), torch.from_numpy(anchor)
+        options = {"trajectory_N": torch.zeros(20, dtype=torch.int64), "level": "token"}
+        found = correct(theta_N, old, anchor_N, kind="decoupled", w_max=math.inf, **options)
+        np.testing.assert_allclose(found.weight_N.numpy(), w)
+        np.testing.assert_allclose(found.ratio_N.numpy(), np.exp(theta - anchor))
+        # ppo bounds q = r w: the lag is in its ratio, the removed context is not under `stale`
+        q = correct(theta_N, old, anchor_N, kind="ppo", w_max=math.inf, **options).ratio_N
+        np.testing.assert_allclose(q.numpy(), np.exp(theta - anchor) * w)
+        ignored = correct(theta_N, old, anchor_N, kind="none", w_max=math.inf, **options)
+        assert (ignored.weight_N == 1).all()
+
+
+def test_removing_the_context_of_a_good_token_holds_it_back_only_as_behaviour():
+    """0.9 with experience, 0.09 without it, sampled by the anchor itself: w = 0.1 or 1."""
+    mu = anchor_e = np.log(np.array([0.9]))
+    anchor = np.log(np.array([0.09]))
+    w = {
+        kind: float(np.exp(anchor - guided_old(kind, mu, anchor, anchor_e))[0])
+        for kind in ("stale", "anchor", "behaviour")
+    }
+    assert w == pytest.approx({"stale": 1.0, "anchor": 1.0, "behaviour": 0.1})

@@ -12,13 +12,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from buffer_world import World, config, trajectory
+from buffer_world import World, config, synthetic, trajectory
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from evolver_async import messages
-from evolver_async.buffer.groups import Member
-from evolver_async.buffer.replay import Numbers, Replay
+from evolver_async.buffer.groups import UNTRAINED, Member
+from evolver_async.buffer.replay import KINDS, Numbers, Replay
+from evolver_async.config import Questioning
 from evolver_async.schema import Task, Ticket, WeightId, version_lag
 
 SHM = Path("/dev/shm")
@@ -56,7 +57,7 @@ def grant(on: Replay, wait: bool = False) -> int:
 def arrive(on: Replay, group_id: int, *, step: int = 0, rewards: tuple[float, ...] = (0.0,)) -> int:
     for member, reward in enumerate(rewards):
         oldest = WeightId(lineage=1, step=step) if on.numbers.kind == "rollout" else None
-        on.arrive(group_id, member, Member(0, 5, 10, reward, False, oldest, (1, 0, 10)))
+        on.arrive(group_id, member, Member(0, 5, 10, reward, False, oldest, (1, 0, 10, 0)))
     return group_id
 
 
@@ -202,6 +203,9 @@ class Simulation:
         self.kinds = options.pop("stages")
         self.faults = options.pop("faults")
         segment_bytes = options.pop("segment_bytes")
+        exploring = {"kind": "goals", "every": 3, "groups": 2, "max_tasks": 12}
+        options["questioning"] = Questioning(**exploring) if options["synthetic"] >= 0 else None
+        options["synthetic"] = max(0.0, options["synthetic"])
         self.settings = config(stages=self.kinds, **options)
         self.world = World(directory, self.settings, segment_bytes=segment_bytes)
         self.work: dict[str, list[tuple[Ticket, int, WeightId | None, float]]] = {"a": [], "b": []}
@@ -231,8 +235,13 @@ class Simulation:
         known = self.world.replay.at.next_group
         for ticket in self.world.lease(credit=self.rng.randint(1, 3), peer=peer):
             replay = self.world.replay
-            if ticket.group_id >= known and ticket.kind != "eval":
+            if ticket.group_id >= known and ticket.kind not in UNTRAINED:
                 assert replay.outstanding() <= replay.limit()
+            if ticket.kind == "explore":
+                assert len(replay.live("explore")) <= 2
+            share = self.settings.tasks.synthetic
+            if ticket.group_id >= known and ticket.kind == "rollout" and share in (0, 1):
+                assert (ticket.task.origin == "synthetic") == bool(share)
             head = replay.at.head
             weights = ticket.weights
             if ticket.kind == "rollout" and weights and head and weights.lineage == head.lineage:
@@ -255,6 +264,11 @@ class Simulation:
                 for _ in range(1 + self.chance("twice")):
                     reply = self.world.one(peer, messages.Push(trajectory=made))
                     assert isinstance(reply, messages.Ack | messages.Dup | messages.Stale), reply
+                if ticket.kind == "explore":
+                    found = [synthetic(self.rng.randrange(20)) for _ in range(2)]
+                    assert isinstance(
+                        self.world.one(peer, messages.Offer(tasks=found)), messages.Ok
+                    )
         self.work[peer] = still
         progress = {ticket.group_id: int(self.world.now) for ticket, *_ in still}
         if progress:
@@ -317,15 +331,15 @@ class Simulation:
         """The buffer's state without the counts of what it turned away, which need not last."""
         values = msgspec.to_builtins(self.world.book.state.snapshot())
         del values["ledger"]["door"]
-        values["cursor"]["offered"] = sorted(values["cursor"]["offered"])
         return values
 
     def check(self) -> None:
         replay = self.world.replay
-        for kind in ("rollout", "demo"):
+        for kind in ("rollout", "demo", "explore"):
             live = replay.live(kind)
             assert replay.uses[kind] == sum(held.uses_left for held in live)
-        everything = [*replay.live("rollout"), *replay.live("demo"), *replay.live("eval")]
+        everything = [held for kind in KINDS for held in replay.live(kind)]
+        assert self.world.book.state.tasks.pool_size() <= 12
         assert replay.bytes == sum(held.bytes for held in everything)
         assert set(self.world.book.bodies) <= {held.group_id for held in everything}
         if not self.faults.get("crash"):
@@ -350,6 +364,7 @@ def simulations(draw):
         "sampler": draw(st.sampled_from(["fifo", "freshest", "prioritized"])),
         "straggler": draw(st.sampled_from(["evict", "wait"])),
         "demo_groups": draw(st.integers(4, 8)),
+        "synthetic": draw(st.sampled_from([-1.0, 0.0, 0.5, 1.0])),  # -1: nobody explores
         "segment_bytes": draw(st.sampled_from([2000, 20000])),
     }
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 from chatml import make_tokenizer
@@ -20,8 +21,10 @@ from actors.chat import Chat
 from actors.demonstrate import demonstrate_group
 from actors.engines.base import Generation, Request
 from actors.envs.base import EnvironmentFailure, Info, Step
+from actors.episode import Advice, EpisodeLate, Finished
 from actors.progress import Progress
-from actors.rollout import EpisodeLate, Setting, run_group
+from actors.rollout import run_group
+from actors.setting import Setting
 from actors.turns import ThinkAnswer
 from evolver_async.schema import (
     Role,
@@ -29,6 +32,7 @@ from evolver_async.schema import (
     Task,
     Ticket,
     Trajectory,
+    Turn,
     TurnFlag,
     WeightId,
 )
@@ -171,8 +175,8 @@ def roll_out(
 ) -> list[Trajectory]:
     done: list[Trajectory] = []
 
-    async def deliver(trajectory: Trajectory) -> None:
-        done.append(trajectory)
+    def deliver(finished: Finished) -> None:
+        done.append(finished.trajectory)
 
     asyncio.run(run_group(ticket, setting, engine, progress or Progress(), deliver))
     return done
@@ -302,8 +306,8 @@ def test_other_members_are_delivered_before_a_failure_is_raised() -> None:
     }
     done: list[Trajectory] = []
 
-    async def deliver(trajectory: Trajectory) -> None:
-        done.append(trajectory)
+    def deliver(finished: Finished) -> None:
+        done.append(finished.trajectory)
 
     engine = FakeEngine(script)
     with pytest.raises(EnvironmentFailure):
@@ -451,7 +455,7 @@ def test_blocking_environment_stops_nobody_else() -> None:
     Stuck.free.clear()
     engine = FakeEngine({"0/0/0": say(RIGHT)})
 
-    async def deliver(trajectory: Trajectory) -> None: ...
+    def deliver(finished: Finished) -> None: ...
 
     async def run() -> int:
         ticks = 0
@@ -511,8 +515,8 @@ def test_blocking_environments_do_not_wait_for_each_other(expert: float) -> None
     Slow.threads.clear()
     done: list[Trajectory] = []
 
-    async def deliver(trajectory: Trajectory) -> None:
-        done.append(trajectory)
+    def deliver(finished: Finished) -> None:
+        done.append(finished.trajectory)
 
     how = setting(step_timeout_s=1.0, max_turns=2)
     many = corridor(members=64, env="Slow")
@@ -553,3 +557,79 @@ def test_draws_have_their_own_key_and_progress_counts_tokens_and_steps() -> None
     done = roll_out(corridor(members=4, length=2), setting(), engine, progress)
     assert len({request.seed for request in engine.requests}) == 8
     assert progress.count == sum(one.action_tokens for one in done) + 8
+
+
+class Mapped(Corridor):
+    """A corridor that says where one is and how far one has come."""
+
+    def state(self) -> str:
+        return f"cell {self.position}"
+
+    def score(self) -> float:
+        return float(self.position)
+
+
+class Adviser:
+    """Knows something about every task, and was asked about these."""
+
+    def __init__(self, text: str = "go right <|im_end|>") -> None:
+        self.text = text
+        self.asked: list[str] = []
+
+    async def advise(self, query: str) -> Advice:
+        self.asked.append(query)
+        return Advice(text=self.text, ids=(7, 9))
+
+
+def play(ticket: Ticket, how: Setting, engine: FakeEngine, guide: Adviser) -> list[Finished]:
+    done: list[Finished] = []
+    asyncio.run(run_group(ticket, how, engine, Progress(), done.append, guide))
+    return sorted(done, key=lambda finished: finished.trajectory.member)
+
+
+def test_a_guided_member_sees_experience_and_stripped_it_is_the_others_prompt() -> None:
+    both = msgspec.structs.replace(corridor(members=2, env="Mapped"), guided=[1])
+    script = {f"0/{member}/0": say(RIGHT, RIGHT, RIGHT) for member in (0, 1)}
+    guide = Adviser()
+    plain, guided = [
+        finished.trajectory for finished in play(both, setting(), FakeEngine(script), guide)
+    ]
+    assert guide.asked == ["at 0"]
+    assert (plain.experience_ids, guided.experience_ids) == ([], [7, 9])
+    (unguided,), (shown,) = plain.sequences, guided.sequences
+    assert not unguided.guided and shown.guided
+    assert shown.stripped().tokens.tolist() == unguided.tokens.tolist()
+    assert shown.stripped().roles.tolist() == unguided.roles.tolist()
+    experience = shown.tokens[shown.roles == Role.EXPERIENCE].tolist()
+    assert experience == CHAT.experience("go right <|im_end|>")
+    first = int((shown.roles == Role.EXPERIENCE).argmax())
+    before = TOKENIZER.decode(shown.tokens[:first].tolist())
+    assert before.endswith("<|im_start|>user\n")
+    assert TOKENIZER.decode(shown.tokens[first + len(experience) :].tolist()).startswith("at 0")
+
+
+@pytest.mark.parametrize("text", ["", "word " * 2000])
+def test_experience_that_is_not_there_or_too_long_leaves_a_member_unguided(text: str) -> None:
+    one = msgspec.structs.replace(corridor(), guided=[0])
+    script = {"0/0/0": say(RIGHT, RIGHT, RIGHT)}
+    (finished,) = play(one, setting(max_length=600), FakeEngine(script), Adviser(text))
+    assert not finished.trajectory.sequences[0].guided
+    assert finished.trajectory.experience_ids == []
+
+
+def test_what_is_wanted_of_an_episode_is_kept_in_words_and_scores() -> None:
+    script = {"0/0/0": say(RIGHT, "nonsense", " right</answer>", RIGHT)}
+    one = corridor(env="Mapped")
+    (finished,) = play(one, setting(recorded=True, scored=True), FakeEngine(script), Adviser())
+    assert finished.query == "at 0"
+    assert finished.scores == [0.0, 1.0, 1.0, 2.0, 3.0]
+    assert finished.transcript.turns == [
+        Turn(observation="at 0", state="cell 0", action="right"),
+        Turn(observation="at 1", state="cell 1", action="nonsense"),
+        Turn(observation="at 1", state="cell 1", action="right"),
+        Turn(observation="at 2", state="cell 2", action="right"),
+    ]
+    assert finished.transcript.success and finished.transcript.trajectory_id == "0/0/0"
+    script = {"0/0/0": say(RIGHT, RIGHT, RIGHT)}
+    (bare,) = play(one, setting(), FakeEngine(script), Adviser())
+    assert bare.transcript.turns == [] and bare.scores == []

@@ -2,12 +2,13 @@
 
 import os
 
+import msgspec
 import pytest
-from buffer_world import World, config, trajectory
+from buffer_world import World, config, synthetic, trajectory
 
 from evolver_async import messages
 from evolver_async.buffer.journal import JournalError
-from evolver_async.schema import Task, Ticket, WeightId
+from evolver_async.schema import Ticket, WeightId
 from evolver_async.wire import SCHEMA_HASH
 
 GIB = 1 << 30
@@ -474,12 +475,14 @@ def test_an_evaluation_whose_weights_are_gone_ends_without_those_episodes(world)
     assert world.done(0, taken, 1).evals[0].episodes == 0
 
 
-def test_offered_tasks_reach_the_actors_and_others_are_refused(world):
-    task = Task(task_id="made", env="e", split="train", map_seed=0, origin="synthetic")
-    assert isinstance(world.one("a", messages.Offer(tasks=[task])), messages.Ok)
-    assert world.lease()[0].task == task
-    foreign = Task(task_id="test", env="e", split="test", map_seed=0, origin="synthetic")
-    assert isinstance(world.one("a", messages.Offer(tasks=[foreign])), messages.Reject)
+def test_only_synthetic_tasks_of_the_train_split_can_be_offered(world):
+    assert isinstance(world.one("a", messages.Offer(tasks=[synthetic(0)])), messages.Ok)
+    assert world.book.state.tasks.pool_size() == 1
+    numbered = {"task_id": "frozen_lake/train/1"}
+    for change in ({"split": "test"}, {"origin": "original"}, numbered):
+        foreign = msgspec.structs.replace(synthetic(1), **change)
+        assert isinstance(world.one("a", messages.Offer(tasks=[foreign])), messages.Reject)
+    assert world.book.state.tasks.pool_size() == 1
 
 
 def test_status_shows_rates_leases_and_who_waits_for_what(world):

@@ -12,6 +12,9 @@ from evolver_async import policy
 from evolver_async.config import (
     Advantage,
     Config,
+    Correction,
+    Experience,
+    Judge,
     Learner,
     Loss,
     Metrics,
@@ -20,8 +23,20 @@ from evolver_async.config import (
 )
 from evolver_async.config.load import stage_config
 from evolver_async.metrics import Timers
-from evolver_async.schema import Fork, Group, Sampling, Task, Ticket, WeightId
+from evolver_async.schema import (
+    Fork,
+    Group,
+    Role,
+    Sampling,
+    Sequence,
+    Task,
+    Ticket,
+    Trajectory,
+    VersionRun,
+    WeightId,
+)
 from learner import update as under_test
+from learner.outcome import Outcome
 from learner.state import Asked, State, load_optimizer, save
 from learner.update import Updater
 
@@ -209,3 +224,231 @@ def test_moments_are_restored_to_the_device_of_their_parameter(tmp_path):
         "exp_avg_sq": "meta",
         "step": "meta",
     }
+
+
+# ---- guided members, labels, process rewards
+
+
+def guided_groups(count: int, *, policy_kind: str = "learned") -> list[Group]:
+    """Groups of four members with two turns each; the even ones were sampled with experience."""
+    found = groups(count)
+    rng = np.random.default_rng(0)
+    for group in found:
+        group.trajectories = [
+            guided_member(group.trajectories[0], member, rng, policy_kind) for member in range(4)
+        ]
+    return found
+
+
+def guided_member(
+    like: Trajectory, member: int, rng: np.random.Generator, policy_kind: str
+) -> Trajectory:
+    experience = [Role.EXPERIENCE] * (3 if member % 2 == 0 else 0)
+    turn = [Role.ACTION, Role.ACTION, Role.OBSERVATION]
+    roles = np.array([Role.PROMPT, *experience, Role.PROMPT, *turn, *turn], np.uint8)
+    numbers = np.full(len(roles), -1, np.int16)
+    numbers[-6:] = [0, 0, 0, 1, 1, 1]
+    acts = roles == Role.ACTION
+    versions = [VersionRun(weights=WeightId(lineage=1, step=0), tokens=4)]
+    sequence = Sequence(
+        tokens=rng.integers(0, 20, len(roles)).astype(np.int32),
+        roles=roles,
+        turns=numbers,
+        logprobs=np.where(acts, -1 - rng.random(len(roles)), 0).astype(np.float32),
+        versions=versions if policy_kind == "learned" else [],
+    )
+    return Trajectory(
+        group_id=like.group_id,
+        member=member,
+        attempt=0,
+        actor="a",
+        incarnation=0,
+        sequences=[sequence],
+        reward=float(member > 1),
+        success=member > 1,
+        terminated=True,
+        truncated=False,
+        turn_rewards=np.array([0.25 * member, 0.5], np.float32),
+        turn_flags=np.zeros(2, np.uint8),
+        labels=np.array([1, -1 if member else 1], np.int8),
+        label_source="rule",
+        experience_ids=[],
+        policy=policy_kind,  # pyright: ignore[reportArgumentType]
+        timing={},
+    )
+
+
+def stripped_by_hand(data: list[Group]) -> list[Group]:
+    for group in data:
+        for one in group.trajectories:
+            one.sequences = [sequence.stripped() for sequence in one.sequences]
+    return data
+
+
+def guided_config(tiny: Path, strip: str, minibatches: int = 2, **correction: Any) -> Config:
+    settings = config(tiny, [Stage(kind="rl", steps=3)], minibatches)
+    settings.advantage = Advantage()
+    settings.experience = Experience(kind="contrast", strip=strip)
+    settings.correction = Correction(**correction)
+    return settings
+
+
+def step(made: Updater, data: list[Group], take: int = 0) -> Outcome:
+    """Step `take` of a stage of 3."""
+    state = State(lineage=1, take=7 + take, stage_take=7)
+    return made.rl(stage_config(made.config, 0), data, state, FORKS, 3)
+
+
+def test_anchor_for_guided_tokens_is_training_on_the_stripped_text_without_a_weight(tiny, tmp_path):
+    """What AgentEvolver does: experience removed, mu forgotten. Bit for bit `none` by hand."""
+    data = guided_groups(4)
+    for group in data:
+        group.trajectories = [one for one in group.trajectories if one.member % 2 == 0]
+    ours = updater(guided_config(tiny, "always", guided="anchor"), tmp_path)
+    ours.config.loss.boost = 0.0
+    step(ours, data)
+    theirs = updater(guided_config(tiny, "always", kind="none"), tmp_path)
+    step(theirs, stripped_by_hand(data))
+    assert same(ours.model, theirs.model)
+
+
+def test_boost_reaches_the_weights_only_through_stripped_tokens(tiny, tmp_path):
+    def weights_after(data: list[Group], boost: float) -> Updater:
+        settings = guided_config(tiny, "always", minibatches=4, guided="anchor")
+        settings.loss = Loss(clip_high=1e-4, boost=boost)
+        settings.learner.lr = 0.05
+        made = updater(settings, tmp_path)
+        outcome = step(made, data)
+        if boost and made.config.experience.strip == "always":
+            counted = outcome.metrics.get("boost/tokens", 0.0)
+            assert (counted > 0) == any(
+                s.guided for g in data for t in g.trajectories for s in t.sequences
+            )
+        return made
+
+    boosted, usual = (weights_after(guided_groups(8), boost) for boost in (0.6, 0.0))
+    assert not same(boosted.model, usual.model)
+    boosted, usual = (
+        weights_after(stripped_by_hand(guided_groups(8)), boost) for boost in (0.6, 0.0)
+    )
+    assert same(boosted.model, usual.model)
+
+
+def test_never_strip_keeps_the_experience_in_the_context(tiny, tmp_path):
+    kept = updater(guided_config(tiny, "never"), tmp_path)
+    outcome = step(kept, guided_groups(4))
+    assert not any(name.startswith(("boost/", "offpolicy_guided/")) for name in outcome.metrics)
+    assert outcome.metrics["experience/retrieved_share"] == 0.5
+    as_prompt = guided_groups(4)
+    for group in as_prompt:
+        for one in group.trajectories:
+            roles = one.sequences[0].roles
+            roles[roles == Role.EXPERIENCE] = Role.PROMPT
+    prompted = updater(guided_config(tiny, "never"), tmp_path)
+    step(prompted, as_prompt)
+    assert same(kept.model, prompted.model)
+
+
+def test_guided_and_unguided_data_is_measured_apart(tiny, tmp_path):
+    outcome = step(updater(guided_config(tiny, "always"), tmp_path), guided_groups(4))
+    found = outcome.metrics
+    assert found["offpolicy_guided/tokens"] == found["offpolicy_unguided/tokens"] == 4 * 2 * 4
+    assert found["offpolicy_guided/trajectories"] == 8
+    assert found["experience/guided_success"] == found["experience/unguided_success"] == 0.5
+    assert found["experience/guided_gain"] == 0.0
+    assert not any("guided" in name or "experience" in name for name in unguided_metrics(tiny))
+
+
+def unguided_metrics(tiny: Path) -> dict[str, float]:
+    settings = config(tiny, [Stage(kind="rl", steps=1)])
+    return (
+        updater(settings, tiny)
+        .rl(stage_config(settings, 0), groups(2), State(lineage=1), FORKS, 1)
+        .metrics
+    )
+
+
+def test_unguided_data_costs_no_pass_beside_the_updates(tiny, tmp_path):
+    """Whatever is configured; guided data costs one for its anchor and one in its own context."""
+
+    def rows_scored(data: list[Group], **correction: Any) -> int:
+        settings = guided_config(tiny, "always", **correction)
+        settings.rollout.guided_fraction = 0.0  # guided data is left from before
+        made = updater(settings, tmp_path)
+        rows = []
+
+        def count(module: Any, inputs: Any, output: Any) -> None:
+            if not torch.is_grad_enabled():
+                rows.append(output.last_hidden_state.shape[0])
+
+        policy.split_model(made.model)[0].register_forward_hook(count)
+        step(made, data)
+        return sum(rows)
+
+    plain = stripped_by_hand(guided_groups(4))
+    assert rows_scored(plain, kind="ppo") == 0
+    assert rows_scored(plain, anchor="interpolate") == 0
+    assert rows_scored(plain) == 16
+    assert rows_scored(guided_groups(4), kind="ppo") == 8 + 8
+    assert rows_scored(guided_groups(4), kind="ppo", guided="anchor") == 8
+    assert rows_scored(guided_groups(4), kind="ppo", guided="behaviour") == 0
+    assert rows_scored(guided_groups(4)) == 16 + 8
+    # no line of versions leads from one context to the other, so interpolation steps back
+    assert rows_scored(guided_groups(4), anchor="interpolate") == 16 + 8
+
+
+def test_demonstrations_lose_their_experience_unless_told_otherwise(tiny, tmp_path):
+    def trained(strip: str, data: list[Group]) -> Updater:
+        settings = guided_config(tiny, strip)
+        settings.stages = [Stage(kind="sft", steps=3)]
+        made = updater(settings, tmp_path)
+        outcome = made.sft(stage_config(settings, 0), data, State(lineage=1), 3)
+        assert outcome.updates == 2
+        return made
+
+    def demos() -> list[Group]:
+        return guided_groups(4, policy_kind="scripted")
+
+    by_hand = trained("always", stripped_by_hand(demos()))
+    assert same(trained("always", demos()).model, by_hand.model)
+    assert not same(trained("never", demos()).model, by_hand.model)
+
+
+def test_labels_and_their_outage_are_measured_and_alpha_falls(tiny, tmp_path):
+    settings = guided_config(tiny, "always")
+    settings.advantage = Advantage(kind="adca", alpha=0.4, alpha_final=0.0)
+    settings.judge = Judge(kind="rule")
+    data = guided_groups(4)
+    found = step(updater(settings, tmp_path), data).metrics
+    assert found["judge/labelled_share"] == 1 and found["judge/good_share"] == 5 / 8
+    assert found["advantage/unlabelled_groups"] == 0 and found["advantage/alpha"] == 0.4
+    data[1].trajectories[2].labels[:] = 0
+    made = updater(settings, tmp_path)
+    outcome = step(made, data, take=1)
+    assert outcome.metrics["advantage/unlabelled_groups"] == 1
+    assert outcome.metrics["advantage/alpha"] == pytest.approx(0.2)
+    batch = outcome.batch
+    assert batch is not None
+    by_turn = {}
+    for p, k, A in zip(batch.trajectory_N, batch.turn_N, batch.advantage_N, strict=True):
+        by_turn.setdefault((int(p), int(k)), set()).add(float(A))
+    assert all(len(values) == 1 for values in by_turn.values())  # one a turn
+    for p in range(16):
+        falls_back = batch.group_P[p] == 1
+        assert (by_turn[p, 0] == by_turn[p, 1]) == falls_back
+        if falls_back:
+            (found_A,) = by_turn[p, 1]
+            assert found_A == pytest.approx(1.0 if p % 4 > 1 else -1.0, rel=1e-4)
+
+
+def test_a_resume_repeats_a_guided_step_bit_for_bit(tiny, tmp_path):
+    settings = guided_config(tiny, "fraction")
+    settings.advantage = Advantage(kind="grpo_process")
+    made = updater(settings, tmp_path)
+    step(made, guided_groups(4))
+    (tmp_path / "c").mkdir()
+    made.save(tmp_path / "c", State())
+    again = updater(settings, tmp_path)
+    again.restore(tmp_path / "c")
+    results = [step(one, guided_groups(4), take=1).metrics for one in (made, again)]
+    assert results[0] == results[1] and same(made.model, again.model)

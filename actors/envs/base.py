@@ -93,6 +93,40 @@ class Solvable(Env, Protocol):
 
 
 @runtime_checkable
+class Located(Env, Protocol):
+    """An environment whose states have names."""
+
+    def state(self) -> str:
+        """A short key of the state one is in; the same words for the same state of a task."""
+        ...
+
+
+@runtime_checkable
+class Scored(Env, Protocol):
+    """An environment that can tell progress."""
+
+    def score(self) -> float:
+        """How close the task is to its solution; more is better."""
+        ...
+
+
+@runtime_checkable
+class Goals(Env, Protocol):
+    """An environment that can be explored, and whose states can be made goals.
+
+    Its constructor takes `free`: an episode without any goal.
+    """
+
+    def goal(self) -> dict[str, Any] | None:
+        """The parameters that make the state reached the goal of the task begun by `reset`.
+
+        They replace those of the same name. None for a state that cannot be one, also where the
+        task would belong to another split.
+        """
+        ...
+
+
+@runtime_checkable
 class Measurable(Env, Protocol):
     """An environment whose random and optimal policies can be computed."""
 

@@ -2,13 +2,14 @@
 
 Maps are drawn from `(split, map_seed)` until one is solvable and its content hashes into the split,
 so no map is in two splits. Reward is 1 on reaching the goal; a hole ends the episode; the limit on
-moves is the rollout's. Cells are numbered row by row.
+moves is the rollout's. Cells are numbered row by row. The goal of a drawn map can be moved, as far
+as its content stays in the split, or be left out.
 """
 
 import random
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,7 +31,7 @@ DISCOUNT = 0.95  # of the slippery solver: moves are limited, so a safe way must
 
 @dataclass(frozen=True)
 class Lake:
-    """A map, as rows of `_`, `O` and one `G`, and where the player starts."""
+    """A map, as rows of `_`, `O` and at most one `G`, and where the player starts."""
 
     rows: tuple[str, ...]
     start: int
@@ -45,7 +46,12 @@ class Lake:
 
     @cached_property
     def goal(self) -> int:
-        return self.cells.index(GOAL)
+        """Its cell; -1 where there is none."""
+        return self.cells.find(GOAL)
+
+    @cached_property
+    def split(self) -> str:
+        return split_of(f"{self.cells}/{self.start}".encode())
 
     @cached_property
     def neighbours(self) -> list[list[int | None]]:
@@ -69,8 +75,10 @@ class Lake:
 
     @cached_property
     def distances(self) -> list[int]:
-        """Moves to the goal from every cell without slipping; -1 for holes and cut-off cells."""
+        """Moves to the goal from every cell without slipping; -1 where no way leads there."""
         distances = [-1] * len(self.cells)
+        if self.goal < 0:
+            return distances
         distances[self.goal] = 0
         frontier = [self.goal]
         for cell in frontier:  # grows while it is walked: breadth first
@@ -112,14 +120,24 @@ def draw_lake(size: int, frozen_prob: float, placement: str, split: str, map_see
         cells = [ICE if rng.random() < frozen_prob else HOLE for _ in range(count)]
         start, goal = (0, count - 1) if placement == "corners" else rng.sample(range(count), 2)
         cells[start], cells[goal] = ICE, GOAL
-        text = "".join(cells)
-        if split_of(f"{text}/{start}".encode()) != split:
-            continue
-        rows = tuple(text[row * size : (row + 1) * size] for row in range(size))
-        lake = Lake(rows=rows, start=start)
-        if lake.distances[start] > 0:
+        lake = _lake("".join(cells), size, start)
+        if lake.split == split and lake.distances[start] > 0:
             return lake
     raise ValueError(f"frozen_prob: {frozen_prob} leaves no solvable {split} map of size {size}")
+
+
+@lru_cache(maxsize=4096)
+def with_goal(lake: Lake, cell: int) -> Lake:
+    """The same map with its goal at `cell`, which must be ice, or nowhere for -1."""
+    cells = lake.cells.replace(GOAL, ICE)
+    if cell >= 0:
+        cells = cells[:cell] + GOAL + cells[cell + 1 :]
+    return _lake(cells, lake.size, lake.start)
+
+
+def _lake(cells: str, size: int, start: int) -> Lake:
+    rows = tuple(cells[row * size : (row + 1) * size] for row in range(size))
+    return Lake(rows=rows, start=start)
 
 
 @lru_cache(maxsize=256)
@@ -138,7 +156,8 @@ def best_actions(lake: Lake, success_rate: float) -> list[int]:
 
 class FrozenLake:
     """The environment. `success_rate` is used only where `slippery`; `grid` says in which turns the
-    map is shown; `hints` describes the four neighbours and where the goal lies.
+    map is shown; `hints` describes the four neighbours and where the goal lies. `goal_cell` moves
+    the goal there (-1 leaves it where it was drawn); `free` leaves it out.
 
     ValueError names the parameter that is out of range.
     """
@@ -155,9 +174,13 @@ class FrozenLake:
         success_rate: float = 1.0 / 3.0,
         grid: Literal["every", "first", "never"] = "every",
         hints: bool = True,
+        goal_cell: int = -1,
+        free: bool = False,
     ) -> None:
         if not 3 <= size <= 8:
             raise ValueError(f"size: {size} is not in 3..8")
+        if not -1 <= goal_cell < size**2:
+            raise ValueError(f"goal_cell: {goal_cell} is not in -1..{size**2 - 1}")
         if not 0 < frozen_prob < 1:
             raise ValueError(f"frozen_prob: {frozen_prob} is not between 0 and 1")
         if not 0 < success_rate <= 1:
@@ -170,13 +193,21 @@ class FrozenLake:
         self.success_rate = success_rate if slippery else 1.0
         self.grid = grid
         self.hints = hints
+        self.goal_cell = goal_cell
+        self.free = free
 
     def reset(self, task: Task, dynamics_seed: int) -> str:
         if task.split not in ("train", "test"):
             raise ValueError(f"split: {task.split!r} is neither train nor test")
-        self.lake = draw_lake(
-            self.size, self.frozen_prob, self.placement, task.split, task.map_seed
-        )
+        lake = draw_lake(self.size, self.frozen_prob, self.placement, task.split, task.map_seed)
+        if self.free:
+            lake = with_goal(lake, -1)
+        elif self.goal_cell >= 0:
+            if not _may_be_goal(lake, self.goal_cell, task.split):
+                raise ValueError(f"goal_cell: {self.goal_cell} is no goal of {task.task_id}")
+            lake = with_goal(lake, self.goal_cell)
+        self.lake = lake
+        self.split = task.split
         self.dynamics_seed = dynamics_seed
         self.cell = self.lake.start
         self.moves = 0
@@ -203,7 +234,9 @@ class FrozenLake:
         return [name for name, cell in zip(ACTIONS, neighbours, strict=True) if cell is not None]
 
     def solve(self) -> list[str]:
-        """The shortest path; on a slippery lake only the next best action."""
+        """The shortest path; on a slippery lake only the next best action. ValueError: no goal."""
+        if self.lake.goal < 0:
+            raise ValueError("free: without a goal there is nothing to solve")
         if self.success_rate < 1.0:
             return [ACTIONS[best_actions(self.lake, self.success_rate)[self.cell]]]
         path, cell = [], self.cell
@@ -219,9 +252,17 @@ class FrozenLake:
         return path
 
     def score(self) -> float:
-        """Minus the moves that are left to the goal; in a hole worse than anywhere else."""
+        """Minus the moves that are left to the goal; where no way leads there, worse than that."""
         distance = self.lake.distances[self.cell]
         return -float(distance if distance >= 0 else self.size**2)
+
+    def state(self) -> str:
+        return POSITION.format(*divmod(self.cell, self.size))
+
+    def goal(self) -> dict[str, Any] | None:
+        if not _may_be_goal(self.lake, self.cell, self.split):
+            return None
+        return {"free": False, "goal_cell": self.cell}
 
     def snapshot(self) -> tuple[int, int]:
         return self.cell, self.moves
@@ -231,6 +272,8 @@ class FrozenLake:
 
     def exact(self, max_turns: int) -> Exact:
         """From the start, by backward induction over `max_turns` moves."""
+        if self.lake.goal < 0:
+            return Exact(0.0, 0.0)
         matrix = self.lake.transitions(self.success_rate)
         uniform = optimal = np.eye(len(self.lake.cells))[self.lake.goal]
         goal = uniform
@@ -250,16 +293,10 @@ class FrozenLake:
 
     def _observe(self, grid: bool) -> str:
         lake, cell, size = self.lake, self.cell, self.size
-        row, column = divmod(cell, size)
-        text = POSITION.format(row, column)
+        text = self.state()
+        if self.hints and lake.goal >= 0:
+            text += self._direction()
         if self.hints:
-            down, right = lake.goal // size - row, lake.goal % size - column
-            text += DIRECTION.format(
-                "up" if down < 0 else "down",
-                abs(down),
-                "left" if right < 0 else "right",
-                abs(right),
-            )
             for action, neighbour in zip(ACTIONS, lake.neighbours[cell], strict=True):
                 text += f" {action} {WALL if neighbour is None else WORDS[lake.cells[neighbour]]}"
         if grid:
@@ -267,3 +304,20 @@ class FrozenLake:
             rows = "\n".join(cells[start : start + size] for start in range(0, len(cells), size))
             text = f"{rows}\n{text}"
         return text
+
+    def _direction(self) -> str:
+        """Where the goal lies."""
+        row, column = divmod(self.cell, self.size)
+        down, right = self.lake.goal // self.size - row, self.lake.goal % self.size - column
+        return DIRECTION.format(
+            "up" if down < 0 else "down", abs(down), "left" if right < 0 else "right", abs(right)
+        )
+
+
+def _may_be_goal(lake: Lake, cell: int, split: str) -> bool:
+    """Whether the goal can be moved there: onto ice that is not the start, can be reached, and
+    leaves the map in its split."""
+    if lake.cells[cell] == HOLE or cell == lake.start:
+        return False
+    moved = with_goal(lake, cell)
+    return moved.split == split and moved.distances[moved.start] > 0

@@ -1,7 +1,7 @@
 """The actors' side of the buffer: which tickets are granted, what becomes of members given back.
 
-Order: evaluation episodes, then missing members of groups that were granted before, then new groups
-as far as admission has room.
+Order: evaluation episodes, then missing members of groups that were granted before, then
+exploration that is due, then new groups as far as admission has room.
 """
 
 import random
@@ -13,7 +13,7 @@ from evolver_async.buffer.disk import Disk
 from evolver_async.buffer.groups import Held
 from evolver_async.buffer.replay import Numbers
 from evolver_async.buffer.status import Status
-from evolver_async.buffer.tasks import Source, held_out_task
+from evolver_async.buffer.tasks import Queued, Source, held_out_task
 from evolver_async.config import Config
 from evolver_async.messages import Fenced, Offer, Ok, Reject, Release, Renew, Reply, Tickets, Wait
 from evolver_async.messages import Lease as LeaseRequest
@@ -88,7 +88,7 @@ class Granting:
             fresh = share(fresh, len(asking))
         tickets = []
         while room > 0:
-            ticket = self._evaluate(peer) or self._reissue(peer, room)
+            ticket = self._evaluate(peer) or self._reissue(peer, room) or self._explore(peer, room)
             if ticket is None and fresh > 0:
                 ticket = self._new(peer, room)
                 fresh -= 1
@@ -141,8 +141,15 @@ class Granting:
                 return Reject(
                     reason=f"tasks: {task.task_id} is not a synthetic task of the train split"
                 )
+            if task.task_id.startswith(f"{task.env}/train/"):
+                return Reject(reason=f"tasks: {task.task_id} is the name of a numbered task")
+        tasks = self.book.state.tasks
+        offered = {task.task_id: task for task in request.tasks}
+        new = [task for task_id, task in offered.items() if task_id not in tasks.known]
         if request.tasks:
-            self.book.record(records.Offered(tasks=request.tasks))
+            duplicates = len(request.tasks) - len(new)
+            room = max(0, self.config.questioning.max_tasks - tasks.pool_size())
+            self.book.record(records.Offered(tasks=new[:room], duplicates=duplicates))
         return Ok()
 
     def _heard(self, peer: str, weights: WeightId | None, now: float) -> None:
@@ -177,11 +184,40 @@ class Granting:
                 return self._ticket(self.book.replay.at.groups[group_id], members)
         return None
 
+    def _explore(self, peer: str, room: int) -> Ticket | None:
+        """A group that looks for new tasks. It is not trained, so admission does not count it."""
+        size = self.book.replay.numbers.group_size
+        if size > room or not self._exploration_due() or self.disk.obstacle():
+            return None
+        task = self.book.state.tasks.next_exploration()
+        if task is None:
+            return None
+        return self._grant(peer, task, "explore", list(range(size)), None)
+
+    def _exploration_due(self) -> bool:
+        config, replay, tasks = self.config, self.book.replay, self.book.state.tasks
+        questioning = config.questioning
+        if (
+            questioning.kind == "none"
+            or replay.numbers.kind != "rollout"
+            or replay.at.head is None
+            or tasks.pool_size() >= questioning.max_tasks
+            or len(replay.live("explore")) >= questioning.groups
+        ):
+            return False
+        wanting = config.tasks.synthetic > 0 and not tasks.pool_size()
+        return wanting or tasks.cursor.since_exploration >= questioning.every
+
+    def _queued(self) -> Queued | None:
+        """The task of the next new group. Demonstrations are of the given tasks alone."""
+        rollout = self.book.replay.numbers.kind == "rollout"
+        return self.book.state.tasks.peek(self.config.tasks.synthetic if rollout else 0.0)
+
     def _new(self, peer: str, room: int) -> Ticket | None:
         numbers = self.book.replay.numbers
         if numbers.group_size > room or not self.book.replay.room() or self._obstacle():
             return None
-        queued = self.book.state.tasks.peek()
+        queued = self._queued()
         assert queued is not None, "no obstacle, so there is a task"
         wait = numbers.kind == "rollout" and (numbers.wait or queued.wait)
         members = list(range(numbers.group_size))
@@ -201,7 +237,9 @@ class Granting:
             size = self.book.replay.bytes
             if size >= buffer.limit_bytes:
                 return f"groups hold {size} bytes of buffer.limit_bytes={buffer.limit_bytes}"
-        if self.book.state.tasks.peek() is None:
+        if self._queued() is None:
+            if self.config.tasks.synthetic == 1 and not self.book.state.tasks.pool_size():
+                return "no synthetic task yet: exploration is to find some"
             return "every task is quarantined"
         return None
 
@@ -234,6 +272,7 @@ class Granting:
         # An evaluation meets the same episodes whatever its weights.
         draws = held.task.task_id if held.kind == "eval" else held.group_id
         guided = set(self._guided(config, held))
+        temperature = {"eval": config.eval.temperature, "explore": config.questioning.temperature}
         return Ticket(
             group_id=held.group_id,
             task=held.task,
@@ -246,7 +285,7 @@ class Granting:
             weights=held.pinned or self.book.replay.oldest_allowed(),
             lease_s=config.buffer.lease_s,
             sampling=Sampling(
-                temperature=config.eval.temperature if held.pinned else rollout.temperature,
+                temperature=temperature.get(held.kind, rollout.temperature),
                 max_tokens=rollout.max_tokens,
             ),
         )

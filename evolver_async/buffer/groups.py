@@ -6,6 +6,7 @@ import msgspec
 
 from evolver_async.schema import Kind, Task, WeightId
 
+UNTRAINED = ("eval", "explore")  # kinds that end with their last member: no learner gets them
 State = Literal["open", "ready", "taken", "closed"]
 Location = tuple[int, int, int, int]  # journal segment, offset, bytes, crc32
 

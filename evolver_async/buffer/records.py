@@ -72,9 +72,10 @@ class Quarantined(Record, tag="quarantined"):
 
 
 class Offered(Record, tag="offered"):
-    """Synthetic tasks joined the pool."""
+    """Synthetic tasks joined the pool; so many others were offered that are in it."""
 
     tasks: list[Task]
+    duplicates: int = 0
 
 
 class Switched(Record, tag="switched"):

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from evolver_async.buffer.groups import Held, Member, Owner, State, Take
+from evolver_async.buffer.groups import UNTRAINED, Held, Member, Owner, State, Take
 from evolver_async.schema import Fork, Kind, Task, WeightId, version_lag
 
 KINDS = get_args(Kind)
@@ -142,7 +142,7 @@ class Replay:
             stage=stage,
             members=members,
             owners={member: Owner(actor, 0, self.at.head) for member in members},
-            uses_left=0 if kind == "eval" else self.numbers.reuse,
+            uses_left=0 if kind in UNTRAINED else self.numbers.reuse,
             wait=wait,
             pinned=pinned,
         )
@@ -162,7 +162,7 @@ class Replay:
         held = self.at.groups[group_id]
         held.arrived[member] = facts
         self.bytes += facts.bytes
-        if not held.missing and held.kind != "eval":
+        if not held.missing and held.kind not in UNTRAINED:
             held.order = self.at.next_order
             self.at.next_order += 1
             self._enter(held, "ready")

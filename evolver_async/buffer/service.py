@@ -24,7 +24,7 @@ from evolver_async.buffer.book import Book
 from evolver_async.buffer.censoring import Sums
 from evolver_async.buffer.disk import Disk
 from evolver_async.buffer.granting import Granting, numbers_of, source_of
-from evolver_async.buffer.groups import Held
+from evolver_async.buffer.groups import UNTRAINED, Held
 from evolver_async.buffer.journal import DiskFull, Journal, archive_bytes
 from evolver_async.buffer.leases import Leases
 from evolver_async.buffer.ledger import Amount
@@ -35,7 +35,12 @@ from evolver_async.buffer.taking import Taking
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config, to_dict
 from evolver_async.delivery import Postponed
-from evolver_async.launch.roles import RoleArgs, collect_rarely, weights_dir
+from evolver_async.launch.roles import (
+    RoleArgs,
+    collect_rarely,
+    experience_address,
+    weights_dir,
+)
 from evolver_async.messages import Reply, Request
 from evolver_async.schema import Trajectory
 from evolver_async.tokenizer import tokenizer_hash
@@ -91,13 +96,19 @@ class Service:
 
     @classmethod
     def of_run(
-        cls, config: Config, run_dir: Path, tokenizer_hash: str | None, now: float
+        cls,
+        config: Config,
+        run_dir: Path,
+        tokenizer_hash: str | None,
+        now: float,
+        experience_address: str = "",
     ) -> "Service":
         """The buffer of the run in `run_dir`, with its journal there."""
         welcome = messages.Welcome(
             run_id=run_dir.name,
             config=to_dict(config),
             weights_address=str(weights_dir(config, run_dir)),
+            experience_address=experience_address,
         )
         return cls(config, run_dir.name, run_dir / "journal", welcome, tokenizer_hash, now)
 
@@ -211,7 +222,6 @@ class Service:
         if self.disk.full():
             return messages.Retry(seconds=RETRY_S)
         self.activity.peers[peer].count(tokens, now)
-        evaluated = held.pinned is not None
         record = records.Arrived(
             group_id=group_id,
             member=member,
@@ -223,7 +233,7 @@ class Service:
             turns=len(trajectory.turn_rewards),
             oldest=trajectory.oldest,
         )
-        book.record(record, None if evaluated else trajectory)
+        book.record(record, None if held.kind in UNTRAINED else trajectory)
         book.leases.finish(group_id, member)
         if held.kind == "rollout":
             self.censoring.receive(
@@ -254,7 +264,7 @@ class Service:
             if size > bound:
                 return f"{name}: {size:g}, the largest that safety.max_reward allows is {bound:g}"
         expected = "scripted" if held.kind == "demo" else "learned"
-        if trajectory.policy != expected:
+        if trajectory.policy != expected and held.kind != "explore":  # whoever explores
             return f"policy: {trajectory.policy} in a {held.kind} group"
         sampled = {run.weights for sequence in trajectory.sequences for run in sequence.versions}
         if held.pinned is not None and sampled - {held.pinned}:
@@ -280,7 +290,8 @@ def main(args: RoleArgs) -> int:
     config = load(args.run_dir / "config.yaml", [])
     # leases are measured with the server's clock, which is the monotonic one
     tokenizer = tokenizer_hash(config.policy.path)
-    service = Service.of_run(config, args.run_dir, tokenizer, time.monotonic())
+    experience = experience_address(config, args.address)
+    service = Service.of_run(config, args.run_dir, tokenizer, time.monotonic(), experience)
     server = Server(service, args.address, service.welcome.run_id, keys=args.keys)
     try:
         server.serve(stop)

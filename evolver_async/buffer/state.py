@@ -5,7 +5,7 @@ The live service and a restart run the same `apply`, so a restart ends where the
 
 from evolver_async.buffer import records
 from evolver_async.buffer.evaluations import Evaluations
-from evolver_async.buffer.groups import Held, Location, Member
+from evolver_async.buffer.groups import UNTRAINED, Held, Location, Member
 from evolver_async.buffer.ledger import HELD, Amount, Ledger
 from evolver_async.buffer.replay import Numbers, Replay
 from evolver_async.buffer.tasks import Source, Tasks
@@ -43,7 +43,7 @@ class State:
         self.ledger = snapshot.ledger
         self.evaluations = snapshot.evaluations
         self.tasks.switch(self.sources[snapshot.position.stage])
-        self.tasks.cursor = snapshot.cursor
+        self.tasks.restore(snapshot.cursor)
 
     def held(self) -> dict[str, dict[str, Amount]]:
         """What is open, ready and taken, by kind, counted from the groups themselves."""
@@ -78,7 +78,7 @@ class State:
             case records.Quarantined():
                 self.tasks.quarantine(record.task_id, record.reason)
             case records.Offered():
-                self.tasks.offer(record.tasks)
+                self.tasks.offer(record.tasks, record.duplicates)
             case records.Switched():
                 self._enter_stage(record.stage)
             case records.Taken():
@@ -95,7 +95,8 @@ class State:
     def _granted(self, record: records.Granted) -> None:
         if record.pinned is None:
             stage = self.replay.at.stage
-            self.tasks.take(record.task)
+            use = self.tasks.explore if record.kind == "explore" else self.tasks.take
+            use(record.task)
         else:
             stage = self.evaluations.stage_of(record.pinned)
             self.evaluations.granted(record.pinned)
@@ -131,7 +132,9 @@ class State:
             self.tasks.completed(held.task, successes / len(held.members) if learned else None)
         else:
             self.evaluations.arrived(held.pinned, record.success, record.reward, record.turns)
-            self.ledger.close(held.kind, "filtered", "evaluated", _amount(held))
+        if held.kind in UNTRAINED:
+            reason = "explored" if held.pinned is None else "evaluated"
+            self.ledger.close(held.kind, "filtered", reason, _amount(held))
             self.replay.evict(record.group_id)
 
     def _evicted(self, group_id: int, reason: str) -> None:

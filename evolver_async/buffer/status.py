@@ -123,6 +123,7 @@ class Status:
                 for e in self.state.evaluations.running
             ],
             "quarantined": dict(self.state.tasks.cursor.quarantined),
+            "questioning": self._questioning(),
             "journal": {
                 "bytes": self.journal.size,
                 "segments": len(self.journal.sizes),
@@ -153,8 +154,30 @@ class Status:
             counters[f"ledger/{fate}"] = float(ledger.door[fate].trajectories)
         for name, tokens in self._generated().items():
             counters[f"ledger/{name}"] = float(tokens)
+        if "explore" in ledger.received or self.state.tasks.known:
+            values = self._questioning()
+            counters |= {f"questioning/{name}": value for name, value in values.items()}
         told = self.activity.counters()  # nobody's may stand for one of the buffer's own
         return told | counters | self.censoring.counters() | self.stalls.counters(now)
+
+    def _questioning(self) -> dict[str, float]:
+        """The pool of synthetic tasks: how large it is, what was offered, what its tasks are like.
+
+        `tried`: tasks of which a group was whole; `useful`: those of them that some members of the
+        newest group solved and some did not.
+        """
+        tasks = self.state.tasks
+        cursor = tasks.cursor
+        tried = [value for name, value in cursor.success.items() if name in tasks.known]
+        explored = self.state.ledger.received.get("explore", Amount())
+        return {
+            "explored": float(explored.trajectories),
+            "pool_size": float(tasks.pool_size()),
+            "offered": float(len(cursor.pool) + cursor.duplicates),
+            "duplicates": float(cursor.duplicates),
+            "tried": float(len(tried)),
+            "useful": float(sum(0 < value < 1 for value in tried)),
+        }
 
     def _generated(self) -> dict[str, int]:
         """Tokens that actors sampled since this buffer started, and those of them never taken in.

@@ -1,4 +1,4 @@
-"""Where training tasks come from: numbered maps, tasks queued again, tasks offered from outside.
+"""Where training tasks come from: numbered maps, a pool of the system's own, tasks queued again.
 
 `peek` says what comes next without changing anything, `take` uses it up: a grant is decided with
 the one and recorded with the other. Pure: draws are keyed by the seed and by what they are for.
@@ -15,12 +15,16 @@ from evolver_async.schema import Task, key, uniform
 PATIENT_AFTER = 2  # evictions for age before a task is issued with patience; one more and it goes
 
 
+Way = Literal["tasks", "synthetic", "explore"]  # through a numbered set; names its draws
+
+
 @dataclass(frozen=True)
 class Source:
     """The training tasks of a stage; `train` distinct ones, or without end when 0.
 
-    `solved`, `failed`: the chance that a pass over a finite set meets a task whose newest group
-    succeeded, or failed, in all its members: such a group has nothing to compare.
+    `solved`, `failed`: the chance that a pass over a finite set, or over the pool, meets a task
+    whose newest group succeeded, or failed, in all its members: such a group has nothing to
+    compare.
     """
 
     env: str
@@ -37,16 +41,40 @@ class Queued(msgspec.Struct):
     wait: bool
 
 
+class Walk(msgspec.Struct, frozen=True):
+    """A place on the way through a numbered set, pass after pass, each freshly shuffled.
+
+    A pass meets the `size` numbers that there were when it began, so a set may grow; without an end
+    to it, the numbers are the positions.
+    """
+
+    position: int = 0
+    index: int = 0  # of this pass
+    start: int = 0  # the position at which it began
+    size: int = 0
+
+    def on(self, count: int) -> "Walk":
+        """This place, which begins a pass over `count` numbers where the last one is over."""
+        if self.position < self.start + self.size:
+            return self
+        return Walk(self.position, self.index + (self.size > 0), self.position, count)
+
+    def further(self) -> "Walk":
+        return Walk(self.position + 1, self.index, self.start, self.size)
+
+
 class Cursor(msgspec.Struct):
     """What a restart needs to continue the stream of tasks."""
 
-    position: int = 0
+    walks: dict[Way, Walk] = {}
     queue: list[Queued] = []
     ages: dict[str, int] = {}  # evictions for age, since the task last completed a group
     failures: dict[str, int] = {}  # in the environment, since it last completed a group
     quarantined: dict[str, str] = {}  # reason by task id
-    offered: set[str] = set()
     success: dict[str, float] = {}  # share of the newest group that succeeded, by task id
+    pool: list[Task] = []  # synthetic tasks, in the order in which they were offered
+    duplicates: int = 0  # offered when they were there already
+    since_exploration: int = 0  # training groups since the newest exploration
 
 
 def held_out_task(source: Source, number: int) -> Task:
@@ -55,32 +83,56 @@ def held_out_task(source: Source, number: int) -> Task:
 
 
 class Tasks:
-    """The stream of training tasks. A finite set is met pass after pass, each freshly shuffled."""
+    """The stream of training tasks. A set is met pass after pass, each freshly shuffled."""
 
     def __init__(self, seed: int, source: Source) -> None:
         self.seed = seed
         self.source = source
-        self.cursor = Cursor()
-        self._pass: tuple[int, int, list[int]] = (-1, 0, [])
+        self._orders: dict[Way, tuple[Walk, list[int]]] = {}
+        self.restore(Cursor())
 
-    def peek(self) -> Queued | None:
-        """The next task; None when every task of a finite set is quarantined."""
+    def restore(self, cursor: Cursor) -> None:
+        self.cursor = cursor
+        self.known = {task.task_id for task in cursor.pool}
+        self._next: dict[Way, tuple[Walk, Task] | None] = {}  # found already
+
+    def peek(self, synthetic: float = 0.0) -> Queued | None:
+        """The next task; None where there is none.
+
+        `synthetic`: the share of the pool's. What one set lacks the other gives, unless it is to
+        have no share at all.
+        """
         if self.cursor.queue:
             return self.cursor.queue[0]
-        position = self._next_position()
-        if position is None:
-            return None
-        return Queued(_task(self.source, "train", self._number(position)), False)
+        taken = self._walk("tasks").position + self._walk("synthetic").position
+        ways: list[Way] = ["tasks"] if synthetic < 1 else []
+        if synthetic > 0:
+            first = uniform(self.seed, "mixture", taken) < synthetic
+            ways.insert(0 if first else 1, "synthetic")
+        for way in ways:
+            found = self._find(way)
+            if found is not None:
+                return Queued(found[1], False)
+        return None
 
     def take(self, task: Task) -> None:
         """Uses up `task`, which `peek` returned."""
+        self.cursor.since_exploration += 1
         if self.cursor.queue:
             queued = self.cursor.queue.pop(0)
             assert queued.task.task_id == task.task_id, (queued.task.task_id, task.task_id)
             return
-        position = self._next_position()
-        assert position is not None, f"{task.task_id}: no task is left to take"
-        self.cursor.position = position + 1
+        self._pass("synthetic" if task.origin == "synthetic" else "tasks", task)
+
+    def next_exploration(self) -> Task | None:
+        """The task from whose beginning the next exploration starts; None where all failed."""
+        found = self._find("explore")
+        return None if found is None else found[1]
+
+    def explore(self, task: Task) -> None:
+        """Uses up `task`, which `next_exploration` returned."""
+        self.cursor.since_exploration = 0
+        self._pass("explore", task)
 
     def requeue(self, task: Task) -> Literal["again", "wait", "too slow"]:
         """What becomes of a task whose group grew too old: once more, with patience, or never."""
@@ -96,8 +148,9 @@ class Tasks:
         """A whole group arrived in time; `success`: the share of it, None where it was scripted."""
         self.cursor.ages.pop(task.task_id, None)
         self.cursor.failures.pop(task.task_id, None)
-        if self.source.train and success is not None:
+        if success is not None and (self.source.train or task.origin == "synthetic"):
             self.cursor.success[task.task_id] = success
+            self._next.clear()
 
     def failed(self, task: Task) -> None:
         """Its environment could not run it, for whichever group."""
@@ -107,56 +160,87 @@ class Tasks:
         self.cursor.quarantined[task_id] = reason
         self.cursor.ages.pop(task_id, None)
         self.cursor.queue = [q for q in self.cursor.queue if q.task.task_id != task_id]
+        self._next.clear()
 
-    def offer(self, tasks: list[Task]) -> None:
-        """Synthetic tasks, each issued once; one that was offered before is ignored."""
-        for task in tasks:
-            if task.task_id not in self.cursor.offered:
-                self.cursor.offered.add(task.task_id)
-                self.cursor.queue.append(Queued(task, False))
+    def offer(self, tasks: list[Task], duplicates: int) -> None:
+        """New tasks join the pool; `duplicates` others were offered that are known."""
+        self.cursor.pool += tasks
+        self.cursor.duplicates += duplicates
+        self.known |= {task.task_id for task in tasks}
+        self._next.clear()
+
+    def pool_size(self) -> int:
+        """Tasks of the pool that may be issued."""
+        return len(self.known) - sum(task_id in self.known for task_id in self.cursor.quarantined)
 
     def switch(self, source: Source) -> None:
-        """A new stage: what was queued again in the old one goes, offered tasks stay."""
+        """A new stage: what was queued again in the old one goes, the pool stays."""
+        if source.train != self.source.train:
+            for way in ("tasks", "explore"):
+                walk, size = self._walk(way), source.train
+                index = walk.position // size if size else 0
+                self.cursor.walks[way] = Walk(walk.position, index, index * size, size)
         self.source = source
-        self._pass = (-1, 0, [])
-        self.cursor.queue = [
-            q
-            for q in self.cursor.queue
-            if q.task.origin == "synthetic" and q.task.env == source.env
-        ]
+        self.cursor.queue = []
+        self._next.clear()
 
-    def _next_position(self) -> int | None:
-        """The next task that may be issued and is worth it; where none is worth it, the next."""
-        start = self.cursor.position
-        end = start + max(2 * self.source.train, len(self.cursor.quarantined) + 1)
-        first = None
-        for position in range(start, end):
-            task_id = self._task_id(position)
-            if task_id not in self.cursor.quarantined:
-                if self._chosen(task_id, position):
-                    return position
-                first = position if first is None else first
+    def _walk(self, way: Way) -> Walk:
+        return self.cursor.walks.get(way, Walk()).on(self._count(way))
+
+    def _count(self, way: Way) -> int:
+        return len(self.cursor.pool) if way == "synthetic" else self.source.train
+
+    def _pass(self, way: Way, task: Task) -> None:
+        found = self._find(way)
+        assert found is not None and found[1].task_id == task.task_id, f"{task.task_id}: not next"
+        self.cursor.walks[way] = found[0].further()
+        self._next.clear()
+
+    def _find(self, way: Way) -> tuple[Walk, Task] | None:
+        """The next place with a task that may be issued and is worth it; where none is, the next
+        that may be issued."""
+        if way not in self._next:
+            self._next[way] = self._search(way)
+        return self._next[way]
+
+    def _search(self, way: Way) -> tuple[Walk, Task] | None:
+        count = self._count(way)
+        if way == "synthetic" and not count:
+            return None
+        walk, first = self._walk(way), None
+        for _ in range(max(2 * count, len(self.cursor.quarantined) + 1)):
+            walk = walk.on(count)
+            task = self._task(way, walk)
+            if task.env == self.source.env and task.task_id not in self.cursor.quarantined:
+                if way == "explore" or self._worthy(task.task_id, way, walk.position):
+                    return walk, task
+                first = first or (walk, task)
+            walk = walk.further()
         return first
 
-    def _chosen(self, task_id: str, position: int) -> bool:
+    def _worthy(self, task_id: str, way: Way, position: int) -> bool:
         success = self.cursor.success.get(task_id)
         if success is None or 0 < success < 1:
             return True
         chance = self.source.solved if success else self.source.failed
-        return chance >= 1 or uniform(self.seed, "tasks", position) < chance
+        return chance >= 1 or uniform(self.seed, way, position) < chance
 
-    def _task_id(self, position: int) -> str:
-        return f"{self.source.env}/train/{self._number(position)}"
+    def _task(self, way: Way, walk: Walk) -> Task:
+        number = walk.position
+        if walk.size:
+            number = self._order(way, walk)[walk.position - walk.start]
+        return (
+            self.cursor.pool[number] if way == "synthetic" else _task(self.source, "train", number)
+        )
 
-    def _number(self, position: int) -> int:
-        count = self.source.train
-        if not count:
-            return position
-        index = position // count
-        if self._pass[:2] != (index, count):
-            rng = np.random.Generator(np.random.Philox(key=key(self.seed, "tasks", index)))
-            self._pass = (index, count, rng.permutation(count).tolist())
-        return self._pass[2][position % count]
+    def _order(self, way: Way, walk: Walk) -> list[int]:
+        """The shuffled numbers of a pass."""
+        known, order = self._orders.get(way, (Walk(), []))
+        if (known.index, known.size) != (walk.index, walk.size):
+            rng = np.random.Generator(np.random.Philox(key=key(self.seed, way, walk.index)))
+            order = rng.permutation(walk.size).tolist()
+            self._orders[way] = walk, order
+        return order
 
 
 def _task(source: Source, split: str, number: int) -> Task:

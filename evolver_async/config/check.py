@@ -10,7 +10,7 @@ import tempfile
 from ipaddress import ip_address
 from pathlib import Path
 
-from evolver_async.config import Config
+from evolver_async.config import Config, Llm
 from evolver_async.config.values import ConfigError, check_number, check_values, choice, require
 
 __all__ = ["ConfigError", "check", "check_paths", "check_stage"]
@@ -53,6 +53,9 @@ def check_paths(config: Config) -> None:
         for name in ("config.json", "tokenizer.json"):
             if not (directory / name).is_file():
                 raise ConfigError(f"policy.path: {directory} has no {name}")
+    embedder = config.experience.embedder
+    if config.experience.kind != "none" and embedder != "hash" and not Path(embedder).is_dir():
+        raise ConfigError(f"experience.embedder: {embedder} is neither hash nor a directory")
     if not Path(config.weights.dir).is_dir():
         raise ConfigError(f"weights.dir: {config.weights.dir} is not a directory")
     try:
@@ -100,6 +103,12 @@ def _check_limits(config: Config, index: int) -> None:
         config.learner.decay == "none" or stage.steps > 0,
         f"{where}.steps",
         f"learner.decay={config.learner.decay} runs over the stage's steps, so it needs some",
+    )
+    decays = config.advantage.kind == "adca" and config.advantage.alpha_final >= 0
+    require(
+        stage.kind != "rl" or not decays or stage.steps > 0,
+        f"{where}.steps",
+        "advantage.alpha_final is reached at the stage's last step, so it needs some",
     )
     require(
         stage.kind != "sft" or config.buffer.demo_groups >= groups,
@@ -224,6 +233,20 @@ def _check_learner(config: Config) -> None:
     )
 
 
+def _check_llm(key: str, llm: Llm) -> None:
+    """An address without a login, and the name of a variable: both are written down."""
+    require(
+        re.fullmatch(r"https?://[^\s/@?#]+(/[^\s@?#]*)?", llm.url) is not None,
+        f"{key}.url",
+        "must be http:// or https://, a host, and a path without login or query",
+    )
+    require(
+        re.fullmatch(r"([A-Za-z_]\w*)?", llm.key_env) is not None,
+        f"{key}.key_env",
+        "must be the name of an environment variable",
+    )
+
+
 def _check_mechanisms(config: Config) -> None:
     """Experience, judge and questioning: what each needs, and who needs them."""
     for name in ("experience", "judge", "questioning"):
@@ -237,6 +260,13 @@ def _check_mechanisms(config: Config) -> None:
                 f"{name}.kind",
                 "llm needs real time, which launch.kind=serial has not",
             )
+            _check_llm(f"{name}.llm", section.llm)
+    require(
+        config.judge.kind in ("none", "rule") or config.judge.timeout_s < config.buffer.stall_s,
+        "judge.timeout_s",
+        f"must be below buffer.stall_s ({config.buffer.stall_s:g}): else groups that are being"
+        " judged are given to others",
+    )
     require(
         config.advantage.kind != "adca" or config.judge.kind != "none",
         "advantage.kind",
@@ -284,7 +314,7 @@ def _check_guided(config: Config) -> None:
 def _check_group_size(config: Config) -> None:
     """Relative advantages and selection by spread need somebody to compare with."""
     for name, value, compares in (
-        ("advantage.kind", config.advantage.kind, ("grpo", "rloo")),
+        ("advantage.kind", config.advantage.kind, ("grpo", "adca", "rloo")),
         ("selection.kind", config.selection.kind, ("spread",)),
     ):
         require(

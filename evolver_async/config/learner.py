@@ -18,7 +18,7 @@ class Advantage:
     """The advantage estimator."""
 
     kind: str = "grpo"  # grpo, grpo_process, adca, rloo or reinforce
-    std: str = "group"  # grpo: divide by the group's std, the batch's, or none
+    std: str = "group"  # grpo, grpo_process, adca: divide by the group's std, the batch's, or none
     baseline_decay: float = 0.9  # reinforce: b <- decay * b + (1 - decay) * mean reward
     alpha: float = 0.1  # adca: weight of the judge's labels beside the outcome
     alpha_final: float = -1.0  # adca: >= 0: where a cosine over the stage's steps takes alpha

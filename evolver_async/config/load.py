@@ -63,13 +63,15 @@ WHOLE_RUN = {
 def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
     """The checked configuration of a run, every stage included.
 
-    `path` is a YAML recipe (None: defaults only); `dotlist` holds `section.key=value` texts, with
+    `path` is a YAML recipe (None: defaults only); one that names another one as its `base`, by a
+    path relative to its own, says only what differs from that. `dotlist` holds `section.key=value` texts, with
     stages addressed as `stages.0.key`. Paths that it names are looked for by `check_paths` alone.
     Raises ConfigError.
     """
     resolved = OmegaConf.structured(Config)
     if path is not None:
-        resolved = _apply(resolved, _read(Path(path)))
+        for tree in _read(Path(path)):
+            resolved = _apply(resolved, tree)
     for entry in dotlist:
         resolved = _apply_argument(resolved, entry)
     config = _to_config(resolved)
@@ -111,7 +113,8 @@ def from_dict(values: dict[str, Any]) -> Config:
     return _to_config(_apply(OmegaConf.structured(Config), values))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+    """The trees of a recipe and of those it is based on, the lowest base first."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path))
     except OSError as error:
@@ -120,7 +123,15 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping of sections")
-    return tree  # pyright: ignore[reportReturnType]  (string keys are checked by _apply)
+    base = tree.pop("base", None)
+    if base is None:
+        return [tree]  # pyright: ignore[reportReturnType]  (string keys are checked by _apply)
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base: must be the path of a recipe, is {base!r}")
+    below = path.parent / base
+    if below.resolve() in (path.resolve(), *above):
+        raise ConfigError(f"{path}: base: {base} is based on this very recipe")
+    return [*_read(below, (*above, path.resolve())), tree]  # pyright: ignore[reportReturnType]
 
 
 def _apply_argument(resolved: DictConfig, entry: str) -> DictConfig:

@@ -48,12 +48,15 @@ class Experience:
 
 @dataclass
 class Judge:
-    """Self-Attributing: who labels the turns of a finished episode GOOD or BAD."""
+    """Self-Attributing: who labels the turns of a finished episode GOOD or BAD.
+
+    `self` keeps to the concurrency and the budgets of `llm`, too.
+    """
 
     kind: str = "none"  # none, rule (the environment's score), self (the policy) or llm
     max_chars: int = 2_000  # of an action, and of an observation, that the judge reads
     max_tokens: int = 1024  # self: of its answer
-    timeout_s: float = 120.0  # of the labels of one trajectory, all retries included
+    timeout_s: float = 90.0  # of the labels of one trajectory, retries and waiting included
     cache: int = 4096  # judgements kept
     llm: Llm = field(default_factory=Llm)
 
@@ -63,18 +66,18 @@ class Questioning:
     """Self-Questioning: tasks that the system sets itself."""
 
     kind: str = "none"  # none, goals (states that exploration reached) or llm (an endpoint)
-    profile: str = ""  # llm: a JSON file that describes the environment
+    profile: str = ""  # llm: a JSON file that describes the environment; "" its own instructions
     every: int = 8  # rollout groups for one group of exploration
     groups: int = 4  # exploration groups at a time
     max_tasks: int = 10_000  # in the pool; then exploration ends
-    per_episode: int = 4  # tasks made of one exploration, at most
+    per_episode: int = 4  # tasks made of one explorer's episode, at most
     temperature: float = 1.0  # of exploration
     max_turns: int = 30  # of exploration
     breadth: int = 3  # turns of exploration that look around before it goes deep
     depth: int = 8  # observations that it sees while it goes deep
     jaccard: float = 0.8  # word sets this alike are the same task
     similarity: float = 0.95  # cosine from which two tasks are the same
-    replays: int = 3  # of a reference where the dynamics are random ...
+    replays: int = 3  # of a reference, beside that with the dynamics it was found with ...
     replays_kept: int = 2  # ... of which so many must succeed
     resolve: bool = False  # llm: keep only what it solves again with the reference as a hint
     llm: Llm = field(default_factory=Llm)

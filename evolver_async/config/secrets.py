@@ -36,6 +36,15 @@ def reveal(params: Any) -> Any:
     return _revealed_in(params, "env.params", False)
 
 
+def secret(name: str, key: str) -> str:
+    """The secret in the environment variable that configuration key `key` names; it is masked
+    wherever it turns up from now on. ConfigError where the variable is not set."""
+    if name not in os.environ:
+        raise ConfigError(f"{key}: the environment variable {name} is not set")
+    _revealed.add(name)
+    return os.environ[name]
+
+
 def mask(text: str) -> str:
     """`text` without the values of the environment's secrets."""
     for name, value in os.environ.items():
@@ -93,23 +102,23 @@ def _texts(node: Any, key: str, free: bool, secret: bool) -> Iterator[tuple[str,
         yield key, node, free, secret
 
 
-def _revealed_in(node: Any, key: str, secret: bool) -> Any:
+def _revealed_in(node: Any, key: str, secret_named: bool) -> Any:
     if isinstance(node, dict):
         return {
-            name: _revealed_in(value, f"{key}.{name}", secret or looks_secret(str(name)))
+            name: _revealed_in(value, f"{key}.{name}", secret_named or looks_secret(str(name)))
             for name, value in node.items()
         }
     if isinstance(node, list):
-        return [_revealed_in(value, f"{key}[{i}]", secret) for i, value in enumerate(node)]
+        return [_revealed_in(value, f"{key}[{i}]", secret_named) for i, value in enumerate(node)]
     if not isinstance(node, str):
         return node
 
     def value_of(match: re.Match[str]) -> str:
         name = match[1]
+        if secret_named:
+            return secret(name, key)
         if name not in os.environ:
             raise ConfigError(f"{key}: the environment variable {name} is not set")
-        if secret:
-            _revealed.add(name)
         return os.environ[name]
 
     return REFERENCE.sub(value_of, node)

@@ -92,7 +92,6 @@ AT_LEAST: dict[str, float] = {
     "questioning.max_turns": 1,
     "questioning.depth": 1,
     "questioning.replays": 1,
-    "questioning.replays_kept": 1,
     **{f"{section}.llm.{name}": 1 for section in LLM_SECTIONS for name in LLM_COUNTS},
     "advantage.alpha_final": -1,
     "selection.max_empty": 1,

@@ -83,14 +83,18 @@ def resume(run_dir: Path, dotlist: Sequence[str]) -> Config:
     return config
 
 
+class Locked(ConfigError):
+    """Another process holds the run directory."""
+
+
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run directory for this process. Raises ConfigError when another one holds it."""
+    """Hold the run directory for this process. Raises Locked when another one holds it."""
     with open(run_dir / "lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"{run_dir}: is already running") from None
+            raise Locked(f"{run_dir}: is already running") from None
         yield
 
 
@@ -153,15 +157,28 @@ def _check(config: Config) -> None:
     if config.launch.kind != "local":
         return
     keys = keys_of(config)
+    addresses = {"buffer.address": config.buffer.address}
+    if config.experience.kind != "none":
+        addresses["experience.address"] = config.experience.address
     try:
         if keys is not None:
             check_keys(keys)
-        if config.buffer.address:
-            check_address(config.buffer.address, keys)
+        for name, address in addresses.items():
+            if address:
+                _check_address(name, address, keys)
     except KeysError as error:
         raise ConfigError(f"security.keys: {error}") from None
+
+
+def _check_address(name: str, address: str, keys: Path | None) -> None:
+    try:
+        check_address(address, keys)
+    except KeysError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error).replace("buffer.address", name, 1)) from None
     except OSError as error:
-        raise ConfigError(f"buffer.address: {error.strerror}") from None
+        raise ConfigError(f"{name}: {error.strerror}") from None
 
 
 def _absolute(path: str) -> str:

@@ -1,9 +1,10 @@
 """The launcher for one machine: a buffer, a learner and `actors.count` actors as processes.
 
-    starts    buffer → (answers STATUS) → learner, actors
-    watches   by handle; who dies is started again under a new incarnation, within the budget
+    starts    buffer → (answers STATUS) → experience, learner, actors
+    watches   by handle; who dies is started again under a new incarnation, within the budget; past
+              it the run ends, or goes on unguided where only the experience service is gone
     ends      when the learner is done, on a signal, or when somebody cannot be kept alive:
-              learner first (it writes a checkpoint), then actors, then the buffer; each killed
+              learner first (it writes a checkpoint), then actors, then the services; each killed
               after `launch.drain_s`, or at once at the second signal
 
 No child outlives this process, however it ends: the kernel kills them too (see `roles.die_with`).
@@ -126,6 +127,8 @@ class Launcher:
                 raise RunFailed(f"the buffer does not answer at {self.address}", 1)
         if self.signals:
             return
+        if self.config.experience.kind != "none":
+            self.add("experience", "experience")
         self.add("learner", "learner")
         for index in range(self.config.actors.count):
             self.add("actor", f"actor-{index}")
@@ -150,6 +153,14 @@ class Launcher:
                 child.incarnation += 1
                 child.process = self.spawn(child.role, child.name, child.incarnation)
                 child.started = now
+        elif child.role == "experience" and not self.may_restart(child, code, now):
+            log.warning(
+                "%s %s and is not started again: episodes go unguided from now on: %s",
+                child.name,
+                _ended(code),
+                self.sentence(child),
+            )
+            self.children.remove(child)
         elif code == 0 and child.role == "actor":
             log.warning("%s was told to leave and did", child.name)
             self.children.remove(child)
@@ -158,13 +169,18 @@ class Launcher:
         else:
             self.plan_restart(child, code, now)
 
+    def may_restart(self, child: Child, code: int, now: float) -> bool:
+        """Whether a child that ended like this has a start left in its budget."""
+        if now - child.started >= self.config.launch.healthy_s:
+            child.restarts = 0
+        again = code not in (USER_ERROR, TRAINING_ERROR)
+        return again and child.restarts < self.config.launch.restarts
+
     def plan_restart(self, child: Child, code: int, now: float) -> None:
         """Say when it is started again. RunFailed where its budget is spent."""
         launch = self.config.launch
         ran_s = now - child.started
-        if ran_s >= launch.healthy_s:
-            child.restarts = 0
-        if child.restarts >= launch.restarts:
+        if not self.may_restart(child, code, now):
             raise RunFailed(
                 f"{child.name} {_ended(code)} and is not started again"
                 f" (restarted {child.restarts} times, ran {ran_s:.0f} s):\n"
@@ -186,7 +202,7 @@ class Launcher:
 
     def end(self) -> None:
         """End every child, by handle; who must wait for others loses none of its own time."""
-        for role in ("learner", "actor", "buffer"):
+        for role in ("learner", "actor", "experience", "buffer"):
             deadline = time.monotonic() + self.config.launch.drain_s
             running = [child.process for child in self.children if child.role == role]
             for process in running:

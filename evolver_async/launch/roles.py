@@ -27,7 +27,8 @@ from evolver_async.weights.base import PREFIX
 PROCESSES = {
     "buffer": "evolver_async.buffer.service:main",
     "learner": "learner.train:main",
-    "actor": "actors.worker:main",
+    "actor": "actors.main:main",
+    "experience": "actors.navigating.service:main",
     "prepare": "learner.prepare:main",
 }
 # Everything else that a wing offers by name.
@@ -36,7 +37,9 @@ ROLES = PROCESSES | {
     "exact": "actors.envs.base:exact",  # (tasks, max_turns) -> random and optimal, or None
     "check_prompts": "actors.prompts:check",  # (config) -> None
     "export": "learner.export:export",  # (run_dir, out) -> one line
-    "serial_actor": "actors.worker:build",
+    "purge": "actors.navigating.service:purge_files",  # (config, run_dir, source) -> entries
+    "serial_actor": "actors.main:build",
+    "serial_experience": "actors.navigating.service:build",
     "serial_learner": "learner.train:build",
 }
 # Each raises ValueError, naming the key, for what only its wing can tell about a configuration.
@@ -146,6 +149,13 @@ class _Masked(logging.Formatter):
 def keys_of(config: Config) -> Path | None:
     """The directory of the run's keys, where it has some."""
     return Path(config.security.keys).expanduser() if config.security.keys else None
+
+
+def experience_address(config: Config, buffer_address: str) -> str:
+    """Where the experience service of a run is reached, which has its buffer there; "" for none."""
+    if config.experience.kind == "none":
+        return ""
+    return config.experience.address or f"{buffer_address}.experience"
 
 
 def weights_dir(config: Config, run_dir: Path) -> Path:

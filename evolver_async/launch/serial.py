@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from evolver_async.buffer.service import Service
 from evolver_async.config import Config
 from evolver_async.launch import roles
+from evolver_async.messages import Counters
 from evolver_async.tokenizer import tokenizer_hash
 from evolver_async.transport import LocalClient, LocalServer
 
@@ -46,6 +47,30 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._clock.now
 
 
+class Navigating:
+    """The experience service in this loop; the buffer hears its counters whenever they change."""
+
+    def __init__(self, config: Config, run_dir: Path, buffer: LocalServer) -> None:
+        self._to_buffer = LocalClient(buffer, "experience")
+        self._telling: set[asyncio.Task[Any]] = set()
+        self._service = roles.resolve("serial_experience")(config, run_dir, self._tell)
+        self._server = LocalServer(self._service, run_dir.name)
+
+    def client(self, name: str) -> LocalClient:
+        """A connection for the actor of this name."""
+        return LocalClient(self._server, name)
+
+    def close(self) -> None:
+        self._server.close()
+        self._service.close()
+        self._to_buffer.close()
+
+    def _tell(self, counters: dict[str, float]) -> None:
+        task = asyncio.create_task(self._to_buffer.request(Counters(values=counters)))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+
 def run(config: Config, run_dir: Path) -> int:
     """Train in this process, in a run directory made by `directory.create`; returns 0."""
     loop = VirtualLoop()
@@ -53,6 +78,7 @@ def run(config: Config, run_dir: Path) -> int:
     service = Service.of_run(config, run_dir, tokenizer_hash(config.policy.path), now=0.0)
     address = service.welcome.weights_address
     server = LocalServer(service, run_dir.name)
+    navigating = None if config.experience.kind == "none" else Navigating(config, run_dir, server)
     build_actor = roles.resolve("serial_actor")
     build_learner = roles.resolve("serial_learner")
 
@@ -61,7 +87,8 @@ def run(config: Config, run_dir: Path) -> int:
         tasks = []
         for index in range(config.actors.count):
             name = f"actor-{index}"
-            worker = build_actor(config, LocalClient(server, name), address, name, 0)
+            experience = None if navigating is None else navigating.client(name)
+            worker = build_actor(config, LocalClient(server, name), address, name, 0, experience)
             tasks.append(asyncio.create_task(worker.run(), name=name))
         return tasks
 
@@ -85,6 +112,8 @@ def run(config: Config, run_dir: Path) -> int:
             task.cancel()
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         learner.close()
+        if navigating is not None:
+            navigating.close()
         server.close()
         service.close()
         loop.close()

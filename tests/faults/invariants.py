@@ -23,7 +23,7 @@ import psutil
 
 from evolver_async import messages
 from evolver_async.buffer import records
-from evolver_async.buffer.groups import Held
+from evolver_async.buffer.groups import UNTRAINED, Held
 from evolver_async.buffer.segment import COMMIT, END, RECORD
 from evolver_async.buffer.service import Service
 from evolver_async.config import Config
@@ -106,9 +106,9 @@ class Story:
     def closed(self, group_id: int) -> bool:
         """Whether it is known what became of the group."""
         complete = self.arrived[group_id] == self.members[group_id]
-        evaluated = self.kinds[group_id] == "eval" and complete
+        ended = self.kinds[group_id] in UNTRAINED and complete
         settled = self.uses[group_id] & self.settled
-        return group_id in self.evicted or evaluated or len(settled) >= self.reuse
+        return group_id in self.evicted or ended or len(settled) >= self.reuse
 
     def complete(self, group_id: int) -> bool:
         """Whether nobody has to work on the group any more."""
@@ -249,8 +249,8 @@ def _check_accounts(service: Service, story: Story) -> None:
 
 
 def _check_bodies(service: Service, held: Held) -> None:
-    if held.pinned is not None:
-        return  # of an evaluation only the outcome is kept
+    if held.kind in UNTRAINED:
+        return  # of evaluation and exploration only the outcome is kept
     read = [(one.group_id, one.member) for one in service.book.trajectories(held)]
     assert read == [(held.group_id, member) for member in sorted(held.arrived)]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from buffer_world import World, config, trajectory
+from buffer_world import World, config, synthetic, trajectory
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -29,10 +29,13 @@ from invariants import check_journal
 
 from evolver_async import messages
 from evolver_async.buffer import segment
+from evolver_async.buffer.replay import KINDS
+from evolver_async.config import Questioning
 from evolver_async.schema import Ticket, Trajectory, WeightId
 
 PEERS = ("actor-0", "actor-1")
 LEASE_S, MAX_ATTEMPTS = 10.0, 2
+EXPLORING, POOL = 2, 6  # explorations at a time, tasks of the pool
 MEMBERS, GROUPS = 2, 2  # of a group, of a take
 UNFINISHED = segment.commit(segment.record(b"head", b"body"))
 peers = st.sampled_from(PEERS)
@@ -43,6 +46,7 @@ Version = tuple[int, int]  # lineage, step
 class Entry:
     """One group as the oracle knows it. `heads`: the head when each member was granted last."""
 
+    kind: str
     heads: dict[int, Version]
     owners: dict[int, str]
     rewards: dict[int, float] = field(default_factory=dict)  # of the acknowledged copies
@@ -70,6 +74,8 @@ class Machine(RuleBasedStateMachine):
         self.groups: dict[int, Entry] = {}
         self.failures: dict[str, int] = {}  # by task, since one of its groups was whole
         self.leases: dict[tuple[int, int], tuple[str, float]] = {}  # peer and deadline
+        self.pool: set[str] = set()
+        self.quarantined: set[str] = set()
         self.takes: dict[int, Take] = {}
         self.parents: dict[int, tuple[int, int]] = {}  # of a lineage: parent and step of the fork
         self.checkpoints: list[tuple[int, int, int]] = [(0, 0, 0)]  # lineage, take, version
@@ -94,6 +100,8 @@ class Machine(RuleBasedStateMachine):
             stall_s=1e9,
             archive="all",
             max_attempts=MAX_ATTEMPTS,
+            synthetic=0.5,
+            questioning=Questioning(kind="goals", every=2, groups=EXPLORING, max_tasks=POOL),
         )
         self.world = World(self.directory, self.config, segment_bytes=2048)
         self.resume(0)
@@ -115,9 +123,14 @@ class Machine(RuleBasedStateMachine):
             owners = dict.fromkeys(ticket.members, peer)
             if ticket.attempt == 0:
                 assert ticket.group_id not in self.groups
-                self.groups[ticket.group_id] = Entry(members, owners)
+                self.groups[ticket.group_id] = Entry(ticket.kind, members, owners)
                 limit = (self.staleness + 1) * GROUPS
-                assert self.world.replay.outstanding() <= limit
+                assert ticket.kind == "explore" or self.world.replay.outstanding() <= limit
+                held = [entry for g, entry in self.groups.items() if self.held(g)]
+                assert sum(entry.kind == "explore" for entry in held) <= EXPLORING
+                origin, task_id = ticket.task.origin, ticket.task.task_id
+                assert (origin == "synthetic") == (task_id in self.pool)
+                assert ticket.kind == "rollout" or origin == "original"
             entry = self.groups[ticket.group_id]
             entry.heads |= members
             entry.owners |= owners
@@ -168,7 +181,17 @@ class Machine(RuleBasedStateMachine):
             task_id = ticket.task.task_id
             self.failures[task_id] = self.failures.get(task_id, 0) + 1
             if self.failures[task_id] >= MAX_ATTEMPTS:
+                self.quarantined.add(task_id)
                 self.evict(ticket.group_id)
+
+    @rule(peer=peers, numbers=st.lists(st.integers(0, 2 * POOL), max_size=3))
+    def offer(self, peer: str, numbers: list[int]) -> None:
+        """The pool takes in what it does not have, as far as it has room."""
+        found = {task.task_id: task for task in map(synthetic, numbers)}
+        room = POOL - sum(task_id not in self.quarantined for task_id in self.pool)
+        new = [task_id for task_id in found if task_id not in self.pool][: max(0, room)]
+        self.world.one(peer, messages.Offer(tasks=list(found.values())))
+        self.pool |= set(new)
 
     @rule(peer=peers)
     def leave(self, peer: str) -> None:
@@ -284,7 +307,9 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def holds_exactly_what_it_should(self) -> None:
         if hasattr(self, "world"):
-            live = {held.group_id for held in self.world.replay.live("rollout")}
+            replay, pool = self.world.replay, self.world.book.state.tasks.cursor.pool
+            live = {held.group_id for kind in KINDS for held in replay.live(kind)}
+            assert {task.task_id for task in pool} == self.pool and len(pool) == len(self.pool)
             assert live == {group_id for group_id in self.groups if self.held(group_id)}
 
     # ---- the oracle
@@ -317,7 +342,7 @@ class Machine(RuleBasedStateMachine):
             self.leases.pop((group_id, member), None)
             if entry.rewards.keys() == entry.heads.keys():
                 self.failures.pop(ticket.task.task_id, None)
-            if not entry.uses - self.reported() and self.lag(group_id) > self.staleness:
+            if not entry.uses - self.reported() and self.too_old(group_id):
                 self.evict(group_id)
         elif self.held(group_id):
             assert isinstance(reply, messages.Dup), reply
@@ -346,6 +371,8 @@ class Machine(RuleBasedStateMachine):
 
     def held(self, group_id: int) -> bool:
         entry = self.groups[group_id]
+        if entry.kind == "explore":
+            return not entry.evicted and entry.rewards.keys() != entry.heads.keys()
         return not entry.evicted and len(entry.uses & self.reported()) < self.reuse
 
     def evict(self, group_id: int) -> None:
@@ -356,8 +383,11 @@ class Machine(RuleBasedStateMachine):
         """What is too old ends, unless the learner has it."""
         for group_id, entry in self.groups.items():
             taken = entry.uses - self.reported()
-            if self.held(group_id) and not taken and self.lag(group_id) > self.staleness:
+            if self.held(group_id) and not taken and self.too_old(group_id):
                 self.evict(group_id)
+
+    def too_old(self, group_id: int) -> bool:
+        return self.groups[group_id].kind == "rollout" and self.lag(group_id) > self.staleness
 
     def lag(self, group_id: int) -> int:
         entry = self.groups[group_id]

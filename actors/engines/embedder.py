@@ -1,0 +1,85 @@
+"""Embeds texts with a local sentence-transformers directory: an encoder, its states pooled.
+
+Only what such a directory says in `1_Pooling/config.json` and `sentence_bert_config.json` is read;
+without them the mean of at most `MAX_TOKENS` tokens is taken. Runs on the CPU: a query is short.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+MAX_TOKENS = 512
+BATCH = 32
+POOLINGS = {  # sentence-transformers' names
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+}
+
+
+class TransformerEmbedder:
+    """See `actors/navigating/embed.py: Embedder`. ValueError where the directory holds no model."""
+
+    def __init__(self, directory: str) -> None:
+        path = Path(directory)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            self._model: Any = AutoModel.from_pretrained(path, local_files_only=True).eval()
+            config = (path / "config.json").read_bytes()
+        except (OSError, ValueError) as error:
+            said = " ".join(str(error).split())[:300]
+            raise ValueError(f"experience.embedder: {directory}: {said}") from error
+        self._pooling = _pooling(path)
+        limit = _read(path / "sentence_bert_config.json").get("max_seq_length") or MAX_TOKENS
+        positions = getattr(self._model.config, "max_position_embeddings", None) or limit
+        self._max_tokens = min(limit, positions)
+        self.dimensions = int(self._model.config.hidden_size)
+        digest = hashlib.blake2b(config, digest_size=6).hexdigest()
+        self.name = f"{path.resolve()}-{self._pooling}-{digest}"
+
+    def embed(self, texts: list[str]) -> np.ndarray:
+        """float32[n, d], rows of length 1."""
+        parts = [self._batch(texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
+        return np.concatenate(parts) if parts else np.zeros((0, self.dimensions), np.float32)
+
+    @torch.inference_mode()
+    def _batch(self, texts: list[str]) -> np.ndarray:
+        inputs = self._tokenizer(
+            texts,
+            padding=True,
+            truncation=True,
+            max_length=self._max_tokens,
+            return_tensors="pt",
+        )
+        states_BTD = self._model(**inputs).last_hidden_state.float()
+        mask_BT1 = inputs["attention_mask"][:, :, None].float()
+        if self._pooling == "mean":
+            pooled_BD = (states_BTD * mask_BT1).sum(1) / mask_BT1.sum(1).clamp(min=1.0)
+        else:  # the first or the last token that is no padding, on whichever side that is
+            places_BT = torch.arange(mask_BT1.shape[1]) * inputs["attention_mask"]
+            last_B = places_BT.argmax(1)
+            first_B = inputs["attention_mask"].argmax(1)
+            place_B = first_B if self._pooling == "cls" else last_B
+            pooled_BD = states_BTD[torch.arange(len(texts)), place_B]
+        return torch.nn.functional.normalize(pooled_BD, dim=1).numpy()
+
+
+def _pooling(path: Path) -> str:
+    said = _read(path / "1_Pooling" / "config.json")
+    wanted = [name for name, on in said.items() if name.startswith("pooling_mode_") and on is True]
+    if not wanted:
+        return "mean"
+    if len(wanted) > 1 or wanted[0] not in POOLINGS:
+        raise ValueError(
+            f"experience.embedder: {path} pools by {', '.join(wanted)}: not known here"
+        )
+    return POOLINGS[wanted[0]]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

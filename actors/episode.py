@@ -1,0 +1,298 @@
+"""One episode: environment, policy and conversation taking turns.
+
+No sockets here. Tokens are recorded as the model saw them: PROMPT up to where it first writes,
+EXPERIENCE within it, ACTION for what it sampled, OBSERVATION for everything between. Times are the
+loop's, so they are virtual in a serial run.
+"""
+
+import asyncio
+import logging
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from actors.chat import Stream
+from actors.engines.base import Generation
+from actors.envs.base import Env, EnvironmentFailure, Located, Scored, Step
+from actors.progress import Progress
+from actors.setting import Setting
+from actors.turns import SEPARATOR
+from actors.world import World
+from evolver_async.schema import Role, Ticket, Trajectory, Transcript, Turn, TurnFlag, key
+
+log = logging.getLogger(__name__)
+
+INVALID = "invalid answer\n{}"  # then the last observation again: nothing has happened
+
+
+class Advice(NamedTuple):
+    """Experience for one episode; no text, no guidance."""
+
+    text: str = ""
+    ids: tuple[int, ...] = ()
+
+
+class Guide(Protocol):
+    """Whoever knows what earlier episodes found out."""
+
+    async def advise(self, query: str) -> Advice: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """One episode that is over. `query`: its task in words; `ending`: what it saw last.
+
+    `scores`: the environment's before the first turn and after each. Both these and the transcript
+    are empty where nobody wants them.
+    """
+
+    trajectory: Trajectory
+    transcript: Transcript
+    query: str
+    ending: str
+    scores: list[float]
+
+
+Deliver = Callable[[Finished], None]
+
+
+class EpisodeLate(Exception):
+    """An episode missed its deadline, and most of its time was the engine's."""
+
+
+class Policy(Protocol):
+    """Whoever writes the ACTION tokens of one episode."""
+
+    kind: Literal["learned", "scripted"]
+
+    async def advise(self, world: World, query: str) -> Advice:
+        """What guides an episode of the task that `query` describes."""
+        ...
+
+    async def write(self, world: World, context: list[int], turn: int) -> Generation:
+        """The turn that follows `context`. A scripted policy has no `weights` and log-probs 0."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Episode:
+    """One member's way through its task."""
+
+    def __init__(
+        self, world: World, ticket: Ticket, member: int, setting: Setting, progress: Progress
+    ) -> None:
+        self.world = world
+        self.ticket = ticket
+        self.member = member
+        self.setting = setting
+        self.progress = progress
+        self.stream = Stream()
+        self.observation = ""
+        self.query = ""
+        self.advice = Advice()
+        self.turns: list[Turn] = []
+        self.scores: list[float] = []
+        self.rewards: list[float] = []
+        self.flags: list[TurnFlag] = []
+        self.steps = 0
+        self.success = self.terminated = self.truncated = False
+        self.generate_s = 0.0
+
+    async def play(self, policy: Policy) -> Trajectory:
+        """Reset, then turns until the end, a limit, or too little room for a whole one."""
+        setting, chat, style = self.setting, self.setting.chat, self.setting.format
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        room = setting.max_length - self.ticket.sampling.max_tokens
+        await self._begin(policy, room)
+        for turn in range(setting.max_turns):
+            asked = loop.time()
+            try:
+                with self.progress.during(self.member, f"generation of turn {turn}"):
+                    generation = await policy.write(self.world, list(self.stream.tokens), turn)
+            finally:
+                self.generate_s += loop.time() - asked
+            self.progress.count += len(generation.tokens)
+            self.stream.write(generation, turn)
+            shown = await self._turn(chat.text_of(generation.tokens))
+            if self.terminated or self.truncated or turn == setting.max_turns - 1:
+                break
+            if 0 < setting.format_errors <= self.flags.count(TurnFlag.FORMAT_ERROR):
+                break
+            ended = generation.tokens[-1:] == [chat.end_of_turn]
+            delta = chat.next(shown, style.prefix, ended)
+            if len(self.stream.tokens) + len(delta) > room:
+                break
+            self.stream.read(delta, Role.OBSERVATION)
+        return self._trajectory(policy.kind, loop.time() - began)
+
+    async def _begin(self, policy: Policy, room: int) -> None:
+        """Reset, and the tokens up to the first turn, experience among them."""
+        loop = asyncio.get_running_loop()
+        began, world, task = loop.time(), self.world, self.ticket.task
+        await world.open()
+        dynamics_seed = key(self.ticket.dynamics_seed, self.member)
+        self.observation = await world.call("reset", world.env.reset, task, dynamics_seed)
+        if task.query:
+            self.observation = f"{task.query}\n{self.observation}"
+        self.query = self.observation
+        prompt = first_prompt(self.setting, world.env, self.observation)
+        if len(prompt) > room:
+            cause = f"first prompt of {len(prompt)} tokens leaves no turn in policy.max_length"
+            raise world.failure("first prompt", loop.time() - began, ValueError(cause))
+        guidance: list[int] = []
+        if self.member in self.ticket.guided:
+            with self.progress.during(self.member, "asking for experience"):
+                self.advice = await policy.advise(world, self.query)
+            if self.advice.text:
+                guidance = self.setting.chat.experience(self.advice.text)
+            if not guidance or len(prompt) + len(guidance) > room:
+                guidance, self.advice = [], Advice()
+        place = place_of_user(self.setting, world.env, self.observation) if guidance else 0
+        self.stream.read(prompt[:place], Role.PROMPT)
+        self.stream.read(guidance, Role.EXPERIENCE)
+        self.stream.read(prompt[place:], Role.PROMPT)
+        await self._score()
+
+    async def _turn(self, text: str) -> str:
+        """Carry out what one turn says; returns what the next user message says."""
+        actions = self.setting.format.parse(text)
+        if self.setting.recorded:
+            env, seen = self.world.env, self.observation
+            state = seen
+            if isinstance(env, Located):
+                state = await self.world.call("state", env.state)
+            said = text if actions is None else f" {SEPARATOR} ".join(actions)
+            self.turns.append(Turn(observation=seen, state=state, action=said))
+        shown = await self._act(actions)
+        await self._score()
+        return shown
+
+    async def _score(self) -> None:
+        if self.setting.scored and isinstance(self.world.env, Scored):
+            self.scores.append(await self.world.call("score", self.world.env.score))
+
+    async def _act(self, actions: list[str] | None) -> str:
+        """Carry out one turn's actions; returns what the next user message says."""
+        reward, valid = 0.0, actions is not None
+        for action in actions or []:
+            step: Step = await self.world.call(
+                "step", self.world.env.step, action, latency_s=self._latency_s()
+            )
+            self.steps += 1
+            self.progress.count += 1
+            self.observation = step.observation
+            reward += step.reward
+            valid = valid and step.info.valid
+            self.success = step.info.success
+            self.terminated, self.truncated = step.terminated, step.truncated
+            if step.terminated or step.truncated:
+                break
+        self.rewards.append(reward + (0.0 if valid else self.setting.format_penalty))
+        self.flags.append(TurnFlag(0) if valid else TurnFlag.FORMAT_ERROR)
+        return self.observation if valid else INVALID.format(self.observation)
+
+    def late(self, kind: Literal["learned", "scripted"]) -> EnvironmentFailure | EpisodeLate:
+        """Whose fault it is that the deadline was missed: a slow engine makes no task bad."""
+        doing, seconds = self.progress.last[self.member]
+        limit_s = self.setting.episode_timeout_s
+        cause = f"env.episode_timeout_s is {limit_s:g}, {self.generate_s:.1f} s were the policy's"
+        failure = self.world.failure(doing, seconds, TimeoutError(cause))
+        slow_engine = kind == "learned" and self.generate_s > limit_s / 2
+        return EpisodeLate(str(failure)) if slow_engine else failure
+
+    def _latency_s(self) -> float:
+        """This step's injected latency; the draw belongs to the step."""
+        setting, ticket = self.setting, self.ticket
+        if setting.latency == "none":
+            return 0.0
+        if setting.latency == "fixed":
+            return setting.latency_median_s
+        parts = ("latency", ticket.group_id, self.member, ticket.attempt, self.steps)
+        rng = random.Random(key(setting.seed, *parts))
+        return setting.latency_median_s * rng.lognormvariate(0.0, setting.latency_sigma)
+
+    def _trajectory(self, kind: Literal["learned", "scripted"], total_s: float) -> Trajectory:
+        turns = len(self.rewards)
+        return Trajectory(
+            group_id=self.ticket.group_id,
+            member=self.member,
+            attempt=self.ticket.attempt,
+            actor=self.setting.actor,
+            incarnation=self.setting.incarnation,
+            sequences=[self.stream.sequence()],
+            reward=math.fsum(self.rewards),
+            success=self.success,
+            terminated=self.terminated,
+            truncated=not self.terminated,
+            turn_rewards=np.array(self.rewards, np.float32),
+            turn_flags=np.array(self.flags, np.uint8),
+            labels=np.zeros(turns, np.int8),
+            label_source="",
+            experience_ids=list(self.advice.ids),
+            policy=kind,
+            timing={
+                "env_s": self.world.spent_s,
+                "generate_s": self.generate_s,
+                "total_s": total_s,
+            },
+        )
+
+
+def first_prompt(setting: Setting, env: Env, observation: str) -> list[int]:
+    """The tokens that an episode begins with, the forced prefix of the first turn included."""
+    return setting.chat.first(_system(setting, env), observation, setting.format.prefix)
+
+
+def place_of_user(setting: Setting, env: Env, observation: str) -> int:
+    """The place among the tokens of `first_prompt` where what guides an episode goes."""
+    return setting.chat.place_of_user(_system(setting, env), observation)
+
+
+def _system(setting: Setting, env: Env) -> str:
+    return f"{env.instructions} {setting.format.instructions}"
+
+
+async def run_episode(
+    ticket: Ticket, member: int, setting: Setting, policy: Policy, progress: Progress
+) -> Finished:
+    """Run one member.
+
+    EnvironmentFailure where its environment raised or missed a deadline, EpisodeLate where the
+    whole episode did because of the engine.
+    """
+    world = World(ticket, member, setting.step_timeout_s, progress)
+    episode = Episode(world, ticket, member, setting, progress)
+    try:
+        async with asyncio.timeout(setting.episode_timeout_s) as limit:
+            trajectory = await episode.play(policy)
+    except TimeoutError:
+        world.abandon()
+        if limit.expired():
+            raise episode.late(policy.kind) from None
+        raise
+    except BaseException:
+        world.abandon()
+        raise
+    finally:
+        policy.close()
+    await world.close()
+    transcript = Transcript(
+        trajectory_id=trajectory.trajectory_id,
+        reward=trajectory.reward,
+        success=trajectory.success,
+        experience_ids=trajectory.experience_ids,
+        turns=episode.turns,
+    )
+    return Finished(
+        trajectory=trajectory,
+        transcript=transcript,
+        query=episode.query,
+        ending=episode.observation,
+        scores=episode.scores,
+    )

@@ -1,0 +1,89 @@
+"""How an actor comes to be: it joins a run at one address and learns everything else from it."""
+
+import asyncio
+import signal
+
+from actors.aftermath import Mechanisms
+from actors.attributing.judge import make_judge
+from actors.engines.load import load_engine
+from actors.navigating.guide import make_guide
+from actors.questioning.questioner import make_questioner
+from actors.worker import Worker
+from evolver_async import messages, policy
+from evolver_async.config import Config
+from evolver_async.config.check import ConfigError
+from evolver_async.config.load import from_dict, stage_config
+from evolver_async.config.secrets import reveal
+from evolver_async.launch.roles import RoleArgs, collect_rarely
+from evolver_async.transport import Client, DealerClient, Rejected
+from evolver_async.weights.shm import ShmReceiver
+from evolver_async.wire import SCHEMA_HASH
+
+
+def build(
+    config: Config,
+    client: Client,
+    weights_address: str,
+    name: str,
+    incarnation: int,
+    experience: Client | None = None,
+) -> Worker:
+    """A worker for any launcher. Its engine begins without weights: the first head brings them.
+
+    `experience`: a client of the experience service, where there is one.
+    """
+    engine, chat = load_engine(config)
+    receiver = ShmReceiver(weights_address)
+    mechanisms = Mechanisms(
+        judge=make_judge(config, engine, chat),
+        guide=None if experience is None else make_guide(config.experience, experience),
+        questioner=make_questioner(config),
+    )
+    return Worker(config, client, receiver, engine, chat, name, incarnation, mechanisms)
+
+
+async def join(client: Client) -> tuple[Config, messages.Welcome]:
+    """The run's configuration and addresses. ConfigError where the buffer refuses us."""
+    try:
+        welcome = await client.request(messages.Hello(role="actor", schema_hash=SCHEMA_HASH))
+        config = from_dict(welcome.config)
+        tokenizer = policy.tokenizer_hash(config.policy.path)
+        hello = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, tokenizer=tokenizer)
+        await client.request(hello)
+    except Rejected as error:
+        raise ConfigError(f"--connect: {error}") from None
+    for index in range(len(config.stages)):
+        reveal(stage_config(config, index).env.params)  # an unset variable is no task's failure
+    return config, welcome
+
+
+async def serve(args: RoleArgs) -> None:
+    """Join the run at `args.address`, learn everything else from it, work until told to stop."""
+
+    def connect(address: str, run_id: str) -> DealerClient:
+        return DealerClient(address, run_id, args.name, args.incarnation, keys=args.keys)
+
+    try:
+        client = connect(args.address, "")
+    except ValueError as error:
+        raise ConfigError(f"--connect: {error}") from None
+    try:
+        config, welcome = await join(client)
+        address = welcome.experience_address
+        experience = connect(address, welcome.run_id) if address else None
+        worker = build(
+            config, client, welcome.weights_address, args.name, args.incarnation, experience
+        )
+        collect_rarely()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, worker.stop.set)
+        await worker.run()
+    finally:
+        client.close()
+
+
+def main(args: RoleArgs) -> int:
+    """Role `actor`."""
+    asyncio.run(serve(args))
+    return 0

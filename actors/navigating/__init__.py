@@ -1,0 +1,1 @@
+"""Self-Navigating: what earlier groups found out, kept, found again, and told to later episodes."""

@@ -1,0 +1,197 @@
+"""Where experience lies on disk: one SQLite file, written as the pool changes.
+
+A killed process loses at most what it had not committed; a damaged file is put aside, and said so.
+Vectors are stored with the name of the embedder that made them.
+"""
+
+import json
+import logging
+import sqlite3
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+FILE = "experience.db"
+KEPT_GROUPS = 10_000  # whose repeated arrival would be noticed
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS entries (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    when_to_use TEXT NOT NULL, content TEXT NOT NULL, state TEXT NOT NULL, score REAL NOT NULL,
+    source TEXT NOT NULL, trajectories TEXT NOT NULL, created INTEGER NOT NULL,
+    uses INTEGER NOT NULL, utility REAL NOT NULL, retired INTEGER NOT NULL,
+    when_vector BLOB NOT NULL, content_vector BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS groups (number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
+"""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Entry:
+    """One experience.
+
+    `when_to_use` is what it is found by, `state` where in a task it applies ("" for all of it).
+    `created`: the number of groups that had been contributed before. `utility`: successful episodes
+    among the `uses` that it guided. Vectors are float32[d].
+    """
+
+    when_to_use: str
+    content: str
+    state: str
+    score: float
+    source: str
+    trajectories: list[str]
+    created: int
+    when_vector: np.ndarray
+    content_vector: np.ndarray
+    id: int = 0
+    uses: int = 0
+    utility: float = 0.0
+    retired: bool = False
+    worth: float = field(init=False)  # success per use, as if it had been useful in one of two
+
+    def __post_init__(self) -> None:
+        self.rate()
+
+    def rate(self) -> None:
+        """After a change of `uses` or `utility`."""
+        self.worth = (self.utility + 1.0) / (self.uses + 2.0)
+
+
+class Store:
+    """The entries on disk. Used by one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        try:
+            self._database = _open(path)
+        except sqlite3.OperationalError:  # locked, unreadable, a full disk: no damage
+            raise
+        except sqlite3.DatabaseError as error:
+            aside = path.with_name(f"{path.name}.damaged")
+            log.error("%s is damaged (%s): put aside as %s", path, error, aside.name)
+            path.replace(aside)
+            for suffix in ("-wal", "-shm"):
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            self._database = _open(path)
+        (newest,) = self._database.execute("SELECT max(number) FROM groups").fetchone()
+        self.groups: int = newest or 0  # contributed so far
+
+    def load(self) -> tuple[str, list[Entry]]:
+        """The name of the vectors' embedder ("" of none), and every entry, retired ones too."""
+        found = self._database.execute("SELECT value FROM facts WHERE name = 'embedder'").fetchone()
+        rows = self._database.execute(
+            "SELECT id, when_to_use, content, state, score, source, trajectories, created, uses,"
+            " utility, retired, when_vector, content_vector FROM entries ORDER BY id"
+        )
+        return found[0] if found else "", [
+            Entry(
+                id=number,
+                when_to_use=when,
+                content=content,
+                state=state,
+                score=score,
+                source=source,
+                trajectories=json.loads(trajectories),
+                created=created,
+                uses=uses,
+                utility=utility,
+                retired=bool(retired),
+                when_vector=np.frombuffer(when_vector, np.float32),
+                content_vector=np.frombuffer(content_vector, np.float32),
+            )
+            for (
+                number, when, content, state, score, source, trajectories, created, uses,
+                utility, retired, when_vector, content_vector,
+            ) in rows
+        ]  # fmt: skip
+
+    def adopt(self, embedder: str, entries: list[Entry]) -> None:
+        """From now on the vectors are this embedder's; those of `entries` are written anew."""
+        write = self._database.execute
+        write("INSERT OR REPLACE INTO facts VALUES ('embedder', ?)", (embedder,))
+        for entry in entries:
+            vectors = entry.when_vector.tobytes(), entry.content_vector.tobytes()
+            write(
+                "UPDATE entries SET when_vector = ?, content_vector = ? WHERE id = ?",
+                (*vectors, entry.id),
+            )
+
+    def add(self, entry: Entry) -> None:
+        """Write a new entry, which gets its id: no id is ever given twice."""
+        cursor = self._database.execute(
+            "INSERT INTO entries (when_to_use, content, state, score, source, trajectories,"
+            " created, uses, utility, retired, when_vector, content_vector)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                entry.when_to_use,
+                entry.content,
+                entry.state,
+                entry.score,
+                entry.source,
+                json.dumps(entry.trajectories),
+                entry.created,
+                entry.uses,
+                entry.utility,
+                entry.retired,
+                entry.when_vector.tobytes(),
+                entry.content_vector.tobytes(),
+            ),
+        )
+        assert cursor.lastrowid is not None
+        entry.id = cursor.lastrowid
+
+    def update(self, entry: Entry) -> None:
+        """Write what has changed about an entry."""
+        self._database.execute(
+            "UPDATE entries SET uses = ?, utility = ?, retired = ? WHERE id = ?",
+            (entry.uses, entry.utility, entry.retired, entry.id),
+        )
+
+    def remove(self, entries: list[Entry]) -> None:
+        """Delete entries; after `shrink` nothing of their texts is left on disk."""
+        ids = [(entry.id,) for entry in entries]
+        self._database.executemany("DELETE FROM entries WHERE id = ?", ids)
+
+    def shrink(self) -> None:
+        """Commit, and leave nothing in the write-ahead log that the file does not have."""
+        self.commit()
+        self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def take_group(self, name: str) -> bool:
+        """Note that this group was contributed; False where it was already."""
+        added = self._database.execute("INSERT OR IGNORE INTO groups (name) VALUES (?)", (name,))
+        if added.rowcount == 0:
+            return False
+        self.groups += 1
+        oldest = self.groups - KEPT_GROUPS
+        self._database.execute("DELETE FROM groups WHERE number <= ?", (oldest,))
+        return True
+
+    def commit(self) -> None:
+        self._database.commit()
+
+    def close(self) -> None:
+        self._database.commit()
+        self._database.close()
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    database = sqlite3.connect(path, check_same_thread=False, timeout=10.0)
+    try:
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        database.execute("PRAGMA secure_delete = ON")  # what is purged is gone from the file
+        (verdict,) = database.execute("PRAGMA quick_check").fetchone()
+        if verdict != "ok":
+            raise sqlite3.DatabaseError(verdict)
+        database.executescript(SCHEMA)
+        database.commit()
+    except BaseException:
+        database.close()
+        raise
+    return database

@@ -1,0 +1,65 @@
+"""What actions lead to in a fresh instance of an environment."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from actors.envs.base import Goals, Step
+from actors.progress import Progress
+from actors.world import World
+from evolver_async.schema import Task, Ticket
+
+
+@dataclass(frozen=True)
+class Played:
+    """One sequence of actions. `actions`: those that existed; for each its step, and the parameters
+    that make the state it reached the goal (None where that cannot be, or there are none)."""
+
+    first: str
+    actions: list[str]
+    steps: list[Step]
+    goals: list[dict[str, Any] | None]
+    invalid: int  # actions that did not exist
+
+    @property
+    def success(self) -> bool:
+        return bool(self.steps) and self.steps[-1].info.success
+
+
+async def replay(
+    ticket: Ticket,
+    member: int,
+    task: Task,
+    actions: list[str],
+    dynamics_seed: int,
+    timeout_s: float,
+    progress: Progress,
+) -> Played:
+    """Play `actions` from the beginning of `task`, as far as the episode goes.
+
+    `ticket` and `member`: on whose behalf. EnvironmentFailure where the environment raises or is
+    late.
+    """
+    world = World(msgspec.structs.replace(ticket, task=task), member, timeout_s, progress)
+    played, steps, goals, invalid = [], [], [], 0
+    try:
+        await world.open()
+        first = await world.call("reset", world.env.reset, task, dynamics_seed)
+        for action in actions:
+            step: Step = await world.call("replay", world.env.step, action)
+            progress.count += 1
+            if not step.info.valid:
+                invalid += 1
+                continue
+            played.append(action)
+            steps.append(step)
+            env = world.env
+            goals.append(await world.call("goal", env.goal) if isinstance(env, Goals) else None)
+            if step.terminated or step.truncated:
+                break
+    except BaseException:
+        world.abandon()
+        raise
+    await world.close()
+    return Played(first, played, steps, goals, invalid)

@@ -1,0 +1,141 @@
+"""How far off-policy the data of one step was: by version lag, and with experience stripped or not.
+
+numpy only: whoever has tensors turns them into arrays first. Formulas: algorithms §2.
+"""
+
+from collections import Counter
+
+import numpy as np
+
+from evolver_async.schema import Array
+
+BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
+BUCKET_ENDS = (0, 1, 2, 4, 8)  # the largest lag of every bucket but the last
+QUANTILES = (0.05, 0.5, 0.95)
+
+
+class Accounting:
+    """Collects the tokens of all micro-batches of a step, and its trajectories.
+
+    `metrics()` gives `offpolicy/<name>` over everything; where experience was stripped also
+    `offpolicy_guided/<name>` over what it was stripped from and `offpolicy_unguided/<name>` over
+    the rest; `lag_<bucket>/<name>` for every bucket that has tokens or trajectories;
+    `staleness/mean`, `staleness/max` over trajectories; and `boost/<name>` where there was a boost.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[dict[str, Array]] = []
+        self.trajectories: dict[str, Array] = {}
+        self.boosted: Counter[str] = Counter()
+
+    def add_tokens(
+        self,
+        *,
+        lag_N: Array,
+        stripped_N: Array,
+        w_N: Array,
+        r_N: Array,
+        log_rho_N: Array,
+        clipped_low_N: Array,
+        clipped_high_N: Array,
+        masked_N: Array,
+    ) -> None:
+        """ACTION tokens of one micro-batch; log_rho_N = theta - mu."""
+        self.tokens.append(
+            {
+                "lag": lag_N,
+                "stripped": stripped_N,
+                "w": w_N.astype(np.float64),
+                "r": r_N.astype(np.float64),
+                "log_rho": log_rho_N.astype(np.float64),
+                "clip_low": clipped_low_N,
+                "clip_high": clipped_high_N,
+                "masked": masked_N,
+            }
+        )
+
+    def add_boosted(self, *, tokens: int, freed: int, bound: int) -> None:
+        """Stripped tokens with A > 0 of one micro-batch: so many, so many of them let through by
+        the boost, so many that even its bound holds."""
+        self.boosted.update(tokens=tokens, freed=freed, bound=bound)
+
+    def merge(self, other: "Accounting") -> None:
+        """Adds the tokens that another one has collected."""
+        self.tokens += other.tokens
+        self.boosted.update(other.boosted)
+
+    def set_trajectories(
+        self, *, lag_P: Array, stripped_P: Array, reward_P: Array, length_P: Array
+    ) -> None:
+        """The trajectories of the step: largest lag, whether experience was stripped, outcome
+        reward, ACTION tokens."""
+        self.trajectories = {
+            "lag": lag_P,
+            "stripped": stripped_P,
+            "reward": reward_P,
+            "length": length_P,
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Everything collected so far, under stable names; {} when nothing was."""
+        found: dict[str, float] = {}
+        if self.tokens:
+            tokens = {
+                name: np.concatenate([part[name] for part in self.tokens])
+                for name in self.tokens[0]
+            }
+            found |= _by_family(tokens, _token_statistics)
+        if len(self.trajectories.get("lag", ())):
+            lag_P = self.trajectories["lag"]
+            found |= {"staleness/mean": float(lag_P.mean()), "staleness/max": float(lag_P.max())}
+            found |= _by_family(self.trajectories, _trajectory_statistics)
+        if count := self.boosted["tokens"]:
+            found |= {
+                "boost/tokens": float(count),
+                "boost/freed_fraction": self.boosted["freed"] / count,
+                "boost/bound_fraction": self.boosted["bound"] / count,
+            }
+        return found
+
+
+def _by_family(columns: dict[str, Array], statistics) -> dict[str, float]:
+    """The statistics of everything, of stripped and other data apart, and of every lag bucket."""
+    stripped, buckets = columns["stripped"], np.searchsorted(BUCKET_ENDS, columns["lag"])
+    families: dict[str, Array] = {}
+    if stripped.any():
+        families = {"offpolicy_guided": stripped, "offpolicy_unguided": ~stripped}
+    families |= {f"lag_{BUCKETS[i]}": buckets == i for i in np.unique(buckets)}
+    found = _named("offpolicy", statistics(columns))
+    for family, inside in families.items():
+        if inside.any():
+            found |= _named(family, statistics({k: v[inside] for k, v in columns.items()}))
+    return found
+
+
+def _named(family: str, statistics: dict[str, float]) -> dict[str, float]:
+    return {f"{family}/{name}": value for name, value in statistics.items()}
+
+
+def _token_statistics(tokens: dict[str, Array]) -> dict[str, float]:
+    """ess = (Σw)²/(nΣw²), kl = KL(mu || theta) = mean(rho - 1 - ln rho), shares, quantiles."""
+    w, log_rho = tokens["w"], tokens["log_rho"]
+    statistics = {
+        "tokens": float(len(w)),
+        "ess": float(w.sum() ** 2 / (len(w) * (w**2).sum())),
+        "kl": float((np.expm1(log_rho) - log_rho).mean()),
+    }
+    for name in ("clip_low", "clip_high", "masked"):
+        statistics[name] = float(tokens[name].mean())
+    for name in ("w", "r"):
+        statistics[f"{name}_mean"] = float(tokens[name].mean())
+        for share, value in zip(QUANTILES, np.quantile(tokens[name], QUANTILES), strict=True):
+            statistics[f"{name}_q{round(100 * share):02d}"] = float(value)
+    return statistics
+
+
+def _trajectory_statistics(trajectories: dict[str, Array]) -> dict[str, float]:
+    return {
+        "reward_mean": float(trajectories["reward"].mean()),
+        "length_mean": float(trajectories["length"].mean()),
+        "trajectories": float(len(trajectories["reward"])),
+    }

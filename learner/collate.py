@@ -1,0 +1,172 @@
+"""Groups to a batch: the only place where lists of trajectories become arrays.
+
+Stripping happens here: the EXPERIENCE tokens of a guided trajectory leave its rows, and the context
+that it was sampled in is kept beside them for whoever has to compare the two.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from evolver_async.schema import (
+    Array,
+    Fork,
+    Group,
+    Role,
+    Sequence,
+    Trajectory,
+    WeightId,
+    uniform,
+    version_lag,
+)
+from learner.batch import Batch
+
+
+def lag_table(groups: list[Group], head: WeightId, forks: dict[int, Fork]) -> dict[WeightId, int]:
+    """The version lag behind `head` of every weight id that sampled a token of `groups`."""
+    sampled = {
+        run.weights
+        for group in groups
+        for trajectory in group.trajectories
+        for sequence in trajectory.sequences
+        for run in sequence.versions
+    }
+    return {weights: version_lag(head, weights, forks) for weights in sampled}
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Which guided trajectories lose their experience: `mode` always, never or fraction.
+
+    The draw for a fraction belongs to the group and the member: every use of a group, and every
+    repetition of a step, strips the same ones.
+    """
+
+    mode: str
+    fraction: float
+    seed: int
+
+    def __call__(self, trajectory: Trajectory) -> bool:
+        if self.mode == "never" or not guided(trajectory):
+            return False
+        if self.mode == "always":
+            return True
+        assert self.mode == "fraction", self.mode
+        draw = uniform(self.seed, "strip", trajectory.group_id, trajectory.member)
+        return draw < self.fraction
+
+
+def guided(trajectory: Trajectory) -> bool:
+    """Whether experience was in a context of the trajectory: a fact of its tokens."""
+    return any(sequence.guided for sequence in trajectory.sequences)
+
+
+def collate(groups: list[Group], lags: dict[WeightId, int], strip: Strip) -> Batch:
+    """Strips and flattens the sequences of `groups` (at least one group).
+
+    `lags`: the version lag of every weight id that sampled a token (`lag_table`); tokens of a
+    scripted policy have lag 0 and behaviour log-prob 0.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    stripped_P = np.array([strip(trajectory) for trajectory in trajectories], bool)
+    rows = [
+        row
+        for index, trajectory in enumerate(trajectories)
+        for sequence in trajectory.sequences
+        if (row := _row(sequence, lags, index, bool(stripped_P[index]))) is not None
+    ]
+    facts = {
+        "group_P": np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups]),
+        "reward_P": np.array([trajectory.reward for trajectory in trajectories], np.float64),
+        "stripped_P": stripped_P,
+        "turn_start_P": _starts([len(trajectory.turn_rewards) for trajectory in trajectories]),
+        "turn_reward_U": _joined([one.turn_rewards for one in trajectories], np.float64),
+        "label_U": _joined([trajectory.labels for trajectory in trajectories], np.int8),
+    }
+    batch = Batch(**_layout(rows, len(trajectories)), **facts)
+    contexts = [row.sampled for row in rows if row.sampled is not None]
+    if contexts:
+        batch.sampled = Batch(**_layout(contexts, len(trajectories)), **facts)
+    return batch
+
+
+@dataclass
+class _Row:
+    """One sequence: tokens[L], action[L], and mu, lag, turn of its N ACTION tokens.
+
+    `sampled`: the same before it was stripped, where it was.
+    """
+
+    tokens: Array
+    action: Array
+    mu_N: Array
+    lag_N: Array
+    turn_N: Array
+    trajectory: int
+    sampled: "_Row | None" = None
+
+
+def _row(
+    sequence: Sequence, lags: dict[WeightId, int], trajectory: int, strip: bool
+) -> _Row | None:
+    """None where there is nothing to train."""
+    written = sequence.roles == Role.ACTION
+    if not written.any():
+        return None
+    trained = sequence.stripped() if strip else sequence
+    action = trained.roles == Role.ACTION if strip else written
+    if sequence.versions:
+        lag_N = np.repeat(
+            np.array([lags[run.weights] for run in sequence.versions], np.int64),
+            [run.tokens for run in sequence.versions],
+        )
+    else:
+        lag_N = np.zeros(int(action.sum()), np.int64)
+    if action[0]:  # nothing stands before it, so nothing predicts it
+        written[written.argmax()] = False
+        action[0] = False
+        lag_N = lag_N[1:]
+        if not len(lag_N):
+            return None
+    row = _Row(
+        tokens=trained.tokens,
+        action=action,
+        mu_N=trained.logprobs[action],
+        lag_N=lag_N,
+        turn_N=trained.turns[action].astype(np.int64),
+        trajectory=trajectory,
+    )
+    if strip:
+        row.sampled = _Row(sequence.tokens, written, row.mu_N, lag_N, row.turn_N, trajectory)
+    return row
+
+
+def _layout(rows: list[_Row], trajectories: int) -> dict[str, Array]:
+    """The rows as the arrays of a `Batch` that follow from them."""
+    counts_R = np.array([len(row.mu_N) for row in rows], np.int64)
+    trajectory_R = np.array([row.trajectory for row in rows], np.int64)
+    trajectory_N = np.repeat(trajectory_R, counts_R)
+    lag_N = _joined([row.lag_N for row in rows], np.int64)
+    lag_P = np.zeros(trajectories, np.int64)
+    np.maximum.at(lag_P, trajectory_N, lag_N)
+    return {
+        "tokens": _joined([row.tokens for row in rows], np.int32),
+        "action": _joined([row.action for row in rows], np.bool_),
+        "row_start_R": _starts([len(row.tokens) for row in rows]),
+        "action_start_R": _starts(counts_R.tolist()),
+        "trajectory_R": trajectory_R,
+        "mu_N": _joined([row.mu_N for row in rows], np.float32),
+        "lag_N": lag_N,
+        "turn_N": _joined([row.turn_N for row in rows], np.int64),
+        "trajectory_N": trajectory_N,
+        "length_P": np.bincount(trajectory_N, minlength=trajectories),
+        "lag_P": lag_P,
+    }
+
+
+def _joined(arrays: list[Array], dtype: type) -> Array:
+    return np.concatenate([*arrays, np.zeros(0, dtype)]).astype(dtype)
+
+
+def _starts(lengths: list[int]) -> Array:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

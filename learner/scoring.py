@@ -1,0 +1,62 @@
+"""Forward passes that only look: the log-probs that a batch needs before its updates."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from evolver_async import policy
+from evolver_async.schema import Array
+from learner.batch import Batch, Minibatch
+from learner.offpolicy import guided_old
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Log-probs of ACTION tokens at a temperature, so many tokens (padding included) at a time.
+
+    `chunk`: tokens of one chunk of the vocabulary projection.
+    """
+
+    temperature: float
+    token_budget: int
+    chunk: int
+    device: torch.device
+
+    @torch.no_grad()
+    def __call__(self, model: torch.nn.Module, minibatch: Minibatch) -> Array:
+        """Log-probs under `model`, float32[N] of the whole batch, 0 outside of the minibatch."""
+        logprobs_N = np.zeros_like(minibatch.batch.mu_N)
+        for micro in minibatch.micro_batches(self.token_budget, self.device):
+            logprobs_BT, _ = policy.token_logprobs(
+                model,
+                micro.tokens_BT,
+                micro.attention_BT,
+                self.temperature,
+                self.chunk,
+                select_BT=micro.action_BT,
+            )
+            logprobs_N[micro.index_N.cpu().numpy()] = logprobs_BT[micro.action_BT].cpu().numpy()
+        return logprobs_N
+
+
+def store_anchor(
+    score: Scorer, model: torch.nn.Module, batch: Batch, *, everywhere: bool, guided: str
+) -> None:
+    """Stores the anchor, of all tokens or only where `old` needs it, and `old` of stripped tokens.
+
+    `guided`: the correction of stripped tokens; `stale` costs one more pass over their trajectories
+    in the contexts that they were sampled in.
+    """
+    if everywhere:
+        batch.anchor_N = score(model, batch.whole())
+    elif batch.sampled is not None and guided != "behaviour":
+        batch.anchor_N = score(model, batch.part(batch.stripped_P))
+    if batch.sampled is None:
+        return
+    stripped_N = batch.stripped_N
+    anchor_e_N = score(model, batch.sampled.whole()) if guided == "stale" else None
+    batch.old_N = batch.mu_N.copy()
+    batch.old_N[stripped_N] = guided_old(
+        guided, batch.mu_N[stripped_N], batch.anchor_N[stripped_N], anchor_e_N
+    )

@@ -1,0 +1,122 @@
+"""The off-policy numbers of a step against loops, for every family of tokens and trajectories."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from learner.accounting import Accounting
+
+
+def bucket_of(lag: int) -> str:
+    if lag <= 2:
+        return str(lag)
+    return "3-4" if lag <= 4 else "5-8" if lag <= 8 else "9+"
+
+
+def families_of(lags: np.ndarray, stripped: np.ndarray) -> dict[str, list[int]]:
+    """Who belongs to which family."""
+    families = {"offpolicy": list(range(len(lags)))}
+    for i, lag in enumerate(lags):
+        families.setdefault(f"lag_{bucket_of(int(lag))}", []).append(i)
+        if stripped.any():
+            side = "offpolicy_guided" if stripped[i] else "offpolicy_unguided"
+            families.setdefault(side, []).append(i)
+    return families
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, 60), st.sampled_from([0.0, 0.3, 1.0]))
+def test_accounting_of_tokens_matches_the_loop(seed, count, share):
+    rng = np.random.default_rng(seed)
+    tokens = {
+        "lag_N": rng.integers(0, 13, count),
+        "stripped_N": rng.random(count) < share,
+        "w_N": rng.exponential(1, count) + 0.01,
+        "r_N": rng.exponential(1, count) + 0.01,
+        "log_rho_N": rng.normal(0, 0.5, count),
+        "clipped_low_N": rng.random(count) < 0.2,
+        "clipped_high_N": rng.random(count) < 0.2,
+        "masked_N": rng.random(count) < 0.2,
+    }
+    accounting = Accounting()
+    half = count // 2
+    for part in (slice(0, half), slice(half, count)):
+        accounting.add_tokens(**{name: values[part] for name, values in tokens.items()})
+    found = accounting.metrics()
+
+    families = families_of(tokens["lag_N"], tokens["stripped_N"])
+    assert {name.split("/")[0] for name in found} == set(families)
+    for family, members in families.items():
+        n = len(members)
+        w = [tokens["w_N"][i] for i in members]
+        rho = [math.exp(tokens["log_rho_N"][i]) for i in members]
+        expected = {
+            "tokens": n,
+            "ess": sum(w) ** 2 / (n * sum(x * x for x in w)),
+            "kl": sum(x - 1 - math.log(x) for x in rho) / n,
+            "clip_low": sum(bool(tokens["clipped_low_N"][i]) for i in members) / n,
+            "clip_high": sum(bool(tokens["clipped_high_N"][i]) for i in members) / n,
+            "masked": sum(bool(tokens["masked_N"][i]) for i in members) / n,
+            "w_mean": sum(w) / n,
+            "w_q50": sorted(w)[n // 2] if n % 2 else sum(sorted(w)[n // 2 - 1 : n // 2 + 1]) / 2,
+            "r_mean": sum(tokens["r_N"][i] for i in members) / n,
+        }
+        for name, value in expected.items():
+            assert found[f"{family}/{name}"] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+
+
+@given(st.integers(0, 10**6), st.integers(1, 20), st.sampled_from([0.0, 0.4, 1.0]))
+def test_accounting_of_trajectories_matches_the_loop(seed, count, share):
+    rng = np.random.default_rng(seed)
+    lag_P, stripped_P = rng.integers(0, 13, count), rng.random(count) < share
+    reward_P, length_P = rng.normal(size=count), rng.integers(1, 50, count)
+    accounting = Accounting()
+    accounting.set_trajectories(
+        lag_P=lag_P, stripped_P=stripped_P, reward_P=reward_P, length_P=length_P
+    )
+    found = accounting.metrics()
+    families = families_of(lag_P, stripped_P)
+    assert {name.split("/")[0] for name in found} == {*families, "staleness"}
+    for family, members in families.items():
+        mean_reward = sum(reward_P[i] for i in members) / len(members)
+        mean_length = sum(length_P[i] for i in members) / len(members)
+        assert found[f"{family}/reward_mean"] == pytest.approx(mean_reward)
+        assert found[f"{family}/length_mean"] == pytest.approx(mean_length)
+        assert found[f"{family}/trajectories"] == len(members)
+    assert found["staleness/mean"] == pytest.approx(lag_P.mean())
+    assert found["staleness/max"] == lag_P.max()
+
+
+def test_nothing_collected_is_nothing_logged():
+    assert Accounting().metrics() == {}
+
+
+def one_token(accounting: Accounting, lag: int) -> None:
+    names = ("w_N", "r_N", "log_rho_N", "clipped_low_N", "clipped_high_N", "masked_N")
+    accounting.add_tokens(
+        lag_N=np.array([lag]),
+        stripped_N=np.array([False]),
+        **{name: np.ones(1) for name in names},
+    )
+
+
+def test_what_is_merged_counts_like_ones_own():
+    whole, part = Accounting(), Accounting()
+    one_token(whole, 0)
+    one_token(part, 1)
+    whole.add_boosted(tokens=2, freed=1, bound=0)
+    part.add_boosted(tokens=2, freed=1, bound=1)
+    whole.merge(part)
+    found = whole.metrics()
+    assert found["offpolicy/tokens"] == 2
+    assert found["boost/tokens"] == 4
+    assert found["boost/freed_fraction"] == 0.5 and found["boost/bound_fraction"] == 0.25
+
+
+def test_without_a_token_to_boost_there_are_no_fractions():
+    accounting = Accounting()
+    accounting.add_boosted(tokens=0, freed=0, bound=0)
+    assert accounting.metrics() == {}

@@ -1,0 +1,147 @@
+"""The buffer's part of Self-Questioning: exploration is granted when due, and never trained."""
+
+import msgspec
+import pytest
+from buffer_world import World, config, synthetic, trajectory
+
+from evolver_async import messages
+from evolver_async.config import Questioning
+from evolver_async.schema import Ticket
+
+
+def exploring(tmp_path, *, share: float = 0.5, stages: list[str] | None = None, **keys) -> World:
+    section = Questioning(**{"kind": "goals", "every": 2, "groups": 1, "temperature": 1.5, **keys})
+    settings = config(synthetic=share, questioning=section, max_staleness=3, stages=stages)
+    world = World(tmp_path, settings)
+    world.resume()
+    return world
+
+
+def kinds(tickets: list[Ticket]) -> list[str]:
+    return [ticket.kind for ticket in tickets]
+
+
+def offer(world: World, *numbers: int) -> None:
+    request = messages.Offer(tasks=[synthetic(number) for number in numbers])
+    assert isinstance(world.one("actor-0", request), messages.Ok)
+
+
+def test_exploration_is_granted_after_so_many_groups_and_beside_admission(tmp_path):
+    world = exploring(tmp_path, share=0.0)
+    tickets = world.lease(credit=20)
+    assert kinds(tickets) == [*["rollout"] * 2, "explore", *["rollout"] * 6]  # (S+1)·B = 8
+    assert world.replay.outstanding() == world.replay.limit() == 8
+    explore = tickets[2]
+    assert explore.sampling.temperature == 1.5 and explore.guided == []
+    assert tickets[0].sampling.temperature == 1.0
+    assert explore.members == tickets[0].members
+    world.finish([explore])
+    assert kinds(world.lease(credit=20)) == ["explore"]  # due since long, and admission is full
+
+
+def test_what_explored_is_counted_and_not_kept(tmp_path):
+    world = exploring(tmp_path)
+    (ticket,) = (t for t in world.lease(credit=1) if t.kind == "explore")
+    world.push(ticket, 0)
+    assert world.book.bodies == {}
+    assert isinstance(world.push(ticket, 0), messages.Dup)
+    world.push(ticket, 1)
+    ledger = world.book.state.ledger
+    assert msgspec.to_builtins(ledger.closed["explore"]) == {
+        "filtered": {"explored": {"groups": 1, "trajectories": 2, "tokens": 6}}
+    }
+    assert ticket.group_id not in world.replay.at.groups
+    assert isinstance(world.push(ticket, 1), messages.Stale)
+
+
+def test_the_first_tasks_are_looked_for_at_once_and_rollouts_wait_for_them(tmp_path):
+    world = exploring(tmp_path, share=1.0, groups=2)
+    tickets = world.lease(credit=9)
+    assert kinds(tickets) == ["explore", "explore"]
+    reply = world.one("actor-0", messages.Lease(credit=9))
+    assert isinstance(reply, messages.Wait) and "no synthetic task yet" in reply.reason
+    world.finish(tickets)
+    offer(world, 1, 2)
+    granted = world.lease(credit=20)
+    assert {t.task.origin for t in granted if t.kind == "rollout"} == {"synthetic"}
+    assert kinds(granted).count("rollout") == 8
+
+
+def test_a_full_pool_takes_nothing_in_and_ends_exploration(tmp_path):
+    world = exploring(tmp_path, max_tasks=3)
+    offer(world, 0, 1)
+    offer(world, 1, 1, 2, 3, 4)
+    assert world.book.state.tasks.pool_size() == 3
+    assert "explore" not in kinds(world.lease(credit=20))
+    status = world.service.status(world.now)["questioning"]
+    assert status == {
+        "explored": 0.0,
+        "pool_size": 3.0,
+        "offered": 5.0,
+        "duplicates": 2.0,
+        "tried": 0.0,
+        "useful": 0.0,
+    }
+
+
+def test_duplicates_are_counted_and_success_makes_a_task_useful(tmp_path):
+    world = exploring(tmp_path, share=1.0)
+    offer(world, 0, 0, 1)
+    offer(world, 1)
+    tickets = [t for t in world.lease(credit=3) if t.kind == "rollout"]
+    for number, ticket in enumerate(tickets[:2]):
+        world.push(ticket, 0, reward=1.0)
+        world.push(ticket, 1, reward=float(number))
+    status = world.service.status(world.now)["questioning"]
+    assert (status["duplicates"], status["tried"], status["useful"]) == (2.0, 2.0, 1.0)
+
+
+def test_nobody_explores_unless_asked_nor_in_a_supervised_stage(tmp_path):
+    world = exploring(tmp_path / "none", kind="none", share=0.0)
+    assert set(kinds(world.lease(credit=20))) == {"rollout"}
+    world = exploring(tmp_path / "sft", stages=["sft", "rl"], share=1.0)
+    assert set(kinds(world.lease(credit=20))) == {"demo"}
+
+
+def test_a_restart_remembers_pool_way_and_exploration(tmp_path):
+    """Also from a snapshot: the segments are so small that the first ones go."""
+
+    def play(world: World, killed: bool) -> list[tuple[str, str]]:
+        granted = []
+        for take in range(12):
+            tickets = world.lease(credit=4)
+            granted += [(ticket.kind, ticket.task.task_id) for ticket in tickets]
+            offer(world, take, take + 1, 100 + take)
+            for number, ticket in enumerate(tickets):
+                world.finish([ticket], reward=float((take + number) % 3 == 0))
+            if killed:
+                world.kill()
+            groups = [group.group_id for group in world.sample(take)]
+            world.done(take, groups, take + 1)
+            world.one("learner", messages.Kept(take=take))
+        return granted
+
+    plain = exploring(tmp_path / "plain", share=0.5, every=3)
+    killed = exploring(tmp_path / "killed", share=0.5, every=3)
+    killed.segment_bytes = plain.book.journal.segment_bytes = 2000
+    killed.kill()
+    assert play(plain, False) == play(killed, True)
+    assert killed.book.journal.newest > 3
+    assert killed.book.state.tasks.cursor == plain.book.state.tasks.cursor
+    assert killed.book.state.tasks.cursor.duplicates == 11
+
+
+def test_explorations_that_nobody_runs_are_granted_again(tmp_path):
+    world = exploring(tmp_path, share=1.0)
+    (ticket,) = world.lease(credit=3)
+    world.pass_time(100.0)
+    again = world.lease(credit=3, peer="actor-1")
+    assert [(t.group_id, t.attempt, t.kind) for t in again] == [(ticket.group_id, 1, "explore")]
+
+
+@pytest.mark.parametrize("policy", ["learned", "scripted"])
+def test_whoever_explores_may_hand_it_in(tmp_path, policy):
+    world = exploring(tmp_path, share=1.0)
+    (ticket,) = world.lease(credit=1)
+    made = msgspec.structs.replace(trajectory(ticket, 0), policy=policy)
+    assert isinstance(world.one("actor-0", messages.Push(trajectory=made)), messages.Ack)
