@@ -167,8 +167,8 @@ class Episode:
             state = seen
             if isinstance(env, Located):
                 state = await self.world.call("state", env.state)
-            said = text if actions is None else f" {SEPARATOR} ".join(actions)
-            self.turns.append(Turn(observation=seen, state=state, action=said))
+            action = f" {SEPARATOR} ".join(actions or [])
+            self.turns.append(Turn(observation=seen, state=state, action=action, text=text))
         shown = await self._act(actions)
         await self._score()
         return shown

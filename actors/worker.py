@@ -154,9 +154,7 @@ class Worker:
         buffer = self.config.buffer
         while True:
             await asyncio.sleep(min(buffer.lease_s, buffer.warn_s) / 4)
-            counted = self.mechanisms.counters()
-            if counted:
-                await self.client.request(messages.Counters(values=counted))
+            await self.tell(None)
             if not self.running:
                 continue
             shown = set(self.running)
@@ -165,6 +163,12 @@ class Worker:
                 for place in self.running.keys() & shown:  # not what was granted meanwhile
                     if place[0] in reply.groups:
                         self.fence(place, reply.reason)
+
+    async def tell(self, within_s: float | None) -> None:
+        """What judge, guide and questioner count, for the metrics."""
+        counted = self.mechanisms.counters()
+        if counted:
+            await self.client.request(messages.Counters(values=counted), timeout_s=within_s)
 
     def shown(self) -> messages.Renew:
         """How far every ticket has come, and what holds it up."""
@@ -277,6 +281,7 @@ class Worker:
     async def leave(self) -> None:
         """Ask for nothing any more: a LEASE that is still parked is not granted after this."""
         try:
+            await self.tell(self.patience_s)
             await self.client.request(
                 messages.Lease(credit=0, generated=self.generated()),
                 timeout_s=self.patience_s,

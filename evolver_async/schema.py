@@ -207,7 +207,7 @@ class Sequence(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=Tru
         )
 
 
-class Trajectory(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
+class Trajectory(msgspec.Struct, kw_only=True, eq=False, weakref=True, forbid_unknown_fields=True):
     """One finished episode of one group member.
 
     turn_rewards float32[K]; labels int8[K] (+1 GOOD, -1 BAD, 0 unlabelled);
@@ -277,11 +277,17 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=T
 
 class Turn(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """One turn in words: what the agent saw, where it then was (a short key of the state), what it
-    did."""
+    did ("" where that could not be read), and all that it wrote."""
 
     observation: str
     state: str
     action: str
+    text: str = ""
+
+    @property
+    def said(self) -> str:
+        """All that it wrote, where that is known, else what it did."""
+        return self.text or self.action
 
 
 class Transcript(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

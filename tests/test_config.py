@@ -287,3 +287,12 @@ def test_a_base_that_cannot_be_is_named(tmp_path, base, message):
     (tmp_path / "b.yaml").write_text("base: a.yaml\n")
     with pytest.raises(ConfigError, match=message):
         load(tmp_path / "a.yaml", [])
+
+
+RECIPES = sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_loads_and_is_short(recipe: Path) -> None:
+    load(recipe)
+    assert len(recipe.read_text().splitlines()) <= 40

@@ -504,3 +504,12 @@ def test_the_service_refuses_what_is_the_buffers(
 ) -> None:
     (reply,) = service.handle("actor-0", request_, 0.0)
     assert isinstance(reply, messages.Reject) and "answers no" in reply.reason
+
+
+def test_a_turn_that_could_not_be_read_is_no_lesson() -> None:
+    """Neither what to do nor what not to do, wherever it comes."""
+    good = episode("a=left", "b=right", "b=", success=True)
+    bad = episode("a=left", "b=", success=False, number=1)
+    worse = episode("a=left", "b=up", "b=", success=False, number=2)
+    (item,) = diverged("q", [good, bad, worse])
+    assert item.content == contrast("b", "right", "up")

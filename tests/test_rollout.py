@@ -624,10 +624,10 @@ def test_what_is_wanted_of_an_episode_is_kept_in_words_and_scores() -> None:
     assert finished.query == "at 0"
     assert finished.scores == [0.0, 1.0, 1.0, 2.0, 3.0]
     assert finished.transcript.turns == [
-        Turn(observation="at 0", state="cell 0", action="right"),
-        Turn(observation="at 1", state="cell 1", action="nonsense"),
-        Turn(observation="at 1", state="cell 1", action="right"),
-        Turn(observation="at 2", state="cell 2", action="right"),
+        Turn(observation="at 0", state="cell 0", action="right", text=RIGHT),
+        Turn(observation="at 1", state="cell 1", action="", text="nonsense"),
+        Turn(observation="at 1", state="cell 1", action="right", text=RIGHT),
+        Turn(observation="at 2", state="cell 2", action="right", text=RIGHT),
     ]
     assert finished.transcript.success and finished.transcript.trajectory_id == "0/0/0"
     script = {"0/0/0": say(RIGHT, RIGHT, RIGHT)}

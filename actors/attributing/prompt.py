@@ -38,7 +38,7 @@ def question(query: str, turns: Sequence[Turn], success: bool, reward: float, ch
     lines = [f"Task: {_quoted(query, chars)}", "", "Steps:"]
     for number, turn in enumerate(turns, 1):
         lines.append(f"Step {number} saw: {_quoted(turn.observation, chars)}")
-        lines.append(f"Step {number} did: {_quoted(turn.action, chars)}")
+        lines.append(f"Step {number} did: {_quoted(turn.said, chars)}")
     count = len(turns)
     lines += [
         "",

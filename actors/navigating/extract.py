@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from actors.navigating.pool import Item
 from actors.navigating.templates import contrast
-from evolver_async.schema import Transcript
+from evolver_async.schema import Transcript, Turn
 
 MOST = 8  # items of one group
 
@@ -22,7 +22,7 @@ def diverged(query: str, episodes: Sequence[Transcript]) -> list[Item]:
     state of its way that a successful member had been in as well.
     """
     successes = [episode for episode in episodes if episode.success]
-    ways = [{turn.state: turn.action for turn in episode.turns} for episode in successes]
+    ways = [{turn.state: turn.action for turn in _read(episode)} for episode in successes]
     good: dict[str, Counter[str]] = {}
     for way in ways:
         for state, action in way.items():
@@ -31,7 +31,7 @@ def diverged(query: str, episodes: Sequence[Transcript]) -> list[Item]:
     for episode in episodes:
         if episode.success:
             continue
-        shared = [turn for turn in episode.turns if turn.state in good]
+        shared = [turn for turn in _read(episode) if turn.state in good]
         if shared and shared[-1].action not in good[shared[-1].state]:
             bad.setdefault(shared[-1].state, Counter())[shared[-1].action] += 1
     worst = sorted(bad, key=lambda state: (-bad[state].total(), state))
@@ -39,6 +39,11 @@ def diverged(query: str, episodes: Sequence[Transcript]) -> list[Item]:
         Item(query, contrast(state, _most(good[state]), _most(bad[state])), 1.0, state)
         for state in worst[:MOST]
     ]
+
+
+def _read(episode: Transcript) -> list[Turn]:
+    """Its turns less those that could not be read."""
+    return [turn for turn in episode.turns if turn.action]
 
 
 def _most(actions: Counter[str]) -> str:

@@ -118,7 +118,7 @@ def make_guide(config: Experience, client: Client) -> ServiceGuide:
 
 def shortened(transcripts: list[Transcript]) -> list[Transcript]:
     """The transcripts with every text cut to its fair share of `GROUP_CHARS`."""
-    texts = 3 * sum(len(transcript.turns) for transcript in transcripts)
+    texts = 4 * sum(len(transcript.turns) for transcript in transcripts)
     most = GROUP_CHARS // max(1, texts)
     return [
         Transcript(
@@ -131,6 +131,7 @@ def shortened(transcripts: list[Transcript]) -> list[Transcript]:
                     observation=turn.observation[:most],
                     state=turn.state[:most],
                     action=turn.action[:most],
+                    text=turn.text[:most],
                 )
                 for turn in transcript.turns
             ],

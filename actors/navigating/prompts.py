@@ -66,8 +66,7 @@ def _shown(episodes: Sequence[Transcript]) -> list[dict[str, object]]:
             "solved": episode.success,
             "reward": round(episode.reward, 3),
             "turns": [
-                {"saw": turn.observation[:most], "did": turn.action[:most]}
-                for turn in episode.turns
+                {"saw": turn.observation[:most], "did": turn.said[:most]} for turn in episode.turns
             ],
         }
         for episode in episodes

@@ -95,6 +95,6 @@ def _question(task: Task, turns: list[Turn], ending: str) -> str:
         "task": query,
         "reference": cut(task.reference or []),
         "beginning": cut([turns[0].observation])[0] if turns else "",
-        "agent": steps_shown([(t.action, seen) for t, seen in zip(turns, after, strict=True)]),
+        "agent": steps_shown([(t.said, seen) for t, seen in zip(turns, after, strict=True)]),
     }
     return shown(record)

@@ -31,7 +31,8 @@ class Exploration:
 
     @property
     def actions(self) -> list[str]:
-        return [one.strip() for turn in self.turns for one in turn.action.split(SEPARATOR)]
+        read = [turn.action for turn in self.turns if turn.action]
+        return [one.strip() for action in read for one in action.split(SEPARATOR)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,7 @@ def question(described: str, turns: list[Turn], known: list[str], most: int) -> 
     """What a language model is asked for tasks with: the system's words and the question. There is
     at least one turn."""
     after = [turn.observation for turn in turns[1:]] + ["(the exploration ended)"]
-    pairs = [(turn.action, seen) for turn, seen in zip(turns, after, strict=True)]
+    pairs = [(turn.said, seen) for turn, seen in zip(turns, after, strict=True)]
     record = {
         "beginning": cut([turns[0].observation])[0],
         "explored": steps_shown(pairs),

@@ -9,7 +9,6 @@ group is contributed, and nothing that is found fits, so that the episodes are t
 """
 
 import asyncio
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,7 +37,7 @@ ENTRIES = 10_000
 TASKS = 2_000
 ROUNDS = 500
 REQUIRED_MS = 2.0
-GROUPS, MEMBERS, TURNS = 12, 8, 10
+GROUPS, MEMBERS, TURNS = 24, 8, 10
 LATENCY_S = 0.05
 REQUIRED_SHARE = 0.02
 CONFIG = Config(
@@ -162,12 +161,13 @@ async def compared(guide: ServiceGuide) -> None:
     for number in range(GROUPS):
         without.append(await roll(number, None))
         within.append(await roll(number, guide))
-    share = statistics.median(within) / statistics.median(without) - 1
-    print(f"a group of {MEMBERS} under {LATENCY_S * 1e3:.0f} ms a step")
-    print(
-        f"  without the service {statistics.median(without):.4f} s,"
-        f" with it {statistics.median(within):.4f} s: {share:+.2%}"
-    )
+    print(f"a group of {MEMBERS} under {LATENCY_S * 1e3:.0f} ms a step, {GROUPS} of each")
+    shares = {}
+    for name, share in (("median", 0.5), ("fastest quarter", 0.25)):
+        off, on = np.quantile(without, share), np.quantile(within, share)
+        shares[name] = on / off - 1
+        print(f"  {name}: without the service {off:.4f} s, with it {on:.4f} s: {shares[name]:+.2%}")
+    share = shares["median"]
     print(f"  required {REQUIRED_SHARE:.0%}: {'reached' if share <= REQUIRED_SHARE else 'MISSED'}")
 
 

@@ -67,9 +67,15 @@ def mean_curve(curves: list[dict[int, float]]) -> dict[int, float]:
     return {step: statistics.fmean(curve[step] for curve in curves) for step in sorted(common)}
 
 
-def gain_of(rows: list[dict]) -> tuple[float, float, int]:
-    """Guided less unguided success within groups: mean, half width of its 95 % interval, steps."""
-    gains = [row["experience/guided_gain"] for row in rows if "experience/guided_gain" in row]
+def gain_of(rows: list[dict], filling: float) -> tuple[float, float, int]:
+    """Guided less unguided success within groups, over the steps at which the pool of experience
+    had less than `filling` of its final size: mean, half width of its 95 % interval, steps."""
+    final = max(row.get("experience/pool_size", 0.0) for row in rows)
+    gains = [
+        row["experience/guided_gain"]
+        for row in rows
+        if "experience/guided_gain" in row and row["experience/pool_size"] < filling * final
+    ]
     if len(gains) < 2:
         return 0.0, 0.0, 0
     error = 1.96 * statistics.stdev(gains) / len(gains) ** 0.5
@@ -105,9 +111,13 @@ def main() -> None:
         )
         print(f"  curve {' '.join(f'{step}:{value:.3f}' for step, value in means.items())}")
         every = [row for rows in runs for row in rows]
-        mean, error, count = gain_of(every)
-        if count:
-            print(f"  guided members gain {mean:+.3f} ± {error:.3f} over {count} steps")
+        for filling in (0.5, 0.8, 2.0):
+            mean, error, count = gain_of(every, filling)
+            if count:
+                print(
+                    f"  guided members gain {mean:+.3f} ± {error:.3f} over {count} steps with the"
+                    f" pool below {min(1.0, filling):.0%} of its final size"
+                )
 
 
 if __name__ == "__main__":
