@@ -1,20 +1,14 @@
 """Whole serial runs with experience: the pool grows and guides, and equal seeds give equal runs."""
 
-import json
 import sqlite3
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from serial_runs import Finished, trainer
 
 from actors.navigating.store import FILE
-from evolver_async.checkpoint import load_newest
-from evolver_async.config.load import dump, load
-from evolver_async.launch.roles import RoleArgs, resolve
-from evolver_async.launch.serial import run
 
 RECIPE = """
 env: {name: bandit, params: {high_probability: 0.5}}
@@ -39,51 +33,20 @@ eval: {every: 0, episodes: 8, final_episodes: 16}
 checkpoint: {every: 8}
 launch: {kind: serial}
 """
-WALL_TIME = ("time_s", "time/", "throughput/", "weights/publish_s")
 QUERY = (
     "SELECT when_to_use, content, source, trajectories, uses, utility, retired, when_vector"
     " FROM entries ORDER BY id"
 )
 
 
-@dataclass
-class Finished:
-    rows: list[dict[str, Any]]
-    tensors: dict[str, torch.Tensor]
-    entries: list[tuple[Any, ...]]
-
-    def rl(self, name: str) -> list[float]:
-        return [row[name] for row in self.rows if row.get("stage_kind") == "rl" and name in row]
-
-    def numbers(self) -> list[dict[str, Any]]:
-        """The rows without what depends on the clock on the wall."""
-        return [
-            {name: row[name] for name in row if not name.startswith(WALL_TIME)} for row in self.rows
-        ]
-
-
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished]:
-    """Runs the recipe with changes to its end."""
-    recipe = tmp_path_factory.mktemp("navigating") / "recipe.yaml"
-    recipe.write_text(RECIPE)
+    return trainer(tmp_path_factory.mktemp("navigating"), RECIPE)
 
-    def train(name: str, *dotlist: str) -> Finished:
-        run_dir = recipe.parent / name
-        run_dir.mkdir()
-        paths = [f"policy.path={run_dir}/policy", f"weights.dir={recipe.parent}"]
-        config = load(recipe, [*paths, *dotlist])
-        dump(config, run_dir / "config.yaml")
-        resolve("prepare")(RoleArgs(address="", name="prepare", incarnation=0, run_dir=run_dir))
-        assert run(config, run_dir) == 0
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-        newest, _ = load_newest(run_dir / "checkpoints", name)
-        path = run_dir / "experience" / FILE
-        entries = sqlite3.connect(path).execute(QUERY).fetchall() if path.exists() else []
-        tensors = load_file(newest / "model.safetensors")
-        return Finished([json.loads(line) for line in lines], tensors, entries)
 
-    return train
+def entries(finished: Finished) -> list[tuple[Any, ...]]:
+    """The pool that a run left."""
+    return sqlite3.connect(finished.run_dir / "experience" / FILE).execute(QUERY).fetchall()
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +60,7 @@ def test_the_pool_grows_and_guides_half_of_every_group(guided: Finished) -> None
     assert guided.rl("experience/retrieved_share")[-1] == 0.5
     shares = guided.rl("experience/dedup_share")
     assert 0 < shares[-1] < 1, "tasks come again, so what they teach does too"
-    assert sum(uses for *_, uses, _, _, _ in guided.entries) > 0
+    assert sum(uses for *_, uses, _, _, _ in entries(guided)) > 0
     assert not any(name.endswith("outages") and row[name] for row in guided.rows for name in row)
 
 
@@ -106,13 +69,13 @@ def test_equal_seeds_give_bit_identical_runs_and_pools(
 ) -> None:
     again = train("again")
     assert again.numbers() == guided.numbers()
-    assert again.entries == guided.entries
+    assert entries(again) == entries(guided)
     for name, tensor in guided.tensors.items():
         assert torch.equal(tensor, again.tensors[name]), name
 
 
 def test_without_experience_nothing_of_it_is_there(train: Callable[..., Finished]) -> None:
     plain = train("plain", "experience.kind=none", "stages.1.steps=2", "stages.0.steps=2")
-    assert plain.entries == []
+    assert not (plain.run_dir / "experience").exists()
     assert not any("experience/pool_size" in row for row in plain.rows)
     assert set(plain.rl("experience/retrieved_share")) <= {0.0}

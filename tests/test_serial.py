@@ -4,26 +4,21 @@ Every run is the whole system, in this process; one is shared by all tests that 
 """
 
 import asyncio
-import json
 import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from serial_runs import Finished, trainer
 
 from actors.envs.bandit import Bandit
 from actors.evaluate import evaluate
-from evolver_async.checkpoint import load_newest
 from evolver_async.config.load import dump, load
-from evolver_async.launch.roles import RoleArgs, resolve
-from evolver_async.launch.serial import VirtualLoop, run
+from evolver_async.launch.serial import VirtualLoop
 from evolver_async.schema import Task
 
 RECIPE = """
@@ -45,55 +40,11 @@ eval: {every: 10, episodes: 32, final_episodes: 64}
 checkpoint: {every: 10}
 launch: {kind: serial}
 """
-WALL_TIME = ("time_s", "time/", "throughput/", "weights/publish_s")
-
-
-@dataclass
-class Finished:
-    """What a run left behind."""
-
-    run_dir: Path
-    rows: list[dict[str, Any]]
-    tensors: dict[str, torch.Tensor]
-    wall_s: float
-
-    def rl(self, name: str) -> list[float]:
-        """A metric over the steps of the rl stage."""
-        return [row[name] for row in self.rows if row.get("stage_kind") == "rl"]
-
-    def numbers(self) -> list[dict[str, Any]]:
-        """The rows without what depends on the clock on the wall."""
-        return [
-            {name: row[name] for name in row if not name.startswith(WALL_TIME)} for row in self.rows
-        ]
 
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished]:
-    """Runs the recipe with changes to its end."""
-    recipe = tmp_path_factory.mktemp("serial") / "recipe.yaml"
-    recipe.write_text(RECIPE)
-
-    def train(name: str, *dotlist: str) -> Finished:
-        run_dir = recipe.parent / name
-        run_dir.mkdir()
-        paths = [f"policy.path={run_dir}/policy", f"weights.dir={recipe.parent}"]
-        config = load(recipe, [*paths, *dotlist])
-        dump(config, run_dir / "config.yaml")
-        resolve("prepare")(RoleArgs(address="", name="prepare", incarnation=0, run_dir=run_dir))
-        start = time.perf_counter()
-        assert run(config, run_dir) == 0
-        wall_s = time.perf_counter() - start
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-        newest, _ = load_newest(run_dir / "checkpoints", name)
-        tensors = {
-            f"{part}/{tensor}": value
-            for part in ("model", "optimizer")
-            for tensor, value in load_file(newest / f"{part}.safetensors").items()
-        }
-        return Finished(run_dir, [json.loads(line) for line in lines], tensors, wall_s)
-
-    return train
+    return trainer(tmp_path_factory.mktemp("serial"), RECIPE)
 
 
 @pytest.fixture(scope="module")

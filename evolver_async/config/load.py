@@ -64,8 +64,9 @@ def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
     """The checked configuration of a run, every stage included.
 
     `path` is a YAML recipe (None: defaults only); one that names another one as its `base`, by a
-    path relative to its own, says only what differs from that. `dotlist` holds `section.key=value` texts, with
-    stages addressed as `stages.0.key`. Paths that it names are looked for by `check_paths` alone.
+    path relative to its own, says only what differs from that. `dotlist` holds `section.key=value`
+    texts, with stages addressed as `stages.0.key`. Paths that it names are looked for by
+    `check_paths` alone.
     Raises ConfigError.
     """
     resolved = OmegaConf.structured(Config)
