@@ -56,12 +56,11 @@ class Aftermath:
         self.progress = progress
         self.outbox = outbox
         self.mechanisms = mechanisms
-        self.finished: list[Finished] = []
+        self.finished: list[Finished] = []  # whose outcome is known
         self._endings: list[asyncio.Task[None]] = []
 
     def begin(self, finished: Finished) -> None:
         """An episode is over; the rest of it goes on by itself."""
-        self.finished.append(finished)
         self._endings.append(asyncio.create_task(self._end(finished)))
 
     def cancel(self) -> None:
@@ -92,6 +91,7 @@ class Aftermath:
     async def _end(self, finished: Finished) -> None:
         member = finished.trajectory.member
         await self._grade(finished)
+        self.finished.append(finished)
         try:
             if self.mechanisms.judge is not None and self.ticket.kind == "rollout":
                 with self.progress.during(member, "judging"):

@@ -5,8 +5,8 @@ those between the end of its turn and the beginning of the next. Between them st
 sampled, token for token, never tokenised again. Where a template would rewrite earlier turns
 (dropping their thoughts, say), this is not followed: the model sees what it wrote.
 
-What an environment or the experience pool says is data: where it spells a special token, it is
-written so that no tokenizer takes it for one.
+What an environment or the experience pool says is data: where it spells a special token, or a
+marker of experience, it is written so that no tokenizer takes it for one.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from actors.engines.base import Generation
 from evolver_async.schema import Role, Sequence, VersionRun, WeightId
 
 ASSISTANT, USER = "assistant-sentinel", "user-sentinel"
-EXPERIENCE = "<experience>\n{}\n</experience>\n"
+OPENING, CLOSING = "<experience>", "</experience>"
 
 
 class Chat:
@@ -30,9 +30,9 @@ class Chat:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._special = [
-            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
-        ]
+        added = tokenizer.added_tokens_decoder.values()
+        self._reserved = [token.content for token in added if token.special]
+        self._reserved += [OPENING.removesuffix(">"), CLOSING.removesuffix(">")]
         history = [{"role": "user", "content": ""}, {"role": "assistant", "content": ASSISTANT}]
         rendered = self._render([*history, {"role": "user", "content": USER}])
         _, found, after = rendered.partition(ASSISTANT)
@@ -59,19 +59,18 @@ class Chat:
 
     def experience(self, text: str) -> list[int]:
         """The tokens of guidance between its markers, by themselves."""
-        opening, closing = EXPERIENCE.split("{}")
-        plain = text.replace("<experience", "< experience").replace("</experience", "< /experience")
-        return self.tokens_of(opening) + self.tokens_of(self.plain(plain)) + self.tokens_of(closing)
+        parts = (f"{OPENING}\n", self.plain(text), f"\n{CLOSING}\n")
+        return [token for part in parts for token in self.tokens_of(part)]
 
     def plain(self, text: str) -> str:
-        """`text` in which nothing spells a special token."""
+        """`text` in which nothing spells a special token or a marker of experience."""
         found = True
         while found:
             found = False
-            for name in self._special:
+            for name in self._reserved:
                 if name in text:
-                    found = len(name) > 1
-                    text = text.replace(name, f"{name[0]} {name[1:]}" if found else "")
+                    found = True
+                    text = text.replace(name, f"{name[0]} {name[1:]}" if name[1:] else "")
         return text
 
     def next(self, user: str, prefix: str, ended: bool) -> list[int]:

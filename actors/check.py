@@ -1,6 +1,6 @@
 """What the rollout wing refuses before anything is started."""
 
-from actors.envs.base import Goals, Scored, Solvable, make_env
+from actors.envs.base import Goals, Rewindable, Scored, Solvable, make_env
 from actors.llm import authorization
 from actors.questioning.profile import load_profile
 from actors.turns import FORMATS
@@ -25,6 +25,12 @@ def check(config: Config) -> None:
         env = make_env(staged.env.name, staged.env.params)
         if stage.kind == "sft" and not isinstance(env, Solvable):
             raise ValueError(f"stages[{index}].kind: {staged.env.name} has no solve and actions")
+        guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
+        if stage.kind == "sft" and guided and not isinstance(env, Rewindable):
+            raise ValueError(
+                f"rollout.guided_fraction: {staged.env.name} has no state and snapshot, without"
+                f" which no demonstration of stages[{index}] can be guided: override it with 0"
+            )
         if stage.kind == "rl" and staged.judge.kind == "rule" and not isinstance(env, Scored):
             raise ValueError(f"judge.kind: rule needs a score, which {staged.env.name} has not")
         if staged.questioning.kind == "goals" and not isinstance(env, Goals):

@@ -5,10 +5,10 @@ are named.
 """
 
 import random
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal
 
 from actors.engines.base import Generation
-from actors.envs.base import Env, Located, Solvable
+from actors.envs.base import Env, Located, Rewindable, Solvable
 from actors.episode import Advice, Deliver, Policy
 from actors.navigating.quoting import quoted
 from actors.navigating.templates import contrast
@@ -20,15 +20,6 @@ from evolver_async.schema import Ticket, key
 
 MOST_HINTS = 8
 TOLD = 0.8  # of the states on the way, about
-
-
-@runtime_checkable
-class Rewindable(Solvable, Located, Protocol):
-    """An environment whose solution can be walked ahead and taken back."""
-
-    def snapshot(self) -> Any: ...
-
-    def restore(self, snapshot: Any) -> None: ...
 
 
 class Scripted:

@@ -61,7 +61,7 @@ Deliver = Callable[[Finished], None]
 
 
 class EpisodeLate(Exception):
-    """An episode missed its deadline, and most of its time was the engine's."""
+    """An episode missed its deadline, and most of its time was the policy's."""
 
 
 class Policy(Protocol):
@@ -197,14 +197,15 @@ class Episode:
         self.flags.append(TurnFlag(0) if valid else TurnFlag.FORMAT_ERROR)
         return self.observation if valid else INVALID.format(self.observation)
 
-    def late(self, kind: Literal["learned", "scripted"]) -> EnvironmentFailure | EpisodeLate:
-        """Whose fault it is that the deadline was missed: a slow engine makes no task bad."""
+    def late(self) -> EnvironmentFailure | EpisodeLate:
+        """Whose fault it is that the deadline was missed: a slow engine or endpoint makes no task
+        bad. Demonstrations are the environment's own."""
         doing, seconds = self.progress.last[self.member]
         limit_s = self.setting.episode_timeout_s
         cause = f"env.episode_timeout_s is {limit_s:g}, {self.generate_s:.1f} s were the policy's"
         failure = self.world.failure(doing, seconds, TimeoutError(cause))
-        slow_engine = kind == "learned" and self.generate_s > limit_s / 2
-        return EpisodeLate(str(failure)) if slow_engine else failure
+        slow_policy = self.ticket.kind != "demo" and self.generate_s > limit_s / 2
+        return EpisodeLate(str(failure)) if slow_policy else failure
 
     def _latency_s(self) -> float:
         """This step's injected latency; the draw belongs to the step."""
@@ -264,7 +265,7 @@ async def run_episode(
     """Run one member.
 
     EnvironmentFailure where its environment raised or missed a deadline, EpisodeLate where the
-    whole episode did because of the engine.
+    whole episode did because of the policy.
     """
     world = World(ticket, member, setting.step_timeout_s, progress)
     episode = Episode(world, ticket, member, setting, progress)
@@ -274,7 +275,7 @@ async def run_episode(
     except TimeoutError:
         world.abandon()
         if limit.expired():
-            raise episode.late(policy.kind) from None
+            raise episode.late() from None
         raise
     except BaseException:
         world.abandon()

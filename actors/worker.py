@@ -6,6 +6,7 @@ weights the engine holds is the matter of `adoption`.
 """
 
 import asyncio
+import contextlib
 import logging
 
 from actors.adoption import Adoption, WeightsLate
@@ -63,6 +64,7 @@ class Worker:
         self.fenced: set[Place] = set()
         self.failure: BaseException | None = None  # of a ticket, for `run` to raise
         self.failed = asyncio.Event()
+        self.sampled = 0  # ACTION tokens, as last told
         # A buffer that is silent for longer finds the leases expired; leaving takes three such.
         self.patience_s = config.launch.drain_s / 4
         self.stop = asyncio.Event()
@@ -137,9 +139,14 @@ class Worker:
         self.running[place][2].cancel()
 
     def generated(self) -> int:
-        """ACTION tokens sampled by this process; a judge's words are none."""
+        """ACTION tokens sampled by this process; a judge's words are none once they are complete.
+
+        Never falls, which would look like a new process.
+        """
         judge = self.mechanisms.judge
-        return int(self.engine.stats()["generated"]) - (judge.generated if judge else 0)
+        sampled = int(self.engine.stats()["generated"]) - (judge.generated if judge else 0)
+        self.sampled = max(self.sampled, sampled)
+        return self.sampled
 
     def free(self) -> int:
         """Groups of the usual size that still fit beside the episodes that are being played."""
@@ -215,8 +222,10 @@ class Worker:
             aftermath.cancel()
             raise
         finally:
-            await self.has_room()
-            await aftermath.settle()
+            try:
+                await self.has_room()
+            finally:
+                await aftermath.settle()
 
     async def explore(self, ticket: Ticket, progress: Progress, outbox: Outbox) -> None:
         """Episodes without a task, then the tasks that they suggest, then the episodes are handed
@@ -224,8 +233,11 @@ class Worker:
         questioner, finished = self.mechanisms.questioner, list[Finished]()
         assert questioner is not None, "exploration is granted where questioning.kind is not none"
         setting = self.settings[ticket.stage]
+        engine = self.adoption.weights_for(ticket, progress)
+        if self.config.questioning.kind == "llm":
+            engine = contextlib.nullcontext()  # not needed: no evaluation waits for an endpoint
         try:
-            async with self.adoption.weights_for(ticket, progress):
+            async with engine:
                 await questioner.explore(ticket, setting, self.engine, progress, finished.append)
             await self.has_room()
             tasks = await questioner.questions(ticket, finished, progress)
@@ -233,7 +245,7 @@ class Worker:
                 await self.client.request(messages.Offer(tasks=tasks[start : start + OFFERED]))
         finally:
             sending = [outbox.send(one.trajectory) for one in finished]
-        await asyncio.gather(*sending)
+        await asyncio.gather(*map(asyncio.shield, sending))
 
     async def has_room(self) -> None:
         """Say that there may be room for other groups."""

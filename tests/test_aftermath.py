@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from test_worker import Buffer, Walker, granted, run
+from test_worker import Buffer, Walker, granted, run, version
 
 from actors.aftermath import Mechanisms
 from actors.attributing.judge import Judged
@@ -131,6 +131,15 @@ def test_an_episode_without_a_grade_is_played_again(run: Callable[..., None]) ->
     assert [push.trajectory.member, *release.members] in ([0, 1], [1, 0])
 
 
+def test_of_an_episode_without_a_grade_nothing_is_learned(run: Callable[..., None]) -> None:
+    ticket = granted()
+    ticket = replace(ticket, task=replace(ticket.task, query="walk", origin="synthetic"))
+    teacher = Teacher(None, Grade(0.8, True))
+    run(Buffer((0.0, ticket)), Walker(), 60.0, Mechanisms(guide=teacher, questioner=teacher))  # type: ignore[arg-type]
+    ((_, _, transcripts),) = teacher.contributed
+    assert [(one.reward, one.success) for one in transcripts] == [(0.8, True)]
+
+
 def test_what_exploration_suggests_is_offered_before_it_is_handed_in(
     run: Callable[..., None],
 ) -> None:
@@ -149,3 +158,32 @@ def test_exploration_is_handed_in_though_its_actor_leaves(
     run(buffer, Walker(), leaves_s, Mechanisms(questioner=Teacher()))  # type: ignore[arg-type]
     assert len(buffer.seen(messages.Push)) == 2
     assert bool(buffer.seen(messages.Offer)) == (leaves_s > 50.0)
+
+
+class Reluctant(Buffer):
+    """Takes trajectories only from some time on."""
+
+    def handle(self, peer: str, request: Any, now: float) -> list[messages.Reply]:
+        if isinstance(request, messages.Push) and now < 53.0:
+            return [messages.Retry(seconds=0.5)]
+        return super().handle(peer, request, now)
+
+
+def test_an_exploration_on_its_way_is_handed_in_though_its_actor_leaves(
+    run: Callable[..., None],
+) -> None:
+    buffer = Reluctant((0.0, granted({"kind": "explore"})))
+    run(buffer, Walker(), 51.0, Mechanisms(questioner=Teacher()))  # type: ignore[arg-type]
+    assert len(buffer.seen(messages.Push)) == 2
+    assert buffer.seen(messages.Release) == []
+
+
+def test_no_evaluation_waits_for_an_endpoint_that_explores(run: Callable[..., None]) -> None:
+    class Slow(Teacher):
+        async def explore(self, ticket, setting, engine, progress, deliver) -> None:
+            await asyncio.sleep(1000.0)
+
+    evaluation = granted({"kind": "eval", "group_id": 1, "weights": version(1)})
+    buffer = Buffer((0.0, granted({"kind": "explore"})), (1.0, evaluation))
+    run(buffer, Walker(), 60.0, Mechanisms(questioner=Slow()), questioning="llm")  # type: ignore[arg-type]
+    assert [push.trajectory.group_id for push in buffer.seen(messages.Push)] == [1, 1]

@@ -177,7 +177,10 @@ def test_emphasis_and_thoughts_do_no_harm(text: str) -> None:
 
 
 def test_a_long_answer_is_read_in_no_time() -> None:
-    for text in ("Step 1 " * 150_000, "* " * 500_000, "\n" * 1_000_000, "step  " * 170_000):
+    for text in (
+        *("Step 1 " * 150_000, "* " * 500_000, "\n" * 1_000_000, "step  " * 170_000),
+        *(" " * 30_000, "\t" * 30_000, "step" + " " * 30_000),
+    ):
         began = time.monotonic()
         with pytest.raises(Unreadable):
             parse(text, 2)
@@ -530,7 +533,7 @@ def test_a_policy_that_babbles_gives_no_labels_and_episodes_go_on() -> None:
             )
             assert len(generation.tokens) == 8
             engine.release("1/0/0")
-            judge._timeout_s = 0.02  # much less than 40 tokens take
+            judge._timeout_s = 0.002  # much less than 40 tokens take
             labelled.append(await judge.label(episode(query="late")))
             assert all(owner is None for owner in engine._owner)
             return labelled, judge.counters()
@@ -563,6 +566,8 @@ LLM = ("judge.kind=llm", "judge.llm.model=m", "judge.llm.url=http://localhost:1/
         ((*LLM, "judge.llm.url=http://me:secret@host/v1"), "judge.llm.url"),
         ((*LLM, "judge.llm.url=localhost:1/v1"), "judge.llm.url"),
         ((*LLM, "judge.llm.url=http://host/v1?key=secret"), "judge.llm.url"),
+        ((*LLM, "judge.llm.url=http://host:80a/v1"), "judge.llm.url"),
+        ((*LLM, "judge.llm.url=http://host:99999/v1"), "judge.llm.url"),
         (("judge.kind=self", "judge.timeout_s=300"), "judge.timeout_s"),
     ],
 )

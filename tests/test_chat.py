@@ -1,5 +1,7 @@
 """Conversations in tokens: equal to the template's rendering, and append-only."""
 
+import re
+
 import pytest
 from chatml import make_tokenizer
 from hypothesis import given
@@ -93,6 +95,14 @@ def test_experience_stays_between_its_markers(text: str) -> None:
     shown = TOKENIZER.decode(tokens, clean_up_tokenization_spaces=False)
     assert shown.startswith("<experience>\n") and shown.endswith("\n</experience>\n")
     assert shown.count("<experience") == shown.count("</experience") == 1
+
+
+@given(hostile)
+def test_only_experience_stands_between_its_markers(text: str) -> None:
+    """What looks like it in a task or an observation would be trained, and never stripped."""
+    for said in (CHAT.first(text, text, ""), CHAT.next(text, "", False)):
+        shown = TOKENIZER.decode(said, clean_up_tokenization_spaces=False)
+        assert not re.search("</?experience", shown)
 
 
 @given(texts, texts)

@@ -105,6 +105,15 @@ def test_unknown_keys_and_wrong_types_are_named(argument: str, message: str) -> 
         ),
         (["stages.0.refresh_reference=true"], "stages[0].refresh_reference: "),
         (["rollout.max_turns=32768"], "rollout.max_turns: must be at most 32767"),
+        (["questioning.max_turns=32768"], "questioning.max_turns: must be at most 32767"),
+        (
+            [
+                "experience.kind=contrast",
+                "learner.minibatches=1",
+                "correction={kind: ppo, guided: anchor}",
+            ],
+            "loss.boost: with one update",
+        ),
         (["policy.hidden_size=60"], "policy.hidden_size: "),
         (["rollout.max_tokens=1024"], "rollout.max_tokens: "),
         (["learner.token_budget=100"], "learner.token_budget: "),

@@ -5,14 +5,17 @@ import re
 
 import msgspec
 import numpy as np
+import pytest
 from test_rollout import TOKENIZER, FakeEngine, setting, ticket
 
+from actors.check import check
 from actors.demonstrate import demonstrate_group
 from actors.envs.base import make_env
 from actors.episode import Finished
 from actors.progress import Progress
 from actors.rollout import run_group
 from actors.setting import Setting
+from evolver_async.config.load import load
 from evolver_async.schema import Role, Ticket, Trajectory, key
 
 
@@ -111,3 +114,11 @@ def test_a_guided_demonstration_follows_what_it_is_told_and_tells_no_skill() -> 
                 break
     assert len(told_moves) > 100 and len(other_moves) > 5
     assert 0.1 < np.mean(told_moves) < 0.6  # what it is told gives away no skill
+
+
+def test_guided_demonstrations_need_an_environment_that_can_be_rewound() -> None:
+    sft = ["env.name=bandit", "experience.kind=contrast", "stages=[{kind: sft, steps: 1}]"]
+    with pytest.raises(ValueError, match=r"^rollout\.guided_fraction: bandit has no"):
+        check(load(None, sft))
+    check(load(None, [*sft, "rollout.guided_fraction=0"]))
+    check(load(None, [*sft[1:]]))

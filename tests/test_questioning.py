@@ -394,6 +394,8 @@ def proposal(query: str, actions: list[str], confidence: float = 0.9) -> dict[st
         json.dumps([proposal("q" * 2000, ["a"])]),
         json.dumps([proposal("q", ["a"] * 2001)]),
         "[" * 100_000,
+        json.dumps([proposal("q \ud800", ["a"])]),  # neither a tokenizer nor the wire takes it
+        json.dumps([proposal("q", ["a \udc00"])]),
     ],
 )
 def test_an_answer_of_another_form_is_no_list_of_tasks(answer: str):

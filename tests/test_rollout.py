@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -23,10 +23,12 @@ from actors.engines.base import Generation, Request
 from actors.envs.base import EnvironmentFailure, Info, Step
 from actors.episode import Advice, EpisodeLate, Finished
 from actors.progress import Progress
-from actors.rollout import run_group
+from actors.rollout import run_group, run_members
 from actors.setting import Setting
 from actors.turns import ThinkAnswer
+from actors.world import World
 from evolver_async.schema import (
+    Kind,
     Role,
     Sampling,
     Task,
@@ -404,6 +406,28 @@ def test_a_slow_engine_is_not_the_environments_failure() -> None:
 
     with pytest.raises(EpisodeLate, match="member 0: generation of turn 0 for"):
         roll_out(corridor(), setting(episode_timeout_s=0.1), Sleepy({}))
+
+
+def test_a_slow_explorer_is_not_the_environments_failure() -> None:
+    """Who explores by an endpoint samples nothing, and the time is the endpoint's all the same."""
+
+    class Endpoint:
+        kind: Literal["learned", "scripted"] = "scripted"
+
+        async def write(self, world: World, context: list[int], turn: int) -> Generation:
+            await asyncio.sleep(9.0)
+            raise AssertionError
+
+        def close(self) -> None: ...
+
+    async def explore(kind: Kind) -> None:
+        asked, how = msgspec.structs.replace(corridor(), kind=kind), setting(episode_timeout_s=0.1)
+        await run_members(asked, how, lambda _: Endpoint(), Progress(), lambda _: None)  # type: ignore[arg-type]
+
+    with pytest.raises(EpisodeLate, match="generation of turn 0 for"):
+        asyncio.run(explore("explore"))
+    with pytest.raises(EnvironmentFailure, match="generation of turn 0 for"):
+        asyncio.run(explore("demo"))
 
 
 def test_a_step_that_holds_up_everybody_is_late_as_well() -> None:

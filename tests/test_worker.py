@@ -101,6 +101,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., None]]:
         seconds: float,
         mechanisms: Mechanisms | None = None,
         groups: int = 8,
+        questioning: str = "none",
     ) -> None:
         async def play() -> None:
             server = LocalServer(buffer, "run")
@@ -108,6 +109,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., None]]:
             worker = worker_of(LocalClient(server, "actor-0"), engine, publisher)
             worker.mechanisms = mechanisms or Mechanisms()
             worker.config.actors.groups = groups
+            worker.config.questioning.kind = questioning
             worker.config.rollout.group_size = 2
             loop.call_later(seconds, worker.stop.set)
             await worker.run()
@@ -158,6 +160,28 @@ def test_a_failing_engine_ends_the_worker_and_other_tickets_are_given_back(
     assert caught.group_contains(FloatingPointError)
     reasons = {release.group_id: release.reason for release in buffer.seen(messages.Release)}
     assert reasons[0] == "error"
+
+
+def test_what_was_sampled_never_falls_while_the_policy_judges(tmp_path: Path) -> None:
+    """A judge's words are known to be its own only when they are complete."""
+
+    class Counting(Walker):
+        sampled = 100.0
+
+        def stats(self) -> dict[str, float]:
+            return {"generated": self.sampled}
+
+    class Own:
+        generated = 0
+
+    engine, judge = Counting(), Own()
+    worker = worker_of(None, engine, ShmPublisher(tmp_path / "w", background=False))
+    worker.mechanisms = Mechanisms(judge=judge)  # type: ignore[arg-type]
+    assert worker.generated() == 100
+    engine.sampled, judge.generated = 110.0, 60
+    assert worker.generated() == 100
+    engine.sampled = 200.0
+    assert worker.generated() == 140
 
 
 def test_a_failing_solver_is_the_environments_failure(run: Callable[..., None]) -> None:

@@ -37,7 +37,7 @@ def parse(answer: str, turns: int) -> list[int]:
     """
     labels: list[int] = []
     for line in answer.rpartition(THOUGHT)[2].splitlines():
-        if not _BEGINS.match(line):
+        if not _BEGINS.match(line[:LINE_CHARS]):  # of a long one the search would take for ever
             continue
         verdict = _VERDICT.fullmatch(line) if len(line) <= LINE_CHARS else None
         if verdict is None:

@@ -102,6 +102,17 @@ class Located(Env, Protocol):
 
 
 @runtime_checkable
+class Rewindable(Solvable, Located, Protocol):
+    """An environment in which one can walk ahead and go back."""
+
+    def snapshot(self) -> Any:
+        """All that `step` changes."""
+        ...
+
+    def restore(self, snapshot: Any) -> None: ...
+
+
+@runtime_checkable
 class Scored(Env, Protocol):
     """An environment that can tell progress."""
 

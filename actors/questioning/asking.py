@@ -54,10 +54,7 @@ def convert(answer: str, kind: type[T]) -> T:
     text = answer.strip()
     if text.startswith("```") and text.endswith("```"):
         text = text[3:-3].removeprefix("json")
-    try:
-        return msgspec.convert(json.loads(text), kind)
-    except msgspec.ValidationError as error:
-        raise ValueError(str(error)) from None
+    return msgspec.json.decode(text, type=kind)
 
 
 def shown(value: Any) -> str:

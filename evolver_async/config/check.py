@@ -9,6 +9,7 @@ import re
 import tempfile
 from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from evolver_async.config import Config, Llm
 from evolver_async.config.values import ConfigError, check_number, check_values, choice, require
@@ -240,11 +241,20 @@ def _check_llm(key: str, llm: Llm) -> None:
         f"{key}.url",
         "must be http:// or https://, a host, and a path without login or query",
     )
+    require(_has_port(llm.url), f"{key}.url", "its port is none (1 to 65535)")
     require(
         re.fullmatch(r"([A-Za-z_]\w*)?", llm.key_env) is not None,
         f"{key}.key_env",
         "must be the name of an environment variable",
     )
+
+
+def _has_port(url: str) -> bool:
+    """Whether a port that a URL names can be one."""
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
 
 
 def _check_mechanisms(config: Config) -> None:
@@ -305,7 +315,9 @@ def _check_guided(config: Config) -> None:
         "interpolate is undefined for guided tokens: use recompute",
     )
     require(
-        not config.loss.boost or updates > 1 or correction.kind == "ppo",
+        not config.loss.boost
+        or updates > 1
+        or (correction.kind == "ppo" and correction.guided != "anchor"),
         "loss.boost",
         "with one update a step (learner.minibatches) no clip can bind: set it to 0",
     )

@@ -111,7 +111,11 @@ AT_LEAST: dict[str, float] = {
     "safety.entropy_rise": 1,
     "metrics.samples_every": 1,
 }
-AT_MOST: dict[str, float] = {"rollout.max_turns": 32767}  # turns are numbered in 16 bits
+MOST_TURNS = 32767  # turns are numbered in 16 bits
+AT_MOST: dict[str, float] = {
+    "rollout.max_turns": MOST_TURNS,
+    "questioning.max_turns": MOST_TURNS,
+}
 POSITIVE = (
     "env.step_timeout_s",
     "env.episode_timeout_s",
