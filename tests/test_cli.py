@@ -160,6 +160,13 @@ def test_a_recipe_beside_resume_is_refused(refused: Refused, recipe: Path, run_d
     assert f"{recipe}: --resume goes on with" in refused("train", recipe, "--resume", run_dir)
 
 
+@pytest.mark.parametrize("change", ["run.seed=9", "tasks.train=7", "tasks.solved=0.5"])
+def test_a_run_that_has_begun_keeps_its_tasks(refused: Refused, run_dir: Path, change: str) -> None:
+    before = (run_dir / "config.yaml").read_text()
+    assert change.partition("=")[0] in refused("train", "--resume", str(run_dir), change)
+    assert (run_dir / "config.yaml").read_text() == before
+
+
 def test_a_finished_run_is_not_resumed(refused: Refused, run_dir: Path) -> None:
     def write(directory: Path) -> None:
         (directory / "state.json").write_text(json.dumps({"stage": 1, "pending": []}))

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from evolver_async.buffer.granting import source_of
@@ -70,6 +70,7 @@ def resume(run_dir: Path, dotlist: Sequence[str]) -> Config:
     """
     config = load(run_dir / "config.yaml", dotlist)
     _check(config)
+    _refuse_other_tasks(load(run_dir / "config.yaml"), config)
     newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
     if (newest / STATE).is_file():
         state = json.loads((newest / STATE).read_text())
@@ -81,6 +82,20 @@ def resume(run_dir: Path, dotlist: Sequence[str]) -> Config:
         dump(config, part)
         part.replace(run_dir / "config.yaml")
     return config
+
+
+def _refuse_other_tasks(before: Config, after: Config) -> None:
+    """What the journal says was issued was chosen by these: a restart chooses it again."""
+    fixed = [("run.seed", before.run.seed, after.run.seed)]
+    for index in range(min(len(before.stages), len(after.stages))):
+        old, new = stage_config(before, index).tasks, stage_config(after, index).tasks
+        fixed += [
+            (f"tasks.{item.name}", getattr(old, item.name), getattr(new, item.name))
+            for item in fields(old)
+        ]
+    for name, old, new in fixed:
+        if old != new:
+            raise ConfigError(f"{name}: a run that has begun keeps its {old}, {new} is of no use")
 
 
 class Locked(ConfigError):
