@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from evolver_async.messages import (
+    Counters,
     Groups,
     Hello,
     Lease,
@@ -35,7 +36,6 @@ from evolver_async.messages import (
 )
 from evolver_async.schema import Group, key
 from evolver_async.wire import (
-    Buffer,
     Envelope,
     Limits,
     MismatchError,
@@ -47,7 +47,7 @@ from evolver_async.wire import (
 PARK_S = 5.0  # how long LEASE and SAMPLE may wait for something to change
 RESEND_S = 2.0  # first resend; doubled each time
 RESEND_LIMIT_S = 10.0
-REQUEST_LIMITS = Limits(group_header_bytes=1 << 20)  # no request carries a group
+REQUEST_LIMITS = Limits(parcels=1)  # no request carries a group
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class _Parked:
 
 @dataclass
 class _Answer:
-    messages: list[list[Buffer]]
+    messages: list[list[bytes]]
     promises: bool  # whether it must wait for the commit
 
 
@@ -133,7 +133,7 @@ class Desk:
     def tick(self, now: float) -> None:
         self._service.tick(now)
 
-    def settle(self, now: float) -> list[tuple[Any, list[Buffer]]]:
+    def settle(self, now: float) -> list[tuple[Any, list[bytes]]]:
         """Asks again for what is parked, commits, and gives out the replies with their routes.
 
         Where the commit is postponed only those go out that promise nothing; the others are kept.
@@ -170,9 +170,8 @@ class Desk:
                 return
         if type(replies[0]) is Tickets:
             self._granted[peer] = (number, replies)
-        self._reply(
-            parked.route, envelope.message_id, replies, not isinstance(request, Status | Renew)
-        )
+        promises = not isinstance(request, Status | Renew | Counters)
+        self._reply(parked.route, envelope.message_id, replies, promises)
 
     def _reply(
         self, route: Any, message_id: int, replies: list[Reply], promises: bool = True
@@ -195,7 +194,7 @@ class Desk:
 
 @dataclass
 class _Pending:
-    frames: list[Buffer]
+    frames: list[bytes]
     reply: asyncio.Future
     parts: dict[int, Group] = field(default_factory=dict)
 
@@ -266,7 +265,7 @@ class Client(ABC):
         """Lets go of the connection."""
 
     @abstractmethod
-    def _send(self, frames: list[Buffer]) -> None:
+    def _send(self, frames: list[bytes]) -> None:
         """Sends if possible; what is not sent now is asked for again by the resend."""
 
     @abstractmethod

@@ -1,15 +1,16 @@
 """A header as plain values: maps with distinct text or integer keys, lists, finite numbers.
 
 What is decoded before anything is typed, so it trusts nothing: no length, no depth, no number of
-values. Extension types and byte strings are refused, so nothing in here can become an object.
+values. Extension types and byte strings are refused, so nothing in here can become an object. The
+strict typed conversion that follows is here as well, for it raises the same error.
 """
 
 import math
-import struct
-import zlib
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
+import msgspec
 
 DEPTH = 32
 # Of maps and lists; one takes some 60 bytes of memory and may take a single byte of the header.
@@ -17,6 +18,8 @@ FREE_CONTAINERS = 4096
 BYTES_EACH = 8  # of a header of ours, at least: its maps and lists come with names
 KEY_TYPES = {str, int}
 PLAIN_TYPES = {str, int, bool, type(None)}
+REASON = 300  # characters of a decoder's own words
+NOT_PLAIN = "header: a key twice in one map, or a value not in its shortest form"
 
 
 class WireError(ValueError):
@@ -25,16 +28,15 @@ class WireError(ValueError):
     message_id = 0
 
 
-def parse_plain(header: memoryview, bytes_each: int = BYTES_EACH) -> dict[Any, Any]:
-    """The plain values of a header: CRC32 (uint32) and msgpack. WireError if it is anything else.
+def parse_plain(header: bytes | memoryview) -> dict[Any, Any]:
+    """The plain values of a msgpack header. WireError if it is anything else.
 
     No length may exceed the header's own, and there may be one map or list (or entry of one map)
-    for every `bytes_each` of its bytes: memory stays within a small multiple of the header.
+    for every `BYTES_EACH` of its bytes: memory stays within a small multiple of the header. Every
+    value must be written in the one way in which msgpack itself writes it, no key twice in a map.
     """
-    size = header.nbytes
-    if size < 4 or struct.unpack_from("<I", header)[0] != zlib.crc32(header[4:]):
-        raise WireError("header: the data is damaged")
-    most = left = FREE_CONTAINERS + size // bytes_each
+    size = len(header)
+    most = left = FREE_CONTAINERS + size // BYTES_EACH
 
     def count(container: Any) -> Any:
         nonlocal left
@@ -43,13 +45,14 @@ def parse_plain(header: memoryview, bytes_each: int = BYTES_EACH) -> dict[Any, A
             raise WireError(f"header: more than {most} maps and lists in {size} bytes")
         return container
 
+    hook = count if size > most else None  # in fewer bytes there cannot be so many
     try:
         plain = msgpack.unpackb(
-            header[4:],
+            header,
             raw=False,
-            strict_map_key=False,  # RENEW has integer keys; `_distinct` checks every key
-            object_pairs_hook=lambda pairs: count(_distinct(pairs)),
-            list_hook=count,
+            strict_map_key=False,  # RENEW has integer keys; `_check_plain` looks at every key
+            object_hook=hook,
+            list_hook=hook,
             max_str_len=size,
             max_array_len=size,
             max_map_len=min(size, most),
@@ -63,25 +66,37 @@ def parse_plain(header: memoryview, bytes_each: int = BYTES_EACH) -> dict[Any, A
     if type(plain) is not dict:
         raise WireError(f"header: {type(plain).__name__} instead of a map")
     _check_plain(plain, ())
+    if msgpack.packb(plain) != header:
+        raise WireError(NOT_PLAIN)
     return plain
 
 
-def _distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    if not KEY_TYPES.issuperset([type(name) for name, _ in pairs]):
-        name = next(name for name, _ in pairs if type(name) not in KEY_TYPES)
-        raise WireError(f"header: key {name!r:.80} is neither text nor an integer")
-    plain = dict(pairs)
-    if len(plain) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise WireError(f"header: key {twice!r:.80} twice in one map")
-    return plain
+def check_form(header: bytes) -> None:
+    """WireError where a header that was typed already has a key twice in one map, or the like."""
+    if msgpack.packb(msgpack.unpackb(header)) != header:
+        raise WireError(NOT_PLAIN)
+
+
+def convert(plain: Any, kind: Any, place: Callable[[type, Any], Any] | None = None) -> Any:
+    """The plain values as a `kind`, strictly; `place` makes what msgspec does not know."""
+    try:
+        return msgspec.convert(plain, kind, dec_hook=place)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise WireError(str(error)[:REASON]) from error
 
 
 def _check_plain(node: Any, path: tuple[Any, ...]) -> None:
     """Refuses what is not JSON-like, with its path."""
     if len(path) > DEPTH:
         raise WireError(f"header: nested deeper than {DEPTH}")
+    values = node
+    if type(node) is dict:
+        values = node.values()
+        if not KEY_TYPES.issuperset(map(type, node)):
+            name = next(name for name in node if type(name) not in KEY_TYPES)
+            raise WireError(f"header: key {name!r:.80} is neither text nor an integer")
+    if PLAIN_TYPES.issuperset(map(type, values)):
+        return
     for name, value in node.items() if type(node) is dict else enumerate(node):
         kind = type(value)
         if kind in PLAIN_TYPES:

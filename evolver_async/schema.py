@@ -238,6 +238,8 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, weakref=True, forbid_un
         _check_array("turn_rewards", self.turn_rewards, _FLOAT32, turns)
         _check_array("turn_flags", self.turn_flags, _UINT8, turns)
         _check_array("labels", self.labels, _INT8, turns)
+        beyond = (self.labels < -1) | (self.labels > 1)
+        _require(not np.count_nonzero(beyond), "labels", "neither 1, -1 nor 0")
         _require(math.isfinite(self.reward), "reward", self.reward)
         finite = np.count_nonzero(np.isfinite(self.turn_rewards))
         _require(finite == turns, "turn_rewards", "not finite")

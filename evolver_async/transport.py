@@ -23,7 +23,7 @@ import zmq
 from evolver_async.address import from_here, refuse_open_or_served
 from evolver_async.curve import Door, Handshake
 from evolver_async.delivery import PARK_S, RESEND_S, Client, Desk, Refused, Rejected, Service
-from evolver_async.wire import LIMITS, Buffer
+from evolver_async.wire import LIMITS
 
 __all__ = [
     "Client",
@@ -117,7 +117,7 @@ class Server:
                 return received + 1
         return BATCH_MESSAGES
 
-    def _send(self, identity: bytes, frames: list[Buffer]) -> None:
+    def _send(self, identity: bytes, frames: list[bytes]) -> None:
         try:
             self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
@@ -173,7 +173,7 @@ class DealerClient(Client):
         self._socket.disable_monitor()
         self._socket.close(linger=LINGER_MS)
 
-    def _send(self, frames: list[Buffer]) -> None:
+    def _send(self, frames: list[bytes]) -> None:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._detach()
@@ -214,7 +214,7 @@ class DealerClient(Client):
 
 
 def _set_options(zmq_socket: zmq.Socket) -> None:
-    zmq_socket.set(zmq.MAXMSGSIZE, max(LIMITS.array_bytes, LIMITS.group_header_bytes))
+    zmq_socket.set(zmq.MAXMSGSIZE, max(LIMITS.header_bytes, LIMITS.parcel_bytes))
     zmq_socket.set(zmq.LINGER, LINGER_MS)
     zmq_socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     zmq_socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
@@ -260,7 +260,7 @@ class LocalServer:
         self.run_id = run_id
         self.clients: list[LocalClient] = []
         self._desk = Desk(service, run_id, park_s)
-        self._inbox: list[tuple[LocalClient, list[Buffer]]] = []
+        self._inbox: list[tuple[LocalClient, list[bytes]]] = []
         self._failure: Exception | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -273,7 +273,7 @@ class LocalServer:
             self._timer.cancel()
             self._timer = None
 
-    def post(self, client: "LocalClient", frames: list[Buffer]) -> None:
+    def post(self, client: "LocalClient", frames: list[bytes]) -> None:
         """Takes a message; it is handled with all others of this turn of the loop."""
         if self._failure is not None:
             raise self._failure
@@ -312,9 +312,9 @@ class LocalClient(Client):
         self._server = server
         server.clients.append(self)
 
-    def deliver(self, frames: list[Buffer]) -> None:
-        """Takes a reply; copied, as a socket would, so that nobody shares arrays."""
-        self._receive([bytes(frame) for frame in frames])
+    def deliver(self, frames: list[bytes]) -> None:
+        """Takes a reply."""
+        self._receive(frames)
 
     def fail(self, error: Exception) -> None:
         for pending in self._pending.values():
@@ -325,8 +325,8 @@ class LocalClient(Client):
         if self in self._server.clients:
             self._server.clients.remove(self)
 
-    def _send(self, frames: list[Buffer]) -> None:
-        self._server.post(self, [bytes(frame) for frame in frames])
+    def _send(self, frames: list[bytes]) -> None:
+        self._server.post(self, frames)
 
     def _poll(self) -> None:
         """Nothing can have come: replies are delivered, not fetched."""

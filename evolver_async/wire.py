@@ -1,41 +1,33 @@
-"""How messages become bytes: a msgpack header and raw little-endian arrays, never pickle.
+"""How messages become bytes: a msgpack header and the trajectories it carries, never pickle.
 
-A message is a list of frames: `[header, array, array, …]`. The header is a CRC32 (uint32) and a map
-of protocol, run, sender, incarnation, id, schema hash, body and arrays; inside the body an array is
-its index into `arrays`, whose entries give dtype, shape and CRC32 of each frame. Decoding is
-bounded before it is typed: frame sizes, then msgpack limits, then plain values only, then a strict
-typed conversion (where the schema types check their values). Whatever is wrong is a `WireError`
-naming the field.
+A message is a list of frames: `[header, trajectory, trajectory, …]`. The header is a CRC32 (uint32)
+and a map of protocol, run, sender, incarnation, id, schema hash, body and the CRC32 of each of the
+other frames, which are parcels (see `parcel.py`): a PUSH has one, a PART those of its group, and
+their place in the body is left out. Decoding is bounded before it is typed: frame sizes, then
+msgpack limits, then plain values only, then a strict typed conversion (where the schema types check
+their values). Whatever is wrong is a `WireError` naming the field.
 
-The untyped half of decoding is in `plain.py`, sockets live in `transport.py`; the records of the
-journal use the same code (`pack_record`).
+The untyped half of decoding is in `plain.py`, sockets live in `transport.py`.
 """
 
 import hashlib
 import json
 import struct
-import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import msgspec
-import numpy as np
 
 from evolver_async.messages import Part, Push, Reply, Request
-from evolver_async.plain import WireError, parse_plain
+from evolver_async.parcel import PARCEL_BYTES, Parcel, unwrap, wrap
+from evolver_async.plain import WireError, convert, parse_plain
+from evolver_async.schema import Trajectory
 
-PROTOCOL = 1
+PROTOCOL = 2
 
-Buffer = bytes | bytearray | memoryview
-DTYPES = {name: np.dtype(name) for name in ("int8", "uint8", "int16", "int32", "float32")}
-NAMES: dict[np.dtype, Any] = {dtype: name for name, dtype in DTYPES.items()}
-ARRAYS_PER_TRAJECTORY = 7  # at least: four of a sequence, three of the trajectory
-ALIGNMENT = 8
 NAME_BYTES = 255  # of a run or a sender
-REASON = 300  # characters of a decoder's own words
-assert sys.byteorder == "little", "arrays travel in the byte order of the host"
 
 
 class MismatchError(WireError):
@@ -46,22 +38,10 @@ class MismatchError(WireError):
 class Limits:
     """What is refused before anything is interpreted. Sizes in bytes."""
 
-    header_bytes: int = 64 << 10  # of a trajectory
-    other_header_bytes: int = 1 << 20  # of a message without trajectories
-    group_header_bytes: int = 16 << 20  # of all members of a group together
-    arrays: int = 16 << 10
-    array_bytes: int = 16 << 20
+    header_bytes: int = 1 << 20
+    parcels: int = 4096
+    parcel_bytes: int = PARCEL_BYTES
     message_bytes: int = 256 << 20
-
-    def header(self, kind: type | None, arrays: int) -> int:
-        """The largest header of a message of this type (None: of any) with so many arrays."""
-        if kind is Push:
-            return self.header_bytes
-        members = max(1, arrays // ARRAYS_PER_TRAJECTORY)
-        group = min(members * self.header_bytes, self.group_header_bytes)
-        if kind is Part:
-            return group
-        return self.other_header_bytes if kind else max(self.other_header_bytes, group)
 
 
 LIMITS = Limits()
@@ -78,16 +58,8 @@ class Envelope:
     message: Request | Reply
 
 
-class _Array(msgspec.Struct, forbid_unknown_fields=True):
-    """What a frame holds. One-dimensional: every array of the schema is."""
-
-    dtype: Literal["int8", "uint8", "int16", "int32", "float32"]
-    shape: tuple[int]
-    crc: int
-
-
 class _Preamble(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A header without its body."""
+    """A header without its body. `parcels`: the CRC32 of each."""
 
     protocol: int
     run: str
@@ -95,23 +67,18 @@ class _Preamble(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     incarnation: int
     id: int
     schema: str
-    arrays: list[_Array]
+    parcels: list[int]
 
 
-class _Content(msgspec.Struct):
-    """A body and its arrays. The body is encoded first, which is what fills `arrays`."""
-
+class _Header(msgspec.Struct, kw_only=True):
+    protocol: int
+    run: str
+    sender: str
+    incarnation: int
+    id: int
+    schema: str
     body: Any
-    arrays: list[_Array]
-
-
-class _Header(_Content, kw_only=True):
-    protocol: int
-    run: str
-    sender: str
-    incarnation: int
-    id: int
-    schema: str
+    parcels: list[int]
 
 
 def schema_hash() -> str:
@@ -134,9 +101,10 @@ TYPES: dict[str, type] = {
 }
 
 
-def pack(envelope: Envelope, limits: Limits = LIMITS) -> list[Buffer]:
-    """The frames of a message; arrays are views, not copies. WireError if it is over the limits."""
-    specs: list[_Array] = []
+def pack(envelope: Envelope, limits: Limits = LIMITS) -> list[bytes]:
+    """The frames of a message. WireError if it is over the limits."""
+    body, trajectories = _apart(envelope.message)
+    parcels = [wrap(trajectory) for trajectory in trajectories]
     header = _Header(
         protocol=PROTOCOL,
         run=envelope.run_id,
@@ -144,13 +112,12 @@ def pack(envelope: Envelope, limits: Limits = LIMITS) -> list[Buffer]:
         incarnation=envelope.incarnation,
         id=envelope.message_id,
         schema=SCHEMA_HASH,
-        body=envelope.message,
-        arrays=specs,
+        body=body,
+        parcels=[parcel.crc for parcel in parcels],
     )
-    frames = _encode(header, specs)
-    views = [memoryview(frame) for frame in frames]
-    _check_sizes(views, limits)
-    _check_header(views, type(envelope.message), limits)
+    data = msgspec.msgpack.encode(header, enc_hook=_refuse)
+    frames = [struct.pack("<I", zlib.crc32(data)) + data, *(parcel.data for parcel in parcels)]
+    _check_sizes(frames, limits)
     return frames
 
 
@@ -160,100 +127,72 @@ def unpack(frames: Sequence[Any], limits: Limits = LIMITS) -> Envelope:
     Raises WireError, and nothing else, whatever the frames hold; MismatchError if both sides are
     of different versions.
     """
-    views = [memoryview(frame).toreadonly() for frame in frames]
-    _check_sizes(views, limits)
-    header = parse_plain(views[0])
+    _check_sizes(frames, limits)
+    head, *parcels = map(bytes, frames)  # copies nothing that is bytes
+    if len(head) < 4 or struct.unpack_from("<I", head)[0] != zlib.crc32(head[4:]):
+        raise WireError("header: the data is damaged")
+    header = parse_plain(head[4:])
     message_id = header.get("id")
     try:
-        return _open(header, views, limits)
+        return _open(header, parcels)
     except WireError as error:
         # lets a refusal be matched to its request
         error.message_id = message_id if type(message_id) is int and message_id >= 0 else 0
         raise
 
 
-def pack_record(record: Any) -> bytes:
-    """One blob of a msgspec value: header length, header, arrays, each padded to 8 bytes."""
-    specs: list[_Array] = []
-    header, *arrays = _encode(_Content(body=record, arrays=specs), specs)
-    parts: list[Buffer] = [struct.pack("<I", len(header)), header, _padding(4 + len(header))]
-    for array in arrays:
-        parts += (array, _padding(memoryview(array).nbytes))
-    return b"".join(parts)
+def _apart(message: Request | Reply) -> tuple[Any, list[Trajectory]]:
+    """What goes into the header, and the trajectories, which do not."""
+    if isinstance(message, Push):
+        return {"type": "push"}, [message.trajectory]
+    if isinstance(message, Part):
+        group = msgspec.structs.asdict(message.group)
+        trajectories = group.pop("trajectories")
+        return {"type": "part", "group": group}, trajectories
+    return message, []
 
 
-def unpack_record(blob: Any, kind: Any, limits: Limits = LIMITS) -> Any:
-    """The value of type `kind` in a blob of `pack_record`; WireError if it is not one."""
-    view = memoryview(blob).toreadonly()
-    if view.nbytes < 4 or view.nbytes > limits.message_bytes:
-        raise WireError(f"record: {view.nbytes} bytes")
-    end = 4 + struct.unpack_from("<I", view)[0]
-    if end > min(view.nbytes, 4 + limits.group_header_bytes):
-        raise WireError(f"header: {end - 4} bytes in a record of {view.nbytes}")
-    header = parse_plain(view[4:end], bytes_each=1)  # our own: a snapshot may be made of numbers
-    body = header.pop("body", None)
-    specs = _convert(header.pop("arrays", None), list[_Array])
-    if header:
-        raise WireError(f"record: unknown field {min(map(str, header))}")
-    frames = []
-    for spec in specs:
-        start = end + -end % ALIGNMENT
-        end = start + max(0, spec.shape[0]) * DTYPES[spec.dtype].itemsize
-        frames.append(view[start:end])
-    if end + -end % ALIGNMENT != view.nbytes:
-        raise WireError(f"arrays: {end} bytes declared in a record of {view.nbytes}")
-    return _typed(body, kind, specs, frames)
+def _together(body: dict[Any, Any], kind: type, trajectories: list[Trajectory]) -> None:
+    """Puts the trajectories back where `_apart` took them from."""
+    home, found = body, {}
+    if kind is Push and len(trajectories) == 1:
+        found = {"trajectory": trajectories[0]}
+    elif kind is Part and type(body.get("group")) is dict:
+        home, found = body["group"], {"trajectories": trajectories}
+    elif trajectories:
+        raise WireError(f"parcels: {len(trajectories)} in a {body['type']}")
+    if not found.keys().isdisjoint(home):
+        raise WireError(f"{min(found)}: in the header")
+    home.update(found)
 
 
-def _padding(size: int) -> bytes:
-    return bytes(-size % ALIGNMENT)
+def _refuse(value: Any) -> None:
+    raise WireError(f"body: {type(value).__name__} {value!r:.80} has no place on the wire")
 
 
-def _encode(content: _Content, specs: list[_Array]) -> list[Buffer]:
-    """Header and arrays; every array met while the body is encoded is appended to `specs`."""
-    frames: list[Buffer] = [b""]
-
-    def lift(value: Any) -> int:
-        name = NAMES.get(value.dtype) if isinstance(value, np.ndarray) else None
-        if name is None or value.ndim != 1:
-            raise WireError(f"body: {type(value).__name__} {value!r:.80} has no place on the wire")
-        data = np.ascontiguousarray(value).data
-        specs.append(_Array(name, value.shape, zlib.crc32(data)))
-        frames.append(data)
-        return len(specs) - 1
-
-    header = msgspec.msgpack.encode(content, enc_hook=lift)
-    frames[0] = struct.pack("<I", zlib.crc32(header)) + header
-    return frames
-
-
-def _check_sizes(frames: Sequence[memoryview], limits: Limits) -> None:
+def _check_sizes(frames: Sequence[Any], limits: Limits) -> None:
     if not frames:
         raise WireError("header: missing")
-    if len(frames) - 1 > limits.arrays:
-        raise WireError(f"arrays: {len(frames) - 1}, the limit is {limits.arrays}")
-    _check_header(frames, None, limits)
-    sizes = [frame.nbytes for frame in frames]
-    if max(sizes[1:], default=0) > limits.array_bytes:
-        raise WireError(f"arrays: {max(sizes[1:])} bytes, the limit is {limits.array_bytes}")
-    if sum(sizes) > limits.message_bytes:
-        raise WireError(f"message: {sum(sizes)} bytes, the limit is {limits.message_bytes}")
+    head, *parcels = map(len, frames)
+    if head > limits.header_bytes:
+        raise WireError(f"header: {head} bytes, the limit is {limits.header_bytes}")
+    if len(parcels) > limits.parcels:
+        raise WireError(f"parcels: {len(parcels)}, the limit is {limits.parcels}")
+    if parcels and max(parcels) > limits.parcel_bytes:
+        raise WireError(f"trajectory: {max(parcels)} bytes, the limit is {limits.parcel_bytes}")
+    if head + sum(parcels) > limits.message_bytes:
+        size = head + sum(parcels)
+        raise WireError(f"message: {size} bytes, the limit is {limits.message_bytes}")
 
 
-def _check_header(frames: Sequence[memoryview], kind: type | None, limits: Limits) -> None:
-    limit = limits.header(kind, len(frames) - 1)
-    if frames[0].nbytes > limit:
-        raise WireError(f"header: {frames[0].nbytes} bytes, the limit is {limit}")
-
-
-def _open(header: dict[Any, Any], views: list[memoryview], limits: Limits) -> Envelope:
+def _open(header: dict[Any, Any], parcels: list[bytes]) -> Envelope:
     """Preamble first: another version's body must be a mismatch, not a puzzle of fields."""
     body = header.pop("body", None)
     for name, ours in (("protocol", PROTOCOL), ("schema", SCHEMA_HASH)):
         theirs = header.get(name)
         if theirs != ours:
             raise MismatchError(f"{name}: the sender has {theirs!r:.80}, this side has {ours!r}")
-    preamble = _convert(header, _Preamble)
+    preamble = convert(header, _Preamble)
     if preamble.incarnation < 0 or preamble.id < 0:
         raise WireError(f"incarnation, id: negative ({preamble.incarnation}, {preamble.id})")
     for name, text in (("run", preamble.run), ("sender", preamble.sender)):
@@ -263,53 +202,22 @@ def _open(header: dict[Any, Any], views: list[memoryview], limits: Limits) -> En
     kind = TYPES.get(name) if type(name) is str else None
     if kind is None:
         raise WireError(f"type: {name!r:.80} is no message")
-    _check_header(views, kind, limits)
+    _together(body, kind, _unwrap_all(preamble.parcels, parcels))
     return Envelope(
         run_id=preamble.run,
         sender=preamble.sender,
         incarnation=preamble.incarnation,
         message_id=preamble.id,
-        message=_typed(body, kind, preamble.arrays, views[1:]),
+        message=convert(body, kind),
     )
 
 
-def _convert(plain: Any, kind: Any, dec_hook: Any = None) -> Any:
-    try:
-        return msgspec.convert(plain, kind, dec_hook=dec_hook)
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise WireError(str(error)[:REASON]) from error
-
-
-def _typed(body: Any, kind: Any, specs: list[_Array], frames: Sequence[memoryview]) -> Any:
-    """The body as a `kind`, each array put in exactly once."""
-    arrays = _arrays(specs, frames)
-
-    def place(wanted: type, index: Any) -> np.ndarray:
-        if wanted is not np.ndarray or type(index) is not int or not 0 <= index < len(arrays):
-            raise ValueError(f"array {index!r:.80} of {len(arrays)}")
-        array, arrays[index] = arrays[index], None
-        if array is None:
-            raise ValueError(f"array {index} used twice")
-        return array
-
-    value = _convert(body, kind, place)
-    unused = [index for index, array in enumerate(arrays) if array is not None]
-    if unused:
-        raise WireError(f"arrays: {unused[0]} is not used by the body")
-    return value
-
-
-def _arrays(specs: list[_Array], frames: Sequence[memoryview]) -> list[np.ndarray | None]:
-    if len(specs) != len(frames):
-        raise WireError(f"arrays: {len(specs)} declared, {len(frames)} came")
-    arrays: list[np.ndarray | None] = []
-    for index, (spec, frame) in enumerate(zip(specs, frames, strict=True)):
-        dtype = DTYPES[spec.dtype]
-        if spec.shape[0] < 0 or spec.shape[0] * dtype.itemsize != frame.nbytes:
-            raise WireError(
-                f"arrays[{index}].shape: {spec.shape[0]} × {spec.dtype} in {frame.nbytes} bytes"
-            )
-        if zlib.crc32(frame) != spec.crc:
-            raise WireError(f"arrays[{index}].crc: the data is damaged")
-        arrays.append(np.frombuffer(frame, dtype))
-    return arrays
+def _unwrap_all(crcs: list[int], parcels: list[bytes]) -> list[Trajectory]:
+    if len(crcs) != len(parcels):
+        raise WireError(f"parcels: {len(crcs)} declared, {len(parcels)} came")
+    trajectories = []
+    for index, (crc, data) in enumerate(zip(crcs, parcels, strict=True)):
+        if zlib.crc32(data) != crc:
+            raise WireError(f"parcels[{index}].crc: the data is damaged")
+        trajectories.append(unwrap(Parcel(data, crc)))
+    return trajectories

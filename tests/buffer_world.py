@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+from episodes import episode
 
 from evolver_async import messages
 from evolver_async.buffer.service import Service
@@ -71,34 +72,21 @@ def trajectory(
     turns[0] = -1
     learned = ticket.kind != "demo"
     weights = weights or ticket.weights
-    return Trajectory(
+    sequence = Sequence(
+        tokens=np.arange(length, dtype=np.int32),
+        roles=roles,
+        turns=turns,
+        logprobs=np.where(roles == Role.ACTION, -0.5, 0.0).astype(np.float32),
+        versions=[VersionRun(weights=weights, tokens=length - 1)] if learned and weights else [],
+    )
+    return episode(
+        sequence,
         group_id=ticket.group_id,
         member=member,
         attempt=ticket.attempt if attempt is None else attempt,
-        actor="a",
-        incarnation=0,
-        sequences=[
-            Sequence(
-                tokens=np.arange(length, dtype=np.int32),
-                roles=roles,
-                turns=turns,
-                logprobs=np.where(roles == Role.ACTION, -0.5, 0.0).astype(np.float32),
-                versions=[VersionRun(weights=weights, tokens=length - 1)]
-                if learned and weights
-                else [],
-            )
-        ],
         reward=reward,
         success=reward > 0,
-        terminated=True,
-        truncated=False,
-        turn_rewards=np.zeros(1, np.float32),
-        turn_flags=np.zeros(1, np.uint8),
-        labels=np.zeros(1, np.int8),
-        label_source="",
-        experience_ids=[],
         policy="learned" if learned else "scripted",
-        timing={},
     )
 
 

@@ -26,7 +26,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "evolver_async.config": (),
     "evolver_async.metrics": ("evolver_async.schema", "evolver_async.config"),
     "evolver_async.plain": (),
-    "evolver_async.wire": (*WIRE, "evolver_async.metrics", "evolver_async.plain"),
+    "evolver_async.parcel": ("evolver_async.schema", "evolver_async.plain"),
+    "evolver_async.wire": (
+        *WIRE,
+        "evolver_async.metrics",
+        "evolver_async.parcel",
+        "evolver_async.plain",
+    ),
     "evolver_async.delivery": (*WIRE, "evolver_async.wire"),
     "evolver_async.address": (),
     "evolver_async.keys": (),
@@ -48,6 +54,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "evolver_async.buffer": (
         *WIRE,
+        "evolver_async.parcel",
         "evolver_async.wire",
         "evolver_async.buffer",
     ),

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from launches import wait_for
 
 from evolver_async.config.secrets import without_secrets as without
 from evolver_async.metrics import (
@@ -113,3 +114,17 @@ def test_a_restart_continues_the_same_wandb_run(tmp_path):
     assert ids[0] == ids[1] == wandb_id(tmp_path)
     (tmp_path / "other").mkdir()
     assert wandb_id(tmp_path / "other") != ids[0]
+
+
+def test_an_alert_reaches_wandb_where_it_is_on_and_no_row(tmp_path):
+    for directory, wandb in ((tmp_path / "on", "offline"), (tmp_path / "off", "disabled")):
+        directory.mkdir()
+        metrics = Metrics(directory, wandb=wandb, project="p", name="n")
+        metrics.log(1, {"a": 1})
+        metrics.alert("reward hacking", "the judge and the outcome part")
+        metrics.close()
+        assert read(directory / "metrics.jsonl") == [{"step": 1, "a": 1}]
+    assert not (tmp_path / "off" / "wandb").exists()
+    (record,) = (tmp_path / "on" / "wandb").glob("offline-run-*/run-*.wandb")
+    for text in (b"reward hacking", b"the judge and the outcome part"):  # W&B takes its time
+        wait_for(lambda text=text: text in record.read_bytes(), f"{text!r} in {record}")

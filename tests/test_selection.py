@@ -1,10 +1,11 @@
 """Which groups are kept, against the rule said in loops."""
 
 import numpy as np
+from episodes import episode
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evolver_async.schema import Group, Role, Sequence, Task, Trajectory
+from evolver_async.schema import Group, Role, Sequence, Task
 from learner.selection import reward_spread, select
 
 SEQUENCE = Sequence(
@@ -18,25 +19,7 @@ SEQUENCE = Sequence(
 
 def make_group(group_id: int, rewards: list[float]) -> Group:
     trajectories = [
-        Trajectory(
-            group_id=group_id,
-            member=member,
-            attempt=0,
-            actor="actor-0",
-            incarnation=0,
-            sequences=[SEQUENCE],
-            reward=reward,
-            success=False,
-            terminated=True,
-            truncated=False,
-            turn_rewards=np.zeros(1, np.float32),
-            turn_flags=np.zeros(1, np.uint8),
-            labels=np.zeros(1, np.int8),
-            label_source="",
-            experience_ids=[],
-            policy="learned",
-            timing={},
-        )
+        episode(SEQUENCE, group_id=group_id, member=member, reward=reward)
         for member, reward in enumerate(rewards)
     ]
     task = Task(task_id="t", env="bandit", split="train", map_seed=0)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from episodes import episode
 
 from evolver_async.messages import (
     Ack,
@@ -59,7 +60,7 @@ from evolver_async.transport import (
     Rejected,
     Server,
 )
-from evolver_async.wire import Envelope, pack, unpack
+from evolver_async.wire import LIMITS, Envelope, pack, unpack
 
 TASK = Task(task_id="t/0", env="t", split="train", map_seed=0)
 
@@ -130,33 +131,14 @@ def ticket(group_id: int) -> Ticket:
 
 
 def trajectory(group_id: int, length: int = 8) -> Trajectory:
-    return Trajectory(
-        group_id=group_id,
-        member=0,
-        attempt=0,
-        actor="a",
-        incarnation=0,
-        sequences=[
-            Sequence(
-                tokens=np.arange(length, dtype=np.int32) + group_id,
-                roles=np.full(length, Role.ACTION, np.uint8),
-                turns=np.zeros(length, np.int16),
-                logprobs=np.zeros(length, np.float32),
-                versions=[VersionRun(weights=WeightId(lineage=1, step=2), tokens=length)],
-            )
-        ],
-        reward=1.0,
-        success=True,
-        terminated=True,
-        truncated=False,
-        turn_rewards=np.zeros(1, np.float32),
-        turn_flags=np.zeros(1, np.uint8),
-        labels=np.zeros(1, np.int8),
-        label_source="",
-        experience_ids=[],
-        policy="learned",
-        timing={},
+    sequence = Sequence(
+        tokens=np.arange(length, dtype=np.int32) + group_id,
+        roles=np.full(length, Role.ACTION, np.uint8),
+        turns=np.zeros(length, np.int16),
+        logprobs=np.zeros(length, np.float32),
+        versions=[VersionRun(weights=WeightId(lineage=1, step=2), tokens=length)],
     )
+    return episode(sequence, group_id=group_id, reward=1.0, success=True)
 
 
 def group(member: Trajectory) -> Group:
@@ -502,9 +484,9 @@ def test_malformed_frames_are_rejected_and_harm_nobody_else(directory: Path) -> 
         cases = (
             ([b""], 0, "header"),
             ([os.urandom(500)], 0, "header"),
-            (valid[:-1], 7, "arrays"),
+            (valid[:-1], 7, "parcels"),
             ([*valid[:-1], b"\x07"], 7, "crc"),
-            ([*valid, b"x" * 1000], 7, "arrays"),
+            ([*valid, b"x" * 1000], 0, "parcels"),
             ([bytes(f) for f in pack(reply)], 8, "Ack is not a request"),
         )
         for frames, number, named in cases:
@@ -522,7 +504,7 @@ def test_a_frame_over_the_limit_harms_nobody_else(directory: Path) -> None:
     with serving(Store(), f"ipc://{directory}/s") as server, client(server.address) as dealer:
         evil = zmq.Context.instance().socket(zmq.DEALER)
         evil.connect(server.address)
-        evil.send_multipart([bytes(17 << 20)])
+        evil.send_multipart([bytes(LIMITS.parcel_bytes + 1)])
         assert isinstance(asyncio.run(dealer.request(Status(), 10)), StatusReply)
         evil.close(linger=0)
 

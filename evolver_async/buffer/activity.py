@@ -72,7 +72,7 @@ class Peer(msgspec.Struct):
 
 
 class Activity:
-    """Everybody who has spoken to the buffer, which began to listen at `began`.
+    """Who has spoken to the buffer, which began to listen at `began`.
 
     `learner` is who last asked for a take.
     """
@@ -87,6 +87,15 @@ class Activity:
         peer = self.peers.setdefault(name, Peer(now, now))
         peer.seen = now
         return peer
+
+    def forget(self, now: float) -> None:
+        """Forgets who has been silent for a minute and has no part in the run: visitors, mostly."""
+        for name, peer in list(self.peers.items()):
+            counts = peer.counters or peer.reported is not None
+            if now - peer.seen > WINDOW_S and not (
+                counts or name in self.actors or name == self.learner
+            ):
+                del self.peers[name]
 
     def waits(self, name: str, request: str, reason: str, now: float) -> None:
         """`name` was told to wait; its waiting time goes on if it was waiting already."""

@@ -10,13 +10,15 @@ import msgspec
 
 from evolver_async.buffer import records
 from evolver_async.buffer.censoring import Censoring, Change
-from evolver_async.buffer.groups import Held
+from evolver_async.buffer.groups import Held, Location
 from evolver_async.buffer.groups import State as GroupState
 from evolver_async.buffer.journal import DiskFull, Journal, JournalError
 from evolver_async.buffer.leases import Leases
 from evolver_async.buffer.state import State
+from evolver_async.parcel import Parcel, unwrap, wrap
 from evolver_async.schema import Trajectory
-from evolver_async.wire import pack_record, unpack_record
+
+NO_BODY = Parcel(b"", 0)
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +52,8 @@ class Book:
 
     def record(self, record: records.AnyRecord, trajectory: Trajectory | None = None) -> None:
         """Appends to the journal and applies; durable after the next `commit`."""
-        body = b"" if trajectory is None else pack_record(trajectory)
-        location = self.journal.append(records.encode(record), body)
+        body = NO_BODY if trajectory is None else wrap(trajectory)
+        location = self.journal.append(records.encode(record), *body)
         before = self._concerned(record)
         self.state.apply(record, location)
         self._note_changes(before, record)
@@ -106,11 +108,13 @@ class Book:
         """The members of a group in order, from memory or from the journal."""
         bodies = self.bodies.get(held.group_id, {})
         return [
-            bodies[member]
-            if member in bodies
-            else unpack_record(self.journal.read(held.arrived[member].location), Trajectory)
+            bodies[member] if member in bodies else self._read(held.arrived[member].location)
             for member in sorted(held.arrived)
         ]
+
+    def _read(self, location: Location) -> Trajectory:
+        *_, crc = location
+        return unwrap(Parcel(self.journal.read(location), crc))
 
     def _concerned(self, record: records.AnyRecord) -> dict[int, tuple[Held, GroupState]]:
         """The groups that a record may end or bring back, each with its state before it."""

@@ -138,14 +138,17 @@ class Journal:
             if size < sealed:
                 raise self._damage(number, size, f"damaged, {sealed - size} bytes are missing")
 
-    def append(self, head: bytes, body: bytes = b"") -> Location:
-        """Adds a record to the next commit; returns where its body will lie."""
-        parts = segment.record(head, body)
+    def append(self, head: bytes, body: bytes = b"", crc: int | None = None) -> Location:
+        """Adds a record to the next commit; returns where its body will lie.
+
+        `crc`: the CRC32 of the body, from whoever knows it already.
+        """
+        crc = zlib.crc32(body) if crc is None else crc
+        parts = segment.record(head, body, crc)
         start = self.sizes[self.newest] + segment.COMMIT.size + self._pending_bytes
         self._pending += parts
         self._pending_bytes += sum(map(len, parts))
-        *_, crc = segment.RECORD.unpack(parts[0])
-        return self.newest, start + len(parts[0]) + len(head), len(body), crc
+        return self.newest, start + len(parts[0]), len(body), crc
 
     def commit(self) -> None:
         """Writes and syncs what was appended. DiskFull where there is no room for it."""
@@ -179,7 +182,7 @@ class Journal:
         assert not self._pending, "roll between commits only"
         self._counted_from = self.sizes.get(self.newest, 0)
         sealed = b"".join(SEALED.pack(*sizes) for sizes in sorted(self.sizes.items()))
-        data = segment.commit(segment.record(snapshot, sealed))
+        data = segment.commit(segment.record(snapshot, sealed, zlib.crc32(sealed)))
         path = self._path(self.newest + 1)
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)

@@ -1,9 +1,10 @@
 """The bytes of one journal segment: commits, records, checksums; what is torn, what is damaged.
 
-    commit    [payload bytes u32][crc32 of these four bytes u32] payload [crc32 of it u32][0xA5]
+    commit    [payload bytes u32][crc32 of these four bytes u32] payload [crc32 u32][0xA5]
     payload   records, one after another
     record    [head bytes u32][body bytes u32][crc32 of the body u32] head body
 
+The last checksum of a commit is of everything in its payload but the bodies, which have their own.
 A commit without payload seals its segment: writing goes on in the next one.
 
 Torn or damaged. A commit is written with one call at the end of the newest segment; a crash in it
@@ -34,16 +35,14 @@ class Damage(ValueError):
         self.offset = offset
 
 
-def record(head: bytes, body: bytes) -> list[bytes]:
-    """The parts of one record, its header first."""
-    return [RECORD.pack(len(head), len(body), zlib.crc32(body)), head, body]
+def record(head: bytes, body: bytes, crc: int) -> list[bytes]:
+    """The two parts of one record, the second one its body, whose checksum is `crc`."""
+    return [RECORD.pack(len(head), len(body), crc) + head, body]
 
 
 def commit(parts: list[bytes]) -> bytes:
     """The commit of these records' parts."""
-    crc = 0
-    for part in parts:
-        crc = zlib.crc32(part, crc)
+    crc = zlib.crc32(b"".join(parts[::2]))
     size = struct.pack("<I", sum(map(len, parts)))
     header = size + struct.pack("<I", zlib.crc32(size))
     return b"".join((header, *parts, END.pack(crc, LAST)))
@@ -65,11 +64,27 @@ def payload_end(data: memoryview, offset: int) -> int | None:
     end = COMMIT.size + length
     if len(rest) < end + END.size:
         return None
-    if END.unpack_from(rest, end) == (zlib.crc32(rest[COMMIT.size : end]), LAST):
+    if END.unpack_from(rest, end) == (_checksum(rest[COMMIT.size : end]), LAST):
         return offset + end
     if not any(rest[end + END.size - 1 :]):
         return None
     raise Damage(offset, f"damaged, a commit of {length} bytes has the wrong checksum")
+
+
+def _checksum(payload: memoryview) -> int | None:
+    """What the last checksum of a commit should be; None where a body has another than its own."""
+    crc = start = 0
+    while start < len(payload):
+        if len(payload) - start < RECORD.size:
+            return None
+        head_bytes, body_bytes, body_crc = RECORD.unpack_from(payload, start)
+        body = start + RECORD.size + head_bytes
+        end = body + body_bytes
+        if end > len(payload) or zlib.crc32(payload[body:end]) != body_crc:
+            return None
+        crc = zlib.crc32(payload[start:body], crc)
+        start = end
+    return crc
 
 
 def records(data: memoryview, start: int, end: int) -> Iterator[tuple[memoryview, Place]]:

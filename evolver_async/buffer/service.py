@@ -166,10 +166,11 @@ class Service:
             log.warning("%s", warning)
 
     def _stalled(self, now: float) -> list[str]:
-        """Looks once a second who makes no progress."""
+        """Looks once a second who makes no progress, and forgets who has gone."""
         if now < self._look_due:
             return []
         self._look_due = now + LOOK_S
+        self.activity.forget(now)
         return self.stalls.lines(now)
 
     def status(self, now: float) -> dict[str, Any]:

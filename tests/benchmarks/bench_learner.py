@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from producers import member_of
 
 from evolver_async import policy
 from evolver_async.buffer.service import Service
@@ -55,26 +56,7 @@ def episode(ticket: Ticket, member: int, vocabulary: int) -> Trajectory:
         logprobs=np.where(roles == Role.ACTION, -np.log(vocabulary), 0.0).astype(np.float32),
         versions=[VersionRun(weights=ticket.weights, tokens=SAMPLED * turns)],
     )
-    success = bool(rng.random() < 0.5)
-    return Trajectory(
-        group_id=ticket.group_id,
-        member=member,
-        attempt=ticket.attempt,
-        actor="actor",
-        incarnation=0,
-        sequences=[sequence],
-        reward=float(success),
-        success=success,
-        terminated=True,
-        truncated=False,
-        turn_rewards=np.zeros(turns, np.float32),
-        turn_flags=np.zeros(turns, np.uint8),
-        labels=np.zeros(turns, np.int8),
-        label_source="",
-        experience_ids=[],
-        policy="learned",
-        timing={"engine": 0.1, "env": 0.1},
-    )
+    return member_of(ticket, member, sequence, turns, bool(rng.random() < 0.5))
 
 
 def serve(run_dir: Path, address: str, stop: Event) -> None:

@@ -81,22 +81,24 @@ class Sequences:
         return self.made[weights]
 
 
-def member_of(ticket: Ticket, member: int, sequences: Sequences) -> Trajectory:
-    assert ticket.weights is not None
+def member_of(
+    ticket: Ticket, member: int, sequence: Sequence, turns: int, success: bool
+) -> Trajectory:
+    """An episode of one sequence with so many turns."""
     return Trajectory(
         group_id=ticket.group_id,
         member=member,
         attempt=ticket.attempt,
         actor="producer",
         incarnation=0,
-        sequences=[sequences.sampled_by(ticket.weights)],
-        reward=float(member % 2),
-        success=member % 2 == 1,
+        sequences=[sequence],
+        reward=float(success),
+        success=success,
         terminated=True,
         truncated=False,
-        turn_rewards=np.zeros(TURNS, np.float32),
-        turn_flags=np.zeros(TURNS, np.uint8),
-        labels=np.zeros(TURNS, np.int8),
+        turn_rewards=np.zeros(turns, np.float32),
+        turn_flags=np.zeros(turns, np.uint8),
+        labels=np.zeros(turns, np.int8),
         label_source="",
         experience_ids=[],
         policy="learned",
@@ -133,7 +135,9 @@ async def produce(
     async def push(client: Client) -> None:
         while True:
             ticket, member = await members.get()
-            trajectory = member_of(ticket, member, sequences)
+            assert ticket.weights is not None
+            sequence = sequences.sampled_by(ticket.weights)
+            trajectory = member_of(ticket, member, sequence, TURNS, member % 2 == 1)
             start = time.perf_counter()
             reply = await client.request(Push(trajectory=trajectory))
             end = time.perf_counter()

@@ -24,9 +24,10 @@ from evolver_async import messages
 from evolver_async.buffer.journal import Journal, JournalError, SyncError
 from evolver_async.delivery import Desk
 from evolver_async.launch.roles import USER_ERROR
+from evolver_async.parcel import wrap
 from evolver_async.schema import Ticket
 from evolver_async.transport import DealerClient, Server
-from evolver_async.wire import Envelope, pack, pack_record, unpack
+from evolver_async.wire import Envelope, pack, unpack
 
 SETTINGS = config(max_staleness=1)
 PATIENT = config(max_staleness=20)
@@ -97,7 +98,7 @@ def contents(directory: Path) -> list[bytes]:
         found = []
         for take in range(TAKES):
             groups = world.sample(take, lineage=2)
-            found += [pack_record(one) for group in groups for one in group.trajectories]
+            found += [wrap(one) for group in groups for one in group.trajectories]
             world.done(take, [group.group_id for group in groups], take + 1, lineage=2)
         return found
     finally:
@@ -249,6 +250,9 @@ def test_08_what_a_full_disk_refuses_is_not_acknowledged_and_recovers(serving, m
         assert os.strerror(code).lower() in status["problem"]
         assert isinstance(one.ask(messages.Renew(progress={ticket.group_id: 1})), messages.Ok), (
             "leases are kept meanwhile"
+        )
+        assert isinstance(one.ask(messages.Counters(values={"judge/calls": 1.0})), messages.Ok), (
+            "nor does what an actor tells before hold that up"
         )
     assert isinstance(one.push(ticket, 0), messages.Dup)
     assert isinstance(one.push(ticket, 1), messages.Ack)

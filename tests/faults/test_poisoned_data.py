@@ -71,6 +71,7 @@ POISONS: dict[str, tuple[Callable[[Trajectory], None], str]] = {
         "turn_flags",
     ),
     "turn_rewards missing": (poison_array("turn_rewards", lambda a: a[:0]), "turn_flags"),
+    **{f"labels {x}": (poison_array("labels", put(x)), "labels") for x in (2, 127, -128)},
     "logprobs as int32": (poison_array("logprobs", lambda a: a.astype(np.int32)), "logprobs"),
 }
 
@@ -107,7 +108,8 @@ def test_22_every_number_of_a_trajectory_is_poisoned_above() -> None:
     integers = {"turn_flags", "labels", "tokens", "roles", "turns"}  # arrays without NaN
     held = {n for n, kind in kinds.items() if "float" in str(kind) or "Array" in str(kind)}
     held |= {n for n, kind in kinds.items() if "ndarray" in str(kind)}
-    assert held - integers == floats == {name.split()[0] for name in POISONS} - {"turns", "roles"}
+    poisoned = {name.split()[0] for name in POISONS}
+    assert held - integers == floats == poisoned - {"turns", "roles", "labels"}
 
 
 def test_22_the_bound_on_rewards_is_that_of_the_stage(tmp_path: Path) -> None:

@@ -5,16 +5,18 @@ which members were acknowledged with what content, who may work on what, which t
 lineage consists of, how the versions descend from each other. It predicts every reply, and exactly
 which groups the buffer holds.
 
-    HYPOTHESIS_PROFILE=nightly make faults ARGS="-k machine"     20,000 steps
+    HYPOTHESIS_PROFILE=nightly make faults ARGS=-kmachine     at least 10,000 steps
 """
 
 import itertools
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
 from buffer_world import World, config, synthetic, trajectory
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -37,7 +39,8 @@ PEERS = ("actor-0", "actor-1")
 LEASE_S, MAX_ATTEMPTS = 10.0, 2
 EXPLORING, POOL = 2, 6  # explorations at a time, tasks of the pool
 MEMBERS, GROUPS = 2, 2  # of a group, of a take
-UNFINISHED = segment.commit(segment.record(b"head", b"body"))
+UNFINISHED = segment.commit(segment.record(b"head", b"body", 0))
+NIGHTLY_STEPS = 10_000
 peers = st.sampled_from(PEERS)
 Version = tuple[int, int]  # lineage, step
 
@@ -64,6 +67,8 @@ class Take:
 
 class Machine(RuleBasedStateMachine):
     """What actors (`lease`, `push`, …), learner (`sample`, `done`, …) and fate (`crash`) do."""
+
+    steps = 0  # rules that were run, by all machines together
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,6 +110,7 @@ class Machine(RuleBasedStateMachine):
         )
         self.world = World(self.directory, self.config, segment_bytes=2048)
         self.resume(0)
+        Machine.steps -= 1
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
@@ -306,7 +312,9 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def holds_exactly_what_it_should(self) -> None:
+        """Looked at after every rule, and once after `begin`."""
         if hasattr(self, "world"):
+            Machine.steps += 1
             replay, pool = self.world.replay, self.world.book.state.tasks.cursor.pool
             live = {held.group_id for kind in KINDS for held in replay.live(kind)}
             assert {task.task_id for task in pool} == self.pool and len(pool) == len(self.pool)
@@ -408,6 +416,16 @@ class Machine(RuleBasedStateMachine):
             path.append((lineage, step))
             step -= 1
         return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def steps_are_counted(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Says how many rules were run; a nightly run that was short is no nightly run."""
+    yield
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\nthe state machine ran {Machine.steps} steps")
+    if settings.get_current_profile_name() == "nightly":
+        assert Machine.steps >= NIGHTLY_STEPS
 
 
 TestMachine = Machine.TestCase

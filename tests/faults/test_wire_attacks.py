@@ -27,9 +27,10 @@ from evolver_async import messages
 from evolver_async.buffer.service import Service
 from evolver_async.keys import make
 from evolver_async.messages import Push, Reject, Status, StatusReply
+from evolver_async.parcel import HEADER_BYTES, PARCEL_BYTES
 from evolver_async.schema import Ticket
 from evolver_async.transport import DealerClient, Refused, Rejected, Server
-from evolver_async.wire import LIMITS, SCHEMA_HASH, Envelope, WireError, pack, unpack
+from evolver_async.wire import LIMITS, PROTOCOL, SCHEMA_HASH, Envelope, WireError, pack, unpack
 
 FRAMES = 10_000
 GROWTH_BYTES = 50 << 20
@@ -100,13 +101,19 @@ def frames_of(message: Any, sender: str = "evil", run: str = "run", number: int 
 
 
 def headed(body: Any, **fields: Any) -> list[bytes]:
-    """A message without arrays whose header has this body and these fields."""
+    """A message without trajectories whose header has this body and these fields."""
     header = {
-        **{"protocol": 1, "run": "run", "sender": "evil", "incarnation": 0, "id": 7},
-        **{"schema": SCHEMA_HASH, "body": body, "arrays": []},
+        **{"protocol": PROTOCOL, "run": "run", "sender": "evil", "incarnation": 0, "id": 7},
+        **{"schema": SCHEMA_HASH, "body": body, "parcels": []},
         **fields,
     }
     return [sealed(msgpack.packb(header))]
+
+
+def parcelled(frames: list[bytes], parcel: bytes) -> list[bytes]:
+    """The PUSH with another parcel, whose checksum is right."""
+    header = {**msgpack.unpackb(frames[0][4:]), "parcels": [zlib.crc32(parcel)]}
+    return [sealed(msgpack.packb(header)), parcel]
 
 
 def granted(attacked: Attacked) -> Ticket:
@@ -139,9 +146,12 @@ def mutated(frames: list[bytes], rng: random.Random) -> list[bytes]:
     elif kind == "swap":
         return [frames[-1], *frames[:-1]]
     elif kind == "resealed":  # damage that only the typed half of decoding can see
-        header = bytearray(frames[0][4:])
-        del header[-rng.randint(1, 40) :]
-        return [sealed(bytes(header)), *frames[1:]]
+        header, parcel = bytearray(frames[0][4:]), bytearray(frames[1])
+        if rng.random() < 0.5:
+            del header[-rng.randint(1, 40) :]
+            return [sealed(bytes(header)), *frames[1:]]
+        del parcel[-8 * rng.randint(1, 40) :]
+        return parcelled(frames, bytes(parcel))
     else:
         return [rng.randbytes(rng.randint(0, 4000)) for _ in range(rng.randint(1, 9))]
     frames[at] = bytes(frame)
@@ -196,7 +206,7 @@ def test_payloads_that_are_too_much_are_refused_in_bounded_memory(attacked: Atta
         "nesting past the decoder": [sealed(b"\x91" * 100_000)],
         "a map that says to be endless": [sealed(b"\xdf\xff\xff\xff\xff")],
         "a text that says to be endless": [sealed(b"\xdb\xff\xff\xff\xff")],
-        "arrays": [frames_of(Status())[0], *[b""] * (LIMITS.arrays + 1)],
+        "parcels": [frames_of(Status())[0], *[b""] * (LIMITS.parcels + 1)],
         "an extension": [sealed(msgpack.packb({"a": msgpack.ExtType(5, b"x" * 100)}))],
         "deflated": [sealed(zlib.compress(bytes(50 << 20)))],
         "a long name": headed({"type": "status"}, sender="x" * 60_000),
@@ -227,14 +237,14 @@ def test_an_oversize_message_is_refused_where_it_is_made(attacked: Attacked) -> 
     """Fault 14: libzmq drops a frame over the limit without a word, so no client sends one."""
     ticket = granted(attacked)
     for sent, named in (
-        (trajectory(ticket, 0, length=(LIMITS.array_bytes >> 2) + 1), "arrays: 16777220 bytes"),
+        (trajectory(ticket, 0, length=PARCEL_BYTES // 11), "trajectory: "),
         (trajectory(ticket, 0), "header: "),
     ):
         if named == "header: ":
-            sent.label_source = "x" * LIMITS.header_bytes
+            sent.label_source = "x" * HEADER_BYTES
         with pytest.raises(WireError, match=f"{named}.*the limit is"):
             attacked.ask(Push(trajectory=sent))
-    attacked.raw.send_multipart([bytes(LIMITS.group_header_bytes + 1)])
+    attacked.raw.send_multipart([bytes(PARCEL_BYTES + 1)])
     assert isinstance(attacked.ask(Status()), StatusReply)
     assert isinstance(attacked.ask(Push(trajectory=trajectory(ticket, 0))), messages.Ack)
 
@@ -253,7 +263,9 @@ def test_a_pickle_is_not_executed(attacked: Attacked, tmp_path: Path) -> None:
         [blob],
         [sealed(blob)],
         [blob, *valid[1:]],
-        [valid[0], blob, *valid[2:]],
+        [valid[0], blob],
+        parcelled(valid, blob),
+        parcelled(valid, struct.pack("<I", len(blob)) + blob + bytes(-(4 + len(blob)) % 8)),
         headed(blob),
         headed({"type": "hello", "role": blob, "schema_hash": SCHEMA_HASH}),
         headed({"type": "hello", "role": "a", "schema_hash": msgpack.ExtType(1, blob)}),
@@ -305,7 +317,7 @@ def test_skew_is_refused_naming_both_sides(attacked: Attacked) -> None:
     """Fault 17: protocol, message types, and the tokenizer."""
     body = {"type": "hello", "role": "actor", "schema_hash": SCHEMA_HASH, "tokenizer": None}
     for frames, needles in (
-        (headed(body, protocol=2), ("protocol: ", "2", "1")),
+        (headed(body, protocol=PROTOCOL + 1), ("protocol: ", f"{PROTOCOL + 1}", f"{PROTOCOL}")),
         (headed(body, schema="feedbeef"), ("schema: ", "'feedbeef'", SCHEMA_HASH)),
     ):
         reply = attacked.attack(frames)
