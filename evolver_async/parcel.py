@@ -101,10 +101,11 @@ def _encode(trajectory: Trajectory) -> tuple[bytes, list[np.ndarray]]:
     arrays: list[np.ndarray] = []
 
     def lift(value: Any) -> tuple[str, int]:
-        if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype not in NAMES:
+        name = NAMES.get(value.dtype) if isinstance(value, np.ndarray) else None
+        if name is None or value.ndim != 1:
             raise WireError(f"body: {type(value).__name__} {value!r:.80} has no place on the wire")
         arrays.append(value)
-        return NAMES[value.dtype], len(value)
+        return name, len(value)
 
     return msgspec.msgpack.encode(trajectory, enc_hook=lift), arrays
 

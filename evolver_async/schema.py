@@ -32,6 +32,7 @@ class Role(enum.IntEnum):
 _ACTION, _LAST_ROLE = int(Role.ACTION), max(map(int, Role))
 _INT8, _UINT8, _INT16, _INT32 = map(np.dtype, (np.int8, np.uint8, np.int16, np.int32))
 _FLOAT32 = np.dtype(np.float32)
+_min, _max = np.minimum.reduce, np.maximum.reduce  # half the time of .min() on a short array
 LEAST_LOGPROB = -1e4  # nobody samples what is less likely; ratios with it would overflow
 
 
@@ -175,13 +176,14 @@ class Sequence(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=Tru
         _check_array("logprobs", self.logprobs, _FLOAT32, length)
         _require(length > 0, "tokens", "empty")
         count, action = np.count_nonzero, self.roles == _ACTION
-        _require(not count(self.tokens < 0), "tokens", "negative id")
-        _require(not count(self.roles > _LAST_ROLE), "roles", "unknown role")
-        _require(count(np.isfinite(self.logprobs)) == length, "logprobs", "not finite")
-        _require(not count(self.logprobs > 1e-3), "logprobs", "positive")
-        _require(not count(self.logprobs < LEAST_LOGPROB), "logprobs", f"below {LEAST_LOGPROB:g}")
-        _require(not count(self.logprobs[~action]), "logprobs", "non-zero outside ACTION")
-        _require(not count(self.turns[action] < 0), "turns", "ACTION token outside a turn")
+        low, high = float(_min(self.logprobs)), float(_max(self.logprobs))
+        _require(_min(self.tokens) >= 0, "tokens", "negative id")
+        _require(_max(self.roles) <= _LAST_ROLE, "roles", "unknown role")
+        _require(math.isfinite(low) and math.isfinite(high), "logprobs", "not finite")
+        _require(high <= 1e-3, "logprobs", "positive")
+        _require(low >= LEAST_LOGPROB, "logprobs", f"{low:g} is below {LEAST_LOGPROB:g}")
+        _require(not count((self.logprobs != 0) > action), "logprobs", "non-zero outside ACTION")
+        _require(not count((self.turns < 0) & action), "turns", "ACTION token outside a turn")
         if self.versions:
             runs = [run.tokens for run in self.versions]
             _require(min(runs) > 0, "versions", "empty run")

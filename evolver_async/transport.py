@@ -40,6 +40,7 @@ __all__ = [
 TICK_S = 0.1
 BATCH_MESSAGES = 512
 BATCH_BYTES = 64 << 20
+BATCH_S = 0.02  # so long may the first message of a batch wait for the commit to begin
 REPLIES_QUEUED = 100_000  # per client; past it replies are dropped and asked for again
 LINGER_MS = 1000
 HEARTBEAT_MS = 2000
@@ -113,7 +114,7 @@ class Server:
                 return received
             self._desk.receive(identity, frames, now)
             size += sum(map(len, frames))
-            if size >= BATCH_BYTES:
+            if size >= BATCH_BYTES or self._clock() - now >= BATCH_S:
                 return received + 1
         return BATCH_MESSAGES
 

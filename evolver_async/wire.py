@@ -47,8 +47,7 @@ class Limits:
 LIMITS = Limits()
 
 
-@dataclass(frozen=True)
-class Envelope:
+class Envelope(msgspec.Struct, frozen=True):
     """One message with who sent it; a reply carries the `message_id` of its request."""
 
     run_id: str

@@ -53,6 +53,7 @@ from evolver_async.schema import (
     WeightId,
 )
 from evolver_async.transport import (
+    BATCH_S,
     Client,
     DealerClient,
     LocalClient,
@@ -227,6 +228,28 @@ def test_a_commit_comes_before_its_replies(directory: Path) -> None:
             asyncio.run(ask())
         finally:
             gate.set()
+
+
+def test_no_answer_waits_long_for_its_commit_to_begin(directory: Path) -> None:
+    class Slow(Store):
+        now = 0.0
+
+        def handle(self, peer: str, request: Any, now: float) -> list[Reply]:
+            self.now += BATCH_S / 4
+            return super().handle(peer, request, now)
+
+    slow, count = Slow(), 40
+    waiting = zmq.Context.instance().socket(zmq.DEALER)
+    waiting.connect(f"ipc://{directory}/s")
+    for number in range(count):
+        waiting.send_multipart(pack(Envelope("run", "a", 0, number + 1, Status())))
+    with serving(slow, f"ipc://{directory}/s", clock=lambda: slow.now):
+        for _ in range(count):
+            assert waiting.poll(10_000)
+            waiting.recv_multipart()
+    waiting.close(linger=0)
+    batches = "".join("." if name == "commit" else "x" for name, _ in slow.log).split(".")
+    assert sum(map(len, batches)) == count and max(map(len, batches)) <= 5
 
 
 def test_many_requests_of_several_clients_are_all_answered(directory: Path) -> None:

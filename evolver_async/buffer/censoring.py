@@ -38,8 +38,14 @@ class Sums(msgspec.Struct):
     lease_s: float = 0.0
 
     def add(self, other: "Sums", sign: int = 1) -> None:
-        for field in self.__struct_fields__:
-            setattr(self, field, getattr(self, field) + sign * getattr(other, field))
+        self.trajectories += sign * other.trajectories
+        self.tokens += sign * other.tokens
+        self.turns += sign * other.turns
+        self.seconds += sign * other.seconds
+        self.successes += sign * other.successes
+        self.missing += sign * other.missing
+        self.leased += sign * other.leased
+        self.lease_s += sign * other.lease_s
 
     @property
     def members(self) -> int:

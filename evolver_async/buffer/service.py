@@ -15,8 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from evolver_async import messages
 from evolver_async.buffer import records
 from evolver_async.buffer.activity import Activity
@@ -260,7 +258,7 @@ class Service:
         if trajectory.attempt > owner.attempt:
             return f"attempt: {trajectory.attempt}, the last one granted is {owner.attempt}"
         bound = self._max_rewards[held.stage]
-        turns = float(np.abs(trajectory.turn_rewards).max(initial=0.0))
+        turns = max(map(abs, trajectory.turn_rewards.tolist()), default=0.0)
         for name, size in (("reward", abs(trajectory.reward)), ("turn_rewards", turns)):
             if size > bound:
                 return f"{name}: {size:g}, the largest that safety.max_reward allows is {bound:g}"
