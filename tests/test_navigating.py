@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from actors.chat import Chat
 from actors.navigating import pool as pools
 from actors.navigating.embed import HashEmbedder, embed
-from actors.navigating.extract import AVOIDED, diverged, extract
+from actors.navigating.extract import diverged
 from actors.navigating.pool import Index, Item, Pool, Rows
 from actors.navigating.quoting import plain, quoted
 from actors.navigating.service import Service
@@ -357,35 +357,6 @@ def test_items_are_where_failures_left_the_ways_of_successes(
         good, bad = expected[found.state]
         assert found.content in {contrast(found.state, g, b) for g in good for b in bad}
         assert found.when_to_use == "task"
-
-
-def test_a_group_that_only_failed_teaches_what_led_on_where_others_ended() -> None:
-    died = episode("a=right", "b=down", success=False)
-    died_too = episode("a=right", "b=down", success=False, number=1)
-    went_on = episode("a=right", "b=up", "c=up", success=False, number=2)
-    (found,) = extract("task", [died, died_too, went_on])
-    assert found.content == contrast("b", "up", "down") and found.state == "b"
-    assert found.score == AVOIDED < 1.0 and found.when_to_use == "task"
-
-
-@pytest.mark.parametrize(
-    "others",
-    [
-        [episode("b=down", "c=up", success=False)],  # it does not always end there
-        [episode("b=up", "b=up", success=False)],  # the other leads nowhere
-        [],  # there is no other
-    ],
-)
-def test_nothing_is_made_up_about_a_state_that_nobody_got_out_of(others: list[Transcript]) -> None:
-    assert extract("task", [episode("a=right", "b=down", success=False), *others]) == []
-
-
-def test_a_success_speaks_louder_than_survival() -> None:
-    died = episode("a=right", "b=down", success=False)
-    went_on = episode("a=right", "b=up", "c=up", success=False, number=1)
-    solved = episode("a=right", "b=left", "d=up", success=True, number=2)
-    group = [died, went_on, solved]
-    assert extract("task", group) == diverged("task", group)
 
 
 def test_the_words_of_a_contrast_are_single_tokens_of_the_preset() -> None:

@@ -1,11 +1,9 @@
 """What the episodes of one group teach, found without a language model.
 
 The members began at the same place with the same task. Where those that failed left the ways of
-those that succeeded, there is something to know; where all failed, at least what ended the episode
-of one member and not that of another.
+those that succeeded, there is something to know.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -14,34 +12,6 @@ from actors.navigating.templates import contrast
 from evolver_async.schema import Transcript, Turn
 
 MOST = 8  # items of one group
-AVOIDED = 0.5  # score of an item that no success speaks for
-
-
-def extract(query: str, episodes: Sequence[Transcript]) -> list[Item]:
-    """What a group teaches: of a task that nobody solved, `survived`, else `diverged`."""
-    found = diverged if any(episode.success for episode in episodes) else survived
-    return found(query, episodes)
-
-
-def survived(query: str, episodes: Sequence[Transcript]) -> list[Item]:
-    """One item for each state in which one action ended episodes and never led on, and another led
-    on to a new state."""
-    ends: dict[str, Counter[str]] = {}
-    leads: dict[str, Counter[str]] = {}
-    for episode in episodes:
-        turns = _read(episode)
-        for turn, following in itertools.zip_longest(turns, turns[1:]):
-            if following is None:
-                ends.setdefault(turn.state, Counter())[turn.action] += 1
-            elif following.state != turn.state:
-                leads.setdefault(turn.state, Counter())[turn.action] += 1
-    items = []
-    for state in sorted(ends.keys() & leads.keys()):
-        fatal = Counter({a: n for a, n in ends[state].items() if a not in leads[state]})
-        if fatal:
-            text = contrast(state, _most(leads[state]), _most(fatal))
-            items.append((-fatal.total(), Item(query, text, AVOIDED, state)))
-    return [item for _, item in sorted(items, key=lambda pair: pair[0])[:MOST]]
 
 
 def diverged(query: str, episodes: Sequence[Transcript]) -> list[Item]:

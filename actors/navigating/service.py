@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from actors.navigating.embed import load_embedder
-from actors.navigating.extract import extract
+from actors.navigating.extract import diverged
 from actors.navigating.pool import Pool
 from actors.navigating.scribe import Scribe, make_scribe
 from actors.navigating.store import FILE, Store
@@ -138,7 +138,7 @@ class Service:
         if self._scribe is not None:
             self._scribe.read(peer, request)
         else:
-            self.pool.add(extract(request.query, request.episodes), peer, trajectories)
+            self.pool.add(diverged(request.query, request.episodes), peer, trajectories)
 
 
 def open_pool(config: Experience, run_dir: Path) -> Pool:
