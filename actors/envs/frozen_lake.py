@@ -1,12 +1,13 @@
 """FrozenLake with gymnasium's dynamics on generated, solvable maps, described in words.
 
 Maps are drawn from `(split, map_seed)` until one is solvable and its content hashes into the split,
-so no map is in two splits. Reward is 1 on reaching the goal; a hole ends the episode; the limit on
-moves is the rollout's. Cells are numbered row by row. The goal of a drawn map can be moved, as far
-as its content stays in the split, or be left out.
+so no map is in two splits. Reward is 1 on reaching the goal; a hole ends the episode. Cells are
+numbered row by row. The goal of a drawn map can be moved, as far as its content stays in the split,
+or be left out.
 """
 
 import random
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -14,14 +15,14 @@ from typing import Any, Literal
 import numpy as np
 
 from actors.envs.base import Exact, Info, Step, split_of
+from actors.envs.grid import bearing, place, rows_of
+from actors.envs.tabular import Outcome, Process, best_values, exact_of, tabulate
 from evolver_async.schema import Task, key
 
 INSTRUCTIONS = "walk over the ice from P to the goal G . O is a hole . actions left down right up ."
 PLAYER, ICE, HOLE, GOAL = "P", "_", "O", "G"
 WORDS = {ICE: "ice", HOLE: "hole", GOAL: "goal"}
 WALL = "wall"
-POSITION = "row {} column {}"
-DIRECTION = " goal {} {} {} {}"
 
 ACTIONS = ("left", "down", "right", "up")  # gymnasium's order: a slip goes to a neighbour in it
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
@@ -92,17 +93,20 @@ class Lake:
                     frontier.append(neighbour)
         return distances
 
-    def transitions(self, success_rate: float) -> np.ndarray:
-        """T[action, cell, next cell], the probability; rows of the goal and of holes are 0."""
-        count = len(self.cells)
-        matrix = np.zeros((4, count, count))
-        for cell in range(count):
-            if self.cells[cell] != ICE:
-                continue
-            for action in range(4):
-                for probability, slid in slips(action, success_rate):
-                    matrix[action, cell, self.moved(cell, slid)] += probability
-        return matrix
+    def process(self, success_rate: float) -> Process:
+        """All that can happen from the start on, which is the first state; reaching the goal gives
+        1."""
+
+        def outcomes(cell: Hashable, action: int) -> list[Outcome]:
+            assert isinstance(cell, int)
+            found: list[Outcome] = []
+            for probability, slid in slips(action, success_rate):
+                reached = self.moved(cell, slid)
+                ground = self.cells[reached]
+                found.append((probability, reached, float(ground == GOAL), ground != ICE))
+            return found
+
+        return tabulate([self.start], len(ACTIONS), outcomes)
 
 
 def slips(action: int, success_rate: float) -> list[tuple[float, int]]:
@@ -136,28 +140,22 @@ def with_goal(lake: Lake, cell: int) -> Lake:
 
 
 def _lake(cells: str, size: int, start: int) -> Lake:
-    rows = tuple(cells[row * size : (row + 1) * size] for row in range(size))
-    return Lake(rows=rows, start=start)
+    return Lake(rows=tuple(rows_of(cells, size)), start=start)
 
 
 @lru_cache(maxsize=256)
-def best_actions(lake: Lake, success_rate: float) -> list[int]:
-    """The best action in every cell of a slippery lake, by value iteration."""
-    matrix = lake.transitions(success_rate)
-    values = np.zeros(len(lake.cells))
-    values[lake.goal] = 1.0
-    while True:
-        new = DISCOUNT * (matrix @ values).max(axis=0)
-        new[lake.goal] = 1.0
-        if np.abs(new - values).max() < 1e-9:
-            return (matrix @ new).argmax(axis=0).tolist()
-        values = new
+def best_actions(lake: Lake, success_rate: float) -> dict[Hashable, int]:
+    """The best action in every cell that can be reached on a slippery lake."""
+    process = lake.process(success_rate)
+    best_S = best_values(process, DISCOUNT).argmax(axis=1)
+    return dict(zip(process.states, best_S.tolist(), strict=True))
 
 
 class FrozenLake:
     """The environment. `success_rate` is used only where `slippery`; `grid` says in which turns the
     map is shown; `hints` describes the four neighbours and where the goal lies. `goal_cell` moves
-    the goal there (-1 leaves it where it was drawn); `free` leaves it out.
+    the goal there (-1 leaves it where it was drawn); `free` leaves it out. `max_moves` truncates an
+    episode; 0 leaves that to the rollout.
 
     ValueError names the parameter that is out of range.
     """
@@ -176,6 +174,7 @@ class FrozenLake:
         hints: bool = True,
         goal_cell: int = -1,
         free: bool = False,
+        max_moves: int = 0,
     ) -> None:
         if not 3 <= size <= 8:
             raise ValueError(f"size: {size} is not in 3..8")
@@ -185,6 +184,8 @@ class FrozenLake:
             raise ValueError(f"frozen_prob: {frozen_prob} is not between 0 and 1")
         if not 0 < success_rate <= 1:
             raise ValueError(f"success_rate: {success_rate} is not in (0, 1]")
+        if max_moves < 0:
+            raise ValueError(f"max_moves: {max_moves} is negative")
         if grid == "never" and not hints:
             raise ValueError("grid: never leaves nothing to see without hints")
         self.size = size
@@ -195,6 +196,7 @@ class FrozenLake:
         self.hints = hints
         self.goal_cell = goal_cell
         self.free = free
+        self.max_moves = max_moves
 
     def reset(self, task: Task, dynamics_seed: int) -> str:
         if task.split not in ("train", "test"):
@@ -223,7 +225,8 @@ class FrozenLake:
         if ground != ICE:
             won = ground == GOAL
             return Step("", float(won), True, False, Info(success=won))
-        return Step(self._observe(self.grid == "every"), 0.0, False, False, Info())
+        truncated = self.moves == self.max_moves
+        return Step(self._observe(self.grid == "every"), 0.0, False, truncated, Info())
 
     def close(self) -> None:
         pass
@@ -257,7 +260,7 @@ class FrozenLake:
         return -float(distance if distance >= 0 else self.size**2)
 
     def state(self) -> str:
-        return POSITION.format(*divmod(self.cell, self.size))
+        return place(self.cell, self.size)
 
     def goal(self) -> dict[str, Any] | None:
         if not _may_be_goal(self.lake, self.cell, self.split):
@@ -274,13 +277,10 @@ class FrozenLake:
         """From the start, by backward induction over `max_turns` moves."""
         if self.lake.goal < 0:
             return Exact(0.0, 0.0)
-        matrix = self.lake.transitions(self.success_rate)
-        uniform = optimal = np.eye(len(self.lake.cells))[self.lake.goal]
-        goal = uniform
-        for _ in range(max_turns):
-            uniform = goal + (matrix @ uniform).mean(axis=0)
-            optimal = goal + (matrix @ optimal).max(axis=0)
-        return Exact(float(uniform[self.lake.start]), float(optimal[self.lake.start]))
+        process = self.lake.process(self.success_rate)
+        moves = min(max_turns, self.max_moves or max_turns)
+        worth = exact_of(process, moves, process.rewards_N)
+        return Exact(worth.random, worth.optimal)  # returns would say the same again
 
     def _slide(self, action: int) -> int:
         """What becomes of an action on this ice; the draw belongs to the move's number."""
@@ -295,23 +295,14 @@ class FrozenLake:
         lake, cell, size = self.lake, self.cell, self.size
         text = self.state()
         if self.hints and lake.goal >= 0:
-            text += self._direction()
+            text += f" goal {bearing(cell, lake.goal, size)}"
         if self.hints:
             for action, neighbour in zip(ACTIONS, lake.neighbours[cell], strict=True):
                 text += f" {action} {WALL if neighbour is None else WORDS[lake.cells[neighbour]]}"
         if grid:
             cells = lake.cells[:cell] + PLAYER + lake.cells[cell + 1 :]
-            rows = "\n".join(cells[start : start + size] for start in range(0, len(cells), size))
-            text = f"{rows}\n{text}"
+            text = "\n".join([*rows_of(cells, size), text])
         return text
-
-    def _direction(self) -> str:
-        """Where the goal lies."""
-        row, column = divmod(self.cell, self.size)
-        down, right = self.lake.goal // self.size - row, self.lake.goal % self.size - column
-        return DIRECTION.format(
-            "up" if down < 0 else "down", abs(down), "left" if right < 0 else "right", abs(right)
-        )
 
 
 def _may_be_goal(lake: Lake, cell: int, split: str) -> bool:

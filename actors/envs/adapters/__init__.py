@@ -1,0 +1,1 @@
+"""Environments of other suites, each behind this project's protocol."""
