@@ -1,0 +1,188 @@
+"""The environment: search, click from page to page, buy; buying ends the episode with its reward.
+
+WebShop's rules: any page takes a search, a click needs its button, an action that does not exist
+changes nothing. Success is a reward of exactly 1.
+"""
+
+import re
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from actors.calls import called, canonical
+from actors.envs.base import Info, Step
+from actors.envs.webshop import pages
+from actors.envs.webshop.catalogue import MOST_RESULTS, Catalogue, Goal, Split
+from actors.envs.webshop.expert import Action, queries, way
+from actors.envs.webshop.load import Files, stocked
+from actors.envs.webshop.pages import Place
+from actors.envs.webshop.reward import score
+from evolver_async.schema import Task
+
+GOAL = "buy what the instruction asks for ; a page shows each button as [button] ."
+ACTION = re.compile(r"(search|click)\[(.*)\]", re.IGNORECASE | re.DOTALL)
+TOOLS = {  # by name: the argument and what it does
+    "search": ("words", "search for products"),
+    "click": ("button", "click a button of the page"),
+}
+LEAST_CHARS = 300
+
+
+class WebShop:
+    """The environment. `page_size`: results on a page; `max_chars`: of an observation; `show`: in
+    which observations the instruction stands; `test_goals`, `val_goals`: how many of the shuffled
+    goals these splits have, before those for training.
+
+    `items` and `attributes` name WebShop's own files, in place of the catalogue that ships; `human`
+    its human instructions, in place of made ones; of the items only the first `limit` (0: all).
+    They are read when the first episode begins, once a process.
+
+    ValueError names the parameter that is out of range, or the file.
+    """
+
+    blocking = True  # large catalogues take minutes to read, and their searches a while
+    instructions = f"{GOAL} actions search[words] click[button] ."
+    refusal = ""  # what is said before the page when an action does not exist
+
+    def __init__(
+        self,
+        *,
+        page_size: int = 10,
+        max_chars: int = 2000,
+        show: Literal["every", "first"] = "every",
+        test_goals: int = 500,
+        val_goals: int = 1000,
+        items: str = "",
+        attributes: str = "",
+        human: str = "",
+        limit: int = 0,
+    ) -> None:
+        if not 1 <= page_size <= MOST_RESULTS:
+            raise ValueError(f"page_size: {page_size} is not in 1..{MOST_RESULTS}")
+        if max_chars < LEAST_CHARS:
+            raise ValueError(f"max_chars: {max_chars} is less than {LEAST_CHARS}")
+        if test_goals < 1:
+            raise ValueError(f"test_goals: {test_goals} is less than 1")
+        if val_goals < 0:
+            raise ValueError(f"val_goals: {val_goals} is less than 0")
+        if limit < 0:
+            raise ValueError(f"limit: {limit} is less than 0")
+        if bool(items) != bool(attributes):
+            missing = "attributes" if items else "items"
+            raise ValueError(f"{missing}: items and attributes are needed both, or neither")
+        if (human or limit) and not items:
+            raise ValueError(f"{'human' if human else 'limit'}: needs items")
+        for name, path in (("items", items), ("attributes", attributes), ("human", human)):
+            if path and not Path(path).is_file():
+                raise ValueError(f"{name}: there is no file {path}")
+        self.page_size = page_size
+        self.max_chars = max_chars
+        self.show = show
+        self.reserved = test_goals, val_goals
+        self.files = Files(items, attributes, human, limit) if items else None
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        if task.split not in ("train", "val", "test"):
+            raise ValueError(f"split: {task.split!r} is none of train, val, test")
+        self.shop: Catalogue = stocked(self.files)
+        numbers = self.shop.split(cast(Split, task.split), *self.reserved)
+        if not numbers:
+            known = len(self.shop.goals)
+            raise ValueError(f"test_goals: {known} goals leave none for {task.split}")
+        self.wanted: Goal = self.shop.goals[numbers[task.map_seed % len(numbers)]]
+        self.place = pages.START
+        return self._observe(instruction=True)
+
+    def step(self, action: str) -> Step:
+        verb, words = self._parsed(action)
+        place = Place("results", words) if verb == "search" and words else None
+        if verb == "click":
+            place = self._buttons().get(words)
+        if place is None:
+            failed = Info(valid=False, tool_error=bool(self.refusal))
+            return Step(self._observe(self.refusal), 0.0, False, False, failed)
+        self.place = place
+        if place.page == "done":
+            reward = self.score()
+            return Step("", reward, True, False, Info(success=reward == 1.0))
+        return Step(self._observe(), 0.0, False, False, Info())
+
+    def close(self) -> None:
+        pass
+
+    def actions(self) -> list[str]:
+        """Every button, and on the search page what the instruction suggests to search for."""
+        if self.place.page == "search":
+            return [self._written(("search", query)) for query in queries(self.wanted)]
+        return [self._written(("click", name)) for name in self._buttons()]
+
+    def solve(self) -> list[str]:
+        found = way(self.shop, self.wanted, self.place, self.page_size)
+        return [self._written(action) for action in found]
+
+    def score(self) -> float:
+        """What buying now would be worth; 0 where no product is shown."""
+        if not self.place.asin:
+            return 0.0
+        product = self.shop.by_asin[self.place.asin]
+        return score(product, self.wanted, dict(self.place.chosen)).reward
+
+    def state(self) -> str:
+        return str(self.place)
+
+    def snapshot(self) -> Place:
+        return self.place
+
+    def restore(self, snapshot: Place) -> None:
+        self.place = snapshot
+
+    def _buttons(self) -> dict[str, Place]:
+        return pages.buttons(self.shop, self.place, self.page_size)
+
+    def _observe(self, head: str = "", instruction: bool = False) -> str:
+        if instruction or self.show == "every":
+            asked = f"instruction: {self.wanted.instruction}"
+            head += f"{pages.shortened(asked, self.max_chars // 2)}\n"
+        page = pages.text(self.shop, self.place, self.page_size, self.max_chars - len(head))
+        return head + page
+
+    def _written(self, action: Action) -> str:
+        verb, words = action
+        return f"{verb}[{words}]"
+
+    def _parsed(self, action: str) -> Action:
+        """The verb and its words, in small letters; both empty where it is no action."""
+        found = ACTION.fullmatch(action.strip())
+        return (found[1].lower(), pages.button(found[2])) if found else ("", "")
+
+
+class ToolShop(WebShop):
+    """The same shop, whose actions are calls of the tools `search` and `click`."""
+
+    instructions = GOAL
+    refusal = "error: no such button on this page, or not the argument that the tool takes\n"
+
+    def tools(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": name,
+                "description": description,
+                "parameters": {
+                    "type": "object",
+                    "properties": {argument: {"type": "string"}},
+                    "required": [argument],
+                },
+            }
+            for name, (argument, description) in TOOLS.items()
+        ]
+
+    def _written(self, action: Action) -> str:
+        verb, words = action
+        return canonical(verb, {TOOLS[verb][0]: words})
+
+    def _parsed(self, action: str) -> Action:
+        try:
+            call = called(action)
+        except ValueError:
+            return "", ""
+        words = call.arguments.get(TOOLS[call.name][0]) if call.name in TOOLS else None
+        return (call.name, pages.button(words)) if isinstance(words, str) else ("", "")

@@ -1,0 +1,190 @@
+"""WebShop's own files as a catalogue: `items_shuffle*.json`, `items_ins_v2*.json` and, for what
+people wrote, `items_human_ins.json`.
+
+Rows that cannot be used are skipped and counted by reason. Of a product that costs from one price
+to another, the price is drawn once, keyed by the product.
+"""
+
+import logging
+import random
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from actors.envs.webshop.catalogue import Catalogue, Product, Wish, shipped
+from evolver_async.schema import key
+
+DEFAULT_PRICE = 100.0  # of a product without one
+NO_ATTRIBUTES = ("DUMMY_ATTR",)  # WebShop's; like no attribute that is asked for
+LONGEST_ASIN = 10
+NEEDED = ("asin", "name", "query", "product_category")
+AMOUNT = re.compile(r"[^\d.]")
+
+logger = logging.getLogger(__name__)
+_STOCKING = threading.Lock()
+
+
+class Unusable(ValueError):
+    """A row that a shop cannot use; the message is the reason, the same for all of its kind."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where the files are; `human` may be empty; `limit`: the first so many items, 0: all."""
+
+    items: str
+    attributes: str
+    human: str = ""
+    limit: int = 0
+
+
+def stocked(files: Files | None) -> Catalogue:
+    """The catalogue of these files, or what ships, with its goals and its index; made once, while
+    other threads that ask for it wait."""
+    with _STOCKING:
+        shop = shipped() if files is None else _kept(files)
+        assert shop.by_asin is not None and shop.goals is not None and shop.index is not None
+        return shop
+
+
+def loaded(files: Files) -> Catalogue:
+    """The catalogue of these files, and a line in the log on what was skipped.
+
+    ValueError names a file that is not what it should be.
+    """
+    rows = _decoded(files.items, "items", list[Any])[: files.limit or None]
+    about = _decoded(files.attributes, "attributes", dict[str, Any])
+    people = _decoded(files.human, "human", dict[str, Any]) if files.human else None
+    skipped: Counter[str] = Counter()
+    products: dict[str, Product] = {}
+    for row in rows:
+        try:
+            product = product_of(row, about)
+            if product.asin in products:
+                raise Unusable("item: asin is known already")
+            products[product.asin] = product
+        except Unusable as problem:
+            skipped[str(problem)] += 1
+    wishes = []
+    for product in products.values():
+        for row in _wish_rows(product.asin, about, people):
+            try:
+                wishes.append(wish_of(product.asin, row, human=people is not None))
+            except Unusable as problem:
+                skipped[str(problem)] += 1
+    shop = Catalogue(list(products.values()), wishes, skipped)
+    said = ", ".join(f"{count} × {reason}" for reason, count in sorted(skipped.items()))
+    counts = f"{len(shop.products)} products, {len(shop.goals)} goals"
+    logger.info("%s: %s, skipped: %s", files.items, counts, said or "none")
+    return shop
+
+
+_kept = lru_cache(maxsize=2)(loaded)
+
+
+def product_of(row: Any, about: dict[str, Any]) -> Product:
+    """An item as a product, with its attributes from `about`. Unusable says what is missing."""
+    if not isinstance(row, dict):
+        raise Unusable("item: no object")
+    for field in NEEDED:
+        if not isinstance(row.get(field), str) or not row[field].strip():
+            raise Unusable(f"item: no {field}")
+    if row["asin"] == "nan" or len(row["asin"]) > LONGEST_ASIN:
+        raise Unusable("item: asin is none")
+    told = about.get(row["asin"])
+    listed = told.get("attributes") if isinstance(told, dict) else None
+    features = row.get("small_description")
+    return Product(
+        asin=row["asin"],
+        name=row["name"],
+        query=row["query"].lower().strip(),
+        category=row["product_category"],
+        price=_price(row["asin"], row.get("pricing")),
+        attributes=_strings(listed) or NO_ATTRIBUTES,
+        options=_options(row.get("customization_options")),
+        description=_string(row.get("full_description")),
+        features=_strings(features if isinstance(features, list) else [features]),
+    )
+
+
+def wish_of(asin: str, row: Any, *, human: bool) -> Wish:
+    """An instruction, of people with the options they asked for. Unusable says what is missing."""
+    if not isinstance(row, dict):
+        raise Unusable("instruction: no object")
+    text = row.get("instruction")
+    if not isinstance(text, str) or not text.strip():
+        raise Unusable("instruction: no text")
+    attributes = _strings(row.get("instruction_attributes"))
+    if not attributes:
+        raise Unusable("instruction: no attributes")
+    if not human:
+        return Wish(asin, text, attributes)
+    options = row.get("instruction_options")
+    values = list(options.values()) if isinstance(options, dict) else options
+    return Wish(asin, text.strip("."), attributes, _strings(values))
+
+
+def _wish_rows(asin: str, about: dict[str, Any], people: dict[str, Any] | None) -> Iterator[Any]:
+    """What is asked for with this product in mind; most products nobody asks for."""
+    if people is not None:
+        told = people.get(asin, [])
+        yield from told if isinstance(told, list) else [told]
+    elif isinstance(told := about.get(asin), dict) and told.get("instruction") is not None:
+        yield told
+
+
+def _price(asin: str, pricing: Any) -> float:
+    """The price in dollars of a text like `$9.99` or `$9.99 to $12.99`."""
+    if not pricing:
+        return DEFAULT_PRICE
+    if not isinstance(pricing, str):
+        raise Unusable("item: pricing is no text")
+    try:
+        amounts = [float(AMOUNT.sub("", part)) for part in pricing.split("$")[1:]]
+    except ValueError:
+        raise Unusable("item: pricing has no amount") from None
+    if not amounts:
+        return DEFAULT_PRICE
+    if len(amounts) == 1:
+        return amounts[0]
+    return random.Random(key(0, "webshop price", asin)).uniform(*amounts[:2])
+
+
+def _options(customization: Any) -> dict[str, tuple[str, ...]]:
+    if not customization:
+        return {}
+    if not isinstance(customization, dict):
+        raise Unusable("item: customization_options is no object")
+    found = {}
+    for name, contents in customization.items():
+        if contents is None:
+            continue
+        try:
+            values = [each["value"].strip().replace("/", " | ").lower() for each in contents]
+        except (TypeError, KeyError, AttributeError):
+            raise Unusable("item: customization_options without value") from None
+        found[name.lower()] = tuple(value for value in values if value)
+    return found
+
+
+def _decoded(path: str, name: str, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{name}: {path}: {error}") from error
+
+
+def _string(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _strings(values: Any) -> tuple[str, ...]:
+    """The texts of a list, without whatever else it holds."""
+    return tuple(v for v in values or () if isinstance(v, str)) if isinstance(values, list) else ()

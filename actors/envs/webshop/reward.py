@@ -1,0 +1,139 @@
+"""WebShop's reward for a purchase: what fits the goal, times how much it is the right kind.
+
+The formula is that of WebShop (Yao et al. 2022, `get_reward` of its `engine/goal.py`), quirks
+included: an option that was chosen counts as a hit where it fits any wanted one, or where its value
+stands in the product's text, so that somebody who chooses more options than were wanted can get
+more than 1. One thing differs: WebShop finds the nouns of a title with spaCy's large model; here
+they are all its words but function words and numbers.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+from actors.envs.webshop.catalogue import Goal, Product
+
+CLOSE = 85  # of 100: texts more alike than this are the same
+EXACT_OPTIONS = ("size",)
+# The first that a text contains, in this order, stands for the whole text.
+COLORS = """
+alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown
+burgundy camel camo caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac
+copper coral cranberry cream crystal dark denim eggplant elephant espresso fuchsia gold granite
+grape graphite grass gray green grey heather indigo ivory ivy khaki lavender lemon leopard light
+lilac lime magenta maroon mauve merlot midnight mint mocha multicolor mushroom mustard natural navy
+nude olive orange peach pewter pink plum purple rainbow red rose royal rust sand sapphire seashell
+silver skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut
+wheat white wine yellow
+"""
+FUNCTION_WORDS = """
+a an and are as at be best by for from great in into is it its more new no not of off on only or our
+out over per so than that the this to up us very we with without you your
+"""
+_COLORS, _FUNCTION_WORDS = tuple(COLORS.split()), frozenset(FUNCTION_WORDS.split())
+
+
+class Score(NamedTuple):
+    """The reward of a purchase and what it is made of: `kind` scales the share of hits."""
+
+    reward: float
+    kind: float  # 0, 0.1, 0.5 or 1
+    attributes: int
+    options: int
+    price: bool
+
+
+def score(product: Product, goal: Goal, options: Mapping[str, str]) -> Score:
+    """What buying `product` with `options` (value by name) is worth for `goal`."""
+    kind = kind_score(product, goal)
+    attributes = attribute_hits(product, goal.attributes)
+    chosen = option_hits(product, goal.options, options)
+    price = product.price <= goal.price_upper
+    wanted = len(goal.attributes) + len(goal.options) + 1
+    return Score((attributes + chosen + price) / wanted * kind, kind, attributes, chosen, price)
+
+
+def kind_score(product: Product, goal: Goal) -> float:
+    """How much it is the kind of product that was wanted: by query, categories and title."""
+    wanted = nouns(goal.name)
+    share = len(wanted & nouns(product.name)) / len(wanted) if wanted else 0.2
+    if share == 0.0:
+        return 0.0
+    if share < 0.1:
+        return 0.1
+    related = len(set(product.categories) & set(goal.categories)) >= 2
+    return 1.0 if product.query == goal.query or related or share > 0.2 else 0.5
+
+
+def attribute_hits(product: Product, wanted: Iterable[str]) -> int:
+    """How many of the wanted attributes the product has, in its list or anywhere in its text."""
+    return sum(
+        any(alike(attribute, goal) > CLOSE for attribute in product.attributes)
+        or any(goal in text for text in product.texts)
+        for goal in wanted
+    )
+
+
+def option_hits(product: Product, wanted: Iterable[str], options: Mapping[str, str]) -> int:
+    """How many of the chosen options fit a wanted one, or name what the product's text says."""
+    goals = [plain_color(goal) for goal in wanted]
+    return sum(
+        fits(name, plain_color(value), goals)
+        or any(plain_color(value) in text for text in product.texts)
+        for name, value in options.items()
+    )
+
+
+def fits(name: str, value: str, wanted: Iterable[str]) -> bool:
+    """Whether an option's value is one of the wanted: sizes exactly, all else roughly."""
+    if name.lower() in EXACT_OPTIONS:
+        return value in wanted
+    return any(alike(goal, value) > CLOSE for goal in wanted)
+
+
+def plain_color(text: str) -> str:
+    """The first known colour that the text contains, or the text itself."""
+    return next((color for color in _COLORS if color in text), text)
+
+
+@lru_cache(maxsize=65536)
+def nouns(title: str) -> frozenset[str]:
+    words = re.findall(r"[a-z]{2,}", title.lower())
+    return frozenset(word for word in words if word not in _FUNCTION_WORDS)
+
+
+@lru_cache(maxsize=65536)
+def alike(one: str, other: str) -> int:
+    """thefuzz's `token_set_ratio`: 0 to 100, 100 where the words of one contain the other's."""
+    words, others = _words(one), _words(other)
+    if not words or not others:
+        return 0
+    shared = " ".join(sorted(words & others))
+    left = " ".join((shared, *sorted(words - others))).strip()
+    right = " ".join((shared, *sorted(others - words))).strip()
+    return max(_ratio(shared, left), _ratio(shared, right), _ratio(left, right))
+
+
+def _words(text: str) -> set[str]:
+    """In small letters; what Latin-1 has beyond ASCII is left out, as in thefuzz."""
+    return set(re.sub(r"[\W_]", " ", re.sub(r"[\x80-\xff]", "", text)).lower().split())
+
+
+def _ratio(one: str, other: str) -> int:
+    """How much of both texts is their longest common subsequence, in per cent."""
+    if not one or not other:
+        return 0
+    return round(200 * _common(one, other) / (len(one) + len(other)))
+
+
+def _common(one: str, other: str) -> int:
+    """The length of the longest common subsequence; Hyyrö's bit-parallel algorithm (2004)."""
+    places: dict[str, int] = {}
+    for place, letter in enumerate(one):
+        places[letter] = places.get(letter, 0) | 1 << place
+    row = full = (1 << len(one)) - 1
+    for letter in other:
+        met = row & places.get(letter, 0)
+        row = (row + met) | (row - met)
+    return (~row & full).bit_count()
