@@ -1,0 +1,306 @@
+"""The confined interpreter: warm, it forks for every program and cleans up behind it.
+
+Runs as process 1 of its namespace, by path and with the standard library alone; speaks frames (four
+bytes of length, then JSON) over its standard input and output, and ends when these do. The first
+frame says how to harden itself; it checks what holds before it says that it is ready. As process 1
+no signal from within reaches it, and no program sees its pipes.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import random
+import resource
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+import types
+from typing import Any, Literal
+
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+CAPABILITY_VERSION = 0x20080522
+HOME = "/tmp"
+FILE = "program.py"
+MORE_PROCESSES = 4  # that may be counted with ours: this one, and those that shut it in
+Status = Literal["ok", "error", "timeout", "output", "killed"]
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Refused(Exception):
+    """The confinement does not hold; says what."""
+
+
+def read_frame(fd: int) -> dict[str, Any]:
+    """The next message; the process ends where none can come any more."""
+    (length,) = struct.unpack(">I", read_exactly(fd, 4))
+    return json.loads(read_exactly(fd, length))
+
+
+def read_exactly(fd: int, count: int) -> bytes:
+    parts = b""
+    while len(parts) < count:
+        part = os.read(fd, count - len(parts))
+        if not part:
+            os._exit(0)
+        parts += part
+    return parts
+
+
+def write_frame(fd: int, message: dict[str, Any]) -> None:
+    content = json.dumps(message).encode()
+    view = memoryview(struct.pack(">I", len(content)) + content)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+# ---- hardening
+
+
+def harden(setup: dict[str, Any]) -> None:
+    """Give up what is left to give up, and check. Refused names what does not hold."""
+    limits = {
+        resource.RLIMIT_CORE: 1,  # unlike 0 also keeps a crash from the host's core handler
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_FSIZE: setup["temporary_bytes"],
+        resource.RLIMIT_NOFILE: setup["open_files"],
+    }
+    for limit, value in limits.items():
+        resource.setrlimit(limit, (value, value))
+    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        raise Refused("no_new_privs cannot be set")
+    limit_processes(setup["processes"])
+    check()
+    forbid(bytes.fromhex(setup["filter"]))
+
+
+def limit_processes(count: int) -> None:
+    """Let `count` processes live beside this one, by trial: which others are counted depends."""
+    for limit in range(count, count + MORE_PROCESSES + 1):
+        resource.setrlimit(resource.RLIMIT_NPROC, (limit, count + MORE_PROCESSES))
+        if forked(count + 1) == count:
+            resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
+            return
+    raise Refused(f"the number of processes cannot be limited to {count} (root's are not counted)")
+
+
+def forked(most: int) -> int:
+    """How many processes can live at once, up to `most`."""
+    for count in range(most):
+        try:
+            if os.fork() == 0:
+                while True:
+                    signal.pause()
+        except BlockingIOError:
+            end_all()
+            return count
+    end_all()
+    return most
+
+
+def forbid(program: bytes) -> None:
+    """Install the filter of system calls."""
+    buffer = ctypes.create_string_buffer(program, len(program))
+    filled = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
+    if libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, filled, 0, 0):
+        raise Refused(f"seccomp: {os.strerror(ctypes.get_errno())}")
+    try:
+        socket.socket(socket.AF_INET).close()
+    except PermissionError:
+        return
+    raise Refused("seccomp lets through what it should not")
+
+
+def check() -> None:
+    """Refused unless this is process 1, without rights, network, /proc and a place to write."""
+    if os.getpid() != 1:
+        raise Refused("no process namespace")
+    held = ctypes.create_string_buffer(24)
+    header = struct.pack("=Ii", CAPABILITY_VERSION, 0)
+    if libc.capget(header, held) or any(held.raw) or 0 in os.getresuid():
+        raise Refused("capabilities are left")
+    if os.path.exists("/proc/self"):
+        raise Refused("/proc is there")
+    if [name for _, name in socket.if_nameindex()] not in ([], ["lo"]):
+        raise Refused("a network is there")
+    for place in ("/", os.path.dirname(__file__), "/dev"):
+        if writable(place):
+            raise Refused(f"{place} can be written")
+    if not writable(HOME):
+        raise Refused(f"{HOME} cannot be written")
+
+
+def writable(place: str) -> bool:
+    path = os.path.join(place, "written")
+    try:
+        with open(path, "w"):
+            os.unlink(path)
+    except OSError:
+        return False
+    return True
+
+
+# ---- one program
+
+
+def run(asked: dict[str, Any], control: int) -> dict[str, Any]:
+    """Fork, let the program run until it ends or breaks a limit, end what it left behind."""
+    began = time.monotonic()
+    out, out_end = os.pipe()
+    err, err_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        play(asked, control, (out_end, err_end))
+    os.close(out_end)
+    os.close(err_end)
+    texts = {out: bytearray(), err: bytearray()}
+    status = watch(child, texts, began + asked["wall_s"], asked["output_bytes"], control)
+    exits = end_all()
+    for fd, text in texts.items():  # nobody writes any more, so that this ends
+        while len(text) <= asked["output_bytes"] and (part := os.read(fd, 65536)):
+            text += part
+        os.close(fd)
+    if status is None and max(map(len, texts.values())) > asked["output_bytes"]:
+        status = "output"
+    if status is None:
+        code = os.waitstatus_to_exitcode(exits[child])
+        status = "killed" if code < 0 else "error" if code else "ok"
+    stdout, stderr = (
+        bytes(text[: asked["output_bytes"]]).decode(errors="replace") for text in texts.values()
+    )
+    seconds = time.monotonic() - began
+    return {
+        "stdout": stdout,
+        "stderr": stderr,
+        "status": status,
+        "seconds": seconds,
+        "clean": clear(),
+    }
+
+
+def watch(
+    child: int, texts: dict[int, bytearray], deadline: float, most: int, control: int
+) -> Status | None:
+    """Read what is written until the program has ended (None), or the limit that it broke."""
+    ended = os.pidfd_open(child)
+    poll = select.poll()
+    for fd in (ended, control, *texts):
+        poll.register(fd, select.POLLIN)
+    try:
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return "timeout"
+            for fd, _ in poll.poll(1000 * left + 1):
+                if fd == control:  # it says nothing while a program runs: it was closed
+                    os._exit(0)
+                if fd == ended:
+                    return None
+                part = os.read(fd, 65536)
+                texts[fd] += part
+                if len(texts[fd]) > most:
+                    return "output"
+                if not part:
+                    poll.unregister(fd)
+    finally:
+        os.close(ended)
+
+
+def end_all() -> dict[int, int]:
+    """Kill every other process of the namespace; the wait status of each by process id."""
+    ended = {}
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)  # all at once, so that none can fork in between
+    while True:
+        try:
+            process, status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return ended
+        ended[process] = status
+
+
+def clear() -> bool:
+    """Empty the only place that can be written; False where that fails."""
+    try:
+        os.chmod(HOME, 0o700)
+        with os.scandir(HOME) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    os.unlink(entry.path)
+    except (OSError, RecursionError):
+        return False
+    return True
+
+
+def play(asked: dict[str, Any], control: int, outputs: tuple[int, int]) -> None:
+    """In the fork: become the program. Never returns."""
+    code = 1
+    try:
+        os.setsid()
+        for number, fd in enumerate(outputs, start=1):
+            os.dup2(fd, number)
+        os.closerange(3, max(control, *outputs, 64) + 1)
+        cpu = asked["cpu_s"]
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
+        resource.setrlimit(resource.RLIMIT_AS, (asked["memory_bytes"],) * 2)
+        random.seed(0)  # the same program says the same
+        code = execute(asked["source"])
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def execute(source: str) -> int:
+    """Run the text as `__main__`; its exit code. What it raises is printed as Python does."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    try:
+        exec(compile(source, FILE, "exec"), module.__dict__)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        trace = error.__traceback__
+        traceback.print_exception(type(error), error, trace and trace.tb_next)
+        return 1
+    return 0
+
+
+def main() -> None:
+    """Harden, say so, then run program after program."""
+    control, answers = os.dup(0), os.dup(1)
+    null = os.open("/dev/null", os.O_RDWR)
+    for fd in (0, 1):
+        os.dup2(null, fd)
+    os.close(null)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which process 1 does not get from within
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    setup = read_frame(control)
+    sys.path += setup["path"]
+    try:
+        for name in setup["imports"]:
+            importlib.import_module(name)
+        harden(setup)
+    except (Refused, ImportError, OSError) as error:
+        write_frame(answers, {"refused": f"{type(error).__name__}: {error}"})
+        return
+    gc.freeze()
+    write_frame(answers, {"refused": ""})
+    while True:
+        write_frame(answers, run(read_frame(control), control))
+
+
+if __name__ == "__main__":
+    main()

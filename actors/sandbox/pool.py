@@ -1,0 +1,140 @@
+"""A pool of confined interpreters: every program runs in the next one that is free.
+
+Threads may call it at once; each waits for an interpreter. One that died, or that a program left
+unclean, is replaced when it is next needed.
+"""
+
+import atexit
+import functools
+import os
+import queue
+import shutil
+import threading
+from typing import get_args
+
+from actors.sandbox.cell import (
+    Cell,
+    CellDied,
+    Interior,
+    Limits,
+    Result,
+    Route,
+    SandboxUnavailable,
+)
+
+USUAL, PLAIN = Limits(), Interior()
+KILLED = "the confined interpreter was ended"
+
+
+class Pool:
+    """`size` interpreters, started when first needed.
+
+    `route`: how programs are confined; empty for the first that works: with root's rights,
+    bubblewrap where it is installed, namespaces for ordinary users.
+    """
+
+    def __init__(
+        self,
+        limits: Limits = USUAL,
+        *,
+        size: int = 2,
+        route: Route | None = None,
+        interior: Interior = PLAIN,
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"size: {size} is less than 1")
+        self.limits = limits
+        self._interior = interior
+        self._routes: list[Route] = [route] if route else routes()
+        self._free: queue.LifoQueue[Cell | None] = queue.LifoQueue()
+        for _ in range(size):
+            self._free.put(None)
+        self._size = size
+        self._whole = threading.Lock()  # who wants all interpreters at once, is alone in that
+
+    def run(self, source: str) -> Result:
+        """Run a program; SandboxUnavailable where none can be confined here."""
+        if len(source.encode(errors="replace")) > self.limits.source_bytes:
+            return Result("", f"longer than {self.limits.source_bytes} bytes", "error", 0.0)
+        cell = self._free.get()
+        clean = False
+        try:
+            if cell is None:
+                cell = self._start()
+            result, clean = cell.run(source)
+        except CellDied:
+            result = Result("", KILLED, "killed", self.limits.wall_s)
+        finally:
+            if cell is not None and not clean:
+                cell.kill()
+            self._free.put(cell if clean else None)
+        return result
+
+    def start(self) -> Route:
+        """Start every interpreter; the route that leads in. SandboxUnavailable: none does."""
+        with self._whole:
+            cells = [self._free.get() for _ in range(self._size)]
+            try:
+                for place, cell in enumerate(cells):
+                    cells[place] = cell or self._start()
+            finally:
+                for cell in cells:
+                    self._free.put(cell)
+        return self._routes[0]
+
+    def close(self) -> None:
+        """End all interpreters, each when its program has ended."""
+        with self._whole:
+            cells = [self._free.get() for _ in range(self._size)]
+            for cell in cells:
+                if cell is not None:
+                    cell.kill()
+                self._free.put(None)
+
+    def _start(self) -> Cell:
+        refusals = []
+        for route in self._routes:
+            try:
+                cell = Cell(route, self.limits, self._interior)
+            except SandboxUnavailable as refusal:
+                refusals.append(f"{WAYS[route]}: {refusal}")
+            else:
+                self._routes = [route]
+                return cell
+        raise SandboxUnavailable(
+            f"programs cannot be confined here; {'; '.join(refusals)}; needed is root with"
+            " CAP_SYS_ADMIN, bubblewrap, or user namespaces (sysctl user.max_user_namespaces,"
+            " kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns)"
+        )
+
+
+WAYS: dict[Route, str] = {
+    "root": "namespaces made by root",
+    "bwrap": "bubblewrap",
+    "user": "namespaces of an ordinary user",
+}
+assert set(WAYS) == set(get_args(Route))
+
+
+def routes() -> list[Route]:
+    """The routes worth trying here, best first."""
+    found: list[Route] = ["root"] if os.geteuid() == 0 else []
+    if shutil.which("bwrap"):
+        found.append("bwrap")
+    return [*found, "user"]
+
+
+_sharing = threading.Lock()
+
+
+def shared(limits: Limits, size: int, interior: Interior) -> Pool:
+    """The process's own pool of these limits, closed when it ends."""
+    with _sharing:
+        return _pool(limits, size, interior)
+
+
+@functools.cache
+def _pool(limits: Limits, size: int, interior: Interior) -> Pool:
+    pool = Pool(limits, size=size, interior=interior)
+    atexit.register(pool.close)
+    return pool
