@@ -1,0 +1,166 @@
+"""Environments behind an HTTP service of AgentEvolver's protocol, such as AppWorld or BFCL.
+
+A task's number picks one of the names that the service lists for its split. The service's system
+message becomes the instructions, its other messages the first observation. As in AgentEvolver the
+reward is what `evaluate` says at the end; a step's own reward counts only where asked.
+"""
+
+import math
+from typing import Any, Literal
+
+from actors.calls import ANSWER_TOOL, CODE_TOOL, called
+from actors.envs.adapters.service_client import Lease, Service, ServiceError, State, service
+from actors.envs.base import Info, Step
+from evolver_async.schema import Task
+
+CUT = " ... (cut)"
+TOOL = {
+    "name": CODE_TOOL,
+    "description": "Runs Python code in the environment and returns what it prints.",
+    "parameters": {
+        "type": "object",
+        "properties": {"code": {"type": "string", "description": "The code."}},
+        "required": ["code"],
+    },
+}
+
+
+class AgentEvolver:
+    """One instance of the environment `env_type` at the service `url`; actions are sent as text.
+
+    `splits` names our splits as the service does. `name` is one task of the service's instead of a
+    numbered one. `rewards`: at the end by `evaluate` (with `sparse` 0 or 1), or step by step.
+    `max_moves` ends an episode and evaluates it: to be at most `rollout.max_turns`, beyond which
+    nobody would be asked what the episode is worth. `shown_chars` bounds an observation.
+    `timeout_s`, `retries`: of one request and call. ValueError names the parameter that cannot be.
+    """
+
+    blocking = True
+
+    def __init__(
+        self,
+        *,
+        url: str = "",
+        env_type: str = "",
+        splits: dict[str, str] | None = None,
+        name: str = "",
+        kwargs: dict[str, Any] | None = None,
+        rewards: Literal["evaluate", "steps"] = "evaluate",
+        sparse: bool = False,
+        max_moves: int = 30,
+        shown_chars: int = 16000,
+        timeout_s: float = 60.0,
+        retries: int = 2,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url: {url!r} is not the address of an environment service")
+        if not env_type.replace("_", "").isalnum():
+            raise ValueError(f"env_type: {env_type!r} is not the name of an environment")
+        for key, value in (("max_moves", max_moves), ("shown_chars", shown_chars)):
+            if value < 1:
+                raise ValueError(f"{key}: {value} is not positive")
+        if not 0 < timeout_s < math.inf:
+            raise ValueError(f"timeout_s: {timeout_s} is not positive")
+        if not 0 <= retries <= 10:
+            raise ValueError(f"retries: {retries} is not in 0..10")
+        self.url = url
+        self.env_type = env_type
+        self.splits = splits or {"train": "train", "test": "test"}
+        self.name = name
+        self.kwargs = kwargs or {}
+        self.rewards = rewards
+        self.sparse = sparse
+        self.max_moves = max_moves
+        self.shown_chars = shown_chars
+        self.timeout_s = timeout_s
+        self.retries = retries
+        self.lease: Lease | None = None
+        self.instructions = f"act in {env_type} ."
+
+    def probe(self) -> None:
+        try:
+            for split in () if self.name else ("train", "test"):
+                self._names(service(self.url, self.timeout_s, self.retries), split)
+        except ServiceError as error:
+            raise ValueError(f"env.params.url: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"env.params.{error}") from None
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        self.close()
+        host = service(self.url, self.timeout_s, self.retries)
+        self.lease, state = host.create(self.env_type, self._name_of(host, task), self.kwargs)
+        self.moves = 0
+        said = [m.content for m in state.messages if m.role == "system" and m.content]
+        if said:
+            self.instructions = "\n".join(said)
+        return self._shown(state, "system")
+
+    def step(self, action: str) -> Step:
+        text = self._text(action)
+        if text is None:
+            return Step("error: no such tool", 0.0, False, False, Info(valid=False))
+        assert self.lease is not None, "step before reset"
+        state = self.lease.step(text)
+        self.moves += 1
+        truncated = self.moves >= self.max_moves and not state.is_terminated
+        reward = _finite(state.reward) if self.rewards == "steps" else 0.0
+        success = self.rewards == "steps" and state.is_terminated and reward >= 1
+        if self.rewards == "evaluate" and (state.is_terminated or truncated):
+            reward = _finite(self.lease.evaluate(sparse=self.sparse))
+            success = reward >= 1
+        shown = self._shown(state)
+        return Step(shown, reward, state.is_terminated, truncated, Info(success=success))
+
+    def close(self) -> None:
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.release()
+
+    def _name_of(self, host: Service, task: Task) -> str:
+        """The service's name of a task."""
+        if self.name:
+            return self.name
+        names = self._names(host, task.split)
+        return names[task.map_seed % len(names)]
+
+    def _names(self, host: Service, split: str) -> list[str]:
+        """The service's names of all tasks of one of our splits."""
+        if split not in self.splits:
+            raise ValueError(f"splits: no name for the split {split!r}")
+        names = host.profile(self.env_type, self.splits[split])
+        if not names:
+            raise ValueError(f"splits: {self.env_type} has no tasks in {self.splits[split]!r}")
+        return names
+
+    def _shown(self, state: State, without: str = "") -> str:
+        """The messages of a state that the policy is told."""
+        text = "\n".join(m.content or "" for m in state.messages if m.role != without)
+        return text if len(text) <= self.shown_chars else text[: self.shown_chars] + CUT
+
+    def _text(self, action: str) -> str | None:
+        """What is sent for an action; None where there is none like it."""
+        return action
+
+
+class AgentEvolverCode(AgentEvolver):
+    """One whose actions are Python code, as AppWorld's: a call of `python` is sent as a fenced
+    block, an answer as text. Its parameters are the same."""
+
+    def tools(self) -> list[dict[str, Any]]:
+        return [TOOL]
+
+    def _text(self, action: str) -> str | None:
+        call = called(action)
+        if call.name == ANSWER_TOOL:
+            return str(call.arguments.get("text", ""))
+        code = call.arguments.get("code")
+        if call.name != CODE_TOOL or not isinstance(code, str):
+            return None
+        return f"```python\n{code}\n```"
+
+
+def _finite(reward: float) -> float:
+    if not math.isfinite(reward):
+        raise ValueError(f"a reward of {reward}")
+    return reward

@@ -1,0 +1,117 @@
+"""Environments behind an OpenEnv server, spoken to with OpenEnv's own client.
+
+Every episode is a session of its own on the server. Actions and observations of OpenEnv are JSON
+objects of the environment's own; here they are text. OpenEnv has one end of an episode, which
+counts as its termination, and one seed, which a whole group shares.
+"""
+
+import importlib
+import json
+from typing import Any
+
+from actors.envs.base import Info, Step
+from evolver_async.schema import Task, key
+
+CUT = " ... (cut)"
+LARGEST_SEED = 1 << 31
+
+
+class OpenEnv:
+    """A session of the server at `url`.
+
+    An action becomes the field `action_key` of the object that is sent, beside the fields of
+    `action`; without a key its text is the object itself, as JSON. `observation_key` is the field
+    that is shown; without one all fields are, as JSON. `kwargs` go with every reset, beside
+    a `seed` that belongs to task and split. An episode is a success where
+    its last reward is at least `success_at`. ValueError names the parameter that cannot be.
+    """
+
+    blocking = True
+
+    def __init__(
+        self,
+        *,
+        url: str = "",
+        action_key: str = "message",
+        action: dict[str, Any] | None = None,
+        observation_key: str = "",
+        kwargs: dict[str, Any] | None = None,
+        success_at: float = 1.0,
+        shown_chars: int = 16000,
+        timeout_s: float = 60.0,
+        instructions: str = "act in the environment .",
+    ) -> None:
+        if not url.startswith(("http://", "https://", "ws://", "wss://")):
+            raise ValueError(f"url: {url!r} is not the address of an OpenEnv server")
+        if shown_chars < 1:
+            raise ValueError(f"shown_chars: {shown_chars} is not positive")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s: {timeout_s} is not positive")
+        if action and not action_key:
+            raise ValueError("action: an action without action_key is the whole object")
+        try:
+            self.package = importlib.import_module("openenv.core.generic_client")
+        except ImportError as error:
+            raise ValueError(
+                f"url: needs the package openenv-core (pip install openenv-core): {error}"
+            ) from error
+        self.url = url
+        self.action_key = action_key
+        self.action = dict(action or {})
+        self.observation_key = observation_key
+        self.kwargs = dict(kwargs or {})
+        self.success_at = success_at
+        self.shown_chars = shown_chars
+        self.timeout_s = timeout_s
+        self.instructions = instructions
+        self.client: Any = None
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        self.close()
+        client = self.package.GenericEnvClient(
+            self.url,
+            connect_timeout_s=self.timeout_s,
+            message_timeout_s=self.timeout_s,
+            mode="simulation",
+        )
+        self.client = client.sync()
+        self.client.connect()
+        seed = key(task.map_seed, "openenv", task.split) % LARGEST_SEED
+        return self._shown(self.client.reset(**({"seed": seed} | self.kwargs)).observation)
+
+    def step(self, action: str) -> Step:
+        sent = self._sent(action)
+        if sent is None:
+            complaint = "error: an action is a JSON object"
+            return Step(complaint, 0.0, False, False, Info(valid=False))
+        result = self.client.step(sent)
+        reward = float(result.reward or 0.0)
+        success = bool(result.done) and reward >= self.success_at
+        observation = self._shown(result.observation)
+        return Step(observation, reward, bool(result.done), False, Info(success=success))
+
+    def close(self) -> None:
+        client, self.client = self.client, None
+        if client is not None:
+            client.close()
+
+    def _sent(self, action: str) -> dict[str, Any] | None:
+        """The object that is sent for an action; None where it is none."""
+        if self.action_key:
+            return self.action | {self.action_key: action}
+        try:
+            sent = json.loads(action)
+        except (ValueError, RecursionError):
+            return None
+        return sent if isinstance(sent, dict) else None
+
+    def _shown(self, observation: dict[str, Any]) -> str:
+        if self.observation_key:
+            if self.observation_key not in observation:
+                known = ", ".join(sorted(observation))
+                raise KeyError(f"observation_key: {self.observation_key} is none of: {known}")
+            seen = observation[self.observation_key]
+            text = seen if isinstance(seen, str) else json.dumps(seen, ensure_ascii=False)
+        else:
+            text = json.dumps(observation, ensure_ascii=False)
+        return text if len(text) <= self.shown_chars else text[: self.shown_chars] + CUT

@@ -1,0 +1,97 @@
+"""Tasks of reasoning-gym: a question is generated from its number, and its answer is scored.
+
+One action is the whole episode. Splits differ in the seeds that questions are generated from; a
+question belongs to the split that its own text hashes into, so that none is in both. An action is
+the answer's text.
+"""
+
+import importlib
+from typing import Any
+
+from actors.envs.base import Info, Step, split_of
+from evolver_async.schema import Task, key
+
+MAX_DRAWS = 200  # of questions, until one belongs to the split
+LONGEST_SEED = 1 << 31  # reasoning-gym seeds numpy with some of its numbers
+
+
+class ReasoningGym:
+    """A question of `dataset`, made with its `kwargs`, answered once.
+
+    The reward is the dataset's own score in 0..1, 0 for a text that it cannot read, and `success`
+    is a score of at least `success_at`. ValueError names the parameter that cannot be.
+    """
+
+    blocking = True
+
+    def __init__(
+        self,
+        *,
+        dataset: str = "",
+        kwargs: dict[str, Any] | None = None,
+        success_at: float = 1.0,
+        instructions: str = "answer the question .",
+    ) -> None:
+        if not 0 < success_at <= 1:
+            raise ValueError(f"success_at: {success_at} is not in (0, 1]")
+        self.package = _package()
+        self.dataset = dataset
+        self.kwargs = dict(kwargs or {})
+        for own in ("seed", "size"):
+            if own in self.kwargs:
+                raise ValueError(f"kwargs: {own} follows from the task")
+        if dataset not in importlib.import_module("reasoning_gym.factory").DATASETS:
+            raise ValueError(f"dataset: reasoning-gym has no {dataset!r}")
+        try:
+            self._made(0)
+        except (TypeError, ValueError, AssertionError) as error:
+            raise ValueError(f"kwargs: {error}") from error
+        self.success_at = success_at
+        self.instructions = instructions
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        for draw in range(MAX_DRAWS):
+            seed = key(task.map_seed, "reasoning_gym", self.dataset, task.split, draw)
+            self.questions = self._made(seed % LONGEST_SEED)
+            self.entry = self.questions[0]
+            question = str(self.entry["question"])
+            if split_of(question.encode()) == task.split:
+                return question
+        raise ValueError(f"dataset: no question of {self.dataset} belongs to {task.split}")
+
+    def step(self, action: str) -> Step:
+        try:
+            score, valid = float(self.questions.score_answer(action, self.entry)), True
+        except (ArithmeticError, LookupError, TypeError, ValueError):  # some cannot read every text
+            score, valid = 0.0, False
+        success = score >= self.success_at
+        return Step("", score, True, False, Info(valid=valid, success=success))
+
+    def close(self) -> None:
+        pass
+
+    def actions(self) -> list[str]:
+        """Answers that are there to be chosen from: the right one, and what it is not."""
+        return [self._best(), "none"]
+
+    def solve(self) -> list[str]:
+        return [self._best()]
+
+    def _best(self) -> str:
+        """The dataset's own answer, where it keeps one that it accepts itself."""
+        answer = self.entry["answer"]
+        if answer is None or self.questions.score_answer(str(answer), self.entry) < self.success_at:
+            raise ValueError(f"dataset: {self.dataset} keeps no answer of its own")
+        return str(answer)
+
+    def _made(self, seed: int) -> Any:
+        return self.package.create_dataset(self.dataset, seed=seed, size=1, **self.kwargs)
+
+
+def _package() -> Any:
+    try:
+        return importlib.import_module("reasoning_gym")
+    except ImportError as error:
+        raise ValueError(
+            f"dataset: needs the package reasoning-gym (pip install reasoning-gym): {error}"
+        ) from error

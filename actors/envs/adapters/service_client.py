@@ -1,0 +1,279 @@
+"""The calls of an environment service of AgentEvolver's protocol, made with patience and in bounds.
+
+    profile, create, step, evaluate, release
+
+Every call is a POST of `{env_type, task_id, instance_id, messages, params}`, answered by
+`{success, data}`. The service keeps an instance until it is released or has idled for too long; a
+`Lease` is the right to one. Calls that change nothing are retried. A `step` is sent again only
+where the service cannot have carried it out, since an answer that got lost tells nothing about
+that; a `create` is sent again under a new name, and what the lost one may have made is released.
+
+What the service sends is of unknown origin: an answer is left at MAX_BYTES, and only the fields of
+the protocol are looked at.
+"""
+
+import json
+import logging
+import threading
+import time
+import uuid
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import httpx
+import msgspec
+
+from evolver_async.config.secrets import mask
+from evolver_async.schema import uniform
+
+PAUSE_S = 0.2  # before the first retry, on average; twice as long before each further one
+RELEASE_S = 5.0  # an episode does not wait for longer to give its instance back
+KEPT_S = 2.0  # a connection idles for less than the 5 s after which servers like to close it
+MAX_BYTES = 4 << 20
+EXCERPT = 200  # characters of an error that are shown
+UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)  # before any request
+REFUSED = {429, 503}  # statuses that say that nothing was done
+AGAIN = REFUSED | {408, 425, 500, 502, 504}  # statuses that may be gone the next time
+GONE = "not found"  # in the answer of a service that knows no such instance
+
+log = logging.getLogger(__name__)
+_counts: Counter[str] = Counter()
+_counting = threading.Lock()
+
+
+class ServiceError(Exception):
+    """A call that failed for good.
+
+    `kind`: connection, timeout, status, garbage, too_long, refused (by the service itself), or
+    expired (there is no such instance any more).
+    """
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(mask(text))
+        self.kind = kind
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | None = None
+
+
+class State(msgspec.Struct):
+    """What `create` and `step` lead to; `state` may be one message or several."""
+
+    state: list[Message] | Message
+    reward: float = 0.0
+    is_terminated: bool = False
+
+    @property
+    def messages(self) -> list[Message]:
+        return self.state if isinstance(self.state, list) else [self.state]
+
+
+class _Reply(msgspec.Struct):
+    success: bool
+    data: msgspec.Raw = msgspec.Raw(b"null")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Failure:
+    """One request that failed. `undone`: the service cannot have carried it out."""
+
+    kind: str
+    text: str
+    again: bool = True
+    undone: bool = False
+
+
+def drain() -> Counter[str]:
+    """Requests that failed, retries, and calls given up in this process since this was last asked,
+    by metric name: `env_service/<call>/<kind>`, `env_service/retries`, `env_service/given_up`."""
+    with _counting:
+        drained = _counts.copy()
+        _counts.clear()
+    return drained
+
+
+def _count(name: str) -> None:
+    with _counting:
+        _counts[f"env_service/{name}"] += 1
+
+
+@cache
+def service(url: str, timeout_s: float, retries: int) -> "Service":
+    """The service at `url`, one for all episodes of this process."""
+    return Service(url, timeout_s, retries)
+
+
+class Service:
+    """The service at one address; its methods may be called from several threads at once.
+
+    `timeout_s` is for one request with its whole answer, of which a call makes at most
+    `retries` + 1.
+    """
+
+    def __init__(self, url: str, timeout_s: float, retries: int) -> None:
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s
+        self.retries = retries
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line for every call
+        self._client = httpx.Client(
+            headers={"accept-encoding": "identity"},
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEPT_S),
+        )
+        self._profiles: dict[tuple[str, str], list[str]] = {}
+
+    def profile(self, env_type: str, split: str) -> list[str]:
+        """The names of a split's tasks; asked for once."""
+        place = env_type, split
+        if place not in self._profiles:
+            body = {"env_type": env_type, "params": {"split": split}}
+            self._profiles[place] = self._persist("get_env_profile", env_type, body, list[str])
+        return self._profiles[place]
+
+    def create(self, env_type: str, task_id: str, params: dict[str, Any]) -> tuple["Lease", State]:
+        """A new instance of a task, and what is seen first."""
+        for attempt in range(self.retries + 1):
+            lease = Lease(self, env_type, task_id, f"evolver-{uuid.uuid4().hex}")
+            made = self._request("create", lease.body() | {"params": params}, State)
+            if isinstance(made, State):
+                return lease, made
+            if not made.undone:
+                lease.release()
+            self._again("create", lease.named, made, attempt, made.again)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _persist(
+        self, call: str, of: str, body: dict[str, Any], shape: Any, *, safe: bool = True
+    ) -> Any:
+        """The data of an answer. `of`: whose call it is, in words; `safe`: it may be carried out
+        twice."""
+        for attempt in range(self.retries + 1):
+            found = self._request(call, body, shape)
+            if not isinstance(found, _Failure):
+                return found
+            self._again(call, of, found, attempt, found.again and (safe or found.undone))
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _again(self, call: str, of: str, failure: _Failure, attempt: int, helps: bool) -> None:
+        """Pause before another attempt; ServiceError where there is none."""
+        if not helps or attempt == self.retries:
+            _count("given_up")
+            tries = f"after {attempt + 1} attempts, " if attempt else ""
+            text = f"{self.url}: {call} of {of}: {tries}{failure.kind}: {failure.text}"
+            raise ServiceError(failure.kind, text)
+        _count("retries")
+        jitter = 0.5 + uniform(zlib.crc32(of.encode()), "pause", attempt)
+        time.sleep(PAUSE_S * 2**attempt * jitter)
+
+    def _request(
+        self, call: str, body: dict[str, Any], shape: Any, limit_s: float | None = None
+    ) -> Any:
+        """The data of one request's answer, or why there is none; failures are counted."""
+        limit_s = self.timeout_s if limit_s is None else limit_s
+        found = self._send(call, body, shape, limit_s)
+        if isinstance(found, _Failure):
+            _count(f"{call}/{found.kind}")
+        return found
+
+    def _send(self, call: str, body: dict[str, Any], shape: Any, limit_s: float) -> Any:
+        deadline = time.monotonic() + limit_s
+        received = bytearray()
+        try:
+            with self._client.stream(
+                "POST", f"{self.url}/{call}", json=body, timeout=limit_s
+            ) as response:
+                for part in response.iter_raw():
+                    received += part
+                    if len(received) > MAX_BYTES:
+                        text = f"an answer of more than {MAX_BYTES} bytes"
+                        return _Failure(kind="too_long", text=text, again=False)
+                    if time.monotonic() > deadline:
+                        raise httpx.ReadTimeout("the answer does not end")
+        except UNSENT as error:
+            return _Failure(kind="connection", text=_said(error), undone=True)
+        except httpx.TimeoutException:
+            return _Failure(kind="timeout", text=f"no whole answer within {limit_s:g} s")
+        except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
+            return _Failure(kind="connection", text=_said(error))
+        if response.status_code != 200:
+            return _bad_status(response.status_code, bytes(received))
+        try:
+            reply = msgspec.json.decode(received, type=_Reply)
+            if not reply.success:
+                return _Failure(kind="refused", text=_excerpt(bytes(received)), again=False)
+            return msgspec.json.decode(reply.data, type=shape)
+        except (ValueError, RecursionError) as error:
+            return _Failure(kind="garbage", text=f"an answer in no known form: {error}")
+
+
+class Lease:
+    """One instance, from `create` to `release`."""
+
+    def __init__(self, service: Service, env_type: str, task_id: str, instance_id: str) -> None:
+        self._service = service
+        self._env_type = env_type
+        self._task_id = task_id
+        self._instance_id = instance_id
+        self.held = True
+
+    @property
+    def named(self) -> str:
+        return f"{self._env_type} {self._task_id} ({self._instance_id})"
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "env_type": self._env_type,
+            "task_id": self._task_id,
+            "instance_id": self._instance_id,
+            "messages": {},
+            "params": {},
+        }
+
+    def step(self, text: str) -> State:
+        """What the policy's `text` leads to; carried out at most once."""
+        said = {"role": "assistant", "content": text}
+        body = self.body() | {"messages": said}
+        return self._service._persist("step", self.named, body, State, safe=False)
+
+    def evaluate(self, *, sparse: bool) -> float:
+        """What the instance is worth as it stands."""
+        body = self.body() | {"params": {"sparse": sparse}}
+        return self._service._persist("evaluate", self.named, body, float)
+
+    def release(self) -> None:
+        """Give the instance back. Where that fails the service does so itself after a while, so it
+        is counted and logged only."""
+        self.held = False
+        limit_s = min(RELEASE_S, self._service.timeout_s)
+        for _ in range(2):
+            found = self._service._request("release", self.body(), Any, limit_s)
+            if not isinstance(found, _Failure) or found.kind in ("refused", "expired"):
+                return
+        log.warning("%s: cannot release %s: %s", self._service.url, self.named, mask(found.text))
+
+
+def _bad_status(status: int, received: bytes) -> _Failure:
+    """An answer with a status that is not 200. The service says 400 of an instance it lost, older
+    versions 500."""
+    text = f"status {status}: {_excerpt(received)}"
+    if status in (400, 404, 500) and "Instance" in text and GONE in text:
+        return _Failure(kind="expired", text=text, again=False)
+    return _Failure(kind="status", text=text, again=status in AGAIN, undone=status in REFUSED)
+
+
+def _excerpt(received: bytes) -> str:
+    """What an error says, from its end, where a traceback tells most."""
+    try:
+        said = json.loads(received)
+        text = str(said.get("detail", said)) if isinstance(said, dict) else str(said)
+    except (ValueError, RecursionError):
+        text = received[: 10 * EXCERPT].decode(errors="replace")
+    return repr(mask(text.strip()[-EXCERPT:]))
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,145 @@
+"""Single-player games of textarena.
+
+The package draws everything from Python's one generator, which is why a game has it to itself while
+it is called: its calls exclude one another, and the generator is put back afterwards. The game's
+own messages are told as they come; textarena's wrappers, which say all of them again every time,
+are left off.
+"""
+
+import contextlib
+import importlib
+import random
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from actors.envs.base import Info, Step, split_of
+from evolver_async.schema import Task, key
+
+MAX_DRAWS = 200  # of games, until one belongs to the split
+PLAYER = 0
+BARE = re.compile(r"[^\[\]]+")
+_generator = threading.Lock()
+
+
+class TextArena:
+    """The game `id` with its `kwargs`, for one player.
+
+    An action without brackets is put into them, as the games read their moves. The reward is the
+    game's at its end and `success` a reward of at least `success_at`; a game that ended without it
+    at its own limit of turns was truncated. `kwargs` replace the registered ones. `held_out`: a
+    task's start belongs to the split of its opening words, or, for games that always open with the
+    same, to that of its seed. ValueError names the parameter that cannot be.
+    """
+
+    blocking = True
+
+    def __init__(
+        self,
+        *,
+        id: str = "",
+        kwargs: dict[str, Any] | None = None,
+        success_at: float = 1.0,
+        held_out: Literal["opening", "seed"] = "opening",
+        instructions: str = "play the game .",
+    ) -> None:
+        self.package = _package()
+        self.id = id
+        self.kwargs = dict(kwargs or {})
+        self.success_at = success_at
+        self.held_out = held_out
+        self.instructions = instructions
+        registration = importlib.import_module("textarena.envs.registration")
+        if f"{id}-raw" not in registration.ENV_REGISTRY:
+            raise ValueError(f"id: textarena has no game {id!r}")
+        self.generator: Any = random.Random(0).getstate()
+
+    def probe(self) -> None:
+        try:
+            with self._chance():
+                self._make()
+        except TypeError as error:
+            raise ValueError(f"env.params.kwargs: {error}") from error
+        except (
+            AssertionError,
+            ImportError,
+            LookupError,
+            OSError,
+            SyntaxError,
+            ValueError,
+        ) as error:
+            said = " ".join(str(error).split())[:200]
+            raise ValueError(f"env.params.id: {self.id} cannot be played here: {said}") from error
+        if not isinstance(self.game.state, self.package.SinglePlayerState):
+            raise ValueError(f"env.params.id: {self.id} is not for one player")
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        for draw in range(MAX_DRAWS):
+            seed = key(task.map_seed, "textarena", self.id, task.split, draw)
+            self.generator = random.Random(seed).getstate()
+            with self._chance():
+                self._make(seed)
+                opening = self._news()
+            if self.held_out == "seed" or split_of(opening.encode()) == task.split:
+                break
+        else:
+            raise ValueError(
+                f"held_out: no opening of {self.id} belongs to {task.split} in {MAX_DRAWS} draws;"
+                " `seed` keeps the splits apart by their seeds alone"
+            )
+        self.generator = random.Random(dynamics_seed).getstate()
+        return opening
+
+    def step(self, action: str) -> Step:
+        """Act; a move that the game refuses costs one of its allowed errors in a row."""
+        state = self.game.state
+        move = f"[{action}]" if BARE.fullmatch(action) else action
+        errors, turn = state.error_count, state.turn
+        with self._chance():
+            done, _ = self.game.step(move)
+            news = self._news()
+        facts = state.game_info[PLAYER]
+        valid = not facts["invalid_move"] and state.error_count <= errors
+        if not done:
+            return Step(news, 0.0, False, False, Info(valid=valid))
+        reward = float(state.rewards[PLAYER])
+        success = reward >= self.success_at
+        limit = state.max_turns is not None and turn >= state.max_turns and not success
+        told = "\n".join(part for part in (news, str(facts.get("reason") or "")) if part)
+        info = Info(valid=valid, success=success)
+        return Step(told, reward, not limit, limit, info)
+
+    def close(self) -> None:
+        self.game: Any = None
+
+    def _make(self, seed: int | None = None) -> None:
+        """The game, begun where a seed is given."""
+        self.game = self.package.make(f"{self.id}-raw", **self.kwargs)
+        self.game.reset(num_players=1, seed=seed)
+
+    def _news(self) -> str:
+        """What the game has said since it was last asked; the player's own words left out."""
+        _, messages = self.game.get_observation()
+        return "\n".join(text.strip() for sender, text, _ in messages if sender != PLAYER)
+
+    @contextlib.contextmanager
+    def _chance(self) -> Iterator[None]:
+        """This game's generator in place of everybody's."""
+        with _generator:
+            before = random.getstate()
+            random.setstate(self.generator)
+            try:
+                yield
+            finally:
+                self.generator = random.getstate()
+                random.setstate(before)
+
+
+def _package() -> Any:
+    try:
+        return importlib.import_module("textarena")
+    except ImportError as error:
+        raise ValueError(f"id: needs the package textarena (pip install textarena): {error}") from (
+            error
+        )

@@ -1,0 +1,137 @@
+"""Single-turn tasks of verifiers: a taskset's prompt, one answer, and the task's own rewards.
+
+A task that needs more than a conversation (tools, a container, a runtime to be scored in) is
+refused; verifiers' harnesses, which bring their own agent, are a matter of `rollout.agent`.
+"""
+
+import asyncio
+import importlib
+import inspect
+import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+from actors.envs.base import Info, Step, split_of
+from evolver_async.schema import Task
+
+
+class Verifiers:
+    """A task of the installed taskset `taskset`, configured by `kwargs`, answered once.
+
+    The reward is the weighted sum of the task's rewards and `success` at least `success_at` of it.
+    Tasks belong to the split of their prompt's content, unless `test_kwargs` configure a taskset of
+    its own for testing. Of a taskset without an end the first `first` tasks are used. ValueError
+    names the parameter that cannot be.
+    """
+
+    blocking = True
+
+    def __init__(
+        self,
+        *,
+        taskset: str = "",
+        kwargs: dict[str, Any] | None = None,
+        test_kwargs: dict[str, Any] | None = None,
+        first: int = 10_000,
+        success_at: float = 1.0,
+        instructions: str = "answer the question .",
+    ) -> None:
+        if not taskset:
+            raise ValueError("taskset: name an installed taskset of verifiers")
+        if first < 1:
+            raise ValueError(f"first: {first} is not positive")
+        self.package = _package()
+        self.taskset = taskset
+        self.kwargs = dict(kwargs or {})
+        self.test_kwargs = test_kwargs
+        self.first = first
+        self.success_at = success_at
+        self.instructions = instructions
+
+    def probe(self) -> None:
+        for split in ("train", "test"):
+            tasks = self._tasks(split)
+            if not tasks:
+                raise ValueError(f"env.params.taskset: {self.taskset} has no tasks for {split}")
+            if (problem := _more_than_words(self.package, tasks[0])) is not None:
+                raise ValueError(f"env.params.taskset: {self.taskset} {problem}")
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        tasks = self._tasks(task.split)
+        if not tasks:
+            raise ValueError(f"taskset: {self.taskset} has no tasks for {task.split}")
+        self.task = tasks[task.map_seed % len(tasks)]
+        if self.task.data.system_prompt:
+            self.instructions = self.task.data.system_prompt
+        return self.task.data.prompt_text
+
+    def step(self, action: str) -> Step:
+        vf, task = self.package, self.task
+        graph = importlib.import_module("verifiers.v1.graph")
+        asked = graph.MessageNode(message=vf.UserMessage(content=task.data.prompt_text))
+        said = vf.AssistantMessage(content=action)
+        trace = vf.Trace(
+            task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key),
+            agent=vf.AgentInfo(config=vf.AgentConfig()),
+            nodes=[asked, graph.MessageNode(message=said, parent=0, sampled=True)],
+            is_completed=True,
+        )
+        with ThreadPoolExecutor(1) as thread:  # this one may have a running loop already
+            thread.submit(asyncio.run, task.score(trace)).result()
+        reward = float(trace.reward)
+        return Step("", reward, True, False, Info(success=reward >= self.success_at))
+
+    def close(self) -> None:
+        pass
+
+    def _tasks(self, split: str) -> list[Any]:
+        """All tasks of a split."""
+        if self.test_kwargs is None:
+            tasks = _loaded(self.taskset, json.dumps(self.kwargs, sort_keys=True), self.first)
+            return tasks.get(split, [])
+        kwargs = self.test_kwargs if split == "test" else self.kwargs
+        tasks = _loaded(self.taskset, json.dumps(kwargs, sort_keys=True), self.first)
+        return [task for part in tasks.values() for task in part]
+
+
+@cache
+def _loaded(taskset: str, kwargs: str, first: int) -> dict[str, list[Any]]:
+    """The tasks of a taskset by the split of their content; ValueError where it cannot be had."""
+    vf = _package()
+    try:
+        config = vf.taskset_config_type(taskset)(id=taskset, **json.loads(kwargs))
+        loaded = vf.load_taskset(config)
+        tasks = list(loaded if not loaded.INFINITE else loaded.take(first))
+    except Exception as error:  # tasksets are other people's code
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"taskset: cannot load {taskset!r}: {said}") from error
+    found: dict[str, list[Any]] = {}
+    for task in tasks:
+        found.setdefault(split_of(task.data.prompt_text.encode()), []).append(task)
+    return found
+
+
+def _more_than_words(vf: Any, task: Any) -> str | None:
+    """What a task needs beyond a conversation; None where nothing."""
+    kind = type(task)
+    if kind.NEEDS_CONTAINER or task.data.image:
+        return "needs a container"
+    if kind.toolsets(task.config):
+        return "needs tools"
+    if kind.setup is not vf.Task.setup or kind.finalize is not vf.Task.finalize:
+        return "needs a runtime to be set up in"
+    for reward in task.hooks("reward"):
+        runtime = inspect.signature(reward).parameters.get("runtime")
+        if runtime is not None and runtime.default is inspect.Parameter.empty:
+            return f"needs a runtime for its reward {reward.__name__}"
+    return None
+
+
+def _package() -> Any:
+    try:
+        return importlib.import_module("verifiers.v1")
+    except ImportError as error:
+        raise ValueError(
+            f"taskset: needs the package verifiers of at least 0.4 (pip install verifiers): {error}"
+        ) from error
