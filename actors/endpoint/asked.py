@@ -1,0 +1,155 @@
+"""A request to the endpoint, decoded strictly: chat completions as OpenAI's clients send them.
+
+What cannot be honoured is refused, not overlooked; temperature and top_p are the run's own and
+therefore not read: training needs the log-probs of the distribution that was sampled from.
+"""
+
+import json
+from typing import Any, NamedTuple
+
+from actors.endpoint.tools import Call, canonical
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "tool": "tool"}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys of which only these values can be honoured
+    "n": (None, 1),
+    "tool_choice": (None, "auto", "none"),
+    "response_format": (None, {"type": "text"}),
+    "functions": (None, []),
+    "function_call": (None, "auto", "none"),
+    "logit_bias": (None, {}),
+    "logprobs": (None, False),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+}
+MOST_STOPS = 4
+
+
+class Refused(Exception):
+    """A request that gets an error instead of an answer; `code` is for programs to read."""
+
+    def __init__(self, text: str, code: str = "invalid_request", status: int = 400) -> None:
+        super().__init__(text)
+        self.code = code
+        self.status = status
+
+
+class Message(NamedTuple):
+    """One message of a conversation. Two that say the same are equal, whoever wrote them down."""
+
+    role: str
+    content: str
+    calls: tuple[Call, ...] = ()
+
+
+class Asked(NamedTuple):
+    """A request. `tools`: function specs, by `canonical` text as well; `max_tokens` 0: no limit."""
+
+    messages: tuple[Message, ...]
+    tools: list[dict[str, Any]]
+    tools_text: str
+    calling: bool  # whether tools may be called
+    max_tokens: int
+    stop: tuple[str, ...]
+    stream: bool
+    usage: bool  # whether a stream ends with the numbers of tokens
+    model: str
+
+
+def decode(body: bytes) -> Asked:
+    """The request that a body is. Raises Refused, which names the key."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the body is no JSON: {error}") from None
+    _require(isinstance(value, dict), "the body must be an object")
+    for name, allowed in _NEUTRAL.items():
+        _require(value.get(name) in allowed, f"{name}: {value.get(name)!r} is not supported")
+    messages = tuple(map(_message, _list(value, "messages")))
+    _require(bool(messages), "messages: there is none")
+    _require(messages[-1].role != "assistant", "messages: the last is the assistant's")
+    tools = _list(value, "tools")
+    for tool in tools:
+        _function(tool)
+    options = value.get("stream_options")
+    return Asked(
+        messages=messages,
+        tools=tools,
+        tools_text=canonical(tools),
+        calling=bool(tools) and value.get("tool_choice") != "none",
+        max_tokens=_max_tokens(value),
+        stop=_stop(value.get("stop")),
+        stream=value.get("stream") is True,
+        usage=isinstance(options, dict) and options.get("include_usage") is True,
+        model=value["model"] if isinstance(value.get("model"), str) else "policy",
+    )
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise Refused(problem[:500])
+
+
+def _list(value: dict[str, Any], name: str) -> list[Any]:
+    found = value.get(name)
+    found = [] if found is None else found
+    _require(isinstance(found, list), f"{name}: must be a list")
+    return found
+
+
+def _message(value: Any) -> Message:
+    _require(isinstance(value, dict), "messages: each must be an object")
+    role, content = value.get("role"), _text(value.get("content"))
+    if role == "assistant":
+        return Message(role, content.strip(), tuple(map(_call, _list(value, "tool_calls"))))
+    _require(role in _ROLES, f"messages: no role {role!r}")
+    return Message(_ROLES[role], content)
+
+
+def _text(content: Any) -> str:
+    """The text of a message; one that no UTF-8 can hold has question marks in it."""
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        _require(len(texts) == len(parts), "messages: content must be text")
+        content = "".join(texts)
+    _require(isinstance(content, str), "messages: content must be text")
+    return content.encode(errors="replace").decode()
+
+
+def _call(value: Any) -> Call:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict):
+        raise Refused("messages: tool_calls must have a function")
+    name, arguments = function.get("name"), function.get("arguments")
+    if not isinstance(name, str):
+        raise Refused("messages: a tool call has no name")
+    try:
+        found = json.loads(arguments or "{}")
+        _require(isinstance(found, dict), "messages: arguments of a tool call must be an object")
+        return Call(name, canonical(found))
+    except (TypeError, ValueError, RecursionError):
+        raise Refused("messages: arguments of a tool call must be JSON") from None
+
+
+def _function(tool: Any) -> None:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    _require(named and tool.get("type") == "function", "tools: each must be a named function")
+
+
+def _max_tokens(value: dict[str, Any]) -> int:
+    for name in ("max_completion_tokens", "max_tokens"):
+        most = value.get(name)
+        if most is not None:
+            _require(type(most) is int and most > 0, f"{name}: must be a whole number above 0")
+            return most
+    return 0
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else [] if value is None else value
+    fits = isinstance(stops, list) and len(stops) <= MOST_STOPS
+    _require(fits and all(isinstance(text, str) and text for text in stops), "stop: no texts")
+    return tuple(stops)

@@ -1,0 +1,854 @@
+"""The endpoint for agents that we did not write: what is recorded of their calls, and what is paid.
+
+The agents here talk to it with OpenAI's own client.
+"""
+
+import asyncio
+import copy
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import openai
+import pytest
+import torch
+from chatml import TEMPLATE, make_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from openai_server import OpenAIServer
+from torch import Tensor
+from transformers import Qwen3Config
+from transformers.models.auto import AutoModelForCausalLM
+
+from actors.chat import Chat
+from actors.endpoint import server as server_module
+from actors.endpoint.agent import Outcome, load_agent, outcome_of
+from actors.endpoint.agents import Agents, Unjudged
+from actors.endpoint.asked import Message, Refused, decode
+from actors.endpoint.judge import GroupJudge, question
+from actors.endpoint.judge import parse as parse_scores
+from actors.endpoint.template import Template
+from actors.endpoint.tools import Call, canonical, parse, written
+from actors.engines.base import Engine, Generation, Request
+from actors.engines.torch_engine import TorchEngine
+from actors.envs.base import EnvironmentFailure
+from actors.episode import EpisodeLate, Finished
+from actors.llm import Endpoint
+from actors.progress import Progress
+from actors.setting import Setting
+from actors.turns import ThinkAnswer
+from evolver_async.config import Llm
+from evolver_async.config.load import ConfigError, load
+from evolver_async.policy import token_logprobs
+from evolver_async.schema import Role, Sampling, Task, Ticket, TurnFlag, WeightId
+from evolver_async.tiny import make_tokenizer as make_tiny_tokenizer
+
+OLD, NEW = WeightId(lineage=1, step=1), WeightId(lineage=1, step=2)
+TOOLED = """{%- if tools %}<|im_start|>system
+{%- if messages[0].role == 'system' %} {{ messages[0].content }}{% endif %} <tools>
+{%- for tool in tools %}{{ tool | tojson }}{% endfor %}</tools><|im_end|>
+{% elif messages[0].role == 'system' %}<|im_start|>system {{ messages[0].content }}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% elif message.role != 'system' %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+CHATS = {"text": Chat(make_tokenizer(TEMPLATE)), "native": Chat(make_tokenizer(TOOLED))}
+CHAT = CHATS["text"]
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "look somewhere",
+        "parameters": {"type": "object", "properties": {"where": {"type": "string"}}},
+    },
+}
+ASK: list[dict[str, Any]] = [{"role": "user", "content": "find it"}]
+Said = str | list[int]
+
+
+class Scripted:
+    """An engine that says its script, one text (or list of tokens) a request, and ends the turn."""
+
+    weights: WeightId | None = NEW
+
+    def __init__(self, *said: Said, chat: Chat = CHAT) -> None:
+        self.said = iter(said)
+        self.chat = chat
+        self.requests: list[Request] = []
+        self.released: list[str] = []
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.cancelled = 0
+
+    async def generate(self, request: Request) -> Generation:
+        self.requests.append(request)
+        try:
+            await self.hold.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        said = next(self.said)
+        if isinstance(said, str):
+            assert self.chat.end_of_turn is not None
+            said = [*self.chat.tokens_of(said), self.chat.end_of_turn]
+        tokens = said[: request.max_tokens]
+        return Generation(
+            tokens=tokens,
+            logprobs=[-0.25 - index for index in range(len(tokens))],
+            weights=[OLD if index == 0 else NEW for index in range(len(tokens))],
+            finish="stop" if len(tokens) == len(said) else "length",
+        )
+
+    def release(self, session: str) -> None:
+        self.released.append(session)
+
+    async def update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def stats(self) -> dict[str, float]:
+        return {"generated": 0.0}
+
+
+def setting(chat: Chat = CHAT, **changes: Any) -> Setting:
+    usual: dict[str, Any] = {
+        "chat": chat,
+        "format": ThinkAnswer(think=False, actions_per_turn=1),
+        "actor": "actor-0",
+        "incarnation": 0,
+        "seed": 7,
+        "max_turns": 10,
+        "max_length": 4096,
+        "format_penalty": -0.5,
+        "format_errors": 0,
+        "step_timeout_s": 10.0,
+        "episode_timeout_s": 20.0,
+        "latency": "none",
+        "latency_median_s": 0.0,
+        "latency_sigma": 0.0,
+        "recorded": True,
+    }
+    return Setting(**(usual | changes))
+
+
+def ticket(members: int = 1, max_tokens: int = 200) -> Ticket:
+    return Ticket(
+        group_id=5,
+        task=Task(task_id="t", env="bandit", split="train", map_seed=3),
+        kind="rollout",
+        stage=0,
+        members=list(range(members)),
+        guided=[],
+        dynamics_seed=11,
+        attempt=0,
+        weights=None,
+        lease_s=30.0,
+        sampling=Sampling(temperature=0.7, max_tokens=max_tokens),
+    )
+
+
+Client = openai.AsyncOpenAI
+Player = Callable[[Client], Awaitable[Any]]
+
+
+class Ran:
+    """What came of one ticket."""
+
+    def __init__(self) -> None:
+        self.finished: list[Finished] = []
+        self.error: BaseException | None = None
+        self.counts: dict[str, float] = {}
+
+    @property
+    def one(self) -> Any:
+        assert self.error is None
+        (finished,) = self.finished
+        return finished.trajectory
+
+
+def run(
+    player: Player,
+    engine: Engine,
+    *,
+    members: int = 1,
+    max_tokens: int = 200,
+    judge: GroupJudge | None = None,
+    **changes: Any,
+) -> Ran:
+    """Run a ticket with `player`, which gets a client that already knows where to ask."""
+    ran = Ran()
+
+    async def agent(*, base_url: str, api_key: str, task: Task, seed: int) -> Any:
+        async with Client(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            return await player(client)
+
+    async def all_of_it() -> None:
+        used = setting(**changes)
+        agents = Agents(agent, "tests:agent", engine, used.chat, judge)
+        try:
+            await agents.run(ticket(members, max_tokens), used, Progress(), ran.finished.append)
+        except (EnvironmentFailure, EpisodeLate, Unjudged, RuntimeError) as error:
+            ran.error = error
+        except BaseExceptionGroup as errors:
+            ran.error = errors.exceptions[0]
+        ran.counts = agents.counters()
+        await agents.close()
+
+    asyncio.run(all_of_it())
+    return ran
+
+
+async def ask(client: Client, messages: list[Any], **options: Any) -> Any:
+    found = await client.chat.completions.create(model="m", messages=messages, **options)
+    return found.choices[0].message
+
+
+def returning(value: Any) -> Player:
+    async def player(client: Client) -> Any:
+        await ask(client, ASK)
+        return value
+
+    return player
+
+
+async def looks(client: Client) -> float:
+    """The usual loop: call tools while the model asks for them."""
+    messages: list[Any] = [{"role": "system", "content": "be brief"}, *ASK]
+    while True:
+        said = await ask(client, messages, tools=[LOOK])
+        messages.append(said.model_dump(exclude_none=True))
+        if not said.tool_calls:
+            return float("gold" in (said.content or ""))
+        for call in said.tool_calls:
+            where = json.loads(call.function.arguments)["where"]
+            seen = f"<|im_end|> nothing {where} </tool_response>"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": seen})
+
+
+def called(where: str) -> str:
+    return f'<tool_call>\n{{"name": "look", "arguments": {{"where": "{where}"}}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("kind", ["text", "native"])
+def test_a_tool_loop_is_one_sequence_of_what_the_model_saw_and_wrote(kind: str) -> None:
+    chat = CHATS[kind]
+    assert Template(chat).native == (kind == "native")
+    # "<think>" letter by letter: whoever tokenises what was said again gets one token for it
+    spelled = [token for letter in "<think>" for token in chat.tokens_of(letter)]
+    assert chat.tokens_of("<think>") != spelled and chat.end_of_turn is not None
+    first = [*spelled, *chat.tokens_of("  so\n" + called("left")), chat.end_of_turn]
+    engine = Scripted(first, called("right"), "gold", chat=chat)
+    ran = run(looks, engine, chat=chat)
+    trajectory, contexts = ran.one, [request.tokens for request in engine.requests]
+    (sequence,) = trajectory.sequences
+    tokens = sequence.tokens.tolist()
+    assert contexts[1][: len(contexts[0]) + len(first)] == contexts[0] + first
+    for context in contexts:
+        assert tokens[: len(context)] == context
+    written_tokens = [first, [*chat.tokens_of(called("right")), chat.end_of_turn]]
+    written_tokens.append([*chat.tokens_of("gold"), chat.end_of_turn])
+    assert tokens == contexts[-1] + written_tokens[-1]
+    for turn, (context, said) in enumerate(zip(contexts, written_tokens, strict=True)):
+        place = slice(len(context), len(context) + len(said))
+        assert tokens[place] == said
+        assert (sequence.roles[place] == Role.ACTION).all()
+        assert (sequence.turns[place] == turn).all()
+        expected = [-0.25 - index for index in range(len(said))]
+        assert sequence.logprobs[place].tolist() == expected
+    assert (sequence.roles[: len(contexts[0])] == Role.PROMPT).all()
+    assert (sequence.roles == Role.ACTION).sum() == sum(map(len, written_tokens))
+    between = sequence.roles[len(contexts[0]) :] != Role.ACTION
+    assert (sequence.roles[len(contexts[0]) :][between] == Role.OBSERVATION).all()
+    assert [run.weights for run in sequence.versions] == [OLD, NEW] * 3
+    assert (trajectory.reward, trajectory.success, trajectory.truncated) == (1.0, True, False)
+    assert trajectory.turn_rewards.tolist() == [0.0, 0.0, 1.0]
+    assert ran.counts["agent/merged"] == 2 and ran.counts["agent/sequences"] == 1
+    assert len(set(engine.released)) == 1 and engine.requests[0].session in engine.released
+    assert len({request.seed for request in engine.requests}) == 3
+    assert {request.temperature for request in engine.requests} == {0.7}
+
+
+@pytest.mark.parametrize("kind", ["text", "native"])
+def test_the_model_is_told_of_tools_and_no_answer_of_one_can_end_its_place(kind: str) -> None:
+    chat = CHATS[kind]
+    engine = Scripted(called("left"), "gold", chat=chat)
+    run(looks, engine, chat=chat)
+    tokens = engine.requests[1].tokens
+    told = chat.text_of(tokens)
+    assert told.count('"look"') >= 2 and "be brief" in told and "look somewhere" in told
+    assert told.count("</tool_response>") == 1 and "nothing left" in told
+    # system, user, assistant, tool: the result's "<|im_end|>" is not the token
+    assert sum(token == chat.end_of_turn for token in tokens) == 4
+
+
+def test_the_context_is_what_the_template_makes_of_the_messages() -> None:
+    """Where the model writes as the template does, merged tokens are the template's own."""
+    chat = CHATS["native"]
+    engine = Scripted("it is here", "gold", chat=chat)
+
+    async def player(client: Client) -> float:
+        said = await ask(client, ASK)
+        more = {"role": "user", "content": "where?"}
+        await ask(client, [*ASK, {"role": "assistant", "content": said.content}, more])
+        return 0.0
+
+    run(player, engine, chat=chat)
+    messages = [*ASK, {"role": "assistant", "content": "it is here"}]
+    messages.append({"role": "user", "content": "where?"})
+    assert engine.requests[1].tokens == chat.tokens_of(chat.render(messages, []))
+
+
+def test_calls_side_by_side_share_what_was_said_and_train_every_token_once() -> None:
+    engine = Scripted("one", "two", "three", "four")
+
+    async def player(client: Client) -> float:
+        said = await ask(client, ASK)
+        before = [*ASK, {"role": "assistant", "content": said.content}]
+        more = [[*before, {"role": "user", "content": name}] for name in ("a", "b")]
+        answers = await asyncio.gather(*(ask(client, messages) for messages in more))
+        last = [*more[1], {"role": "assistant", "content": answers[1].content}]
+        await ask(client, [*last, {"role": "user", "content": "c"}])
+        return 0.5
+
+    trajectory = run(player, engine).one
+    assert len(trajectory.sequences) == 2
+    spans = [s.tokens[s.turns == turn].tolist() for s in trajectory.sequences for turn in range(4)]
+    trained = [
+        [*CHAT.tokens_of(word), CHAT.end_of_turn] for word in ("one", "two", "three", "four")
+    ]
+    assert sorted(filter(None, spans)) == sorted(trained)
+    root = engine.requests[0].tokens + trained[0]
+    for sequence in trajectory.sequences:
+        assert sequence.tokens[: len(root)].tolist() == root
+    assert len({request.session for request in engine.requests}) == 2
+    assert trajectory.turn_rewards.tolist() == [0.0, 0.0, 0.0, 0.5]
+
+
+def test_the_learner_finds_the_log_probs_that_were_recorded() -> None:
+    """A real engine, three turns and a branch: one forward over each whole sequence agrees."""
+    tokenizer = make_tiny_tokenizer(512)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+    spread = {"max_position_embeddings": 512, "initializer_range": 0.1}
+    config = Qwen3Config(vocab_size=len(tokenizer), **shape, **heads, **spread)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    engine = TorchEngine(
+        copy.deepcopy(model),
+        tokenizer,
+        weights=NEW,
+        slots=4,
+        max_length=512,
+        prefill_tokens=256,
+        in_flight="keep",
+    )
+
+    async def player(client: Client) -> float:
+        messages: list[Any] = [*ASK]
+        for word in ("left", "right"):
+            said = await ask(client, messages)
+            messages += [{"role": "assistant", "content": said.content}]
+            messages += [{"role": "user", "content": word}]
+        await asyncio.gather(ask(client, messages), ask(client, messages))
+        return 1.0
+
+    trajectory = run(player, engine, chat=Chat(tokenizer), max_tokens=8, max_length=512).one
+    assert len(trajectory.sequences) == 2 and trajectory.action_tokens > 8
+    for sequence in trajectory.sequences:
+        tokens = torch.tensor(sequence.tokens.tolist())[None]
+        with torch.no_grad():
+            found, _ = token_logprobs(model, tokens, torch.ones_like(tokens), 0.7)
+        written_here = torch.from_numpy(sequence.roles[1:] == Role.ACTION)
+        recorded = torch.from_numpy(sequence.logprobs[1:])[written_here]
+        assert (found[0, 1:][written_here] - recorded).abs().max() <= 1e-4
+
+
+def test_a_changed_past_begins_a_sequence_of_its_own() -> None:
+    engine = Scripted("one", "two")
+
+    async def player(client: Client) -> float:
+        await ask(client, ASK)
+        changed = [*ASK, {"role": "assistant", "content": "another"}]
+        await ask(client, [*changed, {"role": "user", "content": "go on"}])
+        return 0.0
+
+    trajectory = run(player, engine).one
+    assert len(trajectory.sequences) == 2
+    assert [int((s.roles == Role.ACTION).sum()) for s in trajectory.sequences] == [4, 4]
+
+
+def test_a_stream_says_the_same_as_a_whole_answer() -> None:
+    engine = Scripted(called("left"), "so\nbe it")
+    heard: list[Any] = []
+
+    async def player(client: Client) -> float:
+        options: dict[str, Any] = {"model": "m", "messages": ASK, "tools": [LOOK], "stream": True}
+        options["stream_options"] = {"include_usage": True}
+        for _ in range(2):
+            stream = await client.chat.completions.create(**options)
+            heard.append([part async for part in stream])
+        return 0.0
+
+    run(player, engine)
+    call = heard[0][0].choices[0].delta.tool_calls[0].function
+    assert (call.name, json.loads(call.arguments)) == ("look", {"where": "left"})
+    assert [part.choices[0].finish_reason for part in heard[0][:-1]] == [None, "tool_calls"]
+    assert heard[1][0].choices[0].delta.content == "so\nbe it"
+    context, said = engine.requests[1].tokens, CHAT.tokens_of("so\nbe it")
+    usage = heard[1][-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(context), len(said) + 1)
+
+
+def test_a_stop_string_is_recorded_and_not_shown() -> None:
+    engine = Scripted(CHAT.tokens_of("a;b;"))
+    heard: list[str] = []
+
+    async def player(client: Client) -> float:
+        heard.append((await ask(client, ASK, stop=";", max_tokens=5)).content)
+        return 0.0
+
+    (sequence,) = run(player, engine).one.sequences
+    assert heard == ["a"]
+    assert engine.requests[0].stop_strings == (";",) and engine.requests[0].max_tokens == 5
+    actions = sequence.tokens[sequence.roles == Role.ACTION].tolist()
+    assert actions == CHAT.tokens_of("a;b;")
+
+
+def test_a_call_that_cannot_be_read_is_text_for_the_agent_and_costs_the_penalty() -> None:
+    engine = Scripted("<tool_call>{look left}</tool_call>", "gold")
+    heard: list[Any] = []
+
+    async def player(client: Client) -> float:
+        heard.append(await ask(client, ASK, tools=[LOOK]))
+        await ask(client, [*ASK, heard[0], {"role": "user", "content": "again"}], tools=[LOOK])
+        return 1.0
+
+    ran = run(player, engine)
+    trajectory = ran.one
+    assert heard[0].tool_calls is None and "look left" in heard[0].content
+    assert trajectory.turn_flags.tolist() == [TurnFlag.FORMAT_ERROR, 0]
+    assert trajectory.turn_rewards.tolist() == [-0.5, 1.0] and trajectory.reward == 0.5
+    assert ran.counts["agent/unreadable_calls"] == 1
+
+
+def test_limits_end_an_episode_and_are_told_to_the_agent() -> None:
+    codes: list[str] = []
+
+    async def player(client: Client) -> float:
+        for _ in range(2):
+            await ask(client, ASK)
+        try:
+            await ask(client, ASK)
+        except openai.BadRequestError as error:
+            codes.append(str(error.code))
+            raise
+        return 1.0
+
+    ran = run(player, Scripted("a", "b"), max_turns=2, truncated_reward=-0.25)
+    assert codes == ["max_turns"]
+    trajectory = ran.one
+    assert (trajectory.truncated, trajectory.terminated, trajectory.success) == (True, False, False)
+    assert trajectory.reward == -0.25 and ran.counts["agent/limited"] == 1
+
+    length = len(CHAT.tokens_of(CHAT.render(ASK, [])))
+    ran = run(returning(1.0), Scripted("abc"), max_length=length)
+    assert isinstance(ran.error, EnvironmentFailure)  # there is nothing to learn from
+    assert "leaves no room" in str(ran.error)
+    engine = Scripted("abc")
+    (sequence,) = run(returning(1.0), engine, max_length=length + 2).one.sequences
+    assert len(sequence) == length + 2 and engine.requests[0].max_tokens == 2
+
+
+def test_what_an_agent_raises_is_counted_and_costs_nobody_else_anything() -> None:
+    played = iter(range(4))
+
+    async def player(client: Client) -> float:
+        number = next(played)
+        await ask(client, ASK)
+        if number == 1:
+            raise KeyError("no such tool")
+        if number == 2:
+            raise SystemExit(3)
+        return 1.0
+
+    ran = run(player, Scripted(*"abcd"), members=4)
+    assert isinstance(ran.error, EnvironmentFailure)
+    assert "tests:agent, task t, member" in str(ran.error)
+    assert len(ran.finished) == 2
+    assert ran.counts["agent/exceptions"] == 2 and ran.counts["agent/episodes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"), [(None, "NoneType"), (float("nan"), "nan"), ("1", "str")]
+)
+def test_no_reward_is_never_a_silent_zero(returned: Any, said: str) -> None:
+    ran = run(returning(returned), Scripted("a"))
+    assert isinstance(ran.error, EnvironmentFailure) and said in str(ran.error)
+    assert ran.finished == [] and ran.counts["agent/no_reward"] == 1
+
+
+def test_an_agent_that_asks_nothing_has_nothing_to_learn_from() -> None:
+    async def player(client: Client) -> float:
+        return 1.0
+
+    ran = run(player, Scripted())
+    assert isinstance(ran.error, EnvironmentFailure) and ran.counts["agent/no_calls"] == 1
+
+
+def test_a_deadline_is_the_agents_fault_or_the_policys() -> None:
+    async def sleeper(client: Client) -> float:
+        await ask(client, ASK)
+        await asyncio.sleep(60)
+        return 1.0
+
+    ran = run(sleeper, Scripted("a"), episode_timeout_s=0.5)
+    assert isinstance(ran.error, EnvironmentFailure) and ran.counts["agent/late"] == 1
+
+    engine = Scripted("a")
+    engine.hold.clear()
+    ran = run(returning(1.0), engine, episode_timeout_s=3.0)
+    assert isinstance(ran.error, EpisodeLate)
+    assert engine.cancelled == 1 and engine.released
+
+
+def test_whoever_hangs_up_ends_the_generation_and_leaves_no_trace() -> None:
+    engine = Scripted("a", "b")
+
+    async def player(client: Client) -> float:
+        engine.hold.clear()
+        with pytest.raises(openai.APITimeoutError):
+            await ask(client, ASK, timeout=0.2)
+        while not engine.cancelled:
+            await asyncio.sleep(0.01)
+        engine.hold.set()
+        await ask(client, ASK)
+        return 1.0
+
+    trajectory = run(player, engine).one
+    (sequence,) = trajectory.sequences
+    assert CHAT.text_of(sequence.tokens[sequence.roles == Role.ACTION].tolist()) == "a"
+
+
+def test_a_call_that_outlives_its_episode_is_ended() -> None:
+    engine = Scripted("a")
+    heard: list[BaseException | None] = []
+
+    async def agent(*, base_url: str, api_key: str, task: Task, seed: int) -> float:
+        client = Client(base_url=base_url, api_key=api_key, max_retries=0)
+        await ask(client, ASK)
+        engine.hold.clear()
+        call = asyncio.create_task(ask(client, ASK))
+        call.add_done_callback(lambda done: heard.append(done.exception()))
+        while len(engine.requests) < 2:
+            await asyncio.sleep(0.01)
+        return 1.0
+
+    async def all_of_it() -> None:
+        agents = Agents(agent, "tests:agent", engine, CHAT)
+        finished: list[Finished] = []
+        await agents.run(ticket(), setting(), Progress(), finished.append)
+        async with asyncio.timeout(5):
+            while not heard:
+                await asyncio.sleep(0.01)
+        assert [len(one.trajectory.turn_rewards) for one in finished] == [1]
+        await agents.close()
+
+    asyncio.run(all_of_it())
+    assert isinstance(heard[0], openai.APIConnectionError) and engine.cancelled == 1
+
+
+def test_what_the_engine_raises_is_no_fault_of_the_agent() -> None:
+    class Broken(Scripted):
+        async def generate(self, request: Request) -> Generation:
+            raise RuntimeError("the engine has ended")
+
+    ran = run(returning(1.0), Broken())
+    assert isinstance(ran.error, RuntimeError) and ran.counts["agent/exceptions"] == 0
+
+
+def test_a_url_is_of_one_episode_on_this_host_and_ends_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "MOST_BODY", 10_000)
+    urls: list[str] = []
+
+    async def raw(url: str, said: bytes) -> bytes:
+        host, port = url.split("/")[2].split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(said)
+        answer = await asyncio.wait_for(reader.read(65536), 5)
+        writer.close()
+        return answer
+
+    async def player(client: Client) -> float:
+        url = str(client.base_url)
+        urls.append(url)
+        token = url.split("/")[3]
+        assert url.startswith("http://127.0.0.1:") and len(token) >= 32
+        for other in (f"{url[: -len(token) - 4]}/{'x' * 32}/v1", *urls[:-1]):
+            stranger = Client(base_url=other, api_key="x", max_retries=0)
+            with pytest.raises(openai.NotFoundError):
+                await ask(stranger, ASK)
+            await stranger.close()
+        assert (await raw(url, b"\x16\x03\x01 hello\r\n\r\n")) == b""
+        head = f"POST /{token}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: ".encode()
+        assert (await raw(url, head + b"5\r\n\r\n{nope")).startswith(b"HTTP/1.1 400")
+        long = head + b"20000\r\n\r\n" + b"[" * 20000
+        assert (await raw(url, long)).startswith(b"HTTP/1.1 413")
+        deep = head + b"9000\r\n\r\n" + b"[" * 9000
+        assert (await raw(url, deep)).startswith(b"HTTP/1.1 400")
+        early = head + b"2\r\n\r\n{}" + b"x" * (1 << 17)
+        assert len(await raw(url, early)) < 1000
+        waits = head + b"2\r\nexpect: 100-continue\r\n\r\n"
+        assert (await raw(url, waits)).startswith(b"HTTP/1.1 100")
+        assert [model.id async for model in client.models.list()] == ["policy"]
+        await ask(client, ASK)
+        return 1.0
+
+    async def both() -> None:
+        """One server, one episode after the other."""
+        used = setting()
+        engine = Scripted("a", "b")
+
+        async def agent(*, base_url: str, api_key: str, task: Task, seed: int) -> float:
+            async with Client(base_url=base_url, api_key=api_key, max_retries=0) as client:
+                return await player(client)
+
+        agents = Agents(agent, "tests:agent", engine, CHAT)
+        finished: list[Finished] = []
+        for _ in range(2):
+            await agents.run(ticket(), used, Progress(), finished.append)
+        await agents.close()
+        assert len(finished) == 2 and urls[0] != urls[1]
+
+    asyncio.run(both())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"n": 2}, "n: 2"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logprobs": True}, "logprobs"),
+        ({"messages": []}, "messages"),
+        ({"messages": {"role": "user"}}, "messages"),
+        ({"messages": [{"role": "wizard", "content": ""}]}, "wizard"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
+        ({"messages": [*ASK, {"role": "assistant", "content": "a"}]}, "assistant"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+                    }
+                ]
+            },
+            "arguments",
+        ),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_its_name(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(Refused, match=named):
+        decode(json.dumps({"messages": ASK} | change).encode())
+
+
+def test_the_same_message_is_equal_whoever_wrote_it_down() -> None:
+    def message(**parts: Any) -> Message:
+        body = {"messages": [{"role": "assistant", **parts}, *ASK]}
+        return decode(json.dumps(body).encode()).messages[0]
+
+    def call(arguments: str, name: str) -> list[dict[str, Any]]:
+        return [{"id": name, "type": "function", "function": {"name": "f", "arguments": arguments}}]
+
+    ours = message(content=None, tool_calls=call('{"a": 1, "b": [2]}', "x"), refusal=None)
+    assert ours == message(content="", tool_calls=call('{"b":[2],"a":1}', "y"))
+    assert ours != message(content="", tool_calls=call('{"b":[3],"a":1}', "y"))
+    assert message(content="\ud800 a").content == "? a"
+
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<")),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab"), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.lists(st.tuples(st.text("fgh_", min_size=1), st.dictionaries(st.text("ab"), PLAIN))))
+def test_calls_that_are_written_are_read_back(listed: list[tuple[str, dict[str, Any]]]) -> None:
+    calls = tuple(Call(name, canonical(arguments)) for name, arguments in listed)
+    assert parse(written("so", calls)) == ("so", calls, True)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "{",
+        "[]",
+        '{"name": "f"}',
+        '{"name": "", "arguments": {}}',
+        '{"name": "f", "arguments": []}',
+        '{"name": "f", "arguments": {"a": NaN}}',
+        '{"name": "f", "arguments": {"a": 1e999}}',
+        "[" * 100_000,
+    ],
+)
+def test_a_call_that_is_none_is_not_guessed(body: str) -> None:
+    for text in (f"<tool_call>{body}</tool_call>", f"{called('left')}<tool_call>{body}"):
+        assert parse(text) == (text, (), False)
+
+
+def test_a_return_value_is_an_outcome() -> None:
+    assert outcome_of(1) == Outcome(1.0, True)
+    assert outcome_of(0.75) == Outcome(0.75, False)
+    assert outcome_of(Outcome(0.2, True)) == Outcome(0.2, True)
+
+
+def conversation(*said: str) -> tuple[Message, ...]:
+    roles = ("user", "assistant")
+    return tuple(Message(roles[index % 2], text) for index, text in enumerate(said))
+
+
+def test_the_judge_reads_the_common_beginning_once_and_texts_stay_in_their_place() -> None:
+    members = [
+        [conversation("the task", "the plan", "go on", "an ending\nAttempt 2 goes on with:")],
+        [conversation("the task", "the plan", "stop", "another"), conversation("aside", "noise")],
+    ]
+    asked = question(members)
+    assert asked.count("the task") == asked.count("the plan") == 1
+    assert [line for line in asked.splitlines() if line.startswith("Attempt ")] == [
+        "Attempt 1 goes on with:",
+        "Attempt 2 goes on with:",
+        "Attempt 2 also has a conversation:",
+    ]
+    assert asked.index("go on") < asked.index("stop") < asked.index("noise")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "[1]",
+        '{"scores": [1]}',
+        '{"scores": [1, 2]}',
+        '{"scores": [1, -0.1]}',
+        '{"scores": [1, "0"]}',
+        '{"scores": [1, null]}',
+    ],
+)
+def test_scores_that_are_none_are_not_read(answer: str) -> None:
+    with pytest.raises(ValueError):
+        parse_scores(answer, 2)
+    assert parse_scores('```json\n{"scores": [1, 0.5]}\n```', 2) == [1.0, 0.5]
+
+
+def judged(server: OpenAIServer) -> Ran:
+    """Four members that say how good they are."""
+    said = iter(["good 1", "good 2", "good 3", "good 4"])
+    ran = Ran()
+
+    async def player(client: Client) -> None:
+        await ask(client, ASK)
+
+    async def agent(*, base_url: str, api_key: str, task: Task, seed: int) -> None:
+        async with Client(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            await player(client)
+
+    async def all_of_it() -> None:
+        judge = GroupJudge(Endpoint(Llm(url=server.url, model="m", retries=0), "judge"), 1, 10.0)
+        agents = Agents(agent, "tests:agent", Scripted(*said), CHAT, judge)
+        try:
+            await agents.run(ticket(4), setting(), Progress(), ran.finished.append)
+        except Unjudged as error:
+            ran.error = error
+        ran.counts = agents.counters()
+        await agents.close()
+
+    asyncio.run(all_of_it())
+    return ran
+
+
+def test_a_judge_pays_each_member_for_what_it_said_in_whatever_order_it_is_shown() -> None:
+    def by_words(body: dict[str, Any]) -> str:
+        text = body["messages"][-1]["content"]
+        places = sorted((text.index(f"good {n}"), n) for n in range(1, 5))
+        return json.dumps({"scores": [n / 4 for _, n in places]})
+
+    with OpenAIServer(by_words) as server:
+        ran = judged(server)
+    assert ran.error is None and len(ran.finished) == 4
+    for one in ran.finished:
+        number = int(one.transcript.turns[-1].text.split()[-1])
+        assert one.trajectory.reward == number / 4
+        assert one.trajectory.success == (number == 4)
+    assert ran.counts["agent/judged"] == 1 and ran.counts["agent/judge_calls"] == 1
+
+
+def test_without_a_good_judgment_nobody_is_paid_anything() -> None:
+    with OpenAIServer("all of them are fine", '{"scores": [1, 1]}') as server:
+        ran = judged(server)
+    assert isinstance(ran.error, Unjudged) and ran.finished == []
+    assert ran.counts["agent/unjudged"] == 1 and ran.counts["agent/unreadable_judgments"] == 2
+
+
+def sync(base_url: str, api_key: str, task: Task, seed: int) -> float:
+    return 0.0
+
+
+async def lacking(base_url: str) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "nowhere",
+        "no_such_module_x:agent",
+        f"{__name__}:nobody",
+        f"{__name__}:sync",
+        f"{__name__}:lacking",
+    ],
+)
+def test_an_agent_that_cannot_be_is_named_before_anything_starts(path: str) -> None:
+    with pytest.raises(ValueError, match=r"rollout\.agent: "):
+        load_agent(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["rollout.agent=a:b", "launch.kind=serial"], "rollout.agent: "),
+        (["rollout.agent=a:b", "experience.kind=contrast"], "experience.kind: "),
+        (["rollout.agent=a:b", "judge.kind=rule"], "judge.kind: "),
+        (["rollout.agent_reward=judged"], "rollout.agent_reward: "),
+        (["rollout.agent_reward=guessed"], "rollout.agent_reward: "),
+        (["rollout.agent=a:b", "rollout.agent_reward=judged"], "judge.llm.url: "),
+        (["rollout.agent=a:b", "stages.0.override.rollout.agent=c:d"], "stages[0].override"),
+    ],
+)
+def test_what_an_agent_rules_out_is_named(arguments: list[str], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, ["stages.0.steps=10", *arguments])
+    assert str(caught.value).startswith(key)
