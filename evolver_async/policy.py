@@ -23,6 +23,7 @@ from evolver_async.tokenizer import TOKENIZER_FILES, ModelError, load_tokenizer,
 __all__ = [
     "ModelError",
     "export",
+    "hidden_states",
     "load_model",
     "load_state",
     "load_tokenizer",
@@ -84,6 +85,11 @@ def split_model(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     return model.base_model, head
 
 
+def hidden_states(model: nn.Module, tokens_BT: Tensor) -> Tensor:
+    """The last hidden states of rows padded on the right, hidden_BTD. Differentiable."""
+    return split_model(model)[0](input_ids=tokens_BT, use_cache=False).last_hidden_state
+
+
 def token_logprobs(
     model: nn.Module,
     tokens_BT: Tensor,
@@ -92,6 +98,7 @@ def token_logprobs(
     chunk: int = 4096,
     *,
     select_BT: Tensor | None = None,
+    hidden_BTD: Tensor | None = None,
     with_entropy: bool = False,
     entropy_top_k: int = 0,
 ) -> tuple[Tensor, Tensor]:
@@ -106,12 +113,13 @@ def token_logprobs(
     then those of temperature 1. `entropy_top_k` > 0 leaves the entropy's value as it is and
     gives it the gradient of the entropy among the k likeliest tokens (AEnt, arXiv 2509.03493), so
     that a bonus on it keeps alternatives alive without raising every token of the vocabulary.
-    Differentiable.
+    `hidden_BTD`: the rows' `hidden_states`, where they are known already. Differentiable.
     """
     select_BT = mask_BT.bool() if select_BT is None else select_BT.bool()
     rows_N, columns_N = select_BT[:, 1:].nonzero(as_tuple=True)
-    decoder, head = split_model(model)
-    hidden_BTD = decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state
+    _, head = split_model(model)
+    if hidden_BTD is None:
+        hidden_BTD = hidden_states(model, tokens_BT)
     hidden_ND = hidden_BTD[rows_N, columns_N]
     targets_N = tokens_BT[rows_N, columns_N + 1].long()
 

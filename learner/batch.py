@@ -23,9 +23,10 @@ class MicroBatch:
     tokens_BT int64, attention_BT bool (False on padding), action_BT bool (ACTION tokens that have a
     context to be predicted from). The `_N` tensors hold one entry per True of `action_BT`, in
     row-major order, so that `logprobs_BT[action_BT]` lines up with them: index_N int64 (place in
-    the batch's `_N` arrays), mu_N, old_N, anchor_N, reference_N, advantage_N float32, lag_N int64,
-    stripped_N bool, trajectory_N int64 (0..trajectories-1 within this micro-batch), length_N int64
-    (ACTION tokens of the token's whole trajectory).
+    the batch's `_N` arrays), mu_N, old_N, anchor_N, reference_N, advantage_N, value_N, return_N
+    float32, lag_N int64, stripped_N bool, trajectory_N int64 (0..trajectories-1 within this
+    micro-batch), length_N int64 (ACTION tokens of the token's whole trajectory). row_B int64: the
+    batch's number of each row.
     """
 
     tokens_BT: torch.Tensor
@@ -41,6 +42,9 @@ class MicroBatch:
     stripped_N: torch.Tensor
     trajectory_N: torch.Tensor
     length_N: torch.Tensor
+    value_N: torch.Tensor
+    return_N: torch.Tensor
+    row_B: torch.Tensor
 
 
 @dataclass
@@ -51,15 +55,18 @@ class Batch:
     The `_N` arrays hold ACTION tokens in row order, those of row r at
     action_start_R[r]:action_start_R[r+1]: mu_N float32 (behaviour), lag_N int64, turn_N int64,
     trajectory_N int64; and what others store: old_N (what the data is corrected from; mu_N until
-    then), anchor_N, reference_N, advantage_N float32 (0 until then). trajectory_R int64.
+    then), anchor_N, reference_N, advantage_N float32 (0 until then), and with a critic value_N,
+    return_N float32 and end_value_R float32 (behind each row's last token). trajectory_R int64.
     group_P int64 (index of the group), reward_P float64, length_P int64 (ACTION tokens),
     lag_P int64 (the largest of its tokens, 0 without any), stripped_P bool (experience was in the
-    sampled context and is in no row). turn_start_P int64[P+1]: the turns of trajectory p are
-    turn_start_P[p]:turn_start_P[p+1] of turn_reward_U float64, label_U int8.
+    sampled context and is in no row), truncated_P bool (it might have gone on). turn_start_P
+    int64[P+1]: the turns of trajectory p are turn_start_P[p]:turn_start_P[p+1] of turn_reward_U
+    float64, label_U int8.
     `sampled`: the same trajectories, rows and ACTION tokens of the stripped ones alone, in the
     contexts that they were sampled in; None where nothing is stripped.
     Trajectories without ACTION tokens count in their group's rewards and are in no minibatch, nor
-    are those that `leave_out` was told of.
+    are those that `leave_out` was told of. `whole_groups`: what compares the members of a group
+    token by token sees them all at once, in one update and in one forward pass.
     """
 
     tokens: Array
@@ -76,14 +83,19 @@ class Batch:
     length_P: Array
     lag_P: Array
     stripped_P: Array
+    truncated_P: Array
     turn_start_P: Array
     turn_reward_U: Array
     label_U: Array
     sampled: "Batch | None" = None
+    whole_groups: bool = False
     old_N: Array = field(init=False)
     anchor_N: Array = field(init=False)
     reference_N: Array = field(init=False)
     advantage_N: Array = field(init=False)
+    value_N: Array = field(init=False)
+    return_N: Array = field(init=False)
+    end_value_R: Array = field(init=False)
     trains_P: Array = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,6 +103,9 @@ class Batch:
         self.anchor_N = np.zeros_like(self.mu_N)
         self.reference_N = np.zeros_like(self.mu_N)
         self.advantage_N = np.zeros_like(self.mu_N)
+        self.value_N = np.zeros_like(self.mu_N)
+        self.return_N = np.zeros_like(self.mu_N)
+        self.end_value_R = np.zeros(len(self.trajectory_R), np.float32)
         self.trains_P = self.length_P > 0
 
     @property
@@ -122,15 +137,15 @@ class Batch:
         """Up to `count` optimizer updates of about equal numbers of trajectories.
 
         The order of groups is a permutation keyed by `key`. Groups stay whole where there are at
-        least `count` of them; never returns an empty minibatch, so it may return fewer (none at all
-        when nothing trains).
+        least `count` of them, or must; never returns an empty minibatch, so it may return fewer
+        (none at all when nothing trains).
         """
         if not self.trains_P.any():
             return []
         groups = np.unique(self.group_P[self.trains_P])
         order = np.random.Generator(np.random.Philox(key=key)).permutation(groups)
         members = [np.flatnonzero(self.trains_P & (self.group_P == group)) for group in order]
-        if len(members) < count:
+        if len(members) < count and not self.whole_groups:
             members = [member[None] for member in np.concatenate(members)]
         count = min(count, len(members))
         ends = np.cumsum([len(member) for member in members])
@@ -168,13 +183,14 @@ class Minibatch:
         """Yields padded micro-batches of at most `token_budget` tokens, padding included.
 
         Sorted by length, longest first, so that a budget beyond the memory shows at once. A
-        trajectory is never split (trajectory-level weights need all its tokens): one whose rows
-        alone exceed the budget gets a micro-batch of its own.
+        trajectory is never split (trajectory-level weights need all its tokens), nor a group with
+        `whole_groups`: one whose rows alone exceed the budget gets a micro-batch of its own.
         """
         batch = self.batch
-        rows_of: dict[int, list[int]] = {int(member): [] for member in self.members}
+        unit_P = batch.group_P if batch.whole_groups else np.arange(len(batch.group_P))
+        rows_of: dict[int, list[int]] = {int(unit): [] for unit in unit_P[self.members]}
         for row in np.flatnonzero(np.isin(batch.trajectory_R, self.members)):
-            rows_of[int(batch.trajectory_R[row])].append(int(row))
+            rows_of[int(unit_P[batch.trajectory_R[row]])].append(int(row))
         lengths_R = np.diff(batch.row_start_R)
         longest_first = sorted(
             rows_of.values(), key=lambda rows: -max(int(lengths_R[row]) for row in rows)
@@ -223,6 +239,9 @@ def _pad(batch: Batch, rows_B: Array, device: torch.device) -> MicroBatch:
         stripped_N=tensor(batch.stripped_P[trajectory_N]),
         trajectory_N=tensor(np.unique(trajectory_N, return_inverse=True)[1]),
         length_N=tensor(batch.length_P[trajectory_N]),
+        value_N=tensor(batch.value_N[index_N]),
+        return_N=tensor(batch.return_N[index_N]),
+        row_B=tensor(rows_B),
     )
 
 

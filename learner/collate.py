@@ -79,6 +79,7 @@ def collate(groups: list[Group], lags: dict[WeightId, int], strip: Strip) -> Bat
         "group_P": np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups]),
         "reward_P": np.array([trajectory.reward for trajectory in trajectories], np.float64),
         "stripped_P": stripped_P,
+        "truncated_P": np.array([trajectory.truncated for trajectory in trajectories], bool),
         "turn_start_P": _starts([len(trajectory.turn_rewards) for trajectory in trajectories]),
         "turn_reward_U": _joined([one.turn_rewards for one in trajectories], np.float64),
         "label_U": _joined([trajectory.labels for trajectory in trajectories], np.int8),

@@ -49,6 +49,12 @@ def clipped_objective(
     return Clipped(held_N * advantage_N, low_N, high_N | dual_N)
 
 
+def unclipped_objective(x_N: torch.Tensor, advantage_N: torch.Tensor) -> Clipped:
+    """x A, which nothing holds."""
+    nowhere_N = torch.zeros_like(advantage_N, dtype=torch.bool)
+    return Clipped(x_N * advantage_N, nowhere_N, nowhere_N)
+
+
 @dataclass(frozen=True)
 class Boosted:
     """Where a larger upper bound than clip_high is in force (A > 0, experience stripped).

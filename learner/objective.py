@@ -14,6 +14,7 @@ from learner.loss import (
     kl_estimate,
     policy_loss,
     token_scale,
+    unclipped_objective,
 )
 from learner.offpolicy import Corrected, correct, interpolated_anchor, log_rho
 
@@ -45,18 +46,11 @@ class Objective:
             theta_N,
             micro.old_N,
             anchor_N,
-            micro.trajectory_N,
-            kind=self.correction.kind,
-            level=self.correction.level,
-            w_max=self.correction.w_max,
-        )
-        clipped = clipped_objective(
-            corrected.ratio_N,
             micro.advantage_N,
-            clip_low=self.loss.clip_low,
-            clip_high=self._clip_high(micro),
-            dual_clip=self.loss.dual_clip,
+            micro.trajectory_N,
+            self.correction,
         )
+        clipped = self._clipped(corrected, micro)
         account(accounting, micro, corrected, clipped, log_rho(theta_N, micro.mu_N))
         if self.boosts:
             self._account_boost(accounting, micro, corrected.ratio_N)
@@ -76,6 +70,17 @@ class Objective:
             kl_coef=self.loss.kl_coef,
             entropy_N=entropy_N,
             entropy_coef=self.loss.entropy_coef,
+        )
+
+    def _clipped(self, corrected: Corrected, micro: MicroBatch) -> Clipped:
+        if not corrected.clips:
+            return unclipped_objective(corrected.ratio_N, micro.advantage_N)
+        return clipped_objective(
+            corrected.ratio_N,
+            micro.advantage_N,
+            clip_low=self.loss.clip_low,
+            clip_high=self._clip_high(micro),
+            dual_clip=self.loss.dual_clip,
         )
 
     def _clip_high(self, micro: MicroBatch) -> float | torch.Tensor:

@@ -2,7 +2,7 @@
 
 Pure functions of per-token log-probs; formulas and letters: algorithms §2. All vectors are over the
 N ACTION tokens of whole trajectories, so trajectory-level weights see all their tokens. Every kind
-yields the same two things, so that the loss needs not know which one it was. What the data is
+yields a ratio and a weight, so that the loss needs not know which one it was. What the data is
 corrected from is `old`: mu, but for tokens whose context lost its experience (`guided_old`).
 """
 
@@ -10,24 +10,28 @@ from dataclasses import dataclass
 
 import torch
 
+from evolver_async.config import Correction
 from evolver_async.schema import Array
 
 LOG_RATIO_BOUND = 20.0  # e^20 is far beyond every clip, and its square still fits float32
+UNANCHORED = ("ppo", "cispo", "topr")  # the kinds that read no anchor
 
 
 @dataclass(frozen=True)
 class Corrected:
     """What a correction hands to the loss, and what is worth logging about it.
 
-    ratio_N: x of the clipped objective L(x), differentiable. weight_N: its factor, constant.
-    w_N = exp(anchor - old), r_N = exp(theta - anchor): constants, per token and untruncated
-    whatever the kind does with them (`ppo` has no anchor: w = q, r = q).
+    The objective of a token is weight_N L(x) with the clipped L and x = ratio_N, or, where the kind
+    does not clip, weight_N A ratio_N, whose ratio_N is theta. ratio_N is differentiable, weight_N
+    constant. w_N = exp(anchor - old), r_N = exp(theta - anchor): constants, per token and
+    untruncated whatever the kind does with them (kinds without an anchor: w = r = q).
     """
 
     ratio_N: torch.Tensor
     weight_N: torch.Tensor
     w_N: torch.Tensor
     r_N: torch.Tensor
+    clips: bool
 
 
 def bounded_exp(log_N: torch.Tensor) -> torch.Tensor:
@@ -37,7 +41,7 @@ def bounded_exp(log_N: torch.Tensor) -> torch.Tensor:
 
 def needs_anchor_pass(kind: str, anchor: str) -> bool:
     """Whether the log-probs of the step's starting weights must be computed by a forward pass."""
-    return kind != "ppo" and anchor == "recompute"
+    return kind not in UNANCHORED and anchor == "recompute"
 
 
 def guided_old(kind: str, mu_N: Array, anchor_N: Array, anchor_e_N: Array | None) -> Array:
@@ -67,34 +71,86 @@ def correct(
     theta_N: torch.Tensor,
     old_N: torch.Tensor,
     anchor_N: torch.Tensor,
+    advantage_N: torch.Tensor,
     trajectory_N: torch.Tensor,
-    *,
-    kind: str,
-    level: str,
-    w_max: float,
+    settings: Correction,
 ) -> Corrected:
-    """The ratio and the weight of every token under the correction `kind`.
+    """The ratio and the weight of every token under a correction.
 
-    `none`: L(r), `old_N` ignored. `ppo`: L(q), `anchor_N` ignored. `decoupled`: min(w, w_max) L(r),
-    at `level: trajectory` with the product W of w over the trajectory's tokens instead of w.
     theta_N carries the gradient; trajectory_N int64[N] says which tokens belong together.
+    `anchor_N` is not read by the kinds `UNANCHORED`; `advantage_N` only by `topr`.
     """
-    one_N = torch.ones_like(old_N)
-    if kind == "ppo":
-        ratio_N, weight_N = bounded_exp(theta_N - old_N), one_N
-        w_N = ratio_N.detach()
+    if settings.kind in UNANCHORED:
+        return _unanchored(theta_N, old_N, advantage_N, trajectory_N, settings)
+    return _anchored(theta_N, old_N, anchor_N, trajectory_N, settings)
+
+
+def _unanchored(
+    theta_N: torch.Tensor,
+    old_N: torch.Tensor,
+    advantage_N: torch.Tensor,
+    trajectory_N: torch.Tensor,
+    settings: Correction,
+) -> Corrected:
+    """Kinds of q = exp(theta - old) alone.
+
+    `ppo`: L(q). `cispo`: sg min(q, 1 + epsilon) A theta. `topr`: A theta where A > 0, else
+    sg min(q, 1) A theta, at `level: trajectory` with the product Q of q over the trajectory.
+    """
+    ratio_N = bounded_exp(theta_N - old_N)
+    q_N = ratio_N.detach()
+    if settings.kind == "ppo":
+        return Corrected(ratio_N, torch.ones_like(q_N), q_N, q_N, clips=True)
+    if settings.kind == "cispo":
+        weight_N = q_N.clamp(max=1 + settings.epsilon)
     else:
-        ratio_N = bounded_exp(theta_N - anchor_N)
-        w_N = bounded_exp(anchor_N - old_N)
-        if kind == "none":
-            weight_N = one_N
-        elif level == "token":
-            weight_N = w_N.clamp(max=w_max)
-        else:
-            assert kind == "decoupled" and level == "trajectory", (kind, level)
-            log_W_N = trajectory_sum(anchor_N - old_N, trajectory_N)
-            weight_N = bounded_exp(log_W_N).clamp(max=w_max)
-    return Corrected(ratio_N, weight_N, w_N, r_N=ratio_N.detach())
+        assert settings.kind == "topr", settings.kind
+        whole_N = q_N
+        if settings.level == "trajectory":
+            whole_N = bounded_exp(trajectory_sum((theta_N - old_N).detach(), trajectory_N))
+        weight_N = torch.where(advantage_N > 0, torch.ones_like(q_N), whole_N.clamp(max=1))
+    return Corrected(theta_N, weight_N, q_N, q_N, clips=False)
+
+
+def _anchored(
+    theta_N: torch.Tensor,
+    old_N: torch.Tensor,
+    anchor_N: torch.Tensor,
+    trajectory_N: torch.Tensor,
+    settings: Correction,
+) -> Corrected:
+    """Kinds of r = exp(theta - anchor) and w = exp(anchor - old); W is w's product over all n
+    tokens of the trajectory.
+
+    `none`: L(r). `decoupled`: min(w, w_max) L(r), at `level: trajectory` with W for w. `icepop`:
+    1[low <= w <= high] w L(r). `geo_mask`: 1[low <= W^(1/n) <= high] L(r). `gspo`:
+    min(W^(1/n), w_max) L(s_t), s_t = sg(s) exp(theta - sg theta), s = exp(mean_t(theta - anchor)).
+    """
+    kind, log_w_N = settings.kind, anchor_N - old_N
+    ratio_N, w_N = bounded_exp(theta_N - anchor_N), bounded_exp(log_w_N)
+    r_N = ratio_N.detach()
+    if kind == "none":
+        weight_N = torch.ones_like(w_N)
+    elif kind == "decoupled":
+        whole_N = w_N
+        if settings.level == "trajectory":
+            whole_N = bounded_exp(trajectory_sum(log_w_N, trajectory_N))
+        weight_N = whole_N.clamp(max=settings.w_max)
+    elif kind == "icepop":
+        weight_N = w_N * _within(w_N, settings)
+    elif kind == "geo_mask":
+        weight_N = _within(bounded_exp(trajectory_mean(log_w_N, trajectory_N)), settings)
+    else:
+        assert kind == "gspo", kind
+        weight_N = bounded_exp(trajectory_mean(log_w_N, trajectory_N)).clamp(max=settings.w_max)
+        s_N = bounded_exp(trajectory_mean((theta_N - anchor_N).detach(), trajectory_N))
+        ratio_N = s_N * (theta_N - theta_N.detach()).exp()
+    return Corrected(ratio_N, weight_N, w_N, r_N, clips=True)
+
+
+def _within(x_N: torch.Tensor, settings: Correction) -> torch.Tensor:
+    """1 where low <= x <= high, else 0: who is masked stays in every denominator."""
+    return ((x_N >= settings.low) & (x_N <= settings.high)).to(x_N.dtype)
 
 
 def log_rho(theta_N: torch.Tensor, mu_N: torch.Tensor) -> torch.Tensor:
@@ -106,3 +162,8 @@ def trajectory_sum(x_N: torch.Tensor, trajectory_N: torch.Tensor) -> torch.Tenso
     """At every token, the sum of x over all tokens of its trajectory."""
     sums_P = torch.zeros(int(trajectory_N.max()) + 1, dtype=x_N.dtype, device=x_N.device)
     return sums_P.index_add(0, trajectory_N, x_N)[trajectory_N]
+
+
+def trajectory_mean(x_N: torch.Tensor, trajectory_N: torch.Tensor) -> torch.Tensor:
+    """At every token, the mean of x over all tokens of its trajectory."""
+    return trajectory_sum(x_N, trajectory_N) / trajectory_sum(torch.ones_like(x_N), trajectory_N)

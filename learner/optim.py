@@ -4,7 +4,7 @@ The only place where weights change.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,18 +72,24 @@ def make_adamw(
     )
 
 
-def update(optimizer: torch.optim.Optimizer, *, loss: float, lr: float, grad_clip: float) -> Update:
-    """Clips the gradients to norm `grad_clip`, moves the weights, clears the gradients.
+def update(
+    moves: Sequence[tuple[torch.optim.Optimizer, float]], *, loss: float, grad_clip: float
+) -> list[Update]:
+    """Clips gradients, moves the weights, clears the gradients: of each optimizer, at its rate.
 
-    `loss` is that of the whole update. If it or the gradient is not finite, only the clearing
-    happens: `applied` is False, weights and moments stay untouched.
+    Each is clipped by its own norm. `loss` is that of the whole update. If it or any gradient is
+    not finite, only the clearing happens: `applied` is False for all, weights and moments stay
+    untouched.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = float(torch.nn.utils.clip_grad_norm_(parameters, grad_clip))
-    applied = math.isfinite(loss) and math.isfinite(norm)
-    if applied:
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return Update(applied, norm)
+    norms = []
+    for optimizer, _ in moves:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, grad_clip)))
+    applied = math.isfinite(loss) and all(map(math.isfinite, norms))
+    for optimizer, lr in moves:
+        if applied:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return [Update(applied, norm) for norm in norms]

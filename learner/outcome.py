@@ -8,6 +8,7 @@ from evolver_async.schema import Array, Group, TurnFlag
 from learner.advantage import zero_spread
 from learner.batch import Batch, Minibatch
 from learner.collate import guided
+from learner.resampling import flagged, tool_calls
 
 NON_FINITE = "non_finite"  # why groups were left out whose update could not be applied
 
@@ -78,18 +79,26 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
     rewards = np.array([trajectory.reward for trajectory in trajectories])
     group_P = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
     turns = np.array([len(trajectory.turn_rewards) for trajectory in trajectories])
-    errors = sum(
-        int((trajectory.turn_flags & TurnFlag.FORMAT_ERROR).astype(bool).sum())
-        for trajectory in trajectories
-    )
+    flags = np.concatenate([trajectory.turn_flags for trajectory in trajectories])
+    calls = np.concatenate([tool_calls(trajectory) for trajectory in trajectories])
     return {
         "train/reward_mean": float(rewards.mean()),
         "train/reward_std": float(rewards.std()),
         "train/success": float(np.mean([trajectory.success for trajectory in trajectories])),
         "train/turns_mean": float(turns.mean()),
-        "train/format_errors": errors / max(1, int(turns.sum())),
+        "train/format_errors": flagged(flags, TurnFlag.FORMAT_ERROR),
+        "train/tool_errors": flagged(calls, TurnFlag.TOOL_ERROR),
         "train/zero_spread": float(zero_spread(rewards, group_P).mean()),
     }
+
+
+def env_metrics(groups: list[Group]) -> dict[str, float]:
+    """The success in each environment, before selection; none of one that is not in the step."""
+    by_env: dict[str, list[bool]] = {}
+    for group in groups:
+        successes = [trajectory.success for trajectory in group.trajectories]
+        by_env.setdefault(group.task.env, []).extend(successes)
+    return {f"train/success/{env}": float(np.mean(found)) for env, found in by_env.items()}
 
 
 def experience_metrics(groups: list[Group]) -> dict[str, float]:

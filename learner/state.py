@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from evolver_async.policy import load_state, state_tensors
+from learner.critic import Critic
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class State:
     stage_seconds: float = 0.0
     seconds: float = 0.0
     baseline: float = 0.0  # of the reinforce estimator
+    critic_steps: int = 0  # steps that trained the critic
     bad_steps: int = 0  # non-finite, in a row
     empty_steps: int = 0  # nothing selected, in a row
     masked_steps: int = 0  # nearly everything masked, in a row
@@ -72,12 +74,17 @@ def save(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     reference: torch.nn.Module | None,
+    critic: Critic | None,
 ) -> None:
     """Write everything into `directory`, which exists and is empty."""
     save_file(_plain(state_tensors(model)), directory / "model.safetensors")
     save_file(_optimizer_tensors(model, optimizer), directory / "optimizer.safetensors")
     if reference is not None:
         save_file(_plain(state_tensors(reference)), directory / "reference.safetensors")
+    if critic is not None:
+        save_file(_plain(state_tensors(critic.module)), directory / "critic.safetensors")
+        moments = _optimizer_tensors(critic.module, critic.optimizer)
+        save_file(moments, directory / "critic_optimizer.safetensors")
     (directory / "state.json").write_text(json.dumps(asdict(state), indent=1))
 
 
@@ -86,11 +93,16 @@ def load(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     reference: torch.nn.Module | None,
+    critic: Critic | None,
 ) -> State:
     """Restore what `save` wrote, in place; returns the numbers."""
     load_policy(model, directory)
     if reference is not None:
         load_state(reference, load_file(directory / "reference.safetensors"))
+    if critic is not None:
+        load_state(critic.module, load_file(directory / "critic.safetensors"))
+        moments = directory / "critic_optimizer.safetensors"
+        load_optimizer(critic.module, critic.optimizer, moments)
     load_optimizer(model, optimizer, directory / "optimizer.safetensors")
     numbers = json.loads((directory / "state.json").read_text())
     pending = [Asked(**asked) for asked in numbers.pop("pending")]
@@ -104,6 +116,11 @@ def load(
 def has_reference(directory: Path) -> bool:
     """Whether the checkpoint holds a KL reference."""
     return (directory / "reference.safetensors").exists()
+
+
+def has_critic(directory: Path) -> bool:
+    """Whether the checkpoint holds a critic."""
+    return (directory / "critic.safetensors").exists()
 
 
 def load_policy(model: torch.nn.Module, directory: Path) -> None:

@@ -23,7 +23,7 @@ from evolver_async.launch import directory
 from evolver_async.launch.roles import RoleArgs, TrainingError, collect_rarely, weights_dir
 from evolver_async.metrics import Metrics, Timers
 from evolver_async.schema import Fork, Group, WeightId
-from evolver_async.transport import Client, DealerClient
+from evolver_async.transport import Client, DealerClient, Rejected
 from evolver_async.weights.base import Publisher
 from evolver_async.weights.shm import ShmPublisher
 from learner.checkpoints import Checkpoints
@@ -147,7 +147,7 @@ class Learner:
         self.state.stage_tokens += outcome.tokens
         passed = self.clock.tick(self.state)
         over = stage_over(self.config.stages[stage], self.state)
-        # A supervised stage publishes once, at its end: nobody samples from what lies between.
+        # Other stages publish once, at their end: nobody samples from what lies between.
         changed = outcome.updates > 0 if learns else over
         if changed:
             self.state.version += 1
@@ -176,11 +176,13 @@ class Learner:
 
     def train(self, groups: list[Group]) -> Outcome:
         """One step of the current stage's kind."""
-        stage = self.stages[self.state.stage]
+        stage, kind = self.stages[self.state.stage], self.kind(self.state.stage)
         steps = self.config.stages[self.state.stage].steps
-        if self.kind(self.state.stage) == "sft":
-            return self.updater.sft(stage, groups, self.state, steps)
-        return self.updater.rl(stage, groups, self.state, self.forks, steps)
+        if kind == "rl":
+            return self.updater.rl(stage, groups, self.state, self.forks, steps)
+        if kind == "dpo":
+            return self.updater.dpo(stage, groups, self.state, self.forks, steps)
+        return self.updater.sft(stage, groups, self.state, steps)
 
     def heed_pause(self) -> None:
         """While the run is paused take nothing; only say so, and take in what evaluations find."""
@@ -201,11 +203,14 @@ class Learner:
         log.info("goes on after its pause")
 
     def sample(self) -> list[Group]:
-        """The groups of the next take."""
+        """The groups of the next take. TrainingError where there will be none."""
         state = self.state
         request = messages.Sample(lineage=state.lineage, take=state.take, stage=state.stage)
-        while isinstance(reply := self.requests.ask(request), messages.Wait):
-            log.info("take %d waits: %s", state.take, reply.reason)
+        try:
+            while isinstance(reply := self.requests.ask(request), messages.Wait):
+                log.info("take %d waits: %s", state.take, reply.reason)
+        except Rejected as error:
+            raise TrainingError(f"take {state.take}: {error}") from error
         return reply
 
     def publish(self, retain: bool) -> None:

@@ -1,37 +1,37 @@
 """What one step does to the policy: its groups in, new weights and measurements out.
 
-Holds the model, its optimizer and, where a KL is asked for, the frozen reference. Knows nothing of
-sockets, versions published or files besides checkpoints.
+Holds the model, its optimizer and, where a stage asks for them, the frozen reference and the
+critic. Knows nothing of sockets, versions published or files besides checkpoints.
 """
 
-import logging
 import math
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from evolver_async import policy
 from evolver_async.config import Config
-from evolver_async.launch.roles import TrainingError
 from evolver_async.metrics import Timers
-from evolver_async.schema import Fork, Group, WeightId, key
+from evolver_async.schema import Fork, Group, WeightId
 from learner import state as files
 from learner.accounting import Accounting
 from learner.advantage import label_metrics
 from learner.batch import Batch, MicroBatch, Minibatch
 from learner.collate import Strip, collate, lag_table
 from learner.credit import give_credit, penalises, rewards_of
+from learner.critic import Critic
+from learner.dpo import Preference, mark_pairs, pairs
 from learner.objective import Objective
 from learner.offpolicy import needs_anchor_pass
-from learner.optim import lr_at, make_adamw, update
-from learner.outcome import Applied, Outcome, experience_metrics, rollout_metrics
+from learner.optim import make_adamw
+from learner.outcome import Outcome, env_metrics, experience_metrics, rollout_metrics
 from learner.scoring import Scorer, store_anchor
 from learner.selection import select
+from learner.shaping import without_overlong
 from learner.state import State
+from learner.stepping import Stepper
 from learner.supervised import sft_loss
-
-log = logging.getLogger(__name__)
+from learner.values import WITH_CRITIC
 
 
 class Updater:
@@ -53,13 +53,19 @@ class Updater:
             eps=learner.eps,
             weight_decay=learner.weight_decay,
         )
+        self.stepper = Stepper(self.model, self.optimizer, config, run_dir, timers)
         self.reference: torch.nn.Module | None = None
+        self.critic: Critic | None = None
 
     def begin_stage(self, stage: Config, index: int) -> None:
         """Reset the optimizer, renew the reference: what happens once, where a stage begins."""
         if self.config.stages[index].reset_optimizer:
             self.optimizer.state.clear()
-        if self.config.stages[index].refresh_reference and self._needs_reference(stage, index):
+            if self.critic is not None:
+                self.critic.optimizer.state.clear()
+        renews = self.config.stages[index].refresh_reference
+        renews = renews or self.config.stages[index].kind == "dpo"
+        if renews and self._needs_reference(stage, index):
             self.reference = None
         self.ensure_reference(stage, index)
 
@@ -73,27 +79,25 @@ class Updater:
             policy.load_state(self.reference, policy.state_tensors(self.model))
 
     def _needs_reference(self, stage: Config, index: int) -> bool:
-        return self.config.stages[index].kind == "rl" and stage.loss.kl_coef > 0
+        kind = self.config.stages[index].kind
+        return kind == "dpo" or (kind == "rl" and stage.loss.kl_coef > 0)
 
     def save(self, directory: Path, state: State) -> None:
-        files.save(directory, state, self.model, self.optimizer, self.reference)
+        files.save(directory, state, self.model, self.optimizer, self.reference, self.critic)
 
     def restore(self, directory: Path) -> State:
         if files.has_reference(directory):
             self.reference = self._load_reference()
-        return files.load(directory, self.model, self.optimizer, self.reference)
+        if files.has_critic(directory):
+            self.critic = self._make_critic()
+        return files.load(directory, self.model, self.optimizer, self.reference, self.critic)
 
     def rl(
         self, stage: Config, groups: list[Group], state: State, forks: dict[int, Fork], steps: int
     ) -> Outcome:
         """Select, collate, score, estimate advantages, take the optimizer updates of one step."""
-        chosen = select(
-            groups,
-            stage.selection.kind,
-            keep=stage.selection.keep,
-            drop_zero=stage.selection.drop_zero,
-        )
-        metrics = self._brought(stage, groups)
+        chosen = select(groups, stage.selection, seed=self.config.run.seed)
+        metrics = self._brought(stage, groups) | chosen.metrics
         if not chosen.groups:
             return Outcome([], chosen.filtered, 0, 0, metrics)
         head = WeightId(lineage=state.lineage, step=state.version)
@@ -107,13 +111,21 @@ class Updater:
             and batch.sampled is None
         )
         self._score(stage, batch, state, interpolates)
+        critic = self._value(stage, batch)
         rewards, penalty = rewards_of(batch, stage.loss)
+        rewards, overlong = without_overlong(
+            rewards,
+            batch.length_P,
+            limit=stage.advantage.overlong_limit,
+            cache=stage.advantage.overlong_cache,
+        )
         finite_P, found = give_credit(batch, rewards, stage.advantage, state, steps)
-        metrics |= penalty | found
+        batch.advantage_N *= chosen.scale
+        metrics |= penalty | overlong | found
         if stage.judge.kind != "none":
             metrics |= label_metrics(rewards)
         if not finite_P.any():
-            self._bad_step(state, batch, math.nan, math.nan)
+            self.stepper.bad_step(state, batch, math.nan, math.nan)
         accounting = Accounting()
         accounting.set_trajectories(
             lag_P=batch.lag_P[finite_P],
@@ -123,8 +135,9 @@ class Updater:
         )
         boosts = batch.sampled is not None and stage.loss.boost > 0
         objective = Objective(stage.correction, stage.loss, interpolates, boosts)
-        applied = self._updates(stage, batch, state, steps, objective, accounting)
+        applied = self.stepper(stage, batch, state, steps, objective, accounting, critic)
         applied.left_out |= {int(index) for index in batch.group_P[~finite_P]}
+        state.critic_steps += critic is not None and bool(applied.minibatches)
         metrics |= applied.metrics | accounting.metrics()
         return applied.outcome(chosen.groups, chosen.filtered, metrics, batch)
 
@@ -146,29 +159,52 @@ class Updater:
                 "loss/entropy": scale * entropy_N.detach().sum(),
             }
 
-        applied = self._updates(stage, batch, state, steps, loss, Accounting())
+        applied = self.stepper(stage, batch, state, steps, loss, Accounting())
         metrics = self._brought(stage, groups) | applied.metrics
         return applied.outcome(groups, {}, metrics, None)
+
+    def dpo(
+        self, stage: Config, groups: list[Group], state: State, forks: dict[int, Fork], steps: int
+    ) -> Outcome:
+        """Preference training: the best member of each group against its worst."""
+        chosen = pairs(groups)
+        metrics = self._brought(stage, groups)
+        if not chosen.groups:
+            return Outcome([], chosen.filtered, 0, 0, metrics)
+        head = WeightId(lineage=state.lineage, step=state.version)
+        batch = collate(chosen.groups, lag_table(chosen.groups, head, forks), self._strip(stage))
+        mark_pairs(batch)
+        assert self.reference is not None, "a dpo stage was entered without a reference"
+        batch.reference_N = self._scorer(stage)(self.reference, batch.whole())
+        loss = Preference(stage.loss.dpo_beta)
+        applied = self.stepper(stage, batch, state, steps, loss, Accounting())
+        metrics |= applied.metrics
+        return applied.outcome(chosen.groups, chosen.filtered, metrics, None)
 
     def _brought(self, stage: Config, groups: list[Group]) -> dict[str, float]:
         """Metrics of what the actors brought, before selection."""
         metrics = rollout_metrics(groups)
         if stage.experience.kind != "none":
             metrics |= experience_metrics(groups)
+        if stage.tasks.mixture or stage.tasks.path:
+            metrics |= env_metrics(groups)
         return metrics
 
     def _strip(self, stage: Config) -> Strip:
         experience = stage.experience
         return Strip(experience.strip, experience.strip_fraction, self.config.run.seed)
 
-    def _score(self, stage: Config, batch: Batch, state: State, interpolates: bool) -> None:
-        """Stores the log-probs that the step needs before its first update."""
-        score = Scorer(
+    def _scorer(self, stage: Config) -> Scorer:
+        return Scorer(
             stage.rollout.temperature,
             stage.learner.token_budget,
             stage.learner.logprob_chunk,
             self.device,
         )
+
+    def _score(self, stage: Config, batch: Batch, state: State, interpolates: bool) -> None:
+        """Stores the log-probs that the step needs before its first update."""
+        score = self._scorer(stage)
         anchor = "interpolate" if interpolates else "recompute"
         shown = stage.metrics.samples > 0 and state.take % stage.metrics.samples_every == 0
         needed = needs_anchor_pass(stage.correction.kind, anchor)
@@ -186,85 +222,26 @@ class Updater:
             assert self.reference is not None, "a stage with a KL was entered without a reference"
             batch.reference_N = score(self.reference, batch.whole())
 
-    def _updates(
-        self, stage: Config, batch: Batch, state: State, steps: int, loss, account_in: Accounting
-    ) -> Applied:
-        """One optimizer update a minibatch; stops at the first that is not finite.
+    def _value(self, stage: Config, batch: Batch) -> Critic | None:
+        """Stores the values of a batch's tokens where its estimator reads any; who knows them.
 
-        Only what was applied is measured: `account_in` gets the tokens of these minibatches.
+        The critic is made by the first step that needs one, from the policy as it is then.
         """
-        learner = stage.learner
-        rate = lr_at(
-            state.take - state.stage_take,
-            lr=learner.lr,
-            warmup_steps=learner.warmup_steps,
-            steps=steps,
-            decay=learner.decay,
-            decay_start=learner.decay_start,
-            lr_final=learner.lr_final,
-        )
-        order = key(self.config.run.seed, "minibatches", state.take)
-        sums: dict[str, float] = {}
-        applied: list[Minibatch] = []
-        minibatches = batch.minibatches(learner.minibatches, order)
-        for minibatch in minibatches:
-            total, terms_of, accounting = 0.0, dict[str, float](), Accounting()
-            for micro in minibatch.micro_batches(learner.token_budget, self.device):
-                with self.timers("forward"):
-                    theta_N, entropy_N = self._forward(stage, micro)
-                    value, terms = loss(theta_N, entropy_N, micro, minibatch, accounting)
-                with self.timers("backward"):
-                    value.backward()
-                total += float(value.detach())
-                _add(terms_of, {name: float(term) for name, term in terms.items()})
-            with self.timers("optimizer"):
-                done = update(self.optimizer, loss=total, lr=rate, grad_clip=learner.grad_clip)
-            if not done.applied:
-                self._bad_step(state, batch, total, done.grad_norm)
-                break
-            applied.append(minibatch)
-            _add(sums, terms_of | {"loss/grad_norm": done.grad_norm})
-            account_in.merge(accounting)
-        else:
-            state.bad_steps = 0 if minibatches else state.bad_steps
-        means = {name: value / len(applied) for name, value in sums.items()}
-        means |= {"learner/lr": rate, "learner/updates": float(len(applied))}
-        return Applied.of(minibatches, applied, means)
+        if stage.advantage.kind not in WITH_CRITIC:
+            return None
+        if self.critic is None:
+            self.critic = self._make_critic()
+        with self.timers("value"):
+            self.critic.score(self.model, batch, stage.learner.token_budget, self.device)
+        return self.critic
 
-    def _forward(self, stage: Config, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """theta_N with gradient and entropy_N, of the ACTION tokens of a micro-batch."""
-        theta_BT, entropy_BT = policy.token_logprobs(
-            self.model,
-            micro.tokens_BT,
-            micro.attention_BT,
-            stage.rollout.temperature,
-            stage.learner.logprob_chunk,
-            select_BT=micro.action_BT,
-            with_entropy=True,
-            entropy_top_k=stage.loss.entropy_top_k,
-        )
-        return theta_BT[micro.action_BT], entropy_BT[micro.action_BT]
+    def _make_critic(self) -> Critic:
+        learner = self.config.learner
+        betas = learner.betas[0], learner.betas[1]
+        return Critic(self.model, self.config.critic.kind, betas=betas, eps=learner.eps)
 
     def _load_reference(self) -> torch.nn.Module:
         reference = policy.load_model(
             self.config.policy.path, dtype=self.config.policy.dtype, device=str(self.device)
         )
         return reference.requires_grad_(False)
-
-    def _bad_step(self, state: State, batch: Batch, loss: float, grad_norm: float) -> None:
-        """Keep the data that led to a non-finite step; too many in a row end the run."""
-        state.bad_steps += 1
-        path = self.run_dir / "bad" / f"take_{state.take:06d}.npz"
-        path.parent.mkdir(exist_ok=True)
-        arrays = {name: value for name, value in vars(batch).items() if name != "sampled"}
-        np.savez(path, **arrays)
-        log.error("loss %s, gradient norm %s: step skipped, batch in %s", loss, grad_norm, path)
-        if state.bad_steps >= self.config.learner.max_bad_steps:
-            raise TrainingError(
-                f"{state.bad_steps} non-finite steps in a row; batches in {path.parent}"
-            )
-
-
-def _add(sums: dict[str, float], terms: dict[str, float]) -> None:
-    for name, term in terms.items():
-        sums[name] = sums.get(name, 0.0) + term

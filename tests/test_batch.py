@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_collate import VOCABULARY, collated, make_groups
 
+from evolver_async.config import Correction
 from evolver_async.schema import Role
 from learner.batch import Batch
 from learner.loss import clipped_objective, policy_loss, token_scale
@@ -121,10 +122,9 @@ def update_loss(
             theta_N,
             micro.old_N,
             micro.anchor_N,
+            micro.advantage_N,
             micro.trajectory_N,
-            kind="decoupled",
-            level=level,
-            w_max=5.0,
+            Correction(kind="decoupled", level=level, w_max=5.0),
         )
         clipped = clipped_objective(
             corrected.ratio_N, micro.advantage_N, clip_low=0.9, clip_high=2.0, dual_clip=3.0

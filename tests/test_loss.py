@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.loss import boosted, clipped_objective, kl_estimate, policy_loss, token_scale
+from learner.loss import (
+    boosted,
+    clipped_objective,
+    kl_estimate,
+    policy_loss,
+    token_scale,
+    unclipped_objective,
+)
 
 
 @given(
@@ -36,6 +43,15 @@ def test_a_bounded_token_has_no_gradient_and_a_free_one_has_all_of_it():
     assert gradient_N.tolist() == [1, 0, 0, -1, 0, 0]
     assert clipped.low_N.tolist() == [False, True, False, False, False, False]
     assert clipped.high_N.tolist() == [False, False, True, False, True, False]
+
+
+def test_an_unclipped_token_always_has_its_gradient():
+    x_N = torch.tensor([-7.0, 0.1, 50.0], requires_grad=True)
+    A_N = torch.tensor([1.0, -2.0, -1.0])
+    found = unclipped_objective(x_N, A_N)
+    (gradient_N,) = torch.autograd.grad(found.objective_N.sum(), x_N)
+    assert torch.equal(gradient_N, A_N)
+    assert not (found.low_N | found.high_N).any()
 
 
 def test_the_upper_bound_may_differ_by_token():

@@ -13,6 +13,7 @@ from evolver_async.config import Correction, Loss
 from learner.accounting import Accounting
 from learner.batch import Batch
 from learner.collate import Strip
+from learner.loss import token_scale
 from learner.objective import Objective
 from learner.offpolicy import guided_old
 
@@ -22,7 +23,14 @@ CORRECTIONS = [
     ("ppo", "token"),
     ("decoupled", "token"),
     ("decoupled", "trajectory"),
+    ("icepop", "token"),
+    ("geo_mask", "token"),
+    ("gspo", "token"),
+    ("cispo", "token"),
+    ("topr", "token"),
+    ("topr", "trajectory"),
 ]
+UNCLIPPED = ("cispo", "topr")
 
 
 def filled(seed: int, strip: Strip, guided: str) -> tuple[Batch, dict[str, np.ndarray]]:
@@ -64,15 +72,23 @@ def expected_loss(
             value = min(x * A, min(max(x, 1 - loss.clip_low), 1 + high) * A)
             return max(value, loss.dual_clip * A) if A < 0 else value
 
-        if correction.kind == "none":
-            total += L(r)
-        elif correction.kind == "ppo":
-            total += L(r * w(t))
-        elif correction.level == "token":
-            total += min(w(t), correction.w_max) * L(r)
-        else:
-            own = [u for u in tokens if batch.trajectory_N[u] == batch.trajectory_N[t]]
-            total += min(math.prod(w(u) for u in own), correction.w_max) * L(r)
+        own = [u for u in tokens if batch.trajectory_N[u] == batch.trajectory_N[t]]
+        W = math.prod(w(u) for u in own)
+        R = math.prod(math.exp(data["theta"][u] - data["anchor"][u]) for u in own)
+        geo, q = W ** (1 / len(own)), r * w(t)
+        whole = correction.level == "trajectory"
+        inside = correction.low <= (w(t) if correction.kind == "icepop" else geo) <= correction.high
+        theta = float(data["theta"][t])
+        total += {
+            "none": L(r),
+            "ppo": L(q),
+            "decoupled": min(W if whole else w(t), correction.w_max) * L(r),
+            "icepop": inside * w(t) * L(r),
+            "geo_mask": inside * L(r),
+            "gspo": min(geo, correction.w_max) * L(R ** (1 / len(own))),
+            "cispo": min(q, 1 + correction.epsilon) * A * theta,
+            "topr": (1 if A > 0 else min(R * W if whole else q, 1)) * A * theta,
+        }[correction.kind]
     return -total / len(tokens)
 
 
@@ -86,8 +102,11 @@ def expected_loss(
 @settings(deadline=None, max_examples=15)
 def test_an_update_over_mixed_data_matches_the_loop(kind, level, guided, seed, boost, strip):
     batch, data = filled(seed, Strip(strip, 0.5, 0), guided)
-    correction = Correction(kind=kind, level=level, guided=guided, w_max=1.5)
-    loss = Loss(boost=boost)
+    correction = Correction(
+        kind=kind, level=level, guided=guided, w_max=1.5, low=0.8, high=1.25, epsilon=0.2
+    )
+    loss = Loss(boost=0.0 if kind in UNCLIPPED else boost)
+    boost = loss.boost
     boosts = batch.sampled is not None and boost > 0
     objective = Objective(correction, loss, interpolates=False, boosts=boosts)
     accounting = Accounting()
@@ -116,7 +135,8 @@ def check_accounting(
     stripped_N = batch.stripped_N
     if not len(stripped_N):
         return
-    r = np.exp(data["theta"] - (batch.old_N if correction.kind == "ppo" else data["anchor"]))
+    unanchored = correction.kind in ("ppo", *UNCLIPPED)
+    r = np.exp(data["theta"] - (batch.old_N if unanchored else data["anchor"]))
     log_rho = data["theta"] - data["mu"]
     sides = {"offpolicy": np.ones_like(stripped_N)}
     if stripped_N.any():
@@ -133,8 +153,13 @@ def check_accounting(
     if not loss.boost or not good.any():
         assert not any(name.startswith("boost/") for name in found)
         return
-    bound = (r[good] > 1 + loss.boost).mean()
-    freed = ((r[good] > 1 + loss.clip_high) & (r[good] <= 1 + loss.boost)).mean()
+    x = r
+    if correction.kind == "gspo":  # what is clipped is the geometric mean over the trajectory
+        lengths = np.bincount(batch.trajectory_N)
+        x = np.exp(np.bincount(batch.trajectory_N, weights=np.log(r)) / np.maximum(lengths, 1))
+        x = x[batch.trajectory_N]
+    bound = (x[good] > 1 + loss.boost).mean()
+    freed = ((x[good] > 1 + loss.clip_high) & (x[good] <= 1 + loss.boost)).mean()
     assert found["boost/tokens"] == good.sum()
     assert found["boost/bound_fraction"] == pytest.approx(float(bound))
     assert found["boost/freed_fraction"] == pytest.approx(float(freed))
@@ -151,3 +176,43 @@ def test_masked_tokens_are_those_that_no_gradient_reaches():
     (gradient_N,) = torch.autograd.grad(value, theta_N)
     masked = accounting.metrics()["offpolicy/masked"]
     assert 0 < masked == pytest.approx(float((gradient_N == 0).double().mean()))
+
+
+@pytest.mark.parametrize("kind", ["icepop", "geo_mask"])
+def test_masked_tokens_stay_in_the_denominator_and_are_counted(kind):
+    """With every weight out of bounds the loss is 0 and all is masked; with wider bounds not."""
+    batch, data = filled(5, Strip("never", 0.0, 0), "stale")
+    (minibatch,) = batch.minibatches(1, key=0)
+    (micro,) = minibatch.micro_batches(10**6, CPU)
+    theta_N = torch.from_numpy(data["theta"][micro.index_N.numpy()])
+
+    def masked(low: float, high: float) -> tuple[float, float]:
+        accounting = Accounting()
+        objective = Objective(
+            Correction(kind=kind, low=low, high=high), Loss(), interpolates=False, boosts=False
+        )
+        value, _ = objective(theta_N, -theta_N, micro, minibatch, accounting)
+        return float(value), accounting.metrics()["offpolicy/masked"]
+
+    assert masked(1.0, 1.0) == (0.0, 1.0)
+    value, share = masked(0.9, 1.1)
+    assert value != 0 and 0 < share < 1
+
+
+def test_a_trajectory_in_several_contexts_counts_once():
+    """`sequence_mean`: splitting one sequence's tokens over two contexts leaves every weight."""
+    groups = make_groups(21, 2, 3, sequences=3)
+    batch = collated(groups, Strip("never", 0.0, 0))
+    (minibatch,) = batch.minibatches(1, key=0)
+    (micro,) = minibatch.micro_batches(10**6, CPU)
+    shares = np.zeros(len(batch.length_P))
+    scale_N = token_scale(
+        "sequence_mean",
+        micro.length_N,
+        tokens=minibatch.tokens,
+        trajectories=minibatch.trajectories,
+        norm_tokens=1,
+    )
+    np.add.at(shares, batch.trajectory_N[micro.index_N.numpy()], scale_N.numpy())
+    assert len(batch.trajectory_R) > len(minibatch.members)  # some have several rows
+    np.testing.assert_allclose(shares[minibatch.members], 1 / minibatch.trajectories, rtol=1e-5)

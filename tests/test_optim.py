@@ -80,7 +80,7 @@ def test_a_step_moves_the_weights_and_reports_the_norm_before_clipping():
     norm = math.sqrt(
         sum(float((p.grad**2).sum()) for p in model.parameters() if p.grad is not None)
     )
-    done = update(optimizer, loss=float(loss.detach()), lr=1e-2, grad_clip=0.5)
+    (done,) = update([(optimizer, 1e-2)], loss=float(loss.detach()), grad_clip=0.5)
     assert done.applied and done.grad_norm == pytest.approx(norm)
     assert not torch.equal(model.weight, before)
     assert model.weight.grad is None
@@ -90,7 +90,7 @@ def test_a_step_moves_the_weights_and_reports_the_norm_before_clipping():
 def test_a_non_finite_step_leaves_weights_and_moments_untouched(bad):
     model, optimizer = make()
     model(torch.ones(1, 3)).sum().backward()
-    update(optimizer, loss=0.0, lr=1e-2, grad_clip=1.0)
+    update([(optimizer, 1e-2)], loss=0.0, grad_clip=1.0)
     weights = [p.detach().clone() for p in model.parameters()]
     moments = [s["exp_avg"].clone() for s in optimizer.state.values()]
 
@@ -99,7 +99,7 @@ def test_a_non_finite_step_leaves_weights_and_moments_untouched(bad):
     if bad == "gradient":
         model.weight.grad[0, 0] = math.nan
     loss = math.inf if bad == "loss" else 0.0
-    assert not update(optimizer, loss=loss, lr=1e-2, grad_clip=1.0).applied
+    assert not update([(optimizer, 1e-2)], loss=loss, grad_clip=1.0)[0].applied
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     after = [s["exp_avg"] for s in optimizer.state.values()]
     assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
@@ -112,7 +112,7 @@ def test_only_matrices_decay():
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     weight = model.weight.detach().clone()
-    update(optimizer, loss=0.0, lr=0.1, grad_clip=1.0)
+    update([(optimizer, 0.1)], loss=0.0, grad_clip=1.0)
     assert torch.equal(model.bias, before)
     torch.testing.assert_close(model.weight.detach(), weight * (1 - 0.1 * 0.1))
 
@@ -123,5 +123,25 @@ def test_gradients_beyond_the_bound_are_scaled_down_to_it():
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     before = model.weight.detach().clone()
     model.weight.grad = torch.tensor([[3.0, 4.0]])
-    assert update(sgd, loss=0.0, lr=1.0, grad_clip=0.5).grad_norm == pytest.approx(5)
+    assert update([(sgd, 1.0)], loss=0.0, grad_clip=0.5)[0].grad_norm == pytest.approx(5)
     torch.testing.assert_close(before - model.weight.detach(), torch.tensor([[0.3, 0.4]]))
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_of_several_optimizers_all_move_or_none(bad):
+    pairs = [make(), make()]
+    moves = [(optimizer, 10.0**-index) for index, (_, optimizer) in enumerate(pairs)]
+    before = pairs[0][0].weight.detach().clone()
+    for model, _ in pairs:
+        model(torch.ones(1, 3)).sum().backward()
+    assert all(done.applied for done in update(moves, loss=0.0, grad_clip=0.1))
+    far, near = (float((before - model.weight.detach()).abs().max()) for model, _ in pairs)
+    assert far == pytest.approx(10 * near, rel=1e-3)  # each at its own rate
+    weights = [model.weight.detach().clone() for model, _ in pairs]
+    for model, _ in pairs:
+        model(torch.ones(1, 3)).sum().backward()
+    assert pairs[bad][0].weight.grad is not None
+    pairs[bad][0].weight.grad[0, 0] = math.nan
+    assert not any(done.applied for done in update(moves, loss=0.0, grad_clip=0.1))
+    for (model, _), weight in zip(pairs, weights, strict=True):
+        assert torch.equal(model.weight, weight) and model.weight.grad is None

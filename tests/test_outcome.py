@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from test_collate import make_groups
 
+from evolver_async.schema import TurnFlag
 from learner.collate import guided
-from learner.outcome import experience_metrics
+from learner.outcome import env_metrics, experience_metrics, rollout_metrics
 
 
 @settings(deadline=None, max_examples=60)
@@ -40,3 +42,28 @@ def test_the_gain_of_guidance_is_that_within_groups_that_have_both_kinds(seed, c
         gain = found.pop("experience/guided_gain")
         assert gain == pytest.approx(sum(gains) / len(gains))
     assert found == {}
+
+
+def test_tool_errors_are_a_share_of_the_turns_that_called_a_tool():
+    """Two calls and an answer, an answer alone, and two calls without an answer: 2 of 4 failed."""
+    (group,) = make_groups(0, 1, 3)
+    tool, both = TurnFlag.TOOL_ERROR, TurnFlag.TOOL_ERROR | TurnFlag.FORMAT_ERROR
+    rows = [([tool, 0, 0], True), ([0], True), ([0, both], False)]
+    for one, (flags, terminated) in zip(group.trajectories, rows, strict=True):
+        one.turn_flags = np.array(flags, np.uint8)
+        one.terminated = terminated
+        one.turn_rewards = np.zeros(len(flags), np.float32)
+    found = rollout_metrics([group])
+    assert found["train/tool_errors"] == 0.5
+    assert found["train/format_errors"] == pytest.approx(1 / 6)
+
+
+def test_success_is_told_by_environment():
+    groups = make_groups(0, 3, 2)
+    for group, env, outcomes in zip(
+        groups, ("maze", "pond", "maze"), ((True, False), (True, True), (False, False)), strict=True
+    ):
+        group.task = replace(group.task, env=env)
+        for one, success in zip(group.trajectories, outcomes, strict=True):
+            one.success = success
+    assert env_metrics(groups) == {"train/success/maze": 0.25, "train/success/pond": 1.0}

@@ -20,7 +20,18 @@ from safetensors.torch import load_file
 
 from evolver_async import messages, policy
 from evolver_async.checkpoint import load_newest
-from evolver_async.config import Checkpoint, Config, Eval, Launch, Policy, Safety, Stage, Weights
+from evolver_async.config import (
+    Advantage,
+    Checkpoint,
+    Config,
+    Critic,
+    Eval,
+    Launch,
+    Policy,
+    Safety,
+    Stage,
+    Weights,
+)
 from evolver_async.delivery import Rejected
 from evolver_async.schema import Group, Ticket, Trajectory
 from learner.train import Learner, build
@@ -146,9 +157,9 @@ class Run:
         for name in ("lineage", "seconds", "stage_seconds"):
             del numbers[name]
         tensors = {
-            f"{part}/{name}": tensor
-            for part in ("model", "optimizer")
-            for name, tensor in load_file(path / f"{part}.safetensors").items()
+            f"{file.stem}/{name}": tensor
+            for file in path.glob("*.safetensors")
+            for name, tensor in load_file(file).items()
         }
         return numbers, tensors
 
@@ -231,6 +242,25 @@ def test_killed_and_resumed_gives_bitwise_the_same(
         run.world.kill()
     assert run.train() == 0
     compare(run, undisturbed)
+
+
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_a_critic_is_resumed_bitwise(kind: str, start: Callable[..., Run]) -> None:
+    sections = {
+        "advantage": Advantage(kind="gae"),
+        "critic": Critic(kind=kind, lr=1e-2, warmup=KILLED_AT + 1),  # killed while it warms up
+    }
+    whole, killed = start("whole", **sections), start("killed", **sections)
+    assert whole.train() == 0
+    with pytest.raises(Killed):
+        killed.train(PHASES["after train"])
+    killed.world.kill()
+    assert killed.train() == 0
+    compare(killed, whole)
+    numbers, tensors = whole.newest()
+    assert numbers["critic_steps"] == STEPS and bool(tensors["critic/head.weight"].any())
+    assert any(name.startswith("critic/trunk.") for name in tensors) == (kind == "separate")
+    assert "critic_optimizer/exp_avg_sq/head.weight" in tensors
 
 
 def test_told_to_end_and_resumed_gives_bitwise_the_same(

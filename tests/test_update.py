@@ -35,7 +35,7 @@ from evolver_async.schema import (
     VersionRun,
     WeightId,
 )
-from learner import update as under_test
+from learner import stepping as under_test
 from learner.outcome import Outcome
 from learner.state import Asked, State, load_optimizer, save
 from learner.update import Updater
@@ -214,7 +214,7 @@ def test_moments_are_restored_to_the_device_of_their_parameter(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2)).sum().backward()
     optimizer.step()
-    save(tmp_path, State(), model, optimizer, None)
+    save(tmp_path, State(), model, optimizer, None, None)
     elsewhere = torch.nn.Linear(2, 2, device="meta")  # any device but the file's
     target = torch.optim.AdamW(elsewhere.parameters())
     load_optimizer(elsewhere, target, tmp_path / "optimizer.safetensors")
