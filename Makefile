@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: train test faults soak lint bench
+.PHONY: train test faults soak lint bench recipes
 
 train: $(INSTALLED)
 	$(BIN)/evolver-async train configs/frozen_lake.yaml $(ARGS)
@@ -29,6 +29,9 @@ bench: $(INSTALLED)
 	set -e; for script in tests/benchmarks/bench_*.py; do \
 		echo "== $$script"; OMP_NUM_THREADS=1 $(BIN)/python $$script $(ARGS); \
 	done
+
+recipes: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/recipes.py --out runs/recipes $(ARGS)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
