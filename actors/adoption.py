@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from actors.engines.base import Engine
 from actors.progress import Progress
 from evolver_async.config import Actors
-from evolver_async.schema import Ticket, WeightId, key
+from evolver_async.schema import SCRIPTED, Ticket, WeightId, key
 from evolver_async.weights.base import Receiver, WeightsGone
 
 
@@ -87,7 +87,7 @@ class Adoption:
         rollouts out, so that nothing is sampled by weights that were not asked for. Raises
         WeightsLate.
         """
-        if ticket.kind == "demo":
+        if ticket.kind in SCRIPTED:
             yield
             return
         if ticket.kind == "eval":

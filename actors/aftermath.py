@@ -11,12 +11,14 @@ import numpy as np
 from msgspec.structs import replace
 
 from actors.attributing.judge import Judge, Judged
+from actors.endpoint.agents import Agents
 from actors.episode import Finished
 from actors.navigating.guide import ServiceGuide
 from actors.outbox import Outbox
 from actors.progress import Progress
 from actors.questioning.grade import regrade
 from actors.questioning.questioner import Questioner
+from actors.reflecting import Reflector
 from evolver_async.schema import Ticket
 
 
@@ -31,17 +33,22 @@ class Mechanisms:
     judge: Judge | None = None
     guide: ServiceGuide | None = None
     questioner: Questioner | None = None
+    agents: Agents | None = None
+    reflector: Reflector | None = None
 
     def counters(self) -> dict[str, float]:
         """What they count, by metric name."""
         counted: dict[str, float] = {}
-        for mechanism in (self.judge, self.guide, self.questioner):
+        for mechanism in self._all():
             if mechanism is not None:
                 counted |= mechanism.counters()
         return counted
 
+    def _all(self) -> tuple[Judge | ServiceGuide | Questioner | Agents | Reflector | None, ...]:
+        return self.judge, self.guide, self.questioner, self.agents, self.reflector
+
     async def close(self) -> None:
-        for mechanism in (self.judge, self.guide, self.questioner):
+        for mechanism in self._all():
             if mechanism is not None:
                 await mechanism.close()
 

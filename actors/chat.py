@@ -81,6 +81,38 @@ class Chat:
         tokens = self.tokens_of(self._between + self.plain(user) + self._opening)
         return tokens[ended:] + self.tokens_of(prefix)
 
+    def message(self, user: str) -> tuple[list[int], list[int]]:
+        """The tokens that `next` has before the user's message, and those of the message, with the
+        one that ends it."""
+        said = self.plain(user)
+        encoded = self._tokenizer(
+            self._between + said + self._opening,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+        )
+        tokens, offsets = encoded["input_ids"], encoded["offset_mapping"]
+        start, end = len(self._between), len(self._between) + len(said)
+        first = next(i for i, (_, stop) in enumerate(offsets) if stop > start)
+        last = next(i for i, (_, stop) in enumerate(offsets) if stop > end)
+        return tokens[:first], tokens[first : last + 1]
+
+    def turn(self, text: str, stop_strings: tuple[str, ...]) -> list[int]:
+        """The tokens of a turn that nobody samples: the end-of-turn token ends what no stop string
+        does."""
+        tokens = self.tokens_of(text)
+        if not text.endswith(stop_strings) and self.end_of_turn is not None:
+            tokens.append(self.end_of_turn)
+        return tokens
+
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        """The template's text of a whole conversation, up to where the policy writes.
+
+        Raises whatever the template does.
+        """
+        return self._tokenizer.apply_chat_template(
+            messages, tools=tools or None, tokenize=False, add_generation_prompt=True
+        )
+
     def tokens_of(self, text: str) -> list[int]:
         """The tokens of `text` by itself; nothing is added."""
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -68,7 +68,7 @@ class Scripted:
 
     async def write(self, world: World, context: list[int], turn: int) -> Generation:
         text = await world.call("demonstration", self._answer, world.env)
-        tokens = self._chat.tokens_of(text)
+        tokens = self._chat.turn(text, self._format.stop_strings)
         return Generation(tokens=tokens, logprobs=[0.0] * len(tokens), weights=[], finish="stop")
 
     def _answer(self, env: Env) -> str:

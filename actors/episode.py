@@ -1,8 +1,9 @@
 """One episode: environment, policy and conversation taking turns.
 
-No sockets here. Tokens are recorded as the model saw them: PROMPT up to where it first writes,
-EXPERIENCE within it, ACTION for what it sampled, OBSERVATION for everything between. Times are the
-loop's, so they are virtual in a serial run.
+No sockets here. Tokens are recorded as the model saw them, a Sequence for every context (see
+`conversation.py`): PROMPT up to where it first writes, EXPERIENCE within it, ACTION for what it
+sampled, OBSERVATION for everything between. Times are the loop's, so they are virtual in a serial
+run.
 """
 
 import asyncio
@@ -15,18 +16,17 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from actors.chat import Stream
+from actors.calls import ANSWER_TOOL, Unreadable, called
+from actors.conversation import Conversation, system_message, tool_names
 from actors.engines.base import Generation
-from actors.envs.base import Env, EnvironmentFailure, Located, Scored, Step
+from actors.envs.base import EnvironmentFailure, Located, Scored, Step
 from actors.progress import Progress
 from actors.setting import Setting
 from actors.turns import SEPARATOR
 from actors.world import World
-from evolver_async.schema import Role, Ticket, Trajectory, Transcript, Turn, TurnFlag, key
+from evolver_async.schema import SCRIPTED, Ticket, Trajectory, Transcript, Turn, TurnFlag, key
 
 log = logging.getLogger(__name__)
-
-INVALID = "invalid answer\n{}"  # then the last observation again: nothing has happened
 
 
 class Advice(NamedTuple):
@@ -91,7 +91,8 @@ class Episode:
         self.member = member
         self.setting = setting
         self.progress = progress
-        self.stream = Stream()
+        self.conversation: Conversation
+        self.tools: frozenset[str] | None = None  # None: actions are no calls
         self.observation = ""
         self.query = ""
         self.advice = Advice()
@@ -105,7 +106,7 @@ class Episode:
 
     async def play(self, policy: Policy) -> Trajectory:
         """Reset, then turns until the end, a limit, or too little room for a whole one."""
-        setting, chat, style = self.setting, self.setting.chat, self.setting.format
+        setting = self.setting
         loop = asyncio.get_running_loop()
         began = loop.time()
         room = setting.max_length - self.ticket.sampling.max_tokens
@@ -114,21 +115,19 @@ class Episode:
             asked = loop.time()
             try:
                 with self.progress.during(self.member, f"generation of turn {turn}"):
-                    generation = await policy.write(self.world, list(self.stream.tokens), turn)
+                    generation = await policy.write(self.world, self.conversation.tokens, turn)
             finally:
                 self.generate_s += loop.time() - asked
             self.progress.count += len(generation.tokens)
-            self.stream.write(generation, turn)
-            shown = await self._turn(chat.text_of(generation.tokens))
+            self.conversation.write(generation, turn)
+            told = await self._turn(setting.chat.text_of(generation.tokens))
             if self.terminated or self.truncated or turn == setting.max_turns - 1:
                 break
-            if 0 < setting.format_errors <= self.flags.count(TurnFlag.FORMAT_ERROR):
+            unread = sum(bool(flag & TurnFlag.FORMAT_ERROR) for flag in self.flags)
+            if 0 < setting.format_errors <= unread or not self.conversation.tell(told):
                 break
-            ended = generation.tokens[-1:] == [chat.end_of_turn]
-            delta = chat.next(shown, style.prefix, ended)
-            if len(self.stream.tokens) + len(delta) > room:
-                break
-            self.stream.read(delta, Role.OBSERVATION)
+        if not self.terminated:
+            self.rewards[-1] += setting.truncated_reward
         return self._trajectory(policy.kind, loop.time() - began)
 
     async def _begin(self, policy: Policy, room: int) -> None:
@@ -138,36 +137,32 @@ class Episode:
         await world.open()
         dynamics_seed = key(self.ticket.dynamics_seed, self.member)
         self.observation = await world.call("reset", world.env.reset, task, dynamics_seed)
-        if task.query:
-            self.observation = f"{task.query}\n{self.observation}"
-        self.query = self.observation
-        prompt = first_prompt(self.setting, world.env, self.observation)
-        if len(prompt) > room:
-            cause = f"first prompt of {len(prompt)} tokens leaves no turn in policy.max_length"
+        self.query = f"{task.query}\n{self.observation}" if task.query else self.observation
+        system = await world.call("instructions", system_message, self.setting, world.env)
+        if self.setting.format.tools:
+            self.tools = await world.call("tools", tool_names, world.env)
+        talk = Conversation(self.setting, system, task.query, self.observation, room)
+        self.conversation, length = talk, len(talk.tokens)
+        if length > room:
+            cause = f"first prompt of {length} tokens leaves no turn in policy.max_length"
             raise world.failure("first prompt", loop.time() - began, ValueError(cause))
-        guidance: list[int] = []
         if self.member in self.ticket.guided:
             with self.progress.during(self.member, "asking for experience"):
                 self.advice = await policy.advise(world, self.query)
-            if self.advice.text:
-                guidance = self.setting.chat.experience(self.advice.text)
-            if not guidance or len(prompt) + len(guidance) > room:
-                guidance, self.advice = [], Advice()
-        place = place_of_user(self.setting, world.env, self.observation) if guidance else 0
-        self.stream.read(prompt[:place], Role.PROMPT)
-        self.stream.read(guidance, Role.EXPERIENCE)
-        self.stream.read(prompt[place:], Role.PROMPT)
+            text = self.advice.text
+            if not text or not talk.guide(self.setting.chat.experience(text)):
+                self.advice = Advice()
         await self._score()
 
     async def _turn(self, text: str) -> str:
-        """Carry out what one turn says; returns what the next user message says."""
+        """Carry out what one turn says; returns what is told of it."""
         actions = self.setting.format.parse(text)
         if self.setting.recorded:
             env, seen = self.world.env, self.observation
             state = seen
             if isinstance(env, Located):
                 state = await self.world.call("state", env.state)
-            action = f" {SEPARATOR} ".join(actions or [])
+            action = f" {SEPARATOR} ".join(one for one in actions or [] if isinstance(one, str))
             self.turns.append(Turn(observation=seen, state=state, action=action, text=text))
         shown = await self._act(actions)
         await self._score()
@@ -177,25 +172,47 @@ class Episode:
         if self.setting.scored and isinstance(self.world.env, Scored):
             self.scores.append(await self.world.call("score", self.world.env.score))
 
-    async def _act(self, actions: list[str] | None) -> str:
-        """Carry out one turn's actions; returns what the next user message says."""
-        reward, valid = 0.0, actions is not None
+    async def _act(self, actions: list[str | Unreadable] | None) -> str:
+        """Carry out one turn's actions; returns what is told of it."""
+        reward, outputs = 0.0, list[str]()
+        flags = TurnFlag.FORMAT_ERROR if actions is None else TurnFlag(0)
         for action in actions or []:
+            if isinstance(action, Unreadable):
+                flags |= TurnFlag.FORMAT_ERROR | TurnFlag.TOOL_ERROR
+                outputs.append(action.complaint)
+                continue
+            if (unknown := self._unknown(action)) is not None:
+                flags |= TurnFlag.TOOL_ERROR
+                outputs.append(unknown)
+                continue
             step: Step = await self.world.call(
                 "step", self.world.env.step, action, latency_s=self._latency_s()
             )
             self.steps += 1
             self.progress.count += 1
-            self.observation = step.observation
+            outputs.append(step.observation)
             reward += step.reward
-            valid = valid and step.info.valid
+            flags |= TurnFlag(0) if step.info.valid else TurnFlag.FORMAT_ERROR
+            flags |= TurnFlag.TOOL_ERROR if step.info.tool_error else TurnFlag(0)
             self.success = step.info.success
             self.terminated, self.truncated = step.terminated, step.truncated
             if step.terminated or step.truncated:
                 break
+        valid = not flags & TurnFlag.FORMAT_ERROR
         self.rewards.append(reward + (0.0 if valid else self.setting.format_penalty))
-        self.flags.append(TurnFlag(0) if valid else TurnFlag.FORMAT_ERROR)
-        return self.observation if valid else INVALID.format(self.observation)
+        self.flags.append(flags)
+        told = self.setting.format.shown(outputs, valid, self.observation)
+        if outputs:
+            self.observation = outputs[-1] if self.tools is None else "\n".join(outputs)
+        return told
+
+    def _unknown(self, action: str) -> str | None:
+        """What is told of a call of a tool that does not exist; None where it does."""
+        if self.tools is None:
+            return None
+        name, known = called(action).name, ", ".join(sorted(self.tools))
+        known_or_answer = name in self.tools or name == ANSWER_TOOL
+        return None if known_or_answer else f"error: no tool {name!r} (known: {known})"
 
     def late(self) -> EnvironmentFailure | EpisodeLate:
         """Whose fault it is that the deadline was missed: a slow engine or endpoint makes no task
@@ -204,7 +221,7 @@ class Episode:
         limit_s = self.setting.episode_timeout_s
         cause = f"env.episode_timeout_s is {limit_s:g}, {self.generate_s:.1f} s were the policy's"
         failure = self.world.failure(doing, seconds, TimeoutError(cause))
-        slow_policy = self.ticket.kind != "demo" and self.generate_s > limit_s / 2
+        slow_policy = self.ticket.kind not in SCRIPTED and self.generate_s > limit_s / 2
         return EpisodeLate(str(failure)) if slow_policy else failure
 
     def _latency_s(self) -> float:
@@ -226,7 +243,7 @@ class Episode:
             attempt=self.ticket.attempt,
             actor=self.setting.actor,
             incarnation=self.setting.incarnation,
-            sequences=[self.stream.sequence()],
+            sequences=self.conversation.sequences(),
             reward=math.fsum(self.rewards),
             success=self.success,
             terminated=self.terminated,
@@ -243,20 +260,6 @@ class Episode:
                 "total_s": total_s,
             },
         )
-
-
-def first_prompt(setting: Setting, env: Env, observation: str) -> list[int]:
-    """The tokens that an episode begins with, the forced prefix of the first turn included."""
-    return setting.chat.first(_system(setting, env), observation, setting.format.prefix)
-
-
-def place_of_user(setting: Setting, env: Env, observation: str) -> int:
-    """The place among the tokens of `first_prompt` where what guides an episode goes."""
-    return setting.chat.place_of_user(_system(setting, env), observation)
-
-
-def _system(setting: Setting, env: Env) -> str:
-    return f"{env.instructions} {setting.format.instructions}"
 
 
 async def run_episode(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from actors.endpoint.agents import Unjudged, make_agents
 from actors.engines.load import load_engine
 from actors.envs.base import EnvironmentFailure, exact
 from actors.episode import EpisodeLate, Finished
@@ -37,12 +38,13 @@ def evaluate(run_dir: Path, episodes: int) -> str:
     reward = statistics.fmean(trajectory.reward for trajectory in trajectories)
     line = f"{run_dir}, step {manifest.step}: success {success:.3f}, reward {reward:.3f}"
     line += f" over {episodes} held-out episodes"
-    values = exact(tasks, staged.rollout.max_turns)
-    if values is not None:
-        line += (
-            f" (random policy {values.random:.3f}, optimal policy {values.optimal:.3f}, exactly)"
-        )
-    return line
+    values = exact(tasks, staged.rollout.max_turns * staged.rollout.actions_per_turn)
+    if values is None:
+        return line
+    line += f" (random policy {values.random:.3f}, optimal policy {values.optimal:.3f}, exactly"
+    if values.random_return is not None and values.optimal_return is not None:
+        line += f"; rewards {values.random_return:.3f} and {values.optimal_return:.3f}"
+    return f"{line})"
 
 
 async def _play(config: Config, stage: int, tasks: list[Task], weights: dict) -> list[Trajectory]:
@@ -50,6 +52,7 @@ async def _play(config: Config, stage: int, tasks: list[Task], weights: dict) ->
     held = WeightId(lineage=0, step=0)
     engine, chat = load_engine(config, held, weights)
     setting = setting_of(config, chat, "eval", 0)
+    agents = make_agents(config, engine, chat)
     finished: list[Trajectory] = []
     failures: list[str] = []
     room = asyncio.Semaphore(config.engine.slots)
@@ -75,13 +78,18 @@ async def _play(config: Config, stage: int, tasks: list[Task], weights: dict) ->
         )
         async with room:
             try:
-                await run_group(ticket, setting, engine, Progress(), deliver)
-            except (EnvironmentFailure, EpisodeLate) as failure:
+                if agents is None:
+                    await run_group(ticket, setting, engine, Progress(), deliver)
+                else:
+                    await agents.run(ticket, setting, Progress(), deliver)
+            except (EnvironmentFailure, EpisodeLate, Unjudged) as failure:
                 failures.append(f"{task.task_id}: {failure}")
 
     async with asyncio.TaskGroup() as group:
         for number, task in enumerate(tasks):
             group.create_task(play(number, task))
+    if agents is not None:
+        await agents.close()
     await engine.close()
     if failures:
         raise ValueError(f"{len(failures)} of {len(tasks)} episodes failed, {failures[0]}")

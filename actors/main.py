@@ -5,9 +5,11 @@ import signal
 
 from actors.aftermath import Mechanisms
 from actors.attributing.judge import make_judge
+from actors.endpoint.agents import make_agents
 from actors.engines.load import load_engine
 from actors.navigating.guide import make_guide
 from actors.questioning.questioner import make_questioner
+from actors.reflecting import make_reflector
 from actors.worker import Worker
 from evolver_async import messages, policy
 from evolver_async.config import Config
@@ -38,6 +40,8 @@ def build(
         judge=make_judge(config, engine, chat),
         guide=None if experience is None else make_guide(config.experience, experience),
         questioner=make_questioner(config),
+        reflector=make_reflector(config),
+        agents=make_agents(config, engine, chat),
     )
     return Worker(config, client, receiver, engine, chat, name, incarnation, mechanisms)
 

@@ -9,7 +9,7 @@ from evolver_async.config import Config
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all episodes of a stage share. `max_length` bounds the tokens of a whole episode."""
+    """What all episodes of a stage share. `max_length` bounds the tokens of one context."""
 
     chat: Chat
     format: TurnFormat
@@ -25,6 +25,9 @@ class Setting:
     latency: str  # of every step: none, fixed or lognormal
     latency_median_s: float
     latency_sigma: float
+    context: str = "full"  # what a turn sees: full, window or single
+    window: int = 1  # turns that a turn sees before it, where context is window
+    truncated_reward: float = 0.0  # added where an episode ends without its environment's end
     recorded: bool = False  # whether episodes are kept in words as well
     scored: bool = False  # whether the environment's score is read after every turn
 
@@ -49,6 +52,9 @@ def setting_of(config: Config, chat: Chat, name: str, incarnation: int) -> Setti
         latency=env.latency.kind,
         latency_median_s=env.latency.median_s,
         latency_sigma=env.latency.sigma,
+        context=rollout.context,
+        window=rollout.window,
+        truncated_reward=rollout.truncated_reward,
         recorded=config.experience.kind != "none"
         or config.judge.kind in ("self", "llm")
         or config.questioning.kind == "llm",

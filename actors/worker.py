@@ -8,12 +8,16 @@ weights the engine holds is the matter of `adoption`.
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 
 from actors.adoption import Adoption, WeightsLate
 from actors.aftermath import Aftermath, Mechanisms, Ungraded
+from actors.branch import branch_group
 from actors.chat import Chat
 from actors.demonstrate import demonstrate_group
+from actors.endpoint.agents import Unjudged
 from actors.engines.base import Engine
+from actors.envs.adapters import service_client
 from actors.envs.base import EnvironmentFailure
 from actors.episode import Deliver, EpisodeLate, Finished
 from actors.outbox import Outbox
@@ -65,6 +69,7 @@ class Worker:
         self.failure: BaseException | None = None  # of a ticket, for `run` to raise
         self.failed = asyncio.Event()
         self.sampled = 0  # ACTION tokens, as last told
+        self.troubles: Counter[str] = Counter()  # with environment services
         # A buffer that is silent for longer finds the leases expired; leaving takes three such.
         self.patience_s = config.launch.drain_s / 4
         self.stop = asyncio.Event()
@@ -172,8 +177,9 @@ class Worker:
                         self.fence(place, reply.reason)
 
     async def tell(self, within_s: float | None) -> None:
-        """What judge, guide and questioner count, for the metrics."""
-        counted = self.mechanisms.counters()
+        """What judge, guide, questioner and environment services count, for the metrics."""
+        self.troubles.update(service_client.drain())
+        counted = self.mechanisms.counters() | self.troubles
         if counted:
             await self.client.request(messages.Counters(values=counted), timeout_s=within_s)
 
@@ -262,7 +268,7 @@ class Worker:
                 return "environment"
             case EpisodeLate():
                 return "engine"
-            case Ungraded():
+            case Ungraded() | Unjudged():
                 return "grade"
         return "error"
 
@@ -276,9 +282,14 @@ class Worker:
     async def roll_out(self, ticket: Ticket, progress: Progress, deliver: Deliver) -> None:
         """The episodes of a ticket, by script or by the engine."""
         setting = self.settings[ticket.stage]
+        stage = self.config.stages[ticket.stage]
         if ticket.kind == "demo":
-            expert = self.config.stages[ticket.stage].expert_fraction
-            await demonstrate_group(ticket, setting, expert, progress, deliver)
+            await demonstrate_group(ticket, setting, stage.expert_fraction, progress, deliver)
+        elif ticket.kind == "branch":
+            reflector = self.mechanisms.reflector
+            await branch_group(ticket, setting, stage, progress, deliver, reflector)
+        elif self.mechanisms.agents is not None:
+            await self.mechanisms.agents.run(ticket, setting, progress, deliver)
         else:
             guide = self.mechanisms.guide
             await run_group(ticket, setting, self.engine, progress, deliver, guide)

@@ -1,7 +1,8 @@
 """The environment of one episode, and the way every call of it is made: timed, with a deadline.
 
 Where its class says that it may block, a thread of its own makes all calls, so that none waits for
-another episode's. What a call raises, a missed deadline too, is an EnvironmentFailure that names
+another episode's; not in a serial run, where the virtual clock would run past all deadlines while a
+thread works. What a call raises, a missed deadline too, is an EnvironmentFailure that names
 environment, task, member, what it was doing and for how long.
 """
 
@@ -36,7 +37,8 @@ class World:
         """Make the environment."""
         name, params = self._task.env, self._task.params
         found = await self.call("making the environment", env_class, name)
-        if getattr(found, "blocking", False):
+        blocking = getattr(found, "blocking", False)
+        if blocking and not getattr(asyncio.get_running_loop(), "virtual", False):
             self._thread = _Thread(name)
         self.env = await self.call("making the environment", make_env, name, params)
 

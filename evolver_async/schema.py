@@ -17,6 +17,7 @@ import numpy as np
 
 Array = np.ndarray
 Kind = Literal["rollout", "demo", "branch", "explore", "eval"]
+SCRIPTED: tuple[Kind, ...] = ("demo", "branch")  # kinds whose episodes no policy writes
 
 
 class Role(enum.IntEnum):

@@ -32,6 +32,11 @@ rule rules same see should show so some stop success take task than that then th
 this time times together too tool try until use used want was way we what when where while why will
 without word words wrong yes yet your
 zero three four five six seven eight nine ten
+push pushes box boxes target targets cliff cliffs
+python code program programs function print arguments text call calls run def lambda sum
+len max min sorted set list range output interpreter boxed integers return returns value values
+search click buy back price lower dollars product products description features option options
+page prev color instruction chosen pack item items small large cheap
 """
 CAPITALISED = """
 you left down right up phoenix dragon the a pull choose answer action actions grid invalid move
@@ -39,7 +44,14 @@ turn step start goal hole frozen wall reward position row your it this each only
 player one two format observation legend walk reach think i no yes
 """
 SEPARATORS = [*"0123456789", *"PSFHGO", *"!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"]
-TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<experience>", "</experience>"]
+TAGS = [
+    opening + name + ">"
+    for name in (
+        *("think", "reason", "answer", "experience"),
+        *("tool_call", "tool_response", "code", "interpreter"),
+    )
+    for opening in ("<", "</")
+]
 SPECIAL = ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 # Two tokens a message: a small model spends most of its time on reading.
 CHAT_TEMPLATE = (

@@ -82,7 +82,13 @@ HOMES: dict[str, tuple[str, ...]] = {
     "ray": ("evolver_async.launch.ray",),
     "faiss": ("actors.navigating.pool",),
     "vllm": ("actors.engines.vllm_engine",),
-    "httpx": ("actors.llm",),
+    "gymnasium": ("actors.envs.adapters.gymnasium_env",),
+    "reasoning_gym": ("actors.envs.adapters.reasoning_gym_env",),
+    "textarena": ("actors.envs.adapters.textarena_env",),
+    "verifiers": ("actors.envs.adapters.verifiers_env",),
+    "openenv": ("actors.envs.adapters.openenv_env",),
+    "httpx": ("actors.llm", "actors.envs.adapters.service_client"),
+    "h11": ("actors.endpoint.server",),
     "wandb": ("evolver_async.metrics",),
     "omegaconf": ("evolver_async.config",),
     "msgpack": ("evolver_async.plain",),
@@ -243,7 +249,7 @@ def test_every_module_says_what_lives_there() -> None:
 
 def test_outside_imports_are_declared() -> None:
     declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8").lower()
-    aliases = {"zmq": "pyzmq", "yaml": "omegaconf"}
+    aliases = {"zmq": "pyzmq", "yaml": "omegaconf", "reasoning_gym": "reasoning-gym"}
     outside = {name.split(".")[0] for module in modules() for name in imports(module)}
     outside -= {*PACKAGES, *sys.stdlib_module_names}
     assert [name for name in outside if aliases.get(name, name).lower() not in declared] == []

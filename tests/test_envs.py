@@ -82,16 +82,30 @@ def test_steps_agree_with_gymnasium(size: int, slippery: bool) -> None:
 
 
 @pytest.mark.parametrize("success_rate", [1.0, 1 / 3, 0.8])
-def test_transition_matrix_agrees_with_gymnasium(success_rate: float) -> None:
+def test_process_agrees_with_gymnasium(success_rate: float) -> None:
     for map_seed in range(5):
         lake = draw_lake(4, 0.8, "random", "train", map_seed)
         table = in_gymnasium(lake, True, success_rate).P
-        expected = np.zeros((4, 16, 16))
-        for cell, action in itertools.product(range(16), range(4)):
-            if lake.cells[cell] == "_":
-                for probability, reached, _, _ in table[cell][action]:
-                    expected[action, cell, reached] += probability
-        np.testing.assert_allclose(lake.transitions(success_rate), expected)
+        process = lake.process(success_rate)
+        found = iter(
+            zip(process.pairs_N, process.chances_N, process.rewards_N, process.ends_N, strict=True)
+        )
+        assert process.states[0] == lake.start
+        for number, cell in enumerate(process.states):
+            assert lake.cells[cell] == "_"
+            for action in range(4):
+                for probability, _, reward, ended in table[cell][action]:
+                    pair, chance, paid, over = next(found)
+                    assert (pair, paid, over) == (4 * number + action, reward, ended)
+                    assert chance == pytest.approx(probability)
+        assert next(found, None) is None
+
+
+def test_max_moves_truncates() -> None:
+    env = lake_env(max_moves=2)
+    assert [env.step(action).truncated for action in ("jump", "up", "up")] == [False, False, True]
+    short, long = lake_env(max_moves=2).exact(9), lake_env().exact(2)
+    assert short == long
 
 
 @pytest.mark.parametrize("placement", ["random", "corners"])

@@ -46,6 +46,9 @@ SETTINGS = {"trust_remote_code": False, "weights_only": True, "allow_pickle": Fa
 
 # ---- what the code never does
 
+# runs what a model wrote: that is what it is for, shut in as tests/test_sandbox.py proves
+CONFINED = {"actors/sandbox/inside.py": ["exec"]}
+
 
 def unsafe(source: str) -> list[str]:
     """What in this source could run code out of data, by line; imports are seen through."""
@@ -90,7 +93,8 @@ def unsafe(source: str) -> list[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_runs_code_out_of_data(path: Path) -> None:
-    assert unsafe(path.read_text(encoding="utf-8")) == []
+    found = [entry.partition(": ")[2] for entry in unsafe(path.read_text(encoding="utf-8"))]
+    assert found == CONFINED.get(str(path.relative_to(ROOT)), [])
 
 
 @pytest.mark.parametrize(

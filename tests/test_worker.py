@@ -12,16 +12,18 @@ import pytest
 import torch
 from launches import COMMAND, DEADLINE_S
 from msgspec.structs import replace
+from openai_server import closed_url
 from test_rollout import CHAT, RIGHT, Corridor, FakeEngine, Hanging, corridor
 
 from actors.aftermath import Mechanisms
 from actors.engines.base import Generation, Request
+from actors.envs.adapters.service_client import drain
 from actors.worker import Worker
 from evolver_async import messages
 from evolver_async.config import Config, Stage
 from evolver_async.config.load import dump, load
 from evolver_async.launch.serial import VirtualLoop
-from evolver_async.schema import Ticket, WeightId
+from evolver_async.schema import Task, Ticket, WeightId
 from evolver_async.tokenizer import tokenizer_hash
 from evolver_async.transport import DealerClient, LocalClient, LocalServer, Rejected
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
@@ -278,6 +280,22 @@ def test_renewals_say_what_holds_up_each_ticket(run: Callable[..., None]) -> Non
     shown = [(one.progress[0], one.progress[1]) for one in others]
     assert len(set(shown)) > 2
     assert all(waiting == running for running, waiting in shown), "it moves as they do"
+
+
+def test_troubles_with_an_environment_service_are_told(run: Callable[..., None]) -> None:
+    drain()
+    params = {"url": closed_url().removesuffix("/v1"), "env_type": "shop", "name": "a"}
+    nowhere = Task(
+        task_id="t", env="agentevolver", split="train", map_seed=0, params={**params, "retries": 1}
+    )
+    buffer = Buffer((0.0, granted({"task": nowhere})))
+    run(buffer, Walker(), 60.0)
+    assert buffer.seen(messages.Release)[0].reason == "environment"
+    assert buffer.seen(messages.Counters)[-1].values == {
+        "env_service/create/connection": 4.0,  # two members, two attempts each
+        "env_service/retries": 2.0,
+        "env_service/given_up": 2.0,
+    }
 
 
 def test_an_engine_too_slow_for_an_episode_is_not_the_tasks_fault(

@@ -7,11 +7,12 @@ Every engine passes `tests/engine_conformance.py`.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from evolver_async.schema import WeightId
+
+if TYPE_CHECKING:  # a configuration is checked without loading torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class Engine(Protocol):
         """The episode is over: its KV may go. Unknown sessions are ignored."""
         ...
 
-    async def update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None:
+    async def update(self, weights: WeightId, tensors: "dict[str, Tensor]") -> None:
         """Swap the weights, all or, with an error, none; no KV of the old ones is used afterwards.
 
         In flight `keep`: running generations go on with the new weights on their whole context;

@@ -20,8 +20,21 @@ from evolver_async.config.secrets import mask, reveal
 from evolver_async.schema import Task
 
 REGISTRY = {
+    "agentevolver": "actors.envs.adapters.agentevolver_service:AgentEvolver",
+    "agentevolver_code": "actors.envs.adapters.agentevolver_service:AgentEvolverCode",
     "bandit": "actors.envs.bandit:Bandit",
+    "cliff_walking": "actors.envs.cliff_walking:CliffWalking",
+    "code": "actors.envs.code:Code",
     "frozen_lake": "actors.envs.frozen_lake:FrozenLake",
+    "gymnasium": "actors.envs.adapters.gymnasium_env:Gymnasium",
+    "gymnasium_table": "actors.envs.adapters.gymnasium_env:GymnasiumTable",
+    "openenv": "actors.envs.adapters.openenv_env:OpenEnv",
+    "reasoning_gym": "actors.envs.adapters.reasoning_gym_env:ReasoningGym",
+    "sokoban": "actors.envs.sokoban:Sokoban",
+    "textarena": "actors.envs.adapters.textarena_env:TextArena",
+    "verifiers": "actors.envs.adapters.verifiers_env:Verifiers",
+    "webshop": "actors.envs.webshop.env:WebShop",
+    "webshop_tools": "actors.envs.webshop.env:ToolShop",
 }
 
 
@@ -39,10 +52,12 @@ class EnvironmentFailure(Exception):
 
 @dataclass(frozen=True)
 class Info:
-    """`valid`: the action existed; `success`: the task is solved."""
+    """`valid`: the action existed; `success`: the task is solved; `tool_error`: a tool was called
+    and failed."""
 
     valid: bool = True
     success: bool = False
+    tool_error: bool = False
 
 
 class Step(NamedTuple):
@@ -57,10 +72,13 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Exact:
-    """Computed success probabilities of the uniform random and of the optimal policy."""
+    """Computed success probabilities of the uniform random and of the optimal policy, and where
+    rewards tell more than success does their returns: the optimal policy may be another then."""
 
     random: float
     optimal: float
+    random_return: float | None = None
+    optimal_return: float | None = None
 
 
 class Env(Protocol):
@@ -89,6 +107,25 @@ class Solvable(Env, Protocol):
 
     def solve(self) -> list[str]:
         """The best actions from the current state on: as many as are certain to stay the best."""
+        ...
+
+
+@runtime_checkable
+class Tooled(Env, Protocol):
+    """An environment whose actions are calls of tools: the canonical text of `actors/calls.py`."""
+
+    def tools(self) -> list[dict[str, Any]]:
+        """What can be called, as JSON-schema function specs: `{"name", "description",
+        "parameters"}`; known before `reset`, and the same for every task."""
+        ...
+
+
+@runtime_checkable
+class Probed(Env, Protocol):
+    """An environment that needs something which not every machine has."""
+
+    def probe(self) -> None:
+        """ValueError says what is missing here."""
         ...
 
 
@@ -222,4 +259,13 @@ def exact(tasks: Iterable[Task], max_turns: int) -> Exact | None:
     return Exact(
         random=statistics.fmean(value.random for value in values),
         optimal=statistics.fmean(value.optimal for value in values),
+        random_return=_mean(value.random_return for value in values),
+        optimal_return=_mean(value.optimal_return for value in values),
     )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """None where any is missing."""
+    known = list(values)
+    present = [value for value in known if value is not None]
+    return statistics.fmean(present) if len(present) == len(known) else None

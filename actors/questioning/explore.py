@@ -46,10 +46,11 @@ def unbound(task: Task) -> Task:
 
 def exploring(ticket: Ticket, setting: Setting, config: Questioning) -> tuple[Ticket, Setting]:
     """Ticket and setting of an exploration's episodes. One that a language model cannot go on with
-    ends at once."""
+    ends at once, and reads what is new behind what it has read."""
     setting = dataclasses.replace(
         setting,
         max_turns=config.max_turns,
+        context="full" if config.kind == "llm" else setting.context,
         recorded=True,
         scored=False,
         format_errors=1 if config.kind == "llm" else setting.format_errors,

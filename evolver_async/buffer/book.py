@@ -10,7 +10,7 @@ import msgspec
 
 from evolver_async.buffer import records
 from evolver_async.buffer.censoring import Censoring, Change
-from evolver_async.buffer.groups import Held, Location
+from evolver_async.buffer.groups import ZERO_SPREAD, Held, Location, end_of
 from evolver_async.buffer.groups import State as GroupState
 from evolver_async.buffer.journal import DiskFull, Journal, JournalError
 from evolver_async.buffer.leases import Leases
@@ -90,13 +90,15 @@ class Book:
         self.bodies.pop(group_id, None)
 
     def sweep(self) -> None:
-        """Evicts what has become too old: open groups for their age, ready ones as stale."""
+        """Evicts what has become too old: open groups for their age, ready ones as stale. And what
+        dynamic sampling leaves out, where the record that said so was lost."""
         replay = self.replay
-        for groups, reason in (
-            (replay.by_state["open"], "age"),
-            (replay.by_state["ready"], "stale"),
+        for groups, reason, falls in (
+            (replay.by_state["open"], "age", replay.too_old),
+            (replay.by_state["ready"], "stale", replay.too_old),
+            (replay.by_state["ready"], ZERO_SPREAD, replay.pointless),
         ):
-            self.evict([g for g, held in groups.items() if replay.too_old(held)], reason)
+            self.evict([g for g, held in groups.items() if falls(held)], reason)
 
     def forget_gone(self) -> None:
         """Forgets the groups that are held no more."""
@@ -140,7 +142,7 @@ class Book:
                 continue
             fate, reason = None, ""
             if held.state == "closed":
-                fate, reason = held.fate if held.fates else ("evicted", evicted_for)
+                fate, reason = end_of(held, evicted_for)
             leases = self.leases.of_group(held.group_id)
             change = Change(
                 group_id=held.group_id,

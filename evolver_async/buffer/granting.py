@@ -5,6 +5,8 @@ exploration that is due, then new groups as far as admission has room.
 """
 
 import random
+from pathlib import Path
+from typing import Literal
 
 from evolver_async.buffer import records
 from evolver_async.buffer.activity import Activity
@@ -13,18 +15,28 @@ from evolver_async.buffer.disk import Disk
 from evolver_async.buffer.groups import Held
 from evolver_async.buffer.replay import Numbers
 from evolver_async.buffer.status import Status
-from evolver_async.buffer.tasks import Queued, Source, held_out_task
+from evolver_async.buffer.taskfile import load_tasks
+from evolver_async.buffer.tasks import Part, Queued, Source, held_out_task
 from evolver_async.config import Config
 from evolver_async.messages import Fenced, Offer, Ok, Reject, Release, Renew, Reply, Tickets, Wait
 from evolver_async.messages import Lease as LeaseRequest
 from evolver_async.schema import Kind, Sampling, Task, Ticket, WeightId, key
 
+TICKETS: dict[str, Literal["rollout", "demo", "branch"]] = {
+    "sft": "demo",
+    "world_model": "branch",
+    "reflect": "branch",
+    "rl": "rollout",
+    "dpo": "rollout",
+}  # which tickets a stage of a kind trains on
+
 
 def numbers_of(config: Config, kind: str) -> Numbers:
-    """The replay's numbers of a stage of this kind (sft or rl), from its configuration."""
-    buffer = config.buffer
+    """The replay's numbers of a stage of this kind, from its configuration."""
+    buffer, selection = config.buffer, config.selection
+    refills = selection.max_refills if selection.kind == "dynamic" else 0
     return Numbers(
-        kind="demo" if kind == "sft" else "rollout",
+        kind=TICKETS[kind],
         group_size=config.rollout.group_size,
         groups_per_step=config.learner.groups_per_step,
         max_staleness=buffer.max_staleness,
@@ -33,6 +45,7 @@ def numbers_of(config: Config, kind: str) -> Numbers:
         sampler=buffer.sampler,  # pyright: ignore[reportArgumentType] (checked with the config)
         wait=buffer.straggler == "wait",
         demo_groups=buffer.demo_groups,
+        refills=refills * config.learner.groups_per_step,
     )
 
 
@@ -42,13 +55,17 @@ def share(room: int, asking: int) -> int:
 
 
 def source_of(config: Config) -> Source:
+    """Where the tasks of a stage come from. ConfigError: the file at `tasks.path` is bad."""
     tasks = config.tasks
+    given = load_tasks(Path(tasks.path), config.env.name, config.env.params) if tasks.path else None
     return Source(
         env=config.env.name,
         params=config.env.params,
-        train=tasks.train,
+        train=tasks.train if given is None else len(given["train"]),
         solved=tasks.solved,
         failed=tasks.failed,
+        mixture=tuple(Part(part.env, part.params, part.weight) for part in tasks.mixture),
+        given=given,
     )
 
 

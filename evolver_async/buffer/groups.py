@@ -1,5 +1,6 @@
 """What the buffer knows of one group, and of one take: plain data, no rules."""
 
+import statistics
 from typing import Literal
 
 import msgspec
@@ -7,6 +8,7 @@ import msgspec
 from evolver_async.schema import Kind, Task, WeightId
 
 UNTRAINED = ("eval", "explore")  # kinds that end with their last member: no learner gets them
+ZERO_SPREAD = "zero_spread"  # why dynamic sampling leaves groups out
 State = Literal["open", "ready", "taken", "closed"]
 Location = tuple[int, int, int, int]  # journal segment, offset, bytes, crc32
 
@@ -57,6 +59,12 @@ class Held(msgspec.Struct, kw_only=True):
     fates: dict[int, str] = {}
 
     @property
+    def spread(self) -> float:
+        """The population std of the rewards that arrived; exactly 0 where all are the same."""
+        rewards = [member.reward for member in self.arrived.values()]
+        return statistics.pstdev(rewards) if min(rewards) < max(rewards) else 0.0
+
+    @property
     def missing(self) -> list[int]:
         return [member for member in self.members if member not in self.arrived]
 
@@ -74,6 +82,17 @@ class Held(msgspec.Struct, kw_only=True):
         if "trained" in self.fates.values():
             return "trained", ""
         return "filtered", self.fates[max(self.fates)]
+
+
+def end_of(held: Held, reason: str) -> tuple[str, str]:
+    """The fate and reason with which a group ends that is evicted for `reason`.
+
+    One that was used before ends as what became of it then; leaving out equal rewards is a
+    judgement on what to train, as the learner's filters are.
+    """
+    if held.fates:
+        return held.fate
+    return "filtered" if reason == ZERO_SPREAD else "evicted", reason
 
 
 class Take(msgspec.Struct):

@@ -7,6 +7,8 @@ independent counts. No decisions are made here.
 
 import msgspec
 
+from evolver_async.schema import SCRIPTED
+
 HELD = ("open", "ready", "taken")
 CLOSED = ("trained", "filtered", "evicted")
 DOOR = ("rejected", "duplicate", "stale")
@@ -59,8 +61,8 @@ class Ledger(msgspec.Struct):
         return total
 
     def sampled_tokens(self) -> int:
-        """ACTION tokens received that a policy sampled; those of demonstrations are scripted."""
-        return sum(amount.tokens for kind, amount in self.received.items() if kind != "demo")
+        """ACTION tokens received that a policy sampled; others are scripted."""
+        return sum(amount.tokens for kind, amount in self.received.items() if kind not in SCRIPTED)
 
     def check(self, held: Held) -> None:
         """AssertionError naming the kind and both counts where the ledger does not close."""

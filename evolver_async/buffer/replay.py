@@ -10,15 +10,22 @@ are ready and the learner can go on. Open groups end by arriving, by a lease tha
 granted again, or by eviction; taken ones by DONE or RESUME.
 """
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import msgspec
 
-from evolver_async.buffer.groups import UNTRAINED, Held, Member, Owner, State, Take
-from evolver_async.schema import Fork, Kind, Task, WeightId, version_lag
+from evolver_async.buffer.groups import (
+    UNTRAINED,
+    ZERO_SPREAD,
+    Held,
+    Member,
+    Owner,
+    State,
+    Take,
+)
+from evolver_async.schema import SCRIPTED, Fork, Kind, Task, WeightId, version_lag
 
 KINDS = get_args(Kind)
 UNREPORTED = "unreported"  # the fate of groups that were trained by a learner that could not say so
@@ -26,9 +33,13 @@ UNREPORTED = "unreported"  # the fate of groups that were trained by a learner t
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of one stage. `kind`: the tickets it trains on, rollout or demo."""
+    """The numbers of one stage. `kind`: the tickets it trains on.
 
-    kind: Literal["rollout", "demo"]
+    `refills`: dynamic sampling, which trains no group of rollouts whose members all have the same
+    reward, gives up after so many of them since the last take; 0 trains those as well.
+    """
+
+    kind: Literal["rollout", "demo", "branch"]
     group_size: int
     groups_per_step: int
     max_staleness: int
@@ -37,6 +48,7 @@ class Numbers:
     sampler: Literal["fifo", "freshest", "prioritized"]
     wait: bool
     demo_groups: int
+    refills: int = 0
 
 
 class Position(msgspec.Struct):
@@ -44,7 +56,8 @@ class Position(msgspec.Struct):
 
     `kept`: the oldest take that may come back. `checkpoint_bytes`: the size of the newest
     checkpoint. `floor`: the version with which the stage began; what is older was not trained to
-    act in it and samples nothing for it.
+    act in it and samples nothing for it. `zero_spread`: groups that dynamic sampling left out since
+    the last take.
     """
 
     stage: int = 0
@@ -57,6 +70,7 @@ class Position(msgspec.Struct):
     next_take: int = 0
     kept: int = 0
     checkpoint_bytes: int = 0
+    zero_spread: int = 0
     groups: dict[int, Held] = {}
     takes: dict[int, Take] = {}
 
@@ -100,7 +114,7 @@ class Replay:
     def limit(self) -> int:
         """The most outstanding uses of the kind of groups that this stage trains on."""
         numbers = self.numbers
-        if numbers.kind == "demo":
+        if numbers.kind in SCRIPTED:
             return numbers.demo_groups * numbers.reuse
         return (numbers.max_staleness + 1 - numbers.weight_lag) * numbers.groups_per_step
 
@@ -117,7 +131,7 @@ class Replay:
     def oldest_allowed(self) -> WeightId | None:
         """The oldest weights with which a rollout granted now can still be trained in time."""
         head = self.at.head
-        if self.numbers.kind == "demo" or head is None:
+        if self.numbers.kind in SCRIPTED or head is None:
             return None
         # After a RESUME from before the stage the head itself may be older than the floor.
         floor = min(self.at.floor, head.step)
@@ -168,9 +182,10 @@ class Replay:
             self._enter(held, "ready")
         return held
 
-    def evict(self, group_id: int) -> Held:
+    def evict(self, group_id: int, reason: str = "") -> Held:
         """The group ends here. It is remembered only if a past use of it can be asked for again."""
         held = self.at.groups[group_id]
+        self.at.zero_spread += reason == ZERO_SPREAD
         self._close(held)
         if not held.fates:
             self._forget(held)
@@ -198,6 +213,19 @@ class Replay:
             and self.lag(held) > self.stages[held.stage].max_staleness
         )
 
+    def pointless(self, held: Held) -> bool:
+        """Whether dynamic sampling leaves a group out: there is nothing to compare in it."""
+        return (
+            held.kind == "rollout"
+            and held.state == "ready"
+            and self.stages[held.stage].refills > 0
+            and held.spread == 0
+        )
+
+    def gives_up(self) -> bool:
+        """Whether dynamic sampling has left out as many groups as it may for one take."""
+        return 0 < self.numbers.refills <= self.at.zero_spread
+
     # ---- takes
 
     def choose(self) -> list[int]:
@@ -206,7 +234,7 @@ class Replay:
         ready = [
             held
             for held in self.by_state["ready"].values()
-            if held.stage == self.at.stage and not self.too_old(held)
+            if held.stage == self.at.stage and not self.too_old(held) and not self.pointless(held)
         ]
         if len(ready) < size:
             return []
@@ -227,6 +255,7 @@ class Replay:
         """The learner gets these groups."""
         self.at.takes[take] = Take(self.at.lineage, stage, groups)
         self.at.next_take = take + 1
+        self.at.zero_spread = 0
         for group_id in groups:
             self._enter(self.at.groups[group_id], "taken")
 
@@ -289,6 +318,7 @@ class Replay:
         if undone:
             at.stage = undone[min(undone)].stage
         at.next_take = take
+        at.zero_spread = 0
         return reopened
 
     def keep(self, take: int, checkpoint_bytes: int = 0) -> None:
@@ -309,11 +339,11 @@ class Replay:
 
     def _preference(self) -> Callable[[Held], tuple[float, int]]:
         sampler = self.numbers.sampler
-        if self.numbers.kind == "demo" or sampler == "fifo":
+        if self.numbers.kind in SCRIPTED or sampler == "fifo":
             return lambda held: (0.0, held.order)
         if sampler == "freshest":
             return lambda held: (self.lag(held), held.order)
-        return lambda held: (-_spread(held), held.order)
+        return lambda held: (-held.spread, held.order)
 
     def _slack(self, held: Held) -> int:
         """How many more versions the group can wait, its members under way held back by the lag."""
@@ -355,7 +385,3 @@ class Replay:
     def _forget(self, held: Held) -> None:
         del self.by_state["closed"][held.group_id]
         del self.at.groups[held.group_id]
-
-
-def _spread(held: Held) -> float:
-    return statistics.pstdev(member.reward for member in held.arrived.values())

@@ -22,7 +22,7 @@ from evolver_async.buffer.book import Book
 from evolver_async.buffer.censoring import Sums
 from evolver_async.buffer.disk import Disk
 from evolver_async.buffer.granting import Granting, numbers_of, source_of
-from evolver_async.buffer.groups import UNTRAINED, Held
+from evolver_async.buffer.groups import UNTRAINED, ZERO_SPREAD, Held
 from evolver_async.buffer.journal import DiskFull, Journal, archive_bytes
 from evolver_async.buffer.leases import Leases
 from evolver_async.buffer.ledger import Amount
@@ -40,7 +40,7 @@ from evolver_async.launch.roles import (
     weights_dir,
 )
 from evolver_async.messages import Reply, Request
-from evolver_async.schema import Trajectory
+from evolver_async.schema import SCRIPTED, Trajectory
 from evolver_async.tokenizer import tokenizer_hash
 from evolver_async.transport import Server
 from evolver_async.wire import SCHEMA_HASH
@@ -248,6 +248,8 @@ class Service:
             )
         if book.replay.too_old(held):
             book.evict([group_id], "stale" if held.state == "ready" else "age")
+        elif book.replay.pointless(held):
+            book.evict([group_id], ZERO_SPREAD)
         return messages.Ack()
 
     def _problem(self, held: Held, trajectory: Trajectory) -> str | None:
@@ -262,7 +264,7 @@ class Service:
         for name, size in (("reward", abs(trajectory.reward)), ("turn_rewards", turns)):
             if size > bound:
                 return f"{name}: {size:g}, the largest that safety.max_reward allows is {bound:g}"
-        expected = "scripted" if held.kind == "demo" else "learned"
+        expected = "scripted" if held.kind in SCRIPTED else "learned"
         if trajectory.policy != expected and held.kind != "explore":  # whoever explores
             return f"policy: {trajectory.policy} in a {held.kind} group"
         sampled = {run.weights for sequence in trajectory.sequences for run in sequence.versions}

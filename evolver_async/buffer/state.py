@@ -5,7 +5,7 @@ The live service and a restart run the same `apply`, so a restart ends where the
 
 from evolver_async.buffer import records
 from evolver_async.buffer.evaluations import Evaluations
-from evolver_async.buffer.groups import UNTRAINED, Held, Location, Member
+from evolver_async.buffer.groups import UNTRAINED, Held, Location, Member, end_of
 from evolver_async.buffer.ledger import HELD, Amount, Ledger
 from evolver_async.buffer.replay import Numbers, Replay
 from evolver_async.buffer.tasks import Source, Tasks
@@ -138,8 +138,8 @@ class State:
             self.replay.evict(record.group_id)
 
     def _evicted(self, group_id: int, reason: str) -> None:
-        held = self.replay.evict(group_id)
-        fate, why = held.fate if held.fates else ("evicted", reason)
+        held = self.replay.evict(group_id, reason)
+        fate, why = end_of(held, reason)
         self.ledger.close(held.kind, fate, why, _amount(held))
         if reason == "age":
             self.tasks.requeue(held.task)
@@ -175,6 +175,7 @@ class State:
     def _enter_stage(self, stage: int) -> None:
         at = self.replay.at
         at.stage = stage
+        at.zero_spread = 0
         at.floor = at.head.step if at.head is not None else 0
         self.tasks.switch(self.sources[stage])
 

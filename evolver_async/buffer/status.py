@@ -65,6 +65,16 @@ class Status:
         ]
         return f"{lacking}; {actors} actors alive{''.join('; ' + text for text in refused[:1])}"
 
+    def refills(self) -> str:
+        """Why dynamic sampling gives up."""
+        replay = self.state.replay
+        ready = len(replay.by_state["ready"])
+        return (
+            f"selection.max_refills: {replay.at.zero_spread} groups since the last take had equal"
+            f" rewards throughout, and only {ready} of {replay.numbers.groups_per_step} had not:"
+            " the tasks are too easy or too hard for this policy"
+        )
+
     def group(self, held: Held, now: float) -> str:
         """Which members of a group are missing, with whom they are, for how long."""
         parts = [

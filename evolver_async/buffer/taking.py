@@ -60,6 +60,8 @@ class Taking:
             self.book.record(records.Switched(stage=request.stage))
             self._evict_other_stages()
         groups = self.book.replay.choose()
+        if not groups and self.book.replay.gives_up():
+            return [Reject(reason=self.status.refills())]
         if not groups:
             return [self._wait(peer, self.status.take(now), now)]
         self.book.record(records.Taken(take=request.take, stage=request.stage, groups=groups))

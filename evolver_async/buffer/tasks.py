@@ -4,7 +4,11 @@
 the one and recorded with the other. Pure: draws are keyed by the seed and by what they are for.
 """
 
-from dataclasses import dataclass
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 import msgspec
@@ -12,6 +16,7 @@ import numpy as np
 
 from evolver_async.schema import Task, key, uniform
 
+GOLDEN = (math.sqrt(5) - 1) / 2  # the number whose multiples spread most evenly
 PATIENT_AFTER = 2  # evictions for age before a task is issued with patience; one more and it goes
 
 
@@ -19,9 +24,20 @@ Way = Literal["tasks", "synthetic", "explore"]  # through a numbered set; names 
 
 
 @dataclass(frozen=True)
-class Source:
-    """The training tasks of a stage; `train` distinct ones, or without end when 0.
+class Part:
+    """One environment of a mixture; its `weight` over the sum of all is its share of the tasks."""
 
+    env: str
+    params: dict[str, Any]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tasks of a stage: numbered ones of its environment, or the `given` ones.
+
+    `train`: distinct training tasks; without end when 0. `mixture`: several environments instead of
+    `env`. `given`: the tasks themselves, by split, `train` of them in the train split.
     `solved`, `failed`: the chance that a pass over a finite set, or over the pool, meets a task
     whose newest group succeeded, or failed, in all its members: such a group has nothing to
     compare.
@@ -32,6 +48,46 @@ class Source:
     train: int
     solved: float = 1.0
     failed: float = 1.0
+    mixture: tuple[Part, ...] = ()
+    given: dict[str, tuple[Task, ...]] | None = None
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        return self.mixture or (Part(self.env, self.params),)
+
+    @cached_property
+    def envs(self) -> frozenset[str]:
+        """The names of all environments that its tasks need."""
+        if self.given is not None:
+            return frozenset(task.env for tasks in self.given.values() for task in tasks)
+        return frozenset(part.env for part in self.parts)
+
+    def task(self, split: str, number: int) -> Task:
+        """The task of this number; what is given begins anew after its last one."""
+        if self.given is not None:
+            return self.given[split][number % len(self.given[split])]
+        part = self.part(number)
+        return Task(
+            task_id=f"{part.env}/{split}/{number}",
+            env=part.env,
+            split=split,
+            map_seed=number,
+            params=part.params,
+        )
+
+    def part(self, number: int) -> Part:
+        """Of which environment the task of this number is: any run of numbers has nearly the
+        shares that were asked for (a Weyl sequence)."""
+        ends = list(accumulate(part.weight for part in self.parts))
+        place = (number + 0.5) * GOLDEN % 1.0 * ends[-1]
+        return self.parts[min(bisect_right(ends, place), len(ends) - 1)]
+
+    def examples(self) -> list[Task]:
+        """One training task of every environment and its parameters."""
+        if self.given is not None:
+            kinds = {(task.env, repr(task.params)): task for task in reversed(self.given["train"])}
+            return list(kinds.values())
+        return [replace(self, mixture=(part,)).task("train", 0) for part in self.parts]
 
 
 class Queued(msgspec.Struct):
@@ -79,7 +135,7 @@ class Cursor(msgspec.Struct):
 
 def held_out_task(source: Source, number: int) -> Task:
     """The held-out task of evaluation episode `number`."""
-    return _task(source, "test", number)
+    return source.task("test", number)
 
 
 class Tasks:
@@ -211,7 +267,7 @@ class Tasks:
         for _ in range(max(2 * count, len(self.cursor.quarantined) + 1)):
             walk = walk.on(count)
             task = self._task(way, walk)
-            if task.env == self.source.env and task.task_id not in self.cursor.quarantined:
+            if task.env in self.source.envs and task.task_id not in self.cursor.quarantined:
                 if way == "explore" or self._worthy(task.task_id, way, walk.position):
                     return walk, task
                 first = first or (walk, task)
@@ -229,9 +285,7 @@ class Tasks:
         number = walk.position
         if walk.size:
             number = self._order(way, walk)[walk.position - walk.start]
-        return (
-            self.cursor.pool[number] if way == "synthetic" else _task(self.source, "train", number)
-        )
+        return self.cursor.pool[number] if way == "synthetic" else self.source.task("train", number)
 
     def _order(self, way: Way, walk: Walk) -> list[int]:
         """The shuffled numbers of a pass."""
@@ -241,13 +295,3 @@ class Tasks:
             order = rng.permutation(walk.size).tolist()
             self._orders[way] = walk, order
         return order
-
-
-def _task(source: Source, split: str, number: int) -> Task:
-    return Task(
-        task_id=f"{source.env}/{split}/{number}",
-        env=source.env,
-        split=split,
-        map_seed=number,
-        params=source.params,
-    )

@@ -3,14 +3,23 @@
 from dataclasses import dataclass, field
 
 from evolver_async.config.actors import Actors, Engine, Env, Latency, Rollout
-from evolver_async.config.learner import Advantage, Correction, Learner, Loss, Safety, Selection
-from evolver_async.config.mechanisms import Experience, Judge, Llm, Questioning
+from evolver_async.config.learner import (
+    Advantage,
+    Correction,
+    Critic,
+    Learner,
+    Loss,
+    Safety,
+    Selection,
+)
+from evolver_async.config.mechanisms import Experience, Judge, Llm, Questioning, Reflection
 from evolver_async.config.run import (
     Buffer,
     Checkpoint,
     Eval,
     Launch,
     Metrics,
+    Part,
     Policy,
     Run,
     Security,
@@ -35,8 +44,10 @@ class Config:
     experience: Experience = field(default_factory=Experience)
     judge: Judge = field(default_factory=Judge)
     questioning: Questioning = field(default_factory=Questioning)
+    reflection: Reflection = field(default_factory=Reflection)
     selection: Selection = field(default_factory=Selection)
     advantage: Advantage = field(default_factory=Advantage)
+    critic: Critic = field(default_factory=Critic)
     correction: Correction = field(default_factory=Correction)
     loss: Loss = field(default_factory=Loss)
     learner: Learner = field(default_factory=Learner)
@@ -57,6 +68,7 @@ __all__ = [
     "Checkpoint",
     "Config",
     "Correction",
+    "Critic",
     "Engine",
     "Env",
     "Eval",
@@ -68,8 +80,10 @@ __all__ = [
     "Llm",
     "Loss",
     "Metrics",
+    "Part",
     "Policy",
     "Questioning",
+    "Reflection",
     "Rollout",
     "Run",
     "Safety",

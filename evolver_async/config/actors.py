@@ -30,14 +30,19 @@ class Rollout:
 
     group_size: int = 8  # G: episodes per task
     max_turns: int = 10
-    format: str = "think_answer"  # the turn format
-    think: bool = False  # whether a turn has a <think> part before <answer>
+    format: str = "think_answer"  # the turn format: think_answer, tool_call or interleaved
+    think: bool = False  # whether a turn opens with <think> (tool_call: <reason>)
     actions_per_turn: int = 1
+    context: str = "full"  # what a turn sees: full, window (the last turns) or single (now)
+    window: int = 3  # turns before the present one that a window holds
     max_tokens: int = 16  # per turn
     temperature: float = 1.0
     format_penalty: float = -0.1  # added to the reward for every turn that cannot be parsed
+    truncated_reward: float = 0.0  # added where an episode ends before its environment ends it
     guided_fraction: float = 0.5  # share of a group's members that experience guides
     format_errors: int = 0  # an episode ends with so many of these turns; 0 lets it go on
+    agent: str = ""  # import path of an async function that plays episodes by itself
+    agent_reward: str = "returned"  # what its episodes earn: returned by it, or judged (judge.llm)
 
 
 @dataclass

@@ -12,12 +12,20 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from evolver_async.config import Config, Llm
-from evolver_async.config.values import ConfigError, check_number, check_values, choice, require
+from evolver_async.config.agent import check_agent
+from evolver_async.config.groups import check_groups
+from evolver_async.config.stages import check_limits, check_stages, check_tasks
+from evolver_async.config.values import (
+    LLM_SECTIONS,
+    ConfigError,
+    check_values,
+    require,
+)
 
 __all__ = ["ConfigError", "check", "check_paths", "check_stage"]
 
 
-STAGE_KINDS = ("sft", "rl")
+INTERPOLATED = ("decoupled", "icepop", "geo_mask", "gspo")  # they compare an anchor with mu
 
 
 def check(config: Config) -> None:
@@ -26,7 +34,7 @@ def check(config: Config) -> None:
     Stages with overrides are checked as `load.stage_config` merges them.
     """
     check_values(config)
-    _check_stages(config)
+    check_stages(config)
     for index, stage in enumerate(config.stages):
         if not stage.override:
             check_stage(config, index)
@@ -36,12 +44,14 @@ def check_stage(config: Config, index: int) -> None:
     """Raises ConfigError for a combination that cannot work in stage `index`, of which this is."""
     check_values(config)
     _check_policy(config)
+    check_tasks(config)
     _check_buffer(config)
-    _check_limits(config, index)
+    check_limits(config, index)
     _check_learner(config)
+    check_agent(config)
     _check_mechanisms(config)
     if config.stages[index].kind == "rl":
-        _check_group_size(config)
+        check_groups(config)
         _check_guided(config)
 
 
@@ -65,57 +75,6 @@ def check_paths(config: Config) -> None:
         raise ConfigError(
             f"weights.dir: {config.weights.dir} cannot be written to: {error.strerror}"
         ) from None
-
-
-def _check_stages(config: Config) -> None:
-    require(bool(config.stages), "stages", "needs at least one stage")
-    for index, stage in enumerate(config.stages):
-        where = f"stages[{index}]"
-        choice(f"{where}.kind", stage.kind, STAGE_KINDS)
-        for name in ("steps", "tokens", "hours", "until_success", "expert_fraction"):
-            check_number(f"{where}.{name}", getattr(stage, name))
-        for name in ("until_success", "expert_fraction"):
-            value = getattr(stage, name)
-            require(value <= 1, f"{where}.{name}", f"must be at most 1, is {value}")
-        limits = (stage.steps, stage.tokens, stage.hours, stage.until_success)
-        require(any(limits), where, "has no limit: give it steps, tokens, hours or until_success")
-
-
-def _check_limits(config: Config, index: int) -> None:
-    """What the limits of a stage, and its kind, ask from the other sections."""
-    stage, where = config.stages[index], f"stages[{index}]"
-    groups = config.learner.groups_per_step
-    require(
-        not stage.until_success or config.eval.every > 0,
-        f"{where}.until_success",
-        "needs evaluations: eval.every is 0",
-    )
-    require(
-        stage.kind != "sft" or any((stage.steps, stage.tokens, stage.hours)),
-        f"{where}.until_success",
-        "an sft stage is evaluated only after its end: give it steps, tokens or hours",
-    )
-    require(
-        not stage.refresh_reference or config.loss.kl_coef > 0,
-        f"{where}.refresh_reference",
-        "there is no reference: loss.kl_coef is 0",
-    )
-    require(
-        config.learner.decay == "none" or stage.steps > 0,
-        f"{where}.steps",
-        f"learner.decay={config.learner.decay} runs over the stage's steps, so it needs some",
-    )
-    decays = config.advantage.kind == "adca" and config.advantage.alpha_final >= 0
-    require(
-        stage.kind != "rl" or not decays or stage.steps > 0,
-        f"{where}.steps",
-        "advantage.alpha_final is reached at the stage's last step, so it needs some",
-    )
-    require(
-        stage.kind != "sft" or config.buffer.demo_groups >= groups,
-        "buffer.demo_groups",
-        f"must be at least learner.groups_per_step ({groups}), or {where} waits for ever",
-    )
 
 
 def _check_policy(config: Config) -> None:
@@ -206,15 +165,27 @@ def _check_learner(config: Config) -> None:
     kept = learner.groups_per_step
     if config.selection.kind == "spread":
         kept = math.floor(kept * config.selection.keep)
+    elif config.selection.kind == "top_k":
+        kept = min(kept, config.selection.k)
     require(
         learner.minibatches <= kept,
         "learner.minibatches",
         f"must be at most the groups that one step trains ({kept}), is {learner.minibatches}",
     )
     require(
-        correction.anchor != "interpolate" or correction.kind == "decoupled",
+        correction.anchor != "interpolate" or correction.kind in INTERPOLATED,
         "correction.anchor",
-        f"interpolate needs correction.kind=decoupled, not {correction.kind}",
+        f"interpolate needs a correction.kind of {', '.join(INTERPOLATED)}, not {correction.kind}",
+    )
+    require(
+        correction.level == "token" or correction.kind in ("decoupled", "topr"),
+        "correction.level",
+        f"correction.kind={correction.kind} has no choice of it: leave it at token",
+    )
+    require(
+        config.advantage.kind != "vtrace" or correction.kind == "none",
+        "correction.kind",
+        "advantage.kind=vtrace corrects by itself: set it to none",
     )
     require(
         loss.kl != "k1" or loss.kl_place == "reward",
@@ -259,9 +230,10 @@ def _has_port(url: str) -> bool:
 
 def _check_mechanisms(config: Config) -> None:
     """Experience, judge and questioning: what each needs, and who needs them."""
-    for name in ("experience", "judge", "questioning"):
+    for name in LLM_SECTIONS:
         section = getattr(config, name)
-        if section.kind == "llm":
+        judged = name == "judge" and config.rollout.agent_reward == "judged"
+        if section.kind == "llm" or judged:
             for key in ("url", "model"):
                 value = getattr(section.llm, key)
                 require(bool(value), f"{name}.llm.{key}", f"{name}.kind=llm needs one")
@@ -276,6 +248,12 @@ def _check_mechanisms(config: Config) -> None:
         "judge.timeout_s",
         f"must be below buffer.stall_s ({config.buffer.stall_s:g}): else groups that are being"
         " judged are given to others",
+    )
+    require(
+        config.reflection.kind != "llm" or config.reflection.timeout_s < config.buffer.stall_s,
+        "reflection.timeout_s",
+        f"must be below buffer.stall_s ({config.buffer.stall_s:g}): else groups that are being"
+        " reflected on are given to others",
     )
     require(
         config.advantage.kind != "adca" or config.judge.kind != "none",
@@ -315,22 +293,14 @@ def _check_guided(config: Config) -> None:
         "interpolate is undefined for guided tokens: use recompute",
     )
     require(
+        not config.loss.boost or correction.kind not in ("cispo", "topr"),
+        "loss.boost",
+        f"correction.kind={correction.kind} clips nothing that could be boosted: set it to 0",
+    )
+    require(
         not config.loss.boost
         or updates > 1
         or (correction.kind == "ppo" and correction.guided != "anchor"),
         "loss.boost",
         "with one update a step (learner.minibatches) no clip can bind: set it to 0",
     )
-
-
-def _check_group_size(config: Config) -> None:
-    """Relative advantages and selection by spread need somebody to compare with."""
-    for name, value, compares in (
-        ("advantage.kind", config.advantage.kind, ("grpo", "adca", "rloo")),
-        ("selection.kind", config.selection.kind, ("spread",)),
-    ):
-        require(
-            config.rollout.group_size > 1 or value not in compares,
-            "rollout.group_size",
-            f"{name}={value} compares the members of a group, so it needs at least 2",
-        )

@@ -7,9 +7,15 @@ from dataclasses import dataclass, field
 class Selection:
     """Which groups of a step train."""
 
-    kind: str = "all"  # all, or spread (keep the groups with the largest reward std)
-    keep: float = 0.5  # spread: the fraction kept
-    drop_zero: bool = True  # spread: drop groups whose members all have the same reward
+    kind: str = "all"  # all, spread, top_p, top_k, min_p, resample_on_correct or dynamic
+    keep: float = 0.5  # spread: the fraction of groups kept, those with the largest reward std
+    p: float = 0.9  # top_p: the share of all std that is kept; min_p: of the largest std, the least
+    k: int = 8  # top_k: the number of groups kept
+    drop_zero: bool = True  # spread, top_k, min_p: drop groups whose rewards are all the same
+    members: int = 0  # resample_on_correct: the members of a group that are kept; 0: all
+    draw: str = "lowest"  # resample_on_correct: good ones by lowest penalty, or inverse to it
+    scale: str = "none"  # advantages times the share of groups kept: none, linear or sqrt of it
+    max_refills: int = 10  # dynamic: the run ends after so many steps' groups with equal rewards
     max_empty: int = 5  # this many empty steps in a row end the run
 
 
@@ -17,23 +23,46 @@ class Selection:
 class Advantage:
     """The advantage estimator."""
 
-    kind: str = "grpo"  # grpo, grpo_process, adca, rloo or reinforce
+    kind: str = "grpo"  # grpo, grpo_process, adca, rloo, reinforce, gae, gae_bilevel or vtrace
     std: str = "group"  # grpo, grpo_process, adca: divide by the group's std, the batch's, or none
     baseline_decay: float = 0.9  # reinforce: b <- decay * b + (1 - decay) * mean reward
     alpha: float = 0.1  # adca: weight of the judge's labels beside the outcome
     alpha_final: float = -1.0  # adca: >= 0: where a cosine over the stage's steps takes alpha
     length: str = "none"  # adca: none, or sqrt (divide by the square root of the turns)
+    gamma: float = 1.0  # with a critic (gae, gae_bilevel, vtrace): the discount by token
+    lam: float = 1.0  # with a critic: lambda, from one-step (0) to whole returns (1)
+    gamma_turn: float = 0.95  # gae_bilevel: the discount by turn
+    whiten: bool = True  # with a critic: mean 0 and std 1 over the step's ACTION tokens
+    bootstrap: bool = True  # with a critic: truncated episodes end with its value; else with 0
+    rho_max: float = 1.0  # vtrace: truncation of a token's own importance weight
+    c_max: float = 1.0  # vtrace: truncation of what passes later corrections on
+    overlong_limit: int = 0  # ACTION tokens at which a trajectory's reward is 1 less; 0: never
+    overlong_cache: int = 0  # ACTION tokens before the limit over which it becomes less
+
+
+@dataclass
+class Critic:
+    """Who values tokens for advantage.kind gae, gae_bilevel and vtrace; not there for others."""
+
+    kind: str = "shared"  # shared (a head on the policy) or separate (a model of its own)
+    lr: float = 1e-3  # of the weights that are the critic's alone; constant
+    clip: float = 0.2  # how far an update may take a value from where its step found it
+    coef: float = 0.5  # weight of the values' loss
+    warmup: int = 0  # the critic's first learner steps, in which the policy is left as it is
 
 
 @dataclass
 class Correction:
     """The off-policy correction."""
 
-    kind: str = "decoupled"  # none, ppo or decoupled
+    kind: str = "decoupled"  # none, ppo, decoupled, icepop, geo_mask, cispo, gspo or topr
     anchor: str = "recompute"  # recompute (one more forward) or interpolate (from the version lag)
     guided: str = "stale"  # what old is for guided tokens: stale, anchor or behaviour
-    level: str = "token"  # decoupled: weights per token or per trajectory
+    level: str = "token"  # decoupled, topr: weights per token or trajectory; topr wants trajectory
     w_max: float = 2.0  # truncation of the importance weight; a trajectory-level weight wants 5
+    low: float = 0.5  # icepop, geo_mask: smaller weights are masked; geo_mask wants 0.8
+    high: float = 5.0  # icepop, geo_mask: larger weights are masked; geo_mask wants 1.25
+    epsilon: float = 4.0  # cispo: its weights are truncated at 1 + epsilon
     max_masked: float = 0.9  # warn when a larger share of tokens has zero gradient
 
 
@@ -41,8 +70,8 @@ class Correction:
 class Loss:
     """The policy loss."""
 
-    clip_low: float = 0.2
-    clip_high: float = 0.28
+    clip_low: float = 0.2  # correction.kind=gspo, whose ratio is a sequence's, wants 0.0003
+    clip_high: float = 0.28  # and gspo 0.0004
     boost: float = 0.6  # upper clip of tokens whose experience was stripped; 0: clip_high
     dual_clip: float = 3.0
     aggregation: str = "token_mean"  # token_mean, sequence_mean or sequence_sum_norm
@@ -51,6 +80,7 @@ class Loss:
     kl_coef: float = 0.0  # 0 loads no reference
     kl_place: str = "loss"  # loss or reward; k1 only as reward
     entropy_coef: float = 0.0
+    dpo_beta: float = 0.1  # dpo stages: how much a preference may move the policy
     entropy_top_k: int = 0  # the bonus raises entropy among the k likeliest tokens only; 0: all
 
 

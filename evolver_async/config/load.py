@@ -9,10 +9,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from evolver_async.config import Config, Experience, Stage
@@ -35,6 +35,10 @@ WHOLE_RUN = {
     "security",
     "judge",
     "questioning",
+    "reflection",
+    "critic.kind",
+    "rollout.agent",
+    "rollout.agent_reward",
     *(
         f"experience.{item.name}"
         for item in fields(Experience)
@@ -199,6 +203,10 @@ def _refuse_unknown(tree: Any, kind: type, where: str) -> None:
             raise ConfigError(f"{where}{name}: unknown key{hint}")
         if is_dataclass(types[name]):
             _refuse_unknown(value, types[name], f"{where}{name}.")
+        item = next(iter(get_args(types[name])), None)
+        if isinstance(item, type) and is_dataclass(item) and isinstance(value, list | ListConfig):
+            for index, part in enumerate(value):
+                _refuse_unknown(part, item, f"{where}{name}[{index}].")
 
 
 def _to_config(resolved: DictConfig) -> Config:
@@ -206,6 +214,8 @@ def _to_config(resolved: DictConfig) -> Config:
     raw: Any = OmegaConf.to_container(resolved)
     refuse_written(raw)
     resolved.env.params = kept(raw["env"]["params"])
+    for part, plain in zip(resolved.tasks.mixture, raw["tasks"]["mixture"], strict=True):
+        part.params = kept(plain["params"])
     for stage, plain in zip(resolved.stages, raw["stages"], strict=True):
         stage.override = kept(plain["override"])
     try:

@@ -1,4 +1,4 @@
-"""The sections of AgentEvolver's three mechanisms: experience, judge, questioning."""
+"""The sections of AgentEvolver's three mechanisms, and of reflection, which asks models as well."""
 
 from dataclasses import dataclass, field
 
@@ -58,6 +58,15 @@ class Judge:
     max_tokens: int = 1024  # self: of its answer
     timeout_s: float = 90.0  # of the labels of one trajectory, retries and waiting included
     cache: int = 4096  # judgements kept
+    llm: Llm = field(default_factory=Llm)
+
+
+@dataclass
+class Reflection:
+    """Early experience: who writes why an expert's turn is better than another that was tried."""
+
+    kind: str = "template"  # template (from what both led to) or llm (an endpoint)
+    timeout_s: float = 60.0  # of one reason, retries included; then the template writes it
     llm: Llm = field(default_factory=Llm)
 
 

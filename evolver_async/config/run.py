@@ -29,6 +29,15 @@ class Policy:
 
 
 @dataclass
+class Part:
+    """One environment of a mixture."""
+
+    env: str = ""  # a registered name or an import path
+    params: dict[str, Any] = field(default_factory=dict)
+    weight: float = 1.0  # its share of the tasks, over the sum of all weights
+
+
+@dataclass
 class Tasks:
     """Where tasks come from."""
 
@@ -36,13 +45,15 @@ class Tasks:
     solved: float = 1.0  # chance that a pass meets a task whose newest group succeeded throughout
     failed: float = 1.0  # the same for one whose newest group failed throughout
     synthetic: float = 0.0  # share of new groups that get a task of the system's own making
+    path: str = ""  # a JSONL file of tasks, one a line, instead of numbered ones
+    mixture: list[Part] = field(default_factory=list)  # several environments instead of one
 
 
 @dataclass
 class Stage:
     """One stretch of training; ends when the first of its limits is reached (0 = no such limit)."""
 
-    kind: str = "rl"  # sft or rl
+    kind: str = "rl"  # sft, world_model, reflect, dpo or rl
     steps: int = 0  # learner steps
     tokens: int = 0  # trained ACTION tokens
     hours: float = 0.0
@@ -50,6 +61,7 @@ class Stage:
     expert_fraction: float = (
         1.0  # sft: share of demonstrations by the environment's solver; the rest is random
     )
+    alternatives: int = 3  # world_model, reflect: actions tried beside the expert's in each state
     reset_optimizer: bool = False  # start this stage with a fresh optimizer
     refresh_reference: bool = (
         False  # start this stage with the KL reference set to the current policy

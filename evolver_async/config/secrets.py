@@ -12,10 +12,12 @@ from typing import Any
 
 from evolver_async.config.check import ConfigError
 
-FREE = ("env.params",)  # what holds keys of the user's own; every stage's override may as well
+# What holds keys of the user's own, list indices aside; every stage's override may as well.
+FREE = ("env.params", "tasks.mixture.params")
 MASK = "***"
 SHORTEST = 8  # characters of a value that is masked: a shorter one would turn up everywhere
 REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")
+INDEX = re.compile(r"\[\d+\]")
 MENTIONED = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
 SECRET = re.compile(  # the plurals `keys` and `tokens` alone count things
     r"(^|_)(key|token|auth|authorization|bearer|cookie|credentials?|passphrase|passwd)$"
@@ -93,7 +95,8 @@ def _texts(node: Any, key: str, free: bool, secret: bool) -> Iterator[tuple[str,
     if isinstance(node, Mapping):
         for name, value in node.items():
             deeper = f"{key}.{name}".lstrip(".")
-            inside = free or any(deeper == path or deeper.endswith(f".{path}") for path in FREE)
+            plain = f".{INDEX.sub('', deeper)}"
+            inside = free or any(plain.endswith(f".{path}") for path in FREE)
             yield from _texts(value, deeper, inside, secret or (free and looks_secret(str(name))))
     elif isinstance(node, list | tuple):
         for index, value in enumerate(node):

@@ -16,15 +16,46 @@ class ConfigError(ValueError):
 CHOICES: dict[str, tuple[str, ...]] = {
     "policy.dtype": ("float32", "bfloat16"),
     "env.latency.kind": ("none", "fixed", "lognormal"),
+    "rollout.agent_reward": ("returned", "judged"),
+    "rollout.context": ("full", "window", "single"),
     "engine.in_flight": ("keep", "wait"),
     "buffer.sampler": ("fifo", "freshest", "prioritized"),
     "buffer.straggler": ("evict", "wait"),
     "buffer.archive": ("none", "all", "<bytes>"),
-    "selection.kind": ("all", "spread"),
-    "advantage.kind": ("grpo", "grpo_process", "adca", "rloo", "reinforce"),
+    "selection.kind": (
+        "all",
+        "spread",
+        "top_p",
+        "top_k",
+        "min_p",
+        "resample_on_correct",
+        "dynamic",
+    ),
+    "selection.draw": ("lowest", "inverse"),
+    "selection.scale": ("none", "linear", "sqrt"),
+    "advantage.kind": (
+        "grpo",
+        "grpo_process",
+        "adca",
+        "rloo",
+        "reinforce",
+        "gae",
+        "gae_bilevel",
+        "vtrace",
+    ),
+    "critic.kind": ("shared", "separate"),
     "advantage.length": ("none", "sqrt"),
     "advantage.std": ("group", "batch", "none"),
-    "correction.kind": ("none", "ppo", "decoupled"),
+    "correction.kind": (
+        "none",
+        "ppo",
+        "decoupled",
+        "icepop",
+        "geo_mask",
+        "cispo",
+        "gspo",
+        "topr",
+    ),
     "correction.anchor": ("recompute", "interpolate"),
     "correction.level": ("token", "trajectory"),
     "correction.guided": ("stale", "anchor", "behaviour"),
@@ -32,6 +63,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "experience.strip": ("always", "never", "fraction"),
     "judge.kind": ("none", "rule", "self", "llm"),
     "questioning.kind": ("none", "goals", "llm"),
+    "reflection.kind": ("template", "llm"),
     "loss.aggregation": ("token_mean", "sequence_mean", "sequence_sum_norm"),
     "loss.kl": ("k1", "k2", "k3"),
     "loss.kl_place": ("loss", "reward"),
@@ -42,13 +74,23 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "launch.kind": ("serial", "local"),
 }
 
-LLM_SECTIONS = ("experience", "judge", "questioning")
+LLM_SECTIONS = ("experience", "judge", "questioning", "reflection")
 LLM_COUNTS = ("concurrency", "max_tokens", "max_bytes", "breaker_failures")
 
 # Numbers are finite and >= 0 unless a table below says otherwise.
-SIGNED = {"rollout.format_penalty", "actors.weight_lag_low", "advantage.alpha_final"}
+SIGNED = {
+    "rollout.format_penalty",
+    "rollout.truncated_reward",
+    "actors.weight_lag_low",
+    "advantage.alpha_final",
+}
 UNBOUNDED = {
+    "advantage.rho_max",
+    "advantage.c_max",
+    "critic.clip",
     "correction.w_max",
+    "correction.high",
+    "correction.epsilon",
     "loss.dual_clip",
     "loss.clip_high",
     "loss.boost",
@@ -65,6 +107,7 @@ AT_LEAST: dict[str, float] = {
     "rollout.group_size": 1,
     "rollout.max_turns": 1,
     "rollout.actions_per_turn": 1,
+    "rollout.window": 1,
     "rollout.max_tokens": 1,
     "engine.slots": 1,
     "engine.prefill_tokens": 1,
@@ -95,6 +138,9 @@ AT_LEAST: dict[str, float] = {
     **{f"{section}.llm.{name}": 1 for section in LLM_SECTIONS for name in LLM_COUNTS},
     "advantage.alpha_final": -1,
     "selection.max_empty": 1,
+    "selection.k": 1,
+    "selection.max_refills": 1,
+    "correction.high": 1,
     "loss.norm_tokens": 1,
     "loss.dual_clip": 1,
     "learner.groups_per_step": 1,
@@ -132,14 +178,23 @@ POSITIVE = (
     "eval.timeout_s",
     "launch.healthy_s",
     "selection.keep",
+    "selection.p",
+    "advantage.rho_max",
+    "advantage.c_max",
+    "critic.lr",
+    "critic.clip",
+    "critic.coef",
+    "loss.dpo_beta",
     "safety.max_reward",
     "experience.timeout_s",
     "judge.timeout_s",
     "questioning.temperature",
+    "reflection.timeout_s",
     *(f"{section}.llm.timeout_s" for section in LLM_SECTIONS),
 )
 FRACTIONS = (
     "selection.keep",
+    "selection.p",
     "tasks.synthetic",
     "rollout.guided_fraction",
     "experience.strip_fraction",
@@ -152,7 +207,11 @@ FRACTIONS = (
     "tasks.solved",
     "tasks.failed",
     "advantage.baseline_decay",
+    "advantage.gamma",
+    "advantage.lam",
+    "advantage.gamma_turn",
     "correction.max_masked",
+    "correction.low",
     "loss.clip_low",
     "learner.decay_start",
     "learner.lr_final",
@@ -195,7 +254,7 @@ def _check_values(values: dict[str, Any]) -> None:
     for name in ("engine.device", "learner.device"):
         known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", values[name])
         require(known is not None, name, f"must be auto, cpu or cuda, is {values[name]!r}")
-    _check_params("env.params", values["env.params"])
+    check_params("env.params", values["env.params"])
 
 
 def check_number(name: str, value: float) -> None:
@@ -205,14 +264,14 @@ def check_number(name: str, value: float) -> None:
     require(value >= 0 or name in SIGNED, name, f"must not be negative, is {value}")
 
 
-def _check_params(name: str, value: Any) -> None:
+def check_params(name: str, value: Any) -> None:
     """The environment's own parameters travel over the wire, which carries finite plain values."""
     if isinstance(value, dict):
         for part, item in value.items():
-            _check_params(f"{name}.{part}", item)
+            check_params(f"{name}.{part}", item)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            _check_params(f"{name}[{index}]", item)
+            check_params(f"{name}[{index}]", item)
     elif isinstance(value, float):
         require(math.isfinite(value), name, f"must be finite, is {value}")
 

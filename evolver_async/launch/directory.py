@@ -54,6 +54,7 @@ def create(config: Config, recipe: Path | None) -> tuple[Config, Path]:
         security=replace(config.security, keys=_absolute(config.security.keys)),
     )
     try:
+        resolved = _with_own_tasks(resolved, run_dir)
         dump(resolved, run_dir / "config.yaml")
         _prepare_policy(run_dir)
         _measure(resolved, run_dir)
@@ -61,6 +62,25 @@ def create(config: Config, recipe: Path | None) -> tuple[Config, Path]:
         shutil.rmtree(run_dir)
         raise
     return resolved, run_dir
+
+
+def _with_own_tasks(config: Config, run_dir: Path) -> Config:
+    """The configuration with copies of its files of tasks: a restart must find the same tasks."""
+    copies: dict[str, str] = {}
+
+    def copy_of(path: str) -> str:
+        if path and path not in copies:
+            copies[path] = str(run_dir / f"tasks_{len(copies)}.jsonl")
+            shutil.copyfile(path, copies[path])
+        return copies.get(path, "")
+
+    tasks, stages = replace(config.tasks, path=copy_of(config.tasks.path)), []
+    for stage in config.stages:
+        override = dict(stage.override)
+        if "path" in override.get("tasks", {}):
+            override["tasks"] = {**override["tasks"], "path": copy_of(override["tasks"]["path"])}
+        stages.append(replace(stage, override=override))
+    return replace(config, tasks=tasks, stages=stages)
 
 
 def resume(run_dir: Path, dotlist: Sequence[str]) -> Config:
@@ -209,10 +229,14 @@ def _measure(config: Config, run_dir: Path) -> None:
     source = source_of(last)
     episodes = config.eval.final_episodes or config.eval.episodes
     tasks = [held_out_task(source, number) for number in range(episodes)]
-    values = resolve("exact")(tasks, last.rollout.max_turns)
+    rollout = last.rollout
+    values = resolve("exact")(tasks, rollout.max_turns * rollout.actions_per_turn)
     (run_dir / EXACT).unlink(missing_ok=True)
     if values is not None:
         content = {"random": values.random, "optimal": values.optimal, "episodes": episodes}
+        if values.random_return is not None and values.optimal_return is not None:
+            content["random_return"] = values.random_return
+            content["optimal_return"] = values.optimal_return
         (run_dir / EXACT).write_text(json.dumps(content))
 
 

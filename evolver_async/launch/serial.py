@@ -37,7 +37,12 @@ class _JumpSelector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop whose `time()` is virtual, in seconds from 0."""
+    """An asyncio loop whose `time()` is virtual, in seconds from 0.
+
+    It waits for no thread, so who would call one asks for `virtual` and makes the call itself.
+    """
+
+    virtual = True
 
     def __init__(self) -> None:
         self._clock = _JumpSelector()

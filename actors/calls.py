@@ -1,0 +1,180 @@
+"""Actions that are calls of tools: their canonical text, and the two formats they are written in.
+
+In both the answer is a call too, of the tool `answer`, so that an environment gets one form of
+action. Errors a policy can mend are told to it as what the tool said.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+ANSWER_TOOL, CODE_TOOL = "answer", "python"
+UNCLOSED = "error: <tool_call> without </tool_call>"
+NO_CALL = "error: neither a tool call nor an answer could be read"
+NO_CODE = "error: neither code nor an answer could be read"
+_ANSWER = r"<answer>(?P<answer>.*?)</answer>"
+_CALLS = re.compile(rf"<tool_call>(?P<call>.*?)(?P<end></tool_call>|\Z)|{_ANSWER}", re.DOTALL)
+_CODE = re.compile(rf".*?(?:<code>(?P<code>.*?)</code>|{_ANSWER})\s*", re.DOTALL)
+_BOXED = re.compile(r"\\boxed\{(.*)\}", re.DOTALL)
+_FENCED = re.compile(r"```(?:python|py)?\n(.*?)\n?```", re.DOTALL)
+
+
+class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool by its name, and what it is given."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A call that cannot be carried out; `complaint` is told to the policy."""
+
+    complaint: str
+
+
+def canonical(name: str, arguments: dict[str, Any]) -> str:
+    """The text of a call as an action: JSON of `name` and `arguments`, in this order."""
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+
+
+def called(text: str) -> Call:
+    """The call that a JSON text means; ValueError says on one line why it is none."""
+    try:
+        return msgspec.json.decode(text, type=Call)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise ValueError(f"this is no call as JSON: {error}") from error
+
+
+class ToolCall:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, what it returned in a message of
+    the user between `<tool_response>` tags, and at last `<answer>...</answer>`.
+
+    With `think` a turn opens with `<reason>...</reason>`. Several calls stand in a row; then the
+    end-of-turn token ends them, which the policy has to write.
+    """
+
+    inline = False
+    tools = True
+
+    def __init__(self, *, think: bool, actions_per_turn: int) -> None:
+        self.actions_per_turn = actions_per_turn
+        self.prefix = "<reason>" if think else ""
+        self.stop_strings: tuple[str, ...] = ("</answer>",)
+        if actions_per_turn == 1:
+            self.stop_strings += ("</tool_call>",)
+        self.min_tokens = 4 if think else 3
+        reason = "<reason> why</reason>, then " if think else ""
+        several = f" (up to {actions_per_turn} in a row)" if actions_per_turn > 1 else ""
+        self.instructions = (
+            f'reply with {reason}<tool_call>{{"name": name, "arguments": {{...}}}}</tool_call>'
+            f"{several} or at last with <answer> answer</answer>"
+        )
+
+    def parse(self, text: str) -> list[str | Unreadable] | None:
+        if self.prefix:
+            _, found, text = text.partition("</reason>")
+            if not found:
+                return None
+        actions: list[str | Unreadable] = []
+        for found in _CALLS.finditer(text):
+            if len(actions) == self.actions_per_turn:
+                limit = f"error: at most {self.actions_per_turn} calls in one turn"
+                return [*actions, Unreadable(limit)]
+            actions.append(_call(found))
+        return actions or None
+
+    def render_actions(self, actions: list[str]) -> str:
+        parts = ["</reason>"] if self.prefix else []
+        for action in actions:
+            call = called(action)
+            if call.name == ANSWER_TOOL:
+                parts.append(f"<answer>{call.arguments['text']}</answer>")
+            else:
+                parts.append(f"<tool_call>\n{action}\n</tool_call>")
+        return "\n".join(parts)
+
+    def shown(self, outputs: list[str], valid: bool, last: str) -> str:
+        if not outputs:
+            return NO_CALL
+        return "\n".join(_between("tool_response", output) for output in outputs)
+
+
+class Interleaved:
+    """Text in which `<code>...</code>` is run where it stands, in one message up to its
+    `<answer>\\boxed{...}</answer>`.
+
+    What the code printed follows it between `<interpreter>` tags, in the same message. A turn is
+    what is written between two such pauses. ValueError names the key that does not fit.
+    """
+
+    inline = True
+    tools = True
+    prefix = ""
+    stop_strings: tuple[str, ...] = ("</code>", "</answer>")
+    actions_per_turn = 1
+    min_tokens = 3
+    instructions = (
+        "think, and where it helps run <code> code</code>, whose output follows it between"
+        " <interpreter> tags; end with <answer> \\boxed{answer}</answer>"
+    )
+
+    def __init__(self, *, think: bool, actions_per_turn: int) -> None:
+        if actions_per_turn != 1:
+            problem = f"must be 1 where rollout.format is interleaved, is {actions_per_turn}"
+            raise ValueError(f"rollout.actions_per_turn: {problem}")
+        if think:
+            raise ValueError("rollout.think: interleaved text holds its thoughts without a tag")
+
+    def parse(self, text: str) -> list[str | Unreadable] | None:
+        found = _CODE.fullmatch(text)
+        if found is None:
+            return None
+        if found["code"] is None:
+            return _answered(found["answer"])
+        code = found["code"].strip("\r\n")
+        fenced = _FENCED.fullmatch(code.strip())
+        code = fenced[1] if fenced else code
+        return [canonical(CODE_TOOL, {"code": code})] if code.strip() else None
+
+    def render_actions(self, actions: list[str]) -> str:
+        (action,) = actions
+        call = called(action)
+        if call.name == ANSWER_TOOL:
+            return f"<answer>\\boxed{{{call.arguments['text']}}}</answer>"
+        return f"<code>\n{call.arguments['code']}\n</code>"
+
+    def shown(self, outputs: list[str], valid: bool, last: str) -> str:
+        said = "\n".join(outputs) if outputs else NO_CODE
+        return f"\n{_between('interpreter', said)}\n"
+
+
+def _call(found: re.Match[str]) -> str | Unreadable:
+    """One call or answer of a turn."""
+    if found["answer"] is not None:
+        answer = _answered(found["answer"])
+        return Unreadable("error: the answer is empty") if answer is None else answer[0]
+    if not found["end"]:
+        return Unreadable(UNCLOSED)
+    try:
+        call = called(found["call"])
+    except ValueError as error:
+        return Unreadable(f"error: {error}")
+    if call.name == ANSWER_TOOL:
+        return Unreadable("error: an answer stands between <answer> and </answer>")
+    return canonical(call.name, call.arguments)
+
+
+def _answered(text: str) -> list[str | Unreadable] | None:
+    """The answer between its tags, in a box or bare; None where there is none."""
+    boxed = _BOXED.search(text)
+    answer = (boxed[1] if boxed else text).strip()
+    return [canonical(ANSWER_TOOL, {"text": answer})] if answer else None
+
+
+def _between(tag: str, text: str) -> str:
+    """What a tool said, between tags that it cannot close itself."""
+    return f"<{tag}>\n{text.replace(f'</{tag}', f'</ {tag}')}\n</{tag}>"

@@ -1,0 +1,93 @@
+"""A file of tasks: JSON lines, checked before anything starts, each task in one split for good.
+
+A line is `{"query", "env", "params", "seed", "split", "reference", "id"}`, every key optional; what
+it leaves out comes from the configuration. Which split a task without one is in, is decided by a
+hash of its content, so that the same task never is in two.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from evolver_async.config.check import ConfigError
+from evolver_async.config.values import check_params
+from evolver_async.schema import Task, key
+
+MAX_BYTES = 32_768  # of a line: a task travels in the head of a message
+HELD_OUT = 8  # about one task in so many is for testing
+
+
+class Row(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One line. `seed`: the environment's number of the task; `reference`: a known solution."""
+
+    id: str = ""
+    env: str = ""
+    params: dict[str, Any] = {}
+    seed: int = 0
+    split: Literal["", "train", "test"] = ""
+    query: str = ""
+    reference: list[str] | None = None
+
+
+_decoder = msgspec.json.Decoder(Row)
+
+
+def load_tasks(path: Path, env: str, params: dict[str, Any]) -> dict[str, tuple[Task, ...]]:
+    """The tasks of a file by split, in its order; `env` and `params` stand where a line has none.
+
+    A line's parameters are laid over `params` where it is for the same environment. ConfigError
+    names `tasks.path` and the line.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"tasks.path: {path}: {error.strerror}") from None
+    found: dict[str, list[Task]] = {"train": [], "test": []}
+    lines_of: dict[str, int] = {}  # by id, and by content
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"tasks.path: {path}, line {number}"
+        task, content = _task(_row(line, where), env, params, where)
+        for name in {task.task_id, content}:
+            if name in lines_of:
+                raise ConfigError(f"{where}: the same task as in line {lines_of[name]}")
+            lines_of[name] = number
+        found[task.split].append(task)
+    for split, tasks in found.items():
+        if not tasks:
+            raise ConfigError(f"tasks.path: {path} has no task of the {split} split")
+    return {split: tuple(tasks) for split, tasks in found.items()}
+
+
+def _row(line: bytes, where: str) -> Row:
+    if len(line) > MAX_BYTES:
+        raise ConfigError(f"{where}: {len(line)} bytes, at most {MAX_BYTES} are allowed")
+    try:
+        return _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _task(row: Row, env: str, params: dict[str, Any], where: str) -> tuple[Task, str]:
+    """The task of a line, and its content as text."""
+    name = row.env or env
+    merged = {**params, **row.params} if name == env else row.params
+    check_params(f"{where}: params", merged)
+    if not 0 <= row.seed < 1 << 63:
+        raise ConfigError(f"{where}: seed: {row.seed} is not in 0..2**63 - 1")
+    content = json.dumps([name, merged, row.seed, row.query], sort_keys=True)
+    digest = key(0, "task", content)
+    split = row.split or ("test" if digest % HELD_OUT == 0 else "train")
+    task = Task(
+        task_id=f"{name}/{split}/{row.id or f'{digest:016x}'}",
+        env=name,
+        split=split,
+        map_seed=row.seed,
+        params=merged,
+        reference=row.reference,
+        query=row.query,
+    )
+    return task, content

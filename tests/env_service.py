@@ -1,0 +1,151 @@
+"""A local environment service of AgentEvolver's protocol that misbehaves as a test tells it to.
+
+    with EnvService(trouble={"step": [status(503)]}) as service:
+        env = AgentEvolver(url=service.url, env_type="counting")
+
+A task `up-3` is to say "up" three times. `trouble` lists for every call what is done instead of a
+proper answer, one request after the other, None for nothing; what is wrapped in `lost` is sent
+after the call was carried out.
+"""
+
+import json
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+
+from openai_server import Reply, raw
+
+TASKS = {"train": ["up-3", "up-2"], "dev": ["up-1"]}
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The call is carried out, and then this is answered."""
+
+    reply: Reply
+
+
+def lost(reply: Reply) -> Lost:
+    return Lost(reply)
+
+
+@dataclass
+class Instance:
+    need: int
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def done(self) -> int:
+        return self.said.count("up")
+
+
+class EnvService:
+    """Serves in threads while it is entered."""
+
+    def __init__(self, trouble: dict[str, list[Reply | Lost | None]] | None = None) -> None:
+        self.trouble = trouble or {}
+        self.instances: dict[str, Instance] = {}
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.released: list[str] = []
+        self.lock = threading.Lock()
+        self.ended = threading.Event()
+        self.http = _Http(("127.0.0.1", 0), _handler(self))
+        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http.server_address[1]}"
+
+    def asked(self, call: str) -> int:
+        return sum(name == call for name, _ in self.calls)
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.http.shutdown()
+        self.http.server_close()
+        self.thread.join()
+
+    def reply(self, call: str, body: dict[str, Any]) -> Reply:
+        with self.lock:
+            self.calls.append((call, body))
+            trouble = self.trouble.get(call, [])
+            planned = trouble.pop(0) if trouble else None
+            if isinstance(planned, Reply):
+                answer = planned
+            else:
+                answer = self.carried_out(call, body)
+                answer = planned.reply if planned is not None else answer
+        self.ended.wait(answer.after_s)
+        return answer
+
+    def carried_out(self, call: str, body: dict[str, Any]) -> Reply:
+        if call == "get_env_profile":
+            return raw({"success": True, "data": TASKS[body["params"]["split"]]})
+        if call == "create":
+            need = int(body["task_id"].removeprefix("up-"))
+            self.instances[body["instance_id"]] = Instance(need)
+            said = [
+                {"role": "system", "content": "say up"},
+                {"role": "user", "content": f"{need} times"},
+            ]
+            return raw({"success": True, "data": {"state": said, "info": {}}})
+        instance = self.instances.get(body["instance_id"])
+        if call == "release":
+            self.released.append(body["instance_id"])
+            found = self.instances.pop(body["instance_id"], None)
+            return raw({"success": found is not None, "data": None})
+        if instance is None:
+            return _detail(400, f"Instance {body['instance_id']} not found!")
+        if call == "evaluate":
+            share = min(1.0, instance.done / instance.need)
+            sparse = body["params"]["sparse"]
+            return raw({"success": True, "data": float(share == 1) if sparse else share})
+        instance.said.append(body["messages"]["content"])
+        over = instance.done >= instance.need
+        state = [{"role": "user", "content": f"{instance.done} of {instance.need}"}]
+        data = {"state": state, "reward": 0.25, "is_terminated": over, "info": {}}
+        return raw({"success": True, "data": data})
+
+
+def _detail(number: int, text: str) -> Reply:
+    return Reply(body=json.dumps({"detail": text}).encode(), status=number)
+
+
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Callers that hang up are part of the tests."""
+
+
+def _handler(service: EnvService) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def do_POST(self) -> None:
+            sent = self.rfile.read(int(self.headers.get("content-length", 0)))
+            reply = service.reply(self.path.lstrip("/"), json.loads(sent))
+            self.close_connection = reply.repeat > 1 or reply.drop or reply.announced is not None
+            if reply.drop:
+                return
+            self.send_response(reply.status)
+            if reply.repeat == 1:
+                length = len(reply.body) if reply.announced is None else reply.announced
+                self.send_header("content-length", str(length))
+            self.end_headers()
+            for _ in range(reply.repeat):
+                self.wfile.write(reply.body)
+                if service.ended.wait(reply.pause_s):
+                    return
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    return Handler

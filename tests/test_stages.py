@@ -1,0 +1,164 @@
+"""Whole serial runs: every kind of stage, tasks from files and mixtures, dynamic sampling."""
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from serial_runs import Finished, trainer
+
+from evolver_async.buffer import records
+from evolver_async.buffer.journal import Journal
+from evolver_async.launch.roles import TrainingError
+
+LAKE = """
+env: {name: frozen_lake, params: {size: 3, grid: first}}
+policy: {max_length: 320, hidden_size: 32, layers: 1, heads: 2, intermediate_size: 64}
+rollout: {group_size: 4, max_turns: 4, max_tokens: 8}
+actors: {count: 1, groups: 4}
+tasks: {train: 20}
+learner: {groups_per_step: 8, minibatches: 1, lr: 5.0e-3, decay: none}
+stages: [{kind: world_model, steps: 12}, {kind: sft, steps: 6}, {kind: rl, steps: 2}]
+eval: {every: 0, episodes: 8, final_episodes: 8}
+checkpoint: {every: 100}
+launch: {kind: serial}
+"""
+BANDIT = """
+env: {name: bandit, params: {high_probability: 1.0}}
+policy: {max_length: 64, hidden_size: 32, layers: 1, heads: 2, intermediate_size: 64}
+rollout: {group_size: 8, max_turns: 1, max_tokens: 4}
+actors: {count: 1, groups: 4}
+advantage: {std: batch}
+learner: {groups_per_step: 4, minibatches: 1, lr: 5.0e-3, decay: none}
+stages:
+  - kind: sft
+    steps: 25
+    expert_fraction: 0.0
+    override: {rollout: {group_size: 1}, learner: {groups_per_step: 16, lr: 1.0e-2}}
+  - kind: rl
+    steps: 6
+eval: {every: 0, episodes: 32, final_episodes: 64}
+checkpoint: {every: 100}
+launch: {kind: serial}
+"""
+
+
+@pytest.fixture(scope="module")
+def lake(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished]:
+    return trainer(tmp_path_factory.mktemp("lake"), LAKE)
+
+
+@pytest.fixture(scope="module")
+def bandit(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished]:
+    return trainer(tmp_path_factory.mktemp("bandit"), BANDIT)
+
+
+def of_stage(finished: Finished, kind: str, name: str) -> list[float]:
+    return [row[name] for row in finished.rows if row.get("stage_kind") == kind and name in row]
+
+
+def arrivals(finished: Finished) -> list[records.Granted]:
+    """The groups that were granted, in order."""
+    journal = Journal(finished.run_dir / "journal", 1 << 26, 0)
+    try:
+        found = [records.decode(head) for head, _ in journal.replay()]
+    finally:
+        journal.close()
+    return [record for record in found if isinstance(record, records.Granted)]
+
+
+def test_world_modelling_then_imitation_then_reinforcement(lake: Callable[..., Finished]) -> None:
+    run = lake("model")
+    losses = of_stage(run, "world_model", "loss/policy")
+    assert len(losses) == 12 and losses[-1] < 0.8 * losses[0]
+    assert set(of_stage(run, "world_model", "train/success")) == {1.0}, "the expert's own way"
+    kinds = [granted.kind for granted in arrivals(run) if granted.pinned is None]
+    assert sorted(set(kinds), key=kinds.index) == ["branch", "demo", "rollout"]
+    versions = [row["version"] for row in run.rows if "version" in row]
+    assert versions[10:13] == [0, 1, 1] and versions[16:19] == [1, 2, 3]
+    assert run.rl("ledger/received")[-1] >= 2 * 8 * 4
+
+
+def test_reflections_are_learned_like_demonstrations(lake: Callable[..., Finished]) -> None:
+    run = lake(
+        "reflect",
+        "rollout.think=true",
+        "rollout.max_tokens=100",
+        "env.params.grid=never",
+        "policy.max_length=512",
+        "rollout.group_size=2",
+        "stages=[{kind: reflect, alternatives: 2, steps: 8}, {kind: rl, steps: 1}]",
+        "learner.lr=1e-2",
+    )
+    losses = of_stage(run, "reflect", "loss/policy")
+    assert losses[-1] < 0.8 * losses[0]
+    kinds = [granted.kind for granted in arrivals(run) if granted.pinned is None]
+    assert sorted(set(kinds), key=kinds.index) == ["branch", "rollout"]
+
+
+def test_preferences_are_learned_from_pairs_and_published_once(
+    bandit: Callable[..., Finished],
+) -> None:
+    run = bandit("dpo", "stages.1.kind=dpo", "stages.1.steps=8")
+    assert of_stage(run, "dpo", "loss/policy")[0] == pytest.approx(0.6931, abs=0.01)
+    versions = of_stage(run, "dpo", "version")
+    assert versions == 7 * [1.0] + [2.0]
+    assert run.rows[-1]["eval/success"] > 0.9
+
+
+def test_a_mixture_reports_every_environment(bandit: Callable[..., Finished]) -> None:
+    parts = "[{env: bandit, weight: 3}, {env: frozen_lake, params: {size: 3, grid: never}}]"
+    run = bandit(
+        "mixture",
+        f"tasks.mixture={parts}",
+        "policy.max_length=128",
+        "stages.0.steps=5",
+        "stages.1.steps=4",
+    )
+    envs = [granted.task.env for granted in arrivals(run) if granted.pinned is None]
+    assert envs.count("bandit") / len(envs) == pytest.approx(0.75, abs=0.05)
+    for name in ("bandit", "frozen_lake"):
+        values = of_stage(run, "sft", f"train/success/{name}")
+        assert len(values) == 5 and all(0 <= value <= 1 for value in values)
+    held_out = [granted.task for granted in arrivals(run) if granted.pinned is not None]
+    assert {task.env for task in held_out} == {"bandit", "frozen_lake"}
+    assert {task.split for task in held_out} == {"test"}
+
+
+def test_a_file_of_tasks_is_trained_and_evaluated_by_its_splits(
+    bandit: Callable[..., Finished], tmp_path: Path
+) -> None:
+    path = tmp_path / "tasks.jsonl"
+    rows = [
+        {"seed": n, "split": "test" if n < 4 else "train", "id": f"n{n}", "query": "pull"}
+        for n in range(12)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    run = bandit("file", f"tasks.path={path}", "stages.0.steps=3", "stages.1.steps=2")
+    granted = arrivals(run)
+    trained = {one.task.task_id for one in granted if one.pinned is None}
+    assert trained == {f"bandit/train/n{n}" for n in range(4, 12)}
+    evaluated = {one.task.task_id for one in granted if one.pinned is not None}
+    assert evaluated == {f"bandit/test/n{n}" for n in range(4)}
+
+
+def test_dynamic_sampling_trains_full_batches_with_spread_alone(
+    bandit: Callable[..., Finished],
+) -> None:
+    run = bandit("dynamic", "selection.kind=dynamic", "stages.1.steps=5")
+    assert run.rl("train/zero_spread") == 5 * [0.0]
+    assert statistics.mean(run.rl("train/success")[:2]) < 0.9
+
+
+def test_dynamic_sampling_of_what_is_mastered_ends_the_run_with_the_reason(
+    bandit: Callable[..., Finished],
+) -> None:
+    with pytest.raises(TrainingError, match=r"take 26: selection\.max_refills: \d+ groups since"):
+        bandit(
+            "mastered",
+            "selection={kind: dynamic, max_refills: 2}",
+            "stages.0.expert_fraction=1.0",
+            "stages.0.steps=26",
+            "rollout.temperature=0.05",
+        )
