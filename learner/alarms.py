@@ -224,24 +224,28 @@ def input_dependence(turns: list[list[Array]]) -> float:
     estimate out of a group's few members would be mostly bias. 0: members of a group resemble each
     other no more than those of others, or everybody writes the same; 1: the prompt decides all.
     """
-    flat = np.concatenate([tokens for group in turns for tokens in group])
-    vocabulary, flat = np.unique(flat, return_inverse=True)
-    same, own, start = [], [], 0
-    total, squares = np.zeros(len(vocabulary)), 0.0
-    for group in turns:
-        histogram, own_G = np.zeros(len(vocabulary)), 0.0
-        for tokens in group:
-            kinds, counts = np.unique(flat[start : start + len(tokens)], return_counts=True)
-            start += len(tokens)
-            histogram[kinds] += counts / len(tokens)
-            own_G += float(((counts / len(tokens)) ** 2).sum())
-        count = len(group)
-        same.append((float(histogram @ histogram) - own_G) / (count * (count - 1)))
-        own.append(own_G / count)
-        total += histogram / count
-        squares += float(histogram @ histogram) / count**2
+    members_G = np.array([len(group) for group in turns])
+    group_M = np.repeat(np.arange(len(turns)), members_G)
+    lengths_M = np.array([len(tokens) for group in turns for tokens in group])
+    vocabulary, flat = np.unique(
+        np.concatenate([tokens for group in turns for tokens in group]), return_inverse=True
+    )
+    kinds = len(vocabulary)
+    pairs, counts = np.unique(  # (member, token), so that no array is members times tokens
+        np.repeat(np.arange(len(group_M)), lengths_M) * kinds + flat, return_counts=True
+    )
+    member, kind = np.divmod(pairs, kinds)
+    shares = counts / lengths_M[member]
+    own_G = np.bincount(group_M[member], weights=shares**2, minlength=len(turns))
+    sums_GV = np.bincount(
+        group_M[member] * kinds + kind, weights=shares, minlength=len(turns) * kinds
+    ).reshape(len(turns), kinds)
+    same = ((sums_GV**2).sum(1) - own_G) / (members_G * (members_G - 1))
+    own = own_G / members_G
+    means_GV = sums_GV / members_G[:, None]
     groups = len(turns)
-    cross = (float(total @ total) - squares) / (groups * (groups - 1))
+    squares = (means_GV**2).sum()
+    cross = float((means_GV.sum(0) ** 2).sum() - squares) / (groups * (groups - 1))
     varies = float(np.mean(own)) - cross
     return (float(np.mean(same)) - cross) / varies if varies > 1e-9 else 0.0
 
