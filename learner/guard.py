@@ -19,18 +19,17 @@ MASKED_STEPS = 5  # nearly everything masked: so many in a row end the run
 
 
 class Guard:
-    """Looks at every step of an rl stage; its memory is in `State`."""
+    """Looks at every step of the stages that may train nothing; its memory is in `State`."""
 
     def __init__(self, run_dir: Path, metrics: Metrics) -> None:
         self.run_dir = run_dir
         self.metrics = metrics
 
     def watch(self, stage: Config, state: State, groups: list[Group], outcome: Outcome) -> bool:
-        """Raise alarms about a step and add its signals to its metrics.
+        """Raise alarms about a step of an rl stage and add its signals to its metrics.
 
         Returns whether they ask for a checkpoint; a pause begins before the next take.
         """
-        self._count(stage, state, outcome)
         signals, found = group_signals(groups), outcome.metrics
         if "loss/entropy" in found:
             signals["entropy"] = found["loss/entropy"]
@@ -60,7 +59,8 @@ class Guard:
                 f"{MASKED_STEPS} steps in a row had {masked:.0%} of their tokens masked"
             )
 
-    def _count(self, stage: Config, state: State, outcome: Outcome) -> None:
+    def count(self, stage: Config, state: State, outcome: Outcome) -> None:
+        """Count the steps in a row that had nothing to train, or next to nothing."""
         empty = not outcome.trained and NON_FINITE not in outcome.filtered
         masked = outcome.metrics.get("offpolicy/masked", 0.0) > stage.correction.max_masked
         state.empty_steps = state.empty_steps + 1 if empty else 0

@@ -142,6 +142,9 @@ class Learner:
             outcome = self.train(groups)
         take, stage = self.state.take, self.state.stage
         learns = self.kind(stage) == "rl"
+        selects = learns or self.kind(stage) == "dpo"  # so that it may be left with nothing
+        if selects:
+            self.guard.count(self.stages[stage], self.state, outcome)
         alarmed = learns and self.guard.watch(self.stages[stage], self.state, groups, outcome)
         self.state.take += 1
         self.state.stage_tokens += outcome.tokens
@@ -166,7 +169,7 @@ class Learner:
         with self.timers("report"):
             reply = self.report(take, outcome, episodes, changed)
             self.log(take, stage, outcome, reply, passed)
-        if learns:
+        if selects:
             self.guard.check(self.stages[stage], self.state, outcome)
         due = over or self.state.take % self.config.checkpoint.every == 0
         if due or alarmed or reply.checkpoint:

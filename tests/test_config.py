@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from evolver_async.config import Config, Stage
+from evolver_async.config import Config, Selection, Stage
 from evolver_async.config.check import check, check_paths
 from evolver_async.config.load import (
     ConfigError,
@@ -17,6 +17,7 @@ from evolver_async.config.load import (
 )
 from evolver_async.config.reference import BEGIN, END, reference, rewrite
 from evolver_async.config.values import AT_LEAST, CHOICES, FRACTIONS, POSITIVE
+from learner.selection import kept_groups
 
 STEPS = "stages.0.steps=10"
 
@@ -258,6 +259,20 @@ def test_a_weights_directory_that_cannot_be_written_is_named() -> None:
 def test_a_stage_may_override_what_would_be_impossible_elsewhere() -> None:
     config = load(None, ["stages=[{hours: 1, override: {learner: {decay: none}}}]"])
     assert stage_config(config, 0).learner.decay == "none"
+
+
+@pytest.mark.parametrize(("groups", "keep"), [(2, 0.25), (3, 0.5), (5, 0.5), (7, 0.5)])
+def test_as_many_updates_are_allowed_as_selection_leaves_groups(groups: int, keep: float) -> None:
+    selection = Selection(kind="spread", keep=keep)
+    kept = len(kept_groups([1.0] * groups, selection))
+    step = [
+        "stages=[{steps: 10}]",
+        f"selection={{kind: spread, keep: {keep}}}",
+        f"learner.groups_per_step={groups}",
+    ]
+    assert load(None, [*step, f"learner.minibatches={kept}"]).learner.minibatches == kept
+    with pytest.raises(ConfigError, match=r"learner\.minibatches: must be at most"):
+        load(None, [*step, f"learner.minibatches={kept + 1}"])
 
 
 @pytest.mark.parametrize("text", ["learner: [", "- a\n- b\n", "learner: {lr: 1}\nlearner: {}\n"])

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from evolver_async import messages
-from evolver_async.buffer.groups import UNTRAINED, Member
+from evolver_async.buffer.groups import UNTRAINED, ZERO_SPREAD, Member
 from evolver_async.buffer.replay import KINDS, Numbers, Replay
 from evolver_async.config import Questioning
 from evolver_async.schema import Task, Ticket, WeightId, version_lag
@@ -164,6 +164,21 @@ def test_stragglers_too_many_for_one_version_are_waited_for_in_time():
     assert buffer.choose() == []  # taking the fresh one would leave two groups for one version
     arrive(buffer, slow[0], step=0)
     assert take(buffer, 1) == [slow[0]]
+
+
+def test_dynamic_sampling_does_not_give_up_while_a_whole_take_waits_for_stragglers():
+    buffer = replay(groups_per_step=1, max_staleness=1, wait=True, refills=1, group_size=2)
+    slow, fast = grant(buffer, wait=True), grant(buffer, wait=True)
+    arrive(buffer, fast, rewards=(0.0, 1.0))
+    assert take(buffer, 0) == [fast]
+    report(buffer, 0, 1)
+    dull = arrive(buffer, grant(buffer), step=1, rewards=(0.0, 0.0))
+    buffer.evict(dull, ZERO_SPREAD)
+    assert buffer.gives_up()
+    arrive(buffer, grant(buffer), step=1, rewards=(0.0, 1.0))
+    assert buffer.choose() == [] and not buffer.gives_up()
+    arrive(buffer, slow, step=0, rewards=(0.0, 1.0))
+    assert buffer.choose() == [slow]
 
 
 def test_resume_gives_back_the_uses_since_and_only_those():

@@ -8,6 +8,7 @@ from buffer_world import World, config, synthetic, trajectory
 
 from evolver_async import messages
 from evolver_async.buffer.journal import JournalError
+from evolver_async.config import Questioning
 from evolver_async.schema import Ticket, WeightId
 from evolver_async.wire import SCHEMA_HASH
 
@@ -181,6 +182,34 @@ def test_the_journals_limit_stops_grants_until_a_checkpoint_lets_it_go(tmp_path)
     world.one("learner", messages.Kept(take=take + 1))
     assert len(world.book.journal.sizes) <= 2
     assert len(world.lease(credit=9)) == 2
+
+
+def test_a_member_of_an_exploration_under_way_keeps_no_segment(tmp_path):
+    """Its trajectory is in none: only what is trained has to be read again."""
+    asking = Questioning(kind="goals", every=1, groups=1)
+    world = World(tmp_path, config(max_staleness=9, questioning=asking), segment_bytes=2000)
+    world.resume()
+    tickets: list[Ticket] = []
+    while not any(ticket.kind == "explore" for ticket in tickets):
+        tickets += world.lease(credit=1)
+    *others, exploring = tickets
+    world.push(exploring, 0)
+    first = world.book.journal.newest
+    world.finish(others)
+    take = 0
+    while world.book.journal.newest < first + 3:
+        world.finish(world.lease(credit=2))
+        groups = [group.group_id for group in world.sample(take)]
+        world.done(take, groups, take + 1)
+        take += 1
+    assert first in world.book.journal.sizes
+    world.service.disk.limit_bytes = 1
+    assert world.service.disk.wants_checkpoint()
+    world.one("learner", messages.Kept(take=take))
+    assert first not in world.book.journal.sizes
+    world.kill()  # what is left says all that is held
+    assert world.replay.at.groups[exploring.group_id].missing == [1]
+    assert isinstance(world.push(exploring, 1), messages.Ack)
 
 
 # ---- pushes

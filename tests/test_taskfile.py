@@ -1,5 +1,6 @@
 """Tasks from a file and from mixtures: nothing wrong gets in, no task is in two splits."""
 
+import dataclasses
 import json
 import math
 from collections import Counter
@@ -8,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from buffer_world import World, config
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from actors.check import check
 from evolver_async.buffer.granting import source_of
 from evolver_async.buffer.taskfile import load_tasks
 from evolver_async.buffer.tasks import Cursor, Part, Source, Tasks, held_out_task
+from evolver_async.config import Tasks as TasksSection
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import dump, from_dict, load, to_dict
 from evolver_async.launch import directory
@@ -124,6 +127,20 @@ def test_a_run_keeps_its_own_copy_of_its_tasks(tmp_path, monkeypatch):
 
 
 # ---- mixtures
+
+
+def test_few_held_out_tasks_are_met_again_with_other_dynamics(tmp_path):
+    rows = [{"seed": n, "split": "test" if n < 2 else "train"} for n in range(8)]
+    path = written(tmp_path / "t", rows)
+    settings = dataclasses.replace(config(), tasks=TasksSection(path=str(path)))
+    world = World(tmp_path / "journal", settings)
+    world.resume()
+    world.finish(world.lease(credit=2))
+    groups = [group.group_id for group in world.sample(0)]
+    world.done(0, groups, version=1, episodes=6)
+    tickets = [ticket for ticket in world.lease(credit=6) if ticket.kind == "eval"]
+    assert [ticket.task.map_seed for ticket in tickets] == 3 * [0, 1]
+    assert len({ticket.dynamics_seed for ticket in tickets}) == 6
 
 
 @given(st.lists(st.floats(0.05, 5.0), min_size=1, max_size=5), st.integers(0, 10_000))

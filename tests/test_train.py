@@ -86,9 +86,11 @@ def test_told_to_end_without_a_buffer_it_leaves_a_checkpoint(tmp_path: Path) -> 
     assert len(valid(run_dir / "checkpoints")) == 1
 
 
-def test_a_run_that_has_nothing_to_train_on_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["rl", "dpo"])
+def test_a_run_that_has_nothing_to_train_on_says_so(tmp_path: Path, kind: str) -> None:
+    selection = "selection={kind: spread, max_empty: 2}"
     config, run_dir = prepared(
-        tmp_path, "selection={kind: spread, max_empty: 2}", "stages.0.steps=50", "learner.lr=0"
+        tmp_path, selection, f"stages=[{{kind: {kind}, steps: 50}}]", "learner.lr=0"
     )
     with pytest.raises(TrainingError, match="2 steps in a row had nothing to train on"):
         run(config, run_dir)

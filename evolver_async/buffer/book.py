@@ -165,10 +165,6 @@ class Book:
     def _needed(self) -> int:
         """The segment with the oldest trajectory of a group that is held or may come back."""
         return min(
-            (
-                member.location[0]
-                for held in self.replay.at.groups.values()
-                for member in held.arrived.values()
-            ),
+            (segment for held in self.replay.at.groups.values() for segment in held.segments),
             default=self.journal.newest,
         )

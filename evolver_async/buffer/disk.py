@@ -47,10 +47,10 @@ class Disk:
         if self.journal.archive_bytes == math.inf and self.journal.size < self.limit_bytes:
             return False  # they would only move
         used = [
-            member.location[0]
+            segment
             for held in self.replay.at.groups.values()
             if held.state != "closed"
-            for member in held.arrived.values()
+            for segment in held.segments
         ]
         return min(self.journal.sizes) < min(used, default=self.journal.newest)
 

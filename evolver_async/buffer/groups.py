@@ -77,6 +77,13 @@ class Held(msgspec.Struct, kw_only=True):
         return sum(member.bytes for member in self.arrived.values())
 
     @property
+    def segments(self) -> list[int]:
+        """The journal's segments with its trajectories: none of a kind that is only counted."""
+        if self.kind in UNTRAINED:
+            return []
+        return [member.location[0] for member in self.arrived.values()]
+
+    @property
     def fate(self) -> tuple[str, str]:
         """What a closed group counts as: trained if it ever was, else why it was filtered."""
         if "trained" in self.fates.values():

@@ -223,19 +223,17 @@ class Replay:
         )
 
     def gives_up(self) -> bool:
-        """Whether dynamic sampling has left out as many groups as it may for one take."""
-        return 0 < self.numbers.refills <= self.at.zero_spread
+        """Whether dynamic sampling has left out as many groups as it may for one take, in vain."""
+        numbers = self.numbers
+        in_vain = len(self._ready()) < numbers.groups_per_step
+        return in_vain and 0 < numbers.refills <= self.at.zero_spread
 
     # ---- takes
 
     def choose(self) -> list[int]:
         """The groups of the next take; empty where there are too few, or stragglers to wait for."""
         size = self.numbers.groups_per_step
-        ready = [
-            held
-            for held in self.by_state["ready"].values()
-            if held.stage == self.at.stage and not self.too_old(held) and not self.pointless(held)
-        ]
+        ready = self._ready()
         if len(ready) < size:
             return []
         ready.sort(key=self._preference())
@@ -336,6 +334,14 @@ class Replay:
         return sum(number < take for number in held.fates)
 
     # ---- within
+
+    def _ready(self) -> list[Held]:
+        """The groups that the next take may be made of."""
+        return [
+            held
+            for held in self.by_state["ready"].values()
+            if held.stage == self.at.stage and not self.too_old(held) and not self.pointless(held)
+        ]
 
     def _preference(self) -> Callable[[Held], tuple[float, int]]:
         sampler = self.numbers.sampler

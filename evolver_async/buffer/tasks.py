@@ -134,8 +134,13 @@ class Cursor(msgspec.Struct):
 
 
 def held_out_task(source: Source, number: int) -> Task:
-    """The held-out task of evaluation episode `number`."""
-    return source.task("test", number)
+    """The held-out task of evaluation episode `number`.
+
+    One of a file that is met again has a name of its own: by the name its dynamics are drawn.
+    """
+    task = source.task("test", number)
+    again = number // len(source.given["test"]) if source.given is not None else 0
+    return msgspec.structs.replace(task, task_id=f"{task.task_id}/{again}") if again else task
 
 
 class Tasks:

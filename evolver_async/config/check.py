@@ -4,7 +4,6 @@
 Nothing here touches files except `check_paths`.
 """
 
-import math
 import re
 import tempfile
 from ipaddress import ip_address
@@ -164,7 +163,7 @@ def _check_learner(config: Config) -> None:
     learner, loss, correction = config.learner, config.loss, config.correction
     kept = learner.groups_per_step
     if config.selection.kind == "spread":
-        kept = math.floor(kept * config.selection.keep)
+        kept = max(1, round(kept * config.selection.keep))
     elif config.selection.kind == "top_k":
         kept = min(kept, config.selection.k)
     require(
