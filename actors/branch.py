@@ -115,7 +115,8 @@ def try_turns(env: Env, style: TurnFormat, alternatives: int, rng: random.Random
     assert isinstance(env, Rewindable), f"{type(env).__name__} cannot be branched"
     expert = env.solve()[: style.actions_per_turn]
     actions = env.actions()
-    firsts = [action for action in actions if action.lower() != expert[0].lower()]
+    different = {action.lower(): action for action in actions}  # some name one several times
+    firsts = [action for name, action in different.items() if name != expert[0].lower()]
     firsts = rng.sample(firsts, min(alternatives, len(firsts)))
     others = [[first, *rng.choices(actions, k=len(expert) - 1)] for first in firsts]
     tried = []
@@ -175,7 +176,9 @@ def reflect_rows(
         [reason(state.expert, other, chars) for chars in CHARS] if text is None else _shorter(text)
         for other, text in zip(state.others, reasons, strict=True)
     ]
-    turns = [[f" {text} {answer}" for text in texts] for texts in versions] or [[answer]]
+    plain_text = setting.chat.plain
+    turns = [[f" {plain_text(text)} {answer}" for text in texts] for texts in versions]
+    turns = turns or [[answer]]
     learnt = [_fitting(texts, setting, max_tokens) for texts in turns]
     return [_row(state.context, turn, state.turn) for turn in learnt]
 

@@ -18,7 +18,7 @@ NO_CODE = "error: neither code nor an answer could be read"
 _ANSWER = r"<answer>(?P<answer>.*?)</answer>"
 _CALLS = re.compile(rf"<tool_call>(?P<call>.*?)(?P<end></tool_call>|\Z)|{_ANSWER}", re.DOTALL)
 _CODE = re.compile(rf".*?(?:<code>(?P<code>.*?)</code>|{_ANSWER})\s*", re.DOTALL)
-_BOXED = re.compile(r"\\boxed\{(.*)\}", re.DOTALL)
+_BOX = "\\boxed{"
 _FENCED = re.compile(r"```(?:python|py)?\n(.*?)\n?```", re.DOTALL)
 
 
@@ -136,8 +136,7 @@ class Interleaved:
         if found["code"] is None:
             return _answered(found["answer"])
         code = found["code"].strip("\r\n")
-        fenced = _FENCED.fullmatch(code.strip())
-        code = fenced[1] if fenced else code
+        code = unfenced(code)
         return [canonical(CODE_TOOL, {"code": code})] if code.strip() else None
 
     def render_actions(self, actions: list[str]) -> str:
@@ -168,10 +167,29 @@ def _call(found: re.Match[str]) -> str | Unreadable:
     return canonical(call.name, call.arguments)
 
 
+def unfenced(code: str) -> str:
+    """A program without the fence of Markdown around it, where it has one."""
+    found = _FENCED.fullmatch(code.strip())
+    return found[1] if found else code
+
+
+def _boxed(text: str) -> str | None:
+    """What the last box holds that is closed, up to the brace that closes it."""
+    start = text.rfind(_BOX)
+    while start >= 0:
+        depth, inside = 1, start + len(_BOX)
+        for place in range(inside, len(text)):
+            depth += (text[place] == "{") - (text[place] == "}")
+            if depth == 0:
+                return text[inside:place]
+        start = text.rfind(_BOX, 0, start)
+    return None
+
+
 def _answered(text: str) -> list[str | Unreadable] | None:
     """The answer between its tags, in a box or bare; None where there is none."""
-    boxed = _BOXED.search(text)
-    answer = (boxed[1] if boxed else text).strip()
+    boxed = _boxed(text)
+    answer = (text if boxed is None else boxed).strip()
     return [canonical(ANSWER_TOOL, {"text": answer})] if answer else None
 
 

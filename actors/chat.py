@@ -64,7 +64,7 @@ class Chat:
 
     def plain(self, text: str) -> str:
         """`text` in which nothing spells a special token or a marker of experience."""
-        found = True
+        text, found = encodable(text), True
         while found:
             found = False
             for name in self._reserved:
@@ -143,6 +143,11 @@ class Chat:
         if tokens and tokens[0] in self._tokenizer.added_tokens_decoder:
             return tokens[0]
         return None
+
+
+def encodable(text: str) -> str:
+    """`text` with question marks for what no UTF-8 can hold, and so no tokenizer read."""
+    return text.encode(errors="replace").decode()
 
 
 class Stream:

@@ -17,9 +17,10 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from actors.calls import ANSWER_TOOL, Unreadable, called
+from actors.chat import encodable
 from actors.conversation import Conversation, system_message, tool_names
 from actors.engines.base import Generation
-from actors.envs.base import EnvironmentFailure, Located, Scored, Step
+from actors.envs.base import Concluding, EnvironmentFailure, Located, Scored, Step
 from actors.progress import Progress
 from actors.setting import Setting
 from actors.turns import SEPARATOR
@@ -126,6 +127,9 @@ class Episode:
             unread = sum(bool(flag & TurnFlag.FORMAT_ERROR) for flag in self.flags)
             if 0 < setting.format_errors <= unread or not self.conversation.tell(told):
                 break
+        if not (self.terminated or self.truncated) and isinstance(self.world.env, Concluding):
+            reward, self.success = await self.world.call("verdict", self.world.env.verdict)
+            self.rewards[-1] += self._finite("verdict", reward)
         if not self.terminated:
             self.rewards[-1] += setting.truncated_reward
         return self._trajectory(policy.kind, loop.time() - began)
@@ -136,7 +140,8 @@ class Episode:
         began, world, task = loop.time(), self.world, self.ticket.task
         await world.open()
         dynamics_seed = key(self.ticket.dynamics_seed, self.member)
-        self.observation = await world.call("reset", world.env.reset, task, dynamics_seed)
+        seen = await world.call("reset", world.env.reset, task, dynamics_seed)
+        self.observation = encodable(seen)
         self.query = f"{task.query}\n{self.observation}" if task.query else self.observation
         system = await world.call("instructions", system_message, self.setting, world.env)
         if self.setting.format.tools:
@@ -190,8 +195,8 @@ class Episode:
             )
             self.steps += 1
             self.progress.count += 1
-            outputs.append(step.observation)
-            reward += step.reward
+            outputs.append(encodable(step.observation))
+            reward += self._finite("step", step.reward)
             flags |= TurnFlag(0) if step.info.valid else TurnFlag.FORMAT_ERROR
             flags |= TurnFlag.TOOL_ERROR if step.info.tool_error else TurnFlag(0)
             self.success = step.info.success
@@ -205,6 +210,12 @@ class Episode:
         if outputs:
             self.observation = outputs[-1] if self.tools is None else "\n".join(outputs)
         return told
+
+    def _finite(self, doing: str, reward: float) -> float:
+        """A reward; EnvironmentFailure where it is none that can be learnt from."""
+        if not math.isfinite(reward):
+            raise self.world.failure(doing, 0.0, ValueError(f"a reward of {reward}"))
+        return reward
 
     def _unknown(self, action: str) -> str | None:
         """What is told of a call of a tool that does not exist; None where it does."""

@@ -48,12 +48,18 @@ def test_an_answer_of_the_dataset_succeeds_and_another_does_not(
         assert not wrong.info.success and wrong.reward < 1.0
 
 
-def test_a_text_that_the_dataset_cannot_read_is_worth_nothing() -> None:
-    env = ReasoningGym(dataset="prime_factorization")
+@pytest.mark.parametrize(
+    ("dataset", "answer", "raised"),
+    [("prime_factorization", "none", ValueError), ("boxnet", "[1, 2]", AttributeError)],
+)
+def test_a_text_that_the_dataset_cannot_read_is_worth_nothing(
+    dataset: str, answer: str, raised: type[Exception]
+) -> None:
+    env = ReasoningGym(dataset=dataset)
     env.reset(task(), 0)
-    with pytest.raises(ValueError):
-        env.questions.score_answer("none", env.entry)
-    step = env.step("none")
+    with pytest.raises(raised):
+        env.questions.score_answer(answer, env.entry)
+    step = env.step(answer)
     assert step.terminated and step.reward == 0.0 and not step.info.valid
 
 

@@ -3,6 +3,7 @@ rollouts, reasons that name what both actions led to."""
 
 import asyncio
 import json
+import random
 import re
 from collections.abc import Callable
 
@@ -10,19 +11,21 @@ import msgspec
 import numpy as np
 import openai_server as openai
 import pytest
+from chatml import make_tokenizer
 from test_rollout import CHAT, TOKENIZER, setting, ticket
 
-from actors.branch import branch_group
+from actors.branch import State, Tried, branch_group, reflect_rows, try_turns
 from actors.calls import ToolCall
+from actors.chat import Chat
 from actors.check import check
-from actors.envs.base import Env, EnvironmentFailure, Rewindable, make_env
+from actors.envs.base import Env, EnvironmentFailure, Info, Rewindable, Step, make_env
 from actors.episode import Finished
 from actors.progress import Progress
 from actors.reflecting import Reflector
 from actors.setting import Setting
 from evolver_async.config import Llm, Reflection, Stage
 from evolver_async.config.load import load
-from evolver_async.schema import Role, Sampling, Sequence, Ticket, Trajectory, key
+from evolver_async.schema import Role, Sampling, Sequence, Task, Ticket, Trajectory, key
 
 LONG = 11  # a map of four by four whose shortest way has several moves
 
@@ -165,6 +168,52 @@ def test_a_reflection_holds_both_outcomes_and_ends_in_the_experts_action():
                 for action in (other, expert):
                     assert f"{action} then {' '.join(told(action).split())}" in learnt
                 assert f". choose {expert} </think><answer>" in learnt
+
+
+def test_reasons_and_outcomes_spell_no_special_token():
+    """Also one that is not in angle brackets: what is learnt ends where the turn does."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[gMASK]"]})
+    how = setting(chat=Chat(tokenizer), think=True)
+    style, special = how.format, tokenizer.convert_tokens_to_ids("[gMASK]")
+    expert, other = Tried(["left"], "a [gMASK]", ""), Tried(["right"], "b [gMASK]", "")
+    state = State(0, [1, 2], expert, [other, other])
+    for row in reflect_rows(state, how, 600, ["so [gMASK] it is", None]):
+        assert special not in row.tokens
+        assert tokenizer.decode(row.tokens.tolist()).endswith(style.render_actions(["left"]))
+
+
+class Weighted:
+    """Names one action twice, as what its random player chooses from; every action is taken."""
+
+    instructions = ""
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        return "begun"
+
+    def step(self, action: str) -> Step:
+        return Step(f"did {action}", 0.0, False, False, Info())
+
+    def close(self) -> None: ...
+
+    def actions(self) -> list[str]:
+        return ["Guess", "guess", "guess", "guess", "other", "best"]
+
+    def solve(self) -> list[str]:
+        return ["best"]
+
+    def state(self) -> str:
+        return ""
+
+    def snapshot(self) -> None: ...
+
+    def restore(self, snapshot: None) -> None: ...
+
+
+def test_alternatives_differ_from_each_other():
+    for seed in range(8):
+        tried = try_turns(Weighted(), setting().format, 2, random.Random(seed))
+        assert sorted(one.actions[0].lower() for one in tried) == ["best", "guess", "other"]
 
 
 def test_a_reflection_is_cut_to_the_tokens_of_a_turn_or_refused():

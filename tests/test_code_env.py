@@ -257,6 +257,11 @@ def test_hidden_tests_cannot_be_talked_into_passing(cheat: str) -> None:
     assert done.terminated and not done.info.success and done.reward == 0.0
 
 
+def test_a_program_in_a_fence_is_the_program() -> None:
+    env = begun(kind="programs")
+    assert env.step(answer(f"```python\n{env.problem.solution}\n```")).reward == 1.0
+
+
 def test_hidden_results_never_enter_the_sandbox() -> None:
     problem = Problem(question="q", tests=(([[1, 2]], 987654321), ([[3]], "secret")))
     text = problem.examination("def f(x): return 1")

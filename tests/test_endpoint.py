@@ -4,6 +4,7 @@ The agents here talk to it with OpenAI's own client.
 """
 
 import asyncio
+import contextlib
 import copy
 import json
 from collections.abc import Awaitable, Callable
@@ -292,6 +293,23 @@ def test_the_model_is_told_of_tools_and_no_answer_of_one_can_end_its_place(kind:
     assert told.count("</tool_response>") == 1 and "nothing left" in told
     # system, user, assistant, tool: the result's "<|im_end|>" is not the token
     assert sum(token == chat.end_of_turn for token in tokens) == 4
+
+
+@pytest.mark.parametrize("kind", ["text", "native"])
+def test_no_name_of_a_called_tool_spells_a_special_token(kind: str) -> None:
+    chat = CHATS[kind]
+    engine = Scripted("gold", chat=chat)
+    function = {"name": "<|im_end|>", "arguments": "{}"}
+    call = {"id": "call-1", "type": "function", "function": function}
+
+    async def player(client: Client) -> float:
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        await ask(client, [*ASK, said, {"role": "user", "content": "and?"}])
+        return 0.0
+
+    run(player, engine, chat=chat)
+    ends = sum(token == chat.end_of_turn for token in engine.requests[0].tokens)
+    assert ends == 3, "one a message"
 
 
 def test_the_context_is_what_the_template_makes_of_the_messages() -> None:
@@ -635,6 +653,30 @@ def test_a_url_is_of_one_episode_on_this_host_and_ends_with_it(
         assert len(finished) == 2 and urls[0] != urls[1]
 
     asyncio.run(both())
+
+
+def test_who_says_nothing_is_hung_up_on_and_who_waits_for_an_answer_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that never closes its connections leaves none behind."""
+    monkeypatch.setattr(server_module, "IDLE_S", 0.2)
+    engine = Scripted("a")
+
+    async def player(client: Client) -> float:
+        host, port = str(client.base_url).split("/")[2].split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /half")
+        engine.hold.clear()
+        call = asyncio.create_task(ask(client, ASK))
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+        await asyncio.sleep(0.4)
+        engine.hold.set()
+        assert (await call).content == "a"
+        return 1.0
+
+    assert run(player, engine).one.reward == 1.0
 
 
 @pytest.mark.parametrize(

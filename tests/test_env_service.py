@@ -15,7 +15,7 @@ from actors.calls import canonical
 from actors.envs.adapters import service_client
 from actors.envs.adapters.agentevolver_service import CUT, AgentEvolver, AgentEvolverCode
 from actors.envs.adapters.service_client import ServiceError, drain
-from actors.envs.base import EnvError, EnvironmentFailure, Probed, Tooled, make_env
+from actors.envs.base import Concluding, EnvError, EnvironmentFailure, Probed, Tooled, make_env
 from actors.progress import Progress
 from actors.world import World
 from evolver_async.schema import Sampling, Task, Ticket
@@ -81,6 +81,23 @@ def test_the_limit_of_moves_truncates_and_asks_what_it_is_worth() -> None:
         sparse.reset(task(0), 0)
         assert sparse.step("up").reward == 0.0
         sparse.close()
+
+
+def test_an_episode_that_the_rollout_ends_is_evaluated_as_it_stands() -> None:
+    """A turn that is no action costs a turn of the rollout's and no move of the environment's."""
+    with EnvService() as service:
+        env = env_of(service)
+        assert isinstance(env, Concluding)
+        env.reset(task(0), 0)
+        env.step("up")
+        assert env.verdict() == (pytest.approx(1 / 3), False)
+        env.close()
+        stepwise = env_of(service, rewards="steps")
+        assert isinstance(stepwise, Concluding)
+        stepwise.reset(task(0), 0)
+        stepwise.step("up")
+        assert stepwise.verdict() == (0.0, False) and service.asked("evaluate") == 1
+        stepwise.close()
 
 
 def test_rewards_of_steps_are_taken_where_asked_and_nothing_is_evaluated() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -296,6 +297,67 @@ def test_failed_environment_names_itself_and_the_cause(what: str, named: str) ->
     with pytest.raises(EnvironmentFailure, match=named) as caught:
         roll_out(corridor(**params), setting(), engine)
     assert "Corridor" in str(caught.value)
+
+
+class Strange(Corridor):
+    """Every step's reward is `reward`, and what it shows no UTF-8 can hold."""
+
+    def __init__(self, *, reward: float = 0.0) -> None:
+        super().__init__()
+        self.reward = reward
+
+    def step(self, action: str) -> Step:
+        return Step("at \ud800", self.reward, False, False, Info())
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_is_the_environments_failure(reward: float) -> None:
+    engine = FakeEngine({"0/0/0": say(RIGHT)})
+    with pytest.raises(EnvironmentFailure, match=f"Strange.*a reward of {reward}"):
+        roll_out(corridor(env="Strange", reward=reward), setting(), engine)
+
+
+def test_text_that_no_tokenizer_reads_is_shown_without_it() -> None:
+    engine = FakeEngine({"0/0/0": say(RIGHT, RIGHT)})
+    how = setting(max_turns=2, recorded=True)
+    (finished,) = play(corridor(env="Strange"), how, engine)
+    assert finished.ending == "at ?" and finished.transcript.turns[1].observation == "at ?"
+    assert TOKENIZER.decode(engine.requests[1].tokens).count("at ?") == 1
+    assert CHAT.plain("at \ud800") == "at ?"
+
+
+class Weighed(Corridor):
+    """Pays nothing by itself; says how far one has come where somebody else ends the episode."""
+
+    verdicts = 0
+
+    def verdict(self) -> tuple[float, bool]:
+        type(self).verdicts += 1
+        return self.position / self.length, False
+
+
+@pytest.mark.parametrize(
+    ("said", "changes", "params", "reward"),
+    [
+        ((RIGHT, RIGHT), {"max_turns": 2}, {}, 2 / 3),
+        ((RIGHT, "huh"), {"format_errors": 1}, {}, 1 / 3 - 0.1),
+        ((RIGHT,), {"max_length": 100}, {}, 1 / 3),
+        ((RIGHT,) * 3, {"max_turns": 3}, {}, None),
+        ((RIGHT,), {}, {"at": 0, "what": "truncate"}, None),
+    ],
+    ids=["turns", "format", "room", "its own end", "its own limit"],
+)
+def test_an_episode_that_the_rollout_ends_is_worth_what_the_environment_says(
+    said: tuple[str, ...], changes: dict[str, Any], params: dict[str, Any], reward: float | None
+) -> None:
+    """Else what it has done so far would be worth nothing, and nobody would be told."""
+    before = Weighed.verdicts
+    engine = FakeEngine({"0/0/0": say(*said)})
+    how = setting(truncated_reward=-1.0, **changes)
+    (one,) = roll_out(corridor(env="Weighed", **params), how, engine)
+    assert Weighed.verdicts - before == (reward is not None)
+    if reward is not None:
+        assert one.truncated and one.reward == pytest.approx(reward - 1)
 
 
 def test_other_members_are_delivered_before_a_failure_is_raised() -> None:
@@ -605,7 +667,9 @@ class Adviser:
         return Advice(text=self.text, ids=(7, 9))
 
 
-def play(ticket: Ticket, how: Setting, engine: FakeEngine, guide: Adviser) -> list[Finished]:
+def play(
+    ticket: Ticket, how: Setting, engine: FakeEngine, guide: Adviser | None = None
+) -> list[Finished]:
     done: list[Finished] = []
     asyncio.run(run_group(ticket, how, engine, Progress(), done.append, guide))
     return sorted(done, key=lambda finished: finished.trajectory.member)

@@ -249,6 +249,20 @@ def test_a_machine_whose_system_calls_are_not_known_is_refused() -> None:
         seccomp.program("pdp11")
 
 
+def test_a_program_is_not_blamed_for_an_interpreter_that_was_dead_before() -> None:
+    pool = Pool(LIMITS, size=1)
+    try:
+        others = set(psutil.Process().children())
+        pool.start()
+        (outside,) = set(psutil.Process().children()) - others
+        outside.kill()
+        eventually(lambda: outside.status() == psutil.STATUS_ZOMBIE, "it lives")
+        assert pool.run("print(2)").stdout == "2\n"
+        assert outside not in psutil.Process().children()
+    finally:
+        pool.close()
+
+
 def test_the_shared_pool_is_one() -> None:
     assert shared(LIMITS, 1, Interior()) is shared(LIMITS, 1, Interior())
     assert shared(LIMITS, 1, Interior()) is not shared(Limits(), 1, Interior())

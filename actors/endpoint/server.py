@@ -23,6 +23,7 @@ from actors.endpoint.session import Session
 HOST = "127.0.0.1"
 MOST_BODY = 16 << 20  # bytes of one request
 MOST_EARLY = 1 << 16  # bytes of the next request before this one is answered
+IDLE_S = 60.0  # that a connection may wait for a whole request; clients of OpenAI's keep one for 5
 TOKEN_BYTES = 24
 JSON, EVENTS = "application/json", "text/event-stream"
 
@@ -106,19 +107,29 @@ class _Connection(asyncio.Protocol):
         self._request: h11.Request | None = None
         self._answering: asyncio.Task[None] | None = None
         self._early = 0
+        self._idle: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._server.joined(self)
+        self._wait(IDLE_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.left(self)
+        self._wait(None)
         if self._answering is not None:
             self._answering.cancel()
 
     def hang_up(self) -> None:
         self._transport.abort()
+
+    def _wait(self, for_s: float | None) -> None:
+        """Hang up after so long; None: wait for as long as it takes."""
+        if self._idle is not None:
+            self._idle.cancel()
+        loop = asyncio.get_running_loop()
+        self._idle = None if for_s is None else loop.call_later(for_s, self.hang_up)
 
     def data_received(self, data: bytes) -> None:
         self._early = self._early + len(data) if self._answering is not None else 0
@@ -152,6 +163,7 @@ class _Connection(asyncio.Protocol):
                     self._respond(refused.status, JSON, reply.refusal(refused), last=True)
                     return
             elif isinstance(event, h11.EndOfMessage):
+                self._wait(None)
                 self._answering = asyncio.create_task(self._answer())
                 return
             else:  # ConnectionClosed, or PAUSED until the answer is out
@@ -166,6 +178,7 @@ class _Connection(asyncio.Protocol):
             self.hang_up()
             raise
         self._answering = None
+        self._wait(IDLE_S)
         try:
             self._respond(status, kind, body, last=False)
             if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:

@@ -68,7 +68,10 @@ class Template:
                 message["tool_calls"] = [
                     {
                         "type": "function",
-                        "function": {"name": name, "arguments": self._plain(json.loads(arguments))},
+                        "function": {
+                            "name": self._chat.plain(name),
+                            "arguments": self._plain(json.loads(arguments)),
+                        },
                     }
                     for name, arguments in calls
                 ]

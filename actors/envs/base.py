@@ -159,6 +159,16 @@ class Scored(Env, Protocol):
 
 
 @runtime_checkable
+class Concluding(Env, Protocol):
+    """An environment whose reward comes at the end, also at an end that is not its own."""
+
+    def verdict(self) -> tuple[float, bool]:
+        """What is earned, and whether it is a success, where the rollout ends the episode: at its
+        limit of turns, of tokens or of turns that cannot be read. Asked at most once."""
+        ...
+
+
+@runtime_checkable
 class Goals(Env, Protocol):
     """An environment that can be explored, and whose states can be made goals.
 

@@ -9,7 +9,7 @@ program, and they are run on it.
 import random
 from typing import Any, Literal
 
-from actors.calls import ANSWER_TOOL, CODE_TOOL, Call, called, canonical
+from actors.calls import ANSWER_TOOL, CODE_TOOL, Call, called, canonical, unfenced
 from actors.envs.arithmetic import draw_product
 from actors.envs.base import Info, Step
 from actors.envs.problems import Problem, same
@@ -203,7 +203,8 @@ class Code:
     def _right(self, answer: str) -> bool:
         if not self.problem.tests:
             return same(answer, self.problem.answer)
-        return self.problem.passed(self._pool().run(self.problem.examination(answer)).stdout)
+        examination = self.problem.examination(unfenced(answer))
+        return self.problem.passed(self._pool().run(examination).stdout)
 
     def _pool(self) -> Pool:
         return shared(self.limits, self.workers, self.interior)

@@ -158,6 +158,9 @@ class Cell:
         clean = answer.pop("clean")
         return Result(**answer), clean
 
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
     def kill(self) -> None:
         """End the interpreter and all that it runs."""
         self._process.kill()

@@ -59,6 +59,9 @@ class Pool:
         cell = self._free.get()
         clean = False
         try:
+            if cell is not None and not cell.alive():
+                cell.kill()
+                cell = None
             if cell is None:
                 cell = self._start()
             result, clean = cell.run(source)

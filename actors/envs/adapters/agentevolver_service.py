@@ -30,9 +30,8 @@ class AgentEvolver:
 
     `splits` names our splits as the service does. `name` is one task of the service's instead of a
     numbered one. `rewards`: at the end by `evaluate` (with `sparse` 0 or 1), or step by step.
-    `max_moves` ends an episode and evaluates it: to be at most `rollout.max_turns`, beyond which
-    nobody would be asked what the episode is worth. `shown_chars` bounds an observation.
-    `timeout_s`, `retries`: of one request and call. ValueError names the parameter that cannot be.
+    `max_moves` ends an episode and evaluates it. `shown_chars` bounds an observation. `timeout_s`,
+    `retries`: of one request and call. ValueError names the parameter that cannot be.
     """
 
     blocking = True
@@ -99,7 +98,8 @@ class AgentEvolver:
     def step(self, action: str) -> Step:
         text = self._text(action)
         if text is None:
-            return Step("error: no such tool", 0.0, False, False, Info(valid=False))
+            failed = Info(valid=False, tool_error=True)
+            return Step("error: no such tool", 0.0, False, False, failed)
         assert self.lease is not None, "step before reset"
         state = self.lease.step(text)
         self.moves += 1
@@ -107,10 +107,16 @@ class AgentEvolver:
         reward = _finite(state.reward) if self.rewards == "steps" else 0.0
         success = self.rewards == "steps" and state.is_terminated and reward >= 1
         if self.rewards == "evaluate" and (state.is_terminated or truncated):
-            reward = _finite(self.lease.evaluate(sparse=self.sparse))
-            success = reward >= 1
+            reward, success = self.verdict()
         shown = self._shown(state)
         return Step(shown, reward, state.is_terminated, truncated, Info(success=success))
+
+    def verdict(self) -> tuple[float, bool]:
+        if self.rewards == "steps":
+            return 0.0, False
+        assert self.lease is not None, "verdict before reset"
+        reward = _finite(self.lease.evaluate(sparse=self.sparse))
+        return reward, reward >= 1
 
     def close(self) -> None:
         lease, self.lease = self.lease, None

@@ -12,6 +12,9 @@ from actors.envs.base import Info, Step, split_of
 from evolver_async.schema import Task, key
 
 MAX_DRAWS = 200  # of questions, until one belongs to the split
+# What scorers raise that cannot read every text.
+UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError)
+UNREADABLE += (SyntaxError, TypeError, ValueError)
 LONGEST_SEED = 1 << 31  # reasoning-gym seeds numpy with some of its numbers
 
 
@@ -62,7 +65,7 @@ class ReasoningGym:
     def step(self, action: str) -> Step:
         try:
             score, valid = float(self.questions.score_answer(action, self.entry)), True
-        except (ArithmeticError, LookupError, TypeError, ValueError):  # some cannot read every text
+        except UNREADABLE:
             score, valid = 0.0, False
         success = score >= self.success_at
         return Step("", score, True, False, Info(valid=valid, success=success))
