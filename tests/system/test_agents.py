@@ -16,7 +16,7 @@ env: {{name: bandit, params: {{low: 0.0, high_probability: 1.0}}}}
 policy: {{path: {policy}, max_length: {length}}}
 rollout: {{agent: "tests.agents:puller", group_size: 8, max_turns: 3, max_tokens: 64}}
 actors: {{count: 1, groups: 6}}
-buffer: {{max_staleness: 2}}
+buffer: {{max_staleness: 2, warn_s: 4}}  # counters come every second
 advantage: {{std: batch}}
 learner:
   {{groups_per_step: 6, minibatches: 2, lr: 2e-3, eps: 1e-5, token_budget: 4096}}
