@@ -37,10 +37,10 @@ def fewest_tool_errors(rows: Rows) -> float:
 
 
 def warned(rows: Rows) -> float:
-    """1 where an alarm fires before success in training is 0, or where it never is."""
+    """1 where success in training falls to 0 and an alarm has fired before; else nothing is shown."""
     fired = [row["step"] for row in rows if any(v for k, v in row.items() if k in ALARMS)]
     dead = [row["step"] for row in rows if row.get("train/success") == 0 and row["stage"] > 0]
-    return float(not dead or (bool(fired) and fired[0] < dead[0]))
+    return float(bool(dead) and bool(fired) and fired[0] < dead[0])
 
 
 ALARMS = {
