@@ -37,7 +37,7 @@ def fewest_tool_errors(rows: Rows) -> float:
 
 
 def warned(rows: Rows) -> float:
-    """1 where success in training falls to 0 and an alarm has fired before; else nothing is shown."""
+    """1 where success in training falls to 0 after an alarm; else nothing is shown."""
     fired = [row["step"] for row in rows if any(v for k, v in row.items() if k in ALARMS)]
     dead = [row["step"] for row in rows if row.get("train/success") == 0 and row["stage"] > 0]
     return float(bool(dead) and bool(fired) and fired[0] < dead[0])
