@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from actors.engines.base import Engine, Generation, Request
@@ -59,6 +59,29 @@ class Learned:
         self._engine.release(self._session)
 
 
+async def side_by_side(
+    ticket: Ticket, progress: Progress, play: Callable[[int], Awaitable[None]]
+) -> EnvironmentFailure | EpisodeLate | None:
+    """`play` every member of a ticket at once, to the end of all; what went wrong with one of them.
+
+    An EnvironmentFailure comes before an EpisodeLate; anything else is raised at once.
+    """
+    failures: list[EnvironmentFailure | EpisodeLate] = []
+
+    async def run(member: int) -> None:
+        try:
+            await play(member)
+        except (EnvironmentFailure, EpisodeLate) as failure:
+            log.warning("group %d: %s", ticket.group_id, failure)
+            failures.append(failure)
+        progress.played += 1
+
+    async with asyncio.TaskGroup() as group:
+        for member in ticket.members:
+            group.create_task(run(member))
+    return min(failures, key=lambda failure: isinstance(failure, EpisodeLate), default=None)
+
+
 async def run_members(
     ticket: Ticket,
     setting: Setting,
@@ -70,24 +93,12 @@ async def run_members(
 
     An EnvironmentFailure, else an EpisodeLate, is raised after all the others have ended.
     """
-    failures: list[EnvironmentFailure | EpisodeLate] = []
 
-    async def run(member: int) -> None:
-        try:
-            finished = await run_episode(ticket, member, setting, policy_of(member), progress)
-        except (EnvironmentFailure, EpisodeLate) as failure:
-            log.warning("group %d: %s", ticket.group_id, failure)
-            failures.append(failure)
-        else:
-            deliver(finished)
-        progress.played += 1
+    async def play(member: int) -> None:
+        deliver(await run_episode(ticket, member, setting, policy_of(member), progress))
 
-    async with asyncio.TaskGroup() as group:
-        for member in ticket.members:
-            group.create_task(run(member))
-    failures.sort(key=lambda failure: isinstance(failure, EpisodeLate))
-    if failures:
-        raise failures[0]
+    if failure := await side_by_side(ticket, progress, play):
+        raise failure
 
 
 async def run_group(

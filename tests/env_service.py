@@ -11,10 +11,9 @@ after the call was carried out.
 import json
 import threading
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
-from openai_server import Reply, raw
+from http_server import HttpServer, Reply, raw
 
 TASKS = {"train": ["up-3", "up-2"], "dev": ["up-1"]}
 
@@ -49,26 +48,21 @@ class EnvService:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.released: list[str] = []
         self.lock = threading.Lock()
-        self.ended = threading.Event()
-        self.http = _Http(("127.0.0.1", 0), _handler(self))
-        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True)
+        self.http = HttpServer(lambda path, headers, body: self.reply(path.lstrip("/"), body))
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.http.server_address[1]}"
+        return self.http.url
 
     def asked(self, call: str) -> int:
         return sum(name == call for name, _ in self.calls)
 
     def __enter__(self) -> Self:
-        self.thread.start()
+        self.http.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.ended.set()
-        self.http.shutdown()
-        self.http.server_close()
-        self.thread.join()
+        self.http.end()
 
     def reply(self, call: str, body: dict[str, Any]) -> Reply:
         with self.lock:
@@ -80,7 +74,7 @@ class EnvService:
             else:
                 answer = self.carried_out(call, body)
                 answer = planned.reply if planned is not None else answer
-        self.ended.wait(answer.after_s)
+        self.http.ended.wait(answer.after_s)
         return answer
 
     def carried_out(self, call: str, body: dict[str, Any]) -> Reply:
@@ -114,38 +108,3 @@ class EnvService:
 
 def _detail(number: int, text: str) -> Reply:
     return Reply(body=json.dumps({"detail": text}).encode(), status=number)
-
-
-class _Http(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 256
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Callers that hang up are part of the tests."""
-
-
-def _handler(service: EnvService) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
-
-        def do_POST(self) -> None:
-            sent = self.rfile.read(int(self.headers.get("content-length", 0)))
-            reply = service.reply(self.path.lstrip("/"), json.loads(sent))
-            self.close_connection = reply.repeat > 1 or reply.drop or reply.announced is not None
-            if reply.drop:
-                return
-            self.send_response(reply.status)
-            if reply.repeat == 1:
-                length = len(reply.body) if reply.announced is None else reply.announced
-                self.send_header("content-length", str(length))
-            self.end_headers()
-            for _ in range(reply.repeat):
-                self.wfile.write(reply.body)
-                if service.ended.wait(reply.pause_s):
-                    return
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    return Handler

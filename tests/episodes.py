@@ -1,8 +1,27 @@
-"""Trajectories without actors: what an episode usually is where a test says nothing else."""
+"""Tickets and trajectories: what they usually are where a test says nothing else."""
 
 import numpy as np
 
-from evolver_async.schema import Sequence, Trajectory
+from evolver_async.schema import Sampling, Sequence, Task, Ticket, Trajectory
+
+
+def ticket(
+    task: Task, *, temperature: float = 1.0, max_tokens: int = 24, **facts: object
+) -> Ticket:
+    """A rollout of group 0 with a single member; `facts` are its fields that are not as usual."""
+    usual: dict[str, object] = {
+        "group_id": 0,
+        "kind": "rollout",
+        "stage": 0,
+        "members": [0],
+        "guided": [],
+        "dynamics_seed": 0,
+        "attempt": 0,
+        "weights": None,
+        "lease_s": 30.0,
+        "sampling": Sampling(temperature=temperature, max_tokens=max_tokens),
+    }
+    return Ticket(task=task, **(usual | facts))
 
 
 def episode(*sequences: Sequence, turns: int = 1, **facts: object) -> Trajectory:

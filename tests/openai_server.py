@@ -13,30 +13,12 @@ import json
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass
 from typing import Any, Self
 
+from http_server import HttpServer, Reply, raw
+
 CHUNK = 1 << 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reply:
-    """What the server does with one call. `after_s` of silence come first.
-
-    `body` is sent as it is, `repeat` times over; `pause_s` lie between two of them. `drop`: the
-    connection is closed instead. `announced`: the length in the header; what is missing of it never
-    comes, since the connection is closed.
-    """
-
-    body: bytes = b""
-    status: int = 200
-    headers: dict[str, str] = field(default_factory=dict)
-    after_s: float = 0.0
-    repeat: int = 1
-    pause_s: float = 0.0
-    drop: bool = False
-    announced: int | None = None
 
 
 @dataclass(frozen=True)
@@ -57,11 +39,6 @@ def answer(text: str, *, tokens: int = 10, finish: str = "stop") -> Reply:
     choice = {"index": 0, "message": message, "finish_reason": finish}
     usage = {"prompt_tokens": tokens - 1, "completion_tokens": 1, "total_tokens": tokens}
     return raw({"id": "1", "object": "chat.completion", "choices": [choice], "usage": usage})
-
-
-def raw(value: Any) -> Reply:
-    """Status 200 with some other JSON."""
-    return Reply(body=json.dumps(value).encode(), headers={"content-type": "application/json"})
 
 
 def status(number: int, text: str = "", **headers: str) -> Reply:
@@ -123,13 +100,11 @@ class OpenAIServer:
         self._otherwise = otherwise if otherwise is not None else status(500, "the script is over")
         self._now = 0
         self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._http = _Http(("127.0.0.1", 0), _handler(self))
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
+        self._http = HttpServer(self._reply, self._over)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_address[1]}/v1"
+        return f"{self._http.url}/v1"
 
     @property
     def prompts(self) -> list[str]:
@@ -142,69 +117,23 @@ class OpenAIServer:
             self._script += script
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._http.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
+        self._http.end()
 
-    def _reply(self, call: Call) -> Reply:
+    def _reply(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> Reply:
         with self._lock:
-            self.calls.append(call)
+            self.calls.append(Call(path, headers, body))
             self._now += 1
             self.most = max(self.most, self._now)
             made = self._script.pop(0) if self._script else self._otherwise
-        made = made(call.body) if callable(made) else made
+        made = made(body) if callable(made) else made
         reply = answer(made) if isinstance(made, str) else made
-        self._ended.wait(reply.after_s)
+        self._http.ended.wait(reply.after_s)
         return reply
 
     def _over(self) -> None:
         with self._lock:
             self._now -= 1
-
-
-class _Http(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 256
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Callers that hang up are part of the tests."""
-
-
-def _handler(server: OpenAIServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            sent = self.rfile.read(int(self.headers.get("content-length", 0)))
-            headers = {name.lower(): value for name, value in self.headers.items()}
-            try:
-                self._send(server._reply(Call(self.path, headers, json.loads(sent))))
-            finally:
-                server._over()
-
-        def _send(self, reply: Reply) -> None:
-            bare = reply.drop or server._ended.is_set()
-            self.close_connection = bare or reply.repeat > 1 or reply.announced is not None
-            if bare:
-                return
-            self.send_response(reply.status)
-            for name, value in reply.headers.items():
-                self.send_header(name, value)
-            if reply.repeat == 1:
-                length = len(reply.body) if reply.announced is None else reply.announced
-                self.send_header("content-length", str(length))
-            self.end_headers()
-            for _ in range(reply.repeat):
-                self.wfile.write(reply.body)
-                if server._ended.wait(reply.pause_s):
-                    return
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    return Handler

@@ -16,7 +16,7 @@ from actors.envs.cliff_walking import (
     draw_cliff,
     expert_values,
 )
-from evolver_async.schema import Task, key
+from evolver_async.schema import Task, uniform
 
 SMALL: dict[str, Any] = {"rows": 4, "columns": 5, "layout": "drawn"}
 
@@ -43,7 +43,7 @@ class Luck:
     """Stands where gymnasium keeps its generator, and draws what our environment draws."""
 
     def __init__(self, seed: int) -> None:
-        self.draws = (random.Random(key(seed, move)).random() for move in itertools.count())
+        self.draws = (uniform(seed, move) for move in itertools.count())
 
     def random(self) -> float:
         return next(self.draws)

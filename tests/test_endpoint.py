@@ -10,6 +10,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import episodes
 import openai
 import pytest
 import torch
@@ -41,7 +42,7 @@ from actors.turns import ThinkAnswer
 from evolver_async.config import Llm
 from evolver_async.config.load import ConfigError, load
 from evolver_async.policy import token_logprobs
-from evolver_async.schema import Role, Sampling, Task, Ticket, TurnFlag, WeightId
+from evolver_async.schema import Role, Task, Ticket, TurnFlag, WeightId
 from evolver_async.tiny import make_tokenizer as make_tiny_tokenizer
 
 OLD, NEW = WeightId(lineage=1, step=1), WeightId(lineage=1, step=2)
@@ -146,18 +147,13 @@ def setting(chat: Chat = CHAT, **changes: Any) -> Setting:
 
 
 def ticket(members: int = 1, max_tokens: int = 200) -> Ticket:
-    return Ticket(
+    return episodes.ticket(
+        Task(task_id="t", env="bandit", split="train", map_seed=3),
+        temperature=0.7,
+        max_tokens=max_tokens,
         group_id=5,
-        task=Task(task_id="t", env="bandit", split="train", map_seed=3),
-        kind="rollout",
-        stage=0,
         members=list(range(members)),
-        guided=[],
         dynamics_seed=11,
-        attempt=0,
-        weights=None,
-        lease_s=30.0,
-        sampling=Sampling(temperature=0.7, max_tokens=max_tokens),
     )
 
 

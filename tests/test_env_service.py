@@ -9,6 +9,7 @@ from typing import Any
 import openai_server
 import pytest
 from env_service import EnvService, Lost, lost
+from episodes import ticket
 from openai_server import Reply, closed_url, cut, dripping, dropped, garbage, silence, status
 
 from actors.calls import canonical
@@ -18,7 +19,7 @@ from actors.envs.adapters.service_client import ServiceError, drain
 from actors.envs.base import Concluding, EnvError, EnvironmentFailure, Probed, Tooled, make_env
 from actors.progress import Progress
 from actors.world import World
-from evolver_async.schema import Sampling, Task, Ticket
+from evolver_async.schema import Task
 
 
 @pytest.fixture(autouse=True)
@@ -293,20 +294,8 @@ def test_a_failure_names_environment_task_member_and_call() -> None:
     async def play(url: str) -> str:
         played = task(0)
         params = {"url": url, "env_type": "counting", "timeout_s": 5.0}
-        ticket = Ticket(
-            group_id=0,
-            task=Task(task_id="t/0", env="agentevolver", split="train", map_seed=0, params=params),
-            kind="rollout",
-            stage=0,
-            members=[3],
-            guided=[],
-            dynamics_seed=0,
-            attempt=0,
-            weights=None,
-            lease_s=0.0,
-            sampling=Sampling(temperature=1.0, max_tokens=1),
-        )
-        world = World(ticket, 3, 20.0, Progress())
+        asked = Task(task_id="t/0", env="agentevolver", split="train", map_seed=0, params=params)
+        world = World(ticket(asked, members=[3]), 3, 20.0, Progress())
         await world.open()
         await world.call("reset", world.env.reset, played, 0)
         try:

@@ -27,7 +27,7 @@ from actors.envs.base import (
 )
 from actors.envs.frozen_lake import ACTIONS, FrozenLake, Lake, draw_lake
 from evolver_async.config import Config, Stage
-from evolver_async.schema import Task, key
+from evolver_async.schema import Task, key, uniform
 
 
 def task(map_seed: int = 0, split: str = "train", env: str = "frozen_lake", **params: Any) -> Task:
@@ -56,7 +56,7 @@ class Luck:
     """Stands where gymnasium keeps its generator, and draws what our environment draws."""
 
     def __init__(self, seed: int) -> None:
-        self.draws = (random.Random(key(seed, move)).random() for move in itertools.count())
+        self.draws = (uniform(seed, move) for move in itertools.count())
 
     def random(self) -> float:
         return next(self.draws)

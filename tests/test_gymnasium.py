@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from episodes import ticket
 from gymnasium import spaces
 
 from actors.envs.adapters.gymnasium_env import Gymnasium, GymnasiumTable, text_of, uncoloured
@@ -16,7 +17,7 @@ from actors.envs.cliff_walking import CliffWalking
 from actors.progress import Progress
 from actors.world import World
 from evolver_async.launch.serial import VirtualLoop
-from evolver_async.schema import Sampling, Task, Ticket
+from evolver_async.schema import Task
 
 TAXI = ["south", "north", "east", "west", "pickup", "dropoff"]
 CLIFF: dict[str, Any] = {
@@ -229,24 +230,12 @@ def test_table_is_asked_for() -> None:
 
 def test_blocking_environment_plays_under_a_virtual_clock() -> None:
     """A serial run's clock jumps while a thread works; the environment is called directly then."""
-    ticket = Ticket(
-        group_id=0,
-        task=task(**CLIFF),
-        kind="rollout",
-        stage=0,
-        members=[0],
-        guided=[],
-        dynamics_seed=0,
-        attempt=0,
-        weights=None,
-        lease_s=0.0,
-        sampling=Sampling(temperature=1.0, max_tokens=1),
-    )
+    asked = ticket(task(**CLIFF))
 
     async def play() -> bool:
-        world = World(ticket, 0, 30.0, Progress())
+        world = World(asked, 0, 30.0, Progress())
         await world.open()
-        await world.call("reset", world.env.reset, ticket.task, 0)
+        await world.call("reset", world.env.reset, asked.task, 0)
         for action in await world.call("solve", world.env.solve):
             step = await world.call("step", world.env.step, action, latency_s=1.0)
         await world.close()

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_collate import collated, make_groups
+from test_offpolicy import KINDS
 
 from evolver_async.config import Correction, Loss
 from learner.accounting import Accounting
@@ -18,18 +19,6 @@ from learner.objective import Objective
 from learner.offpolicy import guided_old
 
 CPU = torch.device("cpu")
-CORRECTIONS = [
-    ("none", "token"),
-    ("ppo", "token"),
-    ("decoupled", "token"),
-    ("decoupled", "trajectory"),
-    ("icepop", "token"),
-    ("geo_mask", "token"),
-    ("gspo", "token"),
-    ("cispo", "token"),
-    ("topr", "token"),
-    ("topr", "trajectory"),
-]
 UNCLIPPED = ("cispo", "topr")
 
 
@@ -92,7 +81,7 @@ def expected_loss(
     return -total / len(tokens)
 
 
-@pytest.mark.parametrize(("kind", "level"), CORRECTIONS)
+@pytest.mark.parametrize(("kind", "level"), KINDS)
 @pytest.mark.parametrize("guided", ["stale", "anchor", "behaviour"])
 @given(
     seed=st.integers(0, 10**6),

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import episodes
 import msgspec
 import numpy as np
 import pytest
@@ -31,7 +32,6 @@ from actors.world import World
 from evolver_async.schema import (
     Kind,
     Role,
-    Sampling,
     Task,
     Ticket,
     Trajectory,
@@ -150,19 +150,7 @@ def ticket(
         map_seed=group_id,
         params={} if params is None else params,
     )
-    return Ticket(
-        group_id=group_id,
-        task=task,
-        kind="rollout",
-        stage=0,
-        members=list(range(members)),
-        guided=[],
-        dynamics_seed=5,
-        attempt=0,
-        weights=None,
-        lease_s=30.0,
-        sampling=Sampling(temperature=1.0, max_tokens=24),
-    )
+    return episodes.ticket(task, group_id=group_id, members=list(range(members)), dynamics_seed=5)
 
 
 def corridor(members: int = 1, env: str = "Corridor", **params: Any) -> Ticket:

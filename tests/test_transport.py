@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import episodes
 import numpy as np
 import pytest
 import zmq
@@ -44,7 +45,6 @@ from evolver_async.messages import (
 from evolver_async.schema import (
     Group,
     Role,
-    Sampling,
     Sequence,
     Task,
     Ticket,
@@ -116,19 +116,7 @@ class Store:
 
 
 def ticket(group_id: int) -> Ticket:
-    return Ticket(
-        group_id=group_id,
-        task=TASK,
-        kind="rollout",
-        stage=0,
-        members=[0],
-        guided=[],
-        dynamics_seed=0,
-        attempt=0,
-        weights=None,
-        lease_s=30.0,
-        sampling=Sampling(temperature=1.0, max_tokens=8),
-    )
+    return episodes.ticket(TASK, group_id=group_id, max_tokens=8)
 
 
 def trajectory(group_id: int, length: int = 8) -> Trajectory:

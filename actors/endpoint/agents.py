@@ -9,6 +9,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
+
 from actors.chat import Chat
 from actors.endpoint.agent import Agent, Outcome, load_agent, outcome_of
 from actors.endpoint.judge import GroupJudge
@@ -20,6 +22,7 @@ from actors.envs.base import EnvironmentFailure
 from actors.episode import Deliver, EpisodeLate, Finished
 from actors.llm import Endpoint
 from actors.progress import Progress
+from actors.rollout import side_by_side
 from actors.setting import Setting
 from evolver_async.config import Config
 from evolver_async.schema import Ticket, Trajectory, Transcript, TurnFlag, key
@@ -77,31 +80,21 @@ class Agents:
         An EnvironmentFailure, else an EpisodeLate, is raised after all the others have ended, and
         so is Unjudged. What the engine raises is raised at once.
         """
-        failures: list[EnvironmentFailure | EpisodeLate] = []
         waiting: list[_Played] = []
 
-        async def run(member: int) -> None:
-            try:
-                played = await self._play(ticket, member, setting, progress)
-            except (EnvironmentFailure, EpisodeLate) as failure:
-                log.warning("group %d: %s", ticket.group_id, failure)
-                failures.append(failure)
+        async def play(member: int) -> None:
+            played = await self._play(ticket, member, setting, progress)
+            if played.outcome is None:
+                waiting.append(played)
             else:
-                if played.outcome is None:
-                    waiting.append(played)
-                else:
-                    deliver(self._finished(ticket, setting, played, played.outcome))
-            progress.played += 1
+                deliver(self._finished(ticket, setting, played, played.outcome))
 
-        async with asyncio.TaskGroup() as group:
-            for member in ticket.members:
-                group.create_task(run(member))
+        failure = await side_by_side(ticket, progress, play)
         if waiting:
             with progress.during(None, "judging agents"):
                 await self._compare(ticket, setting, waiting, deliver)
-        failures.sort(key=lambda failure: isinstance(failure, EpisodeLate))
-        if failures:
-            raise failures[0]
+        if failure is not None:
+            raise failure
 
     def counters(self) -> dict[str, float]:
         """Totals by metric name."""
@@ -213,7 +206,7 @@ class Agents:
             truncated=session.limited,
             turn_rewards=rewards,
             turn_flags=flags,
-            labels=(flags * 0).astype("int8"),
+            labels=np.zeros(len(flags), np.int8),
             label_source="",
             experience_ids=[],
             policy="learned",

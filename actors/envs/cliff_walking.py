@@ -16,7 +16,7 @@ import numpy as np
 
 from actors.envs.base import Exact, Info, Step, split_of
 from actors.envs.grid import bearing, place, rows_of
-from actors.envs.tabular import Outcome, Process, best_values, exact_of, learn, tabulate
+from actors.envs.tabular import Outcome, Process, best_values, exact_of, happening, learn, tabulate
 from evolver_async.schema import Task, key
 
 INSTRUCTIONS = "walk from P to the goal G . O is a cliff that you must avoid . actions {} ."
@@ -208,9 +208,8 @@ class CliffWalking:
         if name not in ACTIONS:
             return Step(self._observe(self.grid == "every"), 0.0, False, False, Info(valid=False))
         outcomes = self.cliff.outcomes(self.cell, ACTIONS.index(name))
-        luck = random.Random(key(self.dynamics_seed, self.moves)).random()
-        lucky = np.cumsum([chance for chance, *_ in outcomes]) > luck
-        _, reached, reward, ended = outcomes[int(lucky.argmax())]
+        chances = (chance for chance, *_ in outcomes)
+        _, reached, reward, ended = outcomes[happening(chances, self.dynamics_seed, self.moves)]
         assert isinstance(reached, int)
         self.cell = reached
         self.moves += 1

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-import numpy as np
-
 from actors.envs.base import Exact, Info, Step, split_of
 from actors.envs.grid import bearing, place, rows_of
-from actors.envs.tabular import Outcome, Process, best_values, exact_of, tabulate
+from actors.envs.tabular import Outcome, Process, best_values, exact_of, happening, tabulate
 from evolver_async.schema import Task, key
 
 INSTRUCTIONS = "walk over the ice from P to the goal G . O is a hole . actions left down right up ."
@@ -286,10 +284,9 @@ class FrozenLake:
         """What becomes of an action on this ice; the draw belongs to the move's number."""
         if self.success_rate == 1.0:
             return action
-        luck = random.Random(key(self.dynamics_seed, self.moves)).random()
         outcomes = slips(action, self.success_rate)
-        reached = np.cumsum([probability for probability, _ in outcomes]) > luck
-        return outcomes[int(reached.argmax())][1]
+        chances = (probability for probability, _ in outcomes)
+        return outcomes[happening(chances, self.dynamics_seed, self.moves)][1]
 
     def _observe(self, grid: bool) -> str:
         lake, cell, size = self.lake, self.cell, self.size

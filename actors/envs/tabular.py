@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from actors.envs.base import Exact
-from evolver_async.schema import key
+from evolver_async.schema import key, uniform
 
 Outcome = tuple[float, Hashable, float, bool]  # probability, next state, reward, terminated
 Model = Callable[[Hashable, int], Iterable[Outcome]]
@@ -45,6 +45,11 @@ class Process:
         size = len(self.states) * self.actions
         weights = self.chances_N * (payoffs_N + discount * later_N)
         return np.bincount(self.pairs_N, weights, size).reshape(len(self.states), self.actions)
+
+
+def happening(chances: Iterable[float], seed: int, *parts: int) -> int:
+    """Which of the outcomes with these chances happens; the draw belongs to `seed` and `parts`."""
+    return int((np.cumsum(list(chances)) > uniform(seed, *parts)).argmax())
 
 
 def tabulate(
