@@ -45,4 +45,6 @@ def next_stage(state: State) -> None:
     state.stage_tokens = 0
     state.stage_seconds = 0.0
     state.eval_success = -1.0
+    state.empty_steps = 0
+    state.masked_steps = 0
     state.watched = Watched()

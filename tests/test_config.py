@@ -134,6 +134,10 @@ def test_unknown_keys_and_wrong_types_are_named(argument: str, message: str) -> 
             "stages[0].until_success: a stage of kind sft is evaluated only after its end",
         ),
         (["stages.0.refresh_reference=true"], "stages[0].refresh_reference: "),
+        (
+            ["stages.0.kind=dpo", "stages.0.refresh_reference=true", "loss.kl_coef=0.1"],
+            "stages[0].refresh_reference: ",
+        ),
         (["rollout.max_turns=32768"], "rollout.max_turns: must be at most 32767"),
         (["questioning.max_turns=32768"], "questioning.max_turns: must be at most 32767"),
         (

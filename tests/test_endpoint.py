@@ -878,6 +878,8 @@ def test_an_agent_that_cannot_be_is_named_before_anything_starts(path: str) -> N
     ("arguments", "key"),
     [
         (["rollout.agent=a:b", "launch.kind=serial"], "rollout.agent: "),
+        (["rollout.agent=a:b", "rollout.format=tool_call"], "rollout.format: "),
+        (["rollout.agent=a:b", "rollout.context=single"], "rollout.context: "),
         (["rollout.agent=a:b", "experience.kind=contrast"], "experience.kind: "),
         (["rollout.agent=a:b", "judge.kind=rule"], "judge.kind: "),
         (["rollout.agent_reward=judged"], "rollout.agent_reward: "),

@@ -15,6 +15,11 @@ def check_agent(config: Config) -> None:
         "rollout.agent",
         "an agent needs real time, which launch.kind=serial has not",
     )
+    for name, value, usual in (
+        ("rollout.format", config.rollout.format, "think_answer"),
+        ("rollout.context", config.rollout.context, "full"),
+    ):
+        require(value == usual, name, "rollout.agent decides itself how its turns are written")
     for name, value in (
         ("experience.kind", config.experience.kind),
         ("questioning.kind", config.questioning.kind),

@@ -45,6 +45,11 @@ def check_limits(config: Config, index: int) -> None:
         f"{where} compares the members of a group, so it needs at least 2",
     )
     require(
+        not stage.refresh_reference or stage.kind != "dpo",
+        f"{where}.refresh_reference",
+        "the reference of a dpo stage always is the policy that it begins with",
+    )
+    require(
         not stage.refresh_reference or config.loss.kl_coef > 0,
         f"{where}.refresh_reference",
         "there is no reference: loss.kl_coef is 0",
