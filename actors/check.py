@@ -1,5 +1,6 @@
 """What the rollout wing refuses before anything is started."""
 
+import importlib.util
 from collections.abc import Iterator
 
 from actors.calls import CODE_TOOL
@@ -25,6 +26,13 @@ def check(config: Config) -> None:
         section = getattr(config, name)
         if section.kind == "llm":
             authorization(section.llm, name)
+    if config.engine.kind == "vllm":
+        found = importlib.util.find_spec("vllm")
+        if found is None or found.origin is None:
+            raise ValueError(
+                "engine.kind: vllm is not installed: pip install 'evolver-async[gpu]', or for CPU"
+                " see README.md, Engines"
+            )
     if config.rollout.agent:
         load_agent(config.rollout.agent)
     if config.rollout.agent_reward == "judged":

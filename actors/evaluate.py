@@ -4,8 +4,6 @@ import asyncio
 import statistics
 from pathlib import Path
 
-from safetensors.torch import load_file
-
 from actors.endpoint.agents import Unjudged, make_agents
 from actors.engines.load import load_engine
 from actors.envs.base import EnvironmentFailure, exact
@@ -13,12 +11,13 @@ from actors.episode import EpisodeLate, Finished
 from actors.progress import Progress
 from actors.rollout import run_group
 from actors.setting import setting_of
-from evolver_async import checkpoint
+from evolver_async import checkpoint, shards
 from evolver_async.buffer.granting import source_of
 from evolver_async.buffer.tasks import held_out_task
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config
 from evolver_async.schema import Sampling, Task, Ticket, Trajectory, WeightId, key
+from evolver_async.weights.merged import whole
 
 
 def evaluate(run_dir: Path, episodes: int) -> str:
@@ -32,7 +31,7 @@ def evaluate(run_dir: Path, episodes: int) -> str:
     staged = stage_config(config, last)
     source = source_of(staged)
     tasks = [held_out_task(source, number) for number in range(episodes)]
-    weights = load_file(newest / "model.safetensors")
+    weights = whole(shards.read(newest, "model"), config.policy)
     trajectories = asyncio.run(_play(staged, last, tasks, weights))
     success = statistics.fmean(trajectory.success for trajectory in trajectories)
     reward = statistics.fmean(trajectory.reward for trajectory in trajectories)

@@ -18,7 +18,8 @@ from evolver_async.config.load import from_dict, stage_config
 from evolver_async.config.secrets import reveal
 from evolver_async.launch.roles import RoleArgs, collect_rarely
 from evolver_async.transport import Client, DealerClient, Rejected
-from evolver_async.weights.shm import ShmReceiver
+from evolver_async.weights import load as channel
+from evolver_async.weights.merged import merging
 from evolver_async.wire import SCHEMA_HASH
 
 
@@ -35,7 +36,7 @@ def build(
     `experience`: a client of the experience service, where there is one.
     """
     engine, chat = load_engine(config)
-    receiver = ShmReceiver(weights_address)
+    receiver = merging(channel.receiver(config, weights_address, name), config.policy)
     mechanisms = Mechanisms(
         judge=make_judge(config, engine, chat),
         guide=None if experience is None else make_guide(config.experience, experience),

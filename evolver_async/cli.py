@@ -27,10 +27,11 @@ def main(arguments: list[str] | None = None) -> int:
     sys.path.insert(0, os.getcwd())  # where a user's own environments are, by import path
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
-    overrides = [text for text in rest if args.command == "train" and not text.startswith("-")]
+    takes = args.command in ("train", "doctor")
+    overrides = [text for text in rest if takes and not text.startswith("-")]
     if overrides != rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if args.command == "train":
+    if takes:
         args.positional += overrides  # those after an option
     try:
         return args.function(args)
@@ -72,6 +73,20 @@ def train(args: argparse.Namespace) -> int:
         return roles.resolve(f"evolver_async.launch.{config.launch.kind}:run")(config, run_dir)
 
 
+def doctor(args: argparse.Namespace) -> int:
+    """Print what this machine can do, or what a recipe needs; 0 when it can run here, else 1."""
+    from evolver_async.config.load import load
+    from evolver_async.study import doctor
+
+    if not args.positional:
+        return 0 if doctor.examined(doctor.screen()) else 1
+    recipe, dotlist = Path(args.positional[0]), args.positional[1:]
+    if "=" in args.positional[0]:
+        raise ConfigError("doctor needs a recipe (configs/….yaml) before its changes")
+    config = load(recipe, dotlist)
+    return 0 if doctor.recipe_examined(doctor.screen(), config, recipe, dotlist) else 1
+
+
 def role(args: argparse.Namespace) -> int:
     """Be one process of a run."""
     from evolver_async.launch.roles import RoleArgs, run_process
@@ -84,6 +99,8 @@ def role(args: argparse.Namespace) -> int:
         run_dir=(args.run or Path()).resolve(),
         parent_pid=args.parent,
         keys=args.keys and args.keys.resolve(),
+        rank=args.rank,
+        meeting=args.meeting,
     )
     return run_process(
         args.command, role_args, args.run / "logs" / f"{name}.log" if args.run else None
@@ -261,6 +278,8 @@ def _add_roles(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         command.add_argument("--incarnation", type=int, default=0)
         command.add_argument("--parent", type=int, metavar="PID", help="end when it ends")
         command.add_argument("--keys", type=Path, metavar="DIR", help="of this client")
+        command.add_argument("--rank", type=int, default=0, help="of a learner of several ranks")
+        command.add_argument("--meeting", type=Path, metavar="FILE", help="where they meet")
         command.set_defaults(function=role)
 
 
@@ -275,6 +294,15 @@ def _add_tools(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     command.add_argument("out", type=Path, metavar="OUT")
     command.set_defaults(function=export)
+
+    command = commands.add_parser("doctor", help="what this machine can do, or what a recipe needs")
+    command.add_argument(
+        "positional",
+        nargs="*",
+        metavar="CONFIG key=value …",
+        help="a YAML recipe, then changes; exit code 1 when it cannot run here",
+    )
+    command.set_defaults(function=doctor)
 
     command = commands.add_parser("watch", help="show a running job")
     command.add_argument("run_dir", type=Path, metavar="RUN_DIR")

@@ -9,19 +9,26 @@ Shapes: `B` sequences, `T` tokens, `N` selected positions, `D` hidden size, `V` 
 
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
+from evolver_async.attention import NAME as PACKED
+from evolver_async.attention import Borders
 from evolver_async.tiny import make_tiny
 from evolver_async.tokenizer import TOKENIZER_FILES, ModelError, load_tokenizer, tokenizer_hash
 
 __all__ = [
     "ModelError",
+    "check_packing",
+    "checkpoint_layers",
+    "decode",
     "export",
     "hidden_states",
     "load_model",
@@ -35,6 +42,8 @@ __all__ = [
 ]
 
 logging.disable_progress_bar()  # transformers' own would tear the run's live panel
+
+LOGITS = 1 << 25  # of one chunk at most: 128 MiB in float32, five times that at the peak
 
 
 def load_model(
@@ -85,9 +94,53 @@ def split_model(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     return model.base_model, head
 
 
-def hidden_states(model: nn.Module, tokens_BT: Tensor) -> Tensor:
-    """The last hidden states of rows padded on the right, hidden_BTD. Differentiable."""
-    return split_model(model)[0](input_ids=tokens_BT, use_cache=False).last_hidden_state
+def hidden_states(model: nn.Module, tokens_BT: Tensor, borders: Borders | None = None) -> Tensor:
+    """The last hidden states of rows padded on the right, hidden_BTD. Differentiable.
+
+    With `borders` they are of one packed row (B = 1).
+    """
+    return decode(split_model(model)[0], tokens_BT, borders)
+
+
+def decode(decoder: nn.Module, tokens_BT: Tensor, borders: Borders | None = None) -> Tensor:
+    """`hidden_states` by a model's first part alone; packed rows switch its attention for good."""
+    packed = {}
+    if borders is not None:
+        config = getattr(decoder, "config")  # noqa: B009 (a Module says any attribute is a Tensor)
+        config._attn_implementation = PACKED
+        packed = {"position_ids": borders.position_1T, "borders": borders}
+    return decoder(input_ids=tokens_BT, use_cache=False, **packed).last_hidden_state
+
+
+@torch.no_grad()
+def check_packing(model: PreTrainedModel) -> None:
+    """ModelError where the model does not keep the sequences of a packed row apart."""
+    lengths = [3, 1, 5]
+    tokens_1T = torch.arange(sum(lengths), device=model.device)[None] % model.config.vocab_size
+    alone = [hidden_states(model, one_1T) for one_1T in tokens_1T.split(lengths, dim=1)]
+    packed = hidden_states(model, tokens_1T, Borders.of(lengths, model.device))
+    if not torch.allclose(packed.float(), torch.cat(alone, 1).float(), atol=1e-2, rtol=1e-2):
+        raise ModelError(
+            f"learner.packing: {type(model).__name__} does not keep packed sequences apart"
+        )
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    """Keep only what goes into each decoder layer and compute the rest again in the backward pass.
+
+    Gradients stay as they are, bit by bit; a copy of the model does the same. ModelError where the
+    model has no layers that can.
+    """
+    layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(
+            f"learner.gradient_checkpointing: {type(model).__name__} has no layers to recompute"
+        )
+    for layer in layers:
+        # Models are in evaluation mode throughout: no random numbers are drawn that could differ.
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
 
 
 def token_logprobs(
@@ -99,6 +152,7 @@ def token_logprobs(
     *,
     select_BT: Tensor | None = None,
     hidden_BTD: Tensor | None = None,
+    borders: Borders | None = None,
     with_entropy: bool = False,
     entropy_top_k: int = 0,
 ) -> tuple[Tensor, Tensor]:
@@ -108,18 +162,20 @@ def token_logprobs(
     causal attention alone keeps it out of sight and positions are column numbers). Returns float32
     logprobs_BT and entropy_BT (zero unless `with_entropy`); index t is about token t, index 0 and
     everything not selected is 0. `select_BT` defaults to the real tokens. Only selected positions
-    are projected to the vocabulary, `chunk` at a time, and chunks are recomputed in the backward
-    pass, so logits for all positions never exist. Temperature 0 is greedy decoding: log-probs are
+    are projected to the vocabulary, `chunk` at a time and never more than `LOGITS` values, and
+    chunks are recomputed in the backward pass: memory for logits is bounded, whatever the
+    vocabulary and the number of tokens. Temperature 0 is greedy decoding: log-probs are
     then those of temperature 1. `entropy_top_k` > 0 leaves the entropy's value as it is and
     gives it the gradient of the entropy among the k likeliest tokens (AEnt, arXiv 2509.03493), so
     that a bonus on it keeps alternatives alive without raising every token of the vocabulary.
-    `hidden_BTD`: the rows' `hidden_states`, where they are known already. Differentiable.
+    `hidden_BTD`: the rows' `hidden_states`, where they are known already; else `borders` says
+    whether they are packed (no sequence's first token may be selected then). Differentiable.
     """
     select_BT = mask_BT.bool() if select_BT is None else select_BT.bool()
     rows_N, columns_N = select_BT[:, 1:].nonzero(as_tuple=True)
     _, head = split_model(model)
     if hidden_BTD is None:
-        hidden_BTD = hidden_states(model, tokens_BT)
+        hidden_BTD = hidden_states(model, tokens_BT, borders)
     hidden_ND = hidden_BTD[rows_N, columns_N]
     targets_N = tokens_BT[rows_N, columns_N + 1].long()
 
@@ -136,11 +192,14 @@ def token_logprobs(
         return picked, entropy
 
     parts = []
+    chunk = max(1, min(chunk, LOGITS // model.config.vocab_size))
     for start in range(0, len(targets_N), chunk):
         pieces = hidden_ND[start : start + chunk], targets_N[start : start + chunk]
         # A single chunk is as large as memory may get anyway; recomputing it would only cost time.
         if torch.is_grad_enabled() and len(targets_N) > chunk:
-            parts.append(checkpoint(project, *pieces, use_reentrant=False))
+            parts.append(
+                checkpoint(project, *pieces, use_reentrant=False, preserve_rng_state=False)
+            )
         else:
             parts.append(project(*pieces))
     blank_BT = torch.zeros(tokens_BT.shape, dtype=torch.float32, device=tokens_BT.device)
@@ -158,14 +217,20 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def state_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's weights by stable name, tied ones once; views, not copies."""
-    seen: set[tuple[int, int]] = set()
+    """The model's weights by stable name, tied ones once; views, not copies.
+
+    Where some parameters are trained and others frozen, as under adapters, without the frozen ones.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    if len(frozen) == len(parameters):
+        frozen = set()
+    seen: set[int] = set()
     tensors = {}
-    for name, tensor in model.state_dict().items():
-        place = tensor.data_ptr(), tensor.numel()
-        if place not in seen:
-            seen.add(place)
-            tensors[name] = tensor
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name not in frozen and id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor.detach()
     return tensors
 
 

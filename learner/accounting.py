@@ -3,6 +3,7 @@
 numpy only: whoever has tensors turns them into arrays first. Formulas: algorithms §2.
 """
 
+import io
 from collections import Counter
 
 import numpy as np
@@ -63,6 +64,27 @@ class Accounting:
         """Adds the tokens that another one has collected."""
         self.tokens += other.tokens
         self.boosted.update(other.boosted)
+
+    def packed(self) -> bytes:
+        """What was collected of tokens, for another process to `merge` when `unpacked`."""
+        columns = {
+            f"tokens/{name}": np.concatenate([part[name] for part in self.tokens])
+            for name in (self.tokens[0] if self.tokens else ())
+        }
+        columns |= {f"boosted/{name}": np.array(count) for name, count in self.boosted.items()}
+        data = io.BytesIO()
+        np.savez(data, **columns)  # pyright: ignore[reportArgumentType]
+        return data.getvalue()
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> "Accounting":
+        found = cls()
+        with np.load(io.BytesIO(data), allow_pickle=False) as columns:
+            parts = [(*name.split("/", 1), columns[name]) for name in columns.files]
+        tokens = {name: column for family, name, column in parts if family == "tokens"}
+        found.tokens = [tokens] if tokens else []
+        found.boosted.update({name: int(n) for family, name, n in parts if family == "boosted"})
+        return found
 
     def set_trajectories(
         self, *, lag_P: Array, stripped_P: Array, reward_P: Array, length_P: Array

@@ -1,7 +1,8 @@
 """The rows of one learner step, and how they are cut into optimizer updates and forward passes.
 
 A row is one sequence as it is trained: stripped, where its trajectory is. A `Batch` keeps all rows
-unpadded on the CPU; its minibatches (one optimizer update each) are padded a micro-batch at a time.
+unpadded on the CPU; its minibatches (one optimizer update each) are padded, or packed into a single
+row, a micro-batch at a time.
 `collate` makes batches. Nothing here is a judgement: advantages and anchors are computed elsewhere
 and stored in the batch.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from evolver_async.attention import Borders
 from evolver_async.schema import Array
 
 
@@ -20,13 +22,16 @@ from evolver_async.schema import Array
 class MicroBatch:
     """What one forward pass sees: rows padded on the right, whole trajectories only.
 
+    With `borders` the batch's rows stand packed, one behind the other, in the only row here, and
+    nothing is padding: `B` is 1 for all but row_B and end_B.
+
     tokens_BT int64, attention_BT bool (False on padding), action_BT bool (ACTION tokens that have a
     context to be predicted from). The `_N` tensors hold one entry per True of `action_BT`, in
     row-major order, so that `logprobs_BT[action_BT]` lines up with them: index_N int64 (place in
     the batch's `_N` arrays), mu_N, old_N, anchor_N, reference_N, advantage_N, value_N, return_N
     float32, lag_N int64, stripped_N bool, trajectory_N int64 (0..trajectories-1 within this
     micro-batch), length_N int64 (ACTION tokens of the token's whole trajectory). row_B int64: the
-    batch's number of each row.
+    batch's number of each row; end_B int64: the place of its last token in the flattened tokens_BT.
     """
 
     tokens_BT: torch.Tensor
@@ -45,6 +50,8 @@ class MicroBatch:
     value_N: torch.Tensor
     return_N: torch.Tensor
     row_B: torch.Tensor
+    end_B: torch.Tensor
+    borders: Borders | None
 
 
 @dataclass
@@ -179,8 +186,16 @@ class Minibatch:
     def tokens(self) -> int:
         return int(self.batch.length_P[self.members].sum())
 
-    def micro_batches(self, token_budget: int, device: torch.device) -> Iterator[MicroBatch]:
-        """Yields padded micro-batches of at most `token_budget` tokens, padding included.
+    @property
+    def row_lengths(self) -> Array:
+        """Tokens of each of its rows, prompts included."""
+        batch = self.batch
+        return np.diff(batch.row_start_R)[np.isin(batch.trajectory_R, self.members)]
+
+    def micro_batches(
+        self, token_budget: int, device: torch.device, *, packed: bool = False
+    ) -> Iterator[MicroBatch]:
+        """Yields micro-batches of at most `token_budget` tokens, padding included.
 
         Sorted by length, longest first, so that a budget beyond the memory shows at once. A
         trajectory is never split (trajectory-level weights need all its tokens), nor a group with
@@ -196,24 +211,30 @@ class Minibatch:
             rows_of.values(), key=lambda rows: -max(int(lengths_R[row]) for row in rows)
         )
         pending: list[int] = []
-        width = 0
+        tokens = width = 0
         for rows in longest_first:
-            if pending and (len(pending) + len(rows)) * width > token_budget:
-                yield _pad(batch, np.array(pending), device)
-                pending = []
-            if not pending:
-                width = max(int(lengths_R[row]) for row in rows)
+            more, longest = int(lengths_R[rows].sum()), int(lengths_R[rows].max())
+            padded = (len(pending) + len(rows)) * max(width, longest)
+            if pending and (tokens + more if packed else padded) > token_budget:
+                yield lay_out(batch, np.array(pending), device, packed=packed)
+                pending, tokens, width = [], 0, 0
             pending += rows
+            tokens, width = tokens + more, max(width, longest)
         if pending:
-            yield _pad(batch, np.array(pending), device)
+            yield lay_out(batch, np.array(pending), device, packed=packed)
 
 
-def _pad(batch: Batch, rows_B: Array, device: torch.device) -> MicroBatch:
-    """Gathers the rows `rows_B` of a batch into padded tensors on `device`."""
+def lay_out(batch: Batch, rows_B: Array, device: torch.device, *, packed: bool) -> MicroBatch:
+    """The rows `rows_B` of a batch, whole trajectories, as tensors on `device`."""
     starts_B, ends_B = batch.row_start_R[rows_B], batch.row_start_R[rows_B + 1]
     lengths_B = ends_B - starts_B
-    attention_BT = np.arange(lengths_B.max()) < lengths_B[:, None]
     places = _ranges(starts_B, ends_B)
+    if packed:
+        attention_BT = np.ones((1, len(places)), bool)
+        end_B = np.cumsum(lengths_B) - 1
+    else:
+        attention_BT = np.arange(lengths_B.max()) < lengths_B[:, None]
+        end_B = np.arange(len(rows_B)) * attention_BT.shape[1] + lengths_B - 1
     tokens_BT = np.zeros(attention_BT.shape, np.int64)
     tokens_BT[attention_BT] = batch.tokens[places]
     action_BT = np.zeros(attention_BT.shape, bool)
@@ -242,6 +263,8 @@ def _pad(batch: Batch, rows_B: Array, device: torch.device) -> MicroBatch:
         value_N=tensor(batch.value_N[index_N]),
         return_N=tensor(batch.return_N[index_N]),
         row_B=tensor(rows_B),
+        end_B=tensor(end_B),
+        borders=Borders.of(lengths_B.tolist(), device) if packed else None,
     )
 
 

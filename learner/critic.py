@@ -5,15 +5,17 @@ with V = 0 reads it from hidden states: the policy's own (`shared`, whose weight
 train), or those of a trunk of its own that begins as the policy's (`separate`).
 """
 
-import copy
+from functools import partial
 
 import numpy as np
 import torch
 
-from evolver_async import policy
+from evolver_async import lora, policy
+from evolver_async.attention import Borders
 from evolver_async.schema import Array
 from learner.batch import Batch, MicroBatch, Minibatch
 from learner.optim import make_adamw
+from learner.parallel import Ranks, idle, within
 
 
 class Head(torch.nn.Module):
@@ -38,7 +40,7 @@ class Critic:
         weight_VD = next(projection.parameters())
         self.module = torch.nn.ModuleDict({"head": Head(weight_VD.shape[1])})
         if kind == "separate":
-            self.module["trunk"] = copy.deepcopy(decoder)
+            self.module["trunk"] = lora.twin(decoder)
         else:
             assert kind == "shared", kind
         self.module.to(weight_VD.device)
@@ -53,14 +55,16 @@ class Critic:
 
         hidden_BTD: the policy's last hidden states.
         """
+        values_BT = self.values(hidden_BTD, micro.tokens_BT, micro.borders)
+        return values_BT[:, :-1][micro.action_BT[:, 1:]], values_BT.flatten()[micro.end_B]
+
+    def values(
+        self, hidden_BTD: torch.Tensor, tokens_BT: torch.Tensor, borders: Borders | None
+    ) -> torch.Tensor:
+        """V behind every token of rows padded or packed, float32[B, T]."""
         if "trunk" in self.module:
-            hidden_BTD = self.module["trunk"](
-                input_ids=micro.tokens_BT, use_cache=False
-            ).last_hidden_state
-        values_BT = self.module["head"](hidden_BTD)
-        last_B = micro.attention_BT.sum(1) - 1
-        rows_B = torch.arange(len(last_B), device=last_B.device)
-        return values_BT[:, :-1][micro.action_BT[:, 1:]], values_BT[rows_B, last_B]
+            hidden_BTD = policy.decode(self.module["trunk"], tokens_BT, borders)
+        return self.module["head"](hidden_BTD)
 
     def loss(
         self,
@@ -83,13 +87,30 @@ class Critic:
 
     @torch.no_grad()
     def score(
-        self, model: torch.nn.Module, batch: Batch, token_budget: int, device: torch.device
+        self,
+        model: torch.nn.Module,
+        batch: Batch,
+        token_budget: int,
+        ranks: Ranks,
+        *,
+        packed: bool = False,
     ) -> None:
         """Stores the values of a batch, by the weights that its step begins with."""
-        for micro in batch.whole().micro_batches(token_budget, device):
-            value_N, end_B = self(policy.hidden_states(model, micro.tokens_BT), micro)
+        whole = batch.whole()
+        budget = ranks.budget(whole.row_lengths, token_budget)
+        for micro in ranks.share(whole.micro_batches(budget, ranks.device, packed=packed)):
+            if micro is None:
+                idle(model, ranks.device, packed=packed)
+                continue
+            value_N, end_B = within(model, partial(self._of_policy, model, micro))
             batch.value_N[micro.index_N.cpu().numpy()] = value_N.cpu().numpy()
             batch.end_value_R[micro.row_B.cpu().numpy()] = end_B.cpu().numpy()
+        ranks.sum(batch.value_N, batch.end_value_R)
+
+    def _of_policy(
+        self, model: torch.nn.Module, micro: MicroBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self(policy.hidden_states(model, micro.tokens_BT, micro.borders), micro)
 
 
 def value_loss(

@@ -2,18 +2,34 @@
 
 from pathlib import Path
 
-from evolver_async import checkpoint, policy
+from evolver_async import checkpoint, lora, policy, shards
 from evolver_async.config.load import load
-from learner.state import load_policy
+from evolver_async.weights.merged import whole
 
 
 def export(run_dir: Path, out: Path) -> str:
-    """Write config, weights, tokenizer and chat template to `out`; says in a line what it is."""
+    """Write config, weights, tokenizer and chat template to `out`; says in a line what it is.
+
+    Adapters are merged into the weights, and also written by themselves to `out`/adapter, as the
+    `peft` library reads them.
+    """
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out}: exists and is not empty")
     config = load(run_dir / "config.yaml", [])
+    settings = config.policy
     newest, manifest = checkpoint.load_newest(run_dir / "checkpoints", run_dir.name)
-    model = policy.load_model(config.policy.path, dtype=config.policy.dtype, device="cpu")
-    load_policy(model, newest)
-    policy.export(model, out, config.policy.path)
-    return f"wrote {out}: the policy after step {manifest.step} of {run_dir}"
+    model = policy.load_model(settings.path, dtype=settings.dtype, device="cpu")
+    tensors = shards.read(newest, "model")
+    policy.load_state(model, whole(tensors, settings))
+    policy.export(model, out, settings.path)
+    line = f"wrote {out}: the policy after step {manifest.step} of {run_dir}"
+    if not settings.lora.rank:
+        return line
+    lora.save_peft(
+        out / "adapter",
+        tensors,
+        rank=settings.lora.rank,
+        alpha=settings.lora.alpha,
+        base=settings.path,
+    )
+    return f"{line}; its adapters alone are in {out / 'adapter'}"

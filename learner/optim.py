@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from learner.parallel import whole_tensor
+
 
 def lr_at(
     step: int,
@@ -54,14 +56,18 @@ def make_adamw(
     eps: float,
     weight_decay: float,
 ) -> torch.optim.AdamW:
-    """A fresh AdamW over the trainable ones of `parameters`.
+    """A fresh AdamW over the trainable ones of `parameters`, or over the masters of the short ones.
 
     Only matrices decay: norms and biases have no scale to hold back.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    matrices = [parameter for parameter in trainable if parameter.ndim > 1]
-    vectors = [parameter for parameter in trainable if parameter.ndim <= 1]
-    return torch.optim.AdamW(
+    short = [parameter for parameter in trainable if parameter.dtype != torch.float32]
+    for parameter in short:
+        _give_master(parameter)
+    masters = [master(parameter) for parameter in trainable]
+    matrices = [parameter for parameter in masters if parameter.ndim > 1]
+    vectors = [parameter for parameter in masters if parameter.ndim <= 1]
+    optimizer = torch.optim.AdamW(
         [
             {"params": matrices, "weight_decay": weight_decay},
             {"params": vectors, "weight_decay": 0.0},
@@ -70,6 +76,36 @@ def make_adamw(
         eps=eps,
         fused=True,
     )
+    if short:
+        optimizer.register_step_post_hook(lambda *_: follow(short))
+    return optimizer
+
+
+def master(weight: torch.Tensor) -> torch.Tensor:
+    """The float32 copy of a weight that is optimized in its place, if it has one, else itself."""
+    return getattr(weight, "master", weight)
+
+
+@torch.no_grad()
+def follow(parameters: Iterable[torch.Tensor]) -> None:
+    """Round masters to the parameters that are copies of them, where those have any."""
+    for parameter in parameters:
+        if master(parameter) is not parameter:
+            parameter.copy_(master(parameter))
+
+
+def _give_master(parameter: torch.nn.Parameter) -> None:
+    """A float32 copy, which takes every gradient over as soon as it is accumulated."""
+    twin = torch.nn.Parameter(parameter.detach().float())
+
+    def take(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        grad = weight.grad.float()
+        twin.grad = grad if twin.grad is None else twin.grad.add_(grad)
+        weight.grad = None
+
+    parameter.register_post_accumulate_grad_hook(take)
+    setattr(parameter, "master", twin)  # noqa: B010
 
 
 def update(
@@ -77,14 +113,15 @@ def update(
 ) -> list[Update]:
     """Clips gradients, moves the weights, clears the gradients: of each optimizer, at its rate.
 
-    Each is clipped by its own norm. `loss` is that of the whole update. If it or any gradient is
-    not finite, only the clearing happens: `applied` is False for all, weights and moments stay
-    untouched.
+    Each is clipped by its own norm, over all ranks. `loss` is that of the whole update. If it or
+    any gradient is not finite, only the clearing happens: `applied` is False for all, weights and
+    moments stay untouched.
     """
     norms = []
     for optimizer, _ in moves:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, grad_clip)))
+        norm = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
+        norms.append(float(whole_tensor(norm)))
     applied = math.isfinite(loss) and all(map(math.isfinite, norms))
     for optimizer, lr in moves:
         if applied:

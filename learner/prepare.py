@@ -3,6 +3,7 @@
 from evolver_async import policy
 from evolver_async.config.load import load
 from evolver_async.launch.roles import RoleArgs, resolve
+from learner import model
 
 
 def main(args: RoleArgs) -> int:
@@ -23,6 +24,6 @@ def main(args: RoleArgs) -> int:
             max_length=config.policy.max_length,
         )
     policy.load_tokenizer(config.policy.path)
-    policy.load_model(config.policy.path, dtype=config.policy.dtype, device="cpu")
+    model.load(config, "cpu")
     resolve("check_prompts")(config)
     return 0

@@ -1,43 +1,57 @@
 """Forward passes that only look: the log-probs that a batch needs before its updates."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from evolver_async import policy
 from evolver_async.schema import Array
-from learner.batch import Batch, Minibatch
+from learner.batch import Batch, MicroBatch, Minibatch
 from learner.offpolicy import guided_old
+from learner.parallel import Ranks, idle, within
 
 
 @dataclass(frozen=True)
 class Scorer:
     """Log-probs of ACTION tokens at a temperature, so many tokens (padding included) at a time.
 
-    `chunk`: tokens of one chunk of the vocabulary projection.
+    `chunk`: tokens of one chunk of the vocabulary projection; `packed`: rows are not padded.
     """
 
     temperature: float
     token_budget: int
     chunk: int
-    device: torch.device
+    ranks: Ranks
+    packed: bool = False
 
     @torch.no_grad()
     def __call__(self, model: torch.nn.Module, minibatch: Minibatch) -> Array:
         """Log-probs under `model`, float32[N] of the whole batch, 0 outside of the minibatch."""
         logprobs_N = np.zeros_like(minibatch.batch.mu_N)
-        for micro in minibatch.micro_batches(self.token_budget, self.device):
-            logprobs_BT, _ = policy.token_logprobs(
-                model,
-                micro.tokens_BT,
-                micro.attention_BT,
-                self.temperature,
-                self.chunk,
-                select_BT=micro.action_BT,
-            )
+        budget = self.ranks.budget(minibatch.row_lengths, self.token_budget)
+        micros = minibatch.micro_batches(budget, self.ranks.device, packed=self.packed)
+        for micro in self.ranks.share(micros):
+            if micro is None:
+                idle(model, self.ranks.device, packed=self.packed)
+                continue
+            logprobs_BT = within(model, partial(self._logprobs, model, micro))
             logprobs_N[micro.index_N.cpu().numpy()] = logprobs_BT[micro.action_BT].cpu().numpy()
+        self.ranks.sum(logprobs_N)
         return logprobs_N
+
+    def _logprobs(self, model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
+        logprobs_BT, _ = policy.token_logprobs(
+            model,
+            micro.tokens_BT,
+            micro.attention_BT,
+            self.temperature,
+            self.chunk,
+            select_BT=micro.action_BT,
+            borders=micro.borders,
+        )
+        return logprobs_BT
 
 
 def store_anchor(

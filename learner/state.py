@@ -8,10 +8,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
-from evolver_async.policy import load_state, state_tensors
+from evolver_async import shards
+from evolver_async.policy import ModelError, state_tensors
+from evolver_async.shards import Shards
 from learner.critic import Critic
+from learner.optim import follow, master
 
 
 @dataclass(frozen=True)
@@ -75,16 +78,28 @@ def save(
     optimizer: torch.optim.Optimizer,
     reference: torch.nn.Module | None,
     critic: Critic | None,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> None:
-    """Write everything into `directory`, which exists and is empty."""
-    save_file(_plain(state_tensors(model)), directory / "model.safetensors")
-    save_file(_optimizer_tensors(model, optimizer), directory / "optimizer.safetensors")
+    """Write what this rank holds into `directory`, which exists; rank 0 what all have besides."""
+    moments = _optimizer_tensors(model, optimizer)
+    sharded = {"model": _weights(model), "optimizer": moments}
     if reference is not None:
-        save_file(_plain(state_tensors(reference)), directory / "reference.safetensors")
+        sharded["reference"] = _weights(reference)
+    for name, tensors in sharded.items():
+        held = {
+            key: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            for key, tensor in tensors.items()
+            if isinstance(tensor, DTensor) or rank == 0
+        }
+        shards.write(directory, name, held, rank, ranks)
+    if rank > 0:
+        return
     if critic is not None:
-        save_file(_plain(state_tensors(critic.module)), directory / "critic.safetensors")
+        shards.write(directory, "critic", _weights(critic.module))
         moments = _optimizer_tensors(critic.module, critic.optimizer)
-        save_file(moments, directory / "critic_optimizer.safetensors")
+        shards.write(directory, "critic_optimizer", moments)
     (directory / "state.json").write_text(json.dumps(asdict(state), indent=1))
 
 
@@ -95,15 +110,14 @@ def load(
     reference: torch.nn.Module | None,
     critic: Critic | None,
 ) -> State:
-    """Restore what `save` wrote, in place; returns the numbers."""
-    load_policy(model, directory)
+    """Restore what `save` wrote, on as many ranks as it may have been, in place; the numbers."""
+    load_weights(model, directory, "model")
     if reference is not None:
-        load_state(reference, load_file(directory / "reference.safetensors"))
+        load_weights(reference, directory, "reference")
     if critic is not None:
-        load_state(critic.module, load_file(directory / "critic.safetensors"))
-        moments = directory / "critic_optimizer.safetensors"
-        load_optimizer(critic.module, critic.optimizer, moments)
-    load_optimizer(model, optimizer, directory / "optimizer.safetensors")
+        load_weights(critic.module, directory, "critic")
+        load_optimizer(critic.module, critic.optimizer, directory, "critic_optimizer")
+    load_optimizer(model, optimizer, directory, "optimizer")
     numbers = json.loads((directory / "state.json").read_text())
     pending = [Asked(**asked) for asked in numbers.pop("pending")]
     watched = numbers.pop("watched")
@@ -115,42 +129,77 @@ def load(
 
 def has_reference(directory: Path) -> bool:
     """Whether the checkpoint holds a KL reference."""
-    return (directory / "reference.safetensors").exists()
+    return shards.exists(directory, "reference")
 
 
 def has_critic(directory: Path) -> bool:
     """Whether the checkpoint holds a critic."""
-    return (directory / "critic.safetensors").exists()
+    return shards.exists(directory, "critic")
 
 
-def load_policy(model: torch.nn.Module, directory: Path) -> None:
-    """Copy the policy of a checkpoint into `model`."""
-    load_state(model, load_file(directory / "model.safetensors"))
+@torch.no_grad()
+def load_weights(module: torch.nn.Module, directory: Path, name: str) -> None:
+    """Copy the weights of a checkpoint into `module`, masters included.
+
+    ModelError, naming the tensor, for what is missing, unknown or of another shape.
+    """
+    own = _weights(module)
+    with Shards(directory, name) as stored:
+        for key in own.keys() ^ set(stored.names()):
+            raise ModelError(f"weight {key} is {'missing' if key in own else 'unknown'}")
+        for key, tensor in own.items():
+            _fill(tensor, stored, key)
+    follow(module.parameters())
 
 
-def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, file: Path) -> None:
+@torch.no_grad()
+def load_optimizer(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, directory: Path, name: str
+) -> None:
     """Restore Adam's state, each parameter's on its own device, and the random generator."""
-    tensors = load_file(file)
-    torch.set_rng_state(tensors.pop("rng"))
-    for name, parameter in model.named_parameters():
-        if f"step/{name}" in tensors:
-            optimizer.state[parameter] = {
-                slot: tensors.pop(f"{slot}/{name}").to(parameter.device)
-                for slot in ("exp_avg", "exp_avg_sq", "step")
-            }
-    if tensors:
-        raise ValueError(f"{file}: unknown tensor {next(iter(tensors))}")
+    with Shards(directory, name) as stored:
+        unknown = set(stored.names()) - {"rng"}
+        torch.set_rng_state(stored.rows("rng"))
+        for key, parameter in module.named_parameters():
+            if f"step/{key}" not in unknown:
+                continue
+            weight = master(parameter)
+            moments = {slot: torch.zeros_like(weight) for slot in ("exp_avg", "exp_avg_sq")}
+            for slot, tensor in moments.items():
+                _fill(tensor, stored, f"{slot}/{key}")
+            moments["step"] = stored.rows(f"step/{key}").to(weight.device)
+            optimizer.state[weight] = moments
+            unknown -= {f"{slot}/{key}" for slot in moments}
+    if unknown:
+        raise ValueError(f"{directory / name}: unknown tensor {next(iter(unknown))}")
+
+
+def _weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What is trained, by stable name: masters where there are any."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return {
+        name: master(parameters.get(name, tensor)).detach()
+        for name, tensor in state_tensors(module).items()
+    }
 
 
 def _optimizer_tensors(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
     tensors = {"rng": torch.get_rng_state()}
-    for name, parameter in model.named_parameters():
-        for slot, value in optimizer.state.get(parameter, {}).items():
+    for name, parameter in module.named_parameters():
+        for slot, value in optimizer.state.get(master(parameter), {}).items():
             tensors[f"{slot}/{name}"] = value
-    return _plain(tensors)
+    return tensors
 
 
-def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+def _fill(tensor: torch.Tensor, stored: Shards, name: str) -> None:
+    """Copy a stored tensor, or what this rank holds of it."""
+    if isinstance(tensor, DTensor):
+        mesh, local = tensor.device_mesh, tensor.to_local()
+        found = stored.rows(name, mesh.get_local_rank(), mesh.size())
+    else:
+        local, found = tensor, stored.rows(name)
+    if local.shape != found.shape:
+        raise ModelError(f"weight {name} has shape {list(found.shape)}, not {list(local.shape)}")
+    local.copy_(found)

@@ -20,16 +20,18 @@ from evolver_async.checkpoint import CheckpointError
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config, to_dict
 from evolver_async.launch import directory
-from evolver_async.launch.roles import RoleArgs, TrainingError, collect_rarely, weights_dir
+from evolver_async.launch.roles import RoleArgs, TrainingError, collect_rarely, weights_address
 from evolver_async.metrics import Metrics, Timers
 from evolver_async.schema import Fork, Group, WeightId
 from evolver_async.transport import Client, DealerClient, Rejected
+from evolver_async.weights import load as channel
 from evolver_async.weights.base import Publisher
-from evolver_async.weights.shm import ShmPublisher
 from learner.checkpoints import Checkpoints
 from learner.evaluations import Evaluations
+from learner.follow import Leader, attend, meet
 from learner.guard import Guard
 from learner.outcome import Outcome
+from learner.parallel import Ranks
 from learner.progress import Clock, next_stage, stage_over
 from learner.requests import Requests, Stopping
 from learner.samples import write_samples
@@ -52,6 +54,7 @@ class Learner:
         call: Callable[..., Any],
         publisher: Publisher,
         metrics: Metrics,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config = config
         self.stages = [stage_config(config, index) for index in range(len(config.stages))]
@@ -60,7 +63,8 @@ class Learner:
         self.publisher = publisher
         self.metrics = metrics
         self.timers = Timers()
-        self.updater = Updater(config, run_dir, self.timers)
+        updater = Updater(config, run_dir, self.timers, ranks)
+        self.updater = updater if ranks is None else Leader(updater, ranks)
         self.evaluations = Evaluations(
             publisher,
             metrics,
@@ -87,6 +91,8 @@ class Learner:
         except Stopping as stopping:
             log.info("told to end while it waited for %s", stopping)
         self.write_checkpoint()
+        if isinstance(self.updater, Leader):
+            self.updater.end()
         return 0
 
     def close(self) -> None:
@@ -219,7 +225,7 @@ class Learner:
     def publish(self, retain: bool) -> None:
         """Hand the policy to the weight channel under its version."""
         weights = WeightId(lineage=self.state.lineage, step=self.state.version)
-        self.publisher.publish(weights, policy.state_tensors(self.updater.model), retain=retain)
+        self.publisher.publish(weights, self.updater.published(), retain=retain)
 
     def report(self, take: int, outcome: Outcome, episodes: int, changed: bool) -> messages.Ok:
         """Tell the buffer what became of a take, and take in what it knows."""
@@ -292,15 +298,17 @@ class Learner:
         self.evaluations.take_in(self.state, reply.evals, self.clock.seconds(self.state))
 
 
-def build(config: Config, run_dir: Path, client: Client, call: Callable[..., Any]) -> Learner:
-    """A learner for any launcher; writes metrics and weights, reads checkpoints."""
+def build(
+    config: Config,
+    run_dir: Path,
+    client: Client,
+    call: Callable[..., Any],
+    ranks: Ranks | None = None,
+) -> Learner:
+    """A learner for any launcher, of several ranks the first; writes metrics and weights."""
     torch.set_num_threads(config.learner.threads)
     serial = config.launch.kind == "serial"
-    publisher = ShmPublisher(
-        weights_dir(config, run_dir),
-        keep=max(2, 1 + config.actors.weight_lag),
-        background=not serial,
-    )
+    publisher = channel.publisher(config, weights_address(config, run_dir), background=not serial)
     metrics = Metrics(
         run_dir,
         wandb=config.metrics.wandb,
@@ -308,12 +316,16 @@ def build(config: Config, run_dir: Path, client: Client, call: Callable[..., Any
         name=run_dir.name,
         config=to_dict(config),
     )
-    return Learner(config, run_dir, client, call, publisher, metrics)
+    return Learner(config, run_dir, client, call, publisher, metrics, ranks)
 
 
 def main(args: RoleArgs) -> int:
-    """Role `learner`: connect to the buffer, train, leave."""
+    """Role `learner`: connect to the buffer, train, leave; or take part in that as a rank."""
     config = load(args.run_dir / "config.yaml", [])
+    torch.set_num_threads(config.learner.threads)
+    ranks = meet(config, args)
+    if ranks is not None and ranks.rank > 0:
+        return attend(config, args.run_dir, ranks)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
 
@@ -322,7 +334,7 @@ def main(args: RoleArgs) -> int:
         return DealerClient(args.address, run_id, args.name, args.incarnation, keys=args.keys)
 
     client = loop.run_until_complete(connect())
-    learner = build(config, args.run_dir, client, loop.run_until_complete)
+    learner = build(config, args.run_dir, client, loop.run_until_complete, ranks)
     collect_rarely()
 
     def stop(*_: object) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from evolver_async import policy
+from evolver_async import lora, policy
 from evolver_async.config import Config
 from evolver_async.metrics import Timers
 from evolver_async.schema import Fork, Group, WeightId
@@ -21,10 +21,12 @@ from learner.collate import Strip, collate, lag_table
 from learner.credit import give_credit, penalises, rewards_of
 from learner.critic import Critic
 from learner.dpo import Preference, mark_pairs, pairs
+from learner.model import load
 from learner.objective import Objective
 from learner.offpolicy import needs_anchor_pass
 from learner.optim import make_adamw
 from learner.outcome import Outcome, env_metrics, experience_metrics, rollout_metrics
+from learner.parallel import Ranks, alone
 from learner.scoring import Scorer, store_anchor
 from learner.selection import select
 from learner.shaping import without_overlong
@@ -37,23 +39,22 @@ from learner.values import WITH_CRITIC
 class Updater:
     """The model and everything that changes it."""
 
-    def __init__(self, config: Config, run_dir: Path, timers: Timers) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, timers: Timers, ranks: Ranks | None = None
+    ) -> None:
         learner = config.learner
-        device = learner.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         self.config = config
         self.run_dir = run_dir
         self.timers = timers
-        self.device = torch.device(device)
-        self.model = policy.load_model(config.policy.path, dtype=config.policy.dtype, device=device)
+        self.ranks = ranks or alone(learner.device)
+        self.model = self._sharded(load(config, self._loading), master=True)
         self.optimizer = make_adamw(
             self.model.parameters(),
             betas=(learner.betas[0], learner.betas[1]),
             eps=learner.eps,
             weight_decay=learner.weight_decay,
         )
-        self.stepper = Stepper(self.model, self.optimizer, config, run_dir, timers)
+        self.stepper = Stepper(self.model, self.optimizer, config, run_dir, timers, self.ranks)
         self.reference: torch.nn.Module | None = None
         self.critic: Critic | None = None
 
@@ -83,7 +84,26 @@ class Updater:
         return kind == "dpo" or (kind == "rl" and stage.loss.kl_coef > 0)
 
     def save(self, directory: Path, state: State) -> None:
-        files.save(directory, state, self.model, self.optimizer, self.reference, self.critic)
+        files.save(
+            directory,
+            state,
+            self.model,
+            self.optimizer,
+            self.reference,
+            self.critic,
+            rank=self.ranks.rank,
+            ranks=self.ranks.count,
+        )
+        self.ranks.gather(b"")  # once every rank has written: rank 0 looks at what there is
+
+    def published(self) -> dict[str, torch.Tensor]:
+        """The weights to publish, in policy.dtype: views, or copies where they are sharded.
+
+        Of several ranks only the first has them.
+        """
+        if self.ranks.mesh is None:
+            return policy.state_tensors(self.model)
+        return self.ranks.whole(self.model, self.config.policy.dtype)
 
     def restore(self, directory: Path) -> State:
         if files.has_reference(directory):
@@ -197,9 +217,10 @@ class Updater:
     def _scorer(self, stage: Config) -> Scorer:
         return Scorer(
             stage.rollout.temperature,
-            stage.learner.token_budget,
+            self.stepper.token_budget(stage, self.critic),
             stage.learner.logprob_chunk,
-            self.device,
+            self.ranks,
+            stage.learner.packing,
         )
 
     def _score(self, stage: Config, batch: Batch, state: State, interpolates: bool) -> None:
@@ -232,7 +253,9 @@ class Updater:
         if self.critic is None:
             self.critic = self._make_critic()
         with self.timers("value"):
-            self.critic.score(self.model, batch, stage.learner.token_budget, self.device)
+            budget = self.stepper.token_budget(stage, self.critic)
+            packed = stage.learner.packing
+            self.critic.score(self.model, batch, budget, self.ranks, packed=packed)
         return self.critic
 
     def _make_critic(self) -> Critic:
@@ -241,7 +264,18 @@ class Updater:
         return Critic(self.model, self.config.critic.kind, betas=betas, eps=learner.eps)
 
     def _load_reference(self) -> torch.nn.Module:
-        reference = policy.load_model(
-            self.config.policy.path, dtype=self.config.policy.dtype, device=str(self.device)
-        )
-        return reference.requires_grad_(False)
+        if self.config.policy.lora.rank:
+            if self.ranks.count == 1:
+                return lora.twin(self.model)
+            return self._sharded(load(self.config, self._loading), master=True)
+        settings = self.config.policy
+        reference = policy.load_model(settings.path, dtype=settings.dtype, device=self._loading)
+        return self._sharded(reference.requires_grad_(False), master=False)
+
+    @property
+    def _loading(self) -> str:
+        """The device to load a model on: what is to be sharded goes through host memory."""
+        return str(self.ranks.device) if self.ranks.mesh is None else "cpu"
+
+    def _sharded(self, model: torch.nn.Module, *, master: bool) -> torch.nn.Module:
+        return self.ranks.shard(model, master=master, dtype=self.config.policy.dtype)

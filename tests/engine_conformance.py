@@ -10,15 +10,18 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from actors.engines.base import Engine, Generation, Request
-from evolver_async.policy import load_state, state_tensors, token_logprobs
+from actors.engines.stops import UNDECODED
+from evolver_async.policy import ModelError, load_state, state_tensors, token_logprobs
 from evolver_async.schema import WeightId
 
 TOLERANCE = 1e-4
+RUNNER = asyncio.Runner()  # one loop for all scenarios, which may share an engine's processes
 V0, V1, V2 = (WeightId(lineage=1, step=step) for step in range(3))
 
 
@@ -26,13 +29,15 @@ V0, V1, V2 = (WeightId(lineage=1, step=step) for step in range(3))
 class Setting:
     """A model with three versions of its weights, and how to make an engine for it.
 
-    `model` is the oracle's copy; engines get copies of their own.
+    `model` is the oracle's copy; engines get copies of their own. KV is reused in pieces of `block`
+    tokens.
     """
 
     factory: Callable[..., Engine]
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     versions: dict[WeightId, dict[str, Tensor]]
+    block: int = 1
 
     def engine(self, **numbers: Any) -> Engine:
         load_state(self.model, self.versions[V0])
@@ -48,6 +53,10 @@ class Setting:
     def prompt(self, length: int, seed: int) -> list[int]:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(0, len(self.tokenizer), (length,), generator=generator).tolist()
+
+    def reusable(self, tokens: int) -> int:
+        """Of so many tokens that two contexts have in common."""
+        return tokens // self.block * self.block
 
     def check(self, request: Request, generation: Generation) -> None:
         """Every log-prob equals the oracle's under the weights that the token is tagged with."""
@@ -67,7 +76,10 @@ class Setting:
 
 
 def setting(
-    factory: Callable[..., Engine], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    factory: Callable[..., Engine],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    block: int = 1,
 ) -> Setting:
     """The model's own weights as V0, and two perturbed versions."""
     versions = {V0: {name: tensor.clone() for name, tensor in state_tensors(model).items()}}
@@ -77,7 +89,7 @@ def setting(
             name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator)
             for name, tensor in versions[V0].items()
         }
-    return Setting(factory, model, tokenizer, versions)
+    return Setting(factory, model, tokenizer, versions, block)
 
 
 def request(tokens: list[int], session: str, **changes: Any) -> Request:
@@ -95,7 +107,7 @@ def run(engine: Engine, scenario: Coroutine[Any, Any, Any]) -> Any:
         finally:
             await engine.close()
 
-    return asyncio.run(whole())
+    return RUNNER.run(whole())
 
 
 async def generate_all(engine: Engine, requests: list[Request]) -> list[Generation]:
@@ -140,7 +152,7 @@ def turns_reuse_kv_and_match(s: Setting) -> None:
 
     run(engine, scenario())
     # Three later turns of six episodes find at least their first 40 tokens.
-    assert engine.stats()["reused"] >= 3 * 6 * 40
+    assert engine.stats()["reused"] >= 3 * 6 * s.reusable(40)
 
 
 def changed_history_is_not_reused(s: Setting) -> None:
@@ -161,7 +173,7 @@ def group_shares_its_prompt_and_matches(s: Setting) -> None:
     many.append(request(prompt[:45] + s.prompt(10, 6), "cousin"))
     for one, out in zip(many, run(engine, generate_all(engine, many)), strict=True):
         s.check(one, out)
-    assert engine.stats()["reused"] >= 5 * 50
+    assert engine.stats()["reused"] >= 5 * s.reusable(50)
 
 
 def more_requests_than_slots_all_finish_and_match(s: Setting) -> None:
@@ -274,7 +286,12 @@ def stops_at_tokens_and_strings(s: Setting) -> None:
         assert stopped.tokens == free.tokens[:cut] and stopped.finish == "stop"
         # A string that spans two tokens ends the generation with the token that completes it.
         texts = [s.tokenizer.decode(free.tokens[: i + 1]) for i in range(20)]
-        spanning = texts[9][len(texts[7]) :]
+        pairs = [(texts[i - 1], texts[i + 1]) for i in range(7, 19)]
+        spanning = next(
+            after[len(before) :]
+            for before, after in pairs
+            if after.startswith(before) and UNDECODED not in after[len(before) - 1 :]
+        )
         cut = next(i for i, text in enumerate(texts) if spanning in text) + 1
         stopped = await engine.generate(replace(one, stop_strings=("never there", spanning)))
         assert stopped.tokens == free.tokens[:cut] and stopped.finish == "stop"
@@ -314,6 +331,50 @@ def released_and_cancelled_sessions_leave_room(s: Setting) -> None:
     run(engine, scenario())
 
 
+def foreign_weights_are_refused_and_the_old_ones_stay(s: Setting) -> None:
+    engine, one = s.engine(), request(s.prompt(10, 0), "a")
+    name = next(reversed(s.versions[V1]))
+    torn = s.versions[V1] | {name: s.versions[V1][name][:-1]}
+
+    async def scenario() -> None:
+        with pytest.raises(ModelError, match=name):
+            await engine.update(V1, torn)
+        assert engine.weights == V0
+        s.check(one, await engine.generate(one))
+
+    run(engine, scenario())
+
+
+def broken_weights_fail_the_generation_and_leave_no_trace(s: Setting) -> None:
+    engine, one = s.engine(), request(s.prompt(10, 0), "a")
+    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in s.versions[V1].items()}
+
+    async def scenario() -> None:
+        await engine.update(V1, broken)
+        with pytest.raises(FloatingPointError, match=r"1\.1"):
+            await engine.generate(one)
+        await engine.update(V0, s.versions[V0])
+        s.check(one, await engine.generate(one))
+
+    run(engine, scenario())
+
+
+def bad_requests_are_refused(s: Setting) -> None:
+    engine = s.engine()
+
+    async def scenario() -> None:
+        for tokens in ([], [len(s.tokenizer)], [-1]):
+            with pytest.raises(ValueError, match="tokens"):
+                await engine.generate(request(tokens, "a"))
+        busy = asyncio.create_task(engine.generate(request(s.prompt(5, 0), "a")))
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="session a"):
+            await engine.generate(request(s.prompt(5, 0), "a"))
+        await busy
+
+    run(engine, scenario())
+
+
 CONFORMANCE: list[Callable[[Setting], None]] = [
     single_matches,
     batch_of_different_lengths_matches,
@@ -331,4 +392,7 @@ CONFORMANCE: list[Callable[[Setting], None]] = [
     stops_at_tokens_and_strings,
     full_context_ends_with_length,
     released_and_cancelled_sessions_leave_room,
+    foreign_weights_are_refused_and_the_old_ones_stay,
+    broken_weights_fail_the_generation_and_leave_no_trace,
+    bad_requests_are_refused,
 ]

@@ -25,11 +25,11 @@ from learner.batch import Batch
 from learner.collate import Strip, collate
 from learner.credit import give_credit, rewards_of
 from learner.critic import Critic, fit_metrics, value_loss
+from learner.parallel import alone
 from learner.state import State
 from learner.update import Updater
 from learner.values import whitened
 
-CPU = torch.device("cpu")
 NEVER = Strip("never", 0.0, 0)
 WEIGHTS = WeightId(lineage=1, step=0)
 KINDS = ["shared", "separate"]
@@ -105,7 +105,7 @@ def batch_of(*given_: Group) -> Batch:
 def test_values_are_read_where_a_token_is_predicted_and_behind_the_last(tiny, kind):
     model, critic = made(tiny, kind)
     batch = batch_of(crossed())
-    critic.score(model, batch, 24, CPU)
+    critic.score(model, batch, 24, alone("cpu"))
     trunk = critic.module["trunk"] if kind == "separate" else policy.split_model(model)[0]
     head, expected, ends = critic.module["head"], [], []
     for one in [s for t in crossed().trajectories for s in t.sequences]:
@@ -123,7 +123,7 @@ def test_a_new_critic_expects_nothing(tiny):
     model = policy.load_model(tiny, dtype="float32", device="cpu")
     for kind in KINDS:
         batch = batch_of(crossed())
-        Critic(model, kind, betas=(0.9, 0.99), eps=1e-8).score(model, batch, 24, CPU)
+        Critic(model, kind, betas=(0.9, 0.99), eps=1e-8).score(model, batch, 24, alone("cpu"))
         assert not batch.value_N.any() and not batch.end_value_R.any()
 
 

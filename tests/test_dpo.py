@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from serial_runs import trainer
-from test_critic import CPU, NEVER, WEIGHTS, crossed, same, sequence, tensors
+from test_critic import NEVER, WEIGHTS, crossed, same, sequence, tensors
 from test_serial import RECIPE
 from test_update import FORKS, config, groups, updater
 
@@ -23,6 +23,8 @@ from learner.collate import collate
 from learner.dpo import Preference, dpo_loss, mark_pairs, pairs
 from learner.outcome import Outcome
 from learner.state import State
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")

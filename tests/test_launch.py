@@ -254,3 +254,18 @@ def test_a_role_that_does_not_end_costs_the_others_none_of_their_time(tmp_path: 
     launcher.end()
     codes = {child.role: child.process.returncode for child in launcher.children}
     assert codes == {"learner": -signal.SIGKILL, "buffer": 0}
+
+
+@pytest.mark.parametrize(("dying", "blamed"), [(0, "learner"), (1, "learner-1")])
+def test_ranks_of_a_learner_die_together_and_the_first_to_die_is_blamed(
+    dying: int, blamed: str
+) -> None:
+    ranks = [python("import time; time.sleep(600)") for _ in range(3)]
+    child = Child("learner", "learner", ranks[0], 0, others=ranks[1:])
+    assert child.poll() is None
+    ranks[dying].send_signal(signal.SIGTERM)
+    ranks[dying].wait(DEADLINE_S)
+    assert child.poll() == -signal.SIGTERM, "not what the others were killed by"
+    assert child.poll() == -signal.SIGTERM
+    assert child.blamed == (blamed, ranks[dying].pid)
+    assert all(rank.returncode == -signal.SIGKILL for rank in ranks if rank is not ranks[dying])

@@ -7,11 +7,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from engine_conformance import RUNNER
 from test_contexts import abacus, styled
 from test_rollout import RIGHT, Adviser, FakeEngine, corridor, roll_out
 
 from actors.chat import Chat
 from actors.demonstrate import demonstrate_group
+from actors.engines.base import Engine
 from actors.engines.torch_engine import TorchEngine
 from actors.episode import Finished
 from actors.progress import Progress
@@ -24,6 +26,7 @@ from learner.accounting import Accounting
 from learner.batch import Batch
 from learner.collate import Strip, collate, lag_table
 from learner.objective import Objective
+from learner.parallel import alone
 from learner.scoring import Scorer
 from learner.supervised import sft_loss
 
@@ -44,9 +47,17 @@ CASES = [
 class Taught:
     """A tiny policy that mostly writes what the expert does, and what it is then asked to play."""
 
+    heads = 2
+
     def __init__(self, path: Path, name: str, context: str, count: int) -> None:
         policy.make_tiny(
-            path, seed=0, hidden_size=32, layers=1, heads=2, intermediate_size=64, max_length=LENGTH
+            path,
+            seed=0,
+            hidden_size=32,
+            layers=1,
+            heads=self.heads,
+            intermediate_size=64,
+            max_length=LENGTH,
         )
         self.model = policy.load_model(path, dtype="float32", device="cpu")
         self.tokenizer = load_tokenizer(path)
@@ -92,21 +103,25 @@ class Taught:
                 loss.backward()
                 optimizer.step()
 
+    def engine(self) -> Engine:
+        """One with this policy's weights as WEIGHTS."""
+        return TorchEngine(
+            self.model,
+            self.tokenizer,
+            weights=WEIGHTS,
+            slots=8,
+            max_length=LENGTH,
+            prefill_tokens=4096,
+            in_flight="keep",
+        )
+
     def play(self, *members: int) -> tuple[list[Trajectory], dict[str, float]]:
         """Episodes of these members or all, in their order, and what the engine counted."""
         asked = msgspec.structs.replace(self.asked, members=list(members or range(8)))
         done: list[Finished] = []
+        engine = self.engine()
 
         async def run() -> dict[str, float]:
-            engine = TorchEngine(
-                self.model,
-                self.tokenizer,
-                weights=WEIGHTS,
-                slots=8,
-                max_length=LENGTH,
-                prefill_tokens=4096,
-                in_flight="keep",
-            )
             try:
                 await run_group(
                     asked, self.how, engine, Progress(), done.append, Adviser("go right")
@@ -115,7 +130,7 @@ class Taught:
                 await engine.close()
             return engine.stats()
 
-        counted = asyncio.run(run())
+        counted = RUNNER.run(run())
         found = [finished.trajectory for finished in done]
         return sorted(found, key=lambda trajectory: trajectory.member), counted
 
@@ -146,7 +161,7 @@ def test_the_learner_gives_every_token_the_log_prob_it_was_sampled_with(taught: 
     several = max(len(one.sequences) for one in trajectories) > 1
     assert several == (taught.how.context == "single") or taught.how.context == "window"
     batch = taught.batch(trajectories)
-    score = Scorer(TEMPERATURE, token_budget=4096, chunk=4096, device=CPU)
+    score = Scorer(TEMPERATURE, token_budget=4096, chunk=4096, ranks=alone("cpu"))
     theta_N = score(taught.model, batch.whole())
     assert len(theta_N) == sum(one.action_tokens for one in trajectories)
     np.testing.assert_allclose(theta_N, batch.mu_N, atol=1e-4)

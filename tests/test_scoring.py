@@ -11,10 +11,10 @@ from evolver_async import policy
 from evolver_async.schema import Group, Role, Sequence
 from learner.batch import Batch
 from learner.collate import Strip
+from learner.parallel import alone
 from learner.scoring import Scorer, store_anchor
 
 TEMPERATURE = 0.8
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def stored(
     model: torch.nn.Module, groups: list[Group], strip: Strip, everywhere: bool, guided: str
 ) -> Batch:
     batch = collated(groups, strip)
-    score = Scorer(TEMPERATURE, token_budget=64, chunk=16, device=CPU)
+    score = Scorer(TEMPERATURE, token_budget=64, chunk=16, ranks=alone("cpu"))
     store_anchor(score, model, batch, everywhere=everywhere, guided=guided)
     return batch
 

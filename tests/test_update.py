@@ -217,7 +217,7 @@ def test_moments_are_restored_to_the_device_of_their_parameter(tmp_path):
     save(tmp_path, State(), model, optimizer, None, None)
     elsewhere = torch.nn.Linear(2, 2, device="meta")  # any device but the file's
     target = torch.optim.AdamW(elsewhere.parameters())
-    load_optimizer(elsewhere, target, tmp_path / "optimizer.safetensors")
+    load_optimizer(elsewhere, target, tmp_path, "optimizer")
     slots = target.state[elsewhere.weight]
     assert {name: slot.device.type for name, slot in slots.items()} == {
         "exp_avg": "meta",

@@ -50,7 +50,10 @@ class Generation:
 class Engine(Protocol):
     """Generates for many sessions at once on one asyncio loop."""
 
-    weights: WeightId | None
+    @property
+    def weights(self) -> WeightId | None:
+        """Those that new tokens are sampled with, None before the first update."""
+        ...
 
     async def generate(self, request: Request) -> Generation:
         """Sample one turn. Cancelling the call ends the generation."""
@@ -73,5 +76,5 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> dict[str, float]:
-        """Totals since the start: tokens `generated`, `prefilled`, `reused`; `steps`; `busy_s`."""
+        """Totals since the start: tokens `generated`, `prefilled`, `reused`; `busy_s`."""
         ...

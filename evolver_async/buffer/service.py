@@ -37,7 +37,7 @@ from evolver_async.launch.roles import (
     RoleArgs,
     collect_rarely,
     experience_address,
-    weights_dir,
+    weights_address,
 )
 from evolver_async.messages import Reply, Request
 from evolver_async.schema import SCRIPTED, Trajectory
@@ -105,7 +105,7 @@ class Service:
         welcome = messages.Welcome(
             run_id=run_dir.name,
             config=to_dict(config),
-            weights_address=str(weights_dir(config, run_dir)),
+            weights_address=weights_address(config, run_dir),
             experience_address=experience_address,
         )
         return cls(config, run_dir.name, run_dir / "journal", welcome, tokenizer_hash, now)

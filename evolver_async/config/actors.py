@@ -49,6 +49,7 @@ class Rollout:
 class Engine:
     """What generates tokens."""
 
+    kind: str = "torch"  # torch, or vllm: AsyncLLM in processes of its own (launch.kind local)
     slots: int = 64  # sequences decoded together
     prefill_tokens: int = 4096  # tokens (padding included) of one prefill step
     in_flight: str = (
@@ -56,6 +57,11 @@ class Engine:
     )
     device: str = "auto"  # auto, cpu or cuda
     threads: int = 1
+    tensor_parallel: int = 1  # vllm: GPUs (or CPU processes) that one engine spreads the model over
+    memory: float = 0.9  # vllm: share of the GPU's memory that it takes, its KV cache included
+    kv_cache_bytes: int = 0  # vllm: size of the KV cache; 0: by memory, on CPU 128 MiB
+    eager: bool = True  # vllm: neither compile nor capture graphs: starts sooner
+    restarts: int = 3  # vllm: how often an actor starts an engine again that has died
 
 
 @dataclass

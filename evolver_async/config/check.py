@@ -12,6 +12,9 @@ from urllib.parse import urlsplit
 
 from evolver_async.config import Config, Llm
 from evolver_async.config.agent import check_agent
+from evolver_async.config.channels import check_channel
+from evolver_async.config.engine import check_engine
+from evolver_async.config.gpus import check_gpus
 from evolver_async.config.groups import check_groups
 from evolver_async.config.stages import check_limits, check_stages, check_tasks
 from evolver_async.config.values import (
@@ -33,6 +36,8 @@ def check(config: Config) -> None:
     Stages with overrides are checked as `load.stage_config` merges them.
     """
     check_values(config)
+    check_gpus(config)
+    check_channel(config)
     check_stages(config)
     for index, stage in enumerate(config.stages):
         if not stage.override:
@@ -43,6 +48,7 @@ def check_stage(config: Config, index: int) -> None:
     """Raises ConfigError for a combination that cannot work in stage `index`, of which this is."""
     check_values(config)
     _check_policy(config)
+    check_engine(config)
     check_tasks(config)
     _check_buffer(config)
     check_limits(config, index)
@@ -90,9 +96,14 @@ def _check_policy(config: Config) -> None:
         f"must be less than policy.max_length ({policy.max_length}), is {rollout.max_tokens}",
     )
     require(
-        config.learner.token_budget >= policy.max_length,
+        config.learner.token_budget == 0 or config.learner.token_budget >= policy.max_length,
         "learner.token_budget",
         f"must hold one sequence of policy.max_length ({policy.max_length}) tokens",
+    )
+    require(
+        config.learner.token_budget > 0 or config.learner.device != "cpu",
+        "learner.token_budget",
+        "0 measures a GPU's memory, and learner.device is cpu",
     )
     name = config.run.name
     require(
@@ -201,6 +212,33 @@ def _check_learner(config: Config) -> None:
         learner.decay_start < 1,
         "learner.decay_start",
         f"must be less than 1, is {learner.decay_start}",
+    )
+    if learner.ranks > 1:
+        _check_ranks(config)
+
+
+def _check_ranks(config: Config) -> None:
+    """What several ranks cannot do."""
+    require(
+        config.launch.kind != "serial",
+        "learner.ranks",
+        "launch.kind=serial is one process: leave it at 1",
+    )
+    require(
+        config.learner.token_budget > 0,
+        "learner.token_budget",
+        "0 measures one GPU alone: with learner.ranks > 1 say how many tokens a pass may have",
+    )
+    require(
+        config.policy.lora.rank == 0,
+        "policy.lora.rank",
+        "adapters are not sharded: with learner.ranks > 1 leave it at 0",
+    )
+    require(
+        config.advantage.kind not in ("gae", "gae_bilevel", "vtrace")
+        or config.critic.kind == "shared",
+        "critic.kind",
+        "a separate critic is not sharded: with learner.ranks > 1 use shared",
     )
 
 

@@ -90,8 +90,10 @@ class Learner:
 
     groups_per_step: int = 32  # B: groups of one step
     minibatches: int = 4  # optimizer updates of one step
-    token_budget: int = 16384  # tokens (padding included) of one forward pass
-    logprob_chunk: int = 4096  # tokens of one chunk of the vocabulary projection
+    token_budget: int = 16384  # tokens (padding included) of a pass; 0: what a GPU's memory holds
+    packing: bool = False  # rows one behind the other in a single one, instead of padded
+    gradient_checkpointing: bool = False  # compute layers again in the backward pass: less memory
+    logprob_chunk: int = 4096  # tokens of one chunk of the vocabulary projection, at most
     lr: float = 5e-4
     warmup_steps: int = 5  # learner steps
     decay: str = "linear"  # none, linear or cosine, over the stage's steps
@@ -104,6 +106,9 @@ class Learner:
     max_bad_steps: int = 3  # non-finite steps in a row before the run ends
     device: str = "auto"
     threads: int = 1
+    ranks: int = 1  # processes that share one learner: weights, optimizer and micro-batches
+    backend: str = "auto"  # of several ranks: auto (nccl on CUDA, else gloo), nccl or gloo
+    deadline_s: float = 600.0  # for what the ranks do together; past it the learner is restarted
 
 
 @dataclass

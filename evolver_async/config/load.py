@@ -46,7 +46,19 @@ WHOLE_RUN = {
     ),
     *(
         f"learner.{name}"
-        for name in ("betas", "eps", "weight_decay", "device", "threads", "max_bad_steps")
+        for name in (
+            "betas",
+            "eps",
+            "weight_decay",
+            "device",
+            "threads",
+            "ranks",
+            "backend",
+            "deadline_s",
+            "max_bad_steps",
+            "packing",
+            "gradient_checkpointing",
+        )
     ),
     *(
         f"buffer.{name}"

@@ -14,6 +14,17 @@ class Run:
 
 
 @dataclass
+class Lora:
+    """Low-rank adapters, which are then all that is trained, published and checkpointed."""
+
+    rank: int = 0  # of the adapters; 0 trains the whole model
+    alpha: float = 16.0  # the adapters' product is scaled by alpha / rank
+    targets: list[str] = field(
+        default_factory=list
+    )  # last parts of the names of linears, as q_proj; none: all linears of the decoder's layers
+
+
+@dataclass
 class Policy:
     """The model that is trained."""
 
@@ -26,6 +37,7 @@ class Policy:
     intermediate_size: int = 192
     max_length: int = 1024  # tokens of context (prompt, actions and observations together)
     dtype: str = "float32"  # float32 or bfloat16
+    lora: Lora = field(default_factory=Lora)
 
 
 @dataclass
@@ -99,9 +111,19 @@ class Buffer:
 
 @dataclass
 class Weights:
-    """How weights travel from the learner to the actors: as files in shared memory of one host."""
+    """How weights travel from the learner to the actors."""
 
-    dir: str = "/dev/shm"  # where the snapshots' private directory is made
+    kind: str = (
+        "auto"  # shm (files of one host), collective (gloo or NCCL, also between hosts) or cuda_ipc
+        # (learner and engines on one GPU); auto: collective where weights.address is set, cuda_ipc
+        # where launch.gpus has all on one GPU and the engine is torch, else shm
+    )
+    dir: str = "/dev/shm"  # where the channel's private directory is made
+    address: str = ""  # collective: tcp://host:port of the learner; "" serves this host alone
+    trusted_network: bool = False  # allows an address of other hosts: nothing is encrypted there
+    deadline_s: float = 30.0  # collective: an actor without any progress for this long is left out
+    bucket_bytes: int = 64 << 20  # collective: what is sent and checked at a time
+    delta: bool = False  # collective: send only blocks of 4 KiB that changed, where that is less
 
 
 @dataclass
@@ -135,6 +157,19 @@ class Metrics:
 
 
 @dataclass
+class Gpus:
+    """The GPUs of this host that a process sees, counted from 0; one that is named twice is shared.
+
+    Nothing for a role: its processes see what the launcher sees.
+    """
+
+    actors: list[int] = field(
+        default_factory=list
+    )  # dealt out in order, engine.tensor_parallel to each of actors.count
+    learner: list[int] = field(default_factory=list)  # one for each of learner.ranks
+
+
+@dataclass
 class Launch:
     """Who starts the processes."""
 
@@ -145,6 +180,7 @@ class Launch:
     healthy_s: float = 600.0  # a process that ran this long has all its restarts again
     backoff_s: float = 1.0  # before the first restart, doubled each time
     drain_s: float = 20.0  # after Ctrl-C or SIGTERM, before processes are killed
+    gpus: Gpus = field(default_factory=Gpus)
 
 
 @dataclass

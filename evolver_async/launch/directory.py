@@ -24,6 +24,7 @@ from evolver_async.config import Config
 from evolver_async.config.check import ConfigError, check_paths
 from evolver_async.config.load import dump, load, stage_config
 from evolver_async.keys import KeysError, check_keys
+from evolver_async.launch.gpus import VISIBLE, check_seen
 from evolver_async.launch.roles import USER_ERROR, check_wings, keys_of, resolve
 from evolver_async.transport import check_address
 
@@ -189,6 +190,12 @@ def _check(config: Config) -> None:
     """Refuse what the configuration alone cannot tell, before anything is made."""
     check_paths(config)
     check_wings(config)
+    check_addresses(config)
+    check_seen(config, os.environ.get(VISIBLE))
+
+
+def check_addresses(config: Config) -> None:
+    """Raises ConfigError for keys that are none, and for an address open to strangers or in use."""
     if config.launch.kind != "local":
         return
     keys = keys_of(config)

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from evolver_async.config import Config
 from evolver_async.launch.directory import announce, last_lines
+from evolver_async.launch.gpus import VISIBLE, number_of, seen_by
 from evolver_async.launch.roles import TRAINING_ERROR, USER_ERROR, keys_of, weights_dir
 from evolver_async.messages import Status
 from evolver_async.transport import DealerClient, Rejected
@@ -34,6 +35,7 @@ from evolver_async.weights.base import PREFIX, claim, sweep
 POLL_S = 0.1
 START_S = 60.0  # until the buffer must answer
 SEARCHED_LINES = 100  # of a log, for the error that a process ended with
+FINAL = (USER_ERROR, TRAINING_ERROR)  # exit codes of what starting again would only repeat
 INCARNATIONS = 1000  # of one process in one launch, so that those of the next launch are higher
 
 # glibc: do not give freed activations back to the kernel only to fault them in again a moment later
@@ -54,7 +56,8 @@ class RunFailed(Exception):
 class Child:
     """One role of the run and the process that plays it now, since `started`.
 
-    `restarts` counts those of its budget that are spent; `due` is when the next one starts.
+    `restarts` counts those of its budget that are spent; `due` is when the next one starts. A
+    learner of several ranks has `others` beside its first; they live and die together.
     """
 
     role: str
@@ -64,6 +67,35 @@ class Child:
     restarts: int = 0
     due: float | None = None
     started: float = field(default_factory=time.monotonic)
+    others: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    culprit: int | None = None  # of its processes the one that ended badly, and the others by that
+
+    @property
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        return [self.process, *self.others]
+
+    @property
+    def blamed(self) -> tuple[str, int]:
+        """Name and pid of the process that tells why it ended."""
+        index = self.culprit or 0
+        return (f"{self.name}-{index}" if index else self.name), self.processes[index].pid
+
+    def poll(self) -> int | None:
+        """How it ended, None while it runs; where one of several processes died the others are
+        killed."""
+        if not self.others:
+            return self.process.poll()
+        if self.culprit is None:
+            codes = [process.poll() for process in self.processes]
+            bad = [index for index, code in enumerate(codes) if code]
+            if not bad:
+                return codes[0]
+            # What says why comes first; a rank that lost another says only that.
+            self.culprit = min(bad, key=lambda i: (codes[i] not in FINAL, (codes[i] or 0) > 0))
+            for process in self.processes:
+                process.kill()
+                process.wait()
+        return self.processes[self.culprit].returncode
 
 
 def run(config: Config, run_dir: Path) -> int:
@@ -74,7 +106,8 @@ def run(config: Config, run_dir: Path) -> int:
     sockets = Path(tempfile.mkdtemp(prefix=PREFIX))  # short and private, as ipc wants it
     claim(sockets)
     claim(weights)
-    launcher = Launcher(config, run_dir, config.buffer.address or f"ipc://{sockets}/buffer")
+    address = config.buffer.address or f"ipc://{sockets}/buffer"
+    launcher = Launcher(config, run_dir, address, sockets)
     try:
         with launcher.heeding_signals():
             try:
@@ -92,12 +125,15 @@ def run(config: Config, run_dir: Path) -> int:
 
 
 class Launcher:
-    """The children of one launch."""
+    """The children of one launch. `private`: a directory in which the ranks of a learner meet."""
 
-    def __init__(self, config: Config, run_dir: Path, address: str) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, address: str, private: Path | None = None
+    ) -> None:
         self.config = config
         self.run_dir = run_dir
         self.address = address
+        self.private = private
         self.keys = keys_of(config)
         self.children: list[Child] = []
         self.signals: list[int] = []
@@ -137,21 +173,21 @@ class Launcher:
         """Return when the learner is done or a signal came. Raises RunFailed."""
         while not self.signals:
             for child in list(self.children):
-                if child.role == "learner" and child.process.poll() == 0:
+                if child.role == "learner" and child.poll() == 0:
                     return
                 self.tend(child, time.monotonic())
             time.sleep(POLL_S)
 
     def tend(self, child: Child, now: float) -> None:
         """Start a child again that has died, after its pause and within its budget."""
-        code = child.process.poll()
+        code = child.poll()
         if code is None:
             return
         if child.due is not None:
             if now >= child.due:
                 child.due = None
                 child.incarnation += 1
-                child.process = self.spawn(child.role, child.name, child.incarnation)
+                self.spawn_all(child)
                 child.started = now
         elif child.role == "experience" and not self.may_restart(child, code, now):
             log.warning(
@@ -164,7 +200,7 @@ class Launcher:
         elif code == 0 and child.role == "actor":
             log.warning("%s was told to leave and did", child.name)
             self.children.remove(child)
-        elif code in (USER_ERROR, TRAINING_ERROR):
+        elif code in FINAL:
             raise RunFailed(f"{child.name} cannot go on: {self.sentence(child)}", code)
         else:
             self.plan_restart(child, code, now)
@@ -173,7 +209,7 @@ class Launcher:
         """Whether a child that ended like this has a start left in its budget."""
         if now - child.started >= self.config.launch.healthy_s:
             child.restarts = 0
-        again = code not in (USER_ERROR, TRAINING_ERROR)
+        again = code not in FINAL
         return again and child.restarts < self.config.launch.restarts
 
     def plan_restart(self, child: Child, code: int, now: float) -> None:
@@ -204,7 +240,7 @@ class Launcher:
         """End every child, by handle; who must wait for others loses none of its own time."""
         for role in ("learner", "actor", "experience", "buffer"):
             deadline = time.monotonic() + self.config.launch.drain_s
-            running = [child.process for child in self.children if child.role == role]
+            running = [p for child in self.children if child.role == role for p in child.processes]
             for process in running:
                 process.terminate()
             while any(process.poll() is None for process in running):
@@ -212,10 +248,11 @@ class Launcher:
                     break
                 time.sleep(POLL_S / 2)
         for child in self.children:
-            if child.process.poll() is None:
-                log.warning("%s did not end by itself and is killed", child.name)
-                child.process.kill()
-            child.process.wait()
+            for process in child.processes:
+                if process.poll() is None:
+                    log.warning("%s did not end by itself and is killed", child.name)
+                    process.kill()
+                process.wait()
 
     async def answers(self) -> bool:
         """Whether the buffer of this very run replies within a moment."""
@@ -233,10 +270,27 @@ class Launcher:
     def add(self, role: str, name: str) -> Child:
         incarnation = self.first_incarnation
         child = Child(role, name, self.spawn(role, name, incarnation), incarnation)
+        child.others = self.spawn_others(child)
         self.children.append(child)
         return child
 
-    def spawn(self, role: str, name: str, incarnation: int) -> subprocess.Popen[bytes]:
+    def spawn_all(self, child: Child) -> None:
+        """Start the processes of a child that has died."""
+        child.process = self.spawn(child.role, child.name, child.incarnation)
+        child.others = self.spawn_others(child)
+        child.culprit = None
+
+    def spawn_others(self, child: Child) -> list[subprocess.Popen[bytes]]:
+        """The ranks of a learner beside its first."""
+        ranks = range(1, self.config.learner.ranks if child.role == "learner" else 1)
+        return [
+            self.spawn(child.role, f"{child.name}-{rank}", child.incarnation, rank)
+            for rank in ranks
+        ]
+
+    def spawn(
+        self, role: str, name: str, incarnation: int, rank: int = 0
+    ) -> subprocess.Popen[bytes]:
         """A process in a session of its own, so that a Ctrl-C reaches this one alone."""
         threads = {"actor": self.config.engine.threads, "learner": self.config.learner.threads}
         options = {
@@ -246,6 +300,9 @@ class Launcher:
             "--incarnation": incarnation,
             "--parent": os.getpid(),
         } | ({} if self.keys is None else {"--keys": self.keys})
+        if role == "learner" and self.config.learner.ranks > 1:
+            assert self.private is not None
+            options |= {"--rank": rank, "--meeting": self.private / f"ranks-{incarnation}"}
         with open(self.log_file(name), "ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", "evolver_async.cli", role]
@@ -256,7 +313,8 @@ class Launcher:
                 stderr=subprocess.STDOUT,
                 env=os.environ
                 | {"OMP_NUM_THREADS": str(threads.get(role, 1)), "TOKENIZERS_PARALLELISM": "false"}
-                | KEEP_MEMORY,
+                | KEEP_MEMORY
+                | seen_by(self.config, role, number_of(name), os.environ.get(VISIBLE)),
             )
 
     def log_file(self, name: str) -> Path:
@@ -264,13 +322,13 @@ class Launcher:
         return self.run_dir / "logs" / f"{name}.log"
 
     def last_words(self, child: Child, count: int = 5) -> str:
-        return last_lines(self.log_file(child.name), count)
+        return last_lines(self.log_file(child.blamed[0]), count)
 
     def sentence(self, child: Child) -> str:
         """The last error that this very process logged, else the last line there is."""
         lines = self.last_words(child, SEARCHED_LINES).splitlines()
         for line in reversed(lines):
-            if f"pid {child.process.pid}" in line:
+            if f"pid {child.blamed[1]}" in line:
                 break  # what comes before was written by an earlier process of this name
             if " ERROR " in line:
                 return line

@@ -70,6 +70,8 @@ class RoleArgs:
     run_dir: Path
     parent_pid: int | None = None
     keys: Path | None = None
+    rank: int = 0  # of a learner of several ranks, which find each other at the file `meeting`
+    meeting: Path | None = None
 
 
 def resolve(entry_point: str) -> Callable[..., Any]:
@@ -162,3 +164,9 @@ def weights_dir(config: Config, run_dir: Path) -> Path:
     """The directory through which the weights of this run travel on this host, private to it."""
     digest = hashlib.blake2b(str(run_dir.resolve()).encode(), digest_size=6).hexdigest()
     return Path(config.weights.dir) / f"{PREFIX}{run_dir.name}-{digest}"
+
+
+def weights_address(config: Config, run_dir: Path) -> str:
+    """Where the weights of this run are published, as WELCOME says it: a directory of this host, or
+    tcp://host:port."""
+    return config.weights.address or str(weights_dir(config, run_dir))

@@ -9,7 +9,6 @@ at a multiple of 64. The manifest gives dtype, shape, offset and CRC32 of every 
 """
 
 import json
-import math
 import os
 import re
 import shutil
@@ -17,31 +16,16 @@ import struct
 import threading
 import zlib
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from evolver_async.schema import WeightId
 from evolver_async.weights.base import WeightsCorrupt, WeightsGone, claim
+from evolver_async.weights.snapshot import DTYPES, Snapshot, aligned, nbytes
 
 HEAD = "HEAD"
-ALIGN = 64
 LENGTH = struct.Struct("<Q")
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
 
 
 class ShmPublisher:
@@ -60,8 +44,8 @@ class ShmPublisher:
         claim(self.directory)
         self._written = _available(self.directory)  # those of a publisher that died
         self._retained: set[WeightId] = set()
-        self._waiting: list[tuple[WeightId, _Snapshot]] = []
-        self._spare: list[_Snapshot] = []
+        self._waiting: list[tuple[WeightId, Snapshot]] = []
+        self._spare: list[Snapshot] = []
         self._writing: WeightId | None = None
         self._error: Exception | None = None
         self._closed = False
@@ -74,7 +58,7 @@ class ShmPublisher:
     def publish(self, weights: WeightId, tensors: dict[str, Tensor], retain: bool = False) -> None:
         with self._changed:
             self._raise_error()
-            snapshot = self._spare.pop() if self._spare else _Snapshot()
+            snapshot = self._spare.pop() if self._spare else Snapshot()
         snapshot.stage(weights, tensors)
         with self._changed:
             if retain:
@@ -128,7 +112,7 @@ class ShmPublisher:
                 return  # cleared by close
             weights, snapshot = self._waiting.pop(0)
             self._writing = weights
-        _replace(self.directory / _name(weights), snapshot.pieces())
+        _replace(self.directory / _name(weights), _pieces(snapshot))
         _replace(self.directory / HEAD, [str(weights).encode()])
         with self._changed:
             self._written = [other for other in self._written if other != weights] + [weights]
@@ -185,44 +169,20 @@ class ShmReceiver:
         """Nothing is held between calls."""
 
 
-class _Snapshot:
-    """A staging buffer: the manifest and the bytes of one version, reused for the next."""
-
-    def __init__(self) -> None:
-        self.bytes_N = torch.empty(0, dtype=torch.uint8)
-        self.weights = WeightId(lineage=0, step=0)
-        self.tensors: dict[str, dict[str, Any]] = {}
-
-    def stage(self, weights: WeightId, tensors: dict[str, Tensor]) -> None:
-        """Copy `tensors`, from whatever device, into the buffer."""
-        self.weights, self.tensors, offset = weights, {}, 0
-        for name, tensor in tensors.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if dtype not in DTYPES:
-                raise ValueError(f"{name}: dtype {dtype} cannot be published")
-            self.tensors[name] = {"dtype": dtype, "shape": list(tensor.shape), "offset": offset}
-            offset = _aligned(offset + tensor.nbytes)
-        if self.bytes_N.numel() != offset:
-            self.bytes_N = torch.zeros(offset, dtype=torch.uint8)
-        for name, tensor in tensors.items():
-            flat_N = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            start = self.tensors[name]["offset"]
-            self.bytes_N[start : start + len(flat_N)].copy_(flat_N)
-
-    def pieces(self) -> list[bytes | memoryview]:
-        """The file's content; checksums are computed here, outside the training step."""
-        data = self.bytes_N.numpy().data
-        for entry in self.tensors.values():
-            start = entry["offset"]
-            entry["crc32"] = zlib.crc32(data[start : start + _nbytes(entry)])
-        content = {
-            "lineage": self.weights.lineage,
-            "step": self.weights.step,
-            "tensors": self.tensors,
-        }
-        manifest = json.dumps(content).encode()
-        head = LENGTH.pack(len(manifest)) + manifest
-        return [head.ljust(_aligned(len(head)), b"\0"), data]
+def _pieces(snapshot: Snapshot) -> list[bytes | memoryview]:
+    """The file's content; checksums are computed here, outside the training step."""
+    data = snapshot.bytes_N.numpy().data
+    for entry in snapshot.tensors.values():
+        start = entry["offset"]
+        entry["crc32"] = zlib.crc32(data[start : start + nbytes(entry)])
+    content = {
+        "lineage": snapshot.weights.lineage,
+        "step": snapshot.weights.step,
+        "tensors": snapshot.tensors,
+    }
+    manifest = json.dumps(content).encode()
+    head = LENGTH.pack(len(manifest)) + manifest
+    return [head.ljust(aligned(len(head)), b"\0"), data]
 
 
 def _verified(buffer: bytearray, weights: WeightId) -> dict[str, Tensor]:
@@ -237,23 +197,15 @@ def _verified(buffer: bytearray, weights: WeightId) -> dict[str, Tensor]:
     if found != weights:
         raise WeightsCorrupt(f"holds weights {found}")
     whole_N = torch.frombuffer(buffer, dtype=torch.uint8)
-    base = _aligned(LENGTH.size + length)
+    base = aligned(LENGTH.size + length)
     tensors = {}
     for name, entry in entries:
         start = base + entry["offset"]
-        end = start + _nbytes(entry)
+        end = start + nbytes(entry)
         if zlib.crc32(memoryview(buffer)[start:end]) != entry["crc32"] or end > len(buffer):
             raise WeightsCorrupt(f"tensor {name} does not match its checksum")
         tensors[name] = whole_N[start:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
     return tensors
-
-
-def _nbytes(entry: dict[str, Any]) -> int:
-    return math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGN) * ALIGN
 
 
 def _name(weights: WeightId) -> str:

@@ -37,12 +37,15 @@ def fewest_tool_errors(rows: Rows) -> float:
 
 
 def warned(rows: Rows) -> float:
-    """1 where success in training falls to 0 after an alarm; else nothing is shown."""
-    fired = [row["step"] for row in rows if any(v for k, v in row.items() if k in ALARMS)]
-    dead = [row["step"] for row in rows if row.get("train/success") == 0 and row["stage"] > 0]
-    return float(bool(dead) and bool(fired) and fired[0] < dead[0])
+    """1 where an alarm fires and success in training falls to 0 afterwards, for good."""
+    learning = [row for row in rows if "train/success" in row and row["stage"] > 0]
+    fired = [row["step"] for row in learning if any(row.get(alarm) for alarm in ALARMS)]
+    alive = max((row["step"] for row in learning if row["train/success"] > 0), default=0)
+    collapsed = learning[-1]["step"] - alive >= DEAD_STEPS
+    return float(collapsed and bool(fired) and fired[0] <= alive)
 
 
+DEAD_STEPS = 10  # without a single success until the end: a collapse
 ALARMS = {
     f"alarm/{name}"
     for name in ("reward_spread", "zero_variance", "entropy_low", "input_dependence")
@@ -71,7 +74,8 @@ MARKS = (
     Mark("retool", 0.95, fewest_tool_errors),
     Mark("grpo_roc", 0.97),
     Mark("grpo_roc", 0.95, fewest_tool_errors),
-    Mark("echo_trap", 1.0, warned),
+    Mark("echo_trap", 1.0, warned, each=True),
+    Mark("echo_trap_starpo_s", 0.0, gained),
     Mark("imitation"),
     Mark("early_experience"),
     Mark("self_reflection"),

@@ -1,0 +1,190 @@
+"""The engine on vLLM: tokens in, tokens with their log-probs and the weights of each out.
+
+A request that was running when vLLM died is sampled again from its beginning. Which processes there
+are and what weights they hold is the matter of `vllm_core`.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from actors.engines.base import Generation, Request
+from actors.engines.vllm_core import VllmCore
+from evolver_async.schema import WeightId
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+    from vllm.outputs import CompletionOutput  # pyright: ignore[reportMissingImports]
+
+SEEDS = 1 << 63  # vLLM's are below
+
+
+class VllmEngine:
+    """Generates on a VllmCore, which it ends with itself; see `actors.engines.base.Engine`.
+
+    `vocabulary`: token ids are below it; `slots`: sequences that generate together where
+    `in_flight` is "wait", which holds new ones back on this side of vLLM; `max_length`: tokens of
+    context, at most the core's.
+    """
+
+    def __init__(
+        self, core: VllmCore, *, vocabulary: int, slots: int, max_length: int, in_flight: str
+    ) -> None:
+        self.core = core
+        self._vocabulary = vocabulary
+        self._max_length = max_length
+        self._room = asyncio.Semaphore(slots) if in_flight == "wait" else None
+        self._open = asyncio.Event()  # new generations may begin
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._sampling = 0
+        self._since = 0.0
+        self._sessions: dict[str, asyncio.Task[Generation] | None] = {}
+        self._updating = asyncio.Lock()
+        self._numbers = itertools.count()
+        self._stats: dict[str, float] = dict.fromkeys(
+            ("generated", "prefilled", "reused", "busy_s"), 0.0
+        )
+
+    @property
+    def weights(self) -> WeightId | None:
+        return self.core.weights
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample one turn; ValueError for an empty context, unknown tokens or a busy session."""
+        if self.weights is None:
+            raise RuntimeError("the engine has no weights yet")
+        tokens = request.tokens
+        if not tokens or min(tokens) < 0 or max(tokens) >= self._vocabulary:
+            raise ValueError(f"tokens must be 1 or more ids below {self._vocabulary}")
+        if request.session in self._sessions:
+            raise ValueError(f"session {request.session} is already generating")
+        limit = min(request.max_tokens, self._max_length - len(tokens))
+        if limit <= 0:
+            return Generation(finish="length")
+        self._sessions[request.session] = asyncio.current_task()
+        try:
+            async with self._admission():
+                return await self._sample(request, limit)
+        finally:
+            del self._sessions[request.session]
+
+    def release(self, session: str) -> None:
+        """Nothing to do: vLLM drops the KV that was used longest ago."""
+
+    async def update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None:
+        """Swap the weights; ModelError, with the old ones in place, where they do not fit.
+
+        Cancelling the call does not stop it: a swap is never left half done.
+        """
+        self.core.check(tensors)
+        await asyncio.shield(asyncio.ensure_future(self._update(weights, tensors)))
+
+    async def _update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None:
+        async with self._updating:
+            if self._room is not None:
+                self._open.clear()
+                await self._idle.wait()
+            try:
+                await self.core.update(weights, tensors)
+            finally:
+                self._open.set()
+
+    async def close(self) -> None:
+        tasks = [task for task in self._sessions.values() if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self.core.close()
+
+    def stats(self) -> dict[str, float]:
+        return dict(self._stats)
+
+    @contextlib.asynccontextmanager
+    async def _admission(self) -> AsyncIterator[None]:
+        async with self._room or contextlib.nullcontext():
+            while self._room is not None and not self._open.is_set():
+                await self._open.wait()
+            if not self._sampling:
+                self._since = time.perf_counter()
+                self._idle.clear()
+            self._sampling += 1
+            try:
+                yield
+            finally:
+                self._sampling -= 1
+                if not self._sampling:
+                    self._stats["busy_s"] += time.perf_counter() - self._since
+                    self._idle.set()
+
+    async def _sample(self, request: Request, limit: int) -> Generation:
+        from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.exceptions import (  # pyright: ignore[reportMissingImports]
+            EngineDeadError,
+        )
+
+        params = _sampling(request, limit)
+        prompt = tokens_input(request.tokens)
+        while True:
+            llm = await self.core.ready()
+            out, read = Generation(), False
+            try:
+                async for output in llm.generate(prompt, params, f"{next(self._numbers)}"):
+                    if not read:
+                        reused = output.num_cached_tokens or 0
+                        self._stats["reused"] += reused
+                        self._stats["prefilled"] += len(request.tokens) - reused
+                        read = True
+                    piece = output.outputs[0]
+                    self._stats["generated"] += len(piece.token_ids)
+                    out.tokens.extend(piece.token_ids)
+                    out.logprobs.extend(piece.logprobs.logprobs)
+                    if output.finished:
+                        return self._whole(out, piece)
+            except EngineDeadError:
+                self.core.lose(llm)
+
+    def _whole(self, out: Generation, last: "CompletionOutput") -> Generation:
+        """`out` with what only the last piece tells: why it ended, and every token's weights."""
+        for span in last.weight_versions or ():
+            lineage, step = span.version.split(".")
+            weights = WeightId(lineage=int(lineage), step=int(step))
+            out.weights.extend([weights] * (span.end - span.start))
+        if last.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended a generation: {last.finish_reason}")
+        if not len(out.tokens) == len(out.logprobs) == len(out.weights):
+            counts = f"{len(out.logprobs)} log-probs, {len(out.weights)} versions"
+            raise RuntimeError(f"vLLM gave {counts} for {len(out.tokens)} tokens")
+        if not all(map(math.isfinite, out.logprobs)):
+            self.core.broken = True
+            raise FloatingPointError(f"weights {out.weights[-1]}: {min(out.logprobs)}")
+        out.finish = last.finish_reason
+        return out
+
+
+def _sampling(request: Request, limit: int) -> "SamplingParams":
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+    from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+
+    return SamplingParams(
+        temperature=request.temperature,
+        max_tokens=limit,
+        seed=request.seed % SEEDS,
+        stop=list(request.stop_strings),
+        stop_token_ids=sorted(request.stop_tokens),
+        include_stop_str_in_output=True,
+        detokenize=bool(request.stop_strings),
+        skip_special_tokens=False,
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.DELTA,
+    )

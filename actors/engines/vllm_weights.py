@@ -1,0 +1,112 @@
+"""What runs inside vLLM's own processes: they read new weights, and end with the actor.
+
+vLLM calls `register` in each of its processes, because pyproject.toml names it as a plugin. The
+other end of both is `vllm_core`.
+"""
+
+import os
+import select
+import signal
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer import (  # pyright: ignore[reportMissingImports]
+    WeightTransferEngineFactory,
+)
+from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+BACKEND = "evolver_snapshot"
+OWNER = "EVOLVER_ENGINE_OWNER"  # the process that vLLM's processes end with
+
+
+def register() -> None:
+    """Make the backend known, and have this process end with its owner if it has one."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, SnapshotTransfer)
+    owner = int(os.environ.get(OWNER, 0))
+    if owner not in (0, os.getpid()):
+        threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True).start()
+
+
+def _end_with(owner: int) -> None:
+    """Kill this process once `owner` has ended, however that ends."""
+    try:
+        descriptor = os.pidfd_open(owner)
+    except ProcessLookupError:
+        pass
+    else:
+        select.select([descriptor], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass
+class NoInfo(WeightTransferInitInfo):
+    """There is nothing to agree on before the first update."""
+
+
+@dataclass
+class Snapshot(WeightTransferUpdateInfo):
+    """A safetensors file with all weights, as the Hugging Face model names them.
+
+    `wipe`: the weights before were broken. Attention multiplies what lies behind the end of a
+    context by 0, and NaN stays NaN, so their KV is overwritten.
+    """
+
+    path: str
+    wipe: bool
+
+
+class SnapshotTransfer(WeightTransferEngine[NoInfo, Snapshot]):
+    """Loads a snapshot into this worker's part of the model, in place.
+
+    The file is mapped: a tensor-parallel worker reads what is its own of it.
+    """
+
+    init_info_cls = NoInfo
+    update_info_cls = Snapshot
+
+    def init_transfer_engine(self, init_info: NoInfo) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def receive_weights(self, update_info: Snapshot) -> None:
+        with safe_open(update_info.path, framework="pt", device="cpu") as file:
+            self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+        if update_info.wipe:
+            self._wipe()
+
+    @torch.inference_mode()
+    def _wipe(self) -> None:
+        for layer in self.vllm_config.compilation_config.static_forward_context.values():
+            cache = getattr(layer, "kv_cache", None)  # experts, for instance, have none
+            if isinstance(cache, torch.Tensor):
+                cache.zero_()
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        # On CPU a layer multiplies by a packed copy of its weights. Of a head that shares the
+        # embedding's weights nothing was loaded, so its copy is still that of the old ones.
+        for module in self.model.modules():
+            if hasattr(module, "cpu_linear") and module.weight.numel():
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        """Nothing is held between updates."""

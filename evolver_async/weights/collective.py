@@ -1,0 +1,212 @@
+"""Weights over the network: broadcast to every receiver by gloo or NCCL, whoever comes and goes.
+
+The learner's end has a thread that sends what `publish` staged, each receiver has one that takes it
+in; what they say to each other is in `casting`. So a publish overlaps with the next step, and a
+silent or dead actor holds up the thread for at most `deadline_s` and a roll call, the step never. A
+receiver's versions are whole and verified; a cast that fails, and a group that is built anew, leave
+them as they are. What travels is neither encrypted nor authenticated.
+"""
+
+import logging
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+from torch import Tensor
+
+from evolver_async.schema import WeightId
+from evolver_async.weights.base import claim
+from evolver_async.weights.casting import Sender
+from evolver_async.weights.following import Follower
+from evolver_async.weights.groups import sweep
+from evolver_async.weights.holdings import Holdings
+from evolver_async.weights.rendezvous import Served, visit
+from evolver_async.weights.snapshot import Snapshot
+
+JOIN_POLL_S = 0.1  # how soon an idle learner sees that somebody has joined
+RETRY_S = 0.2  # between attempts to reach a learner that is not there
+
+log = logging.getLogger(__name__)
+
+
+class CollectivePublisher:
+    """Publishes to whoever has joined at `address`: tcp://host:port, or a private directory, which
+    holds the address of a store on this host.
+
+    Keeps the newest `keep` versions and the retained ones for late joiners. A version that is
+    overtaken before its turn, and would not be kept, is never sent. `device`: a GPU for NCCL, where
+    every member has one of its own. Errors of the thread are raised by the next call.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        keep: int = 2,
+        *,
+        deadline_s: float = 30.0,
+        bucket_bytes: int = 64 << 20,
+        deltas: bool = False,
+        device: str = "",
+    ) -> None:
+        assert keep >= 2, "the version before is what a delta is based on"
+        if not address.startswith("tcp://"):
+            claim(Path(address))
+        self.address = address
+        self.keep = keep
+        self._held: dict[WeightId, Snapshot] = {}  # in the order of publishing
+        self._retained: set[WeightId] = set()
+        self._waiting: list[tuple[WeightId, Snapshot]] = []
+        self._spare: list[Snapshot] = []
+        self._busy = False
+        self._error: Exception | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self._sender = Sender(
+            Served(address, deadline_s),
+            deadline_s=deadline_s,
+            bucket_bytes=bucket_bytes,
+            deltas=deltas,
+            device=device,
+            closing=lambda: self._closed,
+        )
+        self._thread = threading.Thread(target=self._work, name="publish", daemon=True)
+        self._thread.start()
+
+    def publish(self, weights: WeightId, tensors: dict[str, Tensor], retain: bool = False) -> None:
+        with self._changed:
+            self._raise_error()
+            snapshot = self._spare.pop() if self._spare else Snapshot()
+        snapshot.stage(weights, tensors)
+        with self._changed:
+            if retain:
+                self._retained.add(weights)
+            self._waiting.append((weights, snapshot))
+            newest = {name for name, _ in self._waiting[-self.keep :]}
+            for entry in self._waiting[:]:
+                if entry[0] not in newest | self._retained:
+                    self._waiting.remove(entry)
+                    self._spare = [entry[1]]
+            self._changed.notify_all()
+
+    @property
+    def casts(self) -> int:
+        """Versions sent so far, to whomever and however often."""
+        return self._sender.casts
+
+    def wait(self) -> None:
+        """Return once all who take part have what was published; nobody may."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not (self._waiting or self._busy))
+            self._raise_error()
+
+    def release(self, weights: WeightId) -> None:
+        with self._changed:
+            self._retained.discard(weights)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        self._thread.join()
+        self._sender.close()
+
+    def _work(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._waiting or self._closed, JOIN_POLL_S)
+                    if self._closed:
+                        return
+                    self._take()
+                if self._busy or (self._held and self._sender.newcomers()):
+                    self._sender.send(dict(self._held), list(self._held)[-1])
+                sweep()
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+        except Exception as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _take(self) -> None:
+        """Hold what has waited longest, and no longer what nobody can ask for any more."""
+        if not self._waiting:
+            return
+        weights, snapshot = self._waiting.pop(0)
+        self._busy = True
+        dropped = [self._held.pop(weights)] if weights in self._held else []
+        self._held[weights] = snapshot
+        kept = {*list(self._held)[-self.keep :], *self._retained}
+        dropped += [self._held.pop(other) for other in [*self._held] if other not in kept]
+        base = self._sender.base
+        self._spare += [one for one in dropped if base is None or one is not base[1]]
+        del self._spare[1:]
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise OSError(
+                f"cannot publish weights at {self.address}: {self._error}"
+            ) from self._error
+
+
+class CollectiveReceiver:
+    """Holds what a CollectivePublisher at `address` sends; a thread follows it, and its successor.
+
+    `name`: how the learner's log calls this receiver. `device`: a GPU for NCCL.
+    """
+
+    def __init__(
+        self, address: str, *, deadline_s: float = 30.0, device: str = "", name: str = ""
+    ) -> None:
+        self.address = address
+        self._deadline_s = deadline_s
+        self._device = device
+        self._name = name or f"{socket.gethostname()}:{os.getpid()}"
+        self._holdings = Holdings()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="weights", daemon=True)
+        self._thread.start()
+
+    def head(self) -> WeightId | None:
+        return self._holdings.head
+
+    def available(self) -> list[WeightId]:
+        return self._holdings.available()
+
+    def fetch(self, weights: WeightId) -> dict[str, Tensor]:
+        return self._holdings.fetch(weights)
+
+    def close(self) -> None:
+        self._closed = True
+        self._thread.join(timeout=1.0)  # building a group may take longer
+
+    def _work(self) -> None:
+        while not self._closed:
+            try:
+                self._follow()
+            except (OSError, RuntimeError) as error:  # the learner is gone, or not there yet
+                log.debug("weights at %s: %s", self.address, error)
+            except Exception:
+                log.exception("the weights at %s cannot be followed", self.address)
+            time.sleep(RETRY_S)
+
+    def _follow(self) -> None:
+        store, host = visit(self.address, self._deadline_s)
+        follower = Follower(
+            self._holdings,
+            store,
+            host=host,
+            name=self._name,
+            deadline_s=self._deadline_s,
+            device=self._device,
+            closing=lambda: self._closed,
+        )
+        log.info("joined the weights at %s", self.address)
+        try:
+            follower.follow()
+        finally:
+            follower.give_up()

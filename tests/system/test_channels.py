@@ -1,0 +1,39 @@
+"""A run whose weights are broadcast: an actor is killed in the middle of it, and it finishes."""
+
+import json
+from pathlib import Path
+
+from launches import launching
+
+RECIPE = """
+env: {name: bandit, latency: {kind: fixed, median_s: 0.05}}
+policy: {max_length: 64, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 32}
+rollout: {group_size: 4, max_turns: 1, max_tokens: 4}
+actors: {count: 2, groups: 2}
+learner: {groups_per_step: 2, minibatches: 1, decay: none, token_budget: 512}
+weights: {kind: collective, deadline_s: 5, bucket_bytes: 4096, delta: true}
+stages:
+  - {kind: rl, steps: 30}
+eval: {every: 15, episodes: 8, final_episodes: 8}
+metrics: {panel: none}
+launch: {backoff_s: 0.1}
+"""
+
+
+def test_a_run_over_the_collective_channel_outlives_a_killed_actor(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    run_dir = tmp_path / "run"
+    with launching() as launch:
+        run = launch(run_dir, recipe, f"run.dir={tmp_path}", "run.name=run")
+        run.wait_for_steps(5)
+        run.children()["actor-0"].kill()
+        code, errors = run.end()
+        assert code == 0, errors + run.logs()
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "stage_kind" in row]
+    assert [row["step"] for row in steps] == list(range(1, 31))
+    assert max(row["staleness/max"] for row in steps) <= 4, "nobody sampled with old weights"
+    assert [row["version"] for row in rows if "eval/success" in row][-1] == 30
+    log = (run_dir / "logs" / "learner.log").read_text()
+    assert "actor-0 is silent" in log and log.count("weights go to") >= 2

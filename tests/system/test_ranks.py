@@ -1,0 +1,83 @@
+"""A run whose learner is two processes: one of them is killed, and the run goes on and ends."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+from launches import alive, launching, wait_for
+
+from evolver_async import shards
+from evolver_async.checkpoint import load_newest
+from evolver_async.cli import main
+
+STEPS = 12
+RECIPE = f"""
+env: {{name: bandit, latency: {{kind: fixed, median_s: 0.05}}}}
+policy: {{max_length: 64, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 32}}
+rollout: {{group_size: 4, max_turns: 1, max_tokens: 4}}
+actors: {{count: 1, groups: 4}}
+loss: {{kl_coef: 0.01}}
+learner:
+  {{groups_per_step: 4, minibatches: 1, decay: none, token_budget: 64, ranks: 2, deadline_s: 60}}
+stages:
+  - {{kind: rl, steps: {STEPS}}}
+eval: {{every: 0, episodes: 4, final_episodes: 4}}
+checkpoint: {{every: 2}}
+metrics: {{panel: none}}
+launch: {{backoff_s: 0.1}}
+"""
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "stage_kind" in row]
+
+
+def test_a_killed_rank_ends_the_learner_which_goes_on_from_its_checkpoint(tmp_path, capsys):
+    recipe, run_dir = tmp_path / "ranks.yaml", tmp_path / "runs" / "ranks"
+    recipe.write_text(RECIPE)
+    with launching() as start:
+        run = start(run_dir, recipe, f"run.dir={run_dir.parent}", f"run.name={run_dir.name}")
+        run.wait_for_steps(4)
+        before = run.children()
+        assert {"learner", "learner-1"} <= before.keys()
+        before["learner-1"].send_signal(signal.SIGKILL)
+        wait_for(
+            lambda: not any(alive(before[name]) for name in ("learner", "learner-1")),
+            "the first rank to end with the other",
+        )
+
+        def again() -> dict[str, psutil.Process] | None:
+            now = run.children()
+            return now if {"learner", "learner-1"} <= now.keys() else None
+
+        after = wait_for(again, "both ranks to be started again")
+        assert {after[name].pid for name in ("learner", "learner-1")}.isdisjoint(
+            before[name].pid for name in ("learner", "learner-1")
+        )
+        code, errors = run.end()
+        assert code == 0, (errors, run.logs())
+        assert not any(alive(process) for process in after.values())
+    assert "learner was killed by SIGKILL" in (run_dir / "logs" / "launcher.log").read_text()
+    steps = [int(row["step"]) for row in rows(run_dir)]
+    assert steps[-1] == STEPS and set(steps) == set(range(1, STEPS + 1))
+
+    newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
+    names = {path.name for path in newest.iterdir()}
+    for part in ("model", "optimizer", "reference"):
+        assert {f"{part}.0of2.safetensors", f"{part}.1of2.safetensors"} <= names
+    assert shards.read(newest, "model").keys() == shards.read(newest, "reference").keys()
+    assert main(["eval", str(run_dir), "--episodes", "4"]) == 0
+    assert main(["export", str(run_dir), str(tmp_path / "exported")]) == 0
+    assert "after step 12" in capsys.readouterr().out
+
+    with launching() as start:
+        more = [f"stages.0.steps={STEPS + 2}", "learner.ranks=1"]
+        run = start(run_dir, "--resume", run_dir, *more)
+        code, errors = run.end()
+        assert code == 0, (errors, run.logs())
+    assert int(rows(run_dir)[-1]["step"]) == STEPS + 2
+    newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
+    assert (newest / "model.safetensors").exists()

@@ -1,0 +1,55 @@
+"""Which weight channel a configuration means, and which it refuses, by key."""
+
+import pytest
+
+from evolver_async.config.channels import channel
+from evolver_async.config.check import ConfigError
+from evolver_async.config.load import load
+
+STEPS = "stages=[{kind: rl, steps: 1}]"
+ONE_GPU = "launch.gpus={actors: [0], learner: [0]}"
+CUDA = ("learner.device=cuda", "engine.device=cuda", "actors.count=1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ([], "shm"),
+        (["launch.kind=serial"], "shm"),
+        (["weights.kind=collective"], "collective"),
+        (["weights.address=tcp://127.0.0.1:4001"], "collective"),
+        (["weights.address=tcp://[::1]:4001"], "collective"),
+        (["weights.address=tcp://node:4001", "weights.trusted_network=true"], "collective"),
+        ([*CUDA, ONE_GPU], "cuda_ipc"),
+        ([*CUDA, ONE_GPU, "weights.kind=shm"], "shm"),
+        ([*CUDA, ONE_GPU, "engine.kind=vllm"], "shm"),
+        ([*CUDA, "launch.gpus={actors: [1], learner: [0]}"], "shm"),
+        ([*CUDA, "weights.kind=cuda_ipc"], "cuda_ipc"),
+    ],
+)
+def test_the_channel_follows_from_the_configuration(arguments: list[str], kind: str) -> None:
+    assert channel(load(None, [STEPS, *arguments])) == kind
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["weights.kind=smoke"], "weights.kind: must be one of"),
+        (["weights.kind=collective", "launch.kind=serial"], "weights.kind: launch.kind=serial"),
+        (["weights.kind=cuda_ipc", "learner.device=cpu"], "learner.device: "),
+        (["weights.kind=cuda_ipc", *CUDA, "engine.tensor_parallel=2"], "weights.kind: "),
+        (["weights.kind=shm", "weights.address=tcp://127.0.0.1:9"], "weights.address: is for"),
+        (["weights.address=127.0.0.1:9"], "weights.address: must be tcp://host:port"),
+        (["weights.address=tcp://127.0.0.1:0"], "weights.address: 0 is not a port"),
+        (["weights.address=tcp://127.0.0.1:65536"], "weights.address: 65536 is not a port"),
+        (["weights.address=tcp://0.0.0.0:9", "weights.trusted_network=true"], "weights.address: "),
+        (["weights.address=tcp://10.0.0.1:9"], "weights.trusted_network: 10.0.0.1 is not"),
+        (["weights.address=tcp://node:9"], "weights.trusted_network: node is not"),
+        (["weights.deadline_s=0"], "weights.deadline_s: "),
+        (["weights.bucket_bytes=1"], "weights.bucket_bytes: "),
+    ],
+)
+def test_a_channel_that_cannot_work_is_named(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(None, [STEPS, *arguments])
+    assert str(refused.value).startswith(message)

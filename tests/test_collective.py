@@ -1,0 +1,274 @@
+"""The collective channel over gloo: whole versions only, whoever joins, dies or falls silent."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from launches import wait_for
+from receivers import filled, remotes
+
+from evolver_async.schema import WeightId
+from evolver_async.weights import delta
+from evolver_async.weights.base import WeightsGone
+from evolver_async.weights.collective import CollectivePublisher, CollectiveReceiver
+
+DEADLINE_S = 2.0
+NUMBERS = 1 << 20  # of one of three tensors: 12 MiB in 48 buckets
+BUCKET = 1 << 18
+PUBLISHER = """
+import sys, torch
+from evolver_async.weights.collective import CollectivePublisher
+from evolver_async.schema import WeightId
+torch.set_num_threads(1)
+publisher = CollectivePublisher(sys.argv[1], bucket_bytes=int(sys.argv[2]))
+step = 0
+while True:
+    step += 1
+    tensors = {name: torch.full((int(sys.argv[3]),), float(step)) for name in "abc"}
+    publisher.publish(WeightId(lineage=1, step=step), tensors)
+    publisher.wait()
+    print(step, flush=True)
+"""
+
+
+def version(step: int, lineage: int = 1) -> WeightId:
+    return WeightId(lineage=lineage, step=step)
+
+
+@pytest.fixture
+def publish_at(tmp_path: Path) -> Iterator[Callable[..., CollectivePublisher]]:
+    started: list[CollectivePublisher] = []
+
+    def start(address: str = "", keep: int = 2, deltas: bool = False) -> CollectivePublisher:
+        publisher = CollectivePublisher(
+            address or str(tmp_path / "w"),
+            keep,
+            deadline_s=DEADLINE_S,
+            bucket_bytes=BUCKET,
+            deltas=deltas,
+        )
+        started.append(publisher)
+        return publisher
+
+    yield start
+    for publisher in started:
+        publisher.close()
+
+
+@pytest.fixture
+def receive(tmp_path: Path) -> Iterator[Callable[..., CollectiveReceiver]]:
+    started: list[CollectiveReceiver] = []
+
+    def start(address: str = "") -> CollectiveReceiver:
+        receiver = CollectiveReceiver(address or str(tmp_path / "w"), deadline_s=DEADLINE_S)
+        started.append(receiver)
+        return receiver
+
+    yield start
+    for receiver in started:
+        receiver.close()
+
+
+def test_what_is_published_is_what_every_receiver_fetches(
+    publish_at: Callable[..., CollectivePublisher], receive: Callable[..., CollectiveReceiver]
+) -> None:
+    tensors = {
+        "matrix": torch.randn(70_000, 5),
+        "transposed": torch.randn(4, 6).t(),
+        "bf16": torch.randn(3, 3).bfloat16(),
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "empty": torch.empty(0, 4),
+        "mask": torch.tensor([True, False, True]),
+    }
+    publisher, receivers = publish_at(), [receive(), receive()]
+    assert receivers[0].head() is None and receivers[0].available() == []
+    publisher.publish(version(3), tensors)
+    changed = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    for tensor in tensors.values():  # the caller may change them: a copy is on its way
+        tensor.zero_() if tensor.dtype.is_floating_point else None
+    wait_for(lambda: all(one.head() == version(3) for one in receivers), "the first version")
+    for receiver in receivers:
+        fetched = receiver.fetch(version(3))
+        assert list(fetched) == list(changed)
+        assert fetched["matrix"].abs().sum() > 0 and fetched["mask"].tolist() == [True, False, True]
+        assert fetched["bf16"].dtype == torch.bfloat16 and fetched["empty"].shape == (0, 4)
+        assert fetched["transposed"].shape == (6, 4) and fetched["scalar"].item() == 3
+        assert torch.equal(fetched["matrix"], receivers[0].fetch(version(3))["matrix"])
+        with pytest.raises(WeightsGone, match=r"1\.4"):
+            receiver.fetch(version(4))
+
+
+def test_waiting_means_that_those_who_take_part_have_it(
+    publish_at: Callable[..., CollectivePublisher], receive: Callable[..., CollectiveReceiver]
+) -> None:
+    publisher, receiver = publish_at(keep=3), receive()
+    publisher.publish(version(1), filled(1, NUMBERS))
+    publisher.wait()
+    wait_for(lambda: receiver.head() == version(1), "the first version")
+    for step in range(2, 6):
+        publisher.publish(version(step), filled(step, NUMBERS))
+        publisher.wait()
+        assert receiver.head() == version(step)
+        assert float(receiver.fetch(version(step))["c"].sum()) == step * NUMBERS
+    assert receiver.available() == [version(3), version(4), version(5)]
+
+
+def test_a_learner_without_actors_does_not_wait_and_late_joiners_catch_up(
+    publish_at: Callable[..., CollectivePublisher], receive: Callable[..., CollectiveReceiver]
+) -> None:
+    publisher = publish_at()
+    for step in range(1, 6):
+        publisher.publish(version(step), filled(step, 100), retain=step == 2)
+        publisher.wait()
+    first = receive()
+    wait_for(lambda: first.head() == version(5), "an idle learner to see who joined")
+    assert first.available() == [version(2), version(4), version(5)]
+    assert float(first.fetch(version(2))["a"][0]) == 2, "what was retained for an evaluation"
+    publisher.release(version(2))
+    publisher.publish(version(6), filled(6, 100))
+    publisher.wait()
+    assert first.available() == [version(5), version(6)]
+    second = receive()
+    wait_for(lambda: second.head() == version(6), "the second to catch up")
+    assert first.available() == second.available() == [version(5), version(6)]
+
+
+def test_weights_that_are_overtaken_before_their_turn_are_not_sent(
+    publish_at: Callable[..., CollectivePublisher], receive: Callable[..., CollectiveReceiver]
+) -> None:
+    publisher, receiver = publish_at(), receive()
+    publisher.publish(version(0), filled(0, NUMBERS))
+    wait_for(lambda: receiver.head() == version(0), "the first version")
+    for step in range(1, 30):
+        publisher.publish(version(step), filled(step, NUMBERS), retain=step == 7)
+    publisher.wait()
+    assert receiver.head() == version(29)
+    assert receiver.available() == [version(7), version(28), version(29)]
+    assert publisher.casts < 29
+
+
+@given(st.data())
+def test_a_delta_rebuilds_the_new_version(data: st.DataObject) -> None:
+    length = data.draw(st.integers(0, 20)) * delta.BLOCK + 64 * data.draw(st.integers(0, 5))
+    old_N = torch.randint(0, 256, (length,), dtype=torch.uint8)
+    new_N = old_N.clone()
+    if length:
+        for place in data.draw(st.lists(st.integers(0, length - 1), max_size=8)):
+            new_N[place] += 1
+    blocks = -(-length // delta.BLOCK)
+    differing = sum(
+        not torch.equal(new_N[b : b + delta.BLOCK], old_N[b : b + delta.BLOCK])
+        for b in range(0, length, delta.BLOCK)
+    )
+    runs = delta.changed(new_N, old_N)
+    if runs is None:
+        assert differing > delta.MOST * blocks
+        return
+    assert sum(count for _, count in runs) == differing
+    part_N, out_N = delta.gathered(new_N, runs), torch.empty_like(new_N)
+    assert len(part_N) == delta.size(runs, length) <= differing * delta.BLOCK
+    delta.apply(old_N, runs, part_N, out_N)
+    assert torch.equal(out_N, new_N)
+
+
+def test_deltas_arrive_as_the_versions_they_stand_for(
+    publish_at: Callable[..., CollectivePublisher], receive: Callable[..., CollectiveReceiver]
+) -> None:
+    publisher, early = publish_at(deltas=True), receive()
+    truth = {"a": torch.randn(NUMBERS), "b": torch.randn(1000)}
+    for step in range(1, 12):
+        truth["a"][step * 5000 : step * 5000 + 700] = step
+        if step == 6:
+            truth["b"] = torch.randn(2000)  # another layout: no delta fits it
+        publisher.publish(version(step), truth)
+        publisher.wait()
+        if step == 1:
+            wait_for(lambda: early.head() == version(1), "the first version")
+        if step == 4:
+            late = receive()
+            wait_for(lambda late=late: late.head() == version(4), "a base for who came late")
+        for receiver in [early] if step < 4 else [early, late]:
+            fetched = receiver.fetch(version(step))
+            assert all(torch.equal(fetched[name], truth[name]) for name in truth)
+
+
+def test_damaged_bytes_are_not_taken_in_and_are_sent_again(
+    publish_at: Callable[..., CollectivePublisher], caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = publish_at()
+    with remotes(publisher.address, 1, deadline_s=DEADLINE_S, damage=True) as (one,):
+        publisher.publish(version(1), filled(1, 1000))
+        wait_for(lambda: one.holds(version(1)), "the version to come again")
+        assert one.seen == ["1.1"]
+    assert "remote-0 received other bytes" in caplog.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_actor_lost_in_the_middle_costs_no_more_than_the_deadline(
+    publish_at: Callable[..., CollectivePublisher], number: signal.Signals
+) -> None:
+    publisher = publish_at()
+    with remotes(publisher.address, 3, deadline_s=DEADLINE_S) as (lost, *others):
+        publisher.publish(version(1), filled(1, NUMBERS))
+        wait_for(lambda: all(r.holds(version(1)) for r in (lost, *others)), "the first version")
+        began = time.monotonic()
+        publisher.publish(version(2), filled(2, NUMBERS))
+        time.sleep(0.01)
+        lost.process.send_signal(number)
+        publisher.wait()
+        assert time.monotonic() - began < DEADLINE_S + 5
+        wait_for(lambda: all(r.holds(version(2)) for r in others), "the others to go on")
+        for step in range(3, 6):
+            began = time.monotonic()
+            publisher.publish(version(step), filled(step, NUMBERS))
+            publisher.wait()
+            assert time.monotonic() - began < DEADLINE_S, "only the first one pays for it"
+        if number == signal.SIGSTOP:
+            lost.process.send_signal(signal.SIGCONT)
+            wait_for(lambda: lost.holds(version(5)), "it to join again by itself")
+
+
+def test_a_learner_killed_in_the_middle_leaves_whole_weights_and_is_followed(
+    tmp_path: Path, publish_at: Callable[..., CollectivePublisher]
+) -> None:
+    address = tmp_path / "w"
+    learner = subprocess.Popen(
+        [sys.executable, "-c", PUBLISHER, str(address), str(BUCKET), str(NUMBERS)],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        with remotes(str(address), 2, deadline_s=DEADLINE_S) as both:
+            wait_for(lambda: all(len(one.seen) >= 3 for one in both), "some versions")
+            learner.kill()
+            learner.wait()
+            time.sleep(0.2)
+            last = [one.seen[-1] for one in both]
+            successor = publish_at()  # of a learner that resumed further back
+            successor.publish(version(1, lineage=2), filled(1, NUMBERS))
+            wait_for(lambda: all(one.holds(version(1, lineage=2)) for one in both), "its weights")
+            assert all(line.startswith("1.") for line in last)
+    finally:
+        learner.kill()
+        learner.communicate()
+
+
+def test_an_address_serves_and_serves_again(
+    publish_at: Callable[..., CollectivePublisher], receive: Callable[..., CollectiveReceiver]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    receiver = receive(address)
+    first = publish_at(address)
+    first.publish(version(1), filled(1, 100))
+    wait_for(lambda: receiver.head() == version(1), "the first version")
+    with pytest.raises(OSError, match=r"weights\.address"):
+        publish_at(address)
+    assert receiver.fetch(version(1))["b"].tolist() == [1.0] * 100

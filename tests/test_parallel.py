@@ -1,0 +1,259 @@
+"""A learner of two ranks is a learner of one: same losses, same weights, same checkpoints.
+
+Ranks are spawned processes that meet at a file and talk by gloo.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+from parallel_world import SAVED, STEPS, Trained, be_rank, make_policies, read, train
+
+from evolver_async import shards
+from evolver_async.config import Config, Stage
+from evolver_async.config.check import ConfigError, check
+from learner.optim import make_adamw, master, update
+from learner.parallel import alone, join
+
+KINDS = ("rl", "sft", "dpo", "ppo")
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Trained]]:
+    """A directory in which two ranks have trained, and what one rank made of the same."""
+    directory = tmp_path_factory.mktemp("ranks")
+    make_policies(directory)
+    single = {
+        name: train(name, directory, directory / f"{name}-single") for name in (*KINDS, "bf16")
+    }
+    plan: list[tuple[str, str | None]] = [(name, None) for name in (*KINDS, "bf16", "poisoned")]
+    plan += [(name, str(directory / f"{name}-single" / "checkpoint")) for name in ("rl", "ppo")]
+    mp.spawn(be_rank, args=(2, directory, plan), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+    return directory, single
+
+
+def assert_alike(
+    found: list[dict[str, float]], wanted: list[dict[str, float]], tolerance: float = TOLERANCE
+) -> None:
+    assert len(found) == len(wanted) > 0
+    for step, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            close = np.isclose(ours[name], theirs[name], atol=tolerance, rtol=tolerance)
+            assert close, f"step {step}, {name}: {ours[name]}, alone {theirs[name]}"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_two_ranks_have_the_losses_and_weights_of_one(name, world):
+    directory, single = world
+    both = read(directory / f"{name}-whole-0")
+    assert_alike(both.rows, single[name].rows)
+    losses = [row["loss/policy"] for row in both.rows]
+    assert len(both.rows) == STEPS and len(set(losses)) == STEPS, "it must have trained"
+    assert both.weights.keys() == single[name].weights.keys()
+    for key, tensor in single[name].weights.items():
+        # Adam's first steps are of size lr whatever the gradient: rounding may turn one around.
+        torch.testing.assert_close(both.weights[key], tensor, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["rl", "ppo"])
+def test_one_rank_goes_on_from_the_checkpoint_of_two(name, world, tmp_path):
+    directory, single = world
+    saved = directory / f"{name}-whole-0" / "checkpoint"
+    assert (saved / "model.0of2.safetensors").exists()
+    alone_again = train(name, directory, tmp_path / "again", resume=saved)
+    assert_alike(alone_again.rows, single[name].rows[SAVED:])
+
+
+@pytest.mark.parametrize("name", ["rl", "ppo"])
+def test_two_ranks_go_on_from_the_checkpoint_of_one(name, world):
+    directory, single = world
+    assert_alike(read(directory / f"{name}-resumed-0").rows, single[name].rows[SAVED:])
+
+
+def test_no_rank_writes_more_than_its_share(world):
+    directory, _ = world
+    saved = directory / "rl-whole-0" / "checkpoint"
+    whole = directory / "rl-single" / "checkpoint"
+    for part in ("model", "optimizer", "reference"):
+        assert shards.read(saved, part).keys() == shards.read(whole, part).keys()
+        for rank in range(2):
+            share = (saved / f"{part}.{rank}of2.safetensors").stat().st_size
+            assert share < 0.65 * (whole / f"{part}.safetensors").stat().st_size
+
+
+def test_a_loss_of_one_rank_that_is_not_finite_is_a_step_of_none(world):
+    directory, _ = world
+    both = read(directory / "poisoned-whole-0")
+    assert all(set(filtered) == {"non_finite"} for filtered in both.filtered)
+    start = shards.read(directory / "plain", "model")
+    assert all(torch.equal(tensor, start[name]) for name, tensor in both.weights.items())
+    assert len(list((directory / "poisoned-whole-0" / "bad").iterdir())) == len(both.filtered)
+    assert not (directory / "poisoned-whole-1" / "bad").exists(), "rank 0 alone keeps the batch"
+
+
+def test_bfloat16_ranks_publish_what_they_run_and_keep_what_they_train(world):
+    directory, single = world
+    both = read(directory / "bf16-whole-0")
+    assert_alike(both.rows[:1], single["bf16"].rows[:1], tolerance=0.02)
+    assert {tensor.dtype for tensor in both.weights.values()} == {torch.bfloat16}
+    kept = shards.read(directory / "bf16-whole-0" / "checkpoint", "model")
+    assert {tensor.dtype for tensor in kept.values()} == {torch.float32}
+    rounded = [not torch.equal(one, one.bfloat16().float()) for one in kept.values()]
+    assert any(rounded), "masters must hold more than the weights that take part"
+
+
+# ---- bfloat16 alone
+
+
+def test_steps_smaller_than_bfloat16_can_tell_add_up_in_the_masters(tmp_path):
+    """lr 1e-4 on weights around 1 is below half a unit in the last place: 2⁻⁸."""
+    weight = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer = make_adamw([weight], betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+    for _ in range(100):
+        for _ in range(3):
+            (weight.float().sum() / 3).backward()
+        (done,) = update([(optimizer, 1e-4)], loss=1.0, grad_clip=1e9)
+        assert done.applied and done.grad_norm == pytest.approx(4.0, rel=1e-2)
+        assert weight.grad is None
+    torch.testing.assert_close(master(weight).detach(), torch.full((4, 4), 0.99))
+    assert torch.equal(weight, master(weight).bfloat16()) and float(weight[0, 0]) < 1
+
+
+def test_a_checkpoint_of_bfloat16_goes_on_bitwise(world, tmp_path):
+    directory, single = world
+    saved = directory / "bf16-single" / "checkpoint"
+    again = train("bf16", directory, tmp_path / "again", resume=saved)
+    assert again.rows == single["bf16"].rows[SAVED:]
+    for name, tensor in single["bf16"].weights.items():
+        assert torch.equal(tensor, again.weights[name])
+
+
+# ---- shards
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("readers", [1, 2, 4])
+def test_any_number_of_ranks_reads_what_any_other_wrote(count, readers, tmp_path):
+    whole = {
+        "matrix": torch.randn(7, 3),
+        "short": torch.randn(2),
+        "scalar": torch.tensor(5.0),
+    }
+    for rank in range(count):
+        held = {"scalar": whole["scalar"]} if rank == 0 else {}
+        for name in ("matrix", "short"):
+            start, end = shards.rows(len(whole[name]), rank, count)
+            held[name] = whole[name][start:end]
+        shards.write(tmp_path, "model", held, rank, count)
+    for name, tensor in shards.read(tmp_path, "model").items():
+        assert torch.equal(tensor, whole[name])
+    with shards.Shards(tmp_path, "model") as stored:
+        for name in ("matrix", "short"):
+            found = [stored.rows(name, rank, readers) for rank in range(readers)]
+            assert torch.equal(torch.cat(found), whole[name])
+            mine = torch.chunk(whole[name], readers)  # how FSDP2 cuts
+            assert all(torch.equal(a, b) for a, b in zip(found, mine, strict=False))
+
+
+def test_a_missing_shard_is_an_error_that_names_it(tmp_path):
+    for rank in (0, 2):
+        shards.write(tmp_path, "model", {"a": torch.zeros(1)}, rank, 3)
+    with pytest.raises(ValueError, match=r"model: shards \[0, 2\] of 3"):
+        shards.read(tmp_path, "model")
+    with pytest.raises(FileNotFoundError, match=r"critic\.safetensors"):
+        shards.read(tmp_path, "critic")
+
+
+# ---- what ranks refuse
+
+
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("learner.ranks", lambda one: setattr(one.launch, "kind", "serial")),
+        ("learner.token_budget", lambda one: setattr(one.learner, "token_budget", 0)),
+        ("policy.lora.rank", lambda one: setattr(one.policy.lora, "rank", 4)),
+        ("critic.kind", lambda one: (setattr(one.advantage, "kind", "gae"), separate(one))),
+    ],
+)
+def test_what_several_ranks_cannot_do_is_refused_by_its_key(key, change):
+    settings = Config(stages=[Stage(kind="rl", steps=9)])
+    settings.learner.ranks = 2
+    check(settings)
+    change(settings)
+    with pytest.raises(ConfigError, match=f"^{key}"):
+        check(settings)
+
+
+def separate(settings: Config) -> None:
+    settings.critic.kind = "separate"
+
+
+# ---- the budget and the shares
+
+
+def test_every_rank_gets_as_many_shares_and_each_part_goes_to_one():
+    one = alone("cpu")
+    for count in (1, 2, 3):
+        for parts in range(8):
+            taken = []
+            for rank in range(count):
+                ranks = type(one)(one.device, rank, count)
+                taken.append(list(ranks.share(iter(range(parts)))))
+            assert len({len(share) for share in taken}) == 1
+            assert sorted(p for share in taken for p in share if p is not None) == list(
+                range(parts)
+            )
+
+
+def test_a_budget_leaves_no_rank_idle_and_is_the_limit_alone():
+    one = alone("cpu")
+    lengths = np.array([10, 9, 9, 9])
+    assert one.budget(lengths, 1000) == 1000
+    two = type(one)(one.device, 0, 2)
+    assert 19 <= two.budget(lengths, 1000) < 37
+    assert two.budget(lengths, 12) == 12
+
+
+# ---- deaths and deadlines
+
+
+def stand_alone(rank: int, directory: Path, ready: Any) -> None:
+    """Rank 0 calls; rank 1 dies, or never answers."""
+    ready.wait()
+    ranks = join(directory / "meeting", rank, 2, device="cpu", backend="gloo", deadline_s=9.0)
+    if rank == 1:
+        fate = (directory / "fate").read_text()
+        os.kill(os.getpid(), signal.SIGKILL if fate == "dies" else signal.SIGSTOP)
+    try:
+        ranks.gather(b"x")
+    except RuntimeError as error:
+        (directory / "error").write_text(str(error))
+
+
+@pytest.fixture
+def ended() -> Iterator[list[mp.Process]]:  # pyright: ignore[reportPrivateImportUsage]
+    processes: list[mp.Process] = []  # pyright: ignore[reportPrivateImportUsage]
+    yield processes
+    for process in processes:
+        process.kill()
+
+
+@pytest.mark.parametrize("fate", ["dies", "stands still"])
+def test_a_rank_that_is_lost_ends_the_wait_of_the_others(fate, tmp_path, ended):
+    (tmp_path / "fate").write_text(fate)
+    context = mp.get_context("spawn")
+    ready = context.Barrier(2)
+    for rank in range(2):
+        ended.append(context.Process(target=stand_alone, args=(rank, tmp_path, ready)))
+        ended[-1].start()
+    ended[0].join(240)
+    assert ended[0].exitcode == 0 and (tmp_path / "error").read_text()

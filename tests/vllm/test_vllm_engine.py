@@ -1,0 +1,147 @@
+"""The vLLM engine keeps what `engine_conformance` asks, and outlives vLLM.
+
+All tests on one architecture share vLLM's processes: starting them takes longer than all the rest.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from engine_conformance import CONFORMANCE, RUNNER, V0, V1, V2, Setting, request, setting
+from engines import TOKENIZER, engine_of, lend, make_model, save, settings
+from launches import alive, wait_for
+
+from actors.engines.base import Generation
+from actors.engines.vllm_core import CPU_BLOCK, EngineDied, VllmCore
+from evolver_async.policy import ModelError
+
+pytestmark = pytest.mark.vllm
+RESTART_S = 300  # starting takes half a minute, and four times that on a machine with other work
+
+
+def start(directory: Path, name: str, **changes) -> Iterator[Setting]:
+    model = make_model(name).eval()
+    core = VllmCore(settings(save(model, directory), **changes))
+    yield setting(lend(core), model, TOKENIZER, CPU_BLOCK)
+    below = psutil.Process().children(recursive=True)
+    RUNNER.run(core.close())
+    wait_for(lambda: not any(map(alive, below)), "vLLM's processes to end")
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+    yield from start(tmp_path_factory.mktemp("qwen2"), "qwen2_tied_grouped", restarts=2)
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+    """Over two processes, each with half of every layer."""
+    yield from start(tmp_path_factory.mktemp("llama"), "llama", tensor_parallel=2)
+
+
+@pytest.mark.parametrize("promise", CONFORMANCE, ids=lambda promise: promise.__name__)
+def test_conformance(promise, tied: Setting) -> None:
+    promise(tied)
+
+
+def core_of(s: Setting) -> VllmCore:
+    return s.engine().core  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def workers() -> list[psutil.Process]:
+    """vLLM's processes that hold a part of the model, all below this one."""
+    below = psutil.Process().children(recursive=True)
+    return [one for one in below if "VLLM::Worker" in " ".join(one.cmdline())]
+
+
+def test_an_update_holds_generations_up_for_a_moment_only(tied: Setting) -> None:
+    core = core_of(tied)
+    pauses = []
+    for version in (V1, V2, V1, V2, V1):
+        RUNNER.run(core.update(version, tied.versions[version]))
+        pauses.append(core.pause_s)
+    assert min(pauses) <= 0.1, f"the machine may be busy, but not in all of {pauses}"
+
+
+def test_an_update_whose_caller_is_cancelled_is_made_to_its_end(tied: Setting) -> None:
+    engine, one = engine_of(core_of(tied)), request(tied.prompt(20, 0), "a")
+
+    async def scenario() -> Generation:
+        task = asyncio.create_task(engine.update(V1, tied.versions[V1]))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        while engine.weights != V1:
+            await asyncio.sleep(0.01)
+        return await engine.generate(one)
+
+    out = RUNNER.run(asyncio.wait_for(scenario(), 60))
+    assert set(out.weights) == {V1}
+    tied.check(one, out)
+
+
+def test_a_death_is_survived_with_the_newest_weights(tied: Setting) -> None:
+    """The worker is killed while it generates: the same tokens come, from another process."""
+    engine, one = engine_of(core_of(tied)), request(tied.prompt(20, 0), "a", max_tokens=200)
+
+    async def scenario() -> tuple[Generation, Generation]:
+        await engine.update(V2, tied.versions[V2])
+        expected = await engine.generate(one)
+        running = asyncio.create_task(engine.generate(one))
+        sampled = engine.stats()["generated"]
+        while engine.stats()["generated"] < sampled + 10:
+            await asyncio.sleep(0)
+        workers()[0].kill()
+        return expected, await running
+
+    expected, out = RUNNER.run(asyncio.wait_for(scenario(), RESTART_S))
+    assert engine.core.restarts == 1 and engine.weights == V2
+    assert out.tokens == expected.tokens and set(out.weights) == {V2}
+    tied.check(one, out)
+
+
+def test_weights_that_vllm_does_not_take_leave_the_old_ones(tied: Setting, monkeypatch) -> None:
+    """The second of the restarts allowed: a worker that failed halfway is not trusted."""
+    core = core_of(tied)
+    engine, one = engine_of(core), request(tied.prompt(20, 0), "a")
+    store = core._store
+
+    def torn(weights, tensors) -> Path:
+        path = store(weights, tensors)
+        path.write_bytes(path.read_bytes()[:-1000])
+        return path
+
+    async def scenario() -> Generation:
+        with monkeypatch.context() as patch, pytest.raises(ModelError, match=r"1\.1"):
+            patch.setattr(core, "_store", torn)
+            await engine.update(V1, tied.versions[V1])
+        assert engine.weights == V0
+        return await engine.generate(one)
+
+    out = RUNNER.run(asyncio.wait_for(scenario(), RESTART_S))
+    assert core.restarts == 2
+    tied.check(one, out)
+
+
+def test_a_death_too_many_ends_the_engine(tied: Setting) -> None:
+    engine, one = engine_of(core_of(tied)), request(tied.prompt(20, 0), "a")
+
+    async def scenario() -> None:
+        workers()[0].kill()
+        with pytest.raises(EngineDied, match=r"engine\.restarts"):
+            await engine.generate(one)
+
+    RUNNER.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.parametrize(
+    "promise",
+    [one for one in CONFORMANCE if "turns" in one.__name__ or "keeps" in one.__name__],
+    ids=lambda promise: promise.__name__,
+)
+def test_conformance_over_two_processes(promise, spread: Setting) -> None:
+    assert len(workers()) == 2
+    promise(spread)
