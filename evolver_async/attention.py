@@ -100,9 +100,9 @@ def packed_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if borders is None:
         return _causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
-    parts = [one[0].transpose(0, 1) for one in (query, key, value)]  # [T, H, D] each
+    q_THD, k_THD, v_THD = (one[0].transpose(0, 1) for one in (query, key, value))
     attend = _flash if flash_fits(query) else _by_runs
-    return attend(*parts, borders, scaling, sliding_window)[None], None
+    return attend(q_THD, k_THD, v_THD, borders, scaling, sliding_window)[None], None
 
 
 def flash_fits(query: Tensor) -> bool:
@@ -154,8 +154,9 @@ def _by_runs(
     sizes = [run.tokens for run in borders.runs]
     parts = (one.split(sizes) for one in (query_THD, key_THD, value_THD))
     outs = []
-    for run, *ours in zip(borders.runs, *parts, strict=True):
-        out_SHLD = _causal(*(_rows(one, run) for one in ours), scaling, window)
+    for run, q_LHD, k_LHD, v_LHD in zip(borders.runs, *parts, strict=True):
+        rows = _rows(q_LHD, run), _rows(k_LHD, run), _rows(v_LHD, run)
+        out_SHLD = _causal(*rows, scaling, window)
         outs.append(out_SHLD.transpose(1, 2).flatten(0, 1)[run.place_T])
     return torch.cat(outs)
 

@@ -11,20 +11,27 @@ import torch
 from evolver_async.launch.roles import TrainingError
 
 SHARE = 0.85  # of the free memory: fragments, and passes that differ from the one measured
+PASSES = 10  # at most, until
+GROWTH = 1.05  # another one would tell of less than so many times as many tokens
 GRAIN = 256  # budgets are multiples of this, unless so little fits
 
 
 def fitting(cost: Callable[[int], int], free: int, unit: int) -> int:
-    """The largest budget whose pass fits into `SHARE` of `free` bytes, at least `unit` tokens.
+    """The budget whose pass about fills `SHARE` of `free` bytes, at least `unit` tokens.
 
-    cost: bytes that a pass over so many tokens, a multiple of `unit`, needs at its peak; taken to
-    be a constant and a price by token, which two passes tell. TrainingError where not even `unit`
-    tokens fit.
+    cost: bytes that a pass over so many tokens, a multiple of `unit`, needs at its peak. A pass has
+    several peaks, each a constant and a price by token, and which is the highest depends on its
+    size: so twice the tokens need twice the bytes at most, and every pass is tried at the size that
+    the one before proves to fit. TrainingError where not even `unit` tokens fit.
     """
-    once, twice = cost(unit), cost(2 * unit)
-    by_token = max(twice - once, 1) / unit
-    constant = max(once - by_token * unit, 0.0)
-    tokens = int((SHARE * free - constant) / by_token)
+    room, tokens = SHARE * free, unit
+    needed = once = cost(unit)
+    for _ in range(PASSES):
+        proven = int(tokens * room / max(needed, 1)) // unit * unit
+        if proven < GROWTH * tokens:
+            break
+        tokens, needed = proven, cost(proven)
+    tokens = int(tokens * room / max(needed, 1))
     if tokens < unit:
         raise TrainingError(
             f"learner.token_budget: one sequence of policy.max_length ({unit}) tokens needs "

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from evolver_async.config import Config
+from evolver_async.config.channels import leaves_host
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import stage_config
 from evolver_async.launch.roles import RoleArgs
@@ -144,6 +145,7 @@ def meet(config: Config, args: RoleArgs) -> Ranks | None:
         device=learner.device,
         backend=learner.backend,
         deadline_s=learner.deadline_s,
+        nccl_leaves=leaves_host(config),
     )
 
 
@@ -182,7 +184,7 @@ def _make(updater: Updater, stage: Config, call: Call) -> None:
 
 
 def _taken(group: Group) -> Taken:
-    parcels = [tuple(wrap(one)) for one in group.trajectories]
+    parcels = [(bytes(data), int(crc)) for data, crc in map(wrap, group.trajectories)]
     return Taken(group.group_id, group.task, group.kind, group.stage, group.use, parcels)
 
 

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from evolver_async import policy
@@ -38,7 +39,7 @@ from evolver_async.schema import Array
 T = TypeVar("T")
 
 ENDLESS = timedelta(days=365)  # for the next call of rank 0, which waits for the whole run
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -161,11 +162,20 @@ def alone(device: str) -> Ranks:
 
 
 def join(
-    meeting: Path, rank: int, count: int, *, device: str, backend: str, deadline_s: float
+    meeting: Path,
+    rank: int,
+    count: int,
+    *,
+    device: str,
+    backend: str,
+    deadline_s: float,
+    nccl_leaves: bool = False,
 ) -> Ranks:
     """Meet the other ranks at a file that the launcher chose for them, in a private directory.
 
-    They talk through this host's loopback interface, and on GPUs directly.
+    They talk through this host's loopback interface, and on GPUs directly. `nccl_leaves`: this
+    process will use NCCL to reach other hosts, too. NCCL keeps to the interface that it has used
+    first, which is then left to it, or to NCCL_SOCKET_IFNAME.
     """
     where = _device(device, rank)
     if backend == "auto":
@@ -173,10 +183,11 @@ def join(
     deadline = timedelta(seconds=deadline_s)
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    with _on_loopback():
+    names = [GLOO_INTERFACE] if nccl_leaves else [GLOO_INTERFACE, NCCL_INTERFACE]
+    with _on_loopback(names):
         dist.init_process_group(
             backend,
-            store=dist.FileStore(str(meeting), count),
+            store=dist.FileStore(str(meeting), count),  # pyright: ignore[reportPrivateImportUsage]
             rank=rank,
             world_size=count,
             timeout=deadline,
@@ -184,6 +195,7 @@ def join(
         )
         host = dist.new_group(backend="gloo", timeout=deadline)
         calls = dist.new_group(backend="gloo", timeout=ENDLESS)
+    assert isinstance(host, dist.ProcessGroup) and isinstance(calls, dist.ProcessGroup)
     mesh = init_device_mesh(where.type, (count,))
     return Ranks(where, rank, count, mesh, host, calls)
 
@@ -219,7 +231,7 @@ def nothing(
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A sharded tensor gathered from all ranks, any other as it is."""
-    return tensor.full_tensor() if isinstance(tensor, dist.tensor.DTensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _within(_: torch.nn.Module, compute: Callable[[], T]) -> T:
@@ -236,15 +248,15 @@ def _device(name: str, rank: int) -> torch.device:
 
 
 @contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Groups made meanwhile use the loopback interface."""
+def _on_loopback(names: list[str]) -> Iterator[None]:
+    """Groups made meanwhile use the loopback interface, as far as these variables say which."""
     name = next(
         name
         for name, addresses in psutil.net_if_addrs().items()
         if any(one.address == "127.0.0.1" for one in addresses)
     )
-    before = {key: os.environ.get(key) for key in INTERFACES}
-    os.environ.update(dict.fromkeys(INTERFACES, name))
+    before = {key: os.environ.get(key) for key in names}
+    os.environ.update(dict.fromkeys(names, name))
     try:
         yield
     finally:

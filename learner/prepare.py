@@ -1,6 +1,9 @@
 """Makes or checks the policy directory of a run, before any other process is started."""
 
+import torch
+
 from evolver_async import policy
+from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch.roles import RoleArgs, resolve
 from learner import model
@@ -9,9 +12,12 @@ from learner import model
 def main(args: RoleArgs) -> int:
     """Write the tiny preset where the run has no policy directory; refuse one that is broken.
 
-    ConfigError where the context is too short for the environment's prompts.
+    ConfigError where the context is too short for the environment's prompts, or where a budget is to
+    be measured on a GPU and there is none.
     """
     config = load(args.run_dir / "config.yaml", [])
+    if config.learner.token_budget == 0 and not torch.cuda.is_available():
+        raise ConfigError("learner.token_budget: 0 measures a GPU's memory, and there is no GPU")
     directory = args.run_dir / "policy"
     if config.policy.path == str(directory) and not directory.exists():
         policy.make_tiny(

@@ -78,6 +78,7 @@ class Updater:
         if self.reference is None and self._needs_reference(stage, index):
             self.reference = self._load_reference()
             policy.load_state(self.reference, policy.state_tensors(self.model))
+            self.stepper.measured.clear()  # there is less memory from here on
 
     def _needs_reference(self, stage: Config, index: int) -> bool:
         kind = self.config.stages[index].kind

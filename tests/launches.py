@@ -18,15 +18,15 @@ DEADLINE_S = 120.0
 COMMAND = [sys.executable, "-m", "evolver_async.cli"]
 
 
-def wait_for(condition: Callable[[], Any], what: str) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
     """The first truth that `condition` says; AssertionError when it takes too long."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + deadline_s
     while time.monotonic() < deadline:
         found = condition()
         if found:
             return found
         time.sleep(0.05)
-    raise AssertionError(f"waited {DEADLINE_S:.0f} s for {what}")
+    raise AssertionError(f"waited {deadline_s:.0f} s for {what}")
 
 
 def alive(process: psutil.Process) -> bool:
@@ -60,7 +60,12 @@ class Launch:
                     found[line[line.index("--name") + 1]] = child
         return found
 
-    def wait_for_row(self, matches: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+    def wait_for_row(
+        self,
+        matches: Callable[[dict[str, Any]], bool],
+        what: str,
+        deadline_s: float = DEADLINE_S,
+    ) -> dict[str, Any]:
         """A row of the metrics that matches, among those written since the last look."""
 
         def look() -> dict[str, Any] | None:
@@ -68,11 +73,12 @@ class Launch:
                 raise AssertionError(f"ended before {what}: {self.end()}; {self.logs()}")
             return next((row for row in self.tail.rows() if matches(row)), None)
 
-        return wait_for(look, what)
+        return wait_for(look, what, deadline_s)
 
-    def wait_for_steps(self, count: int) -> None:
+    def wait_for_steps(self, count: int, deadline_s: float = DEADLINE_S) -> None:
+        """Wait for so many steps, for each as long as the deadline."""
         for _ in range(count):
-            self.wait_for_row(lambda row: True, "a step")
+            self.wait_for_row(lambda row: True, "a step", deadline_s)
 
     def status(self) -> dict[str, Any]:
         """The buffer's STATUS."""

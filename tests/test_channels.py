@@ -1,10 +1,13 @@
 """Which weight channel a configuration means, and which it refuses, by key."""
 
+import socket
+
 import pytest
 
 from evolver_async.config.channels import channel
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
+from evolver_async.launch.directory import check_addresses
 
 STEPS = "stages=[{kind: rl, steps: 1}]"
 ONE_GPU = "launch.gpus={actors: [0], learner: [0]}"
@@ -38,6 +41,10 @@ def test_the_channel_follows_from_the_configuration(arguments: list[str], kind: 
         (["weights.kind=collective", "launch.kind=serial"], "weights.kind: launch.kind=serial"),
         (["weights.kind=cuda_ipc", "learner.device=cpu"], "learner.device: "),
         (["weights.kind=cuda_ipc", *CUDA, "engine.tensor_parallel=2"], "weights.kind: "),
+        (
+            ["weights.kind=cuda_ipc", *CUDA, "launch.gpus={actors: [1], learner: [0]}"],
+            "weights.kind: cuda_ipc is for a learner and engines on one GPU, and",
+        ),
         (["weights.kind=shm", "weights.address=tcp://127.0.0.1:9"], "weights.address: is for"),
         (["weights.address=127.0.0.1:9"], "weights.address: must be tcp://host:port"),
         (["weights.address=tcp://127.0.0.1:0"], "weights.address: 0 is not a port"),
@@ -53,3 +60,12 @@ def test_a_channel_that_cannot_work_is_named(arguments: list[str], message: str)
     with pytest.raises(ConfigError) as refused:
         load(None, [STEPS, *arguments])
     assert str(refused.value).startswith(message)
+
+
+def test_an_address_in_use_is_refused_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        config = load(None, [STEPS, f"weights.address={address}"])
+        with pytest.raises(ConfigError, match=rf"^weights\.address: {address}: .* in use"):
+            check_addresses(config)
+    check_addresses(config)

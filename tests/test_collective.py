@@ -18,7 +18,8 @@ from receivers import filled, remotes
 from evolver_async.schema import WeightId
 from evolver_async.weights import delta
 from evolver_async.weights.base import WeightsGone
-from evolver_async.weights.collective import CollectivePublisher, CollectiveReceiver
+from evolver_async.weights.collective import RETRY_S, CollectivePublisher, CollectiveReceiver
+from evolver_async.weights.groups import apart
 
 DEADLINE_S = 2.0
 NUMBERS = 1 << 20  # of one of three tensors: 12 MiB in 48 buckets
@@ -258,6 +259,41 @@ def test_a_learner_killed_in_the_middle_leaves_whole_weights_and_is_followed(
     finally:
         learner.kill()
         learner.communicate()
+
+
+def test_an_ipv6_address_serves(
+    publish_at: Callable[..., CollectivePublisher], receive: Callable[..., CollectiveReceiver]
+) -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
+        address = f"tcp://[::1]:{free.getsockname()[1]}"
+    receiver, publisher = receive(address), publish_at(address)
+    publisher.publish(version(1), filled(1, 100))
+    wait_for(lambda: receiver.head() == version(1), "the first version")
+
+
+def test_an_actor_says_once_that_nobody_serves_its_weights(
+    receive: Callable[..., CollectiveReceiver], caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    receive(address)
+    wait_for(lambda: address in caplog.text, "a word about it")
+    time.sleep(3 * RETRY_S)
+    assert caplog.text.count(f"{address}: [Errno 111] Connection refused") == 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        (["a", "b", "c"], True),
+        (["a", "a"], False),  # an actor on the learner's GPU
+        (["a", "b", "b"], False),
+        (["a", ""], False),
+        (["", "b"], False),
+    ],
+)
+def test_nccl_is_for_ends_with_a_gpu_each(gpus: list[str], expected: bool) -> None:
+    assert apart(gpus) == expected
 
 
 def test_an_address_serves_and_serves_again(

@@ -116,6 +116,12 @@ def test_engine_and_learner_on_one_gpu_need_room_for_both():
     assert wrong(shared, machine(gpu(80)), parameters) == []
 
 
+def test_cuda_ipc_is_refused_to_an_engine_on_another_gpu():
+    config = node(actors__count=2, learner__ranks=1, weights__kind="cuda_ipc", engine__memory=0.3)
+    config.launch.gpus.actors, config.launch.gpus.learner = [0, 1], [0]
+    assert wrong(config, machine(*EIGHT), 1_500_000_000) == ["weights.kind"]
+
+
 def test_shared_memory_holds_the_copies_of_every_reader():
     """14.2 GiB each: three of the channel, and two more of each of the four vLLM actors."""
     room = machine(*EIGHT)
@@ -144,6 +150,7 @@ def test_every_part_has_a_probe_and_a_remedy():
     [
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crashed: SIGSEGV"),
         ("import time; time.sleep(60)", "no answer within 3 s"),
+        ("import sys; sys.exit(0)", "ended without an answer"),
         ("import sys; print('out'); sys.exit('broken at once')", "exit code 1: broken at once"),
     ],
 )

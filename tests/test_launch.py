@@ -256,6 +256,13 @@ def test_a_role_that_does_not_end_costs_the_others_none_of_their_time(tmp_path: 
     assert codes == {"learner": -signal.SIGKILL, "buffer": 0}
 
 
+def test_a_rank_that_stumbles_on_its_way_out_undoes_no_finished_run() -> None:
+    ranks = [python(f"raise SystemExit({code})") for code in (0, 1)]
+    for rank in ranks:
+        rank.wait(DEADLINE_S)
+    assert Child("learner", "learner", ranks[0], 0, others=ranks[1:]).poll() == 0
+
+
 @pytest.mark.parametrize(("dying", "blamed"), [(0, "learner"), (1, "learner-1")])
 def test_ranks_of_a_learner_die_together_and_the_first_to_die_is_blamed(
     dying: int, blamed: str

@@ -18,11 +18,14 @@ from parallel_world import SAVED, STEPS, Trained, be_rank, make_policies, read, 
 from evolver_async import shards
 from evolver_async.config import Config, Stage
 from evolver_async.config.check import ConfigError, check
+from evolver_async.launch.roles import RoleArgs
+from learner.follow import meet
 from learner.optim import make_adamw, master, update
 from learner.parallel import alone, join
 
 KINDS = ("rl", "sft", "dpo", "ppo")
 TOLERANCE = 1e-5
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +183,8 @@ def test_a_missing_shard_is_an_error_that_names_it(tmp_path):
     [
         ("learner.ranks", lambda one: setattr(one.launch, "kind", "serial")),
         ("learner.token_budget", lambda one: setattr(one.learner, "token_budget", 0)),
+        ("learner.device", lambda one: setattr(one.learner, "device", "cuda:1")),
+        ("learner.backend", lambda one: vars(one.learner).update(backend="nccl", device="cpu")),
         ("policy.lora.rank", lambda one: setattr(one.policy.lora, "rank", 4)),
         ("critic.kind", lambda one: (setattr(one.advantage, "kind", "gae"), separate(one))),
     ],
@@ -195,6 +200,29 @@ def test_what_several_ranks_cannot_do_is_refused_by_its_key(key, change):
 
 def separate(settings: Config) -> None:
     settings.critic.kind = "separate"
+
+
+def test_ranks_leave_nccl_the_network_that_weights_need(tmp_path, monkeypatch):
+    """NCCL keeps to the interface of its first group, whichever the weights' group wants."""
+    seen: list[dict[str, str | None]] = []
+
+    class Met(Exception):
+        pass
+
+    def look(*_: object, **__: object) -> None:
+        seen.append({name: os.environ.get(name) for name in INTERFACES})
+        raise Met
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", look)
+    monkeypatch.setenv(INTERFACES[1], "eth7")
+    for address in ("tcp://127.0.0.1:4001", "tcp://trainer:4001"):
+        settings = Config(stages=[Stage(kind="rl", steps=9)])
+        settings.learner.ranks, settings.weights.address = 2, address
+        args = RoleArgs("", "learner", 0, tmp_path, meeting=tmp_path / "meeting")
+        with pytest.raises(Met):
+            meet(settings, args)
+    assert seen[0][INTERFACES[0]] == seen[0][INTERFACES[1]] == seen[1][INTERFACES[0]] != "eth7"
+    assert seen[1][INTERFACES[1]] == os.environ[INTERFACES[1]] == "eth7"
 
 
 # ---- the budget and the shares

@@ -8,6 +8,7 @@ What is asked of them is the matter of `vllm_engine`, what runs inside them of `
 """
 
 import asyncio
+import itertools
 import logging
 import os
 import shutil
@@ -25,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from evolver_async.policy import ModelError
 from evolver_async.schema import WeightId
-from evolver_async.weights.base import PREFIX, claim
+from evolver_async.weights.base import PREFIX, claim, sweep
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
@@ -93,17 +94,25 @@ class VllmCore:
         model = AutoConfig.from_pretrained(settings.path, local_files_only=True)
         self.vocabulary: int = model.vocab_size
         self._shapes = _shapes(model)
-        self._directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}engine-", dir=settings.directory))
-        claim(self._directory)
-        self._held: tuple[WeightId | None, Path | None] = (weights, None)
-        if weights is not None and tensors is not None:
+        if tensors is not None:
             self.check(tensors)
-            self._held = weights, self._store(weights, tensors)
+        self._held: tuple[WeightId | None, Path | None] = (weights, None)
+        self._numbers = itertools.count()
         self._settled = False  # whether the AsyncLLM has the weights held
         self._closed = False
         self._updating = asyncio.Lock()
         self._recovery: asyncio.Task[None] | None = None
-        self._llm: AsyncLLM | None = _start(settings)
+        self._llm: AsyncLLM | None = None
+        sweep(Path(settings.directory))  # of actors that were killed
+        self._directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}engine-", dir=settings.directory))
+        try:
+            claim(self._directory)
+            if weights is not None and tensors is not None:
+                self._held = weights, self._store(weights, tensors)
+            self._llm = _start(settings)
+        except BaseException:
+            shutil.rmtree(self._directory)
+            raise
 
     @property
     def weights(self) -> WeightId | None:
@@ -134,26 +143,15 @@ class VllmCore:
 
     async def update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None:
         """Swap the weights; ModelError, with the old ones in place, where vLLM takes them not."""
-        from vllm.v1.engine.exceptions import (  # pyright: ignore[reportMissingImports]
-            EngineDeadError,
-        )
-
         async with self._updating:
             path = await asyncio.to_thread(self._store, weights, tensors)
-            while True:
-                llm = await self.ready()
-                try:
-                    await self._swap(llm, weights, path)
-                    break
-                except EngineDeadError:
-                    self.lose(llm)
-                except Exception as error:
-                    # Some workers may have taken a part of them.
-                    self.lose(llm)
-                    path.unlink()
-                    raise ModelError(f"vLLM took no weights {weights}: {error}") from error
+            try:
+                await self._bring(weights, path)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
             (_, old), self._held = self._held, (weights, path)
-            if old is not None and old != path:
+            if old is not None:
                 old.unlink(missing_ok=True)
 
     async def close(self) -> None:
@@ -164,6 +162,23 @@ class VllmCore:
         if self._llm is not None:
             self.lose(self._llm)
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def _bring(self, weights: WeightId, path: Path) -> None:
+        """Swap the weights of whichever AsyncLLM lives long enough."""
+        from vllm.v1.engine.exceptions import (  # pyright: ignore[reportMissingImports]
+            EngineDeadError,
+        )
+
+        while True:
+            llm = await self.ready()
+            try:
+                return await self._swap(llm, weights, path)
+            except EngineDeadError:
+                self.lose(llm)
+            except Exception as error:
+                # Some workers may have taken a part of them.
+                self.lose(llm)
+                raise ModelError(f"vLLM took no weights {weights}: {error}") from error
 
     async def _recover(self) -> None:
         while True:
@@ -219,11 +234,13 @@ class VllmCore:
         self.pause_s = time.perf_counter() - start
 
     def _store(self, weights: WeightId, tensors: dict[str, Tensor]) -> Path:
-        """A snapshot of the weights as a file. They were verified when they were fetched."""
-        path = self._directory / f"weights-{weights}.safetensors"
-        part = path.with_suffix(".part")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part)
-        part.replace(path)
+        """A snapshot of the weights as a file of its own. They were verified when fetched."""
+        path = self._directory / f"weights-{weights}-{next(self._numbers)}.safetensors"
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+        except BaseException:  # /dev/shm is full, for instance: what is there would stay
+            path.unlink(missing_ok=True)
+            raise
         return path
 
 

@@ -106,7 +106,8 @@ class VllmEngine:
         await self.core.close()
 
     def stats(self) -> dict[str, float]:
-        return dict(self._stats)
+        running_s = time.perf_counter() - self._since if self._sampling else 0.0
+        return self._stats | {"busy_s": self._stats["busy_s"] + running_s}
 
     @contextlib.asynccontextmanager
     async def _admission(self) -> AsyncIterator[None]:

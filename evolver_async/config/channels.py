@@ -18,6 +18,12 @@ def channel(config: Config) -> str:
     return "cuda_ipc" if one_gpu and config.engine.kind == "torch" else "shm"
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of tcp://host:port, where an IPv6 host is in brackets."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def check_channel(config: Config) -> None:
     """Raises ConfigError for a channel that cannot work here, or would be open to strangers."""
     weights, kind = config.weights, channel(config)
@@ -40,18 +46,22 @@ def check_channel(config: Config) -> None:
             "weights.kind",
             "cuda_ipc is for a learner and engines on one GPU, with one rank each",
         )
+        named = sorted({*config.launch.gpus.learner, *config.launch.gpus.actors})
+        require(
+            len(named) <= 1,
+            "weights.kind",
+            f"cuda_ipc is for a learner and engines on one GPU, and launch.gpus names {named}",
+        )
     if not weights.address:
         return
     require(kind == "collective", "weights.address", f"is for weights.kind=collective, not {kind}")
-    match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\[\]]+):(\d{1,5})", weights.address)
     require(
-        match is not None, "weights.address", f"must be tcp://host:port, is {weights.address!r}"
+        re.fullmatch(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\[\]]+):\d{1,5}", weights.address) is not None,
+        "weights.address",
+        f"must be tcp://host:port, is {weights.address!r}",
     )
-    assert match is not None
-    host = match[1].strip("[]")
-    require(
-        0 < int(match[2]) < 1 << 16, "weights.address", f"{match[2]} is not a port (1 to 65535)"
-    )
+    host, port = host_and_port(weights.address)
+    require(0 < port < 1 << 16, "weights.address", f"{port} is not a port (1 to 65535)")
     require(
         host not in ("*", "0.0.0.0", "::"),
         "weights.address",
@@ -63,6 +73,12 @@ def check_channel(config: Config) -> None:
         f"{host} is not a loopback address, and weights travel neither encrypted nor authenticated:"
         " set it where only hosts that you trust can reach that network",
     )
+
+
+def leaves_host(config: Config) -> bool:
+    """Whether weights travel to other hosts."""
+    address = config.weights.address
+    return bool(address) and not _is_loopback(host_and_port(address)[0])
 
 
 def _is_loopback(host: str) -> bool:

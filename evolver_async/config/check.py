@@ -225,6 +225,17 @@ def _check_ranks(config: Config) -> None:
         "launch.kind=serial is one process: leave it at 1",
     )
     require(
+        ":" not in config.learner.device,
+        "learner.device",
+        f"{config.learner.device} is one GPU: with learner.ranks > 1 use cuda, and "
+        "launch.gpus.learner to say which",
+    )
+    require(
+        config.learner.backend != "nccl" or config.learner.device != "cpu",
+        "learner.backend",
+        "nccl needs GPUs, and learner.device is cpu",
+    )
+    require(
         config.learner.token_budget > 0,
         "learner.token_budget",
         "0 measures one GPU alone: with learner.ranks > 1 say how many tokens a pass may have",

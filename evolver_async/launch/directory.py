@@ -27,6 +27,7 @@ from evolver_async.keys import KeysError, check_keys
 from evolver_async.launch.gpus import VISIBLE, check_seen
 from evolver_async.launch.roles import USER_ERROR, check_wings, keys_of, resolve
 from evolver_async.transport import check_address
+from evolver_async.weights.base import listen
 
 STATE = "state.json"  # of a checkpoint: the learner's numbers
 EXACT = "exact.json"
@@ -210,6 +211,11 @@ def check_addresses(config: Config) -> None:
                 _check_address(name, address, keys)
     except KeysError as error:
         raise ConfigError(f"security.keys: {error}") from None
+    if config.weights.address:
+        try:
+            listen(config.weights.address).close()
+        except OSError as error:
+            raise ConfigError(f"{error.strerror}") from None
 
 
 def _check_address(name: str, address: str, keys: Path | None) -> None:

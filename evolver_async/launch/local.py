@@ -88,7 +88,7 @@ class Child:
         if self.culprit is None:
             codes = [process.poll() for process in self.processes]
             bad = [index for index, code in enumerate(codes) if code]
-            if not bad:
+            if not bad or codes[0] == 0:  # when the first has done its work the others only leave
                 return codes[0]
             # What says why comes first; a rank that lost another says only that.
             self.culprit = min(bad, key=lambda i: (codes[i] not in FINAL, (codes[i] or 0) > 0))

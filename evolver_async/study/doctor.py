@@ -165,6 +165,8 @@ def probe(name: str, *arguments: str, deadline_s: float = DEADLINE_S) -> Found:
     if done.returncode > 0:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no output"]
         return Found(False, f"ended with exit code {done.returncode}: {lines[-1]}")
+    if not done.stdout:
+        return Found(False, "ended without an answer")
     return Found(**json.loads(done.stdout))
 
 

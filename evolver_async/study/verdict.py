@@ -114,8 +114,8 @@ def _weights(config: Config, machine: Machine, _: int) -> Iterator[Verdict]:
     if kind == "collective":
         yield machine.has("weights.kind=collective", "gloo")
     if kind == "cuda_ipc":
-        shared = {*machine.engine} & {*machine.learner}
-        apart = "" if shared else "learner and engine share no GPU"
+        one = len({*machine.engine, *machine.learner}) == 1 and machine.engine and machine.learner
+        apart = "" if one else "learner and engines are not on one GPU"
         yield machine.has("weights.kind=cuda_ipc", "cuda", apart)
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
+from evolver_async.config.channels import host_and_port
 from evolver_async.schema import WeightId
 
 if TYPE_CHECKING:
@@ -72,6 +75,17 @@ class Receiver(Protocol):
     def close(self) -> None: ...
 
 
+def listen(address: str) -> socket.socket:
+    """A socket at tcp://host:port. OSError, whose text names the key, where there can be none."""
+    host, port = host_and_port(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        text = f"weights.address: {address}: {error.strerror}"
+        raise OSError(error.errno, text) from None
+
+
 def claim(directory: Path) -> None:
     """Make `directory` for this process and its user alone; a living owner keeps it.
 
@@ -92,9 +106,10 @@ def claim(directory: Path) -> None:
 def sweep(parent: Path) -> None:
     """Remove this user's channel directories in `parent` whose owner has ended."""
     for directory in parent.glob(f"{PREFIX}*"):
-        mine = directory.lstat().st_uid == os.getuid()
-        if mine and (directory / OWNER).exists() and not _owned(directory):
-            shutil.rmtree(directory, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process sweeps as well
+            mine = directory.lstat().st_uid == os.getuid()
+            if mine and (directory / OWNER).exists() and not _owned(directory):
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def _owned(directory: Path) -> bool:

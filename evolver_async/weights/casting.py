@@ -29,10 +29,12 @@ from evolver_async.weights.groups import (
     CastFailed,
     Group,
     Part,
+    apart,
     buckets,
     checksum,
     checksums,
     first_line,
+    gpu_id,
 )
 from evolver_async.weights.rendezvous import Log, Served
 from evolver_async.weights.snapshot import Snapshot, aligned
@@ -114,7 +116,7 @@ class Sender:
         asked = self._asked()
         self._members = self._roll_call(asked)
         devices = [member["device"] for member in self._members.values()]
-        nccl = bool(self._device) and all(devices) and len(set(devices)) == len(devices)
+        nccl = apart([gpu_id(self._device), *devices])
         self._epochs += 1
         numbers = list(self._members)
         epoch = {"number": self._epochs, "members": numbers, "asked": list(asked), "nccl": nccl}

@@ -20,7 +20,7 @@ from evolver_async.schema import WeightId
 from evolver_async.weights.base import claim
 from evolver_async.weights.casting import Sender
 from evolver_async.weights.following import Follower
-from evolver_async.weights.groups import sweep
+from evolver_async.weights.groups import first_line, sweep
 from evolver_async.weights.holdings import Holdings
 from evolver_async.weights.rendezvous import Served, visit
 from evolver_async.weights.snapshot import Snapshot
@@ -185,11 +185,14 @@ class CollectiveReceiver:
         self._thread.join(timeout=1.0)  # building a group may take longer
 
     def _work(self) -> None:
+        said = ""
         while not self._closed:
             try:
                 self._follow()
+                said = ""
             except (OSError, RuntimeError) as error:  # the learner is gone, or not there yet
-                log.debug("weights at %s: %s", self.address, error)
+                if said != (said := first_line(error)):
+                    log.warning("weights at %s: %s; trying again", self.address, said)
             except Exception:
                 log.exception("the weights at %s cannot be followed", self.address)
             time.sleep(RETRY_S)

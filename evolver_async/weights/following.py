@@ -22,6 +22,7 @@ from evolver_async.weights.groups import (
     checksum,
     checksums,
     first_line,
+    gpu_id,
     sweep,
 )
 from evolver_async.weights.holdings import Holdings, Received
@@ -50,8 +51,7 @@ class Follower:
         self._deadline_s = deadline_s
         self._device = device
         self._closing = closing
-        uuid = str(torch.cuda.get_device_properties(device).uuid) if device else ""
-        self._about = json.dumps({"name": name, "host": host, "device": uuid})
+        self._about = json.dumps({"name": name, "device": gpu_id(device)})
         self._reader = Reader(store)
         self._group: Group | None = None
         self._last: Received | None = None

@@ -22,6 +22,7 @@ LOOK_S = 0.05  # how soon an end sees that the other has given up what it waits 
 WORDS = 512  # of 64 bits, summed before CRC32: 4 KiB
 IN_FLIGHT = 2  # buckets; checksums are computed meanwhile
 POLL_S = 0.0005
+WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class CastFailed(Exception):
@@ -80,9 +81,6 @@ class Group:
         _abandoned.append((self._group, self._pending))
         sweep()
 
-    def idle(self) -> bool:
-        return all(work.is_completed() for work, _ in self._pending)
-
 
 class Part:
     """One broadcast under way."""
@@ -114,17 +112,37 @@ def sweep() -> None:
     """Free the groups whose broadcasts have ended by now: ending one before would wait for them."""
     for entry in _abandoned[:]:
         if all(work.is_completed() for work, _ in entry[1]):
-            _abandoned.remove(entry)
+            with contextlib.suppress(ValueError):  # several threads sweep
+                _abandoned.remove(entry)
 
 
 def _nccl(store: Store, rank: int, size: int, deadline_s: float) -> Any:
-    """Failures are ours to notice: NCCL's own watchdog would end the process."""
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    """Failures are ours to notice: NCCL's own watchdog would end the process.
+
+    Every group reads that when it is made; those of the learner's ranks keep their watchdog.
+    """
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(deadline_s))))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=deadline_s)
     options.config.blocking = 0
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    watchdog = os.environ.get(WATCHDOG)
+    os.environ[WATCHDOG] = "0"
+    try:
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        del os.environ[WATCHDOG]
+        if watchdog is not None:
+            os.environ[WATCHDOG] = watchdog
+
+
+def gpu_id(device: str) -> str:
+    """What tells this GPU from all others of every host; "" for none."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device else ""
+
+
+def apart(gpus: list[str]) -> bool:
+    """Whether every end, the learner's included, has a GPU of its own: NCCL insists on it."""
+    return all(gpus) and len(set(gpus)) == len(gpus)
 
 
 def buckets(bytes_N: Tensor, size: int) -> list[Tensor]:

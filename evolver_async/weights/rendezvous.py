@@ -23,6 +23,9 @@ from typing import Any
 import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from evolver_async.config.channels import host_and_port
+from evolver_async.weights.base import listen
+
 FILE = "RENDEZVOUS"
 LOOPBACK = "127.0.0.1"
 PROBE_S = 2.0  # for a connection to be accepted
@@ -45,10 +48,7 @@ class Served:
         place = _place_of(address) or Place(LOOPBACK, 0, secrets.token_hex(16))
         self.host = place.host
         self._file = None if address.startswith("tcp://") else Path(address) / FILE
-        try:
-            listening = socket.create_server((place.host, place.port))
-        except OSError as error:
-            raise OSError(error.errno, f"weights.address: {address}: {error.strerror}") from None
+        listening = listen(f"tcp://[{place.host}]:{place.port}")
         port = listening.getsockname()[1]
         self._server = TCPStore(
             place.host,
@@ -89,8 +89,7 @@ def visit(address: str, timeout_s: float) -> tuple[Store, str]:
 def _place_of(address: str) -> Place | None:
     if not address.startswith("tcp://"):
         return None
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return Place(host.strip("[]"), int(port), "weights")
+    return Place(*host_and_port(address), "weights")
 
 
 class Log:

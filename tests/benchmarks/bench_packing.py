@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -79,10 +80,10 @@ def unsorted(batch: Batch, budget: int, device: torch.device) -> Iterator[MicroB
     for row, length in enumerate(lengths_R):
         widest = max([length, *(lengths_R[other] for other in pending)])
         if pending and widest * (len(pending) + 1) > budget:
-            yield lay_out(batch, batch.trajectory_R[pending], device, packed=False)
+            yield lay_out(batch, np.array(pending), device, packed=False)
             pending = []
         pending.append(row)
-    yield lay_out(batch, batch.trajectory_R[pending], device, packed=False)
+    yield lay_out(batch, np.array(pending), device, packed=False)
 
 
 def seconds(model: torch.nn.Module, cut: Callable[[], Iterator[MicroBatch]]) -> tuple[float, int]:

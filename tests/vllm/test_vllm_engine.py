@@ -15,7 +15,9 @@ from launches import alive, wait_for
 
 from actors.engines.base import Generation
 from actors.engines.vllm_core import CPU_BLOCK, EngineDied, VllmCore
+from actors.engines.vllm_engine import VllmEngine
 from evolver_async.policy import ModelError
+from evolver_async.weights.base import OWNER, PREFIX, claim
 
 pytestmark = pytest.mark.vllm
 RESTART_S = 300  # starting takes half a minute, and four times that on a machine with other work
@@ -53,7 +55,29 @@ def core_of(s: Setting) -> VllmCore:
 def workers() -> list[psutil.Process]:
     """vLLM's processes that hold a part of the model, all below this one."""
     below = psutil.Process().children(recursive=True)
-    return [one for one in below if "VLLM::Worker" in " ".join(one.cmdline())]
+    return [one for one in below if alive(one) and "VLLM::Worker" in " ".join(one.cmdline())]
+
+
+def test_what_cannot_start_leaves_no_directory(tmp_path: Path) -> None:
+    claim(left := tmp_path / f"{PREFIX}engine-of-a-killed-actor")
+    (left / OWNER).write_text('{"pid": 4194304, "created": 0.0}')
+    path = save(make_model("llama"), tmp_path / "policy")
+    with pytest.raises(ValueError, match=r"engine\.device"):
+        VllmCore(settings(path, directory=str(tmp_path), device="cuda"))
+    assert [one.name for one in tmp_path.iterdir()] == ["policy"]
+
+
+def test_busy_seconds_count_while_generations_run() -> None:
+    async def scenario(engine: VllmEngine) -> None:
+        async with engine._admission():
+            await asyncio.sleep(0.01)
+            assert (running := engine.stats()["busy_s"]) >= 0.01
+        assert (ended := engine.stats()["busy_s"]) >= running
+        await asyncio.sleep(0.01)
+        assert engine.stats()["busy_s"] == ended
+
+    engine = VllmEngine(None, vocabulary=8, slots=2, max_length=8, in_flight="keep")  # pyright: ignore[reportArgumentType]
+    asyncio.run(scenario(engine))
 
 
 def test_an_update_holds_generations_up_for_a_moment_only(tied: Setting) -> None:

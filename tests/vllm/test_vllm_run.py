@@ -11,6 +11,7 @@ from evolver_async.study.watch import Tail
 pytestmark = pytest.mark.vllm
 
 STEPS = 12
+START_S = 400  # vLLM's start and the first step: half a minute, more on a busy machine
 RECIPE = """
 run: {{dir: {directory}}}
 env: {{name: bandit}}
@@ -36,13 +37,13 @@ def test_a_run_on_vllm_trains_and_outlives_its_actor(tmp_path: Path) -> None:
     run_dir = tmp_path / "whole"
     with launching() as start:
         launch = start(run_dir, recipe, "run.name=whole")
-        launch.wait_for_steps(2)
+        launch.wait_for_steps(2, START_S)
         actor = launch.children()["actor-0"]
         below = actor.children(recursive=True)
         assert len(below) >= 2, "vLLM's engine and its worker"
         actor.send_signal(signal.SIGKILL)
         wait_for(lambda: not any(map(alive, below)), "vLLM's processes to end with their actor")
-        launch.wait_for_steps(STEPS - 2)
+        launch.wait_for_steps(STEPS - 2, START_S)
         code, errors = launch.end()
     assert code == 0, (errors, launch.logs())
     tail = Tail(run_dir / "metrics.jsonl")
