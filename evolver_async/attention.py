@@ -3,7 +3,7 @@
 Registered with transformers under the name `NAME`; what is not packed it treats as rows padded on
 the right. On a GPU in half precision it is torch's flash kernel for sequences of varying length,
 elsewhere one causal attention for each run of sequences of about one length. Both need memory that
-grows with the tokens, never with their square.
+grows with the tokens, not with their square, but for the mask of a window outside of that kernel.
 
 Shapes: `T` tokens of a packed row, `S` sequences, `B` rows, `H` heads, `D` head size.
 """

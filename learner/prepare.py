@@ -12,8 +12,8 @@ from learner import model
 def main(args: RoleArgs) -> int:
     """Write the tiny preset where the run has no policy directory; refuse one that is broken.
 
-    ConfigError where the context is too short for the environment's prompts, or where a budget is to
-    be measured on a GPU and there is none.
+    ConfigError where the context is too short for the environment's prompts, or where the token
+    budget is to be measured and there is no GPU.
     """
     config = load(args.run_dir / "config.yaml", [])
     if config.learner.token_budget == 0 and not torch.cuda.is_available():

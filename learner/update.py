@@ -100,11 +100,12 @@ class Updater:
     def published(self) -> dict[str, torch.Tensor]:
         """The weights to publish, in policy.dtype: views, or copies where they are sharded.
 
-        Of several ranks only the first has them.
+        Adapters are float32, as they are trained. Of several ranks only the first has them.
         """
         if self.ranks.mesh is None:
             return policy.state_tensors(self.model)
-        return self.ranks.whole(self.model, self.config.policy.dtype)
+        settings = self.config.policy
+        return self.ranks.whole(self.model, "float32" if settings.lora.rank else settings.dtype)
 
     def restore(self, directory: Path) -> State:
         if files.has_reference(directory):
@@ -266,7 +267,7 @@ class Updater:
 
     def _load_reference(self) -> torch.nn.Module:
         if self.config.policy.lora.rank:
-            if self.ranks.count == 1:
+            if self.ranks.mesh is None:
                 return lora.twin(self.model)
             return self._sharded(load(self.config, self._loading), master=True)
         settings = self.config.policy

@@ -66,6 +66,6 @@ def test_an_address_in_use_is_refused_before_anything_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         config = load(None, [STEPS, f"weights.address={address}"])
-        with pytest.raises(ConfigError, match=rf"^weights\.address: {address}: .* in use"):
+        with pytest.raises(ConfigError, match=r"^weights\.address: 127\.0\.0\.1, port .* in use"):
             check_addresses(config)
     check_addresses(config)

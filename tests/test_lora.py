@@ -206,6 +206,7 @@ def test_a_bad_target_is_refused_before_anything_starts(tiny: Path, tmp_path: Pa
     args = RoleArgs(address="", name="prepare", incarnation=0, run_dir=tmp_path)
     with pytest.raises(policy.ModelError, match=r"policy\.lora\.targets: .*nobody"):
         prepare.main(args)
+    load(None, ["policy.lora.rank=2", "learner.ranks=2", "stages.0.steps=1"])  # go together
     for wrong in ("rank=-1", "alpha=0"):
         with pytest.raises(ConfigError, match=rf"policy\.lora\.{wrong.split('=')[0]}"):
             load(None, [f"policy.lora.{wrong}", "stages.0.steps=1"])
@@ -486,7 +487,9 @@ def test_two_ranks_train_adapters_as_one_does(tiny: Path, tmp_path: Path) -> Non
     )
     for ours, theirs in zip(again, rows[2:], strict=True):
         assert ours["loss/policy"] == pytest.approx(theirs["loss/policy"], abs=1e-5)
-    short = torch.load(tmp_path / "short-0" / "done.pt")[0]
+    short, adapters = torch.load(tmp_path / "short-0" / "done.pt")
+    ups = [one for name, one in adapters.items() if name.endswith(lora.UP)]
+    assert not all(torch.equal(one, one.bfloat16()) for one in ups), "as exact as they are trained"
     assert short[0]["loss/policy"] == pytest.approx(rows[0]["loss/policy"], abs=0.02)
 
 

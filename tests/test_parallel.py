@@ -185,7 +185,6 @@ def test_a_missing_shard_is_an_error_that_names_it(tmp_path):
         ("learner.token_budget", lambda one: setattr(one.learner, "token_budget", 0)),
         ("learner.device", lambda one: setattr(one.learner, "device", "cuda:1")),
         ("learner.backend", lambda one: vars(one.learner).update(backend="nccl", device="cpu")),
-        ("policy.lora.rank", lambda one: setattr(one.policy.lora, "rank", 4)),
         ("critic.kind", lambda one: (setattr(one.advantage, "kind", "gae"), separate(one))),
     ],
 )
@@ -218,7 +217,13 @@ def test_ranks_leave_nccl_the_network_that_weights_need(tmp_path, monkeypatch):
     for address in ("tcp://127.0.0.1:4001", "tcp://trainer:4001"):
         settings = Config(stages=[Stage(kind="rl", steps=9)])
         settings.learner.ranks, settings.weights.address = 2, address
-        args = RoleArgs("", "learner", 0, tmp_path, meeting=tmp_path / "meeting")
+        args = RoleArgs(
+            address="",
+            name="learner",
+            incarnation=0,
+            run_dir=tmp_path,
+            meeting=tmp_path / "meeting",
+        )
         with pytest.raises(Met):
             meet(settings, args)
     assert seen[0][INTERFACES[0]] == seen[0][INTERFACES[1]] == seen[1][INTERFACES[0]] != "eth7"

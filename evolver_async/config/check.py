@@ -241,11 +241,6 @@ def _check_ranks(config: Config) -> None:
         "0 measures one GPU alone: with learner.ranks > 1 say how many tokens a pass may have",
     )
     require(
-        config.policy.lora.rank == 0,
-        "policy.lora.rank",
-        "adapters are not sharded: with learner.ranks > 1 leave it at 0",
-    )
-    require(
         config.advantage.kind not in ("gae", "gae_bilevel", "vtrace")
         or config.critic.kind == "shared",
         "critic.kind",

@@ -21,6 +21,7 @@ from evolver_async.buffer.granting import source_of
 from evolver_async.buffer.tasks import held_out_task
 from evolver_async.checkpoint import load_newest
 from evolver_async.config import Config
+from evolver_async.config.channels import host_and_port
 from evolver_async.config.check import ConfigError, check_paths
 from evolver_async.config.load import dump, load, stage_config
 from evolver_async.keys import KeysError, check_keys
@@ -213,7 +214,7 @@ def check_addresses(config: Config) -> None:
         raise ConfigError(f"security.keys: {error}") from None
     if config.weights.address:
         try:
-            listen(config.weights.address).close()
+            listen(*host_and_port(config.weights.address)).close()
         except OSError as error:
             raise ConfigError(f"{error.strerror}") from None
 

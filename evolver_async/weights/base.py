@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
-from evolver_async.config.channels import host_and_port
 from evolver_async.schema import WeightId
 
 if TYPE_CHECKING:
@@ -75,14 +74,13 @@ class Receiver(Protocol):
     def close(self) -> None: ...
 
 
-def listen(address: str) -> socket.socket:
-    """A socket at tcp://host:port. OSError, whose text names the key, where there can be none."""
-    host, port = host_and_port(address)
+def listen(host: str, port: int) -> socket.socket:
+    """A socket for `weights.address`; OSError, whose text names the key, where there is none."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        text = f"weights.address: {address}: {error.strerror}"
+        text = f"weights.address: {host}, port {port}: {error.strerror}"
         raise OSError(error.errno, text) from None
 
 

@@ -23,7 +23,6 @@ from typing import Any
 import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from evolver_async.config.channels import host_and_port
 from evolver_async.weights.base import listen
 
 FILE = "RENDEZVOUS"
@@ -48,7 +47,7 @@ class Served:
         place = _place_of(address) or Place(LOOPBACK, 0, secrets.token_hex(16))
         self.host = place.host
         self._file = None if address.startswith("tcp://") else Path(address) / FILE
-        listening = listen(f"tcp://[{place.host}]:{place.port}")
+        listening = listen(place.host, place.port)
         port = listening.getsockname()[1]
         self._server = TCPStore(
             place.host,
@@ -89,7 +88,8 @@ def visit(address: str, timeout_s: float) -> tuple[Store, str]:
 def _place_of(address: str) -> Place | None:
     if not address.startswith("tcp://"):
         return None
-    return Place(*host_and_port(address), "weights")
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return Place(host.strip("[]"), int(port), "weights")
 
 
 class Log:

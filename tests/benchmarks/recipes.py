@@ -37,15 +37,18 @@ def fewest_tool_errors(rows: Rows) -> float:
 
 
 def warned(rows: Rows) -> float:
-    """1 where an alarm fires and success in training falls to 0 afterwards, for good."""
+    """1 where success in training falls to 0, for so many steps on end, after an alarm."""
     learning = [row for row in rows if "train/success" in row and row["stage"] > 0]
     fired = [row["step"] for row in learning if any(row.get(alarm) for alarm in ALARMS)]
-    alive = max((row["step"] for row in learning if row["train/success"] > 0), default=0)
-    collapsed = learning[-1]["step"] - alive >= DEAD_STEPS
-    return float(collapsed and bool(fired) and fired[0] <= alive)
+    streak = 0
+    for row in learning:
+        streak = 0 if row["train/success"] > 0 else streak + 1
+        if streak == DEAD_STEPS:
+            return float(bool(fired) and fired[0] <= row["step"] - DEAD_STEPS)
+    return 0.0
 
 
-DEAD_STEPS = 10  # without a single success until the end: a collapse
+DEAD_STEPS = 10  # without a single success: a collapse
 ALARMS = {
     f"alarm/{name}"
     for name in ("reward_spread", "zero_variance", "entropy_low", "input_dependence")
