@@ -4,6 +4,7 @@ All tests on one architecture share vLLM's processes: starting them takes longer
 """
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,11 +24,21 @@ pytestmark = pytest.mark.vllm
 RESTART_S = 300  # starting takes half a minute, and four times that on a machine with other work
 
 
+def processes(title: str) -> list[psutil.Process]:
+    """Living processes below this one that call themselves so."""
+    found = []
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # ended meanwhile
+            if title in " ".join(one.cmdline()):
+                found.append(one)
+    return found
+
+
 def start(directory: Path, name: str, **changes) -> Iterator[Setting]:
     model = make_model(name).eval()
     core = VllmCore(settings(save(model, directory), **changes))
     yield setting(lend(core), model, TOKENIZER, CPU_BLOCK)
-    below = psutil.Process().children(recursive=True)
+    below = processes("VLLM::")
     RUNNER.run(core.close())
     wait_for(lambda: not any(map(alive, below)), "vLLM's processes to end")
 
@@ -54,8 +65,7 @@ def core_of(s: Setting) -> VllmCore:
 
 def workers() -> list[psutil.Process]:
     """vLLM's processes that hold a part of the model, all below this one."""
-    below = psutil.Process().children(recursive=True)
-    return [one for one in below if alive(one) and "VLLM::Worker" in " ".join(one.cmdline())]
+    return processes("VLLM::Worker")
 
 
 def test_what_cannot_start_leaves_no_directory(tmp_path: Path) -> None:
