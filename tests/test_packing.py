@@ -422,10 +422,10 @@ def test_a_measured_budget_fits_and_leaves_little(constant, by_token, free, unit
         assert "learner.token_budget" in str(error) and cost(unit) > 0.999 * room
         return
     assert found >= unit and cost(found) <= room * 1.001
-    if constant <= room / 2:
+    if 2 * cost(unit) <= room <= 500 * by_token * unit:  # more would take more passes
         grain = max(unit, budget.GRAIN) + 1
         assert max(constant + by_token * (found + grain), 3 * by_token * (found + grain)) >= (
-            0.9 * room
+            0.8 * room
         )
 
 
