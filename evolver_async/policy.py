@@ -183,18 +183,7 @@ def token_logprobs(
     hidden_ND = hidden_BTD[rows_N, columns_N]
     targets_N = tokens_BT[rows_N, columns_N + 1].long()
 
-    def project(hidden_D: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logps_V = _scaled(head(hidden_D), temperature).log_softmax(-1)
-        picked = logps_V.gather(-1, targets[:, None]).squeeze(-1)
-        if not with_entropy:
-            return picked, torch.zeros_like(picked)
-        entropy = -(logps_V.exp() * logps_V).sum(-1)
-        if entropy_top_k:
-            likeliest_K = logps_V.topk(min(entropy_top_k, logps_V.shape[-1])).values.log_softmax(-1)
-            among = -(likeliest_K.exp() * likeliest_K).sum(-1)
-            entropy = among + (entropy - among).detach()
-        return picked, entropy
-
+    project = partial(_project, head, temperature, with_entropy, entropy_top_k)
     parts = []
     assert isinstance(model, PreTrainedModel)
     chunk = max(1, min(chunk, LOGITS // model.config.vocab_size))
@@ -214,6 +203,28 @@ def token_logprobs(
     place = rows_N, columns_N + 1
     logprobs_N, entropy_N = (torch.cat(part) for part in zip(*parts, strict=True))
     return blank_BT.index_put(place, logprobs_N), blank_BT.index_put(place, entropy_N)
+
+
+def _project(
+    head: nn.Module,
+    temperature: float,
+    with_entropy: bool,
+    entropy_top_k: int,
+    hidden_ND: Tensor,
+    targets_N: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of a chunk of targets, and entropies where they are wanted, else 0."""
+    logps_NV = _scaled(head(hidden_ND), temperature).log_softmax(-1)
+    picked_N = logps_NV.gather(-1, targets_N[:, None]).squeeze(-1)
+    if not with_entropy:
+        return picked_N, torch.zeros_like(picked_N)
+    entropy_N = -(logps_NV.exp() * logps_NV).sum(-1)
+    if entropy_top_k:
+        size = min(entropy_top_k, logps_NV.shape[-1])
+        likeliest_NK = logps_NV.topk(size).values.log_softmax(-1)
+        among_N = -(likeliest_NK.exp() * likeliest_NK).sum(-1)
+        entropy_N = among_N + (entropy_N - among_N).detach()
+    return picked_N, entropy_N
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:

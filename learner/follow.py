@@ -27,14 +27,14 @@ END = "end"
 
 
 class Taken(msgspec.Struct, array_like=True):
-    """A group with its trajectories as bytes and their CRC32."""
+    """A group with its trajectories as parcels."""
 
     group_id: int
     task: Task
     kind: Kind
     stage: int
     use: int
-    parcels: list[tuple[bytes, int]]
+    parcels: list[Parcel]
 
 
 class Call(msgspec.Struct, kw_only=True):
@@ -159,6 +159,7 @@ def attend(config: Config, run_dir: Path, ranks: Ranks) -> int:
 
 
 def _make(updater: Updater, stage: Config, call: Call) -> None:
+    groups = [_group(taken) for taken in call.groups]
     match call.method:
         case "begin_stage":
             updater.begin_stage(stage, call.stage)
@@ -171,20 +172,17 @@ def _make(updater: Updater, stage: Config, call: Call) -> None:
         case "published":
             updater.published()
         case "rl":
-            groups = [_group(taken) for taken in call.groups]
             updater.rl(stage, groups, call.state, call.forks, call.steps)
         case "dpo":
-            groups = [_group(taken) for taken in call.groups]
             updater.dpo(stage, groups, call.state, call.forks, call.steps)
         case "sft":
-            groups = [_group(taken) for taken in call.groups]
             updater.sft(stage, groups, call.state, call.steps)
         case method:
             raise ValueError(f"unknown call {method}")
 
 
 def _taken(group: Group) -> Taken:
-    parcels = [(bytes(data), int(crc)) for data, crc in map(wrap, group.trajectories)]
+    parcels = [wrap(one) for one in group.trajectories]
     return Taken(group.group_id, group.task, group.kind, group.stage, group.use, parcels)
 
 
@@ -195,5 +193,5 @@ def _group(taken: Taken) -> Group:
         kind=taken.kind,
         stage=taken.stage,
         use=taken.use,
-        trajectories=[unwrap(Parcel(*parcel)) for parcel in taken.parcels],
+        trajectories=[unwrap(parcel) for parcel in taken.parcels],
     )

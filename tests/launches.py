@@ -29,6 +29,14 @@ def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = DEADLI
     raise AssertionError(f"waited {deadline_s:.0f} s for {what}")
 
 
+def fair_time() -> float:
+    """A monotonic clock in seconds, less what the host of a virtual machine took from its cores.
+
+    For bounds on durations: shared hosts take all of a core for seconds at a time.
+    """
+    return time.monotonic() - getattr(psutil.cpu_times(), "steal", 0.0)
+
+
 def alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -86,3 +86,9 @@ def _is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def versions_kept(config: Config) -> int:
+    """How many of the newest versions a channel keeps: actors that hold weights back need older
+    ones."""
+    return max(2, 1 + config.actors.weight_lag)

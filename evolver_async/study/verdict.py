@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evolver_async.config import Config
-from evolver_async.config.channels import channel
+from evolver_async.config.channels import channel, versions_kept
 from evolver_async.study.probes import FLASH_CAPABILITY, Found, gib
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -141,7 +141,7 @@ def _memory(config: Config, machine: Machine, parameters: int) -> Iterator[Verdi
         trained *= machine.learner.count(index)
         published = not config.policy.lora.rank and channel(config) == "cuda_ipc"
         if published and index in machine.learner:
-            trained += _kept(config) * weights
+            trained += versions_kept(config) * weights
         need = engines * share + trained
         yield Verdict(
             "engine.memory" if engines and config.engine.kind == "vllm" else "learner.ranks",
@@ -162,17 +162,12 @@ def _training_bytes(config: Config, parameters: int) -> float:
     return whole + (copy if config.loss.kl_coef else 0)
 
 
-def _kept(config: Config) -> int:
-    """Versions of the weights that a channel holds."""
-    return max(2, 1 + config.actors.weight_lag)
-
-
 def _room(config: Config, machine: Machine, parameters: int) -> Iterator[Verdict]:
     snapshot = parameters * DTYPE_BYTES[config.policy.dtype]
     memory, disk = machine.found["shared memory"], machine.found["disk"]
     copies = 0
     if channel(config) == "shm" and not config.policy.lora.rank:
-        copies += _kept(config) + 1  # and one that is being written
+        copies += versions_kept(config) + 1  # and one that is being written
     if config.engine.kind == "vllm":
         copies += 2 * config.actors.count  # each brings its workers what they have, and what is new
     if copies:

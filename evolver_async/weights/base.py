@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PREFIX = "evolver-"
 OWNER = "owner.json"
+HEAD = "HEAD"  # the file of a channel's directory that names the newest version
 
 
 class WeightsGone(LookupError):
@@ -72,6 +73,15 @@ class Receiver(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def read_head(directory: Path) -> WeightId | None:
+    """The version that a channel's directory names as its newest."""
+    try:
+        lineage, step = (directory / HEAD).read_text().split(".")
+    except FileNotFoundError:
+        return None
+    return WeightId(lineage=int(lineage), step=int(step))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -24,6 +24,7 @@ from evolver_async.weights.groups import first_line, sweep
 from evolver_async.weights.holdings import Holdings
 from evolver_async.weights.rendezvous import Served, visit
 from evolver_async.weights.snapshot import Snapshot
+from evolver_async.weights.staging import StagedPublisher
 
 JOIN_POLL_S = 0.1  # how soon an idle learner sees that somebody has joined
 RETRY_S = 0.2  # between attempts to reach a learner that is not there
@@ -31,13 +32,12 @@ RETRY_S = 0.2  # between attempts to reach a learner that is not there
 log = logging.getLogger(__name__)
 
 
-class CollectivePublisher:
+class CollectivePublisher(StagedPublisher):
     """Publishes to whoever has joined at `address`: tcp://host:port, or a private directory, which
     holds the address of a store on this host.
 
-    Keeps the newest `keep` versions and the retained ones for late joiners. A version that is
-    overtaken before its turn, and would not be kept, is never sent. `device`: a GPU for NCCL, where
-    every member has one of its own. Errors of the thread are raised by the next call.
+    Keeps the newest `keep` versions and the retained ones for late joiners. `device`: a GPU for
+    NCCL, where every member has one of its own.
     """
 
     def __init__(
@@ -53,16 +53,8 @@ class CollectivePublisher:
         assert keep >= 2, "the version before is what a delta is based on"
         if not address.startswith("tcp://"):
             claim(Path(address))
-        self.address = address
-        self.keep = keep
+        super().__init__(address, keep)
         self._held: dict[WeightId, Snapshot] = {}  # in the order of publishing
-        self._retained: set[WeightId] = set()
-        self._waiting: list[tuple[WeightId, Snapshot]] = []
-        self._spare: list[Snapshot] = []
-        self._busy = False
-        self._error: Exception | None = None
-        self._closed = False
-        self._changed = threading.Condition()
         self._sender = Sender(
             Served(address, deadline_s),
             deadline_s=deadline_s,
@@ -74,42 +66,17 @@ class CollectivePublisher:
         self._thread = threading.Thread(target=self._work, name="publish", daemon=True)
         self._thread.start()
 
-    def publish(self, weights: WeightId, tensors: dict[str, Tensor], retain: bool = False) -> None:
-        with self._changed:
-            self._raise_error()
-            snapshot = self._spare.pop() if self._spare else Snapshot()
-        snapshot.stage(weights, tensors)
-        with self._changed:
-            if retain:
-                self._retained.add(weights)
-            self._waiting.append((weights, snapshot))
-            newest = {name for name, _ in self._waiting[-self.keep :]}
-            for entry in self._waiting[:]:
-                if entry[0] not in newest | self._retained:
-                    self._waiting.remove(entry)
-                    self._spare = [entry[1]]
-            self._changed.notify_all()
-
     @property
     def casts(self) -> int:
         """Versions sent so far, to whomever and however often."""
         return self._sender.casts
-
-    def wait(self) -> None:
-        """Return once all who take part have what was published; nobody may."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or not (self._waiting or self._busy))
-            self._raise_error()
 
     def release(self, weights: WeightId) -> None:
         with self._changed:
             self._retained.discard(weights)
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._waiting.clear()
-            self._changed.notify_all()
+        self._end()
         self._thread.join()
         self._sender.close()
 
@@ -128,9 +95,7 @@ class CollectivePublisher:
                     self._busy = False
                     self._changed.notify_all()
         except Exception as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+            self._fail(error)
 
     def _take(self) -> None:
         """Hold what has waited longest, and no longer what nobody can ask for any more."""
@@ -145,12 +110,6 @@ class CollectivePublisher:
         base = self._sender.base
         self._spare += [one for one in dropped if base is None or one is not base[1]]
         del self._spare[1:]
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise OSError(
-                f"cannot publish weights at {self.address}: {self._error}"
-            ) from self._error
 
 
 class CollectiveReceiver:

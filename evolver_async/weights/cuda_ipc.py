@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.base import WeightsCorrupt, WeightsGone, claim
+from evolver_async.weights.base import HEAD, WeightsCorrupt, WeightsGone, claim, read_head
 from evolver_async.weights.snapshot import Snapshot, aligned, nbytes, views
 
-HEAD = "HEAD"
 SLOT = "slot-"
 
 
@@ -175,11 +174,7 @@ class IpcReceiver:
         self._open: dict[str, tuple[list[Any], Tensor]] = {}  # mapped slots, by file name
 
     def head(self) -> WeightId | None:
-        try:
-            lineage, step = (self.directory / HEAD).read_text().split(".")
-        except FileNotFoundError:
-            return None
-        return WeightId(lineage=int(lineage), step=int(step))
+        return read_head(self.directory)
 
     def available(self) -> list[WeightId]:
         return sorted(slot.weights for _, slot in self._slots())

@@ -3,7 +3,7 @@
 import torch
 
 from evolver_async.config import Config
-from evolver_async.config.channels import channel
+from evolver_async.config.channels import channel, versions_kept
 from evolver_async.config.check import ConfigError
 from evolver_async.weights.base import Publisher, Receiver
 from evolver_async.weights.collective import CollectivePublisher, CollectiveReceiver
@@ -13,7 +13,7 @@ from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 
 def publisher(config: Config, address: str, background: bool = True) -> Publisher:
     """The learner's end at `address`. Without `background` everything is visible at once."""
-    weights, kept = config.weights, max(2, 1 + config.actors.weight_lag)
+    weights, kept = config.weights, versions_kept(config)
     match channel(config):
         case "collective":
             return CollectivePublisher(

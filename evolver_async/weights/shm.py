@@ -21,62 +21,34 @@ import torch
 from torch import Tensor
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.base import WeightsCorrupt, WeightsGone, claim
+from evolver_async.weights.base import HEAD, WeightsCorrupt, WeightsGone, claim, read_head
 from evolver_async.weights.snapshot import DTYPES, Snapshot, aligned, nbytes
+from evolver_async.weights.staging import StagedPublisher
 
-HEAD = "HEAD"
 LENGTH = struct.Struct("<Q")
 
 
-class ShmPublisher:
+class ShmPublisher(StagedPublisher):
     """Publishes into `directory`, which is made private where it does not exist.
 
-    Keeps the newest `keep` versions and the retained ones. With `background` a thread writes; a
-    version that is overtaken before its turn, and would not be kept, is never written. Errors of
-    the thread are raised by the next call.
+    Keeps the newest `keep` versions and the retained ones. With `background` a thread writes.
     """
 
     def __init__(self, directory: Path | str, keep: int = 2, background: bool = True) -> None:
         assert keep >= 1
+        super().__init__(str(directory), keep)
         self.directory = Path(directory)
-        self.address = str(directory)
-        self.keep = keep
         claim(self.directory)
         self._written = _available(self.directory)  # those of a publisher that died
-        self._retained: set[WeightId] = set()
-        self._waiting: list[tuple[WeightId, Snapshot]] = []
-        self._spare: list[Snapshot] = []
-        self._writing: WeightId | None = None
-        self._error: Exception | None = None
-        self._closed = False
-        self._changed = threading.Condition()
         self._thread = None
         if background:
             self._thread = threading.Thread(target=self._work, name="publish", daemon=True)
             self._thread.start()
 
     def publish(self, weights: WeightId, tensors: dict[str, Tensor], retain: bool = False) -> None:
-        with self._changed:
-            self._raise_error()
-            snapshot = self._spare.pop() if self._spare else Snapshot()
-        snapshot.stage(weights, tensors)
-        with self._changed:
-            if retain:
-                self._retained.add(weights)
-            self._waiting.append((weights, snapshot))
-            newest = {name for name, _ in self._waiting[-self.keep :]}
-            for entry in self._waiting[:]:
-                if entry[0] not in newest | self._retained:
-                    self._waiting.remove(entry)
-                    self._spare.append(entry[1])
-            self._changed.notify_all()
+        super().publish(weights, tensors, retain)
         if self._thread is None:
             self._write_next()
-
-    def wait(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or not (self._waiting or self._writing))
-            self._raise_error()
 
     def release(self, weights: WeightId) -> None:
         with self._changed:
@@ -84,10 +56,7 @@ class ShmPublisher:
             self._prune()
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._waiting.clear()
-            self._changed.notify_all()
+        self._end()
         if self._thread is not None:
             self._thread.join()
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -101,9 +70,7 @@ class ShmPublisher:
             try:
                 self._write_next()
             except Exception as error:
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
+                self._fail(error)
                 return
 
     def _write_next(self) -> None:
@@ -111,14 +78,14 @@ class ShmPublisher:
             if not self._waiting:
                 return  # cleared by close
             weights, snapshot = self._waiting.pop(0)
-            self._writing = weights
+            self._busy = True
         _replace(self.directory / _name(weights), _pieces(snapshot))
         _replace(self.directory / HEAD, [str(weights).encode()])
         with self._changed:
             self._written = [other for other in self._written if other != weights] + [weights]
             self._prune()
             self._spare = [snapshot]
-            self._writing = None
+            self._busy = False
             self._changed.notify_all()
 
     def _prune(self) -> None:
@@ -126,12 +93,6 @@ class ShmPublisher:
         for weights in [weights for weights in self._written if weights not in keep]:
             self._written.remove(weights)
             (self.directory / _name(weights)).unlink(missing_ok=True)
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise OSError(
-                f"cannot publish weights to {self.directory}: {self._error}"
-            ) from self._error
 
 
 class ShmReceiver:
@@ -141,11 +102,7 @@ class ShmReceiver:
         self.directory = Path(directory)
 
     def head(self) -> WeightId | None:
-        try:
-            lineage, step = (self.directory / HEAD).read_text().split(".")
-        except FileNotFoundError:
-            return None
-        return WeightId(lineage=int(lineage), step=int(step))
+        return read_head(self.directory)
 
     def available(self) -> list[WeightId]:
         return sorted(_available(self.directory))
