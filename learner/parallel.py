@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -34,7 +35,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from evolver_async import policy
 from evolver_async.attention import Borders
+from evolver_async.config.check import ConfigError
 from evolver_async.schema import Array
+from evolver_async.weights.groups import gpu_id
 
 T = TypeVar("T")
 
@@ -183,11 +186,15 @@ def join(
     deadline = timedelta(seconds=deadline_s)
     if where.type == "cuda":
         torch.cuda.set_device(where)
+    store = dist.FileStore(str(meeting), count)  # pyright: ignore[reportPrivateImportUsage]
+    store.set_timeout(deadline)
+    if backend == "nccl":
+        check_apart(store, rank, count, gpu_id(str(where)))
     names = [GLOO_INTERFACE] if nccl_leaves else [GLOO_INTERFACE, NCCL_INTERFACE]
     with _on_loopback(names):
         dist.init_process_group(
             backend,
-            store=dist.FileStore(str(meeting), count),  # pyright: ignore[reportPrivateImportUsage]
+            store=store,
             rank=rank,
             world_size=count,
             timeout=deadline,
@@ -198,6 +205,17 @@ def join(
     assert isinstance(host, dist.ProcessGroup) and isinstance(calls, dist.ProcessGroup)
     mesh = init_device_mesh(where.type, (count,))
     return Ranks(where, rank, count, mesh, host, calls)
+
+
+def check_apart(store: Store, rank: int, count: int, gpu: str) -> None:
+    """Raises ConfigError where `gpu` is another rank's, too: NCCL would fail, and not say why."""
+    store.set(f"gpu/{rank}", gpu)
+    for other in range(count):
+        if other != rank and store.get(f"gpu/{other}") == gpu.encode():
+            raise ConfigError(
+                f"launch.gpus.learner: ranks {min(rank, other)} and {max(rank, other)} see the same"
+                " GPU; NCCL wants one for each (learner.backend=gloo does not)"
+            )
 
 
 def within(model: torch.nn.Module, compute: Callable[[], T]) -> T:

@@ -5,6 +5,7 @@ Ranks are spawned processes that meet at a file and talk by gloo.
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from evolver_async.config.check import ConfigError, check
 from evolver_async.launch.roles import RoleArgs
 from learner.follow import meet
 from learner.optim import make_adamw, master, update
-from learner.parallel import alone, join
+from learner.parallel import alone, check_apart, join
 
 KINDS = ("rl", "sft", "dpo", "ppo")
 TOLERANCE = 1e-5
@@ -228,6 +229,26 @@ def test_ranks_leave_nccl_the_network_that_weights_need(tmp_path, monkeypatch):
             meet(settings, args)
     assert seen[0][INTERFACES[0]] == seen[0][INTERFACES[1]] == seen[1][INTERFACES[0]] != "eth7"
     assert seen[1][INTERFACES[1]] == os.environ[INTERFACES[1]] == "eth7"
+
+
+@pytest.mark.parametrize(("gpus", "refused"), [(("A", "B"), []), (("A", "A"), [0, 1])])
+def test_ranks_that_share_a_gpu_are_refused_by_the_key_that_parts_them(gpus, refused, tmp_path):
+    errors: list[int] = []
+
+    def be(rank: int) -> None:
+        store = torch.distributed.FileStore(str(tmp_path / "meeting"), 2)
+        try:
+            check_apart(store, rank, 2, f"GPU-{gpus[rank]}")
+        except ConfigError as error:
+            assert str(error).startswith("launch.gpus.learner: ranks 0 and 1")
+            errors.append(rank)
+
+    both = [threading.Thread(target=be, args=(rank,)) for rank in range(2)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+    assert sorted(errors) == refused
 
 
 # ---- the budget and the shares
