@@ -13,7 +13,6 @@ import torch
 from evolver_async.config import Config
 from evolver_async.config.channels import leaves_host
 from evolver_async.config.check import ConfigError
-from evolver_async.config.load import stage_config
 from evolver_async.launch.roles import RoleArgs
 from evolver_async.metrics import Timers
 from evolver_async.parcel import Parcel, unwrap, wrap
@@ -21,6 +20,7 @@ from evolver_async.schema import Fork, Group, Kind, Task
 from learner.outcome import Outcome
 from learner.parallel import Ranks, join
 from learner.state import State
+from learner.supervised import scored_stages
 from learner.update import Updater
 
 END = "end"
@@ -153,7 +153,7 @@ def attend(config: Config, run_dir: Path, ranks: Ranks) -> int:
     """Be a rank other than the first, until that lets go; signals are heeded by the first alone."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    stages = [stage_config(config, index) for index in range(len(config.stages))]
+    stages = scored_stages(config)
     follow(Updater(config, run_dir, Timers(), ranks), stages, ranks)
     return 0
 

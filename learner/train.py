@@ -18,7 +18,7 @@ import torch
 from evolver_async import messages, policy
 from evolver_async.checkpoint import CheckpointError
 from evolver_async.config import Config
-from evolver_async.config.load import load, stage_config, to_dict
+from evolver_async.config.load import load, to_dict
 from evolver_async.launch import directory
 from evolver_async.launch.roles import RoleArgs, TrainingError, collect_rarely, weights_address
 from evolver_async.metrics import Metrics, Timers
@@ -36,6 +36,7 @@ from learner.progress import Clock, next_stage, stage_over
 from learner.requests import Requests, Stopping
 from learner.samples import write_samples
 from learner.state import State
+from learner.supervised import scored_stages
 from learner.update import Updater
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Learner:
         ranks: Ranks | None = None,
     ) -> None:
         self.config = config
-        self.stages = [stage_config(config, index) for index in range(len(config.stages))]
+        self.stages = scored_stages(config)
         self.run_dir = run_dir
         self.requests = Requests(client, call)
         self.publisher = publisher

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from learner.supervised import sft_loss
+from evolver_async.config import Config, Stage
+from learner.supervised import scored_stages, sft_loss
 
 
 def test_sft_is_the_mean_negative_log_prob():
@@ -23,3 +24,12 @@ def test_sft_pulls_every_token_equally():
     theta_N = torch.tensor([-1.0, -9.0], requires_grad=True)
     sft_loss(theta_N, tokens=4).backward()
     assert theta_N.grad is not None and theta_N.grad.tolist() == [-0.25, -0.25]
+
+
+def test_demonstrations_are_scored_as_written_and_rollouts_as_sampled():
+    kinds = ("sft", "world_model", "reflect", "rl", "dpo")
+    config = Config(stages=[Stage(kind=kind, steps=9) for kind in kinds])
+    config.rollout.temperature = 0.5
+    scored = scored_stages(config)
+    assert [stage.rollout.temperature for stage in scored] == [1.0, 1.0, 1.0, 0.5, 0.5]
+    assert config.rollout.temperature == 0.5
