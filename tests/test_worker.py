@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,33 @@ def test_a_forced_lag_never_goes_behind_what_tickets_allow(tmp_path: Path) -> No
             task.cancel()
 
     asyncio.run(start())
+    publisher.close()
+
+
+def test_an_actor_goes_on_while_new_weights_are_fetched(tmp_path: Path) -> None:
+    publisher = ShmPublisher(tmp_path / "w", background=False)
+    publisher.publish(version(1), {"w": torch.zeros(1)})
+    worker = worker_of(None, Walker(), publisher)
+    adoption, begun, go_on = worker.adoption, threading.Event(), threading.Event()
+    fetch = adoption.receiver.fetch
+
+    def slow(weights: WeightId) -> dict[str, torch.Tensor]:
+        begun.set()
+        assert go_on.wait(DEADLINE_S), "the loop stands still meanwhile"
+        return fetch(weights)
+
+    adoption.receiver.fetch = slow
+
+    async def play() -> None:
+        adopting = asyncio.create_task(adoption.adopt())
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        go_on.set()
+        await adopting
+
+    worker.engine.weights = None
+    asyncio.run(play())
+    assert worker.engine.weights == version(1)
     publisher.close()
 
 
