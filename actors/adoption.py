@@ -8,8 +8,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-from torch import Tensor
-
 from actors.engines.base import Engine
 from actors.progress import Progress
 from evolver_async.config import Actors
@@ -57,17 +55,16 @@ class Adoption:
             target = self.target()
             if target is None or target == self.engine.weights:
                 return
+            fetch = self.receiver.fetch
             try:
-                tensors = await self._fetch(target)
+                # By a thread, as copying may take seconds; a virtual clock would not wait for one.
+                if getattr(asyncio.get_running_loop(), "virtual", False):
+                    tensors = fetch(target)
+                else:
+                    tensors = await asyncio.to_thread(fetch, target)
             except WeightsGone:
                 return  # a newer head has replaced them; the next look finds it
             await self.engine.update(target, tensors)
-
-    async def _fetch(self, weights: WeightId) -> dict[str, Tensor]:
-        """By a thread, as copying may take seconds; a virtual clock would not wait for one."""
-        if getattr(asyncio.get_running_loop(), "virtual", False):
-            return self.receiver.fetch(weights)
-        return await asyncio.to_thread(self.receiver.fetch, weights)
 
     def target(self) -> WeightId | None:
         """The weights to hold; None where there are none that are new enough for the tickets."""
