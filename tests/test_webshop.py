@@ -255,8 +255,8 @@ def test_options_that_nobody_wanted_can_bring_more_than_one_and_that_is_no_succe
     assert (step.reward, step.terminated, step.info.success) == (4 / 3, True, False)
 
 
-# Below the letters of Unicode 14 and later: which of them are letters depends on a library's tables.
-SETTLED = st.text(st.characters(max_codepoint=0x86F), max_size=30)
+# Libraries differ over what Unicode got lately and over İ, whose small form is two characters.
+SETTLED = st.text(st.characters(max_codepoint=0x86F, exclude_characters="İ"), max_size=30)
 
 
 @given(SETTLED, SETTLED)
