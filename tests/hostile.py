@@ -105,7 +105,7 @@ BATTERY = {
         "import os, time\nfor _ in range(9):\n    try:\n        if os.fork() == 0: break\n"
         "    except OSError: pass\nx = []\nwhile True:\n"
         "    try: x.append(b'x' * 10**6)\n    except MemoryError: time.sleep(9)",
-        ("timeout", "killed"),  # whichever limit is met first
+        ("timeout",),
     ),
     "file hog": Hostile(
         "import os\nfor n in range(999):\n    with open(f'/tmp/{n}', 'wb') as f:\n"

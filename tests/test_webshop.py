@@ -9,6 +9,7 @@ import math
 import random
 import re
 import tomllib
+import unicodedata
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -255,8 +256,10 @@ def test_options_that_nobody_wanted_can_bring_more_than_one_and_that_is_no_succe
     assert (step.reward, step.terminated, step.info.success) == (4 / 3, True, False)
 
 
-# Libraries differ over what Unicode got lately and over İ, whose small form is two characters.
-SETTLED = st.text(st.characters(max_codepoint=0x86F, exclude_characters="İ"), max_size=30)
+# What is a letter hangs on a library's tables where Unicode added it lately.
+SETTLED = st.text(
+    st.characters().filter(lambda one: unicodedata.ucd_3_2_0.category(one) != "Cn"), max_size=30
+)
 
 
 @given(SETTLED, SETTLED)

@@ -116,8 +116,10 @@ def alike(one: str, other: str) -> int:
 
 
 def _words(text: str) -> set[str]:
-    """In small letters; what Latin-1 has beyond ASCII is left out, as in thefuzz."""
-    return set(re.sub(r"[\W_]", " ", re.sub(r"[\x80-\xff]", "", text)).lower().split())
+    """In small letters, one for each (İ too); what Latin-1 has beyond ASCII is left out, as in
+    thefuzz."""
+    plain = re.sub(r"[\x80-\xff]", "", text).replace("İ", "i")
+    return set(re.sub(r"[\W_]", " ", plain).lower().split())
 
 
 def _ratio(one: str, other: str) -> int:
