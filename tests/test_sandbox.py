@@ -16,7 +16,7 @@ import psutil
 import pytest
 from launches import fair_time
 
-from actors.sandbox import seccomp
+from actors.sandbox import cell, seccomp
 from actors.sandbox.cell import Cell, Interior, Limits, SandboxUnavailable
 from actors.sandbox.pool import Pool, routes, shared
 
@@ -161,6 +161,16 @@ def test_threads_share_a_pool() -> None:
         results = list(threads.map(lambda n: pool.run(f"print({n})"), range(40)))
     assert [result.stdout for result in results] == [f"{n}\n" for n in range(40)]
     pool.close()
+    pool.close()
+
+
+def test_an_interpreter_too_busy_to_say_so_has_broken_the_limit_on_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cell, "GRACE_S", -0.4)
+    pool = Pool(Limits(wall_s=0.5), size=1)
+    pool.start()
+    assert pool.run("while True: pass").status == "timeout"
     pool.close()
 
 

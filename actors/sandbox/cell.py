@@ -39,6 +39,10 @@ class CellDied(RuntimeError):
     """The confined interpreter ended or did not answer in time; it is gone."""
 
 
+class CellLate(CellDied):
+    """It did not answer in time."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """What one program may use. All its processes together may hold `processes` times
@@ -182,7 +186,8 @@ class Cell:
             return json.loads(self._receive(length, deadline))
         except (OSError, ValueError, CellDied) as error:
             self._process.kill()
-            raise CellDied(f"the confined interpreter: {error}") from error
+            died = CellLate if isinstance(error, TimeoutError) else CellDied
+            raise died(f"the confined interpreter: {error}") from error
 
     def _send(self, content: bytes, deadline: float) -> None:
         assert self._process.stdin is not None
@@ -207,7 +212,7 @@ class Cell:
         poll = select.poll()
         poll.register(fd, event)
         if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
-            raise CellDied("did not answer in time")
+            raise TimeoutError("did not answer in time")
 
     def _last_words(self) -> str:
         """The last line of what a cell that died at its start had to say."""

@@ -15,6 +15,7 @@ from typing import get_args
 from actors.sandbox.cell import (
     Cell,
     CellDied,
+    CellLate,
     Interior,
     Limits,
     Result,
@@ -65,8 +66,9 @@ class Pool:
             if cell is None:
                 cell = self._start()
             result, clean = cell.run(source)
-        except CellDied:
-            result = Result("", KILLED, "killed", self.limits.wall_s)
+        except CellDied as death:
+            status = "timeout" if isinstance(death, CellLate) else "killed"
+            result = Result("", KILLED, status, self.limits.wall_s)
         finally:
             if cell is not None and not clean:
                 cell.kill()
