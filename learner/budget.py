@@ -7,8 +7,11 @@ adapters, recomputed layers and the attention kernel.
 from collections.abc import Callable, Iterable
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from evolver_async.launch.roles import TrainingError
+from evolver_async.weights.groups import gpu_id
+from learner.parallel import Ranks
 
 SHARE = 0.85  # of the free memory: fragments, and passes that differ from the one measured
 PASSES = 10  # at most, until
@@ -40,39 +43,56 @@ def fitting(cost: Callable[[int], int], free: int, unit: int) -> int:
     return max(unit, tokens // GRAIN * GRAIN)
 
 
+class Gpu:
+    """The memory of a GPU, which `id` names; TrainingError for any other device."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise TrainingError(f"learner.token_budget: 0 measures a GPU's memory, not {device}'s")
+        self.device = device
+        self.id = gpu_id(str(device))
+
+    def needed(self, pass_: Callable[[int], None], tokens: int) -> int:
+        """Bytes that a pass takes at its peak."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        pass_(tokens)
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def free(self) -> int:
+        """Bytes that nobody has."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
+
+
 def measured(
     pass_: Callable[[int], None],
     optimizers: Iterable[torch.optim.Optimizer],
-    device: torch.device,
+    ranks: Ranks,
     unit: int,
 ) -> int:
-    """The budget of a GPU as it is now; TrainingError on any other device.
+    """The budget of a GPU as it is now, which several ranks agree on: what the dearest of their
+    passes takes in the least room that one of them has. Ranks on one GPU share what is free there.
 
     pass_: a forward and backward pass over so many tokens. What the optimizers have yet to
     allocate, two moments a parameter, and as much again while they step, is left free.
+    TrainingError without a GPU.
     """
-    if device.type != "cuda":
-        raise TrainingError(f"learner.token_budget: 0 measures a GPU's memory, not {device}'s")
-
-    def cost(tokens: int) -> int:
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        pass_(tokens)
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-
-    parameters = [
-        (one, parameter)
+    gpu = Gpu(ranks.device)
+    reserved = sum(
+        (1 if parameter in one.state else 3) * _held(parameter).nbytes
         for one in optimizers
         for group in one.param_groups
         for parameter in group["params"]
-    ]
-    reserved = sum(
-        (1 if parameter in one.state else 3) * parameter.numel() * parameter.element_size()
-        for one, parameter in parameters
     )
     pass_(unit)  # allocates what stays: gradients and the kernels' workspaces
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info(device)[0]
-    return fitting(cost, free - reserved, unit)
+    sharers = ranks.gather(gpu.id.encode()).count(gpu.id.encode())
+    free = -ranks.largest(reserved - gpu.free() // sharers)
+    return fitting(lambda tokens: ranks.largest(gpu.needed(pass_, tokens)), free, unit)
+
+
+def _held(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -10,12 +10,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from evolver_async import lora, policy
+from evolver_async import policy
 from evolver_async.attention import Borders
 from evolver_async.schema import Array
 from learner.batch import Batch, MicroBatch, Minibatch
 from learner.optim import make_adamw
-from learner.parallel import Ranks, idle, within
+from learner.parallel import Ranks, nothing, within
 
 
 class Head(torch.nn.Module):
@@ -24,26 +24,33 @@ class Head(torch.nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(size))
-        self.bias = torch.nn.Parameter(torch.zeros(()))
+        self.bias = torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.float() @ self.weight + self.bias
 
 
 class Critic:
-    """`module`: the weights that are the critic's alone, and `optimizer`, which moves them."""
+    """`module`: the weights that are the critic's alone, and `optimizer`, which moves them.
+
+    trunk: what makes hidden states of tokens for it, on `ranks`; None where the policy's are read.
+    """
 
     def __init__(
-        self, model: torch.nn.Module, kind: str, *, betas: tuple[float, float], eps: float
+        self,
+        model: torch.nn.Module,
+        trunk: torch.nn.Module | None,
+        ranks: Ranks,
+        *,
+        betas: tuple[float, float],
+        eps: float,
     ) -> None:
-        decoder, projection = policy.split_model(model)
-        weight_VD = next(projection.parameters())
-        self.module = torch.nn.ModuleDict({"head": Head(weight_VD.shape[1])})
-        if kind == "separate":
-            self.module["trunk"] = lora.twin(decoder)
-        else:
-            assert kind == "shared", kind
-        self.module.to(weight_VD.device)
+        weight_VD = next(policy.split_model(model)[1].parameters())
+        head = Head(weight_VD.shape[1]).to(ranks.device)
+        head = ranks.shard(head, master=True, dtype="float32", drops=True)
+        self.module = torch.nn.ModuleDict({"head": head})
+        if trunk is not None:
+            self.module["trunk"] = trunk
         self.optimizer = make_adamw(
             self.module.parameters(), betas=betas, eps=eps, weight_decay=0.0
         )
@@ -100,12 +107,17 @@ class Critic:
         budget = ranks.budget(whole.row_lengths, token_budget)
         for micro in ranks.share(whole.micro_batches(budget, ranks.device, packed=packed)):
             if micro is None:
-                idle(model, ranks.device, packed=packed)
+                within(model, partial(self._idle, model, ranks.device, packed))
                 continue
             value_N, end_B = within(model, partial(self._of_policy, model, micro))
             batch.value_N[micro.index_N.cpu().numpy()] = value_N.cpu().numpy()
             batch.end_value_R[micro.row_B.cpu().numpy()] = end_B.cpu().numpy()
         ranks.sum(batch.value_N, batch.end_value_R)
+
+    def _idle(self, model: torch.nn.Module, device: torch.device, packed: bool) -> None:
+        """Take part in a forward pass of the other ranks that only looks."""
+        tokens_BT, hidden_BTD, borders = nothing(model, device, packed=packed)
+        self.values(hidden_BTD, tokens_BT, borders)
 
     def _of_policy(
         self, model: torch.nn.Module, micro: MicroBatch

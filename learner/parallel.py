@@ -59,11 +59,14 @@ class Ranks:
     host: dist.ProcessGroup | None = None
     calls: dist.ProcessGroup | None = None
 
-    def shard(self, model: torch.nn.Module, *, master: bool, dtype: str) -> torch.nn.Module:
+    def shard(
+        self, model: torch.nn.Module, *, master: bool, dtype: str, drops: bool = False
+    ) -> torch.nn.Module:
         """Spread a model's weights over the ranks, a decoder layer at a time; nothing if alone.
 
         `master`: trained weights are kept in float32 and take part in `dtype`, gradients are summed
-        in float32; otherwise, and where they are frozen, they are kept as they are.
+        in float32; otherwise, and where they are frozen, they are kept as they are. `drops`: what
+        lies outside of the layers is dropped behind a forward pass, too; else by `within`.
         """
         if self.mesh is None:
             return model
@@ -78,7 +81,12 @@ class Ranks:
             for weight in module.parameters():
                 if master and weight.requires_grad and weight.dtype != torch.float32:
                     weight.data = weight.data.float()
-            fully_shard(module, mesh=self.mesh, mp_policy=mixed)
+            fully_shard(
+                module,
+                mesh=self.mesh,
+                mp_policy=mixed,
+                reshard_after_forward=True if drops else None,
+            )
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)  # losses are shares of the update: sum them
             module.set_force_sum_reduction_for_comms(True)
@@ -105,14 +113,13 @@ class Ranks:
             for array in arrays:
                 dist.all_reduce(torch.from_numpy(array), group=self.host)
 
-    def sum_gradients(self, module: torch.nn.Module) -> None:
-        """Sums the gradients of a module that every rank holds whole."""
-        if self.mesh is None:
-            return
-        for parameter in module.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
+    def largest(self, value: int) -> int:
+        """The largest of the values that the ranks have."""
+        if self.host is None:
+            return value
+        found = torch.tensor([value])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.host)
+        return int(found)
 
     def gather(self, data: bytes) -> list[bytes]:
         """What every rank has, in their order, for every rank."""
@@ -142,13 +149,14 @@ class Ranks:
         return data.numpy().tobytes()
 
     def whole(self, model: torch.nn.Module, dtype: str) -> dict[str, torch.Tensor]:
-        """A sharded model's weights in host memory, in `dtype`: all for rank 0, {} for others.
+        """A sharded model's tensors in host memory, weights in `dtype`: for rank 0, {} for others.
 
         Gathered one by one, so that no GPU holds more than one of them.
         """
         found = {}
         for name, tensor in policy.state_tensors(model).items():
-            full = whole_tensor(tensor.to(getattr(torch, dtype)))
+            kept = getattr(torch, dtype) if tensor.is_floating_point() else tensor.dtype
+            full = whole_tensor(tensor.to(kept))
             if self.rank == 0:
                 found[name] = full.cpu()
         return found
@@ -227,7 +235,9 @@ def within(model: torch.nn.Module, compute: Callable[[], T]) -> T:
         return compute()
     found = getattr(model, "within")(compute)  # noqa: B009
     if not torch.is_grad_enabled():
-        model.reshard()  # what lies outside of the layers: with gradients the backward pass does it
+        # With gradients the backward pass drops what lies outside of the layers, and FSDP2's notes
+        # on every forward pass, which otherwise would grow for ever.
+        model.reset_iter_state()
     return found
 
 

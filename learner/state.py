@@ -87,6 +87,9 @@ def save(
     sharded = {"model": _weights(model), "optimizer": moments}
     if reference is not None:
         sharded["reference"] = _weights(reference)
+    if critic is not None:
+        sharded["critic"] = _weights(critic.module)
+        sharded["critic_optimizer"] = _optimizer_tensors(critic.module, critic.optimizer)
     for name, tensors in sharded.items():
         held = {
             key: tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -96,10 +99,6 @@ def save(
         shards.write(directory, name, held, rank, ranks)
     if rank > 0:
         return
-    if critic is not None:
-        shards.write(directory, "critic", _weights(critic.module))
-        moments = _optimizer_tensors(critic.module, critic.optimizer)
-        shards.write(directory, "critic_optimizer", moments)
     (directory / "state.json").write_text(json.dumps(asdict(state), indent=1))
 
 

@@ -143,8 +143,6 @@ class Stepper:
             _add(terms_of, {name: float(term) for name, term in terms.items()})
         if self.ranks.count == 1:
             return total, terms_of
-        if critic is not None:
-            self.ranks.sum_gradients(critic.module)
         parts = self.ranks.gather(msgspec.msgpack.encode([total, terms_of]))
         total, terms_of = 0.0, {}
         for part in parts:
@@ -182,7 +180,7 @@ class Stepper:
             probe = partial(self._probe, stage, critic)
             try:
                 self.measured[trained] = measured(
-                    probe, moved, self.device, self.config.policy.max_length
+                    probe, moved, self.ranks, self.config.policy.max_length
                 )
             finally:
                 for optimizer in moved:
@@ -200,12 +198,16 @@ class Stepper:
         if stage.learner.packing:
             borders = Borders.of([length] * len(tokens_BT), self.device)
             tokens_BT, select_BT = tokens_BT.view(1, -1), select_BT.view(1, -1)
-        hidden_BTD = policy.hidden_states(self.model, tokens_BT, borders)
-        logprobs_BT, entropy_BT = self._logprobs(stage, tokens_BT, select_BT, hidden_BTD)
-        value = (logprobs_BT + entropy_BT).sum()
-        if critic is not None:
-            value = value + critic.values(hidden_BTD, tokens_BT, borders).sum()
-        value.backward()
+
+        def compute() -> torch.Tensor:
+            hidden_BTD = policy.hidden_states(self.model, tokens_BT, borders)
+            logprobs_BT, entropy_BT = self._logprobs(stage, tokens_BT, select_BT, hidden_BTD)
+            value = (logprobs_BT + entropy_BT).sum()
+            if critic is not None:
+                value = value + critic.values(hidden_BTD, tokens_BT, borders).sum()
+            return value
+
+        within(self.model, compute).backward()
 
     def _loss(
         self,

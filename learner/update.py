@@ -254,6 +254,7 @@ class Updater:
             return None
         if self.critic is None:
             self.critic = self._make_critic()
+            self.stepper.measured.clear()  # there is less memory from here on
         with self.timers("value"):
             budget = self.stepper.token_budget(stage, self.critic)
             packed = stage.learner.packing
@@ -263,7 +264,19 @@ class Updater:
     def _make_critic(self) -> Critic:
         learner = self.config.learner
         betas = learner.betas[0], learner.betas[1]
-        return Critic(self.model, self.config.critic.kind, betas=betas, eps=learner.eps)
+        trunk = self._copy_decoder() if self.config.critic.kind == "separate" else None
+        return Critic(self.model, trunk, self.ranks, betas=betas, eps=learner.eps)
+
+    def _copy_decoder(self) -> torch.nn.Module:
+        """The policy's decoder as it is now, with trained weights of its own."""
+        decoder, _ = policy.split_model(self.model)
+        if self.ranks.mesh is None:
+            return lora.twin(decoder)
+        copy, _ = policy.split_model(load(self.config, self._loading))
+        dtype = self.config.policy.dtype
+        copy = self.ranks.shard(copy, master=True, dtype=dtype, drops=True)
+        policy.load_state(copy, policy.state_tensors(decoder))
+        return copy
 
     def _load_reference(self) -> torch.nn.Module:
         if self.config.policy.lora.rank:

@@ -1,6 +1,7 @@
 """Short trainings that a learner of one rank and one of several must do alike."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from test_critic import data as crossed_groups
 from test_critic import ppo
 from test_dpo import data as pairs
 from test_update import FORKS, config, guided_config, guided_groups
+from torch.distributed.fsdp import FSDPModule
 
 from evolver_async import policy
-from evolver_async.config import Config, Stage
+from evolver_async.config import Config, Lora, Stage
 from evolver_async.config.load import stage_config
 from evolver_async.metrics import Timers
 from evolver_async.schema import Group
+from learner import budget
 from learner.follow import Leader, follow
 from learner.parallel import Ranks, join
 from learner.state import State
@@ -34,6 +37,7 @@ class Trained:
     rows: list[dict[str, float]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     filtered: list[dict[str, list[int]]] = field(default_factory=list)
+    passes: int = 0  # of the reference that FSDP2 still remembers
 
 
 def make_policies(directory: Path) -> None:
@@ -75,9 +79,17 @@ def settings_of(name: str, directory: Path) -> tuple[Config, str, list[Group]]:
     if name == "dpo":
         settings = config(plain, [Stage(kind="dpo", steps=STEPS)], 2)
         return settings, "dpo", pairs()
-    assert name == "ppo", name
-    settings = ppo(plain, "shared", warmup=2)
+    assert name in ("ppo", "apart", "apart_lora", "apart_bf16", "measured"), name
+    settings = ppo(plain, "shared" if name == "ppo" else "separate", warmup=2)
     settings.policy.max_length = 64
+    if name == "measured":
+        settings.learner.token_budget = 0
+    if name == "apart_lora":
+        settings.policy.lora = Lora(rank=2, alpha=4.0)
+        settings.learner.gradient_checkpointing = settings.learner.packing = True
+        settings.loss.kl_coef = 0.1
+    if name == "apart_bf16":
+        settings.policy.dtype = "bfloat16"
     return settings, "rl", crossed_groups()
 
 
@@ -94,7 +106,7 @@ def train(
     With `ranks` the result is of rank 0 alone.
     """
     settings, method, data = settings_of(name, directory)
-    settings.learner.device = device
+    settings.learner.device = device if settings.learner.token_budget else "auto"
     out.mkdir(parents=True)
     updater = Updater(settings, out, Timers(), ranks)
     stage = stage_config(settings, 0)
@@ -123,6 +135,8 @@ def train(
             leader.save(out / "checkpoint", state)
     done.weights = {name: one.clone() for name, one in leader.published().items()}
     if isinstance(leader, Leader):
+        if isinstance(updater.reference, FSDPModule):
+            done.passes = len(updater.reference._get_fsdp_state()._comm_ctx.post_forward_order)
         leader.end()
     return done
 
@@ -138,6 +152,22 @@ def poison(updater: Updater) -> None:
     updater.stepper._loss = poisoned
 
 
+class Faked:
+    """The memory of a GPU that this rank of two has: the second's has less free, and a token takes
+    more of it. Neither shares it."""
+
+    def __init__(self, rank: int) -> None:
+        self.id = f"GPU-{rank}"
+        self.by_token, self.room = [(512, 2_000_000), (1024, 1_000_000)][rank]
+
+    def needed(self, pass_: Callable[[int], None], tokens: int) -> int:
+        pass_(tokens)
+        return self.by_token * tokens
+
+    def free(self) -> int:
+        return self.room
+
+
 def be_rank(
     rank: int,
     count: int,
@@ -150,13 +180,15 @@ def be_rank(
     Each is a name and the checkpoint that it goes on from; rank 0 writes down what comes out.
     """
     torch.set_num_threads(1)
+    if device == "cpu":
+        budget.Gpu = lambda _: Faked(rank)
     for number, (name, resume) in enumerate(plan):
         meeting = directory / f"meeting-{number}"
         ranks = join(meeting, rank, count, device=device, backend="auto", deadline_s=DEADLINE_S)
         out = directory / f"{name}-{'resumed' if resume else 'whole'}-{rank}"
         done = train(name, directory, out, ranks, Path(resume) if resume else None)
         if rank == 0:
-            numbers = {"rows": done.rows, "filtered": done.filtered}
+            numbers = {"rows": done.rows, "filtered": done.filtered, "passes": done.passes}
             (out / "done.json").write_text(json.dumps(numbers))
             save_file(done.weights, out / "weights.safetensors")
 
@@ -164,4 +196,4 @@ def be_rank(
 def read(out: Path) -> Trained:
     """What rank 0 wrote down."""
     numbers = json.loads((out / "done.json").read_text())
-    return Trained(numbers["rows"], load_file(out / "weights.safetensors"), numbers["filtered"])
+    return Trained(weights=load_file(out / "weights.safetensors"), **numbers)

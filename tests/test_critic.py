@@ -16,7 +16,7 @@ from test_serial import RECIPE
 from test_update import FORKS, config, groups, updater
 from test_values import slow_gae
 
-from evolver_async import policy
+from evolver_async import lora, policy
 from evolver_async.config import Advantage, Config, Stage
 from evolver_async.config import Critic as Settings
 from evolver_async.config.load import stage_config
@@ -86,10 +86,15 @@ def crossed() -> Group:
     return group
 
 
+def new_critic(model: torch.nn.Module, kind: str) -> Critic:
+    trunk = lora.twin(policy.split_model(model)[0]) if kind == "separate" else None
+    return Critic(model, trunk, alone("cpu"), betas=(0.9, 0.99), eps=1e-8)
+
+
 def made(tiny: Path, kind: str, seed: int = 0) -> tuple[torch.nn.Module, Critic]:
     """A policy, and a critic that says something."""
     model = policy.load_model(tiny, dtype="float32", device="cpu")
-    critic = Critic(model, kind, betas=(0.9, 0.99), eps=1e-8)
+    critic = new_critic(model, kind)
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in critic.module.parameters():
@@ -123,7 +128,7 @@ def test_a_new_critic_expects_nothing(tiny):
     model = policy.load_model(tiny, dtype="float32", device="cpu")
     for kind in KINDS:
         batch = batch_of(crossed())
-        Critic(model, kind, betas=(0.9, 0.99), eps=1e-8).score(model, batch, 24, alone("cpu"))
+        new_critic(model, kind).score(model, batch, 24, alone("cpu"))
         assert not batch.value_N.any() and not batch.end_value_R.any()
 
 

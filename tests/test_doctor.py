@@ -18,7 +18,7 @@ from evolver_async.config.load import load
 from evolver_async.study import doctor
 from evolver_async.study.doctor import PARTS, machine_table, parameters_of, probe
 from evolver_async.study.probes import PROBES, Found
-from evolver_async.study.verdict import verdicts
+from evolver_async.study.verdict import _training_bytes, verdicts
 
 ROOT = Path(__file__).parent.parent
 GIB = 1 << 30
@@ -114,6 +114,17 @@ def test_engine_and_learner_on_one_gpu_need_room_for_both():
     assert wrong(shared, machine(gpu(80)), parameters) == ["engine.memory"]
     shared.policy.lora.rank = 16  # only adapters have gradients and moments
     assert wrong(shared, machine(gpu(80)), parameters) == []
+
+
+def test_only_a_single_rank_shares_what_adapters_leave_frozen():
+    """In bfloat16: the policy's copy, the reference's and the critic's."""
+    config = node(learner__ranks=1, loss__kl_coef=0.1, advantage__kind="gae")
+    config.policy.lora.rank, config.critic.kind = 16, "separate"
+    assert _training_bytes(config, SEVEN_B) == 2 * SEVEN_B
+    config.learner.ranks = 2
+    assert _training_bytes(config, SEVEN_B) == 3 * 2 * SEVEN_B
+    config.loss.kl_coef = 0.0
+    assert _training_bytes(config, SEVEN_B) == 2 * 2 * SEVEN_B
 
 
 def test_cuda_ipc_is_refused_to_an_engine_on_another_gpu():

@@ -34,7 +34,7 @@ from evolver_async.config.values import ConfigError
 from evolver_async.launch.roles import RoleArgs, TrainingError
 from evolver_async.tokenizer import ModelError
 from learner import budget, prepare, stepping
-from learner.parallel import alone
+from learner.parallel import Ranks, alone
 from learner.scoring import Scorer
 from learner.state import State
 from learner.update import Updater
@@ -436,6 +436,37 @@ def test_a_budget_is_measured_on_a_gpu_alone(paths, tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(TrainingError, match=r"learner\.token_budget"):
             made.rl(stage_config(settings, 0), make_groups(1, 2, 2), State(**STATE), FORKS, 1)
+
+
+def test_ranks_on_one_gpu_share_what_is_free_there(monkeypatch):
+    class Gpu:
+        id = "GPU-0"
+
+        def needed(self, _: object, tokens: int) -> int:
+            return 1000 * tokens
+
+        def free(self) -> int:
+            return 10**7
+
+    monkeypatch.setattr(budget, "Gpu", lambda _: Gpu())
+    for others, expected in ([], 8500), ([b"GPU-1"], 8500), ([b"GPU-0"], 4250):
+        monkeypatch.setattr(Ranks, "gather", lambda _, data, others=others: [data, *others])
+        found = budget.measured(lambda _: None, [], alone("cpu"), 10)
+        assert found == expected // budget.GRAIN * budget.GRAIN
+
+
+def test_a_budget_is_measured_again_when_a_critic_has_come(paths, tmp_path, monkeypatch):
+    room = iter([512, 256, 128])
+    monkeypatch.setattr(stepping, "measured", lambda *_: next(room))
+    settings = config(paths["tiny"], [Stage(kind="rl", steps=1)])
+    settings.learner.token_budget = 0
+    settings.advantage = Advantage(kind="gae")
+    made = updater(settings, tmp_path)
+    stage = stage_config(settings, 0)
+    made.begin_stage(stage, 0)
+    made.rl(stage, make_groups(2, 2, 2), State(**STATE), FORKS, 1)
+    assert made.critic is not None and made.stepper.token_budget(stage, made.critic) == 256
+    assert made.stepper.token_budget(stage, None) == 128, "less than before there was a critic"
 
 
 def test_a_budget_is_measured_again_when_a_reference_has_come(paths, tmp_path, monkeypatch):

@@ -24,7 +24,9 @@ from learner.follow import meet
 from learner.optim import make_adamw, master, update
 from learner.parallel import alone, check_apart, join
 
-KINDS = ("rl", "sft", "dpo", "ppo")
+KINDS = ("rl", "sft", "dpo", "ppo", "apart", "apart_lora")
+SHORT = ("bf16", "apart_bf16")
+RESUMED = ("rl", "ppo", "apart", "apart_lora")
 TOLERANCE = 1e-5
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -35,10 +37,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tra
     directory = tmp_path_factory.mktemp("ranks")
     make_policies(directory)
     single = {
-        name: train(name, directory, directory / f"{name}-single") for name in (*KINDS, "bf16")
+        name: train(name, directory, directory / f"{name}-single") for name in (*KINDS, *SHORT)
     }
-    plan: list[tuple[str, str | None]] = [(name, None) for name in (*KINDS, "bf16", "poisoned")]
-    plan += [(name, str(directory / f"{name}-single" / "checkpoint")) for name in ("rl", "ppo")]
+    plan: list[tuple[str, str | None]] = [
+        (name, None) for name in (*KINDS, *SHORT, "measured", "poisoned")
+    ]
+    plan += [(name, str(directory / f"{name}-single" / "checkpoint")) for name in RESUMED]
     mp.spawn(be_rank, args=(2, directory, plan), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
     return directory, single
 
@@ -67,7 +71,7 @@ def test_two_ranks_have_the_losses_and_weights_of_one(name, world):
         torch.testing.assert_close(both.weights[key], tensor, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["rl", "ppo"])
+@pytest.mark.parametrize("name", RESUMED)
 def test_one_rank_goes_on_from_the_checkpoint_of_two(name, world, tmp_path):
     directory, single = world
     saved = directory / f"{name}-whole-0" / "checkpoint"
@@ -76,17 +80,21 @@ def test_one_rank_goes_on_from_the_checkpoint_of_two(name, world, tmp_path):
     assert_alike(alone_again.rows, single[name].rows[SAVED:])
 
 
-@pytest.mark.parametrize("name", ["rl", "ppo"])
+@pytest.mark.parametrize("name", RESUMED)
 def test_two_ranks_go_on_from_the_checkpoint_of_one(name, world):
     directory, single = world
     assert_alike(read(directory / f"{name}-resumed-0").rows, single[name].rows[SAVED:])
 
 
-def test_no_rank_writes_more_than_its_share(world):
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [("rl", ("model", "optimizer", "reference")), ("apart", ("critic", "critic_optimizer"))],
+)
+def test_no_rank_writes_more_than_its_share(name, parts, world):
     directory, _ = world
-    saved = directory / "rl-whole-0" / "checkpoint"
-    whole = directory / "rl-single" / "checkpoint"
-    for part in ("model", "optimizer", "reference"):
+    saved = directory / f"{name}-whole-0" / "checkpoint"
+    whole = directory / f"{name}-single" / "checkpoint"
+    for part in parts:
         assert shards.read(saved, part).keys() == shards.read(whole, part).keys()
         for rank in range(2):
             share = (saved / f"{part}.{rank}of2.safetensors").stat().st_size
@@ -103,15 +111,38 @@ def test_a_loss_of_one_rank_that_is_not_finite_is_a_step_of_none(world):
     assert not (directory / "poisoned-whole-1" / "bad").exists(), "rank 0 alone keeps the batch"
 
 
-def test_bfloat16_ranks_publish_what_they_run_and_keep_what_they_train(world):
+@pytest.mark.parametrize("name", SHORT)
+def test_bfloat16_ranks_publish_what_they_run_and_keep_what_they_train(name, world):
     directory, single = world
-    both = read(directory / "bf16-whole-0")
-    assert_alike(both.rows[:1], single["bf16"].rows[:1], tolerance=0.02)
+    both = read(directory / f"{name}-whole-0")
+    assert_alike(both.rows[:1], single[name].rows[:1], tolerance=0.02)
     assert {tensor.dtype for tensor in both.weights.values()} == {torch.bfloat16}
-    kept = shards.read(directory / "bf16-whole-0" / "checkpoint", "model")
-    assert {tensor.dtype for tensor in kept.values()} == {torch.float32}
-    rounded = [not torch.equal(one, one.bfloat16().float()) for one in kept.values()]
-    assert any(rounded), "masters must hold more than the weights that take part"
+    for part in ("model", "critic") if name == "apart_bf16" else ("model",):
+        kept = shards.read(directory / f"{name}-whole-0" / "checkpoint", part)
+        assert {tensor.dtype for tensor in kept.values()} == {torch.float32}
+        matrices = [one for key, one in kept.items() if "head" not in key and one.ndim > 1]
+        rounded = [not torch.equal(one, one.bfloat16().float()) for one in matrices]
+        assert all(rounded), "masters must hold more than the weights that take part"
+
+
+def test_passes_that_only_look_leave_nothing_behind(world):
+    directory, _ = world
+    assert (directory / "rl-whole-0" / "checkpoint" / "reference.0of2.safetensors").exists()
+    assert read(directory / "rl-whole-0").passes == 0
+
+
+def test_the_ranks_agree_on_a_budget_that_the_fullest_of_them_can_take(world):
+    """The second has 1 MB free, of which a token takes 1 KiB; see parallel_world.Faked.
+
+    A third of that stays free for the optimizers: all would be 768 tokens. If the first saw to its
+    own passes alone they would be 1024, to its own memory alone 1280.
+    """
+    directory, single = world
+    both = read(directory / "measured-whole-0")
+    assert {row["learner/token_budget"] for row in both.rows} == {512}
+    given = single["apart"].rows[0]["learner/token_budget"]
+    rows = [row | {"learner/token_budget": given} for row in both.rows]
+    assert_alike(rows, single["apart"].rows)
 
 
 # ---- bfloat16 alone
@@ -183,10 +214,9 @@ def test_a_missing_shard_is_an_error_that_names_it(tmp_path):
     ("key", "change"),
     [
         ("learner.ranks", lambda one: setattr(one.launch, "kind", "serial")),
-        ("learner.token_budget", lambda one: setattr(one.learner, "token_budget", 0)),
+        ("weights.kind", lambda one: setattr(one.weights, "kind", "cuda_ipc")),
         ("learner.device", lambda one: setattr(one.learner, "device", "cuda:1")),
         ("learner.backend", lambda one: vars(one.learner).update(backend="nccl", device="cpu")),
-        ("critic.kind", lambda one: (setattr(one.advantage, "kind", "gae"), separate(one))),
     ],
 )
 def test_what_several_ranks_cannot_do_is_refused_by_its_key(key, change):
@@ -196,10 +226,6 @@ def test_what_several_ranks_cannot_do_is_refused_by_its_key(key, change):
     change(settings)
     with pytest.raises(ConfigError, match=f"^{key}"):
         check(settings)
-
-
-def separate(settings: Config) -> None:
-    settings.critic.kind = "separate"
 
 
 def test_ranks_leave_nccl_the_network_that_weights_need(tmp_path, monkeypatch):

@@ -162,7 +162,11 @@ def test_chunked_logprobs_equal_full_ones_with_gradients(directory, temperature,
             assert torch.allclose(mine, theirs * select_BT, atol=1e-6)
             assert not mine[~select_BT].any()
         for mine, theirs in zip(gradients(*got), expected, strict=True):
-            assert torch.allclose(mine, theirs, atol=1e-6 + 1e-6 * theirs.abs().max())
+            # float32 sums in another order: how far off single ones are depends on the processor's
+            # kernels, all together are closer.
+            assert torch.allclose(mine, theirs, atol=1e-6 + 5e-6 * theirs.abs().max())
+            off = (mine - theirs).norm() / len(mine.flatten()) ** 0.5
+            assert off <= 1e-7 + 2e-6 * theirs.norm() / len(mine.flatten()) ** 0.5
 
 
 def test_padding_and_empty_selection_change_nothing(directory):

@@ -235,17 +235,6 @@ def _check_ranks(config: Config) -> None:
         "learner.backend",
         "nccl needs GPUs, and learner.device is cpu",
     )
-    require(
-        config.learner.token_budget > 0,
-        "learner.token_budget",
-        "0 measures one GPU alone: with learner.ranks > 1 say how many tokens a pass may have",
-    )
-    require(
-        config.advantage.kind not in ("gae", "gae_bilevel", "vtrace")
-        or config.critic.kind == "shared",
-        "critic.kind",
-        "a separate critic is not sharded: with learner.ranks > 1 use shared",
-    )
 
 
 def _check_llm(key: str, llm: Llm) -> None:

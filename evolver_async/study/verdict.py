@@ -154,12 +154,11 @@ def _memory(config: Config, machine: Machine, parameters: int) -> Iterator[Verdi
 def _training_bytes(config: Config, parameters: int) -> float:
     """What all ranks of the learner hold together, without activations."""
     copy = parameters * DTYPE_BYTES[config.policy.dtype]
-    if config.policy.lora.rank:
-        return copy  # the adapters beside it are small
+    apart = config.advantage.kind in CRITICS and config.critic.kind == "separate"
+    if config.policy.lora.rank:  # the adapters are small; only a single rank shares what is frozen
+        return copy * (1 + (config.learner.ranks > 1) * (apart + (config.loss.kl_coef > 0)))
     whole = parameters * MASTER_BYTES + (copy if config.policy.dtype != "float32" else 0)
-    if config.advantage.kind in CRITICS and config.critic.kind == "separate":
-        whole *= 2
-    return whole + (copy if config.loss.kl_coef else 0)
+    return whole * (1 + apart) + (copy if config.loss.kl_coef else 0)
 
 
 def _room(config: Config, machine: Machine, parameters: int) -> Iterator[Verdict]:

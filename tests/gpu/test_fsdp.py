@@ -9,6 +9,7 @@ from parallel_world import STEPS, be_rank, make_policies, read, train
 from test_parallel import assert_alike
 
 from evolver_async import shards
+from learner.budget import GRAIN
 from learner.parallel import alone
 
 pytestmark = pytest.mark.gpu
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.gpu
 FLOAT32, BFLOAT16 = 1e-3, 0.05
 
 
-@pytest.mark.parametrize("name", ["rl", "sft", "ppo"])
+@pytest.mark.parametrize("name", ["rl", "sft", "ppo", "apart"])
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_have_the_losses_of_one(name: str, tmp_path: Path) -> None:
     make_policies(tmp_path)
@@ -28,13 +29,22 @@ def test_two_gpus_have_the_losses_of_one(name: str, tmp_path: Path) -> None:
     assert len(both.rows) == STEPS
 
 
-def test_one_gpu_sharded_by_itself_has_the_losses_of_a_plain_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["rl", "apart", "apart_lora"])
+def test_one_gpu_sharded_by_itself_has_the_losses_of_a_plain_one(name: str, tmp_path: Path) -> None:
     """FSDP2 over a mesh of one rank, by NCCL: all of its code on a single GPU."""
     make_policies(tmp_path)
-    plain = train("rl", tmp_path, tmp_path / "single", device="cuda:0")
-    mp.spawn(be_rank, args=(1, tmp_path, [("rl", None)], "cuda"), nprocs=1)  # pyright: ignore[reportPrivateImportUsage]
-    sharded = read(tmp_path / "rl-whole-0")
+    plain = train(name, tmp_path, tmp_path / "single", device="cuda:0")
+    mp.spawn(be_rank, args=(1, tmp_path, [(name, None)], "cuda"), nprocs=1)  # pyright: ignore[reportPrivateImportUsage]
+    sharded = read(tmp_path / f"{name}-whole-0")
     assert_alike(sharded.rows[:1], plain.rows[:1], tolerance=FLOAT32)
+
+
+def test_a_sharded_learner_measures_what_fits_its_gpu(tmp_path: Path) -> None:
+    make_policies(tmp_path)
+    mp.spawn(be_rank, args=(1, tmp_path, [("measured", None)], "cuda"), nprocs=1)  # pyright: ignore[reportPrivateImportUsage]
+    rows = read(tmp_path / "measured-whole-0").rows
+    assert len(rows) == STEPS
+    assert all(row["learner/token_budget"] % GRAIN == 0 for row in rows)
 
 
 def test_bfloat16_on_the_gpu_is_bfloat16_on_the_cpu_with_masters_in_float32(
