@@ -95,7 +95,6 @@ class Leader:
     def end(self) -> None:
         """Let the other ranks go."""
         self._tell(Call(method=END))
-        self.ranks.leave()
 
     def _train(
         self,
@@ -126,7 +125,6 @@ def follow(updater: Updater, stages: list[Config], ranks: Ranks) -> None:
     while True:
         call = msgspec.msgpack.decode(ranks.hear(), type=Call)
         if call.method == END:
-            ranks.leave()
             return
         _make(updater, stages[call.stage], call)
 

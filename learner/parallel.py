@@ -162,7 +162,11 @@ class Ranks:
         return found
 
     def leave(self) -> None:
-        """Take the groups down, after which nothing here works any more."""
+        """Take the groups down, after which nothing here works any more.
+
+        Also after an error: a process that ends with a broken group may crash while it ends, and
+        then its exit code no longer says why.
+        """
         if self.mesh is not None:
             dist.destroy_process_group()
 

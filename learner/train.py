@@ -325,8 +325,17 @@ def main(args: RoleArgs) -> int:
     config = load(args.run_dir / "config.yaml", [])
     torch.set_num_threads(config.learner.threads)
     ranks = meet(config, args)
-    if ranks is not None and ranks.rank > 0:
-        return attend(config, args.run_dir, ranks)
+    try:
+        if ranks is not None and ranks.rank > 0:
+            return attend(config, args.run_dir, ranks)
+        return lead(config, args, ranks)
+    finally:
+        if ranks is not None:
+            ranks.leave()
+
+
+def lead(config: Config, args: RoleArgs, ranks: Ranks | None) -> int:
+    """Be the only rank, or the first of several: the one that talks to the buffer."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
 

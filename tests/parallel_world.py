@@ -191,6 +191,7 @@ def be_rank(
             numbers = {"rows": done.rows, "filtered": done.filtered, "passes": done.passes}
             (out / "done.json").write_text(json.dumps(numbers))
             save_file(done.weights, out / "weights.safetensors")
+        ranks.leave()
 
 
 def read(out: Path) -> Trained:

@@ -463,6 +463,7 @@ def be_rank(rank: int, tiny: Path, directory: Path) -> None:
         done = short_training(tiny, out, dtype, ranks, Path(resume) if resume else None)
         if rank == 0:
             torch.save(done, out / "done.pt")
+        ranks.leave()
 
 
 def test_two_ranks_train_adapters_as_one_does(tiny: Path, tmp_path: Path) -> None:

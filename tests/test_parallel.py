@@ -317,6 +317,8 @@ def stand_alone(rank: int, directory: Path, ready: Any) -> None:
         ranks.gather(b"x")
     except RuntimeError as error:
         (directory / "error").write_text(str(error))
+    finally:
+        ranks.leave()
 
 
 @pytest.fixture
