@@ -176,6 +176,8 @@ def test_observation_describes_the_state() -> None:
     bare = CliffWalking(rows=3, columns=4, hints=False, grid="first")
     assert bare.reset(task(), 0) == "____\n____\nPOOG\nrow 2 column 0"
     assert bare.step("up").observation == "row 1 column 0"
+    *_, last = [env.step(action) for action in ("up", "right", "right", "right", "down")]
+    assert last.terminated and last.observation == "____\n____\n_OO√\nrow 2 column 3"
 
 
 def test_restored_snapshot_replays_the_same_slips() -> None:

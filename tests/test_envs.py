@@ -152,6 +152,21 @@ def test_observation_describes_the_state() -> None:
     assert env.step(" Down ").observation == f"__O_\n_P__\n_O_G\n____\n{sight}"
 
 
+@pytest.mark.parametrize("grid, lines", [("every", slice(None)), ("never", slice(3, None))])
+def test_the_last_observation_says_how_it_ended(grid: Any, lines: slice) -> None:
+    """In RAGEN's glyphs, and without the hints: there is nothing left to decide."""
+    ends = {
+        ("right", False): ["_X_", "G__", "___", "row 0 column 1"],
+        ("down", True): ["_O_", "√__", "___", "row 1 column 0"],
+    }
+    for (action, won), seen in ends.items():
+        env = FrozenLake(size=3, grid=grid, max_moves=1)
+        env.lake, env.cell, env.moves = Lake(rows=("_O_", "G__", "___"), start=0), 0, 0
+        step = env.step(action)
+        assert step.observation.splitlines() == seen[lines]
+        assert (step.terminated, step.truncated, step.info.success) == (True, False, won)
+
+
 def test_grid_and_hints_can_be_left_out() -> None:
     def lines(**params: Any) -> list[int]:
         env = FrozenLake(**params)

@@ -142,9 +142,10 @@ def test_rewards_are_given_on_events() -> None:
     rewards = [env.step(action).reward for action in ("right", "right", "up", "down")]
     assert rewards == pytest.approx([-0.1, 0.9, -0.1, -0.1])
     assert env.step("right").reward == pytest.approx(-1.1)
-    solved = placed(["_____", "_PXO_", "_____", "_____", "_____"]).step("right")
+    solved = placed(["_____", "_PXO_", "_____", "_____", "_____"], hints=True).step("right")
     assert solved.reward == pytest.approx(10.9)
-    assert (solved.terminated, solved.truncated, solved.observation) == (True, False, "")
+    assert (solved.terminated, solved.truncated) == (True, False)
+    assert solved.observation == "_____\n__P√_\n_____\n_____\n_____"
 
 
 def test_pushing_from_target_to_target_is_no_event() -> None:

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from actors.envs.base import Exact, Info, Step, split_of
-from actors.envs.grid import bearing, place, rows_of
+from actors.envs.grid import ARRIVED, bearing, place, rows_of
 from actors.envs.tabular import Outcome, Process, best_values, exact_of, happening, learn, tabulate
 from evolver_async.schema import Task, key
 
@@ -213,10 +213,9 @@ class CliffWalking:
         assert isinstance(reached, int)
         self.cell = reached
         self.moves += 1
-        if ended:
-            return Step("", reward, True, False, Info(success=True))
-        truncated = self.moves == self.max_moves
-        return Step(self._observe(self.grid == "every"), reward, False, truncated, Info())
+        truncated = not ended and self.moves == self.max_moves
+        seen = self._observe(self.grid == "every")
+        return Step(seen, reward, ended, truncated, Info(success=ended))
 
     def close(self) -> None:
         pass
@@ -268,13 +267,14 @@ class CliffWalking:
 
     def _observe(self, grid: bool) -> str:
         cliff, cell, columns = self.cliff, self.cell, self.columns
-        text = self.state()
-        if self.hints:
+        text, arrived = self.state(), cell == cliff.goal
+        if self.hints and not arrived:
             text += f" goal {bearing(cell, cliff.goal, columns)}"
             for action, name in enumerate(ACTIONS):
                 reached = cliff.moved(cell, action)
                 text += f" {name} {'wall' if reached == cell else WORDS[cliff.cells[reached]]}"
         if grid:
-            cells = cliff.cells[:cell] + PLAYER + cliff.cells[cell + 1 :]
+            player = ARRIVED if arrived else PLAYER
+            cells = cliff.cells[:cell] + player + cliff.cells[cell + 1 :]
             text = "\n".join([*rows_of(cells, columns), text])
         return text

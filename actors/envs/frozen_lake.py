@@ -13,12 +13,13 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from actors.envs.base import Exact, Info, Step, split_of
-from actors.envs.grid import bearing, place, rows_of
+from actors.envs.grid import ARRIVED, bearing, place, rows_of
 from actors.envs.tabular import Outcome, Process, best_values, exact_of, happening, tabulate
 from evolver_async.schema import Task, key
 
 INSTRUCTIONS = "walk over the ice from P to the goal G . O is a hole . actions left down right up ."
 PLAYER, ICE, HOLE, GOAL = "P", "_", "O", "G"
+STANDS = {ICE: PLAYER, HOLE: "X", GOAL: ARRIVED}  # the player on each, as in RAGEN
 WORDS = {ICE: "ice", HOLE: "hole", GOAL: "goal"}
 WALL = "wall"
 
@@ -151,9 +152,9 @@ def best_actions(lake: Lake, success_rate: float) -> dict[Hashable, int]:
 
 class FrozenLake:
     """The environment. `success_rate` is used only where `slippery`; `grid` says in which turns the
-    map is shown; `hints` describes the four neighbours and where the goal lies. `goal_cell` moves
-    the goal there (-1 leaves it where it was drawn); `free` leaves it out. `max_moves` truncates an
-    episode; 0 leaves that to the rollout.
+    map is shown; `hints` describes the four neighbours and where the goal lies, until the episode
+    has ended. `goal_cell` moves the goal there (-1 leaves it where it was drawn); `free` leaves it
+    out. `max_moves` truncates an episode; 0 leaves that to the rollout.
 
     ValueError names the parameter that is out of range.
     """
@@ -220,11 +221,10 @@ class FrozenLake:
         self.cell = self.lake.moved(self.cell, self._slide(ACTIONS.index(name)))
         self.moves += 1
         ground = self.lake.cells[self.cell]
-        if ground != ICE:
-            won = ground == GOAL
-            return Step("", float(won), True, False, Info(success=won))
-        truncated = self.moves == self.max_moves
-        return Step(self._observe(self.grid == "every"), 0.0, False, truncated, Info())
+        ended, won = ground != ICE, ground == GOAL
+        truncated = not ended and self.moves == self.max_moves
+        seen = self._observe(self.grid == "every")
+        return Step(seen, float(won), ended, truncated, Info(success=won))
 
     def close(self) -> None:
         pass
@@ -290,14 +290,14 @@ class FrozenLake:
 
     def _observe(self, grid: bool) -> str:
         lake, cell, size = self.lake, self.cell, self.size
-        text = self.state()
-        if self.hints and lake.goal >= 0:
-            text += f" goal {bearing(cell, lake.goal, size)}"
-        if self.hints:
+        text, ground = self.state(), lake.cells[cell]
+        if self.hints and ground == ICE:
+            if lake.goal >= 0:
+                text += f" goal {bearing(cell, lake.goal, size)}"
             for action, neighbour in zip(ACTIONS, lake.neighbours[cell], strict=True):
                 text += f" {action} {WALL if neighbour is None else WORDS[lake.cells[neighbour]]}"
         if grid:
-            cells = lake.cells[:cell] + PLAYER + lake.cells[cell + 1 :]
+            cells = lake.cells[:cell] + STANDS[ground] + lake.cells[cell + 1 :]
             text = "\n".join([*rows_of(cells, size), text])
         return text
 

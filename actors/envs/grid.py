@@ -1,5 +1,7 @@
 """How places on a grid are said. Cells are numbered row by row, `columns` a row."""
 
+ARRIVED = "√"  # the player at the goal, where that ends the episode
+
 
 def rows_of(cells: str, columns: int) -> list[str]:
     """The rows of a grid whose glyphs stand in one string."""

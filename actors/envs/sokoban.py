@@ -89,10 +89,8 @@ class Sokoban:
         _, reached, reward, solved = self._outcome(self.now, ACTIONS.index(name))
         self.now = reached
         self.moves += 1
-        if solved:
-            return Step("", reward, True, False, Info(success=True))
-        truncated = self.moves == self.max_moves
-        return Step(self._observe(), reward, False, truncated, Info())
+        truncated = not solved and self.moves == self.max_moves
+        return Step(self._observe(), reward, solved, truncated, Info(success=solved))
 
     def close(self) -> None:
         pass
@@ -149,7 +147,7 @@ class Sokoban:
         if self.view != "grid":
             targets = self._places([(TARGET, target) for target in self.room.targets])
             lines.append(f"{self.state()} {targets}")
-        if self.hints:
+        if self.hints and not self.room.solved(self.now):
             lines.append(self._hints())
         return "\n".join(lines)
 
