@@ -5,6 +5,8 @@ it changes in `State` only rank 0 keeps; a rank that is told nothing waits.
 """
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -129,14 +131,16 @@ def follow(updater: Updater, stages: list[Config], ranks: Ranks) -> None:
         _make(updater, stages[call.stage], call)
 
 
-def meet(config: Config, args: RoleArgs) -> Ranks | None:
-    """The ranks of this learner; None where it has only one."""
+@contextmanager
+def meeting(config: Config, args: RoleArgs) -> Iterator[Ranks | None]:
+    """The ranks of this learner, which are left afterwards; None where it has only one."""
     learner = config.learner
     if learner.ranks == 1:
-        return None
+        yield None
+        return
     if args.meeting is None:
         raise ConfigError("learner.ranks: several ranks are started by the launcher, together")
-    return join(
+    ranks = join(
         args.meeting,
         args.rank,
         learner.ranks,
@@ -145,6 +149,12 @@ def meet(config: Config, args: RoleArgs) -> Ranks | None:
         deadline_s=learner.deadline_s,
         nccl_leaves=leaves_host(config),
     )
+    try:
+        yield ranks
+    except BaseException:
+        ranks.leave(failed=True)
+        raise
+    ranks.leave()
 
 
 def attend(config: Config, run_dir: Path, ranks: Ranks) -> int:

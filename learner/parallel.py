@@ -161,13 +161,15 @@ class Ranks:
                 found[name] = full.cpu()
         return found
 
-    def leave(self) -> None:
+    def leave(self, *, failed: bool = False) -> None:
         """Take the groups down, after which nothing here works any more.
 
-        Also after an error: a process that ends with a broken group may crash while it ends, and
-        then its exit code no longer says why.
+        Also when something `failed`, then without waiting for the others: a process that ends with
+        a broken group may crash while it ends, and then its exit code no longer says why.
         """
-        if self.mesh is not None:
+        if self.mesh is not None and failed:
+            dist.distributed_c10d._abort_process_group()
+        elif self.mesh is not None:
             dist.destroy_process_group()
 
 

@@ -28,7 +28,7 @@ from evolver_async.weights import load as channel
 from evolver_async.weights.base import Publisher
 from learner.checkpoints import Checkpoints
 from learner.evaluations import Evaluations
-from learner.follow import Leader, attend, meet
+from learner.follow import Leader, attend, meeting
 from learner.guard import Guard
 from learner.outcome import Outcome
 from learner.parallel import Ranks
@@ -324,14 +324,10 @@ def main(args: RoleArgs) -> int:
     """Role `learner`: connect to the buffer, train, leave; or take part in that as a rank."""
     config = load(args.run_dir / "config.yaml", [])
     torch.set_num_threads(config.learner.threads)
-    ranks = meet(config, args)
-    try:
+    with meeting(config, args) as ranks:
         if ranks is not None and ranks.rank > 0:
             return attend(config, args.run_dir, ranks)
         return lead(config, args, ranks)
-    finally:
-        if ranks is not None:
-            ranks.leave()
 
 
 def lead(config: Config, args: RoleArgs, ranks: Ranks | None) -> int:

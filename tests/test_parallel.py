@@ -20,7 +20,7 @@ from evolver_async import shards
 from evolver_async.config import Config, Stage
 from evolver_async.config.check import ConfigError, check
 from evolver_async.launch.roles import RoleArgs
-from learner.follow import meet
+from learner.follow import meeting
 from learner.optim import make_adamw, master, update
 from learner.parallel import alone, check_apart, join
 
@@ -251,8 +251,8 @@ def test_ranks_leave_nccl_the_network_that_weights_need(tmp_path, monkeypatch):
             run_dir=tmp_path,
             meeting=tmp_path / "meeting",
         )
-        with pytest.raises(Met):
-            meet(settings, args)
+        with pytest.raises(Met), meeting(settings, args):
+            pass
     assert seen[0][INTERFACES[0]] == seen[0][INTERFACES[1]] == seen[1][INTERFACES[0]] != "eth7"
     assert seen[1][INTERFACES[1]] == os.environ[INTERFACES[1]] == "eth7"
 
@@ -317,8 +317,7 @@ def stand_alone(rank: int, directory: Path, ready: Any) -> None:
         ranks.gather(b"x")
     except RuntimeError as error:
         (directory / "error").write_text(str(error))
-    finally:
-        ranks.leave()
+    ranks.leave(failed=True)
 
 
 @pytest.fixture
