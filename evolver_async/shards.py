@@ -70,7 +70,7 @@ class Shards:
         parts = [
             part for part, names in zip(self._parts, self._names, strict=True) if name in names
         ]
-        if len(parts) == 1 and (ranks == 1 or not parts[0].get_slice(name).get_shape()):
+        if len(parts) == 1 and ranks == 1:
             return parts[0].get_tensor(name)
         slices = [part.get_slice(name) for part in parts]
         lengths = [one.get_shape()[0] for one in slices]

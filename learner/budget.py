@@ -60,10 +60,13 @@ class Gpu:
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before
 
-    def free(self) -> int:
-        """Bytes that nobody has."""
+    def give_back(self) -> None:
+        """Leave to others what this process holds and does not use."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
+
+    def free(self) -> int:
+        """Bytes that nobody has."""
         return torch.cuda.mem_get_info(self.device)[0]
 
 
@@ -88,6 +91,7 @@ def measured(
         for parameter in group["params"]
     )
     pass_(unit)  # allocates what stays: gradients and the kernels' workspaces
+    gpu.give_back()  # before any other rank on this GPU looks
     sharers = ranks.gather(gpu.id.encode()).count(gpu.id.encode())
     free = -ranks.largest(reserved - gpu.free() // sharers)
     return fitting(lambda tokens: ranks.largest(gpu.needed(pass_, tokens)), free, unit)

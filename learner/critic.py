@@ -24,7 +24,7 @@ class Head(torch.nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(size))
-        self.bias = torch.nn.Parameter(torch.zeros(1))
+        self.bias = torch.nn.Parameter(torch.zeros(1))  # FSDP2 shards no scalar
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.float() @ self.weight + self.bias

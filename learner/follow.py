@@ -6,7 +6,7 @@ it changes in `State` only rank 0 keeps; a rank that is told nothing waits.
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -152,7 +152,8 @@ def meeting(config: Config, args: RoleArgs) -> Iterator[Ranks | None]:
     try:
         yield ranks
     except BaseException:
-        ranks.leave(failed=True)
+        with suppress(RuntimeError):  # says less than what has failed before
+            ranks.leave(failed=True)
         raise
     ranks.leave()
 

@@ -157,14 +157,18 @@ class Faked:
     more of it. Neither shares it."""
 
     def __init__(self, rank: int) -> None:
-        self.id = f"GPU-{rank}"
+        self.id, self.gave_back = f"GPU-{rank}", False
         self.by_token, self.room = [(512, 2_000_000), (1024, 1_000_000)][rank]
 
     def needed(self, pass_: Callable[[int], None], tokens: int) -> int:
         pass_(tokens)
         return self.by_token * tokens
 
+    def give_back(self) -> None:
+        self.gave_back = True
+
     def free(self) -> int:
+        assert self.gave_back
         return self.room
 
 

@@ -439,18 +439,29 @@ def test_a_budget_is_measured_on_a_gpu_alone(paths, tmp_path):
 
 
 def test_ranks_on_one_gpu_share_what_is_free_there(monkeypatch):
+    did: list[str] = []
+
     class Gpu:
         id = "GPU-0"
 
         def needed(self, _: object, tokens: int) -> int:
             return 1000 * tokens
 
+        def give_back(self) -> None:
+            did.append("give back")
+
         def free(self) -> int:
+            assert did == ["give back", "meet"], "nobody looks before all have given back"
             return 10**7
+
+    def meet(data: bytes, others: list[bytes]) -> list[bytes]:
+        did.append("meet")
+        return [data, *others]
 
     monkeypatch.setattr(budget, "Gpu", lambda _: Gpu())
     for others, expected in ([], 8500), ([b"GPU-1"], 8500), ([b"GPU-0"], 4250):
-        monkeypatch.setattr(Ranks, "gather", lambda _, data, others=others: [data, *others])
+        did.clear()
+        monkeypatch.setattr(Ranks, "gather", lambda _, data, others=others: meet(data, others))
         found = budget.measured(lambda _: None, [], alone("cpu"), 10)
         assert found == expected // budget.GRAIN * budget.GRAIN
 

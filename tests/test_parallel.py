@@ -22,7 +22,7 @@ from evolver_async.config.check import ConfigError, check
 from evolver_async.launch.roles import RoleArgs
 from learner.follow import meeting
 from learner.optim import make_adamw, master, update
-from learner.parallel import alone, check_apart, join
+from learner.parallel import alone, check_apart
 
 KINDS = ("rl", "sft", "dpo", "ppo", "apart", "apart_lora")
 SHORT = ("bf16", "apart_bf16")
@@ -309,15 +309,26 @@ def test_a_budget_leaves_no_rank_idle_and_is_the_limit_alone():
 def stand_alone(rank: int, directory: Path, ready: Any) -> None:
     """Rank 0 calls; rank 1 dies, or never answers."""
     ready.wait()
-    ranks = join(directory / "meeting", rank, 2, device="cpu", backend="gloo", deadline_s=9.0)
-    if rank == 1:
-        fate = (directory / "fate").read_text()
-        os.kill(os.getpid(), signal.SIGKILL if fate == "dies" else signal.SIGSTOP)
+    settings = Config()
+    settings.learner.ranks, settings.learner.deadline_s = 2, 9.0
+    args = RoleArgs(
+        address="",
+        name="learner",
+        incarnation=0,
+        run_dir=directory,
+        rank=rank,
+        meeting=directory / "meeting",
+    )
     try:
-        ranks.gather(b"x")
+        with meeting(settings, args) as ranks:
+            assert ranks is not None
+            if rank == 1:
+                fate = (directory / "fate").read_text()
+                os.kill(os.getpid(), signal.SIGKILL if fate == "dies" else signal.SIGSTOP)
+            ranks.gather(b"x")
     except RuntimeError as error:
         (directory / "error").write_text(str(error))
-    ranks.leave(failed=True)
+    assert not torch.distributed.is_initialized(), "a process that leaves groups behind may crash"
 
 
 @pytest.fixture

@@ -61,7 +61,8 @@ class Info:
 
 
 class Step(NamedTuple):
-    """What one action led to. `observation` is the text of the next user message."""
+    """What one action led to. `observation` is the text of the next user message; the last one is
+    no message any more, but what a world model learns and a grader reads."""
 
     observation: str
     reward: float

@@ -139,8 +139,8 @@ class CliffWalking:
     goal and its cliff cells (of probability `cliff_prob`) anywhere.
 
     `grid` says in which turns the map is shown; `hints` describes the four neighbours and where the
-    goal lies; `expert` is who demonstrates; `max_moves` truncates an episode, 0 leaves that to the
-    rollout. ValueError names the parameter that is out of range.
+    goal lies, until it is reached; `expert` is who demonstrates; `max_moves` truncates an episode,
+    0 leaves that to the rollout. ValueError names the parameter that is out of range.
     """
 
     instructions = INSTRUCTIONS.format(" ".join(ACTIONS))

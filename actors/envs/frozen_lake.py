@@ -152,9 +152,9 @@ def best_actions(lake: Lake, success_rate: float) -> dict[Hashable, int]:
 
 class FrozenLake:
     """The environment. `success_rate` is used only where `slippery`; `grid` says in which turns the
-    map is shown; `hints` describes the four neighbours and where the goal lies, until the episode
-    has ended. `goal_cell` moves the goal there (-1 leaves it where it was drawn); `free` leaves it
-    out. `max_moves` truncates an episode; 0 leaves that to the rollout.
+    map is shown; `hints` describes the four neighbours and where the goal lies, as long as the
+    player stands on ice. `goal_cell` moves the goal there (-1 leaves it where it was drawn); `free`
+    leaves it out. `max_moves` truncates an episode; 0 leaves that to the rollout.
 
     ValueError names the parameter that is out of range.
     """

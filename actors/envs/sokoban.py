@@ -36,9 +36,9 @@ class Sokoban:
     one is all floor; `max_solution` bounds the moves that solve a level.
 
     `view`: the room as glyphs, the places of player, boxes and targets as coordinates, or both;
-    `hints` add how far boxes and targets are from the player and what lies around. `max_moves`
-    truncates an episode; 0 leaves that to the rollout. ValueError names the parameter that is out
-    of range.
+    `hints` add how far boxes and targets are from the player and what lies around, until it is
+    solved. `max_moves` truncates an episode; 0 leaves that to the rollout. ValueError names the
+    parameter that is out of range.
     """
 
     instructions = INSTRUCTIONS

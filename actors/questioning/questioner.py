@@ -87,6 +87,7 @@ class Questioner:
                 member=one.trajectory.member,
                 dynamics_seed=key(ticket.dynamics_seed, one.trajectory.member),
                 turns=one.transcript.turns,
+                ending=one.ending,
             )
             for one in sorted(finished, key=lambda one: one.trajectory.member)
         ]
@@ -160,7 +161,7 @@ class Questioner:
     ) -> list[Candidate]:
         most, task = self.config.per_episode, unbound(ticket.task)
         system, question = synthesize.question(
-            self._described(task), exploration.turns, self._known.queries(task), most
+            self._described(task), exploration, self._known.queries(task), most
         )
         assert self._asker is not None
         try:

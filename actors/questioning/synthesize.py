@@ -23,11 +23,12 @@ SOLUTION_CHARS = 4_000  # all actions together: tasks travel, and are kept, with
 
 @dataclass(frozen=True, kw_only=True)
 class Exploration:
-    """One episode of a ticket, as it can be played again."""
+    """One episode of a ticket, as it can be played again; `ending`: what it saw last."""
 
     member: int
     dynamics_seed: int
     turns: list[Turn]
+    ending: str
 
     @property
     def actions(self) -> list[str]:
@@ -114,10 +115,11 @@ def from_goals(explored: Task, plays: list[tuple[Exploration, Played]]) -> list[
     return candidates
 
 
-def question(described: str, turns: list[Turn], known: list[str], most: int) -> tuple[str, str]:
+def question(described: str, explored: Exploration, known: list[str], most: int) -> tuple[str, str]:
     """What a language model is asked for tasks with: the system's words and the question. There is
     at least one turn."""
-    after = [turn.observation for turn in turns[1:]] + ["(the exploration ended)"]
+    turns, ending = explored.turns, explored.ending or "(the exploration ended)"
+    after = [*(turn.observation for turn in turns[1:]), ending]
     pairs = [(turn.said, seen) for turn, seen in zip(turns, after, strict=True)]
     record = {
         "beginning": cut([turns[0].observation])[0],
