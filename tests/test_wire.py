@@ -432,7 +432,11 @@ def test_a_forged_trajectory_raises_only_wire_errors(trajectory: Trajectory, see
         forged[draws.randrange(4 + len(header))] = draws.randrange(256)
         with contextlib.suppress(WireError):
             back = unpack(resealed(frames, bytes(forged))).message
-            assert pack(envelope(back))[1] == forged
+            written = bytes(pack(envelope(back))[1])
+            if written != forged:  # a whole number instead of another: from here on it is one
+                assert len(written) == len(forged) and written.count(0xCB) > forged.count(0xCB)
+                again = unpack(resealed(frames, written)).message
+                assert pack(envelope(again))[1] == written
 
 
 @settings(max_examples=200)
