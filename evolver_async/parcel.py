@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from evolver_async.plain import REASON, WireError, check_form
+from evolver_async.plain import NOT_PLAIN, REASON, WireError
 from evolver_async.schema import Trajectory
 
 HEADER_BYTES = 64 << 10
@@ -87,7 +87,8 @@ def unwrap(parcel: Parcel) -> Trajectory:
 
     try:
         trajectory = msgspec.msgpack.decode(header, type=Trajectory, dec_hook=place)
-        check_form(header)
+        if _encode(trajectory)[0] != header:  # or a whole number instead of another
+            raise WireError(NOT_PLAIN)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise WireError(str(error)[:REASON]) from error
     if end + -end % ALIGNMENT != len(data):

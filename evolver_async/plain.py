@@ -71,12 +71,6 @@ def parse_plain(header: bytes | memoryview) -> dict[Any, Any]:
     return plain
 
 
-def check_form(header: bytes) -> None:
-    """WireError where a header that was typed already has a key twice in one map, or the like."""
-    if msgpack.packb(msgpack.unpackb(header)) != header:
-        raise WireError(NOT_PLAIN)
-
-
 def convert(plain: Any, kind: Any, place: Callable[[type, Any], Any] | None = None) -> Any:
     """The plain values as a `kind`, strictly; `place` makes what msgspec does not know."""
     try:
