@@ -132,7 +132,7 @@ def test_exported_directory_is_the_same_policy(directory, tmp_path):
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.7, 0), (1.0, 4)])
 def test_chunked_logprobs_equal_full_ones_with_gradients(directory, temperature, top_k):
-    model = load(directory)
+    model = load(directory).double()  # sums in another order: float32's rounding would show
     tokens_BT = torch.randint(0, len(TOKENIZER), (3, 17), generator=torch.manual_seed(0))
     lengths = torch.tensor([17, 9, 13])
     mask_BT = torch.arange(17) < lengths[:, None]
@@ -162,11 +162,7 @@ def test_chunked_logprobs_equal_full_ones_with_gradients(directory, temperature,
             assert torch.allclose(mine, theirs * select_BT, atol=1e-6)
             assert not mine[~select_BT].any()
         for mine, theirs in zip(gradients(*got), expected, strict=True):
-            # float32 sums in another order: how far off single ones are depends on the processor's
-            # kernels, all together are closer.
-            assert torch.allclose(mine, theirs, atol=1e-6 + 5e-6 * theirs.abs().max())
-            off = (mine - theirs).norm() / len(mine.flatten()) ** 0.5
-            assert off <= 1e-7 + 2e-6 * theirs.norm() / len(mine.flatten()) ** 0.5
+            assert torch.allclose(mine, theirs, atol=1e-6 + 1e-6 * theirs.abs().max())
 
 
 def test_padding_and_empty_selection_change_nothing(directory):
