@@ -49,8 +49,11 @@ _opened = weakref.WeakKeyDictionary()
 def wrap(trajectory: Trajectory) -> Parcel:
     """The trajectory as bytes: those it was opened from, if any and if it has not been changed.
 
-    WireError if it is too large or holds what has no place in it.
+    Its whole rewards and seconds become fractions. WireError if it is too large or holds what has
+    no place in it.
     """
+    trajectory.reward = _fraction(trajectory.reward)
+    trajectory.timing = {phase: _fraction(taken) for phase, taken in trajectory.timing.items()}
     header, arrays = _encode(trajectory)
     if trajectory in _opened:
         parcel, its_arrays = _opened[trajectory]
@@ -95,6 +98,11 @@ def unwrap(parcel: Parcel) -> Trajectory:
         raise WireError(f"arrays: {end} bytes declared in a trajectory of {len(data)}")
     _opened[trajectory] = (parcel, arrays)
     return trajectory
+
+
+def _fraction(number: float) -> float:
+    """A sum of no rewards is an int in Python; on the wire each number has one form."""
+    return float(number) if type(number) is int else number
 
 
 def _encode(trajectory: Trajectory) -> tuple[bytes, list[np.ndarray]]:

@@ -248,9 +248,6 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, weakref=True, forbid_un
         _require(finite == turns, "turn_rewards", "not finite")
         for phase, seconds in self.timing.items():
             _require(math.isfinite(seconds) and seconds >= 0, f"timing.{phase}", seconds)
-        # A sum of no rewards is an int in Python; on the wire each number has one form.
-        self.reward = float(self.reward)
-        self.timing = {phase: float(seconds) for phase, seconds in self.timing.items()}
         _require(len(self.sequences) > 0, "sequences", "empty")
         _require(self.member >= 0 and self.attempt >= 0, "member", (self.member, self.attempt))
         for sequence in self.sequences:

@@ -632,6 +632,10 @@ def test_whole_numbers_may_stand_for_fractions() -> None:
     """A sum of no rewards is an int in Python; it travels as the fraction that it stands for."""
     sent = msgspec.structs.replace(trajectory(), reward=0, timing={"env": 0})
     assert unwrap(wrap(sent)).reward == 0.0
+    graded = unwrap(wrap(sent))
+    graded.reward, graded.timing["grade"] = 1, 2
+    again = unwrap(wrap(graded))
+    assert (again.reward, again.timing) == (1.0, {"env": 0.0, "grade": 2.0})
     frames = frames_of(Push(trajectory=sent))
     header, arrays = parts(frames[1])
     forged = header.replace(b"reward\xcb", b"reward\xcf")
