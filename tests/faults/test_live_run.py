@@ -5,6 +5,7 @@ its journal must tell nothing impossible. At last it is ended in three ways, and
 is looked at from all sides. (2, many kills of the buffer, is in `test_delivery`.)
 """
 
+import contextlib
 import random
 import signal
 import subprocess
@@ -69,13 +70,26 @@ def busy(run: Launch, actor: str) -> dict[int, set[int]]:
     return wait_for(lambda: story(run).waited_for(actor), f"work of {actor}")
 
 
+@contextlib.contextmanager
+def at_work(run: Launch, name: str) -> Iterator[dict[int, set[int]]]:
+    """An actor stands still amid its groups, which are told; none of their members is on its way."""
+    while True:
+        busy(run, name)
+        with stopped(child(run, name)):
+            time.sleep(0.3)  # what it had sent arrives
+            held = story(run).waited_for(name)
+            if held:  # else it was between two groups
+                yield held
+                return
+
+
 def test_1_an_actor_killed_in_its_episodes_is_replaced_and_its_groups_complete(
     run: Launch,
 ) -> None:
     actor = child(run, "actor-0")
-    busy(run, "actor-0")
-    actor.kill()
-    completed(run, story(run).waited_for("actor-0"))
+    with at_work(run, "actor-0") as held:
+        actor.kill()
+    completed(run, held)
     assert child(run, "actor-0") != actor
     check_named(run_log(run), "actor-0 was killed by SIGKILL", "restart")
 
@@ -121,15 +135,9 @@ def test_1_9_21_actors_stop_at_their_credit_while_the_learner_stands_still(run: 
 
 def test_9_an_actor_that_stood_still_finds_its_groups_in_other_hands(run: Launch) -> None:
     actor = child(run, "actor-0")
-    held: dict[int, set[int]] = {}
-    while not held:  # it may have been between two groups
-        busy(run, "actor-0")
-        with stopped(actor):
-            time.sleep(0.3)  # what it had sent arrives
-            held = story(run).waited_for("actor-0")
-            if held:
-                completed(run, held)
-                turned_away = status(run)["ledger"]["door"]
+    with at_work(run, "actor-0") as held:
+        completed(run, held)
+        turned_away = status(run)["ledger"]["door"]
     log = run.run_dir / "logs" / "actor-0.log"
 
     def noticed() -> bool:
