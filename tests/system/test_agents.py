@@ -19,7 +19,7 @@ actors: {{count: 1, groups: 6}}
 buffer: {{max_staleness: 2, warn_s: 4}}  # counters come every second
 advantage: {{std: batch}}
 learner:
-  {{groups_per_step: 6, minibatches: 2, lr: 2e-3, eps: 1e-5, token_budget: 4096}}
+  {{groups_per_step: 6, minibatches: 2, lr: 1e-3, eps: 1e-5, token_budget: 4096}}
 stages: [{{kind: rl, steps: {steps}}}]
 eval: {{every: 0, episodes: 32, final_episodes: 32}}
 metrics: {{panel: none}}
