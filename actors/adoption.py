@@ -33,7 +33,7 @@ class Adoption:
         self.turnover = asyncio.Condition()
         self.oldest: WeightId | None = None  # the newest of the oldest weights that tickets allow
         self.pinned: WeightId | None = None
-        self._adopting = asyncio.Lock()
+        self._adopting: asyncio.Task[None] | None = None
         self._rollouts = 0  # tickets that share the engine
         self._evaluations = 0  # tickets that want it, or have it, to themselves
         self._pins = 0
@@ -50,21 +50,22 @@ class Adoption:
             await asyncio.sleep(self.actors.poll_s)
 
     async def adopt(self) -> None:
-        """Hold what the configuration asks for: the pinned weights, or the head less the lag."""
-        async with self._adopting:
+        """Hold what the configuration asks for: the pinned weights, or the head less the lag.
+
+        Whoever asks meanwhile waits for the same copy, which goes on where one of them is cancelled.
+        """
+        if self._adopting is None or self._adopting.done():
             target = self.target()
             if target is None or target == self.engine.weights:
                 return
-            fetch = self.receiver.fetch
-            try:
-                # By a thread, as copying may take seconds; a virtual clock would not wait for one.
-                if getattr(asyncio.get_running_loop(), "virtual", False):
-                    tensors = fetch(target)
-                else:
-                    tensors = await asyncio.to_thread(fetch, target)
-            except WeightsGone:
-                return  # a newer head has replaced them; the next look finds it
-            await self.engine.update(target, tensors)
+            self._adopting = asyncio.create_task(self._take(target), name="adopt")
+        await asyncio.shield(self._adopting)
+
+    async def close(self) -> None:
+        """Give up what is being adopted, before the engine ends."""
+        if self._adopting is not None:
+            self._adopting.cancel()
+            await asyncio.wait([self._adopting])
 
     def target(self) -> WeightId | None:
         """The weights to hold; None where there are none that are new enough for the tickets."""
@@ -83,6 +84,18 @@ class Adoption:
         # After a resume the lineage begins at its checkpoint's step: nothing older exists in it.
         oldest = max(wanted, self.oldest or wanted)
         return min((w for w in self.receiver.available() if oldest <= w <= head), default=None)
+
+    async def _take(self, target: WeightId) -> None:
+        fetch = self.receiver.fetch
+        try:
+            # By a thread, as copying may take seconds; a virtual clock would not wait for one.
+            if getattr(asyncio.get_running_loop(), "virtual", False):
+                tensors = fetch(target)
+            else:
+                tensors = await asyncio.to_thread(fetch, target)
+        except WeightsGone:
+            return  # a newer head has replaced them; the next look finds it
+        await self.engine.update(target, tensors)
 
     @contextlib.asynccontextmanager
     async def weights_for(self, ticket: Ticket, progress: Progress) -> AsyncIterator[None]:

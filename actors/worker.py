@@ -96,6 +96,7 @@ class Worker:
             await self.drain()
             await self.leave()
             await self.mechanisms.close()
+            await self.adoption.close()
             await self.engine.close()
             self.receiver.close()
 

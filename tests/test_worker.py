@@ -255,6 +255,39 @@ def test_an_actor_goes_on_while_new_weights_are_fetched(tmp_path: Path) -> None:
     publisher.close()
 
 
+def test_weights_that_a_cancelled_ticket_was_waiting_for_are_fetched_once(tmp_path: Path) -> None:
+    publisher = ShmPublisher(tmp_path / "w", background=False)
+    publisher.publish(version(1), {"w": torch.zeros(1)})
+    worker = worker_of(None, Walker(), publisher)
+    adoption, go_on, fetched = worker.adoption, threading.Event(), []
+    fetch = adoption.receiver.fetch
+
+    def slow(weights: WeightId) -> dict[str, torch.Tensor]:
+        fetched.append(weights)
+        assert go_on.wait(DEADLINE_S)
+        return fetch(weights)
+
+    adoption.receiver.fetch = slow
+
+    async def play() -> None:
+        fenced = asyncio.create_task(adoption.adopt())
+        while not fetched:
+            await asyncio.sleep(0.001)
+        fenced.cancel()
+        await asyncio.wait([fenced])
+        other = asyncio.create_task(adoption.adopt())
+        await asyncio.sleep(0.05)
+        go_on.set()
+        await other
+        assert worker.engine.weights == version(1)
+        await adoption.close()
+
+    worker.engine.weights = None
+    asyncio.run(play())
+    assert fetched == [version(1)]
+    publisher.close()
+
+
 class Busy(Buffer):
     """Has no room for trajectories before a certain time."""
 
