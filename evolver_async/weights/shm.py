@@ -111,14 +111,15 @@ class ShmReceiver:
         path = self.directory / _name(weights)
         try:
             with open(path, "rb", buffering=0) as file:
-                buffer = bytearray(os.fstat(file.fileno()).st_size)
-                view = memoryview(buffer)
+                # A bytearray would be filled with zeros first, and hold up all other threads so long.
+                whole_N = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8)
+                view = memoryview(whole_N.numpy())
                 while view and (count := file.readinto(view)):
                     view = view[count:]
         except FileNotFoundError:
             raise WeightsGone(f"weights {weights} are not in {self.directory}") from None
         try:
-            return _verified(buffer, weights)
+            return _verified(whole_N, weights)
         except WeightsCorrupt as error:
             raise WeightsCorrupt(f"{path}: {error}") from None
 
@@ -142,24 +143,24 @@ def _pieces(snapshot: Snapshot) -> list[bytes | memoryview]:
     return [head.ljust(aligned(len(head)), b"\0"), data]
 
 
-def _verified(buffer: bytearray, weights: WeightId) -> dict[str, Tensor]:
-    """The tensors of a snapshot, as views on `buffer`, after their checksums were compared."""
+def _verified(whole_N: Tensor, weights: WeightId) -> dict[str, Tensor]:
+    """The tensors of a snapshot, as views on its bytes, after their checksums were compared."""
+    buffer = memoryview(whole_N.numpy())
     try:
         (length,) = LENGTH.unpack_from(buffer)
-        manifest = json.loads(buffer[LENGTH.size : LENGTH.size + length])
+        manifest = json.loads(bytes(buffer[LENGTH.size : LENGTH.size + length]))
         found = WeightId(lineage=manifest["lineage"], step=manifest["step"])
         entries = manifest["tensors"].items()
     except (struct.error, ValueError, KeyError, TypeError) as error:
         raise WeightsCorrupt(f"unreadable manifest ({error})") from None
     if found != weights:
         raise WeightsCorrupt(f"holds weights {found}")
-    whole_N = torch.frombuffer(buffer, dtype=torch.uint8)
     base = aligned(LENGTH.size + length)
     tensors = {}
     for name, entry in entries:
         start = base + entry["offset"]
         end = start + nbytes(entry)
-        if zlib.crc32(memoryview(buffer)[start:end]) != entry["crc32"] or end > len(buffer):
+        if zlib.crc32(buffer[start:end]) != entry["crc32"] or end > len(buffer):
             raise WeightsCorrupt(f"tensor {name} does not match its checksum")
         tensors[name] = whole_N[start:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
     return tensors
