@@ -22,7 +22,7 @@ LOOK_S = 0.05  # how soon an end sees that the other has given up what it waits 
 WORDS = 512  # of 64 bits, summed before CRC32: 4 KiB
 IN_FLIGHT = 2  # buckets; checksums are computed meanwhile
 POLL_S = 0.0005
-WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+UNWATCHED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
 
 
 class CastFailed(Exception):
@@ -45,6 +45,8 @@ class Group:
     ) -> None:
         prefixed = PrefixStore(f"epoch/{epoch}/", store)
         self._device = device
+        # Training and generation have the default stream; a copy on it would wait for all of theirs.
+        self._stream = torch.cuda.Stream(device) if device else None
         self._pending: list[tuple[Any, Tensor]] = []
         build_s = timedelta(seconds=min(BUILD_S, deadline_s))
         self._group: Any
@@ -63,15 +65,16 @@ class Group:
         """Begin to send, or to receive into, `part_N`, bytes of host memory."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        travels_N = part_N
-        if self._device:
-            travels_N = torch.empty(len(part_N), dtype=torch.uint8, device=self._device)
-            if self._sends:
-                travels_N.copy_(part_N)
-        work = self._group.broadcast([travels_N], options)
+        with torch.cuda.stream(self._stream):
+            travels_N = part_N
+            if self._device:
+                travels_N = torch.empty(len(part_N), dtype=torch.uint8, device=self._device)
+                if self._sends:
+                    travels_N.copy_(part_N)
+            work = self._group.broadcast([travels_N], options)
         self._pending = [entry for entry in self._pending if not entry[0].is_completed()]
         self._pending.append((work, travels_N))
-        return Part(work, part_N, travels_N, self._sends)
+        return Part(work, part_N, travels_N, self._sends, self._stream)
 
     def abandon(self) -> None:
         """Give the group up, finished or not; whatever it was doing comes to nothing."""
@@ -85,11 +88,14 @@ class Group:
 class Part:
     """One broadcast under way."""
 
-    def __init__(self, work: Any, part_N: Tensor, travels_N: Tensor, sends: bool) -> None:
+    def __init__(
+        self, work: Any, part_N: Tensor, travels_N: Tensor, sends: bool, stream: Any
+    ) -> None:
         self._work = work
         self._part_N = part_N
         self._travels_N = travels_N
         self._sends = sends
+        self._stream = stream
 
     def done(self, seconds: float) -> bool:
         """Whether it is complete within so many seconds. RuntimeError where a peer is gone."""
@@ -98,9 +104,10 @@ class Part:
             if time.monotonic() > until:
                 return False
             time.sleep(POLL_S)
-        self._work.wait()
-        if self._travels_N is not self._part_N and not self._sends:
-            self._part_N.copy_(self._travels_N)
+        with torch.cuda.stream(self._stream):
+            self._work.wait()
+            if self._travels_N is not self._part_N and not self._sends:
+                self._part_N.copy_(self._travels_N)
         return True
 
 
@@ -117,22 +124,25 @@ def sweep() -> None:
 
 
 def _nccl(store: Store, rank: int, size: int, deadline_s: float) -> Any:
-    """Failures are ours to notice: NCCL's own watchdog would end the process.
+    """Failures are ours to notice: NCCL's watchdog would end the process, its monitor even others.
 
-    Every group reads that when it is made; those of the learner's ranks keep their watchdog.
+    With BLOCKING_WAIT there is no watchdog; a broadcast that has failed then says so when `wait` is
+    called. Every group reads these when it is made; those of the learner's ranks keep theirs.
     """
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(deadline_s))))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=deadline_s)
     options.config.blocking = 0
-    watchdog = os.environ.get(WATCHDOG)
-    os.environ[WATCHDOG] = "0"
+    before = {name: os.environ.get(name) for name in UNWATCHED}
+    os.environ.update(UNWATCHED)
     try:
         return dist.ProcessGroupNCCL(store, rank, size, options)
     finally:
-        del os.environ[WATCHDOG]
-        if watchdog is not None:
-            os.environ[WATCHDOG] = watchdog
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def gpu_id(device: str) -> str:
