@@ -1,8 +1,24 @@
 """The protocol of the channel on one GPU, with host memory in the GPU's place."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ipc_memory import Files, check_race, check_versions
+import pytest
+import torch
+from ipc_memory import Files, check_race, check_versions, version
+from torch import Tensor
+
+from evolver_async.weights.base import WeightsGone
+from evolver_async.weights.cuda_ipc import IpcPublisher, IpcReceiver
+
+
+@dataclass(frozen=True)
+class Ended(Files):
+    """The memory of a process that has ended."""
+
+    def open(self, name: list[Any]) -> Tensor:
+        raise RuntimeError("CUDA error: invalid resource handle")
 
 
 def test_versions_are_kept_replaced_and_verified(tmp_path: Path) -> None:
@@ -11,3 +27,11 @@ def test_versions_are_kept_replaced_and_verified(tmp_path: Path) -> None:
 
 def test_a_reader_racing_with_a_fast_publisher_sees_whole_versions(tmp_path: Path) -> None:
     check_race(tmp_path, Files(), "cpu", numbers=200_000, versions=300)
+
+
+def test_weights_of_a_learner_that_has_died_are_gone(tmp_path: Path) -> None:
+    publisher = IpcPublisher(tmp_path / "w", Files())
+    publisher.publish(version(1), {"w": torch.zeros(3)})
+    with pytest.raises(WeightsGone, match="invalid resource handle"):
+        IpcReceiver(publisher.address, Ended()).fetch(version(1))
+    publisher.close()

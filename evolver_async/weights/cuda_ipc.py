@@ -215,7 +215,10 @@ class IpcReceiver:
         """The slot's memory; mapped once, for mapping it is slow."""
         if name not in self._open or self._open[name][0] != slot.memory:
             self._open.pop(name, None)
-            self._open[name] = (slot.memory, self._memory.open(slot.memory))
+            try:
+                self._open[name] = (slot.memory, self._memory.open(slot.memory))
+            except RuntimeError as error:  # its learner has died: the next one publishes anew
+                raise WeightsGone(f"{name}: {error}") from error
         return self._open[name][1]
 
 
