@@ -8,12 +8,14 @@ Shapes: `B` sequences, `T` tokens, `N` selected positions, `D` hidden size, `V` 
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -183,30 +185,73 @@ def token_logprobs(
     hidden_ND = hidden_BTD[rows_N, columns_N]
     targets_N = tokens_BT[rows_N, columns_N + 1].long()
 
-    project = partial(_project, head, temperature, with_entropy, entropy_top_k)
-    parts = []
-    assert isinstance(model, PreTrainedModel)
-    chunk = max(1, min(chunk, LOGITS // model.config.vocab_size))
-    for start in range(0, len(targets_N), chunk):
-        pieces = hidden_ND[start : start + chunk], targets_N[start : start + chunk]
-        # A single chunk is as large as memory may get anyway; recomputing it would only cost time.
-        if torch.is_grad_enabled() and len(targets_N) > chunk:
-            parts.append(
-                checkpoint(project, *pieces, use_reentrant=False, preserve_rng_state=False)
-            )
-        else:
-            parts.append(project(*pieces))
     blank_BT = torch.zeros(tokens_BT.shape, dtype=torch.float32, device=tokens_BT.device)
-    if not parts:
+    if not len(targets_N):
         # Still a function of the weights: a micro-batch without actions must not break backward().
         return blank_BT + 0.0 * hidden_BTD.float().sum(), blank_BT
+    assert isinstance(model, PreTrainedModel)
+    chunk = max(1, min(chunk, LOGITS // model.config.vocab_size))
+    # A single chunk is as large as memory may get anyway; recomputing it would only cost time.
+    again = torch.is_grad_enabled() and len(targets_N) > chunk
+    project = partial(
+        _project, _summing(head) if again else head, temperature, with_entropy, entropy_top_k
+    )
+    parts = [
+        checkpoint(project, *pieces, use_reentrant=False, preserve_rng_state=False)
+        if again
+        else project(*pieces)
+        for pieces in zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True)
+    ]
     place = rows_N, columns_N + 1
     logprobs_N, entropy_N = (torch.cat(part) for part in zip(*parts, strict=True))
     return blank_BT.index_put(place, logprobs_N), blank_BT.index_put(place, entropy_N)
 
 
+class _Wide(torch.autograd.Function):
+    """Where chunks' gradients of weights in a short type meet, to be added in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_VD: Tensor) -> Tensor:
+        """Of the weights' shape; holds no memory, as nobody reads it."""
+        ctx.dtype = weight_VD.dtype
+        return torch.zeros((), dtype=torch.float32, device=weight_VD.device).expand_as(weight_VD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].to(ctx.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """hidden_ND times weight_VD, whose gradient goes to `_Wide` in its place."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, _: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden_ND, weight_VD)
+        return F.linear(hidden_ND, weight_VD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor]:
+        hidden_ND, weight_VD = ctx.saved_tensors
+        return gradients[0] @ weight_VD, None, (gradients[0].T @ hidden_ND).float()
+
+
+def _summing(head: nn.Module) -> Callable[[Tensor], Tensor]:
+    """A projection that is computed chunk by chunk: its gradient is rounded to its type once."""
+    assert isinstance(head, nn.Linear)
+    weight_VD, bias = head.weight, head.bias
+    if weight_VD.element_size() >= torch.float32.itemsize or not weight_VD.requires_grad:
+        return head
+    wide_VD = _Wide.apply(weight_VD)
+
+    def project(hidden_ND: Tensor) -> Tensor:
+        logits_NV = _Linear.apply(hidden_ND, weight_VD.detach(), wide_VD)
+        return logits_NV if bias is None else logits_NV + bias
+
+    return project
+
+
 def _project(
-    head: nn.Module,
+    head: Callable[[Tensor], Tensor],
     temperature: float,
     with_entropy: bool,
     entropy_top_k: int,

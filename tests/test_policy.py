@@ -165,6 +165,41 @@ def test_chunked_logprobs_equal_full_ones_with_gradients(directory, temperature,
             assert torch.allclose(mine, theirs, atol=1e-6 + 1e-6 * theirs.abs().max())
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_gradients_of_many_chunks_in_a_short_type_are_added_in_float32(tiny, biased):
+    """Added in bfloat16 one by one, 255 chunks lose what is small against the sum so far."""
+    model, short = load(tiny), load(tiny)
+    if biased:
+        for one in (model, short):
+            one.lm_head.bias = torch.nn.Parameter(torch.linspace(-1, 1, len(TOKENIZER)))
+    tokens_BT = torch.randint(0, len(TOKENIZER), (8, 128), generator=torch.manual_seed(0))
+    mask_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
+    hidden_BTD = torch.randn(8, 128, 32, generator=torch.manual_seed(1)) + 0.5
+
+    def gradient(model, hidden_BTD, chunk):
+        hidden_BTD = hidden_BTD.clone().requires_grad_()
+        got, entropy = token_logprobs(
+            model, tokens_BT, mask_BT, chunk=chunk, hidden_BTD=hidden_BTD, with_entropy=True
+        )
+        (got + 0.1 * entropy).sum().backward()
+        head = model.get_output_embeddings()
+        return head.weight.grad.float(), hidden_BTD.grad.float(), got.detach()
+
+    exact, hidden_exact, logprobs = gradient(model, hidden_BTD.bfloat16().float(), 4096)
+    model.zero_grad()
+    short.bfloat16()
+    rounded, _, _ = gradient(short, hidden_BTD.bfloat16(), 4096)
+    short.zero_grad()
+    chunked, hidden_chunked, logprobs_chunked = gradient(short, hidden_BTD.bfloat16(), 4)
+
+    def off(got, expected):
+        return float((got - expected).norm() / expected.norm())
+
+    # The product of each chunk is rounded as well, which adds as much again.
+    assert off(chunked, exact) < 1.5 * off(rounded, exact)
+    assert off(hidden_chunked, hidden_exact) < 0.02 and off(logprobs_chunked, logprobs) < 0.01
+
+
 def test_padding_and_empty_selection_change_nothing(directory):
     model = load(directory)
     tokens_BT = torch.randint(0, len(TOKENIZER), (2, 12), generator=torch.manual_seed(0))
