@@ -61,12 +61,14 @@ class Borders:
 def _alike(lengths: list[int]) -> list[list[int]]:
     """Neighbours in runs whose shortest has at least `ALIKE` of the tokens of their longest."""
     runs = [[lengths[0]]]
+    low = high = lengths[0]
     for length in lengths[1:]:
-        low, high = min(*runs[-1], length), max(*runs[-1], length)
+        low, high = min(low, length), max(high, length)
         if low >= ALIKE * high:
             runs[-1].append(length)
         else:
             runs.append([length])
+            low = high = length
     return runs
 
 
