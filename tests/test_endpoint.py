@@ -682,6 +682,12 @@ def test_who_says_nothing_is_hung_up_on_and_who_waits_for_an_answer_is_not(
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"logprobs": True}, "logprobs"),
+        ({"top_p": 0.9}, "top_p: 0.9 is not supported"),
+        ({"top_k": 20}, "top_k: 20"),
+        ({"min_p": 0.05}, "min_p: 0.05"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty: 0.5"),
+        ({"presence_penalty": -1}, "presence_penalty: -1"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty: 1.1"),
         ({"messages": []}, "messages"),
         ({"messages": {"role": "user"}}, "messages"),
         ({"messages": [{"role": "wizard", "content": ""}]}, "wizard"),
@@ -706,6 +712,22 @@ def test_who_says_nothing_is_hung_up_on_and_who_waits_for_an_answer_is_not(
 def test_what_cannot_be_honoured_is_refused_by_its_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(Refused, match=named):
         decode(json.dumps({"messages": ASK} | change).encode())
+
+
+@pytest.mark.parametrize("top_k", [0, -1])
+def test_what_changes_no_distribution_is_taken_and_the_temperature_is_the_run_s(top_k: int) -> None:
+    engine = Scripted("a")
+
+    async def player(client: Client) -> float:
+        neutral = {"top_p": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "temperature": 0.1}
+        more = {"top_k": top_k, "min_p": 0.0, "repetition_penalty": 1.0}
+        await ask(client, ASK, **neutral, extra_body=more)
+        with pytest.raises(openai.BadRequestError, match=r"top_p: 0\.9 is not supported"):
+            await ask(client, ASK, top_p=0.9)
+        return 1.0
+
+    assert run(player, engine).one.reward == 1.0
+    assert [request.temperature for request in engine.requests] == [0.7]
 
 
 def test_the_same_message_is_equal_whoever_wrote_it_down() -> None:

@@ -1,7 +1,8 @@
 """A request to the endpoint, decoded strictly: chat completions as OpenAI's clients send them.
 
-What cannot be honoured is refused, not overlooked; temperature and top_p are the run's own and
-therefore not read: training needs the log-probs of the distribution that was sampled from.
+What cannot be honoured is refused, not overlooked, so also what would change the distribution that
+is sampled from: training needs its log-probs. The temperature alone is the run's own
+(`rollout.temperature`) whatever a request says, as clients send one unasked.
 """
 
 import json
@@ -20,6 +21,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys of which only these values can 
     "logprobs": (None, False),
     "audio": (None,),
     "modalities": (None, ["text"]),
+    "top_p": (None, 1),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
 }
 MOST_STOPS = 4
 
