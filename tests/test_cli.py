@@ -160,10 +160,25 @@ def test_a_recipe_beside_resume_is_refused(refused: Refused, recipe: Path, run_d
     assert f"{recipe}: --resume goes on with" in refused("train", recipe, "--resume", run_dir)
 
 
-@pytest.mark.parametrize("change", ["run.seed=9", "tasks.train=7", "tasks.solved=0.5"])
-def test_a_run_that_has_begun_keeps_its_tasks(refused: Refused, run_dir: Path, change: str) -> None:
+OVERRIDE = "stages.0.override."
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "run.seed=9",
+        "tasks.train=7",
+        "tasks.solved=0.5",
+        "rollout.temperature=0.5",
+        f"{OVERRIDE}rollout.temperature=0.5",
+    ],
+)
+def test_a_run_that_has_begun_keeps_what_made_its_data(
+    refused: Refused, run_dir: Path, change: str
+) -> None:
     before = (run_dir / "config.yaml").read_text()
-    assert change.partition("=")[0] in refused("train", "--resume", str(run_dir), change)
+    said = refused("train", "--resume", str(run_dir), change)
+    assert said.startswith(f"{change.rpartition('=')[0].removeprefix(OVERRIDE)}: a run that has")
     assert (run_dir / "config.yaml").read_text() == before
 
 

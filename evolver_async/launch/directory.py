@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from evolver_async.buffer.granting import source_of
 from evolver_async.buffer.tasks import held_out_task
@@ -93,7 +94,7 @@ def resume(run_dir: Path, dotlist: Sequence[str]) -> Config:
     """
     config = load(run_dir / "config.yaml", dotlist)
     _check(config)
-    _refuse_other_tasks(load(run_dir / "config.yaml"), config)
+    _refuse_other_past(load(run_dir / "config.yaml"), config)
     newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
     if (newest / STATE).is_file():
         state = json.loads((newest / STATE).read_text())
@@ -107,15 +108,20 @@ def resume(run_dir: Path, dotlist: Sequence[str]) -> Config:
     return config
 
 
-def _refuse_other_tasks(before: Config, after: Config) -> None:
-    """What the journal says was issued was chosen by these: a restart chooses it again."""
-    fixed = [("run.seed", before.run.seed, after.run.seed)]
+def _refuse_other_past(before: Config, after: Config) -> None:
+    """Refuses to change what made the data that the journal holds.
+
+    What was issued was chosen by seed and tasks: a restart chooses it again. What was sampled was
+    sampled at a temperature: the learner scores it at the same one.
+    """
+    fixed: list[tuple[str, Any, Any]] = [("run.seed", before.run.seed, after.run.seed)]
     for index in range(min(len(before.stages), len(after.stages))):
-        old, new = stage_config(before, index).tasks, stage_config(after, index).tasks
+        old, new = stage_config(before, index), stage_config(after, index)
         fixed += [
-            (f"tasks.{item.name}", getattr(old, item.name), getattr(new, item.name))
-            for item in fields(old)
+            (f"tasks.{item.name}", getattr(old.tasks, item.name), getattr(new.tasks, item.name))
+            for item in fields(old.tasks)
         ]
+        fixed.append(("rollout.temperature", old.rollout.temperature, new.rollout.temperature))
     for name, old, new in fixed:
         if old != new:
             raise ConfigError(f"{name}: a run that has begun keeps its {old}, {new} is of no use")
