@@ -145,7 +145,6 @@ def meeting(config: Config, args: RoleArgs) -> Iterator[Ranks | None]:
         args.rank,
         learner.ranks,
         device=learner.device,
-        backend=learner.backend,
         deadline_s=learner.deadline_s,
         nccl_leaves=leaves_host(config),
     )

@@ -23,7 +23,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -184,40 +184,42 @@ def join(
     count: int,
     *,
     device: str,
-    backend: str,
     deadline_s: float,
     nccl_leaves: bool = False,
 ) -> Ranks:
     """Meet the other ranks at a file that the launcher chose for them, in a private directory.
 
-    They talk through this host's loopback interface, and on GPUs directly. `nccl_leaves`: this
-    process will use NCCL to reach other hosts, too. NCCL keeps to the interface that it has used
-    first, which is then left to it, or to NCCL_SOCKET_IFNAME.
+    They talk through this host's loopback interface by gloo, and on GPUs directly by NCCL: there
+    gloo has not all that FSDP2 needs. `nccl_leaves`: this process will use NCCL to reach other
+    hosts, too. NCCL keeps to the interface that it has used first, which is then left to it, or to
+    NCCL_SOCKET_IFNAME.
     """
     where = _device(device, rank)
-    if backend == "auto":
-        backend = "nccl" if where.type == "cuda" else "gloo"
+    nccl = where.type == "cuda"
     deadline = timedelta(seconds=deadline_s)
-    if where.type == "cuda":
+    if nccl:
         torch.cuda.set_device(where)
     store = dist.FileStore(str(meeting), count)  # pyright: ignore[reportPrivateImportUsage]
     store.set_timeout(deadline)
-    if backend == "nccl":
+    if nccl:
         check_apart(store, rank, count, gpu_id(str(where)))
     names = [GLOO_INTERFACE] if nccl_leaves else [GLOO_INTERFACE, NCCL_INTERFACE]
     with _on_loopback(names):
         dist.init_process_group(
-            backend,
+            "nccl" if nccl else "gloo",
             store=store,
             rank=rank,
             world_size=count,
             timeout=deadline,
-            device_id=where if backend == "nccl" else None,
+            device_id=where if nccl else None,
         )
         host = dist.new_group(backend="gloo", timeout=deadline)
         calls = dist.new_group(backend="gloo", timeout=ENDLESS)
     assert isinstance(host, dist.ProcessGroup) and isinstance(calls, dist.ProcessGroup)
-    mesh = init_device_mesh(where.type, (count,))
+    # Of this very group: init_device_mesh may make another, which knows no deadline.
+    ranks = dist.group.WORLD
+    assert ranks is not None
+    mesh = DeviceMesh.from_group(ranks, where.type)
     return Ranks(where, rank, count, mesh, host, calls)
 
 
@@ -228,7 +230,7 @@ def check_apart(store: Store, rank: int, count: int, gpu: str) -> None:
         if other != rank and store.get(f"gpu/{other}") == gpu.encode():
             raise ConfigError(
                 f"launch.gpus.learner: ranks {min(rank, other)} and {max(rank, other)} see the same"
-                " GPU; NCCL wants one for each (learner.backend=gloo does not)"
+                " GPU; NCCL wants one for each"
             )
 
 

@@ -188,7 +188,7 @@ def be_rank(
         budget.Gpu = lambda _: Faked(rank)
     for number, (name, resume) in enumerate(plan):
         meeting = directory / f"meeting-{number}"
-        ranks = join(meeting, rank, count, device=device, backend="auto", deadline_s=DEADLINE_S)
+        ranks = join(meeting, rank, count, device=device, deadline_s=DEADLINE_S)
         out = directory / f"{name}-{'resumed' if resume else 'whole'}-{rank}"
         done = train(name, directory, out, ranks, Path(resume) if resume else None)
         if rank == 0:

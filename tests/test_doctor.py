@@ -67,7 +67,6 @@ LACKS = [
     (node(), machine(*EIGHT, vllm=Found(False, "not installed")), ["engine.kind"]),
     (node(), machine(*EIGHT, vllm=Found(True, "vLLM", {"device": "cpu"})), ["engine.kind"]),
     (node(), machine(*EIGHT, nccl=Found(False, "no NCCL")), ["learner.ranks"]),
-    (node(learner__backend="gloo"), machine(*EIGHT, nccl=Found(False, "no NCCL")), []),
     (node(), machine(*EIGHT, varlen=Found(False, "old")), ["learner.packing"]),
     (node(), machine(*[gpu(80, (7, 0))] * 8), ["policy.dtype"]),
     (node(), machine(*[gpu(24)] * 8), ["learner.ranks"]),

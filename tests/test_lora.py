@@ -458,7 +458,7 @@ def be_rank(rank: int, tiny: Path, directory: Path) -> None:
     plan = [("both", "float32", None), ("resumed", "float32", alone), ("short", "bfloat16", None)]
     for name, dtype, resume in plan:
         meeting = directory / f"meeting-{name}"
-        ranks = join(meeting, rank, 2, device="cpu", backend="auto", deadline_s=60.0)
+        ranks = join(meeting, rank, 2, device="cpu", deadline_s=60.0)
         out = directory / f"{name}-{rank}"
         done = short_training(tiny, out, dtype, ranks, Path(resume) if resume else None)
         if rank == 0:

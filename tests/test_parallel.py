@@ -216,7 +216,6 @@ def test_a_missing_shard_is_an_error_that_names_it(tmp_path):
         ("learner.ranks", lambda one: setattr(one.launch, "kind", "serial")),
         ("weights.kind", lambda one: setattr(one.weights, "kind", "cuda_ipc")),
         ("learner.device", lambda one: setattr(one.learner, "device", "cuda:1")),
-        ("learner.backend", lambda one: vars(one.learner).update(backend="nccl", device="cpu")),
     ],
 )
 def test_what_several_ranks_cannot_do_is_refused_by_its_key(key, change):

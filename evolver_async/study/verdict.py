@@ -103,8 +103,7 @@ def _engine(config: Config, machine: Machine, _: int) -> Iterator[Verdict]:
 def _learner(config: Config, machine: Machine, _: int) -> Iterator[Verdict]:
     learner = config.learner
     if learner.ranks > 1:
-        nccl = learner.backend == "nccl" or (learner.backend == "auto" and machine.learner)
-        yield machine.has(f"learner.ranks={learner.ranks}", "nccl" if nccl else "gloo")
+        yield machine.has(f"learner.ranks={learner.ranks}", "nccl" if machine.learner else "gloo")
     if learner.packing and machine.learner and config.policy.dtype == "bfloat16":
         yield machine.has("learner.packing", "varlen")
 
