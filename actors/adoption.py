@@ -52,7 +52,7 @@ class Adoption:
     async def adopt(self) -> None:
         """Hold what the configuration asks for: the pinned weights, or the head less the lag.
 
-        Whoever asks meanwhile waits for the same copy, which goes on where one of them is cancelled.
+        Whoever asks meanwhile waits for the same copy, which goes on if one is cancelled.
         """
         if self._adopting is None or self._adopting.done():
             target = self.target()

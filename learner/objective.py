@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from evolver_async.config import Correction, Loss
+from evolver_async.config.learner import by_kind
 from learner.accounting import Accounting
 from learner.batch import MicroBatch, Minibatch
 from learner.loss import (
@@ -29,6 +30,10 @@ class Objective:
     loss: Loss
     interpolates: bool
     boosts: bool
+
+    def __post_init__(self) -> None:
+        closed = by_kind(self.correction, self.loss)
+        assert closed == (self.correction, self.loss), "bounds come out of stage_config"
 
     def __call__(
         self,

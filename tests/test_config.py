@@ -39,6 +39,57 @@ def test_arguments_win_over_the_recipe_and_the_recipe_over_the_defaults(tmp_path
     assert config.stages == [Stage(kind="rl", steps=7)]
 
 
+FIRST = "env={name: first, params: {size: 4, grid: words}}"
+
+
+def test_another_environment_drops_the_parameters_of_the_one_below(tmp_path: Path) -> None:
+    (tmp_path / "low.yaml").write_text(
+        "env: {name: first, params: {size: 4, grid: words}}\nstages: [{steps: 1}]\n"
+    )
+    top, same = tmp_path / "top.yaml", tmp_path / "same.yaml"
+    top.write_text("base: low.yaml\nenv: {name: second, params: {limit: 9}}\n")
+    same.write_text("base: low.yaml\nenv: {name: first, params: {limit: 9}}\n")
+    assert load(top).env.params == {"limit": 9}
+    assert load(same).env.params == {"size": 4, "grid": "words", "limit": 9}
+    assert load(same, ["env.name=first"]).env.params == load(same).env.params
+    assert load(same, ["env.name=third"]).env.params == {}
+    assert load(same, ["env={name: third, params: {a: 1}}"]).env.params == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["env.name=second", "env.params={limit: 20}", "env.params.low=1"],
+        ["env.params.low=1", "env.name=second", "env.params={limit: 20}"],
+        ["env[params]={limit: 20, low: 1}", "env={name: second}"],
+    ],
+)
+def test_parameters_are_those_of_the_environment_named_in_whatever_order(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("env: {name: first, params: {size: 4}}\nstages: [{steps: 1}]\n")
+    config = load(recipe, arguments)
+    assert (config.env.name, config.env.params) == ("second", {"limit": 20, "low": 1})
+
+
+def test_a_stage_with_another_environment_has_parameters_of_its_own() -> None:
+    stages = (
+        "stages=[{steps: 1, override: {env: {name: second, params: {limit: 9}}}},"
+        " {steps: 1, override: {env: {params: {size: 6}}}}]"
+    )
+
+    def params(*more: str) -> list[dict[str, object]]:
+        config = load(None, [FIRST, stages, *more])
+        return [stage_config(config, index).env.params for index in range(2)]
+
+    assert params() == [{"limit": 9}, {"size": 6, "grid": "words"}]
+    third = ["stages.0.override.env.params.low=1", "stages.0.override.env.name=third"]
+    assert params(*third)[0] == {"low": 1}
+    assert params("stages.0.override.env.name=second")[0] == {"limit": 9}
+    assert params("stages.1.override={env: {name: third}}")[1] == {}
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -103,6 +154,13 @@ def test_unknown_keys_and_wrong_types_are_named(argument: str, message: str) -> 
         (["correction={kind: gspo, level: trajectory}"], "correction.level: correction.kind=gspo"),
         (["correction={kind: icepop, low: 1.5}"], "correction.low: must be at most 1"),
         (["correction={kind: icepop, high: 0.9}"], "correction.high: must be at least 1"),
+        (["correction.low=-0.5"], "correction.low: must not be negative, is -0.5"),
+        (["correction.w_max=0"], "correction.w_max: must be greater than 0"),
+        (["correction.w_max=-2"], "correction.w_max: must not be negative"),
+        (["loss.clip_low=-0.2"], "loss.clip_low: must not be negative"),
+        (["loss.clip_low=1"], "loss.clip_low: must be less than 1"),
+        (["loss.clip_high=-1.5"], "loss.clip_high: must not be negative"),
+        (["loss.boost=-1"], "loss.boost: must not be negative"),
         (
             ["experience.kind=contrast", "correction.kind=cispo"],
             "loss.boost: correction.kind=cispo",
@@ -253,6 +311,62 @@ def test_a_stage_overrides_what_the_buffer_reads_anew_in_every_stage() -> None:
     changes = {"max_staleness": 2, "sampler": "freshest", "straggler": "wait", "demo_groups": 64}
     config = load(None, [STEPS, f"stages.0.override={{buffer: {changes}}}"])
     assert stage_config(config, 0).buffer.demo_groups == 64
+
+
+USUAL = ("token", 2.0, 0.5, 5.0, 0.2, 0.28)  # level, w_max, low, high, clip_low, clip_high
+
+
+def bounds(config: Config, stage: int = 0) -> tuple[str | float, ...]:
+    """What the learner is given in a stage."""
+    staged = stage_config(config, stage)
+    correction, loss = staged.correction, staged.loss
+    bounds = (correction.w_max, correction.low, correction.high, loss.clip_low, loss.clip_high)
+    return (correction.level, *bounds)
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        *((f"{{kind: {kind}}}", USUAL) for kind in ("none", "ppo", "decoupled", "icepop", "cispo")),
+        ("{kind: decoupled, level: trajectory}", ("trajectory", 5.0, 0.5, 5.0, 0.2, 0.28)),
+        ("{kind: geo_mask}", ("token", 2.0, 0.8, 1.25, 0.2, 0.28)),
+        ("{kind: gspo}", ("token", 2.0, 0.5, 5.0, 3e-4, 4e-4)),
+        ("{kind: topr}", ("trajectory", 2.0, 0.5, 5.0, 0.2, 0.28)),
+        ("{kind: topr, level: token}", USUAL),
+    ],
+)
+def test_bounds_that_nobody_sets_are_those_of_the_kind(
+    tmp_path: Path, correction: str, expected: tuple[str | float, ...]
+) -> None:
+    """The column "defaults" of algorithms §2."""
+    config = load(None, [STEPS, f"correction={correction}"])
+    assert bounds(config) == expected
+    dump(config, tmp_path / "config.yaml")
+    again = load(tmp_path / "config.yaml", ["correction={kind: gspo, level: auto}"])
+    assert bounds(again) == ("token", 2.0, 0.5, 5.0, 3e-4, 4e-4), "a resume with another kind"
+    assert bounds(from_dict(to_dict(config))) == expected
+
+
+@pytest.mark.parametrize("kind", ["decoupled", "geo_mask", "gspo", "icepop", "topr"])
+def test_bounds_that_somebody_sets_are_nobody_elses(kind: str) -> None:
+    given = [
+        f"correction={{kind: {kind}, level: token, w_max: 3, low: 0.25, high: 4}}",
+        "loss={clip_low: 0.125, clip_high: 0.5}",
+    ]
+    assert bounds(load(None, [STEPS, *given])) == ("token", 3.0, 0.25, 4.0, 0.125, 0.5)
+
+
+def test_a_stage_with_another_kind_of_correction_has_the_bounds_of_that_kind() -> None:
+    kinds = [{"kind": "geo_mask"}, {"kind": "gspo", "w_max": 9}, {"kind": "topr"}]
+    stages = [Stage(steps=1, override={"correction": kind}) for kind in kinds]
+    config = Config(stages=[*stages, Stage(steps=1)])
+    config.loss.clip_high = 0.3
+    assert [bounds(config, index) for index in range(4)] == [
+        ("token", 2.0, 0.8, 1.25, 0.2, 0.3),
+        ("token", 9.0, 0.5, 5.0, 3e-4, 0.3),
+        ("trajectory", 2.0, 0.5, 5.0, 0.2, 0.3),
+        ("token", 2.0, 0.5, 5.0, 0.2, 0.3),
+    ]
 
 
 def test_a_weights_directory_that_cannot_be_written_is_named() -> None:

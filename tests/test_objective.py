@@ -11,6 +11,7 @@ from test_collate import collated, make_groups
 from test_offpolicy import KINDS
 
 from evolver_async.config import Correction, Loss
+from evolver_async.config.learner import by_kind
 from learner.accounting import Accounting
 from learner.batch import Batch
 from learner.collate import Strip
@@ -94,7 +95,7 @@ def test_an_update_over_mixed_data_matches_the_loop(kind, level, guided, seed, b
     correction = Correction(
         kind=kind, level=level, guided=guided, w_max=1.5, low=0.8, high=1.25, epsilon=0.2
     )
-    loss = Loss(boost=0.0 if kind in UNCLIPPED else boost)
+    loss = Loss(clip_low=0.2, clip_high=0.28, boost=0.0 if kind in UNCLIPPED else boost)
     boost = loss.boost
     boosts = batch.sampled is not None and boost > 0
     objective = Objective(correction, loss, interpolates=False, boosts=boosts)
@@ -154,9 +155,17 @@ def check_accounting(
     assert found["boost/freed_fraction"] == pytest.approx(float(freed))
 
 
+def test_bounds_left_open_never_reach_the_loss():
+    closed, _ = by_kind(Correction(), Loss())
+    for one in ((Correction(), Loss(clip_low=0.2, clip_high=0.28)), (closed, Loss())):
+        with pytest.raises(AssertionError, match="stage_config"):
+            Objective(*one, interpolates=False, boosts=False)
+
+
 def test_masked_tokens_are_those_that_no_gradient_reaches():
     batch, data = filled(11, Strip("always", 0.0, 0), "stale")
-    objective = Objective(Correction(), Loss(boost=0.6), interpolates=False, boosts=True)
+    settings = by_kind(Correction(), Loss(boost=0.6))
+    objective = Objective(*settings, interpolates=False, boosts=True)
     accounting = Accounting()
     (minibatch,) = batch.minibatches(1, key=0)
     (micro,) = minibatch.micro_batches(10**6, CPU)
@@ -177,9 +186,8 @@ def test_masked_tokens_stay_in_the_denominator_and_are_counted(kind):
 
     def masked(low: float, high: float) -> tuple[float, float]:
         accounting = Accounting()
-        objective = Objective(
-            Correction(kind=kind, low=low, high=high), Loss(), interpolates=False, boosts=False
-        )
+        settings = by_kind(Correction(kind=kind, low=low, high=high), Loss())
+        objective = Objective(*settings, interpolates=False, boosts=False)
         value, _ = objective(theta_N, -theta_N, micro, minibatch, accounting)
         return float(value), accounting.metrics()["offpolicy/masked"]
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evolver_async.config import Correction
+from evolver_async.config import Correction, Loss
+from evolver_async.config.learner import by_kind
 from learner.loss import clipped_objective, unclipped_objective
 from learner.offpolicy import (
     Corrected,
@@ -64,6 +65,7 @@ def objective(
     data: dict[str, torch.Tensor], A_N: torch.Tensor, settings: Correction
 ) -> tuple[torch.Tensor, Corrected]:
     """The objective of every token, and what the correction made of it."""
+    settings, _ = by_kind(settings, Loss())
     corrected = correct(
         data["theta_N"],
         data["old_N"],

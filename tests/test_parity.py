@@ -20,6 +20,7 @@ from actors.progress import Progress
 from actors.rollout import run_group
 from evolver_async import policy
 from evolver_async.config import Correction, Loss
+from evolver_async.config.learner import by_kind
 from evolver_async.schema import Group, Role, Sampling, Trajectory, WeightId
 from evolver_async.tokenizer import load_tokenizer
 from learner.accounting import Accounting
@@ -185,7 +186,8 @@ def loss_and_gradient(
         hidden_BTD=hidden_BTD,
     )
     theta_N, entropy_N = theta_BT[micro.action_BT], entropy_BT[micro.action_BT]
-    objective = Objective(Correction(kind="ppo"), Loss(kl_coef=0), interpolates=False, boosts=False)
+    settings = by_kind(Correction(kind="ppo"), Loss(kl_coef=0))
+    objective = Objective(*settings, interpolates=False, boosts=False)
     rl, _ = objective(theta_N, entropy_N, micro, minibatch, Accounting())
     supervised = sft_loss(theta_N, tokens=minibatch.tokens)
     gradients = torch.autograd.grad(rl + supervised, list(taught.model.parameters()))

@@ -188,9 +188,9 @@ def _check_learner(config: Config) -> None:
         f"interpolate needs a correction.kind of {', '.join(INTERPOLATED)}, not {correction.kind}",
     )
     require(
-        correction.level == "token" or correction.kind in ("decoupled", "topr"),
+        correction.level != "trajectory" or correction.kind in ("decoupled", "topr"),
         "correction.level",
-        f"correction.kind={correction.kind} has no choice of it: leave it at token",
+        f"correction.kind={correction.kind} has no choice of it: leave it at auto",
     )
     require(
         config.advantage.kind != "vtrace" or correction.kind == "none",
@@ -229,11 +229,6 @@ def _check_ranks(config: Config) -> None:
         "learner.device",
         f"{config.learner.device} is one GPU: with learner.ranks > 1 use cuda, and "
         "launch.gpus.learner to say which",
-    )
-    require(
-        config.learner.backend != "nccl" or config.learner.device != "cpu",
-        "learner.backend",
-        "nccl needs GPUs, and learner.device is cpu",
     )
 
 

@@ -1,6 +1,7 @@
 """The sections about training: selection, advantage, correction, loss, optimizer, safety."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass
@@ -58,10 +59,10 @@ class Correction:
     kind: str = "decoupled"  # none, ppo, decoupled, icepop, geo_mask, cispo, gspo or topr
     anchor: str = "recompute"  # recompute (one more forward) or interpolate (from the version lag)
     guided: str = "stale"  # what old is for guided tokens: stale, anchor or behaviour
-    level: str = "token"  # decoupled, topr: weights per token or trajectory; topr wants trajectory
-    w_max: float = 2.0  # truncation of the importance weight; a trajectory-level weight wants 5
-    low: float = 0.5  # icepop, geo_mask: smaller weights are masked; geo_mask wants 0.8
-    high: float = 5.0  # icepop, geo_mask: larger weights are masked; geo_mask wants 1.25
+    level: str = "auto"  # decoupled, topr: weights per token or trajectory; auto: topr trajectory
+    w_max: float = -1.0  # truncation of the importance weight; -1: 2, decoupled by trajectory 5
+    low: float = -1.0  # icepop, geo_mask: smaller weights are masked; -1: 0.5, geo_mask 0.8
+    high: float = -1.0  # icepop, geo_mask: larger weights are masked; -1: 5, geo_mask 1.25
     epsilon: float = 4.0  # cispo: its weights are truncated at 1 + epsilon
     max_masked: float = 0.9  # warn when a larger share of tokens has zero gradient
 
@@ -70,8 +71,8 @@ class Correction:
 class Loss:
     """The policy loss."""
 
-    clip_low: float = 0.2  # correction.kind=gspo, whose ratio is a sequence's, wants 0.0003
-    clip_high: float = 0.28  # and gspo 0.0004
+    clip_low: float = -1.0  # -1: 0.2; with correction.kind=gspo, a sequence's ratio, 0.0003
+    clip_high: float = -1.0  # -1: 0.28, gspo 0.0004
     boost: float = 0.6  # upper clip of tokens whose experience was stripped; 0: clip_high
     dual_clip: float = 3.0
     aggregation: str = "token_mean"  # token_mean, sequence_mean or sequence_sum_norm
@@ -82,6 +83,33 @@ class Loss:
     entropy_coef: float = 0.0
     dpo_beta: float = 0.1  # dpo stages: how much a preference may move the policy
     entropy_top_k: int = 0  # the bonus raises entropy among the k likeliest tokens only; 0: all
+
+
+LEFT_OPEN = -1.0  # a bound that is what correction.kind wants
+LEVELS = {"topr": "trajectory"}  # all others: token
+BOUNDS = {"w_max": 2.0, "low": 0.5, "high": 5.0, "clip_low": 0.2, "clip_high": 0.28}
+BOUNDS_OF = {  # what differs, by kind and level
+    ("decoupled", "trajectory"): {"w_max": 5.0},
+    ("geo_mask", "token"): {"low": 0.8, "high": 1.25},
+    ("gspo", "token"): {"clip_low": 3e-4, "clip_high": 4e-4},
+}
+
+
+def by_kind(correction: Correction, loss: Loss) -> tuple[Correction, Loss]:
+    """Both with the level and the bounds that are left open as `correction.kind` wants them.
+
+    The values are the defaults of the table in algorithms §2.
+    """
+    level = correction.level
+    if level == "auto":
+        level = LEVELS.get(correction.kind, "token")
+    bounds = BOUNDS | BOUNDS_OF.get((correction.kind, level), {})
+
+    def closed(section: Correction | Loss) -> dict[str, Any]:
+        values = vars(section)
+        return {name: bounds[name] for name in bounds if values.get(name) == LEFT_OPEN}
+
+    return replace(correction, level=level, **closed(correction)), replace(loss, **closed(loss))
 
 
 @dataclass
@@ -107,7 +135,6 @@ class Learner:
     device: str = "auto"
     threads: int = 1
     ranks: int = 1  # processes that share one learner: weights, optimizer and micro-batches
-    backend: str = "auto"  # of several ranks: auto (nccl on CUDA, else gloo), nccl or gloo
     deadline_s: float = 600.0  # for what the ranks do together; past it the learner is restarted
 
 

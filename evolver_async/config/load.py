@@ -7,7 +7,7 @@ plain-dict form at the end of this file is what travels inside WELCOME.
 import difflib
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from evolver_async.config import Config, Experience, Stage
 from evolver_async.config.check import ConfigError, check, check_stage
+from evolver_async.config.learner import by_kind
 from evolver_async.config.secrets import kept, refuse_written
 
 # What shapes the whole run or its processes, so that one stage cannot change it: sections, and keys
@@ -53,7 +54,6 @@ WHOLE_RUN = {
             "device",
             "threads",
             "ranks",
-            "backend",
             "deadline_s",
             "max_bad_steps",
             "packing",
@@ -82,14 +82,14 @@ def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
     `path` is a YAML recipe (None: defaults only); one that names another one as its `base`, by a
     path relative to its own, says only what differs from that. `dotlist` holds `section.key=value`
     texts, with stages addressed as `stages.0.key`. Paths that it names are looked for by
-    `check_paths` alone.
-    Raises ConfigError.
+    `check_paths` alone. Whatever names another environment (a recipe over its base, a text, a
+    stage's override) drops the parameters of the one before. Raises ConfigError.
     """
     resolved = OmegaConf.structured(Config)
     if path is not None:
         for tree in _read(Path(path)):
             resolved = _apply(resolved, tree)
-    for entry in dotlist:
+    for entry in sorted(dotlist, key=_of_params):  # in whatever order: env.name drops env.params
         resolved = _apply_argument(resolved, entry)
     config = _to_config(resolved)
     check(config)
@@ -99,7 +99,11 @@ def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
 
 
 def stage_config(config: Config, index: int) -> Config:
-    """The configuration that holds during stage `index`: its `override` merged in, and checked."""
+    """The configuration that holds during stage `index`: its `override` merged in, and checked.
+
+    What a recipe leaves open to `correction.kind` is that kind's own value here, and here alone:
+    a resumed run or a stage with another kind gets that one's.
+    """
     override = config.stages[index].override
     where = f"stages[{index}].override"
     for section, keys in override.items():
@@ -112,7 +116,8 @@ def stage_config(config: Config, index: int) -> Config:
         check_stage(merged, index)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}" if override else str(error)) from None
-    return merged
+    correction, loss = by_kind(merged.correction, merged.loss)
+    return replace(merged, correction=correction, loss=loss)
 
 
 def dump(config: Config, path: Path) -> None:
@@ -161,7 +166,7 @@ def _apply_argument(resolved: DictConfig, entry: str) -> DictConfig:
         value = read["value"] if text else ""
     except (yaml.YAMLError, OmegaConfBaseException):
         raise ConfigError(f"{key}: cannot read {text!r}") from None
-    parts = key.replace("[", ".").replace("]", "").split(".")
+    parts = _parts(key)
     stage = None
     if parts[0] == "stages" and len(parts) > 2:
         if not parts[1].isdigit() or int(parts[1]) >= len(resolved.stages):
@@ -173,13 +178,43 @@ def _apply_argument(resolved: DictConfig, entry: str) -> DictConfig:
         tree = {part: tree}
     if stage is None:
         return _apply(resolved, tree)
-    base = OmegaConf.structured(OmegaConf.to_object(resolved.stages[stage]))
-    resolved.stages[stage] = _merge(base, tree, Stage, f"stages[{stage}].")
+    below: Any = OmegaConf.to_object(resolved.stages[stage])
+    env = below.override.get("env")
+    if isinstance(env, dict) and _names_another(
+        tree.get("override"), env.get("name", _environment(resolved))
+    ):
+        env.pop("params", None)
+    resolved.stages[stage] = _merge(OmegaConf.structured(below), tree, Stage, f"stages[{stage}].")
     return resolved
 
 
+def _parts(key: str) -> list[str]:
+    return key.replace("[", ".").replace("]", "").split(".")
+
+
+def _of_params(entry: str) -> bool:
+    """Whether a `key=value` is about parameters of an environment."""
+    parts = _parts(entry.partition("=")[0])
+    return "env.params" in (".".join(parts[:2]), ".".join(parts[3:5]))
+
+
+def _environment(resolved: DictConfig) -> str:
+    """The environment's name as it is written: no reference is followed."""
+    raw: Any = OmegaConf.to_container(resolved.env)
+    return raw["name"]
+
+
+def _names_another(tree: Any, name: str) -> bool:
+    """Whether a tree of sections names another environment than `name`."""
+    env = tree.get("env") if isinstance(tree, dict) else None
+    return isinstance(env, dict) and env.get("name", name) != name
+
+
 def _apply(resolved: DictConfig, tree: dict[str, Any]) -> DictConfig:
-    """Merges a tree of sections; a list of stages replaces the list."""
+    """Merges a tree of sections; a list of stages replaces the list, and another environment's
+    parameters are not this one's."""
+    if _names_another(tree, _environment(resolved)):
+        resolved.env.params = {}
     stages = tree.get("stages")
     rest = {name: value for name, value in tree.items() if name != "stages"}
     merged = _merge(resolved, rest, Config, "")

@@ -3,10 +3,11 @@
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from evolver_async.config import Config
+from evolver_async.config.learner import by_kind
 
 
 class ConfigError(ValueError):
@@ -58,7 +59,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "topr",
     ),
     "correction.anchor": ("recompute", "interpolate"),
-    "correction.level": ("token", "trajectory"),
+    "correction.level": ("auto", "token", "trajectory"),
     "correction.guided": ("stale", "anchor", "behaviour"),
     "experience.kind": ("none", "contrast", "llm"),
     "experience.strip": ("always", "never", "fraction"),
@@ -69,7 +70,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss.kl": ("k1", "k2", "k3"),
     "loss.kl_place": ("loss", "reward"),
     "learner.decay": ("none", "linear", "cosine"),
-    "learner.backend": ("auto", "nccl", "gloo"),
     "safety.action": ("warn", "checkpoint", "pause"),
     "weights.kind": ("auto", "shm", "collective", "cuda_ipc"),
     "metrics.wandb": ("auto", "online", "offline", "disabled"),
@@ -234,8 +234,12 @@ FRACTIONS = (
 
 
 def check_values(config: Config) -> None:
-    """Raises ConfigError for the first value that is out of range by itself."""
-    _check_values(dict(_leaves(config, "")))
+    """Raises ConfigError for the first value that is out of range by itself.
+
+    What is left open to `correction.kind` is in range: that kind's own is checked in its place.
+    """
+    correction, loss = by_kind(config.correction, config.loss)
+    _check_values(dict(_leaves(replace(config, correction=correction, loss=loss), "")))
 
 
 def _leaves(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:

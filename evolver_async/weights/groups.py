@@ -45,7 +45,7 @@ class Group:
     ) -> None:
         prefixed = PrefixStore(f"epoch/{epoch}/", store)
         self._device = device
-        # Training and generation have the default stream; a copy on it would wait for all of theirs.
+        # Training and generation have the default stream: a copy on it would wait for theirs.
         self._stream = torch.cuda.Stream(device) if device else None
         self._pending: list[tuple[Any, Tensor]] = []
         build_s = timedelta(seconds=min(BUILD_S, deadline_s))

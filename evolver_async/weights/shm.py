@@ -111,9 +111,9 @@ class ShmReceiver:
         path = self.directory / _name(weights)
         try:
             with open(path, "rb", buffering=0) as file:
-                # A bytearray would be filled with zeros first, and hold up all other threads so long.
+                # A bytearray would be filled with zeros first, and other threads held up.
                 whole_N = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8)
-                view = memoryview(whole_N.numpy())
+                view = whole_N.numpy().data
                 while view and (count := file.readinto(view)):
                     view = view[count:]
         except FileNotFoundError:
@@ -145,7 +145,7 @@ def _pieces(snapshot: Snapshot) -> list[bytes | memoryview]:
 
 def _verified(whole_N: Tensor, weights: WeightId) -> dict[str, Tensor]:
     """The tensors of a snapshot, as views on its bytes, after their checksums were compared."""
-    buffer = memoryview(whole_N.numpy())
+    buffer = whole_N.numpy().data
     try:
         (length,) = LENGTH.unpack_from(buffer)
         manifest = json.loads(bytes(buffer[LENGTH.size : LENGTH.size + length]))

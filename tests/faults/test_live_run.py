@@ -72,7 +72,7 @@ def busy(run: Launch, actor: str) -> dict[int, set[int]]:
 
 @contextlib.contextmanager
 def at_work(run: Launch, name: str) -> Iterator[dict[int, set[int]]]:
-    """An actor stands still amid its groups, which are told; none of their members is on its way."""
+    """An actor stands still amid these groups; none of their members is on its way."""
     while True:
         busy(run, name)
         with stopped(child(run, name)):
