@@ -9,6 +9,7 @@ import contextlib
 import os
 import time
 import zlib
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -65,7 +66,7 @@ class Group:
         """Begin to send, or to receive into, `part_N`, bytes of host memory."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        with torch.cuda.stream(self._stream):
+        with _on(self._stream):
             travels_N = part_N
             if self._device:
                 travels_N = torch.empty(len(part_N), dtype=torch.uint8, device=self._device)
@@ -104,11 +105,16 @@ class Part:
             if time.monotonic() > until:
                 return False
             time.sleep(POLL_S)
-        with torch.cuda.stream(self._stream):
+        with _on(self._stream):
             self._work.wait()
             if self._travels_N is not self._part_N and not self._sends:
                 self._part_N.copy_(self._travels_N)
         return True
+
+
+def _on(stream: Any) -> AbstractContextManager[Any]:
+    """Without a stream nothing is asked of CUDA, which would take memory of a GPU to be ready."""
+    return torch.cuda.stream(stream) if stream else contextlib.nullcontext()
 
 
 # Groups that were given up, each with its unfinished broadcasts and the memory that these use.
