@@ -103,7 +103,7 @@ def claim(directory: Path) -> None:
     found = directory.lstat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
         raise PermissionError(f"{directory}: must be private to this user (mode 0700)")
-    if _owned(directory):
+    if owned(directory):
         return
     me = psutil.Process()
     part = directory / f".{OWNER}.{me.pid}"
@@ -116,11 +116,11 @@ def sweep(parent: Path) -> None:
     for directory in parent.glob(f"{PREFIX}*"):
         with suppress(FileNotFoundError):  # another process sweeps as well
             mine = directory.lstat().st_uid == os.getuid()
-            if mine and (directory / OWNER).exists() and not _owned(directory):
+            if mine and (directory / OWNER).exists() and not owned(directory):
                 shutil.rmtree(directory, ignore_errors=True)
 
 
-def _owned(directory: Path) -> bool:
+def owned(directory: Path) -> bool:
     """Whether the very process that claimed it, not another one given its number, still runs."""
     try:
         owner = json.loads((directory / OWNER).read_text())

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.base import HEAD, WeightsCorrupt, WeightsGone, claim, read_head
+from evolver_async.weights.base import HEAD, WeightsCorrupt, WeightsGone, claim, owned, read_head
 from evolver_async.weights.snapshot import Snapshot, aligned, nbytes, views
 
 SLOT = "slot-"
@@ -217,8 +217,10 @@ class IpcReceiver:
             self._open.pop(name, None)
             try:
                 self._open[name] = (slot.memory, self._memory.open(slot.memory))
-            except RuntimeError as error:  # its learner has died: the next one publishes anew
-                raise WeightsGone(f"{name}: {error}") from error
+            except RuntimeError as error:
+                if owned(self.directory):
+                    raise
+                raise WeightsGone(f"{name}, of a learner that has died: {error}") from error
         return self._open[name][1]
 
 
