@@ -222,17 +222,22 @@ class _Wide(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """hidden_ND times weight_VD, whose gradient goes to `_Wide` in its place."""
+    """A projection, the gradient of whose weights goes to `_Wide` in their place."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, _: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, _: Tensor, bias: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(hidden_ND, weight_VD)
-        return F.linear(hidden_ND, weight_VD)
+        return F.linear(hidden_ND, weight_VD, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor, Tensor | None]:
         hidden_ND, weight_VD = ctx.saved_tensors
-        return gradients[0] @ weight_VD, None, (gradients[0].T @ hidden_ND).float()
+        (gradient_NV,) = gradients
+        wide_VD = (gradient_NV.T @ hidden_ND).float()
+        bias = gradient_NV.sum(0) if ctx.needs_input_grad[3] else None
+        return gradient_NV @ weight_VD, None, wide_VD, bias
 
 
 def _summing(head: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -242,12 +247,7 @@ def _summing(head: nn.Module) -> Callable[[Tensor], Tensor]:
     if weight_VD.element_size() >= torch.float32.itemsize or not weight_VD.requires_grad:
         return head
     wide_VD = _Wide.apply(weight_VD)
-
-    def project(hidden_ND: Tensor) -> Tensor:
-        logits_NV = _Linear.apply(hidden_ND, weight_VD.detach(), wide_VD)
-        return logits_NV if bias is None else logits_NV + bias
-
-    return project
+    return lambda hidden_ND: _Linear.apply(hidden_ND, weight_VD.detach(), wide_VD, bias)
 
 
 def _project(

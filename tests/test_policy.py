@@ -171,7 +171,7 @@ def test_gradients_of_many_chunks_in_a_short_type_are_added_in_float32(tiny, bia
     model, short = load(tiny), load(tiny)
     if biased:
         for one in (model, short):
-            one.lm_head.bias = torch.nn.Parameter(torch.linspace(-1, 1, len(TOKENIZER)))
+            one.lm_head.bias = torch.nn.Parameter(torch.linspace(-3, 3, len(TOKENIZER)))
     tokens_BT = torch.randint(0, len(TOKENIZER), (8, 128), generator=torch.manual_seed(0))
     mask_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
     hidden_BTD = torch.randn(8, 128, 32, generator=torch.manual_seed(1)) + 0.5
@@ -183,21 +183,25 @@ def test_gradients_of_many_chunks_in_a_short_type_are_added_in_float32(tiny, bia
         )
         (got + 0.1 * entropy).sum().backward()
         head = model.get_output_embeddings()
-        return head.weight.grad.float(), hidden_BTD.grad.float(), got.detach()
+        found = [head.weight.grad.float(), hidden_BTD.grad.float(), got.detach()]
+        if biased:
+            found.append(head.bias.grad.float())
+        model.zero_grad()
+        return found
 
-    exact, hidden_exact, logprobs = gradient(model, hidden_BTD.bfloat16().float(), 4096)
-    model.zero_grad()
+    exact, hidden_exact, _, *bias_exact = gradient(model, hidden_BTD.bfloat16().float(), 4096)
     short.bfloat16()
-    rounded, _, _ = gradient(short, hidden_BTD.bfloat16(), 4096)
-    short.zero_grad()
-    chunked, hidden_chunked, logprobs_chunked = gradient(short, hidden_BTD.bfloat16(), 4)
+    rounded, _, logprobs, *_ = gradient(short, hidden_BTD.bfloat16(), 4096)
+    chunked, hidden_chunked, logprobs_chunked, *bias = gradient(short, hidden_BTD.bfloat16(), 4)
 
     def off(got, expected):
         return float((got - expected).norm() / expected.norm())
 
     # The product of each chunk is rounded as well, which adds as much again.
     assert off(chunked, exact) < 1.5 * off(rounded, exact)
-    assert off(hidden_chunked, hidden_exact) < 0.02 and off(logprobs_chunked, logprobs) < 0.01
+    assert torch.equal(logprobs_chunked, logprobs)
+    assert off(hidden_chunked, hidden_exact) < 0.02
+    assert all(off(*pair) < 0.1 for pair in zip(bias, bias_exact, strict=True))
 
 
 def test_padding_and_empty_selection_change_nothing(directory):
