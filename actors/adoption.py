@@ -54,7 +54,10 @@ class Adoption:
 
         Whoever asks meanwhile waits for the same copy, which goes on if one is cancelled.
         """
-        if self._adopting is None or self._adopting.done():
+        if self._adopting is not None and self._adopting.done():
+            self._adopting.result()  # an error whose only waiter was cancelled
+            self._adopting = None
+        if self._adopting is None:
             target = self.target()
             if target is None or target == self.engine.weights:
                 return

@@ -271,8 +271,9 @@ def test_weights_that_a_cancelled_ticket_was_waiting_for_are_fetched_once(tmp_pa
 
     async def play() -> None:
         fenced = asyncio.create_task(adoption.adopt())
-        while not fetched:
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(DEADLINE_S):
+            while not fetched:
+                await asyncio.sleep(0.001)
         fenced.cancel()
         await asyncio.wait([fenced])
         other = asyncio.create_task(adoption.adopt())
