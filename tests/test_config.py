@@ -39,9 +39,6 @@ def test_arguments_win_over_the_recipe_and_the_recipe_over_the_defaults(tmp_path
     assert config.stages == [Stage(kind="rl", steps=7)]
 
 
-FIRST = "env={name: first, params: {size: 4, grid: words}}"
-
-
 def test_another_environment_drops_the_parameters_of_the_one_below(tmp_path: Path) -> None:
     (tmp_path / "low.yaml").write_text(
         "env: {name: first, params: {size: 4, grid: words}}\nstages: [{steps: 1}]\n"
@@ -62,6 +59,7 @@ def test_another_environment_drops_the_parameters_of_the_one_below(tmp_path: Pat
         ["env.name=second", "env.params={limit: 20}", "env.params.low=1"],
         ["env.params.low=1", "env.name=second", "env.params={limit: 20}"],
         ["env[params]={limit: 20, low: 1}", "env={name: second}"],
+        ["env={params: {limit: 20}}", "env={name: second, params: {low: 0}}", "env.params.low=1"],
     ],
 )
 def test_parameters_are_those_of_the_environment_named_in_whatever_order(
@@ -73,14 +71,16 @@ def test_parameters_are_those_of_the_environment_named_in_whatever_order(
     assert (config.env.name, config.env.params) == ("second", {"limit": 20, "low": 1})
 
 
-def test_a_stage_with_another_environment_has_parameters_of_its_own() -> None:
-    stages = (
-        "stages=[{steps: 1, override: {env: {name: second, params: {limit: 9}}}},"
-        " {steps: 1, override: {env: {params: {size: 6}}}}]"
+def test_a_stage_with_another_environment_has_parameters_of_its_own(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "env: {name: first, params: {size: 4, grid: words}}\n"
+        "stages: [{steps: 1, override: {env: {name: second, params: {limit: 9}}}},"
+        " {steps: 1, override: {env: {params: {size: 6}}}}]\n"
     )
 
     def params(*more: str) -> list[dict[str, object]]:
-        config = load(None, [FIRST, stages, *more])
+        config = load(recipe, more)
         return [stage_config(config, index).env.params for index in range(2)]
 
     assert params() == [{"limit": 9}, {"size": 6, "grid": "words"}]
@@ -88,6 +88,22 @@ def test_a_stage_with_another_environment_has_parameters_of_its_own() -> None:
     assert params(*third)[0] == {"low": 1}
     assert params("stages.0.override.env.name=second")[0] == {"limit": 9}
     assert params("stages.1.override={env: {name: third}}")[1] == {}
+    assert params("env={name: third, params: {limit: 20}}")[1] == {"limit": 20}
+    late = ["stages.1.override={env: {params: {low: 1}}}", "stages.1.override.env.name=third"]
+    assert params(*late)[1] == {"low": 1}
+
+
+def test_the_last_of_several_arguments_wins() -> None:
+    config = load(None, [STEPS, "env.params.size=9", "env={name: other, params: {size: 5}}"])
+    assert config.env.params == {"size": 5}
+
+
+def test_an_argument_about_a_stage_leaves_references_in_it(monkeypatch) -> None:
+    monkeypatch.setenv("SERVER", "http://here")
+    stages = "stages=[{steps: 1, override: {env: {params: {url: '${oc.env:SERVER}'}}}}]"
+    config = load(None, [stages, "stages.0.steps=3"])
+    assert config.stages[0].steps == 3
+    assert config.stages[0].override["env"]["params"]["url"] == "${oc.env:SERVER}"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -89,8 +89,11 @@ def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
     if path is not None:
         for tree in _read(Path(path)):
             resolved = _apply(resolved, tree)
-    for entry in sorted(dotlist, key=_of_params):  # in whatever order: env.name drops env.params
-        resolved = _apply_argument(resolved, entry)
+    arguments = [_argument(entry) for entry in dotlist]
+    # Names of environments come first, whatever the order: they drop the parameters of others.
+    names = [one for one in arguments if one.names_environment(len(resolved.stages))]
+    for argument in (*names, *arguments):
+        resolved = _apply_argument(resolved, argument)
     config = _to_config(resolved)
     check(config)
     for index in range(len(config.stages)):
@@ -156,65 +159,70 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
     return [*_read(below, (*above, path.resolve())), tree]  # pyright: ignore[reportReturnType]
 
 
-def _apply_argument(resolved: DictConfig, entry: str) -> DictConfig:
-    """Merges one `key=value`; the value is read as YAML, an empty one is the empty string."""
+class Argument(NamedTuple):
+    """One `key=value`: the stage that it is about, if any, and what it says of it or of the run."""
+
+    key: str
+    stage: str
+    tree: Any
+
+    def names_environment(self, stages: int) -> bool:
+        """Whether it names the environment of the run, or of one of so many stages."""
+        if not self.stage:
+            return "name" in _environment(self.tree)
+        known = self.stage.isdigit() and int(self.stage) < stages
+        return known and "name" in _environment(self.tree.get("override"))
+
+
+def _argument(entry: str) -> Argument:
+    """The value is read as YAML, an empty one is the empty string."""
     key, equals, text = entry.partition("=")
     if not equals or not key:
         raise ConfigError(f"{entry!r}: arguments are written section.key=value")
     try:
         read: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-        value = read["value"] if text else ""
+        tree: Any = read["value"] if text else ""
     except (yaml.YAMLError, OmegaConfBaseException):
         raise ConfigError(f"{key}: cannot read {text!r}") from None
-    parts = _parts(key)
-    stage = None
+    parts, stage = key.replace("[", ".").replace("]", "").split("."), ""
     if parts[0] == "stages" and len(parts) > 2:
-        if not parts[1].isdigit() or int(parts[1]) >= len(resolved.stages):
-            raise ConfigError(f"{key}: there is no stage {parts[1]}")
-        stage = int(parts[1])
-        parts = parts[2:]
-    tree: Any = value
+        _, stage, *parts = parts
     for part in reversed(parts):
         tree = {part: tree}
-    if stage is None:
-        return _apply(resolved, tree)
-    below: Any = OmegaConf.to_object(resolved.stages[stage])
-    env = below.override.get("env")
-    if isinstance(env, dict) and _names_another(
-        tree.get("override"), env.get("name", _environment(resolved))
-    ):
+    return Argument(key, stage, tree)
+
+
+def _apply_argument(resolved: DictConfig, argument: Argument) -> DictConfig:
+    if not argument.stage:
+        return _apply(resolved, argument.tree)
+    if not argument.stage.isdigit() or int(argument.stage) >= len(resolved.stages):
+        raise ConfigError(f"{argument.key}: there is no stage {argument.stage}")
+    stage = int(argument.stage)
+    raw: Any = OmegaConf.to_container(resolved.stages[stage])
+    env = _environment(raw["override"])
+    other = _environment(argument.tree.get("override"))
+    if other.get("name", (now := env.get("name", resolved.env.name))) != now:
         env.pop("params", None)
-    resolved.stages[stage] = _merge(OmegaConf.structured(below), tree, Stage, f"stages[{stage}].")
+    base = OmegaConf.merge(OmegaConf.structured(Stage), raw)
+    assert isinstance(base, DictConfig)
+    resolved.stages[stage] = _merge(base, argument.tree, Stage, f"stages[{stage}].")
     return resolved
 
 
-def _parts(key: str) -> list[str]:
-    return key.replace("[", ".").replace("]", "").split(".")
-
-
-def _of_params(entry: str) -> bool:
-    """Whether a `key=value` is about parameters of an environment."""
-    parts = _parts(entry.partition("=")[0])
-    return "env.params" in (".".join(parts[:2]), ".".join(parts[3:5]))
-
-
-def _environment(resolved: DictConfig) -> str:
-    """The environment's name as it is written: no reference is followed."""
-    raw: Any = OmegaConf.to_container(resolved.env)
-    return raw["name"]
-
-
-def _names_another(tree: Any, name: str) -> bool:
-    """Whether a tree of sections names another environment than `name`."""
+def _environment(tree: Any) -> dict[str, Any]:
+    """What a tree of sections says of the environment, itself."""
     env = tree.get("env") if isinstance(tree, dict) else None
-    return isinstance(env, dict) and env.get("name", name) != name
+    return env if isinstance(env, dict) else {}
 
 
 def _apply(resolved: DictConfig, tree: dict[str, Any]) -> DictConfig:
     """Merges a tree of sections; a list of stages replaces the list, and another environment's
     parameters are not this one's."""
-    if _names_another(tree, _environment(resolved)):
+    if _environment(tree).get("name", resolved.env.name) != resolved.env.name:
         resolved.env.params = {}
+        for stage in resolved.stages:
+            if "name" not in (env := stage.override.get("env") or {}):
+                env.pop("params", None)
     stages = tree.get("stages")
     rest = {name: value for name, value in tree.items() if name != "stages"}
     merged = _merge(resolved, rest, Config, "")
