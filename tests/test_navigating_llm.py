@@ -2,6 +2,7 @@
 embedder, with a model made here."""
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -198,11 +199,19 @@ def test_a_spent_budget_ends_the_learning_and_nothing_else(
 def test_entries_are_reworded_once_and_until_then_nobody_waits_long(
     make: Callable[..., Service],
 ) -> None:
-    with OpenAIServer(otherwise=proper) as server:
+    asked_once = threading.Event()
+
+    def answer(body: dict[str, Any]) -> str:
+        if body["messages"][-1]["content"].startswith(prompts.REWRITE[:20]):
+            assert asked_once.wait(DEADLINE_S)
+        return proper(body)
+
+    with OpenAIServer(otherwise=answer) as server:
         service = make(server, rewrite=True, timeout_s=2.0)
         service.handle("actor-0", contribution(WON, LOST, query=TASK), 0.0)
         settle(service)
         assert texts(service) is None, "to be asked again"
+        asked_once.set()
         deadline = time.monotonic() + DEADLINE_S
         while (found := texts(service)) is None and time.monotonic() < deadline:
             time.sleep(0.01)
