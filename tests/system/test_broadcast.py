@@ -1,9 +1,10 @@
 """A run whose weights are broadcast: an actor is killed in the middle of it, and it finishes."""
 
 import json
+import re
 from pathlib import Path
 
-from launches import launching
+from launches import launching, wait_for
 
 RECIPE = """
 env: {name: bandit, latency: {kind: fixed, median_s: 0.05}}
@@ -27,6 +28,8 @@ def test_a_run_over_the_collective_channel_outlives_a_killed_actor(tmp_path: Pat
     with launching() as launch:
         run = launch(run_dir, recipe, f"run.dir={tmp_path}", "run.name=run")
         run.wait_for_steps(5)
+        log = run_dir / "logs" / "learner.log"
+        wait_for(lambda: re.search("weights go to .*actor-0", log.read_text()), "actor-0 to join")
         run.children()["actor-0"].kill()
         code, errors = run.end()
         assert code == 0, errors + run.logs()
@@ -35,5 +38,5 @@ def test_a_run_over_the_collective_channel_outlives_a_killed_actor(tmp_path: Pat
     assert [row["step"] for row in steps] == list(range(1, 31))
     assert max(row["staleness/max"] for row in steps) <= 4, "nobody sampled with old weights"
     assert sum("eval/success" in row for row in rows) >= 2, "evaluated with exactly their weights"
-    log = (run_dir / "logs" / "learner.log").read_text()
-    assert "actor-0 is silent" in log and log.count("weights go to") >= 2
+    said = log.read_text()
+    assert "actor-0 is silent" in said and said.count("weights go to") >= 2
