@@ -93,6 +93,12 @@ def test_a_stage_with_another_environment_has_parameters_of_its_own(tmp_path: Pa
     assert params(*late)[1] == {"low": 1}
 
 
+def test_what_is_no_environment_in_a_stage_is_refused_by_its_key(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("stages: [{steps: 1, override: {env: ice}}]\n")
+    with pytest.raises(ConfigError, match=r"^stages\[0\]\.override: env: must be a mapping"):
+        load(tmp_path / "recipe.yaml", ["env.name=other"])
+
+
 def test_the_last_of_several_arguments_wins() -> None:
     config = load(None, [STEPS, "env.params.size=9", "env={name: other, params: {size: 5}}"])
     assert config.env.params == {"size": 5}

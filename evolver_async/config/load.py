@@ -201,7 +201,7 @@ def _apply_argument(resolved: DictConfig, argument: Argument) -> DictConfig:
     raw: Any = OmegaConf.to_container(resolved.stages[stage])
     env = _environment(raw["override"])
     other = _environment(argument.tree.get("override"))
-    if other.get("name", (now := env.get("name", resolved.env.name))) != now:
+    if other.get("name", (now := env.get("name", _name(resolved)))) != now:
         env.pop("params", None)
     base = OmegaConf.merge(OmegaConf.structured(Stage), raw)
     assert isinstance(base, DictConfig)
@@ -215,13 +215,20 @@ def _environment(tree: Any) -> dict[str, Any]:
     return env if isinstance(env, dict) else {}
 
 
+def _name(resolved: DictConfig) -> str:
+    """The environment's name as it is written: no reference is followed."""
+    raw: Any = OmegaConf.to_container(resolved.env)
+    return raw["name"]
+
+
 def _apply(resolved: DictConfig, tree: dict[str, Any]) -> DictConfig:
     """Merges a tree of sections; a list of stages replaces the list, and another environment's
     parameters are not this one's."""
-    if _environment(tree).get("name", resolved.env.name) != resolved.env.name:
+    if _environment(tree).get("name", (now := _name(resolved))) != now:
         resolved.env.params = {}
         for stage in resolved.stages:
-            if "name" not in (env := stage.override.get("env") or {}):
+            env = stage.override.get("env")
+            if isinstance(env, DictConfig) and "name" not in env:
                 env.pop("params", None)
     stages = tree.get("stages")
     rest = {name: value for name, value in tree.items() if name != "stages"}
