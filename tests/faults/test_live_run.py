@@ -22,6 +22,9 @@ from launches import COMMAND, Launch, alive, launching, wait_for
 from live import child, status, stopped, story
 
 from evolver_async.checkpoint import valid
+from evolver_async.config.load import load
+from evolver_async.launch.roles import weights_dir
+from evolver_async.weights.base import read_head
 
 LEASE_S = 2.0
 POISONED = f"moody:Moody/train/{moody.POISON}"
@@ -83,6 +86,18 @@ def at_work(run: Launch, name: str) -> Iterator[dict[int, set[int]]]:
                 return
 
 
+@contextlib.contextmanager
+def published(run: Launch) -> Iterator[None]:
+    """The learner stands still, and not amid a publish: actors would wait for what it announced."""
+    directory = weights_dir(load(run.run_dir / "config.yaml"), run.run_dir)
+    while True:
+        with stopped(child(run, "learner")):
+            time.sleep(0.3)  # what it had sent arrives
+            if str(read_head(directory)) == status(run)["head"]:
+                yield
+                return
+
+
 def test_1_an_actor_killed_in_its_episodes_is_replaced_and_its_groups_complete(
     run: Launch,
 ) -> None:
@@ -112,7 +127,7 @@ def test_1_9_21_actors_stop_at_their_credit_while_the_learner_stands_still(run: 
     """And one of them is killed while it idles."""
     lineage = story(run).lineage
     buffer = child(run, "buffer")
-    with stopped(child(run, "learner")):
+    with published(run):
 
         def full() -> bool:
             now = status(run)
