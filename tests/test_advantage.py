@@ -82,7 +82,6 @@ def test_grpo_matches_the_loop(groups, kind):
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
-@settings(deadline=None)
 @given(member_groups, st.sampled_from(STDS))
 def test_grpo_process_matches_the_loop(groups, kind):
     everything = [r for group in groups for _, turns in group for r, _ in turns]
@@ -124,7 +123,7 @@ def adca_loop(groups: Groups, alpha: float, length: str) -> tuple[list[float], i
     return expected, fallen
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(member_groups, st.floats(0, 2), st.sampled_from(["none", "sqrt"]))
 def test_adca_matches_the_loop(groups, alpha, length):
     rewards = rewards_of(groups)
@@ -134,7 +133,6 @@ def test_adca_matches_the_loop(groups, alpha, length):
     assert unlabelled_groups(rewards) == fallen
 
 
-@settings(deadline=None)
 @given(member_groups)
 def test_label_scores_have_mean_zero_and_variance_one_by_member(groups):
     rewards = rewards_of(groups)
@@ -167,7 +165,6 @@ def test_adca_of_a_small_group_by_hand():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@settings(deadline=None)
 @given(member_groups, st.integers(0, 100), st.sampled_from(["none", "sqrt"]))
 def test_one_unjudged_trajectory_makes_its_group_grpo_and_no_other(groups, pick, length):
     """A judge outage: the group's advantages are those of grpo, exactly."""
@@ -279,7 +276,6 @@ def test_group_ids_may_be_missing():
     assert advantage_P.tolist() == [-1, 1]
 
 
-@settings(deadline=None)
 @given(member_groups, st.integers(0, 10**6))
 def test_leaving_members_out_leaves_the_turns_of_the_others(groups, seed):
     rng = np.random.default_rng(seed)

@@ -18,7 +18,7 @@ from learner.offpolicy import correct
 CPU = torch.device("cpu")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 5), st.integers(1, 6))
 def test_minibatches_partition_the_trajectories_evenly(seed, count, members, updates):
     batch = collated(make_groups(seed, count, members))
@@ -57,7 +57,7 @@ def test_a_batch_without_action_tokens_has_no_minibatches():
     assert batch.lag_P.tolist() == [0] and len(batch.reward_P) == 1
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(0, 10**6), st.integers(1, 200))
 def test_micro_batches_fit_the_budget_and_hold_every_token_once(seed, budget):
     batch = collated(make_groups(seed, 3, 3))

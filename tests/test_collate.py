@@ -127,7 +127,7 @@ def expected_rows(groups: list[Group], strip: Strip) -> list[tuple]:
     return rows
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 4), st.booleans(), strips)
 def test_collation_strips_experience_and_keeps_every_action_token(
     seed, count, members, scripted, strip
@@ -153,7 +153,7 @@ def test_collation_strips_experience_and_keeps_every_action_token(
     assert batch.old_N is batch.mu_N  # until somebody corrects it
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), strips)
 def test_the_sampled_contexts_hold_the_same_actions_of_the_stripped_alone(seed, strip):
     groups = make_groups(seed, 3, 3)
@@ -177,7 +177,7 @@ def test_the_sampled_contexts_hold_the_same_actions_of_the_stripped_alone(seed, 
     assert (mine[batch.stripped_N] == theirs).all()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6))
 def test_turns_are_flat_over_the_trajectories(seed):
     groups = make_groups(seed, 2, 3)

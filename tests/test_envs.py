@@ -124,7 +124,7 @@ def test_same_task_gives_the_same_map() -> None:
     assert draw_lake.__wrapped__(4, 0.8, "random", "test", 8) != first
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.integers(3, 8), st.integers(0, 1000), st.sampled_from(["random", "corners"]), st.booleans()
 )
@@ -232,7 +232,7 @@ def test_random_policy_on_corner_maps_is_as_weak_as_known() -> None:
     assert values.optimal > 0.98
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(3, 6), st.integers(0, 500), st.booleans(), st.integers(0, 99))
 def test_what_exploration_reaches_can_be_made_the_goal(
     size: int, map_seed: int, test: bool, walk: int

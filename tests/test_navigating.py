@@ -107,7 +107,7 @@ def test_alike_texts_are_nearer_than_others() -> None:
 
 
 @pytest.mark.parametrize("flat", ["faiss", "numpy"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 30), max_size=60), st.integers(1, 8))
 def test_the_index_finds_what_a_slow_search_finds(flat: str, flips: list[int], count: int) -> None:
     """Each number in `flips` is added, or removed where it is there; the oracle is a loop."""

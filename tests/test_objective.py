@@ -89,7 +89,7 @@ def expected_loss(
     boost=st.sampled_from([0.0, 0.6]),
     strip=st.sampled_from(["always", "never", "fraction"]),
 )
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_an_update_over_mixed_data_matches_the_loop(kind, level, guided, seed, boost, strip):
     batch, data = filled(seed, Strip(strip, 0.5, 0), guided)
     correction = Correction(

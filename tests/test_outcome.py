@@ -12,7 +12,7 @@ from learner.collate import guided
 from learner.outcome import env_metrics, experience_metrics, rollout_metrics
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 4))
 def test_the_gain_of_guidance_is_that_within_groups_that_have_both_kinds(seed, count, members):
     groups = make_groups(seed, count, members, sequences=1)

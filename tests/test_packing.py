@@ -193,7 +193,7 @@ def test_rounding_of_a_short_type_is_not_taken_for_mixing(monkeypatch):
 # ---- micro-batches
 
 
-@hypothesis(deadline=None, max_examples=50)
+@hypothesis(max_examples=50)
 @given(st.integers(0, 10**6), st.integers(1, 120))
 def test_packed_micro_batches_hold_every_token_once_and_no_padding(seed, tokens):
     batch = collated(make_groups(seed, 3, 3))

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from buffer_world import World, config, synthetic, trajectory
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from evolver_async import messages
@@ -386,10 +386,7 @@ def simulations(draw):
 
 @settings(
     max_examples=25,
-    deadline=None,
-    derandomize=True,
     phases=[Phase.explicit, Phase.generate],  # a whole simulation is not worth shrinking
-    suppress_health_check=[HealthCheck.too_slow],
 )
 @given(options=simulations(), seed=st.integers(0, 1 << 30))
 def test_admission_stays_live_and_bounded_whatever_happens(options, seed):

@@ -109,7 +109,7 @@ class Oracle:
         return ["".join(GLYPHS[glyph] for glyph in row) for row in seen]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 2000),
     st.sampled_from(["walled", "open"]),
@@ -180,7 +180,7 @@ def slow_distance(rows: list[str], limit: int) -> int | None:
     return None
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 500), st.sampled_from(["walled", "open"]), st.integers(1, 2))
 def test_solutions_are_the_shortest(map_seed: int, layout: str, boxes: int) -> None:
     env = sokoban(map_seed, layout=layout, size=5, boxes=boxes, max_solution=5)

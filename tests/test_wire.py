@@ -76,10 +76,8 @@ from evolver_async.wire import (
     unpack,
 )
 
-settings.register_profile(
-    "wire", max_examples=25, deadline=None, suppress_health_check=list(HealthCheck)
-)
-settings.load_profile("wire")
+some = settings(max_examples=25, suppress_health_check=list(HealthCheck))
+many = settings(some, max_examples=300)
 
 # ---- strategies for the schema types
 
@@ -326,6 +324,7 @@ def test_every_message_type_has_a_round_trip_test() -> None:
 
 @pytest.mark.parametrize("name", sorted(MESSAGES))
 def test_round_trip(name: str) -> None:
+    @some
     @given(message=MESSAGES[name])
     def check(message: object) -> None:
         back = unpack(pack(envelope(message)))
@@ -339,6 +338,7 @@ def test_round_trip(name: str) -> None:
     check()
 
 
+@some
 @given(trajectory=trajectories())
 def test_parcel_round_trip_and_truncation(trajectory: Trajectory) -> None:
     parcel = wrap(trajectory)
@@ -397,7 +397,7 @@ def test_schema_hash_is_the_same_each_time() -> None:
 # ---- refusals
 
 
-@settings(max_examples=300)
+@many
 @given(seed=st.integers(0, 2**32), flips=st.integers(1, 4))
 def test_flipped_bits_are_always_refused(seed: int, flips: int) -> None:
     draws = random.Random(seed)
@@ -409,7 +409,7 @@ def test_flipped_bits_are_always_refused(seed: int, flips: int) -> None:
         unpack(frames)
 
 
-@settings(max_examples=300)
+@many
 @given(message=st.one_of(*MESSAGES.values()), seed=st.integers(0, 2**32))
 def test_a_forged_header_raises_only_wire_errors(message: object, seed: int) -> None:
     draws = random.Random(seed)
@@ -421,7 +421,7 @@ def test_a_forged_header_raises_only_wire_errors(message: object, seed: int) -> 
             assert type(unpack([sealed(bytes(forged)), *arrays]).message) in TYPES.values()
 
 
-@settings(max_examples=300)
+@many
 @given(trajectory=trajectories(), seed=st.integers(0, 2**32))
 def test_a_forged_trajectory_raises_only_wire_errors(trajectory: Trajectory, seed: int) -> None:
     draws = random.Random(seed)
@@ -435,7 +435,7 @@ def test_a_forged_trajectory_raises_only_wire_errors(trajectory: Trajectory, see
             assert pack(envelope(back))[1] == forged
 
 
-@settings(max_examples=200)
+@many
 @given(frames=st.lists(st.binary(max_size=60), max_size=5))
 def test_random_bytes_raise_only_wire_errors(frames: list[bytes]) -> None:
     for header in (frames[:1], [sealed(frame) for frame in frames[:1]]):
@@ -447,7 +447,7 @@ def test_random_bytes_raise_only_wire_errors(frames: list[bytes]) -> None:
                 unwrap(Parcel(parcel, 0))
 
 
-@settings(max_examples=200)
+@many
 @given(header=st.dictionaries(text, plain, max_size=8), data=st.data())
 def test_random_maps_raise_only_wire_errors(header: dict, data: st.DataObject) -> None:
     frames = frames_of(Push(trajectory=trajectory()))

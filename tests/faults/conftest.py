@@ -17,10 +17,14 @@ SEED = int(os.environ.get("FAULT_SEED") or random.randrange(1 << 16))
 
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(
-    "default", deadline=None, suppress_health_check=slow, print_blob=True, max_examples=20
+    "faults",
+    settings.get_profile("random"),
+    suppress_health_check=slow,
+    print_blob=True,
+    max_examples=20,
 )
-settings.register_profile("nightly", settings.get_profile("default"), max_examples=400)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+settings.register_profile("nightly", settings.get_profile("faults"), max_examples=400)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "faults"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
