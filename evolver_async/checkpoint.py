@@ -149,9 +149,11 @@ def _complete(path: Path) -> Manifest:
     if manifest.format != FORMAT:
         raise CheckpointError(f"{path}: has format {manifest.format}, this is format {FORMAT}")
     for name, file in manifest.files.items():
-        if not (path / name).is_file():
-            raise CheckpointError(f"{path}: {name} is missing")
-        if (path / name).stat().st_size != file.bytes:
+        try:
+            size = (path / name).stat().st_size
+        except FileNotFoundError:  # perhaps just now: it may be taken away by whom it belongs to
+            raise CheckpointError(f"{path}: {name} is missing") from None
+        if size != file.bytes:
             raise CheckpointError(f"{path}: {name} is torn")
     return manifest
 

@@ -12,6 +12,7 @@ from evolver_async.transport import Client
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 1.0  # between looks at whether to wait for the buffer any longer
+LAST_S = 5.0  # how long the reply to what was done is waited for when the run ends
 LOG_S = 10.0
 
 
@@ -46,14 +47,21 @@ class Requests:
         self.call(asyncio.sleep(seconds))
 
     async def _reply_to(self, message: messages.Request) -> Any:
-        """The reply, however long it takes, until `stopping`."""
+        """The reply, however long it takes, until `stopping`.
+
+        Then only the reply to DONE and KEPT is worth the time that a busy disk takes: without it
+        the last step would be in the checkpoint, but not in the metrics.
+        """
         name = type(message).__name__.upper()
         request = asyncio.ensure_future(self.client.request(message))
         waited_s = 0.0
+        left_s = LAST_S if isinstance(message, messages.Done | messages.Kept) else 0.0
         try:
             while not (await asyncio.wait([request], timeout=PATIENCE_S))[0]:
                 if self.stopping:
-                    raise Stopping(f"the reply to {name}")
+                    if left_s <= 0:
+                        raise Stopping(f"the reply to {name}")
+                    left_s -= PATIENCE_S
                 waited_s += PATIENCE_S
                 if waited_s % LOG_S == 0 and not isinstance(message, messages.Sample):
                     log.warning("no reply to %s for %.0f s", name, waited_s)
