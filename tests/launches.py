@@ -51,6 +51,7 @@ class Launch:
         self.run_dir = run_dir
         self.tail = Tail(run_dir / "metrics.jsonl")
         self.tail.rows()
+        self.unread: list[dict[str, Any]] = []
         self.process = subprocess.Popen(
             [*COMMAND, "train", *map(str, arguments)],
             stdout=subprocess.PIPE,
@@ -68,18 +69,28 @@ class Launch:
                     found[line[line.index("--name") + 1]] = child
         return found
 
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of the metrics that were not looked at yet; none of them is seen again."""
+        rows, self.unread = self.unread + self.tail.rows(), []
+        return rows
+
     def wait_for_row(
         self,
         matches: Callable[[dict[str, Any]], bool],
         what: str,
         deadline_s: float = DEADLINE_S,
     ) -> dict[str, Any]:
-        """A row of the metrics that matches, among those written since the last look."""
+        """The next row of the metrics that matches; those before it are not seen again."""
 
         def look() -> dict[str, Any] | None:
-            if self.process.poll() is not None:
+            ended = self.process.poll() is not None
+            self.unread += self.tail.rows()
+            while self.unread:
+                if matches(row := self.unread.pop(0)):
+                    return row
+            if ended:
                 raise AssertionError(f"ended before {what}: {self.end()}; {self.logs()}")
-            return next((row for row in self.tail.rows() if matches(row)), None)
+            return None
 
         return wait_for(look, what, deadline_s)
 

@@ -241,7 +241,7 @@ def test_the_sentence_of_the_end_is_this_processs_own(tmp_path: Path) -> None:
 
 def test_a_role_that_does_not_end_costs_the_others_none_of_their_time(tmp_path: Path) -> None:
     config = Config()
-    config.launch.drain_s = 1.0
+    config.launch.drain_s = 3.0
     launcher = Launcher(config, tmp_path, "ipc:///none")
     stuck = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     orderly = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.2), sys.exit(0)))"

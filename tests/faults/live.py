@@ -35,7 +35,7 @@ stages: [{{kind: rl, hours: 1}}]
 eval: {{every: 0, episodes: 4}}
 checkpoint: {{every: 5}}
 metrics: {{panel: none}}
-launch: {{restarts: 1000, backoff_s: 0, drain_s: 15}}
+launch: {{restarts: 1000, backoff_s: 0, drain_s: 30}}
 run: {{dir: {0}}}
 weights: {{dir: {1}}}
 """

@@ -69,7 +69,7 @@ class Punisher:
         now = time.monotonic()
         if self.run.process.poll() is not None:
             raise Broken(f"the run ended: {self.run.end()}; {self.run.logs()}")
-        rows = [row for row in self.run.tail.rows() if "stage_kind" in row]
+        rows = [row for row in self.run.rows() if "stage_kind" in row]
         if rows:
             self.rows += rows
             self.moved = now
@@ -142,7 +142,7 @@ def _median(numbers: list[int]) -> int:
 
 def soak(run: Launch, rng: random.Random, seconds: float, every_s: float) -> Punisher:
     """Strike until the time is over, then let the run recover and show its ledger."""
-    while not run.tail.rows():
+    while not run.rows():
         if run.process.poll() is not None:
             raise Broken(f"the run did not start: {run.end()}; {run.logs()}")
         time.sleep(0.5)

@@ -22,7 +22,7 @@ from benchmarks.producers import BufferProcess, config, learn, produce
 from buffer_world import World, trajectory
 from buffer_world import config as small_config
 from invariants import check_leaks, check_named, check_run, traces
-from launches import COMMAND
+from launches import COMMAND, wait_for
 
 from evolver_async import messages
 from evolver_async.buffer.service import Service
@@ -88,6 +88,7 @@ def test_2_a_buffer_killed_twenty_times_loses_nothing_acknowledged(
     run_dir = tmp_path / "killed"
     settings = config(lease_s=2.0, archive="all", segment_bytes=1 << 20)
     buffer = BufferProcess(run_dir, f"ipc://{sockets}/buffer", settings)
+    bound_s = max(2.0, 4 * buffer.cpu_s())  # as long as it takes with nothing to read, and more
     crowd = Crowd(buffer.address, run_dir.name)
     restarts_s = []
     try:
@@ -105,7 +106,7 @@ def test_2_a_buffer_killed_twenty_times_loses_nothing_acknowledged(
     assert story.whole and len(acked) > 10 * KILLS and len(takes) > 0
     trained = [group_id for take in takes for group_id in take]
     assert len(trained) == len(set(trained))
-    assert max(restarts_s) < 2.0, f"seconds of CPU until it answered: {restarts_s}"
+    assert max(restarts_s) < bound_s, f"seconds of CPU until it answered: {restarts_s}"
 
 
 def test_2_what_was_asked_of_a_dead_buffer_is_asked_of_the_next_one_at_once(
@@ -235,20 +236,20 @@ def test_20_a_wall_clock_that_jumps_by_an_hour_changes_no_lease_and_no_age(
 ) -> None:
     """The buffer's `time.time` is an hour off, to either side, whenever it is asked."""
     run_dir, address = tmp_path / "jumping", f"ipc://{sockets}/buffer"
-    settings = config(lease_s=1.0, stall_s=60.0)
+    settings = config(lease_s=30.0, stall_s=60.0)  # longer than any pause, shorter than a jump
     steady = BufferProcess(run_dir, address, settings)
     steady.kill()
     arguments = ["buffer", "--connect", address, "--run", str(run_dir), "--name", "buffer"]
     buffer = subprocess.Popen([sys.executable, "-c", JUMPING, *arguments])
 
     async def hold() -> tuple[list[object], dict[str, Any], list[object]]:
-        client = DealerClient(address, run_dir.name, "actor-0", resend_s=RESEND_S)
+        client = DealerClient(address, run_dir.name, "actor-0")
         await client.request(Resume(lineage=0, take=0, version=0))
         reply = await client.request(Lease(credit=4))
         assert isinstance(reply, Tickets) and len(reply.tickets) == 4
         renewed = []
         for progress in range(8):
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.1)
             groups = {ticket.group_id: progress for ticket in reply.tickets}
             renewed.append(await client.request(Renew(progress=groups)))
         status = (await client.request(messages.Status())).status
@@ -316,7 +317,7 @@ def test_30_a_second_buffer_on_the_same_journal_or_socket_is_refused(
         said = (run_dir / "logs" / "second.log").read_text() + done.stderr
         assert done.returncode != 0
         check_named(said, *words)
-    assert asyncio.run(buffer.answers())
+    wait_for(lambda: asyncio.run(buffer.answers()), "an answer")
     buffer.kill()
     assert Path(buffer.address.removeprefix("ipc://")).is_socket(), "left by the killed one"
     assert buffer.start() < 60.0

@@ -22,6 +22,7 @@ import pytest
 import zmq
 from buffer_world import config, trajectory
 from invariants import check_journal, check_leaks, check_named, traces
+from launches import fair_time
 
 from evolver_async import messages
 from evolver_async.buffer.service import Service
@@ -173,9 +174,9 @@ def test_ten_thousand_bad_messages_are_refused_and_nobody_else_notices(
     for number in range(1000, 1000 + FRAMES // BATCH):
         for _ in range(BATCH):
             attacked.raw.send_multipart(mutated(valid, rng))
-        began = time.monotonic()
+        began = fair_time()
         assert isinstance(attacked.ask(Status()), StatusReply)
-        slowest_s = max(slowest_s, time.monotonic() - began)
+        slowest_s = max(slowest_s, fair_time() - began)
         # those without a readable id share a reply, so a question of the same socket ends them
         attacked.raw.send_multipart(frames_of(Status(), number=number))
         while (envelope := attacked.answer()).message_id != number:
@@ -291,10 +292,10 @@ def test_strangers_are_told_within_five_seconds(private_directory: str, tmp_path
             (directory / "other", "the server's key is not"),
         ):
             client = DealerClient(attacked.address, "run", "stranger", keys=keys)
-            began = time.monotonic()
+            began = fair_time()
             with pytest.raises(Refused) as caught:
                 asyncio.run(client.request(Status(), timeout_s=30))
-            assert time.monotonic() - began < 5.0
+            assert fair_time() - began < 5.0
             check_named(str(caught.value), attacked.address, cause)
             client.close()
             assert isinstance(attacked.ask(Status()), StatusReply)

@@ -58,7 +58,7 @@ def test_a_run_outlives_its_experience_service_and_finds_it_again(
         "another service",
     )
     run.wait_for_row(lambda row: row.get("experience/outages", 0) > 0, "the outage to be counted")
-    run.tail.rows()
+    run.rows()
     run.wait_for_row(lambda row: row.get("experience/retrieved_share") == 0.5, "guided members")
 
     second.kill()
