@@ -184,23 +184,35 @@ AFTER = (
 
 
 def failure(pool, hostile: Hostile) -> str:
-    """Let one loose; what was wrong with the way it ended, or empty."""
+    """Let one loose; what was wrong with the way it ended, or empty.
+
+    One that was only late is let loose once more: perhaps the host stood still.
+    """
+    wrong, late = ended(pool, hostile)
+    return ended(pool, hostile)[0] if late else wrong
+
+
+def ended(pool, hostile: Hostile) -> tuple[str, bool]:
+    """What was wrong with the way it ended, or empty; whether that was the time alone."""
     began = time.monotonic()
     result = pool.run(hostile.source)
     took_s = time.monotonic() - began
     said = f"{result.stdout}\n{result.stderr}".strip()
     if "escaped" in said:
-        return said
+        return said, False
     if result.status not in hostile.statuses:
-        return f"{result.status} after {result.seconds:.2f} s: {said[-500:]}"
+        wrong = f"{result.status} after {result.seconds:.2f} s: {said[-500:]}"
+        return wrong, result.status == "timeout"
     if hostile.said not in said:
-        return said[-500:]
+        return said[-500:], False
     if took_s > WALL_S + 1.5:
-        return f"took {took_s:.2f} s"
+        return f"took {took_s:.2f} s", True
     if len(result.stdout) > pool.limits.output_bytes:
-        return f"{len(result.stdout)} characters of output"
+        return f"{len(result.stdout)} characters of output", False
     after = pool.run(AFTER)
-    return "" if after.stdout.strip() == "untouched" else f"afterwards: {after}"
+    if after.stdout.strip() == "untouched":
+        return "", False
+    return f"afterwards: {after}", after.status == "timeout"
 
 
 def visible(directory: str) -> str:

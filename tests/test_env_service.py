@@ -33,7 +33,7 @@ def task(number: int = 0, split: str = "train") -> Task:
 
 
 def env_of(service: EnvService, **params: Any) -> AgentEvolver:
-    usual: dict[str, Any] = {"url": service.url, "env_type": "counting", "timeout_s": 5.0}
+    usual: dict[str, Any] = {"url": service.url, "env_type": "counting", "timeout_s": 10.0}
     return AgentEvolver(**(usual | params))
 
 
@@ -139,13 +139,13 @@ def test_a_step_whose_answer_is_lost_is_carried_out_once_and_says_why(
     reply: Reply, kind: str
 ) -> None:
     with EnvService({"step": [lost(reply)]}) as service:
-        env = env_of(service, timeout_s=0.5)
+        env = env_of(service, timeout_s=1.0 if kind == "timeout" else 10.0)
         env.reset(task(), 0)
         instance = next(iter(service.instances.values()))
         began = fair_time()
         with pytest.raises(ServiceError) as failure:
             env.step("up")
-        assert fair_time() - began < 1.5
+        assert fair_time() - began < 5
         assert failure.value.kind == kind
         assert instance.said == ["up"], "never twice"
         for part in (service.url, "step", "counting up-3"):
@@ -162,7 +162,7 @@ def test_calls_that_change_nothing_are_retried(reply: Reply) -> None:
         "get_env_profile": [reply],
     }
     with EnvService(trouble) as service:
-        env = env_of(service, timeout_s=0.4)
+        env = env_of(service, timeout_s=1.0 if reply == silence() else 10.0)
         env.reset(task(1), 0)
         env.step("up")
         assert env.step("up").reward == 1.0
@@ -183,7 +183,7 @@ def test_retries_are_capped() -> None:
 
 def test_an_instance_whose_creation_got_lost_is_released_and_made_anew() -> None:
     with EnvService({"create": [lost(dropped()), lost(silence())]}) as service:
-        env = env_of(service, timeout_s=0.4)
+        env = env_of(service, timeout_s=1.0)
         assert env.reset(task(), 0) == "3 times"
         assert len(service.instances) == 1
         assert len(service.released) == 2
@@ -208,11 +208,11 @@ def test_an_instance_the_service_has_reaped_is_not_asked_for_again() -> None:
 
 def test_a_release_that_fails_costs_no_episode_and_little_time() -> None:
     with EnvService({"release": [silence(), silence()]}) as service:
-        env = env_of(service, timeout_s=0.3)
+        env = env_of(service, timeout_s=1.0)
         env.reset(task(), 0)
         began = fair_time()
         env.close()
-        assert fair_time() - began < 1.5
+        assert fair_time() - began < 5
         assert counted() == {"release/timeout": 2}
 
 

@@ -65,7 +65,8 @@ def test_a_run_outlives_its_experience_service_and_finds_it_again(
     wait_for(lambda: not alive(second), "the end of the second service")
     run.wait_for_row(lambda row: row.get("experience/retrieved_share") == 0, "unguided groups")
     run.wait_for_steps(5)
-    assert "experience was killed by SIGKILL and is not started again" in log.read_text()
+    given_up = "experience was killed by SIGKILL and is not started again"
+    wait_for(lambda: given_up in log.read_text(), "the launcher's word about it")
     assert "experience" not in run.children()
 
     run.process.send_signal(signal.SIGINT)
