@@ -63,4 +63,5 @@ $(ADAPTERS_INSTALLED): pyproject.toml constraints-adapters.txt
 	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints-adapters.txt \
 		--editable '.[envs,verifiers,openenv]' pytest hypothesis
+	$(ADAPTERS)/bin/python -c 'import textarena, verifiers.v1, openenv.core.generic_client'
 	touch $@

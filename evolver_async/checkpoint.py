@@ -151,7 +151,7 @@ def _complete(path: Path) -> Manifest:
     for name, file in manifest.files.items():
         try:
             size = (path / name).stat().st_size
-        except FileNotFoundError:  # perhaps just now: it may be taken away by whom it belongs to
+        except (OSError, ValueError):  # perhaps just now: whose it is may be taking it away
             raise CheckpointError(f"{path}: {name} is missing") from None
         if size != file.bytes:
             raise CheckpointError(f"{path}: {name} is torn")
@@ -160,7 +160,11 @@ def _complete(path: Path) -> Manifest:
 
 def _compare(path: Path, manifest: Manifest) -> None:
     for name, file in manifest.files.items():
-        if _describe(path / name).sha256 != file.sha256:
+        try:
+            found = _describe(path / name)
+        except OSError as error:  # taken away meanwhile, or an unreadable disk
+            raise CheckpointError(f"{path}: {name} cannot be read ({error.strerror})") from error
+        if found.sha256 != file.sha256:
             raise CheckpointError(f"{path}: {name} is damaged (SHA-256 differs)")
 
 

@@ -12,8 +12,9 @@ from evolver_async.transport import Client
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 1.0  # between looks at whether to wait for the buffer any longer
-LAST_S = 5.0  # how long the reply to what was done is waited for when the run ends
+LAST_S = 5.0  # how long all replies to what was done are waited for when the run ends
 LOG_S = 10.0
+LAST = messages.Done | messages.Kept
 
 
 class Stopping(Exception):
@@ -30,6 +31,7 @@ class Requests:
         self.client = client
         self.call = call
         self.stopping = False
+        self.left_s = LAST_S
 
     def ask(self, message: messages.Request) -> Any:
         """Send to the buffer and wait; a newer learner's existence ends this one.
@@ -55,13 +57,12 @@ class Requests:
         name = type(message).__name__.upper()
         request = asyncio.ensure_future(self.client.request(message))
         waited_s = 0.0
-        left_s = LAST_S if isinstance(message, messages.Done | messages.Kept) else 0.0
         try:
             while not (await asyncio.wait([request], timeout=PATIENCE_S))[0]:
                 if self.stopping:
-                    if left_s <= 0:
+                    self.left_s -= PATIENCE_S
+                    if self.left_s < PATIENCE_S or not isinstance(message, LAST):
                         raise Stopping(f"the reply to {name}")
-                    left_s -= PATIENCE_S
                 waited_s += PATIENCE_S
                 if waited_s % LOG_S == 0 and not isinstance(message, messages.Sample):
                     log.warning("no reply to %s for %.0f s", name, waited_s)

@@ -71,6 +71,7 @@ def test_a_dead_actor_is_replaced_until_its_budget_is_spent(
     )
     line = second.cmdline()
     assert line[line.index("--incarnation") + 1] == "1001"
+    run.rows()
     run.wait_for_steps(2)
     second.kill()
     code, errors = run.end()

@@ -88,7 +88,7 @@ def test_2_a_buffer_killed_twenty_times_loses_nothing_acknowledged(
     run_dir = tmp_path / "killed"
     settings = config(lease_s=2.0, archive="all", segment_bytes=1 << 20)
     buffer = BufferProcess(run_dir, f"ipc://{sockets}/buffer", settings)
-    bound_s = max(2.0, 4 * buffer.cpu_s())  # as long as it takes with nothing to read, and more
+    bound_s = 2.0 + buffer.cpu_s()  # it started with nothing to read
     crowd = Crowd(buffer.address, run_dir.name)
     restarts_s = []
     try:

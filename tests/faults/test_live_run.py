@@ -97,12 +97,14 @@ def at_work(run: Launch, name: str) -> Iterator[dict[int, set[int]]]:
 def published(run: Launch) -> Iterator[None]:
     """The learner stands still, and not amid a publish: actors would wait for what it announced."""
     directory = weights_dir(load(run.run_dir / "config.yaml"), run.run_dir)
-    while True:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
         with stopped(child(run, "learner")):
             arrived(run)
             if str(read_head(directory)) == status(run)["head"]:
                 yield
                 return
+    raise AssertionError("what the learner announced is never there")
 
 
 def test_1_an_actor_killed_in_its_episodes_is_replaced_and_its_groups_complete(

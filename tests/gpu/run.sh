@@ -24,7 +24,7 @@ import sys
 
 needed = "torch transformers tokenizers safetensors zmq msgpack msgspec numpy omegaconf rich psutil"
 missing = []
-for name in (*needed.split(), "gymnasium", "pytest"):
+for name in (*needed.split(), "gymnasium", "pytest", "hypothesis"):
     try:
         importlib.import_module(name)
     except ImportError as error:

@@ -63,6 +63,7 @@ def test_a_run_outlives_its_experience_service_and_finds_it_again(
 
     second.kill()
     wait_for(lambda: not alive(second), "the end of the second service")
+    run.rows()
     run.wait_for_row(lambda row: row.get("experience/retrieved_share") == 0, "unguided groups")
     run.wait_for_steps(5)
     given_up = "experience was killed by SIGKILL and is not started again"

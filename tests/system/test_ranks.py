@@ -57,6 +57,7 @@ def test_a_killed_rank_ends_the_learner_which_goes_on_from_its_checkpoint(tmp_pa
         assert {after[name].pid for name in ("learner", "learner-1")}.isdisjoint(
             before[name].pid for name in ("learner", "learner-1")
         )
+        run.rows()
         run.wait_for_steps(ENOUGH)
         run.process.send_signal(signal.SIGINT)
         code, errors = run.end()

@@ -1,0 +1,75 @@
+"""How long the learner waits for the buffer once it was told to end."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from evolver_async import messages
+from learner import requests
+from learner.requests import Requests, Stopping
+
+DONE = messages.Done(lineage=1, take=0, version=1, trained=[], filtered={})
+KEPT = messages.Kept(take=0)
+SAMPLE = messages.Sample(lineage=1, take=1, stage=0)
+
+
+class Slow:
+    """Answers after so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def request(self, message: Any) -> messages.Ok:
+        await asyncio.sleep(self.seconds)
+        return messages.Ok()
+
+
+@pytest.fixture
+def ending(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A learner that was told to end, with a buffer that takes so long."""
+    monkeypatch.setattr(requests, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(requests, "LAST_S", 1.0)
+
+    def ending(seconds: float) -> Requests:
+        line = Requests(Slow(seconds), asyncio.run)  # type: ignore[arg-type]
+        line.stopping = True
+        return line
+
+    return ending
+
+
+def test_what_was_done_is_answered_though_it_takes_a_while(ending: Any) -> None:
+    line = ending(0.3)
+    assert isinstance(line.ask(DONE), messages.Ok)
+    assert isinstance(line.ask(KEPT), messages.Ok)
+
+
+def test_no_take_is_asked_for_and_nothing_else_waited_for(ending: Any) -> None:
+    for message in (SAMPLE, messages.Resume(lineage=0, take=0, version=0)):
+        with pytest.raises(Stopping):
+            ending(20.0).ask(message)
+
+
+def test_a_take_that_is_waited_for_is_given_up(ending: Any) -> None:
+    line = ending(20.0)
+    line.stopping = False
+
+    async def told() -> None:
+        asyncio.get_running_loop().call_later(0.2, setattr, line, "stopping", True)
+        await line._reply_to(SAMPLE)
+
+    with pytest.raises(Stopping, match="SAMPLE"):
+        asyncio.run(told())
+
+
+def test_a_buffer_that_is_silent_is_waited_for_once(ending: Any) -> None:
+    """All replies share the time, so that a last checkpoint is written before the processes die."""
+    line = ending(20.0)
+    began = time.monotonic()
+    for message in (DONE, KEPT, KEPT, KEPT):
+        with pytest.raises(Stopping):
+            line.ask(message)
+    assert 0.9 < time.monotonic() - began < 10.0
+    assert line.left_s < 0.0
