@@ -151,8 +151,8 @@ def _complete(path: Path) -> Manifest:
     for name, file in manifest.files.items():
         try:
             size = (path / name).stat().st_size
-        except (OSError, ValueError):  # perhaps just now: whose it is may be taking it away
-            raise CheckpointError(f"{path}: {name} is missing") from None
+        except (OSError, ValueError) as error:  # whose it is may be taking it away just now
+            raise CheckpointError(f"{path}: {name} is missing ({error})") from error
         if size != file.bytes:
             raise CheckpointError(f"{path}: {name} is torn")
     return manifest

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from evolver_async import checkpoint
 from evolver_async.checkpoint import MANIFEST, CheckpointError, exists, load_newest, save, valid
 
 
@@ -49,6 +51,12 @@ def test_the_same_or_a_smaller_step_after_a_resume_is_newer(tmp_path: Path) -> N
     assert [manifest.step for _, manifest in valid(tmp_path)] == [10, 20, 10]
 
 
+def flatten(path: Path) -> None:
+    """A file where a directory was."""
+    shutil.rmtree(path / "deep")
+    (path / "deep").write_text("")
+
+
 def flip(path: Path) -> None:
     content = bytearray((path / "model.bin").read_bytes())
     content[0] ^= 1
@@ -59,6 +67,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "damaged": flip,
     "torn": lambda path: (path / "model.bin").write_text("at"),
     "missing": lambda path: (path / "model.bin").unlink(),
+    "Not a directory": flatten,
     "has no manifest.json": lambda path: (path / MANIFEST).unlink(),
     "unreadable": lambda path: (path / MANIFEST).write_text("{"),
     "has format 2": lambda path: (path / MANIFEST).write_text(
@@ -81,6 +90,26 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(
     DAMAGES[damage](path)
     with pytest.raises(CheckpointError, match=f"no valid checkpoint: .*{damage}"):
         load_newest(tmp_path, "run")
+
+
+def test_one_that_is_taken_away_while_it_is_read_is_passed_over_aloud(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a writer does that keeps only so many, while somebody else compares hashes."""
+    save_steps(tmp_path, 1, 2)
+    newest, _ = load_newest(tmp_path, "run")
+    describe = checkpoint._describe
+
+    def describe_late(path: Path) -> checkpoint.File:
+        if path.is_relative_to(newest):
+            shutil.rmtree(newest, ignore_errors=True)
+        return describe(path)
+
+    monkeypatch.setattr(checkpoint, "_describe", describe_late)
+    with caplog.at_level(logging.WARNING):
+        assert load_newest(tmp_path, "run")[1].step == 1
+    assert "cannot be read (No such file or directory)" in caplog.text
+    assert f"{newest}: " in caplog.text
 
 
 def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:

@@ -227,14 +227,11 @@ def test_an_actor_lost_in_the_middle_costs_no_more_than_the_deadline(
         publisher.wait()
         assert fair_time() - began < DEADLINE_S + 5
         wait_for(lambda: all(r.holds(version(2)) for r in others), "the others to go on")
-        durations_s = []
         for step in range(3, 6):
             began = fair_time()
             publisher.publish(version(step), filled(step, NUMBERS))
             publisher.wait()
-            durations_s.append(fair_time() - began)
-        # one of them may meet a pause of the machine; who was still asked would hold up all
-        assert sorted(durations_s)[1] < DEADLINE_S, "only the first one pays for it"
+            assert fair_time() - began < DEADLINE_S, "only the first one pays for it"
         if number == signal.SIGSTOP:
             lost.process.send_signal(signal.SIGCONT)
             wait_for(lambda: lost.holds(version(5)), "it to join again by itself")

@@ -88,7 +88,6 @@ def test_2_a_buffer_killed_twenty_times_loses_nothing_acknowledged(
     run_dir = tmp_path / "killed"
     settings = config(lease_s=2.0, archive="all", segment_bytes=1 << 20)
     buffer = BufferProcess(run_dir, f"ipc://{sockets}/buffer", settings)
-    bound_s = 2.0 + buffer.cpu_s()  # it started with nothing to read
     crowd = Crowd(buffer.address, run_dir.name)
     restarts_s = []
     try:
@@ -106,7 +105,7 @@ def test_2_a_buffer_killed_twenty_times_loses_nothing_acknowledged(
     assert story.whole and len(acked) > 10 * KILLS and len(takes) > 0
     trained = [group_id for take in takes for group_id in take]
     assert len(trained) == len(set(trained))
-    assert max(restarts_s) < bound_s, f"seconds of CPU until it answered: {restarts_s}"
+    assert max(restarts_s) < 2.0, f"seconds of CPU until it answered: {restarts_s}"
 
 
 def test_2_what_was_asked_of_a_dead_buffer_is_asked_of_the_next_one_at_once(
