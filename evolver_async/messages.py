@@ -137,10 +137,11 @@ class Done(Message, tag="done"):
 
 
 class Resume(Message, tag="resume"):
-    """A learner (re)start: what was taken from `take` on is ready again, older lineages are fenced.
+    """A learner (re)start: the takes from `take` on are repeated, older lineages are fenced.
 
     A fresh run resumes from lineage 0, take 0, version 0. Evaluations of older lineages are
     abandoned; `episodes` > 0 asks for one of this version under the new lineage, as of `stage`.
+    `discard`: no take is repeated; the groups that had been handed out since then are evicted.
     """
 
     lineage: int
@@ -148,6 +149,7 @@ class Resume(Message, tag="resume"):
     version: int
     episodes: int = 0
     stage: int = 0
+    discard: bool = False
 
 
 class Kept(Message, tag="kept"):

@@ -308,7 +308,9 @@ class Transcript(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
 class Group(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
     """All members of one ticket, in member order, as the learner gets them.
 
-    `use` counts from 0 under reuse.
+    `use` counts from 0 under reuse. `head`: the newest weights when the learner's take was chosen;
+    a take that is repeated after a RESUME keeps them, so its lags are those of the first time. None
+    stands for the weights that the learner has now.
     """
 
     group_id: int
@@ -317,6 +319,7 @@ class Group(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
     stage: int
     use: int
     trajectories: list[Trajectory]
+    head: WeightId | None = None
 
     def __post_init__(self) -> None:
         members = [trajectory.member for trajectory in self.trajectories]

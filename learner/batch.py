@@ -29,7 +29,7 @@ class MicroBatch:
     context to be predicted from). The `_N` tensors hold one entry per True of `action_BT`, in
     row-major order, so that `logprobs_BT[action_BT]` lines up with them: index_N int64 (place in
     the batch's `_N` arrays), mu_N, old_N, anchor_N, reference_N, advantage_N, value_N, return_N
-    float32, lag_N int64, stripped_N bool, trajectory_N int64 (0..trajectories-1 within this
+    float32, lag_N int64, abandoned_N bool, stripped_N bool, trajectory_N int64 (0..trajectories-1 within this
     micro-batch), length_N int64 (ACTION tokens of the token's whole trajectory). row_B int64: the
     batch's number of each row; end_B int64: the place of its last token in the flattened tokens_BT.
     """
@@ -44,6 +44,7 @@ class MicroBatch:
     reference_N: torch.Tensor
     advantage_N: torch.Tensor
     lag_N: torch.Tensor
+    abandoned_N: torch.Tensor
     stripped_N: torch.Tensor
     trajectory_N: torch.Tensor
     length_N: torch.Tensor
@@ -60,8 +61,8 @@ class Batch:
 
     tokens int32, action bool: the rows one after another, row r at row_start_R[r]:row_start_R[r+1].
     The `_N` arrays hold ACTION tokens in row order, those of row r at
-    action_start_R[r]:action_start_R[r+1]: mu_N float32 (behaviour), lag_N int64, turn_N int64,
-    trajectory_N int64; and what others store: old_N (what the data is corrected from; mu_N until
+    action_start_R[r]:action_start_R[r+1]: mu_N float32 (behaviour), lag_N int64, abandoned_N bool
+    (sampled past the fork of an abandoned lineage), turn_N int64, trajectory_N int64; and what others store: old_N (what the data is corrected from; mu_N until
     then), anchor_N, reference_N, advantage_N float32 (0 until then), and with a critic value_N,
     return_N float32 and end_value_R float32 (behind each row's last token). trajectory_R int64.
     group_P int64 (index of the group), reward_P float64, length_P int64 (ACTION tokens),
@@ -83,6 +84,7 @@ class Batch:
     trajectory_R: Array
     mu_N: Array
     lag_N: Array
+    abandoned_N: Array
     turn_N: Array
     trajectory_N: Array
     group_P: Array
@@ -257,6 +259,7 @@ def lay_out(batch: Batch, rows_B: Array, device: torch.device, *, packed: bool) 
         reference_N=tensor(batch.reference_N[index_N]),
         advantage_N=tensor(batch.advantage_N[index_N]),
         lag_N=tensor(batch.lag_N[index_N]),
+        abandoned_N=tensor(batch.abandoned_N[index_N]),
         stripped_N=tensor(batch.stripped_P[trajectory_N]),
         trajectory_N=tensor(np.unique(trajectory_N, return_inverse=True)[1]),
         length_N=tensor(batch.length_P[trajectory_N]),

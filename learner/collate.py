@@ -4,7 +4,7 @@ Stripping happens here: the EXPERIENCE tokens of a guided trajectory leave its r
 that it was sampled in is kept beside them for whoever has to compare the two.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,8 +22,21 @@ from evolver_async.schema import (
 from learner.batch import Batch
 
 
-def lag_table(groups: list[Group], head: WeightId, forks: dict[int, Fork]) -> dict[WeightId, int]:
-    """The version lag behind `head` of every weight id that sampled a token of `groups`."""
+@dataclass(frozen=True)
+class Lag:
+    """The version lag of a token. `abandoned`: its weights are past the fork of a lineage that was
+    abandoned, so no line of versions leads from them to the present."""
+
+    versions: int
+    abandoned: bool = False
+
+
+def lag_table(groups: list[Group], now: WeightId, forks: dict[int, Fork]) -> dict[WeightId, Lag]:
+    """The lag of every weight id that sampled a token of `groups`, which are of one take.
+
+    It counts from the weights that the take was first chosen for, which for a new one are `now`.
+    """
+    head = groups[0].head or now
     sampled = {
         run.weights
         for group in groups
@@ -31,7 +44,12 @@ def lag_table(groups: list[Group], head: WeightId, forks: dict[int, Fork]) -> di
         for sequence in trajectory.sequences
         for run in sequence.versions
     }
-    return {weights: version_lag(head, weights, forks) for weights in sampled}
+    return {weights: _lag(head, weights, forks) for weights in sampled}
+
+
+def _lag(head: WeightId, weights: WeightId, forks: dict[int, Fork]) -> Lag:
+    versions = version_lag(head, weights, forks)
+    return Lag(versions, abandoned=versions != head.step - weights.step)
 
 
 @dataclass(frozen=True)
@@ -61,7 +79,7 @@ def guided(trajectory: Trajectory) -> bool:
     return any(sequence.guided for sequence in trajectory.sequences)
 
 
-def collate(groups: list[Group], lags: dict[WeightId, int], strip: Strip) -> Batch:
+def collate(groups: list[Group], lags: dict[WeightId, Lag], strip: Strip) -> Batch:
     """Strips and flattens the sequences of `groups` (at least one group).
 
     `lags`: the version lag of every weight id that sampled a token (`lag_table`); tokens of a
@@ -93,7 +111,8 @@ def collate(groups: list[Group], lags: dict[WeightId, int], strip: Strip) -> Bat
 
 @dataclass
 class _Row:
-    """One sequence: tokens[L], action[L], and mu, lag, turn of its N ACTION tokens.
+    """One sequence: tokens[L], action[L]; of its N ACTION tokens mu, lag, turn, and whether
+    abandoned weights sampled them.
 
     `sampled`: the same before it was stripped, where it was.
     """
@@ -102,13 +121,14 @@ class _Row:
     action: Array
     mu_N: Array
     lag_N: Array
+    abandoned_N: Array
     turn_N: Array
     trajectory: int
     sampled: "_Row | None" = None
 
 
 def _row(
-    sequence: Sequence, lags: dict[WeightId, int], trajectory: int, strip: bool
+    sequence: Sequence, lags: dict[WeightId, Lag], trajectory: int, strip: bool
 ) -> _Row | None:
     """None where there is nothing to train."""
     written = sequence.roles == Role.ACTION
@@ -117,16 +137,17 @@ def _row(
     trained = sequence.stripped() if strip else sequence
     action = trained.roles == Role.ACTION if strip else written
     if sequence.versions:
-        lag_N = np.repeat(
-            np.array([lags[run.weights] for run in sequence.versions], np.int64),
-            [run.tokens for run in sequence.versions],
-        )
+        tokens = [run.tokens for run in sequence.versions]
+        found = [lags[run.weights] for run in sequence.versions]
+        lag_N = np.repeat(np.array([lag.versions for lag in found], np.int64), tokens)
+        abandoned_N = np.repeat(np.array([lag.abandoned for lag in found], bool), tokens)
     else:
         lag_N = np.zeros(int(action.sum()), np.int64)
+        abandoned_N = np.zeros(len(lag_N), bool)
     if action[0]:  # nothing stands before it, so nothing predicts it
         written[written.argmax()] = False
         action[0] = False
-        lag_N = lag_N[1:]
+        lag_N, abandoned_N = lag_N[1:], abandoned_N[1:]
         if not len(lag_N):
             return None
     row = _Row(
@@ -134,11 +155,12 @@ def _row(
         action=action,
         mu_N=trained.logprobs[action],
         lag_N=lag_N,
+        abandoned_N=abandoned_N,
         turn_N=trained.turns[action].astype(np.int64),
         trajectory=trajectory,
     )
     if strip:
-        row.sampled = _Row(sequence.tokens, written, row.mu_N, lag_N, row.turn_N, trajectory)
+        row.sampled = replace(row, tokens=sequence.tokens, action=written)
     return row
 
 
@@ -158,6 +180,7 @@ def _layout(rows: list[_Row], trajectories: int) -> dict[str, Array]:
         "trajectory_R": trajectory_R,
         "mu_N": _joined([row.mu_N for row in rows], np.float32),
         "lag_N": lag_N,
+        "abandoned_N": _joined([row.abandoned_N for row in rows], np.bool_),
         "turn_N": _joined([row.turn_N for row in rows], np.int64),
         "trajectory_N": trajectory_N,
         "length_P": np.bincount(trajectory_N, minlength=trajectories),

@@ -38,6 +38,7 @@ def pairs(groups: list[Group]) -> Selected:
                     kind=group.kind,
                     stage=group.stage,
                     use=group.use,
+                    head=group.head,
                     trajectories=sorted((best, worst), key=lambda one: one.member),
                 )
             )

@@ -18,7 +18,7 @@ from evolver_async.config.check import ConfigError
 from evolver_async.launch.roles import RoleArgs
 from evolver_async.metrics import Timers
 from evolver_async.parcel import Parcel, unwrap, wrap
-from evolver_async.schema import Fork, Group, Kind, Task
+from evolver_async.schema import Fork, Group, Kind, Task, WeightId
 from learner.outcome import Outcome
 from learner.parallel import Ranks, join
 from learner.state import State
@@ -36,6 +36,7 @@ class Taken(msgspec.Struct, array_like=True):
     kind: Kind
     stage: int
     use: int
+    head: WeightId | None
     parcels: list[Parcel]
 
 
@@ -191,7 +192,9 @@ def _make(updater: Updater, stage: Config, call: Call) -> None:
 
 def _taken(group: Group) -> Taken:
     parcels = [wrap(one) for one in group.trajectories]
-    return Taken(group.group_id, group.task, group.kind, group.stage, group.use, parcels)
+    return Taken(
+        group.group_id, group.task, group.kind, group.stage, group.use, group.head, parcels
+    )
 
 
 def _group(taken: Taken) -> Group:
@@ -201,5 +204,6 @@ def _group(taken: Taken) -> Group:
         kind=taken.kind,
         stage=taken.stage,
         use=taken.use,
+        head=taken.head,
         trajectories=[unwrap(parcel) for parcel in taken.parcels],
     )

@@ -23,7 +23,8 @@ from learner.offpolicy import Corrected, correct, interpolated_anchor, log_rho
 @dataclass(frozen=True)
 class Objective:
     """A stage's correction and loss. `boosts`: some tokens of the step have lost their experience,
-    and their upper clip is loss.boost. `interpolates`: the anchor is made of theta and mu here.
+    and their upper clip is loss.boost. `interpolates`: the anchor is made of theta and mu here, but
+    for tokens that abandoned weights sampled.
     """
 
     correction: Correction
@@ -46,7 +47,8 @@ class Objective:
         """Loss and its terms, of the update `minibatch`; measures into `accounting`."""
         anchor_N = micro.anchor_N
         if self.interpolates:
-            anchor_N = interpolated_anchor(theta_N, micro.mu_N, micro.lag_N)
+            made_N = interpolated_anchor(theta_N, micro.mu_N, micro.lag_N)
+            anchor_N = torch.where(micro.abandoned_N, anchor_N, made_N)
         corrected = correct(
             theta_N,
             micro.old_N,

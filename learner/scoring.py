@@ -55,15 +55,27 @@ class Scorer:
 
 
 def store_anchor(
-    score: Scorer, model: torch.nn.Module, batch: Batch, *, everywhere: bool, guided: str
+    score: Scorer,
+    model: torch.nn.Module,
+    batch: Batch,
+    *,
+    everywhere: bool,
+    guided: str,
+    abandoned: bool,
 ) -> None:
-    """Stores the anchor, of all tokens or only where `old` needs it, and `old` of stripped tokens.
+    """Stores the anchor, of all tokens or only where it is read, and `old` of stripped tokens.
 
     `guided`: the correction of stripped tokens; `stale` costs one more pass over their trajectories
-    in the contexts that they were sampled in.
+    in the contexts that they were sampled in. `abandoned`: the anchor of tokens that abandoned
+    weights sampled is read.
     """
     if everywhere:
         batch.anchor_N = score(model, batch.whole())
+    elif abandoned:
+        abandoned_P = np.zeros(len(batch.length_P), bool)
+        abandoned_P[batch.trajectory_N[batch.abandoned_N]] = True
+        if abandoned_P.any():
+            batch.anchor_N = score(model, batch.part(abandoned_P))
     elif batch.sampled is not None and guided != "behaviour":
         batch.anchor_N = score(model, batch.part(batch.stripped_P))
     if batch.sampled is None:

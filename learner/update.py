@@ -125,13 +125,9 @@ class Updater:
         head = WeightId(lineage=state.lineage, step=state.version)
         lags = lag_table(chosen.groups, head, forks)
         batch = collate(chosen.groups, lags, self._strip(stage))
-        # Interpolation follows one line of versions and one context: tokens of a dead lineage are
-        # not on it, nor are those whose experience is stripped.
-        interpolates = (
-            stage.correction.anchor == "interpolate"
-            and all(weights.lineage == head.lineage for weights in lags)
-            and batch.sampled is None
-        )
+        # Interpolation is along one line of versions, in one context. Tokens of an abandoned lineage
+        # are on no such line; where experience is stripped there are two contexts.
+        interpolates = stage.correction.anchor == "interpolate" and batch.sampled is None
         self._score(stage, batch, state, interpolates)
         critic = self._value(stage, batch)
         rewards, penalty = rewards_of(batch, stage.loss)
@@ -231,8 +227,9 @@ class Updater:
         anchor = "interpolate" if interpolates else "recompute"
         shown = stage.metrics.samples > 0 and state.take % stage.metrics.samples_every == 0
         needed = needs_anchor_pass(stage.correction.kind, anchor)
+        abandoned = interpolates and needs_anchor_pass(stage.correction.kind, "recompute")
         everywhere = shown or needed or penalises(stage.loss)
-        if everywhere or batch.sampled is not None:
+        if everywhere or batch.sampled is not None or abandoned:
             with self.timers("anchor"):
                 store_anchor(
                     score,
@@ -240,6 +237,7 @@ class Updater:
                     batch,
                     everywhere=everywhere,
                     guided=stage.correction.guided,
+                    abandoned=abandoned,
                 )
         if stage.loss.kl_coef > 0:
             assert self.reference is not None, "a stage with a KL was entered without a reference"

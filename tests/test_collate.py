@@ -15,7 +15,7 @@ from evolver_async.schema import (
     WeightId,
 )
 from learner.batch import Batch
-from learner.collate import Strip, collate, guided, lag_table
+from learner.collate import Lag, Strip, collate, guided, lag_table
 
 VOCABULARY = 17
 ALWAYS, NEVER = Strip("always", 0.0, 0), Strip("never", 0.0, 0)
@@ -94,7 +94,7 @@ def make_groups(
     ]
 
 
-def lags_of(groups: list[Group]) -> dict[WeightId, int]:
+def lags_of(groups: list[Group]) -> dict[WeightId, Lag]:
     return lag_table(groups, WeightId(lineage=1, step=9), {1: Fork(lineage=1, parent=0, step=0)})
 
 
@@ -234,4 +234,5 @@ def test_lag_is_counted_across_a_fork():
     }
     lags = lag_table(groups, WeightId(lineage=2, step=6), forks)
     for weights, lag in lags.items():
-        assert lag == (6 - weights.step if weights.step <= 4 else 2 + weights.step - 4)
+        past = weights.step > 4
+        assert lag == Lag(2 + weights.step - 4 if past else 6 - weights.step, abandoned=past)

@@ -22,7 +22,7 @@ from evolver_async.config import Critic as Settings
 from evolver_async.config.load import stage_config
 from evolver_async.schema import Group, Role, Sequence, VersionRun, WeightId
 from learner.batch import Batch
-from learner.collate import Strip, collate
+from learner.collate import Lag, Strip, collate
 from learner.credit import give_credit, rewards_of
 from learner.critic import Critic, fit_metrics, value_loss
 from learner.parallel import alone
@@ -103,7 +103,7 @@ def made(tiny: Path, kind: str, seed: int = 0) -> tuple[torch.nn.Module, Critic]
 
 
 def batch_of(*given_: Group) -> Batch:
-    return collate(list(given_), {WEIGHTS: 0}, NEVER)
+    return collate(list(given_), {WEIGHTS: Lag(0)}, NEVER)
 
 
 @pytest.mark.parametrize("kind", KINDS)

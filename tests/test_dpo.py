@@ -19,7 +19,7 @@ from evolver_async.config.load import stage_config
 from evolver_async.schema import Group, Role
 from learner.accounting import Accounting
 from learner.batch import Batch
-from learner.collate import collate
+from learner.collate import Lag, collate
 from learner.dpo import Preference, dpo_loss, mark_pairs, pairs
 from learner.outcome import Outcome
 from learner.state import State
@@ -73,7 +73,7 @@ def test_a_pair_of_which_one_cannot_be_trained_is_left_out():
 
 
 def batch_of(*given_: Group) -> Batch:
-    batch = collate(pairs(list(given_)).groups, {WEIGHTS: 0}, NEVER)
+    batch = collate(pairs(list(given_)).groups, {WEIGHTS: Lag(0)}, NEVER)
     mark_pairs(batch)
     rng = np.random.default_rng(0)
     batch.reference_N = -rng.random(len(batch.mu_N)).astype(np.float32)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from evolver_async import messages
 from evolver_async.buffer.groups import UNTRAINED, ZERO_SPREAD, Member
-from evolver_async.buffer.replay import KINDS, Numbers, Replay
+from evolver_async.buffer.replay import KINDS, SAME, Numbers, Replay
 from evolver_async.config import Questioning
 from evolver_async.schema import Task, Ticket, WeightId, version_lag
 
@@ -191,7 +191,8 @@ def test_resume_gives_back_the_uses_since_and_only_those():
     reopened = buffer.resume(lineage=2, parent=1, take=1, version=1)
     assert [(held.group_id, fate) for held, fate, _ in reopened] == [(g, "trained") for g in groups]
     assert [buffer.at.groups[group].uses_left for group in groups] == [1, 1]
-    assert take(buffer, 1) == groups
+    assert buffer.choose() == [] and buffer.to_repeat(1).groups == groups
+    buffer.take(1, 0, groups)
     assert buffer.at.takes[1].lineage == 2
 
 
@@ -292,13 +293,20 @@ class Simulation:
             self.work[peer] = [job for job in still if job[0].group_id not in lost]
 
     def learn(self) -> None:
+        promised = self.world.replay.to_repeat(self.number)
+        before = sum(self.world.replay.at.repeats.values())
         groups = self.world.sample(self.number, self.lineage, self.stage)
+        replay, numbers = self.world.replay, self.world.replay.numbers
+        let_go = before < sum(replay.at.repeats.values())
+        assert promised is None or let_go, "a take that is not repeated is counted"
+        if promised and replay.to_repeat(self.number) is None and groups:
+            same = [group.group_id for group in groups] == promised.groups
+            assert same or set(replay.at.repeats) > {SAME}
         if not groups:
             return
-        replay, numbers = self.world.replay, self.world.replay.numbers
         assert len({group.group_id for group in groups}) == numbers.groups_per_step
-        head = replay.at.head
         for group in groups:
+            head = group.head
             assert (group.group_id, group.use) not in self.trained
             assert group.use < numbers.reuse and group.stage == self.stage
             assert len(group.trajectories) == numbers.group_size

@@ -103,9 +103,16 @@ def end_of(held: Held, reason: str) -> tuple[str, str]:
 
 
 class Take(msgspec.Struct):
-    """The groups of one SAMPLE."""
+    """The groups of one SAMPLE.
+
+    `lineage`: the newest one that they were handed to. `head`: the newest weights when they were
+    chosen, from which their lags count, in a repetition too; None where a repetition would train
+    other weights than these. `version`: what the newest DONE made of it, None before the first one.
+    """
 
     lineage: int
     stage: int
     groups: list[int]
+    head: WeightId | None
     reported: bool = False
+    version: int | None = None

@@ -7,7 +7,7 @@ import msgspec
 
 from evolver_async.buffer.evaluations import Evaluations
 from evolver_async.buffer.ledger import Ledger
-from evolver_async.buffer.replay import Position
+from evolver_async.buffer.position import Position
 from evolver_async.buffer.tasks import Cursor
 from evolver_async.schema import Kind, Task, WeightId
 
@@ -85,11 +85,19 @@ class Switched(Record, tag="switched"):
 
 
 class Taken(Record, tag="taken"):
-    """The learner was given these groups: the consumption log."""
+    """The learner was given these groups, for the first time or again: the consumption log."""
 
     take: int
     stage: int
     groups: list[int]
+
+
+class LetGo(Record, tag="let_go"):
+    """This take of an abandoned lineage, and those after it, are not repeated; their groups are
+    ready again."""
+
+    take: int
+    reason: str
 
 
 class Reported(Record, tag="reported"):
@@ -104,7 +112,10 @@ class Reported(Record, tag="reported"):
 
 
 class Resumed(Record, tag="resumed"):
-    """A learner began a new lineage before this take, with its head evaluated again or not."""
+    """A learner began a new lineage before this take, with its head evaluated again or not.
+
+    `discard`: the takes since then are not repeated.
+    """
 
     lineage: int
     parent: int
@@ -112,6 +123,7 @@ class Resumed(Record, tag="resumed"):
     version: int
     episodes: int = 0
     stage: int = 0
+    discard: bool = False
 
 
 class Kept(Record, tag="kept"):
@@ -141,6 +153,7 @@ AnyRecord = (
     | Offered
     | Switched
     | Taken
+    | LetGo
     | Reported
     | Resumed
     | Kept

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import msgspec
-
 from evolver_async.buffer.groups import (
     UNTRAINED,
     ZERO_SPREAD,
@@ -25,9 +23,11 @@ from evolver_async.buffer.groups import (
     State,
     Take,
 )
-from evolver_async.schema import SCRIPTED, Fork, Kind, Task, WeightId, version_lag
+from evolver_async.buffer.position import Position
+from evolver_async.schema import SCRIPTED, Fork, Kind, Task, WeightId
 
 KINDS = get_args(Kind)
+SAME, DIVERGED = "same", "diverged"  # repeated takes, and those after one that was not repeated
 UNREPORTED = "unreported"  # the fate of groups that were trained by a learner that could not say so
 
 
@@ -49,30 +49,6 @@ class Numbers:
     wait: bool
     demo_groups: int
     refills: int = 0
-
-
-class Position(msgspec.Struct):
-    """Where groups, takes and lineages stand.
-
-    `kept`: the oldest take that may come back. `checkpoint_bytes`: the size of the newest
-    checkpoint. `floor`: the version with which the stage began; what is older was not trained to
-    act in it and samples nothing for it. `zero_spread`: groups that dynamic sampling left out since
-    the last take.
-    """
-
-    stage: int = 0
-    floor: int = 0
-    lineage: int = 0
-    head: WeightId | None = None
-    forks: dict[int, Fork] = {}
-    next_group: int = 0
-    next_order: int = 0
-    next_take: int = 0
-    kept: int = 0
-    checkpoint_bytes: int = 0
-    zero_spread: int = 0
-    groups: dict[int, Held] = {}
-    takes: dict[int, Take] = {}
 
 
 class Replay:
@@ -195,15 +171,7 @@ class Replay:
 
     def lag(self, held: Held) -> int:
         """Versions from the oldest weights of the group, members under way too, to the head."""
-        sampled = [member.oldest for member in held.arrived.values()]
-        sampled += [held.owners[member].head for member in held.missing]
-        head = self.at.head
-        if head is None:
-            return 0
-        return max(
-            (version_lag(head, weights, self.at.forks) for weights in set(sampled) if weights),
-            default=0,
-        )
+        return self.at.lag(held, self.at.head)
 
     def too_old(self, held: Held) -> bool:
         """Whether the group can never be trained: even the very next version is too far."""
@@ -250,17 +218,44 @@ class Replay:
         return [held for held in self.by_state["open"].values() if held.wait]
 
     def take(self, take: int, stage: int, groups: list[int]) -> None:
-        """The learner gets these groups."""
-        self.at.takes[take] = Take(self.at.lineage, stage, groups)
-        self.at.next_take = take + 1
-        self.at.zero_spread = 0
+        """The learner gets these groups, for the first time or once more."""
+        at = self.at
+        taken = at.takes.setdefault(take, Take(at.lineage, stage, groups, at.head))
+        if taken.lineage != at.lineage:
+            assert groups == taken.groups, f"take {take}: {groups}, it had {taken.groups}"
+            taken.lineage, taken.head = at.lineage, taken.head or at.head
+            at.count_repeat(SAME)
+        at.next_take = take + 1
+        at.zero_spread = 0
         for group_id in groups:
-            self._enter(self.at.groups[group_id], "taken")
+            self._enter(at.groups[group_id], "taken")
+
+    def to_repeat(self, take: int) -> Take | None:
+        """The take of this number of an abandoned lineage, whose groups are handed out again."""
+        taken = self.at.takes.get(take)
+        return None if taken is None or taken.lineage == self.at.lineage else taken
+
+    def unrepeatable(self, take: int, stage: int) -> str:
+        """Why a learner in `stage` cannot get the groups of a take again; "" if it can."""
+        return self.at.unrepeatable(take, stage, self.stages[stage].max_staleness)
+
+    def let_go(self, take: int, reason: str) -> None:
+        """A take is not repeated, for this reason, so no later one is: their groups are ready."""
+        at = self.at
+        gone = {number: at.takes.pop(number) for number in sorted(at.takes) if number >= take}
+        for number, taken in gone.items():
+            at.count_repeat(reason if number == take else DIVERGED)
+            for group_id in taken.groups:
+                self._put_back(at.groups[group_id])
 
     def report(self, take: int, version: int, fates: dict[int, str]) -> list[Held]:
         """One use of each group is over; returns the groups that end with it."""
         taken = self.at.takes[take]
         self.at.head = WeightId(lineage=taken.lineage, step=version)
+        self.at.reports += 1
+        if taken.version not in (None, version):
+            self.at.diverge(take)
+        taken.version = version
         return self._use(take, fates)
 
     def settle(self, take: int) -> list[Held]:
@@ -285,36 +280,41 @@ class Replay:
             held.uses_left -= 1
             self.uses[held.kind] -= 1
             if held.uses_left:
-                self._enter(held, "ready")
+                self._put_back(held)
             else:
                 self._close(held)
                 closed.append(held)
         return closed
 
     def resume(
-        self, lineage: int, parent: int, take: int, version: int
+        self, lineage: int, parent: int, take: int, version: int, *, discard: bool = False
     ) -> list[tuple[Held, str, str]]:
         """A new lineage continues `parent` before `take`; the uses since then are given back.
 
-        Returns the closed groups that are held again, with the fate and reason they had ended with.
+        The takes since then are to be repeated; with `discard` they are forgotten and their groups
+        are ready. Returns the closed groups that are held again, with the fate and reason they had
+        ended with.
         """
         at = self.at
         at.forks[lineage] = Fork(lineage=lineage, parent=parent, step=version)
         at.lineage, at.head = lineage, WeightId(lineage=lineage, step=version)
-        undone = {number: at.takes.pop(number) for number in sorted(at.takes) if number >= take}
+        undone = {number: at.takes[number] for number in sorted(at.takes) if number >= take}
         reopened = []
         for number, taken in undone.items():
+            taken.reported = False
             for group_id in taken.groups:
                 held = at.groups[group_id]
                 if held.state == "closed":
                     reopened.append((held, *held.fate))
                     self.bytes += held.bytes
-                self._enter(held, "ready")
+                self._enter(held, "ready" if discard else "taken")
                 if held.fates.pop(number, None) is not None:
                     held.uses_left += 1
                     self.uses[held.kind] += 1
         if undone:
             at.stage = undone[min(undone)].stage
+        if discard:
+            at.takes = {number: taken for number, taken in at.takes.items() if number < take}
         at.next_take = take
         at.zero_spread = 0
         return reopened
@@ -380,6 +380,10 @@ class Replay:
         del self.by_state[held.state][held.group_id]
         held.state = state
         self.by_state[state][held.group_id] = held
+
+    def _put_back(self, held: Held) -> None:
+        """A use of the group is over, or given up; another one may be under way or promised."""
+        self._enter(held, "taken" if self.at.promised(held.group_id) else "ready")
 
     def _close(self, held: Held) -> None:
         self._enter(held, "closed")

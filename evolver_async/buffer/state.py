@@ -83,6 +83,8 @@ class State:
                 self._enter_stage(record.stage)
             case records.Taken():
                 self.replay.take(record.take, record.stage, record.groups)
+            case records.LetGo():
+                self.replay.let_go(record.take, record.reason)
             case records.Reported():
                 self._reported(record)
             case records.Resumed():
@@ -160,7 +162,7 @@ class State:
         for held in self.replay.settle(record.take):
             self.ledger.close(held.kind, *held.fate, _amount(held))
         for held, fate, reason in self.replay.resume(
-            record.lineage, record.parent, record.take, record.version
+            record.lineage, record.parent, record.take, record.version, discard=record.discard
         ):
             self.ledger.reopen(held.kind, fate, reason, _amount(held))
         for held in [held for held in self.replay.live("eval") if held.pinned]:

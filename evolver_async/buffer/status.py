@@ -99,6 +99,7 @@ class Status:
             "head": str(at.head) if at.head else None,
             "take": at.next_take,
             "kept": at.kept,
+            "repeats": dict(at.repeats),
             "outstanding": replay.outstanding(),
             "limit": replay.limit(),
             "groups": {state: len(groups) for state, groups in replay.by_state.items()},
@@ -154,6 +155,8 @@ class Status:
             for state in ("open", "ready", "taken")
         }
         counters["buffer/bytes"] = float(replay.bytes)
+        for outcome, takes in replay.at.repeats.items():
+            counters[f"buffer/repeats/{outcome}"] = float(takes)
         counters["buffer/outstanding"] = float(replay.outstanding())
         counters["actors/alive"] = float(self.activity.alive(now, self.lease_s))
         received = ledger.received.get(kind, Amount())

@@ -3,6 +3,8 @@
 A take is recorded before its groups leave, so the same key always gets the same groups.
 """
 
+import logging
+
 import msgspec
 
 from evolver_async.buffer import records
@@ -25,6 +27,11 @@ from evolver_async.messages import (
     Wait,
 )
 from evolver_async.schema import EvalResult, Group, WeightId
+
+
+ROLLED_BACK = "rolled_back"  # why groups are evicted whose takes a RESUME discards
+
+log = logging.getLogger(__name__)
 
 
 class Taking:
@@ -59,7 +66,7 @@ class Taking:
         if request.stage != at.stage:
             self.book.record(records.Switched(stage=request.stage))
             self._evict_other_stages()
-        groups = self.book.replay.choose()
+        groups = self._repeated(request) or self.book.replay.choose()
         if not groups and self.book.replay.gives_up():
             return [Reject(reason=self.status.refills())]
         if not groups:
@@ -67,6 +74,21 @@ class Taking:
         self.book.record(records.Taken(take=request.take, stage=request.stage, groups=groups))
         self.activity.served(peer, "sample")
         return self._groups(request.take)
+
+    def _repeated(self, request: Sample) -> list[int]:
+        """The groups that an abandoned lineage had for this take; none where they must change."""
+        replay = self.book.replay
+        taken = replay.to_repeat(request.take)
+        if taken is None:
+            return []
+        reason = replay.unrepeatable(request.take, request.stage)
+        if not reason:
+            return taken.groups
+        log.warning("take %d and later ones are not repeated: %s", request.take, reason)
+        self.book.record(records.LetGo(take=request.take, reason=reason))
+        self._evict_other_stages()
+        self.book.sweep()
+        return []
 
     def done(self, peer: str, request: Done, now: float) -> Reply:
         """What became of a take. A repeated DONE changes nothing."""
@@ -121,6 +143,14 @@ class Taking:
         asked = (peer, *msgspec.structs.astuple(request))
         used = any(taken.lineage == at.lineage for taken in at.takes.values())
         if asked != self._resume or used:  # else the reply was lost and the request sent again
+            undone = sorted(
+                {
+                    group_id
+                    for number, taken in at.takes.items()
+                    if number >= request.take
+                    for group_id in taken.groups
+                }
+            )
             self.book.record(
                 records.Resumed(
                     lineage=at.lineage + 1,
@@ -129,8 +159,10 @@ class Taking:
                     version=request.version,
                     episodes=request.episodes,
                     stage=request.stage,
+                    discard=request.discard,
                 )
             )
+            self.book.evict(undone if request.discard else [], ROLLED_BACK)
             self._resume = asked
             self._delivered.clear()
             self.book.forget_gone()
@@ -188,7 +220,8 @@ class Taking:
     def _groups(self, take: int) -> list[Reply]:
         replay = self.book.replay
         replies: list[Reply] = []
-        for group_id in replay.at.takes[take].groups:
+        taken = replay.at.takes[take]
+        for group_id in taken.groups:
             held = replay.at.groups[group_id]
             group = Group(
                 group_id=group_id,
@@ -196,6 +229,7 @@ class Taking:
                 kind=held.kind,
                 stage=held.stage,
                 use=replay.uses_before(held, take),
+                head=taken.head,
                 trajectories=self.book.trajectories(held),
             )
             replies.append(Part(group=group))
