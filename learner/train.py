@@ -109,19 +109,18 @@ class Learner:
             log.info("resumed from %s", newest)
         state = self.state
         again = self.evaluations.ask_again(state)
-        reply = self.requests.ask(
-            messages.Resume(
-                lineage=state.lineage,
-                take=state.take,
-                version=state.version,
-                episodes=again.episodes if again else 0,
-                stage=again.stage if again else 0,
-            )
+        request = messages.Resume(
+            lineage=state.lineage,
+            take=state.take,
+            version=state.version,
+            episodes=again.episodes if again else 0,
+            stage=again.stage if again else 0,
         )
-        if reply.lineage > 1 and newest is None:
-            raise CheckpointError(
-                f"{self.checkpoints.directory}: the run has trained, no checkpoint left"
-            )
+        try:
+            reply = self.requests.ask(request)
+        except Rejected as error:
+            found = newest or f"{self.checkpoints.directory}: no checkpoint left"
+            raise CheckpointError(f"{found}: the buffer refused it: {error}") from error
         state.lineage = reply.lineage
         self.forks = {fork.lineage: fork for fork in reply.forks}
         self.publish(retain=again is not None)
@@ -268,6 +267,7 @@ class Learner:
             self.state.take,
             {
                 "time_s": self.clock.seconds(self.state),
+                "lineage": float(self.state.lineage),
                 "stage": float(stage),
                 "stage_kind": self.kind(stage),
                 "version": float(self.state.version),
