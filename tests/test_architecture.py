@@ -25,6 +25,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "evolver_async.messages": ("evolver_async.schema",),
     "evolver_async.config": (),
     "evolver_async.metrics": ("evolver_async.schema", "evolver_async.config"),
+    "evolver_async.lineages": (),
     "evolver_async.plain": (),
     "evolver_async.parcel": ("evolver_async.schema", "evolver_async.plain"),
     "evolver_async.wire": (
