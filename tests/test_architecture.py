@@ -87,8 +87,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
 }
 TOP = {  # rises on everything below it, never the other way round
-    "evolver_async.launch": ("evolver_async.study", "evolver_async.cli"),
-    "evolver_async.study": ("evolver_async.cli",),
+    "evolver_async.launch": ("evolver_async.study", "evolver_async.commands", "evolver_async.cli"),
+    "evolver_async.study": ("evolver_async.commands", "evolver_async.cli"),
+    "evolver_async.commands": ("evolver_async.cli",),
     "evolver_async.cli": (),
 }
 
