@@ -25,6 +25,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "evolver_async.messages": ("evolver_async.schema",),
     "evolver_async.config": (),
     "evolver_async.metrics": ("evolver_async.schema", "evolver_async.config"),
+    "evolver_async.lineages": (),
     "evolver_async.plain": (),
     "evolver_async.parcel": ("evolver_async.schema", "evolver_async.plain"),
     "evolver_async.wire": (
@@ -87,8 +88,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
 }
 TOP = {  # rises on everything below it, never the other way round
-    "evolver_async.launch": ("evolver_async.study", "evolver_async.cli"),
-    "evolver_async.study": ("evolver_async.cli",),
+    "evolver_async.launch": ("evolver_async.study", "evolver_async.commands", "evolver_async.cli"),
+    "evolver_async.study": ("evolver_async.commands", "evolver_async.cli"),
+    "evolver_async.commands": ("evolver_async.cli",),
     "evolver_async.cli": (),
 }
 

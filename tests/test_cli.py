@@ -263,7 +263,8 @@ def test_status_says_when_nobody_answers(run_dir: Path, capsys: pytest.CaptureFi
 
 
 def test_watch_shows_what_a_run_wrote(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"step": 1, "time_s": 1.0}, {"step": 1, "eval/success": 0.5, "eval/episodes": 8}]
+    one = {"lineage": 1, "step": 1}
+    rows = [one | {"time_s": 1.0}, one | {"eval/success": 0.5, "eval/episodes": 8}]
     (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert main(["watch", "--once", str(run_dir)]) == 0
     out = capsys.readouterr().out
