@@ -3,14 +3,17 @@
 A checkpoint is written into a temporary directory, every file is synced, a manifest with their
 SHA-256 is added, and the directory is renamed into place. The name `<serial>-step-<step>` counts
 checkpoints, so newer ones sort later even where a resumed run is at a smaller step than before.
+`progress` shows another process that a checkpoint is being written, and that it moves.
 """
 
 import hashlib
 import logging
+import mmap
 import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -20,6 +23,8 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 FORMAT = 1
 NAME = re.compile(r"(\d{6,})-step-(\d+)")
+TEMPORARY = ".tmp-"  # the prefix of a checkpoint that is being written
+CHUNK_BYTES = 64 << 20  # read, or synced to disk, between two signs of progress
 
 
 class CheckpointError(ValueError):
@@ -57,11 +62,11 @@ def save(
     if not directory.exists():
         directory.mkdir(parents=True)
         _sync(directory.parent)
-    for left in directory.glob(".tmp-*"):
+    for left in directory.glob(f"{TEMPORARY}*"):
         shutil.rmtree(left)  # of a writer that died: there is one at a time
     serial = max((serial for serial, _ in _by_serial(directory)), default=0) + 1
     final = directory / f"{serial:06d}-step-{step}"
-    temporary = directory / f".tmp-{final.name}"
+    temporary = directory / f"{TEMPORARY}{final.name}"
     temporary.mkdir()
     try:
         _fill(temporary, step, write, run_id)
@@ -77,6 +82,21 @@ def save(
 def exists(directory: Path) -> bool:
     """Whether `directory` holds any checkpoint, valid or not."""
     return bool(_by_serial(directory))
+
+
+def progress(directory: Path) -> tuple[int, int] | None:
+    """Numbers that change while a checkpoint is being written in `directory`; None if none is.
+
+    They are the bytes written so far and the time at which a chunk was last hashed or synced.
+    """
+    size, latest = 0, 0
+    found = list(directory.glob(f"{TEMPORARY}*"))
+    for temporary in found:
+        for path in (temporary, *temporary.rglob("*")):
+            with suppress(FileNotFoundError):  # the writer has renamed the directory
+                status = path.stat()
+                size, latest = size + status.st_size, max(latest, status.st_mtime_ns)
+    return (size, latest) if found else None
 
 
 def valid(directory: Path) -> list[tuple[Path, Manifest]]:
@@ -122,11 +142,11 @@ def _fill(directory: Path, step: int, write: Callable[[Path], object], run_id: s
         format=FORMAT,
         run_id=run_id,
         step=step,
-        files={str(path.relative_to(directory)): _describe(path) for path in paths},
+        files={str(path.relative_to(directory)): _describe(path, directory) for path in paths},
     )
     (directory / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     for path in (*paths, directory / MANIFEST):
-        _sync(path)
+        _sync_file(path, directory)
     for path in (*(path for path in directory.rglob("*") if path.is_dir()), directory):
         _sync(path)
 
@@ -168,10 +188,33 @@ def _compare(path: Path, manifest: Manifest) -> None:
             raise CheckpointError(f"{path}: {name} is damaged (SHA-256 differs)")
 
 
-def _describe(path: Path) -> File:
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return File(bytes=path.stat().st_size, sha256=digest)
+def _describe(path: Path, touched: Path | None = None) -> File:
+    """Size and hash of a file. The modification time of `touched` shows the progress."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, path.stat().st_size)))
+    size = 0
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+            if touched is not None:
+                os.utime(touched)
+    return File(bytes=size, sha256=digest.hexdigest())
+
+
+def _sync_file(path: Path, touched: Path) -> None:
+    """Sync a file chunk by chunk. The modification time of `touched` shows the progress."""
+    size = path.stat().st_size
+    with open(path, "r+b") as file:
+        for offset in range(0, size, CHUNK_BYTES):
+            try:
+                part = mmap.mmap(file.fileno(), min(CHUNK_BYTES, size - offset), offset=offset)
+            except OSError:  # a file system without shared mappings syncs the file at once
+                break
+            with part:
+                part.flush()
+            os.utime(touched)
+        os.fsync(file.fileno())
 
 
 def _sync(path: Path) -> None:
