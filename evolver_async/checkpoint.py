@@ -3,6 +3,8 @@
 A checkpoint is written into a temporary directory, every file is synced, a manifest with their
 SHA-256 is added, and the directory is renamed into place. The name `<serial>-step-<step>` counts
 checkpoints, so newer ones sort later even where a resumed run is at a smaller step than before.
+A run that goes back to an earlier checkpoint leaves the later ones: they hold the file `LEFT`, and
+nothing resumes from them by itself. `history` chooses among checkpoints.
 `progress` shows another process that a checkpoint is being written, and that it moves.
 """
 
@@ -12,7 +14,7 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +23,7 @@ import msgspec
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+LEFT = "LEFT"  # the file that marks a checkpoint whose run has gone back to an earlier one
 FORMAT = 1
 NAME = re.compile(r"(\d{6,})-step-(\d+)")
 TEMPORARY = ".tmp-"  # the prefix of a checkpoint that is being written
@@ -54,10 +57,12 @@ def save(
     *,
     run_id: str,
     keep: int,
+    lasting: Container[Path] = (),
 ) -> Path:
     """Let `write` fill an empty directory and make it the newest checkpoint in `directory`.
 
-    When this returns the checkpoint survives a power cut; the newest `keep` valid ones are left.
+    When this returns the checkpoint survives a power cut. Of the others the newest `keep` valid
+    ones and those in `lasting` are kept.
     """
     if not directory.exists():
         directory.mkdir(parents=True)
@@ -75,7 +80,7 @@ def save(
         raise
     temporary.rename(final)
     _sync(directory)
-    _prune(directory, keep)
+    _prune(directory, keep, lasting)
     return final
 
 
@@ -110,14 +115,49 @@ def valid(directory: Path) -> list[tuple[Path, Manifest]]:
     return found
 
 
+def resumable(directory: Path) -> list[tuple[Path, Manifest]]:
+    """The complete checkpoints that the run may resume from, oldest first."""
+    return [(path, manifest) for path, manifest in valid(directory) if not is_left(path)]
+
+
+def serial_of(path: Path) -> int:
+    """The number of a checkpoint, by which newer ones are larger."""
+    return int(path.name.partition("-")[0])
+
+
+def is_left(path: Path) -> bool:
+    """True if the run has gone back to a checkpoint before this one."""
+    return (path / LEFT).exists()
+
+
+def leave(directory: Path, after: Path, newest: Path) -> None:
+    """Mark what lies between as left: `newest` is a copy of `after`, from which the run goes on."""
+    for serial, path in _by_serial(directory):
+        if serial_of(after) < serial < serial_of(newest):
+            (path / LEFT).touch()
+            _sync(path)
+
+
+def verify(path: Path, run_id: str) -> Manifest:
+    """The manifest of a checkpoint whose every file has the recorded hash; else CheckpointError."""
+    manifest = _complete(path)
+    _compare(path, manifest)
+    if manifest.run_id != run_id:
+        raise CheckpointError(f"{path}: belongs to run {manifest.run_id}, not to {run_id}")
+    return manifest
+
+
 def load_newest(directory: Path, run_id: str) -> tuple[Path, Manifest]:
     """The newest checkpoint whose every file has the recorded hash.
 
-    Damaged ones are passed over, with a warning. Raises CheckpointError when the newest valid one
-    belongs to another run, or when none is left: a run never starts from scratch by accident.
+    Those that the run has left are passed over, damaged ones with a warning. Raises CheckpointError
+    when the newest valid one belongs to another run, or when none is left: a run never starts from
+    scratch by accident.
     """
     problems = []
     for _, path in reversed(_by_serial(directory)):
+        if is_left(path):
+            continue
         try:
             manifest = _complete(path)
             _compare(path, manifest)
@@ -225,10 +265,9 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _prune(directory: Path, keep: int) -> None:
-    """Keep the newest `keep` complete ones and everything after the oldest of them."""
-    kept = valid(directory)[-keep:]
-    for _, path in _by_serial(directory):
-        if path == kept[0][0]:
-            return
-        shutil.rmtree(path)
+def _prune(directory: Path, keep: int, lasting: Container[Path]) -> None:
+    """Keep the newest `keep` to resume from, everything after the oldest of them, and `lasting`."""
+    oldest = serial_of(resumable(directory)[-keep:][0][0])
+    for serial, path in _by_serial(directory):
+        if path not in lasting and (is_left(path) or serial < oldest):
+            shutil.rmtree(path)

@@ -79,6 +79,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "evolver_async.weights": ("evolver_async.schema",),
     "evolver_async.checkpoint": (),
+    "evolver_async.history": ("evolver_async.checkpoint",),
     "evolver_async.shards": (),
     "evolver_async.launch.roles": (
         "evolver_async.config",

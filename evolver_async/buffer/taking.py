@@ -130,7 +130,7 @@ class Taking:
         self.activity.learner = peer
         if not 0 <= request.lineage <= at.lineage:
             return Reject(reason=f"lineage: {request.lineage}, the newest is {at.lineage}")
-        if not at.kept <= request.take <= at.next_take:
+        if not request.discard and not at.kept <= request.take <= at.next_take:
             return Reject(
                 reason=f"take: {request.take}, the journal has takes {at.kept} to {at.next_take}"
             )

@@ -142,7 +142,9 @@ class Checkpoint:
     """Checkpoints in <run>/checkpoints, newest last."""
 
     every: int = 25  # learner steps; one is also written at the end of a stage and on SIGTERM
-    keep: int = 2  # at least 2
+    keep: int = 2  # the newest, at least 2
+    keep_best: int = 1  # besides, those with the highest eval/success; 0: none
+    keep_every: int = 0  # besides, for good, those of every n-th step; 0: none
 
 
 @dataclass
