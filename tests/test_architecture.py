@@ -84,7 +84,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "evolver_async.launch.roles": (
         "evolver_async.config",
         "evolver_async.checkpoint",
-        "evolver_async.weights.base",
+        "evolver_async.weights.directories",
         "evolver_async.buffer.journal",
     ),
 }

@@ -15,13 +15,14 @@ from evolver_async.checkpoint import load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import load
 from evolver_async.launch.directory import address_of, last_lines
-from evolver_async.launch.local import Child, Launcher, RunFailed
+from evolver_async.launch.local import Child, Launcher, RunFailed, run
 from evolver_async.launch.roles import (
     CHECKS,
     PROCESSES,
     ROLES,
     TRAINING_ERROR,
     USER_ERROR,
+    make_weights_dir,
     resolve,
     weights_dir,
 )
@@ -118,6 +119,28 @@ def test_every_name_of_a_role_leads_to_a_function() -> None:
     for name in (*ROLES, *CHECKS):
         assert callable(resolve(name))
     assert set(PROCESSES) <= set(ROLES)
+
+
+def test_the_weights_directory_of_a_launch_has_a_random_name_that_the_run_records(
+    tmp_path: Path,
+) -> None:
+    config = Config()
+    config.weights.dir = str(tmp_path)
+    first = weights_dir(config, tmp_path)
+    assert weights_dir(config, tmp_path) == first and first.parent == tmp_path
+    second = make_weights_dir(config, tmp_path)
+    assert weights_dir(config, tmp_path) == second != first
+    assert first.stat().st_mode & 0o777 == second.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_weights_directory_that_cannot_be_made_is_one_sentence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config()
+    config.weights.dir = str(tmp_path / "missing")
+    assert run(config, tmp_path) == USER_ERROR
+    assert f"{tmp_path}/missing" in caplog.text and "Traceback" not in caplog.text
+    assert not (tmp_path / "run.json").exists()
 
 
 def test_a_child_whose_parent_is_gone_ends() -> None:

@@ -14,7 +14,6 @@ No child outlives this process, however it ends: the kernel kills them too (see 
 import asyncio
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,10 +28,10 @@ from evolver_async.config import Config
 from evolver_async.launch.directory import announce, last_lines
 from evolver_async.launch.gpus import VISIBLE, number_of, seen_by
 from evolver_async.launch.patience import Patience
-from evolver_async.launch.roles import TRAINING_ERROR, USER_ERROR, keys_of, weights_dir
+from evolver_async.launch.roles import TRAINING_ERROR, USER_ERROR, keys_of, make_weights_dir
 from evolver_async.messages import Status
 from evolver_async.transport import DealerClient, Rejected
-from evolver_async.weights.base import PREFIX, claim, sweep
+from evolver_async.weights.directories import PREFIX, Claim, claim, sweep
 
 POLL_S = 0.1
 START_S = 60.0  # until the buffer must answer
@@ -102,12 +101,19 @@ class Child:
 
 def run(config: Config, run_dir: Path) -> int:
     """Run to the end; returns 0, 128 + the signal that ended it, or a failure's exit code."""
-    weights = weights_dir(config, run_dir)
-    sweep(weights.parent)
-    sweep(Path(tempfile.gettempdir()))
-    sockets = Path(tempfile.mkdtemp(prefix=PREFIX))  # short and private, as ipc wants it
-    claim(sockets)
-    claim(weights)
+    claims: list[Claim] = []
+    try:
+        for parent in (Path(config.weights.dir), Path(tempfile.gettempdir())):
+            sweep(parent)
+        claims.append(claim(make_weights_dir(config, run_dir)))
+        # short and private, as ipc wants it
+        claims.append(claim(Path(tempfile.mkdtemp(prefix=PREFIX))))
+    except OSError as error:
+        log.error("%s", error)
+        for one in claims:
+            one.remove()
+        return USER_ERROR
+    sockets = claims[-1].directory
     address = config.buffer.address or f"ipc://{sockets}/buffer"
     launcher = Launcher(config, run_dir, address, sockets)
     try:
@@ -122,8 +128,8 @@ def run(config: Config, run_dir: Path) -> int:
                 launcher.end()
         return 128 + launcher.signals[0] if launcher.signals else 0
     finally:
-        shutil.rmtree(sockets, ignore_errors=True)
-        shutil.rmtree(weights, ignore_errors=True)
+        for one in claims:
+            one.remove()
 
 
 class Launcher:
