@@ -3,14 +3,19 @@
 A checkpoint is written into a temporary directory, every file is synced, a manifest with their
 SHA-256 is added, and the directory is renamed into place. The name `<serial>-step-<step>` counts
 checkpoints, so newer ones sort later even where a resumed run is at a smaller step than before.
+A run that goes back to an earlier checkpoint leaves the later ones: they hold the file `LEFT`, and
+nothing resumes from them by itself. `history` chooses among checkpoints.
+`progress` shows another process that a checkpoint is being written, and that it moves.
 """
 
 import hashlib
 import logging
+import mmap
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -18,8 +23,11 @@ import msgspec
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+LEFT = "LEFT"  # the file that marks a checkpoint whose run has gone back to an earlier one
 FORMAT = 1
 NAME = re.compile(r"(\d{6,})-step-(\d+)")
+TEMPORARY = ".tmp-"  # the prefix of a checkpoint that is being written
+CHUNK_BYTES = 64 << 20  # read, or synced to disk, between two signs of progress
 
 
 class CheckpointError(ValueError):
@@ -49,19 +57,21 @@ def save(
     *,
     run_id: str,
     keep: int,
+    lasting: Container[Path] = (),
 ) -> Path:
     """Let `write` fill an empty directory and make it the newest checkpoint in `directory`.
 
-    When this returns the checkpoint survives a power cut; the newest `keep` valid ones are left.
+    When this returns the checkpoint survives a power cut. Of the others the newest `keep` valid
+    ones and those in `lasting` are kept.
     """
     if not directory.exists():
         directory.mkdir(parents=True)
         _sync(directory.parent)
-    for left in directory.glob(".tmp-*"):
+    for left in directory.glob(f"{TEMPORARY}*"):
         shutil.rmtree(left)  # of a writer that died: there is one at a time
     serial = max((serial for serial, _ in _by_serial(directory)), default=0) + 1
     final = directory / f"{serial:06d}-step-{step}"
-    temporary = directory / f".tmp-{final.name}"
+    temporary = directory / f"{TEMPORARY}{final.name}"
     temporary.mkdir()
     try:
         _fill(temporary, step, write, run_id)
@@ -70,13 +80,28 @@ def save(
         raise
     temporary.rename(final)
     _sync(directory)
-    _prune(directory, keep)
+    _prune(directory, keep, lasting)
     return final
 
 
 def exists(directory: Path) -> bool:
     """Whether `directory` holds any checkpoint, valid or not."""
     return bool(_by_serial(directory))
+
+
+def progress(directory: Path) -> tuple[int, int] | None:
+    """Numbers that change while a checkpoint is being written in `directory`; None if none is.
+
+    They are the bytes written so far and the time at which a chunk was last hashed or synced.
+    """
+    size, latest = 0, 0
+    found = list(directory.glob(f"{TEMPORARY}*"))
+    for temporary in found:
+        for path in (temporary, *temporary.rglob("*")):
+            with suppress(FileNotFoundError):  # the writer has renamed the directory
+                status = path.stat()
+                size, latest = size + status.st_size, max(latest, status.st_mtime_ns)
+    return (size, latest) if found else None
 
 
 def valid(directory: Path) -> list[tuple[Path, Manifest]]:
@@ -90,14 +115,49 @@ def valid(directory: Path) -> list[tuple[Path, Manifest]]:
     return found
 
 
+def resumable(directory: Path) -> list[tuple[Path, Manifest]]:
+    """The complete checkpoints that the run may resume from, oldest first."""
+    return [(path, manifest) for path, manifest in valid(directory) if not is_left(path)]
+
+
+def serial_of(path: Path) -> int:
+    """The number of a checkpoint, by which newer ones are larger."""
+    return int(path.name.partition("-")[0])
+
+
+def is_left(path: Path) -> bool:
+    """True if the run has gone back to a checkpoint before this one."""
+    return (path / LEFT).exists()
+
+
+def leave(directory: Path, after: Path, newest: Path) -> None:
+    """Mark what lies between as left: `newest` is a copy of `after`, from which the run goes on."""
+    for serial, path in _by_serial(directory):
+        if serial_of(after) < serial < serial_of(newest):
+            (path / LEFT).touch()
+            _sync(path)
+
+
+def verify(path: Path, run_id: str) -> Manifest:
+    """The manifest of a checkpoint whose every file has the recorded hash; else CheckpointError."""
+    manifest = _complete(path)
+    _compare(path, manifest)
+    if manifest.run_id != run_id:
+        raise CheckpointError(f"{path}: belongs to run {manifest.run_id}, not to {run_id}")
+    return manifest
+
+
 def load_newest(directory: Path, run_id: str) -> tuple[Path, Manifest]:
     """The newest checkpoint whose every file has the recorded hash.
 
-    Damaged ones are passed over, with a warning. Raises CheckpointError when the newest valid one
-    belongs to another run, or when none is left: a run never starts from scratch by accident.
+    Those that the run has left are passed over, damaged ones with a warning. Raises CheckpointError
+    when the newest valid one belongs to another run, or when none is left: a run never starts from
+    scratch by accident.
     """
     problems = []
     for _, path in reversed(_by_serial(directory)):
+        if is_left(path):
+            continue
         try:
             manifest = _complete(path)
             _compare(path, manifest)
@@ -122,11 +182,11 @@ def _fill(directory: Path, step: int, write: Callable[[Path], object], run_id: s
         format=FORMAT,
         run_id=run_id,
         step=step,
-        files={str(path.relative_to(directory)): _describe(path) for path in paths},
+        files={str(path.relative_to(directory)): _describe(path, directory) for path in paths},
     )
     (directory / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     for path in (*paths, directory / MANIFEST):
-        _sync(path)
+        _sync_file(path, directory)
     for path in (*(path for path in directory.rglob("*") if path.is_dir()), directory):
         _sync(path)
 
@@ -168,10 +228,33 @@ def _compare(path: Path, manifest: Manifest) -> None:
             raise CheckpointError(f"{path}: {name} is damaged (SHA-256 differs)")
 
 
-def _describe(path: Path) -> File:
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return File(bytes=path.stat().st_size, sha256=digest)
+def _describe(path: Path, touched: Path | None = None) -> File:
+    """Size and hash of a file. The modification time of `touched` shows the progress."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, path.stat().st_size)))
+    size = 0
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+            if touched is not None:
+                os.utime(touched)
+    return File(bytes=size, sha256=digest.hexdigest())
+
+
+def _sync_file(path: Path, touched: Path) -> None:
+    """Sync a file chunk by chunk. The modification time of `touched` shows the progress."""
+    size = path.stat().st_size
+    with open(path, "r+b") as file:
+        for offset in range(0, size, CHUNK_BYTES):
+            try:
+                part = mmap.mmap(file.fileno(), min(CHUNK_BYTES, size - offset), offset=offset)
+            except OSError:  # a file system without shared mappings syncs the file at once
+                break
+            with part:
+                part.flush()
+            os.utime(touched)
+        os.fsync(file.fileno())
 
 
 def _sync(path: Path) -> None:
@@ -182,10 +265,9 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _prune(directory: Path, keep: int) -> None:
-    """Keep the newest `keep` complete ones and everything after the oldest of them."""
-    kept = valid(directory)[-keep:]
-    for _, path in _by_serial(directory):
-        if path == kept[0][0]:
-            return
-        shutil.rmtree(path)
+def _prune(directory: Path, keep: int, lasting: Container[Path]) -> None:
+    """Keep the newest `keep` to resume from, everything after the oldest of them, and `lasting`."""
+    oldest = serial_of(resumable(directory)[-keep:][0][0])
+    for serial, path in _by_serial(directory):
+        if path not in lasting and (is_left(path) or serial < oldest):
+            shutil.rmtree(path)

@@ -8,10 +8,12 @@
     input_dependence   the first turn says less and less about the prompt it answers (RAGEN-2's
                        template collapse, which entropy does not see)
     grad_norm          gradients far larger than before, which come with a collapse or bring it on
+    format_errors      many more turns than before cannot be parsed
 
 Each signal has a `Track` within the stage. A step is suspicious where it lies beyond the bound that
 the track gave before it; suspicious steps do not enter the track, so that a collapse is not judged
-by itself. After `patience` of them in a row the alarm fires until a step is not suspicious.
+by itself. After `patience` of them in a row the alarm fires until a step is not suspicious. The
+format is lost within steps, so its alarm has a warm-up and a patience of its own.
 
 Where a task is solved, rewards grow alike and actions certain as they should: the alarms about that
 are silent while `solved` or more of the episodes succeed.
@@ -59,7 +61,10 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Rule:
-    """When a step is suspicious. `narrowing`: not where the task is solved."""
+    """When a step is suspicious. `narrowing`: not where the task is solved.
+
+    `quick`: with the warm-up and the patience of format errors.
+    """
 
     name: str
     signal: str
@@ -67,6 +72,13 @@ class Rule:
     narrowing: bool
     bound: Callable[[Track, Safety], float]
     says: str
+    quick: bool = False
+
+    def warmup(self, safety: Safety) -> int:
+        return safety.format_warmup if self.quick else safety.warmup
+
+    def patience(self, safety: Safety) -> int:
+        return safety.format_patience if self.quick else safety.patience
 
 
 RULES = (
@@ -120,7 +132,17 @@ RULES = (
         bound=lambda _, safety: safety.grad_z,
         says="the gradients are far larger than before",
     ),
+    Rule(
+        name="format_errors",
+        signal="format_errors",
+        above=True,
+        narrowing=False,
+        bound=lambda track, safety: track.least + safety.format_rise,
+        says="many more turns than before cannot be parsed",
+        quick=True,
+    ),
 )
+QUICK = {rule.signal for rule in RULES if rule.quick}
 
 
 def judge(
@@ -128,8 +150,8 @@ def judge(
 ) -> tuple[dict[str, float], list[Alarm]]:
     """The metrics of a step and the alarms that fire; moves `watched` on.
 
-    `signals`: those of `group_signals`, `entropy` and `log_grad_norm`; what could not be measured
-    is missing, and changes nothing. `grad_z` is made of the log gradient norm here.
+    `signals`: those of `group_signals`, `entropy`, `log_grad_norm` and `format_errors`; what could
+    not be measured is missing, and changes nothing. `grad_z` is made of the log gradient norm here.
     """
     values = dict(signals)
     if "log_grad_norm" in values:
@@ -144,24 +166,25 @@ def judge(
             track = watched.tracks.setdefault(tracked, Track())
             value, bound = values[rule.signal], rule.bound(track, safety)
             beyond = value > bound if rule.above else value < bound
-            warm = track.steps >= safety.warmup
+            warm = track.steps >= rule.warmup(safety)
             if warm and beyond and not (rule.narrowing and success >= safety.solved):
                 watched.suspicious[rule.name] = watched.suspicious.get(rule.name, 0) + 1
                 strange.add(tracked)
             else:
                 watched.suspicious[rule.name] = 0
-            steps = watched.suspicious[rule.name]
-            if steps >= safety.patience:
-                begins = steps == safety.patience
+            steps, patience = watched.suspicious[rule.name], rule.patience(safety)
+            if steps >= patience:
+                begins = steps == patience
                 alarms.append(
                     Alarm(
                         rule.name, rule.signal, value, bound, rule.above, steps, begins, rule.says
                     )
                 )
-        fires = watched.suspicious.get(rule.name, 0) >= safety.patience
+        fires = watched.suspicious.get(rule.name, 0) >= rule.patience(safety)
         metrics[f"alarm/{rule.name}"] = float(fires)
     for name in signals.keys() - strange:
-        _follow(watched.tracks.setdefault(name, Track()), signals[name], safety.warmup)
+        warmup = safety.format_warmup if name in QUICK else safety.warmup
+        _follow(watched.tracks.setdefault(name, Track()), signals[name], warmup)
     return metrics, alarms
 
 
@@ -173,9 +196,10 @@ def _follow(track: Track, value: float, warmup: int) -> None:
     track.mean += rate * away
     track.variance = (1 - rate) * (track.variance + rate * away**2)
     if track.steps == warmup:
-        track.first = track.peak = track.mean
+        track.first = track.peak = track.least = track.mean
     elif track.steps > warmup:
         track.peak = max(track.peak, track.mean)
+        track.least = min(track.least, track.mean)
 
 
 def _z_score(track: Track, value: float) -> float:

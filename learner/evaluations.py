@@ -54,8 +54,20 @@ class Evaluations:
         state.pending = again
         return again[0] if again else None
 
-    def take_in(self, state: State, results: list[EvalResult], seconds: float) -> None:
-        """Log results, each once: the buffer repeats them. Their weights are no longer needed."""
+    def abandon(self, state: State) -> None:
+        """Ask for nothing more: the weights of what is outstanding are no longer needed."""
+        for asked in state.pending:
+            self.publisher.release(WeightId(lineage=state.lineage, step=asked.version))
+        state.pending = []
+
+    def take_in(
+        self, state: State, results: list[EvalResult], seconds: float
+    ) -> list[tuple[EvalResult, int]]:
+        """Log results, each once: the buffer repeats them. Their weights are no longer needed.
+
+        Returns those with episodes, each with its stage.
+        """
+        taken_in = []
         outstanding = {WeightId(lineage=state.lineage, step=a.version): a for a in state.pending}
         for result in results:
             asked = outstanding.get(result.weights)
@@ -66,7 +78,8 @@ class Evaluations:
             if result.episodes == 0:
                 log.warning("no episode of the evaluation of %s could be run", result.weights)
                 continue
-            if asked.stage == state.stage:
+            taken_in.append((result, asked.stage))
+            if asked.stage == state.stage and not state.finished:
                 state.eval_success = result.success
             values = {
                 "eval/success": result.success,
@@ -77,3 +90,4 @@ class Evaluations:
                 "time_s": seconds,
             }
             self.metrics.log(result.step + 1, values)
+        return taken_in

@@ -5,7 +5,7 @@ it changes in `State` only rank 0 keeps; a rank that is told nothing waits.
 """
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from evolver_async.schema import Fork, Group, Kind, Task, WeightId
 from learner.outcome import Outcome
 from learner.parallel import Ranks, join
 from learner.state import State
-from learner.supervised import scored_stages
+from learner.supervised import Stages
 from learner.update import Updater
 
 END = "end"
@@ -123,13 +123,21 @@ class Leader:
         self.ranks.tell(msgspec.msgpack.encode(call))
 
 
-def follow(updater: Updater, stages: list[Config], ranks: Ranks) -> None:
-    """Make the calls of rank 0 until it lets go; RuntimeError where it dies before."""
+def follow(updater: Updater, stages: Callable[[int, int], Config], ranks: Ranks) -> None:
+    """Make the calls of rank 0 until it lets go; RuntimeError where it dies before.
+
+    `stages`: the configuration of a stage after so many rollbacks.
+    """
+    restored = State()
     while True:
         call = msgspec.msgpack.decode(ranks.hear(), type=Call)
         if call.method == END:
             return
-        _make(updater, stages[call.stage], call)
+        if call.method == "restore":
+            restored = updater.restore(Path(call.path))
+            continue
+        rollbacks = restored.rollbacks if call.stage == restored.stage else 0
+        _make(updater, stages(call.stage, rollbacks), call)
 
 
 @contextmanager
@@ -162,8 +170,7 @@ def attend(config: Config, run_dir: Path, ranks: Ranks) -> int:
     """Be a rank other than the first, until that lets go; signals are heeded by the first alone."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    stages = scored_stages(config)
-    follow(Updater(config, run_dir, Timers(), ranks), stages, ranks)
+    follow(Updater(config, run_dir, Timers(), ranks), Stages(config), ranks)
     return 0
 
 
@@ -176,8 +183,6 @@ def _make(updater: Updater, stage: Config, call: Call) -> None:
             updater.ensure_reference(stage, call.stage)
         case "save":
             updater.save(Path(call.path), call.state)
-        case "restore":
-            updater.restore(Path(call.path))
         case "published":
             updater.published()
         case "rl":

@@ -25,12 +25,15 @@ class Guard:
         self.run_dir = run_dir
         self.metrics = metrics
 
-    def watch(self, stage: Config, state: State, groups: list[Group], outcome: Outcome) -> bool:
+    def watch(
+        self, stage: Config, state: State, groups: list[Group], outcome: Outcome
+    ) -> list[Alarm]:
         """Raise alarms about a step of an rl stage and add its signals to its metrics.
 
-        Returns whether they ask for a checkpoint; a pause begins before the next take.
+        Returns those that begin; a pause begins before the next take.
         """
         signals, found = group_signals(groups), outcome.metrics
+        signals["format_errors"] = found["train/format_errors"]
         if "loss/entropy" in found:
             signals["entropy"] = found["loss/entropy"]
         if found.get("loss/grad_norm", 0.0) > 0:
@@ -42,7 +45,21 @@ class Guard:
             self._tell(alarm, state.take)
         if begun and stage.safety.action == "pause":
             directory.pause(self.run_dir, f"take {state.take}: {'; '.join(map(str, begun))}")
-        return bool(begun) and stage.safety.action != "warn"
+        if stage.safety.action == "rollback":
+            found["safety/rollbacks"] = float(state.rollbacks)
+        return begun
+
+    def allow_rollback(self, stage: Config, state: State, begun: list[Alarm]) -> None:
+        """Raise TrainingError, with the reason, where no further rollback is allowed."""
+        reasons = "; ".join(map(str, begun))
+        if state.rollbacks >= stage.safety.rollbacks:
+            raise TrainingError(f"{reasons}, after {state.rollbacks} rollbacks of the stage")
+        changes = f"learner.lr times {stage.safety.rollback_lr:g}"
+        if stage.safety.rollback:
+            changes += f" and {stage.safety.rollback}"
+        text = f"rollback {state.rollbacks + 1} of {stage.safety.rollbacks}, with {changes}"
+        log.warning("step %d: %s", state.take, text)
+        self.metrics.alert("rollback", f"step {state.take}: {text}: {reasons}")
 
     def check(self, stage: Config, state: State, outcome: Outcome) -> None:
         """Stop a run that no longer learns from anything, with the reason."""

@@ -3,6 +3,7 @@
 import time
 
 from evolver_async.config import Stage
+from evolver_async.config.stages import limit_reached
 from learner.state import State, Watched
 
 
@@ -30,12 +31,24 @@ class Clock:
 
 def stage_over(stage: Stage, state: State) -> bool:
     """Whether the first of the stage's limits is reached."""
-    return (
-        0 < stage.steps <= state.take - state.stage_take
-        or 0 < stage.tokens <= state.stage_tokens
-        or 0 < stage.hours * 3600 <= state.stage_seconds
-        or 0 < stage.until_success <= state.eval_success
+    return limit_reached(
+        stage,
+        steps=state.take - state.stage_take,
+        tokens=state.stage_tokens,
+        seconds=state.stage_seconds,
+        success=state.eval_success,
     )
+
+
+def reopen(stages: list[Stage], state: State) -> None:
+    """Go on with a finished run whose last stage has become longer, or is no longer the last."""
+    if not state.finished:
+        return
+    if not stage_over(stages[state.stage], state):
+        state.finished = False
+    elif state.stage + 1 < len(stages):
+        state.finished = False
+        next_stage(state)
 
 
 def next_stage(state: State) -> None:
@@ -48,3 +61,4 @@ def next_stage(state: State) -> None:
     state.empty_steps = 0
     state.masked_steps = 0
     state.watched = Watched()
+    state.rollbacks = 0

@@ -30,7 +30,8 @@ class Asked:
 class Track:
     """What a stage has shown of one signal so far: running mean and variance.
 
-    `first` is the mean at the end of the warm-up, `peak` the largest mean since.
+    `first` is the mean at the end of the warm-up, `peak` and `least` are the largest and the
+    smallest since.
     """
 
     steps: int = 0
@@ -38,6 +39,7 @@ class Track:
     variance: float = 0.0
     first: float = 0.0
     peak: float = 0.0
+    least: float = 0.0
 
 
 @dataclass
@@ -69,6 +71,9 @@ class State:
     eval_success: float = -1.0  # the newest evaluation of the stage; -1 before the first
     pending: list[Asked] = field(default_factory=list)  # evaluations without a result yet
     watched: Watched = field(default_factory=Watched)  # by the alarms, in this stage
+    rollbacks: int = 0  # of this stage
+    discard: bool = False  # gone back: what was taken since is not to be taken again
+    finished: bool = False  # the last stage is over
 
 
 def save(

@@ -15,13 +15,21 @@ def sft_loss(theta_N: torch.Tensor, *, tokens: int) -> torch.Tensor:
     return -theta_N.sum() / tokens
 
 
-def scored_stages(config: Config) -> list[Config]:
-    """The configuration of every stage as the learner scores with it.
+class Stages:
+    """The configuration of every stage as the learner scores with it, also after rollbacks.
 
     Demonstrations were written, not sampled: their log-probs are those of temperature 1.
     """
-    stages = [stage_config(config, index) for index in range(len(config.stages))]
-    for stage, limits in zip(stages, config.stages, strict=True):
-        if limits.kind in SUPERVISED:
-            stage.rollout.temperature = 1.0
-    return stages
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._made: dict[tuple[int, int], Config] = {}
+
+    def __call__(self, index: int, rollbacks: int = 0) -> Config:
+        """That of stage `index` after so many rollbacks."""
+        if (index, rollbacks) not in self._made:
+            stage = stage_config(self.config, index, rollbacks)
+            if self.config.stages[index].kind in SUPERVISED:
+                stage.rollout.temperature = 1.0
+            self._made[index, rollbacks] = stage
+        return self._made[index, rollbacks]

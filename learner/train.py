@@ -26,17 +26,18 @@ from evolver_async.schema import Fork, Group, WeightId
 from evolver_async.transport import Client, DealerClient, Rejected
 from evolver_async.weights import load as channel
 from evolver_async.weights.base import Publisher
+from learner.alarms import Alarm
 from learner.checkpoints import Checkpoints
 from learner.evaluations import Evaluations
 from learner.follow import Leader, attend, meeting
 from learner.guard import Guard
 from learner.outcome import Outcome
 from learner.parallel import Ranks
-from learner.progress import Clock, next_stage, stage_over
+from learner.progress import Clock, next_stage, reopen, stage_over
 from learner.requests import Requests, Stopping
 from learner.samples import write_samples
 from learner.state import State
-from learner.supervised import scored_stages
+from learner.supervised import Stages
 from learner.update import Updater
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Learner:
         ranks: Ranks | None = None,
     ) -> None:
         self.config = config
-        self.stages = scored_stages(config)
+        self.stages = Stages(config)
         self.run_dir = run_dir
         self.requests = Requests(client, call)
         self.publisher = publisher
@@ -73,7 +74,7 @@ class Learner:
             episodes=config.eval.episodes,
             final_episodes=config.eval.final_episodes,
         )
-        self.checkpoints = Checkpoints(run_dir, config.checkpoint.keep)
+        self.checkpoints = Checkpoints(run_dir, config)
         self.guard = Guard(run_dir, metrics)
         self.tokenizer = policy.load_tokenizer(config.policy.path)
         self.state = State()
@@ -84,7 +85,7 @@ class Learner:
         """Train through all stages; returns 0, also when `requests.stopping` ended it early."""
         try:
             self.begin()
-            while self.state.stage < len(self.stages):
+            while not self.state.finished:
                 self.enter_stage()
                 while self.step():
                     pass
@@ -108,6 +109,7 @@ class Learner:
             self.state = self.updater.restore(newest)
             log.info("resumed from %s", newest)
         state = self.state
+        reopen(self.config.stages, state)
         again = self.evaluations.ask_again(state)
         request = messages.Resume(
             lineage=state.lineage,
@@ -115,13 +117,14 @@ class Learner:
             version=state.version,
             episodes=again.episodes if again else 0,
             stage=again.stage if again else 0,
+            discard=state.discard,
         )
         try:
             reply = self.requests.ask(request)
         except Rejected as error:
             found = newest or f"{self.checkpoints.directory}: no checkpoint left"
             raise CheckpointError(f"{found}: the buffer refused it: {error}") from error
-        state.lineage = reply.lineage
+        state.lineage, state.discard = reply.lineage, False
         self.forks = {fork.lineage: fork for fork in reply.forks}
         self.publish(retain=again is not None)
         self.publisher.wait()
@@ -130,10 +133,11 @@ class Learner:
     def enter_stage(self) -> None:
         """Carry out a stage's beginning once, and what every start within it needs."""
         index = self.state.stage
+        stage = self.stages(index, self.state.rollbacks)
         if self.state.entered < index:
-            self.updater.begin_stage(self.stages[index], index)
+            self.updater.begin_stage(stage, index)
             self.state.entered = index
-        self.updater.ensure_reference(self.stages[index], index)
+        self.updater.ensure_reference(stage, index)
         log.info("stage %d: %s", index, self.kind(index))
 
     def kind(self, stage: int) -> str:
@@ -147,11 +151,12 @@ class Learner:
         with self.timers("train"):
             outcome = self.train(groups)
         take, stage = self.state.take, self.state.stage
+        settings = self.stages(stage, self.state.rollbacks)
         learns = self.kind(stage) == "rl"
         selects = learns or self.kind(stage) == "dpo"  # so that it may be left with nothing
         if selects:
-            self.guard.count(self.stages[stage], self.state, outcome)
-        alarmed = learns and self.guard.watch(self.stages[stage], self.state, groups, outcome)
+            self.guard.count(settings, self.state, outcome)
+        alarms = self.guard.watch(settings, self.state, groups, outcome) if learns else []
         self.state.take += 1
         self.state.stage_tokens += outcome.tokens
         passed = self.clock.tick(self.state)
@@ -160,7 +165,7 @@ class Learner:
         changed = outcome.updates > 0 if learns else over
         if changed:
             self.state.version += 1
-        last = stage == len(self.stages) - 1
+        last = stage == len(self.config.stages) - 1
         episodes = self.evaluations.due(self.state.version, over=over, last=last, changed=changed)
         if changed or episodes:  # what is evaluated a second time must be retained as well
             with self.timers("publish"):
@@ -170,28 +175,42 @@ class Learner:
         # From here on the state is that of the next step: `report` may end in `Stopping`.
         if episodes:
             self.evaluations.ask(self.state, stage, episodes)
-        if over:
+        if over and last:
+            self.state.finished = True
+        elif over:
             next_stage(self.state)
         with self.timers("report"):
             reply = self.report(take, outcome, episodes, changed)
             self.log(take, stage, outcome, reply, passed)
         if selects:
-            self.guard.check(self.stages[stage], self.state, outcome)
-        due = over or self.state.take % self.config.checkpoint.every == 0
-        if due or alarmed or reply.checkpoint:
+            self.guard.check(settings, self.state, outcome)
+        action = settings.safety.action
+        if alarms and action == "rollback":
+            self.roll_back(settings, alarms)
+            return False
+        due = over or self.checkpoints.due(self.state.take, episodes > 0)
+        if due or (alarms and action != "warn") or reply.checkpoint:
             with self.timers("checkpoint"):
                 self.save()
         return not over
 
     def train(self, groups: list[Group]) -> Outcome:
         """One step of the current stage's kind."""
-        stage, kind = self.stages[self.state.stage], self.kind(self.state.stage)
+        stage = self.stages(self.state.stage, self.state.rollbacks)
+        kind = self.kind(self.state.stage)
         steps = self.config.stages[self.state.stage].steps
         if kind == "rl":
             return self.updater.rl(stage, groups, self.state, self.forks, steps)
         if kind == "dpo":
             return self.updater.dpo(stage, groups, self.state, self.forks, steps)
         return self.updater.sft(stage, groups, self.state, steps)
+
+    def roll_back(self, stage: Config, alarms: list[Alarm]) -> None:
+        """Go on from before the alarms with what `safety` changes, or end with the reason."""
+        self.guard.allow_rollback(stage, self.state, alarms)
+        self.checkpoints.go_back(self.state, max(alarm.steps for alarm in alarms))
+        self.evaluations.abandon(self.state)
+        self.begin()
 
     def heed_pause(self) -> None:
         """While the run is paused take nothing; only say so, and take in what evaluations find."""
@@ -240,8 +259,14 @@ class Learner:
                 episodes=episodes,
             )
         )
-        self.evaluations.take_in(self.state, reply.evals, self.clock.seconds(self.state))
+        self.take_in(reply)
         return reply
+
+    def take_in(self, reply: messages.Ok) -> None:
+        """Log what evaluations found, and note it beside the checkpoints of these weights."""
+        seconds = self.clock.seconds(self.state)
+        for result, stage in self.evaluations.take_in(self.state, reply.evals, seconds):
+            self.checkpoints.evaluated(result, stage)
 
     def await_evaluations(self) -> None:
         """Wait for outstanding evaluations by repeating the last KEPT."""
@@ -290,13 +315,13 @@ class Learner:
 
     def write_checkpoint(self) -> None:
         state = self.state
-        self.checkpoints.write(state.take, lambda path: self.updater.save(path, state))
+        self.checkpoints.write(state, lambda path: self.updater.save(path, state))
 
     def keep(self, paused: str = "") -> None:
         """Say which takes the checkpoints may still ask for, and take in what evaluations found."""
         oldest, size = self.checkpoints.kept()
         reply = self.requests.ask(messages.Kept(take=oldest, bytes=size, paused=paused))
-        self.evaluations.take_in(self.state, reply.evals, self.clock.seconds(self.state))
+        self.take_in(reply)
 
 
 def build(

@@ -108,6 +108,9 @@ class Updater:
         return self.ranks.whole(self.model, "float32" if settings.lora.rank else settings.dtype)
 
     def restore(self, directory: Path) -> State:
+        """Become what a checkpoint holds, and nothing of what was there before; its numbers."""
+        self.optimizer.state.clear()
+        self.reference = self.critic = None
         if files.has_reference(directory):
             self.reference = self._load_reference()
         if files.has_critic(directory):

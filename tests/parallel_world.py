@@ -113,7 +113,7 @@ def train(
     if ranks is not None and ranks.rank > 0:
         if name == "poisoned":
             poison(updater)
-        follow(updater, [stage], ranks)
+        follow(updater, lambda *_: stage, ranks)
         return Trained()
     leader = updater if ranks is None else Leader(updater, ranks)
     state = State(lineage=1) if resume is None else leader.restore(resume)

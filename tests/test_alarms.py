@@ -32,6 +32,7 @@ HEALTHY = {
     "entropy": 0.7,
     "input_dependence": 0.4,
     "log_grad_norm": 0.0,
+    "format_errors": 0.02,
 }
 # by alarm: what a step of the collapse shows in place of the healthy value
 COLLAPSES = {
@@ -41,7 +42,16 @@ COLLAPSES = {
     "entropy_high": {"entropy": 2.5},
     "input_dependence": {"input_dependence": 0.05},
     "grad_norm": {"log_grad_norm": math.log(20.0)},
+    "format_errors": {"format_errors": 0.4},
 }
+
+
+def warmup(name: str) -> int:
+    return SAFETY.format_warmup if name == "format_errors" else SAFETY.warmup
+
+
+def patience(name: str) -> int:
+    return SAFETY.format_patience if name == "format_errors" else SAFETY.patience
 
 
 def steps(
@@ -61,40 +71,40 @@ def names(fired: list[list[Alarm]]) -> list[list[str]]:
 @pytest.mark.parametrize("name", COLLAPSES)
 def test_an_alarm_fires_after_patience_suspicious_steps_and_until_one_is_not(name: str) -> None:
     watched = Watched()
-    assert names(steps(watched, SAFETY.warmup)) == [[]] * SAFETY.warmup
+    assert names(steps(watched, warmup(name))) == [[]] * warmup(name)
     fired = steps(watched, 20, **COLLAPSES[name])
-    silent = SAFETY.patience - 1
+    silent = patience(name) - 1
     assert names(fired) == [[]] * silent + [[name]] * (20 - silent)
     assert [alarm.begins for alarms in fired for alarm in alarms] == [True] + [False] * (
         19 - silent
     )
     assert names(steps(watched, 1)) == [[]]
-    again = steps(watched, SAFETY.patience, **COLLAPSES[name])
+    again = steps(watched, patience(name), **COLLAPSES[name])
     assert [alarm.begins for alarms in again for alarm in alarms] == [True]
 
 
 @pytest.mark.parametrize("name", COLLAPSES)
 def test_nothing_is_suspicious_during_the_warm_up(name: str) -> None:
-    fired = steps(Watched(), SAFETY.warmup, **COLLAPSES[name])
-    assert names(fired) == [[]] * SAFETY.warmup
+    fired = steps(Watched(), warmup(name), **COLLAPSES[name])
+    assert names(fired) == [[]] * warmup(name)
 
 
 @pytest.mark.parametrize("name", COLLAPSES)
 def test_an_interrupted_suspicion_begins_anew(name: str) -> None:
     watched = Watched()
-    steps(watched, SAFETY.warmup)
+    steps(watched, warmup(name))
     for _ in range(3):
-        assert names(steps(watched, SAFETY.patience - 1, **COLLAPSES[name]))[-1] == []
+        assert names(steps(watched, patience(name) - 1, **COLLAPSES[name]))[-1] == []
         assert names(steps(watched, 1)) == [[]]
 
 
 @pytest.mark.parametrize("name", COLLAPSES)
 def test_an_alarm_says_in_words_what_is_beyond_what(name: str) -> None:
     watched = Watched()
-    steps(watched, SAFETY.warmup)
-    ((alarm,),) = steps(watched, SAFETY.patience, **COLLAPSES[name])[-1:]
+    steps(watched, warmup(name))
+    ((alarm,),) = steps(watched, patience(name), **COLLAPSES[name])[-1:]
     text = str(alarm)
-    assert text.startswith(f"{name}: ") and f"for {SAFETY.patience} steps" in text
+    assert text.startswith(f"{name}: ") and f"for {patience(name)} steps" in text
     assert f"{alarm.value:.3g}" in text and f"{alarm.bound:.3g}" in text
     assert (alarm.value > alarm.bound) == ("above" in text) != ("below" in text)
 
@@ -123,6 +133,24 @@ def test_what_was_never_there_cannot_be_lost() -> None:
     watched = Watched()
     fired = [steps(watched, 1, input_dependence=0.02 * (-1) ** i)[0] for i in range(100)]
     assert not any(fired)
+
+
+def test_the_format_may_come_slowly_but_not_go() -> None:
+    """Errors fall from .6 to .1, which is no alarm, and are back at .7 within a step, which is."""
+    watched = Watched()
+    for errors in np.linspace(0.6, 0.1, 60):
+        assert steps(watched, 1, format_errors=float(errors)) == [[]]
+    fired = names(steps(watched, 6, format_errors=0.7))
+    assert fired == [[]] * (SAFETY.format_patience - 1) + [["format_errors"]] * (
+        7 - SAFETY.format_patience
+    )
+
+
+def test_a_format_that_is_gone_after_a_few_steps_is_missed_at_once() -> None:
+    """As after updates far too large: errors .03, .05, then .9 throughout."""
+    watched = Watched()
+    fired = [steps(watched, 1, format_errors=errors)[0] for errors in (0.03, 0.05, *[0.9] * 10)]
+    assert names(fired).index(["format_errors"]) == 2 + SAFETY.format_patience - 1
 
 
 def test_what_could_not_be_measured_changes_nothing() -> None:

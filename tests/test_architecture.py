@@ -25,6 +25,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "evolver_async.messages": ("evolver_async.schema",),
     "evolver_async.config": (),
     "evolver_async.metrics": ("evolver_async.schema", "evolver_async.config"),
+    "evolver_async.lineages": (),
     "evolver_async.plain": (),
     "evolver_async.parcel": ("evolver_async.schema", "evolver_async.plain"),
     "evolver_async.wire": (
@@ -78,17 +79,19 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "evolver_async.weights": ("evolver_async.schema",),
     "evolver_async.checkpoint": (),
+    "evolver_async.history": ("evolver_async.checkpoint",),
     "evolver_async.shards": (),
     "evolver_async.launch.roles": (
         "evolver_async.config",
         "evolver_async.checkpoint",
-        "evolver_async.weights.base",
+        "evolver_async.weights.directories",
         "evolver_async.buffer.journal",
     ),
 }
 TOP = {  # rises on everything below it, never the other way round
-    "evolver_async.launch": ("evolver_async.study", "evolver_async.cli"),
-    "evolver_async.study": ("evolver_async.cli",),
+    "evolver_async.launch": ("evolver_async.study", "evolver_async.commands", "evolver_async.cli"),
+    "evolver_async.study": ("evolver_async.commands", "evolver_async.cli"),
+    "evolver_async.commands": ("evolver_async.cli",),
     "evolver_async.cli": (),
 }
 

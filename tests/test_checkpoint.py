@@ -1,6 +1,7 @@
 """Checkpoints: whole or not at all, the newest valid one, never a silent fresh start."""
 
 import logging
+import mmap
 import os
 import shutil
 import signal
@@ -12,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from evolver_async import checkpoint
-from evolver_async.checkpoint import MANIFEST, CheckpointError, exists, load_newest, save, valid
+from evolver_async.checkpoint import (
+    MANIFEST,
+    CheckpointError,
+    exists,
+    load_newest,
+    progress,
+    save,
+    valid,
+)
 
 
 def writer(content: str) -> Callable[[Path], None]:
@@ -38,6 +47,34 @@ def test_the_newest_checkpoint_is_loaded_with_what_was_saved(tmp_path: Path) -> 
     assert (path / "deep/er/state.json").exists()
     assert (manifest.step, manifest.run_id) == (10, "run")
     assert set(manifest.files) == {"model.bin", "deep/er/state.json"}
+
+
+def test_a_checkpoint_that_is_being_written_shows_its_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 4 * mmap.PAGESIZE)
+    content = os.urandom(9 * mmap.PAGESIZE + 1)
+    seen: list[tuple[int, int] | None] = []
+
+    def write(directory: Path) -> None:
+        seen.append(progress(tmp_path))
+        (directory / "model.bin").write_bytes(content)
+        seen.append(progress(tmp_path))
+
+    utime = os.utime
+
+    def watched(path: Path) -> None:
+        utime(path, ns=(len(seen), len(seen) + 2**62))  # in the order of the calls
+        seen.append(progress(tmp_path))
+
+    monkeypatch.setattr(os, "utime", watched)
+    assert progress(tmp_path) is None
+    path = save(tmp_path, 1, write, run_id="run", keep=2)
+    assert progress(tmp_path) is None
+    assert len(seen) >= 2 + 3 + 3, "three chunks were hashed and synced"
+    assert len(set(seen)) == len(seen) and None not in seen
+    assert (path / "model.bin").read_bytes() == content
+    assert load_newest(tmp_path, "run")[0] == path
 
 
 def test_the_newest_ones_are_kept(tmp_path: Path) -> None:

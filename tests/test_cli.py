@@ -1,19 +1,25 @@
 """The command line: what it refuses, in one sentence, before anything is started or overwritten."""
 
+import contextlib
 import json
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
+from launches import COMMAND, DEADLINE_S, alive, wait_for
 
 from evolver_async.checkpoint import save
 from evolver_async.cli import main
 from evolver_async.config import Config, Stage
-from evolver_async.config.load import dump
-from evolver_async.launch.directory import announce, create, locked
+from evolver_async.config.check import ConfigError
+from evolver_async.config.load import dump, load
+from evolver_async.launch.directory import announce, create, locked, resume
 
 RECIPE = "stages: [{kind: rl, steps: 5}]\n"
 Refused = Callable[..., str]
@@ -140,7 +146,6 @@ def test_resume_needs_a_run_with_a_valid_checkpoint_of_its_own(
     refused: Refused, run_dir: Path, tmp_path: Path
 ) -> None:
     assert "is no run directory" in refused("train", "--resume", tmp_path)
-    assert "holds no checkpoint" in refused("train", "--resume", run_dir)
 
     def write(directory: Path) -> None:
         (directory / "model").write_text("weights")
@@ -244,6 +249,76 @@ def test_a_new_run_knows_the_exact_values_of_its_maps(tmp_path: Path) -> None:
     assert 0 < exact["random"] < 0.5 < exact["optimal"] <= 1.0 and exact["episodes"] == 16
 
 
+def preparing(tmp_path: Path) -> tuple["subprocess.Popen[str]", psutil.Process]:
+    """A `train` whose policy is just being prepared, and the process that does."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    options = (recipe, f"run.dir={tmp_path}/runs", "run.name=cut", "eval.final_episodes=4")
+    train = subprocess.Popen(
+        [*COMMAND, "train", *map(str, options)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+    def child() -> psutil.Process | None:
+        for one in psutil.Process(train.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "prepare" in one.cmdline():
+                    return one
+        return None
+
+    return train, wait_for(child, "the process that prepares the policy")
+
+
+def test_a_killed_preparation_is_named_with_its_likely_cause(tmp_path: Path) -> None:
+    train, prepare = preparing(tmp_path)
+    prepare.kill()
+    _, errors = train.communicate(timeout=DEADLINE_S)
+    assert train.returncode == 2
+    assert "was killed by SIGKILL; most likely memory ran out" in errors
+    assert errors.count("\n") == 1 and "INFO" not in errors
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_sigterm_while_a_run_is_created_leaves_nothing(tmp_path: Path) -> None:
+    train, prepare = preparing(tmp_path)
+    train.terminate()
+    train.communicate(timeout=DEADLINE_S)
+    assert train.returncode == 128 + signal.SIGTERM
+    assert not alive(prepare)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_run_whose_creation_was_killed_is_resumed_or_taken_over(tmp_path: Path) -> None:
+    train, prepare = preparing(tmp_path)
+    train.kill()
+    train.communicate(timeout=DEADLINE_S)
+    wait_for(lambda: not alive(prepare), "the end of the preparation")
+    run_dir = tmp_path / "runs" / "cut"
+    (run_dir / "policy").mkdir(exist_ok=True)
+    (run_dir / "policy" / "torn").touch()
+    copy = tmp_path / "runs" / "copy"
+    shutil.copytree(run_dir, copy)
+    config = resume(run_dir, ["learner.lr=1e-3"])
+    assert config.learner.lr == load(run_dir / "config.yaml").learner.lr == 1e-3
+    assert "model.safetensors" in (made := {path.name for path in (run_dir / "policy").iterdir()})
+    assert "torn" not in made and (run_dir / "exact.json").exists()
+
+    config.run.name = copy.name
+    config.policy.path = ""
+    assert create(config, None)[1] == copy
+    assert {path.name for path in (copy / "policy").iterdir()} == made
+    with pytest.raises(ConfigError, match=r"run\.name: .* exists"):
+        create(config, None)
+
+
+def test_a_run_without_a_checkpoint_starts_at_its_beginning(run_dir: Path) -> None:
+    before = (run_dir / "config.yaml").read_bytes()
+    config = resume(run_dir, [])
+    assert config.stages[0].steps == 5 and (run_dir / "config.yaml").read_bytes() == before
+
+
 def test_a_running_run_is_not_resumed(refused: Refused, run_dir: Path) -> None:
     with locked(run_dir):
         assert "is already running" in refused("train", "--resume", run_dir)
@@ -263,7 +338,8 @@ def test_status_says_when_nobody_answers(run_dir: Path, capsys: pytest.CaptureFi
 
 
 def test_watch_shows_what_a_run_wrote(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"step": 1, "time_s": 1.0}, {"step": 1, "eval/success": 0.5, "eval/episodes": 8}]
+    one = {"lineage": 1, "step": 1}
+    rows = [one | {"time_s": 1.0}, one | {"eval/success": 0.5, "eval/episodes": 8}]
     (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert main(["watch", "--once", str(run_dir)]) == 0
     out = capsys.readouterr().out

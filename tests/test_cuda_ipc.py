@@ -1,6 +1,5 @@
 """The protocol of the channel on one GPU, with host memory in the GPU's place."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ import torch
 from ipc_memory import Files, check_race, check_versions, version
 from torch import Tensor
 
-from evolver_async.weights.base import OWNER, WeightsGone
+from evolver_async.weights.base import WeightsGone
 from evolver_async.weights.cuda_ipc import IpcPublisher, IpcReceiver
+from evolver_async.weights.directories import claim
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ def test_a_reader_racing_with_a_fast_publisher_sees_whole_versions(tmp_path: Pat
 
 
 def test_weights_of_a_learner_that_has_died_are_gone(tmp_path: Path) -> None:
+    launcher = claim(tmp_path / "w")
     publisher = IpcPublisher(tmp_path / "w", Files())
     publisher.publish(version(1), {"w": torch.zeros(3)})
     receiver = IpcReceiver(publisher.address, Ended())
     with pytest.raises(RuntimeError, match="invalid resource handle"):
         receiver.fetch(version(1))  # its learner lives: the next version would not help
-    owner = publisher.directory / OWNER
-    owner.write_text(json.dumps(json.loads(owner.read_text()) | {"created": 0.0}))
+    launcher.release()
     with pytest.raises(WeightsGone, match=r"has died: .*invalid resource handle"):
         receiver.fetch(version(1))
     publisher.close()

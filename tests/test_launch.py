@@ -11,17 +11,18 @@ from pathlib import Path
 import pytest
 from launches import COMMAND, DEADLINE_S, Launch, alive, launching, wait_for
 
-from evolver_async.checkpoint import valid
+from evolver_async.checkpoint import load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import load
 from evolver_async.launch.directory import address_of, last_lines
-from evolver_async.launch.local import Child, Launcher, RunFailed
+from evolver_async.launch.local import Child, Launcher, RunFailed, run
 from evolver_async.launch.roles import (
     CHECKS,
     PROCESSES,
     ROLES,
     TRAINING_ERROR,
     USER_ERROR,
+    make_weights_dir,
     resolve,
     weights_dir,
 )
@@ -120,6 +121,28 @@ def test_every_name_of_a_role_leads_to_a_function() -> None:
     assert set(PROCESSES) <= set(ROLES)
 
 
+def test_the_weights_directory_of_a_launch_has_a_random_name_that_the_run_records(
+    tmp_path: Path,
+) -> None:
+    config = Config()
+    config.weights.dir = str(tmp_path)
+    first = weights_dir(config, tmp_path)
+    assert weights_dir(config, tmp_path) == first and first.parent == tmp_path
+    second = make_weights_dir(config, tmp_path)
+    assert weights_dir(config, tmp_path) == second != first
+    assert first.stat().st_mode & 0o777 == second.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_weights_directory_that_cannot_be_made_is_one_sentence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config()
+    config.weights.dir = str(tmp_path / "missing")
+    assert run(config, tmp_path) == USER_ERROR
+    assert f"{tmp_path}/missing" in caplog.text and "Traceback" not in caplog.text
+    assert not (tmp_path / "run.json").exists()
+
+
 def test_a_child_whose_parent_is_gone_ends() -> None:
     command = [*COMMAND, "actor", "--connect", "ipc:///tmp/none"]
     done = subprocess.run(
@@ -197,6 +220,31 @@ def test_a_process_that_keeps_dying_exhausts_its_budget_and_is_named(tmp_path: P
     assert "(restarted 2 times, ran 1 s)" in said and said.endswith("life 2 of actor-3")
 
 
+@pytest.mark.parametrize("role", ["actor", "buffer"])
+def test_a_process_that_leaves_a_running_job_is_started_again_within_its_budget(
+    tmp_path: Path, role: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher = Doomed(tmp_path, exit_code=0)
+    child = launcher.add(role, f"{role}-0")
+    for _ in range(2):
+        launcher.live(child, 1.0)
+    assert f"{role}-0 left the running job (exit code 0), restart 2 of 2" in caplog.text
+    with pytest.raises(RunFailed, match=r"left the running job .* is not started again"):
+        launcher.live(child, 1.0)
+
+
+def test_a_run_whose_actors_all_leave_ends_with_an_error(
+    recipe: Path, launch: Callable[..., Launch]
+) -> None:
+    run_dir = recipe.parent / "left"
+    run = launch(run_dir, recipe, "run.name=left", "launch.restarts=0", "actors.count=1")
+    run.wait_for_steps(1)
+    run.children()["actor-0"].terminate()
+    code, errors = run.end()
+    assert code == 1 and "actor-0 left the running job (exit code 0)" in errors
+    assert valid(run_dir / "checkpoints")
+
+
 @pytest.mark.parametrize("exit_code", [7, USER_ERROR])
 def test_a_run_goes_on_without_an_experience_service_that_cannot_be_kept_alive(
     tmp_path: Path, exit_code: int, caplog: pytest.LogCaptureFixture
@@ -255,6 +303,50 @@ def test_a_role_that_does_not_end_costs_the_others_none_of_their_time(tmp_path: 
     launcher.end()
     codes = {child.role: child.process.returncode for child in launcher.children}
     assert codes == {"learner": -signal.SIGKILL, "buffer": 0}
+
+
+WRITER = """
+import signal, sys, time
+from pathlib import Path
+from evolver_async import checkpoint
+
+def write(directory):
+    with open(directory / "model", "wb", buffering=0) as file:
+        for _ in range(int(sys.argv[2])):
+            file.write(b"x" * 1000)
+            time.sleep(0.1)
+    while sys.argv[3] == "hangs":
+        time.sleep(1)
+
+def stop(*_):
+    checkpoint.save(Path(sys.argv[1]) / "checkpoints", 7, write, run_id="run", keep=2)
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, stop)
+print(flush=True)
+while True:
+    time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize(("pieces", "end"), [(40, "returns"), (2, "hangs")])
+def test_a_checkpoint_is_waited_for_as_long_as_it_moves(
+    tmp_path: Path, pieces: int, end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config()
+    config.launch.drain_s = 2.0  # writing takes 4 s
+    launcher = Launcher(config, tmp_path, "ipc:///none")
+    process = python(WRITER, tmp_path, pieces, end)
+    assert process.stdout is not None
+    process.stdout.readline()  # the handler is there
+    launcher.children.append(Child("learner", "learner", process, 0))
+    launcher.end()
+    if end == "returns":
+        assert process.returncode == 0 and "still writing its checkpoint" in caplog.text
+        assert load_newest(tmp_path / "checkpoints", "run")[1].step == 7
+    else:
+        assert process.returncode == -signal.SIGKILL
+        assert valid(tmp_path / "checkpoints") == []
 
 
 def test_a_rank_that_stumbles_on_its_way_out_undoes_no_finished_run() -> None:

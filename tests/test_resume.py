@@ -33,6 +33,7 @@ from evolver_async.config import (
     Weights,
 )
 from evolver_async.delivery import Rejected
+from evolver_async.lineages import current_rows
 from evolver_async.schema import Group, Ticket, Trajectory
 from learner.train import Learner, build
 
@@ -40,16 +41,9 @@ STEPS = 10
 GROUPS = 3
 KILLED_AT = 5  # the take in which it happens: of checkpoints 4 and 6, between or while writing
 OF_THE_LINEAGE = (
-    "lineage",
-    "time",
-    "throughput",
-    "weights/",
-    "ledger/",
-    "buffer/",
-    "actors/",
-    "censor/",
+    *("lineage", "time", "throughput", "weights/", "ledger/", "buffer/", "actors/", "censor/"),
+    *("staleness/", "lag_", "supervision/"),  # what was sampled before a fork is older
 )
-OF_THE_LINEAGE += ("staleness/", "lag_", "supervision/")  # what was sampled before a fork is older
 
 
 class Killed(Exception):
@@ -153,11 +147,15 @@ class Run:
 
     def rows(self) -> dict[int, dict[str, Any]]:
         """The newest row of every step, without what depends on clocks and forks."""
-        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
         return {
             row["step"]: {n: v for n, v in row.items() if not n.startswith(OF_THE_LINEAGE)}
-            for row in map(json.loads, lines)
+            for row in self.all_rows()
         }
+
+    def all_rows(self) -> list[dict[str, Any]]:
+        """Every row, those that a resumed learner repeated included."""
+        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
 
     def newest(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """The newest checkpoint's numbers and tensors, but for what depends on clocks and forks."""
@@ -251,6 +249,11 @@ def test_killed_and_resumed_gives_bitwise_the_same(
         run.world.kill()
     assert run.train() == 0
     compare(run, undisturbed)
+    written = [(row["lineage"], row["step"]) for row in run.all_rows()]
+    assert len(set(written)) == len(written), "lineage and step tell all rows apart"
+    newest = current_rows(run.all_rows())
+    assert [row["step"] for row in newest] == list(range(1, STEPS + 1))
+    assert newest[-1]["lineage"] == 2
 
 
 @pytest.mark.parametrize("kind", ["shared", "separate"])

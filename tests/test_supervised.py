@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evolver_async.config import Config, Stage
-from learner.supervised import scored_stages, sft_loss
+from learner.supervised import Stages, sft_loss
 
 
 def test_sft_is_the_mean_negative_log_prob():
@@ -30,6 +30,6 @@ def test_demonstrations_are_scored_as_written_and_rollouts_as_sampled():
     kinds = ("sft", "world_model", "reflect", "rl", "dpo")
     config = Config(stages=[Stage(kind=kind, steps=9) for kind in kinds])
     config.rollout.temperature = 0.5
-    scored = scored_stages(config)
-    assert [stage.rollout.temperature for stage in scored] == [1.0, 1.0, 1.0, 0.5, 0.5]
+    scored = Stages(config)
+    assert [scored(index).rollout.temperature for index in range(5)] == [1.0, 1.0, 1.0, 0.5, 0.5]
     assert config.rollout.temperature == 0.5

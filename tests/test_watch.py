@@ -3,11 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from evolver_async.study.watch import Tail, View
+from evolver_async.config import Config
+from evolver_async.study.watch import Tail, View, watch
 
 ROW = {
+    "lineage": 1,
     "stage_kind": "rl",
     "train/success": 0.5,
     "train/reward_mean": 0.25,
@@ -62,14 +65,14 @@ def test_lines_keep_a_distance_and_evaluations_always_show() -> None:
     view = View("run", 20)
     assert view.feed(row(1, 10.0)) is not None
     assert view.feed(row(2, 10.5)) is None
-    evaluation = {"step": 2, "eval/success": 0.75, "eval/episodes": 256}
+    evaluation = {"lineage": 1, "step": 2, "eval/success": 0.75, "eval/episodes": 256}
     assert view.feed(evaluation) == "step 2  eval success 0.750 over 256 episodes"
     assert view.feed(row(3, 12.5)) is not None
 
 
 def test_the_exact_values_stand_beside_the_evaluations() -> None:
     view = View("run", 20, {"random": 0.02, "optimal": 1.0})
-    line = view.feed({"step": 2, "eval/success": 0.75, "eval/episodes": 256})
+    line = view.feed({"lineage": 1, "step": 2, "eval/success": 0.75, "eval/episodes": 256})
     beside = "(random policy 0.020, optimal 1.000)"
     assert line == f"step 2  eval success 0.750 over 256 episodes {beside}"
     view.feed(row(2, 1.0))
@@ -93,8 +96,8 @@ def test_the_panel_shows_steps_evaluations_and_who_waits() -> None:
     view = View("run", 20)
     assert "for the first step" in text_of(view)
     view.feed(row(10, 5.0))
-    view.feed({"step": 10, "eval/success": 0.0, "eval/episodes": 8})
-    view.feed({"step": 11, "eval/success": 1.0, "eval/episodes": 8})
+    view.feed({"lineage": 1, "step": 10, "eval/success": 0.0, "eval/episodes": 8})
+    view.feed({"lineage": 1, "step": 11, "eval/success": 1.0, "eval/episodes": 8})
     waits = {"learner": {"sample": {"reason": "3 of 8 ready", "for_s": 7.2}}}
     stalls = [{"who": "actor-1", "what": "group 3 waits for members [2]", "for_s": 41.0}]
     view.feed_status(json.loads(json.dumps({"stalled": stalls, "waiting": waits})))
@@ -108,3 +111,24 @@ def test_the_panel_shows_steps_evaluations_and_who_waits() -> None:
     assert "2 (longest 42 s)" in text_of(view) and "actor-1 stands still" in text_of(view)
     view.feed(row(12, 7.0) | dict.fromkeys(counters, 0.0))
     assert "stalled" not in text_of(view) and "actor-1" not in text_of(view)
+
+
+def test_a_resumed_run_shows_the_newest_lineage_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def evaluation(lineage: int, step: int, success: float) -> dict[str, object]:
+        return {"lineage": lineage, "step": step, "eval/success": success, "time_s": 1.0}
+
+    old = [row(10, 50.0), evaluation(1, 10, 0.25), row(20, 90.0), evaluation(1, 20, 0.125)]
+    new = [row(15, 60.0) | {"lineage": 2}, evaluation(2, 15, 1.0)]
+    view = View("run", 20)
+    for text in old:
+        view.feed(text)
+    assert view.feed(new[0]) is not None, "its clock went back, yet it is shown"
+    view.feed(new[1])
+    assert view.evals == [0.25, 1.0] and view.row["step"] == 15
+
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in old + new))
+    watch(tmp_path, Config(), follow=False)
+    out = capsys.readouterr().out
+    assert "step 15  eval success 1 over" in out and "step 20" not in out

@@ -1,7 +1,10 @@
 """The shared-memory weight channel: whole or not at all, newest kept, nothing left behind."""
 
+import errno
+import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -13,14 +16,8 @@ import pytest
 import torch
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.base import (
-    OWNER,
-    PREFIX,
-    WeightsCorrupt,
-    WeightsGone,
-    claim,
-    sweep,
-)
+from evolver_async.weights.base import WeightsCorrupt, WeightsGone
+from evolver_async.weights.directories import OWNER, PREFIX, claim, owned, sweep
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 
 
@@ -176,20 +173,97 @@ def test_a_directory_open_to_others_is_refused(tmp_path: Path) -> None:
         publisher(tmp_path)
 
 
+def claimed_by_another(directory: Path, then: str) -> "subprocess.Popen[str]":
+    """A process that claims `directory` and does `then`, once it has said so."""
+    code = f"""
+import sys
+from pathlib import Path
+from evolver_async.weights.directories import claim
+claim(Path(sys.argv[1]))
+print(flush=True)
+{then}
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, directory],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "\n"
+    return process
+
+
+def aged(directory: Path) -> Path:
+    os.utime(directory, (0, 0))
+    return directory
+
+
 def test_directories_of_dead_owners_are_swept_and_living_ones_stay(tmp_path: Path) -> None:
     dead, mine = tmp_path / f"{PREFIX}dead", tmp_path / f"{PREFIX}mine"
-    code = "import sys; from pathlib import Path; from evolver_async.weights.base import claim;"
-    subprocess.run([sys.executable, "-c", f"{code} claim(Path(sys.argv[1]))", dead], check=True)
-    assert dead.stat().st_mode & 0o777 == 0o700
+    claimed_by_another(dead, "").communicate()
+    assert dead.stat().st_mode & 0o777 == 0o700 and (dead / OWNER).exists()
     claim(mine)
-    reused = tmp_path / f"{PREFIX}reused"
-    reused.mkdir()
-    (reused / OWNER).write_text(json.dumps({"pid": os.getpid(), "created": 0.0}))
-    unnamed = tmp_path / f"{PREFIX}unnamed"  # somebody is about to write its owner
-    unnamed.mkdir()
+    young = tmp_path / f"{PREFIX}young"  # somebody is about to claim it
+    young.mkdir()
     sweep(tmp_path)
-    assert mine.exists() and unnamed.exists()
-    assert not dead.exists() and not reused.exists()
+    assert mine.exists() and young.exists() and not dead.exists()
+
+
+def test_an_owner_in_another_container_or_host_keeps_its_directory(tmp_path: Path) -> None:
+    """Its process number is that of nobody here: only the lock tells that it lives."""
+    directory = tmp_path / f"{PREFIX}far"
+    process = claimed_by_another(directory, "sys.stdin.read()")
+    owner = {"host": "elsewhere", "boot": "another", "pid": 2**22 + 1, "created": 0.0}
+    (directory / OWNER).write_text(json.dumps(owner))
+    sweep(tmp_path)
+    assert directory.exists() and owned(directory)
+    process.communicate("")
+    assert not owned(directory)
+    sweep(tmp_path)
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"pid": "x"}', "\0"])
+def test_own_garbage_is_swept(tmp_path: Path, content: str) -> None:
+    directory, empty = tmp_path / f"{PREFIX}garbage", tmp_path / f"{PREFIX}empty"
+    for path in (directory, empty):
+        path.mkdir()
+    (directory / OWNER).write_text(content)
+    sweep(tmp_path)  # neither is old enough to be garbage
+    assert directory.exists() and empty.exists()
+    for path in (directory, empty):
+        aged(path)
+    sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_whose_lock_cannot_be_examined_is_left_alone_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / f"{PREFIX}nfs"
+    claimed_by_another(directory, "").communicate()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    sweep(aged(directory).parent)
+    assert directory.exists()
+    assert f"{directory}: is left alone" in caplog.text and socket.gethostname() in caplog.text
+    claim(tmp_path / "mine").remove()  # works, and says that nobody is kept out
+    assert "cannot be locked" in caplog.text and not (tmp_path / "mine").exists()
+
+
+def test_another_users_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / f"{PREFIX}theirs"
+    aged(directory.parent)
+    directory.mkdir(mode=0o700)
+    monkeypatch.setattr(os, "getuid", lambda: directory.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match=f"{directory}: belongs to user "):
+        claim(directory)
+    sweep(aged(directory).parent)
+    assert directory.exists()
 
 
 def test_the_learner_works_in_the_directory_that_the_launcher_claimed(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from evolver_async.policy import ModelError
 from evolver_async.schema import WeightId
-from evolver_async.weights.base import PREFIX, claim, sweep
+from evolver_async.weights.directories import PREFIX, claim, sweep
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
@@ -106,7 +106,7 @@ class VllmCore:
         sweep(Path(settings.directory))  # of actors that were killed
         self._directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}engine-", dir=settings.directory))
         try:
-            claim(self._directory)
+            self._claim = claim(self._directory)
             if weights is not None and tensors is not None:
                 self._held = weights, self._store(weights, tensors)
             self._llm = _start(settings)
@@ -161,7 +161,7 @@ class VllmCore:
             await asyncio.wait([self._recovery])
         if self._llm is not None:
             self.lose(self._llm)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._claim.remove()
 
     async def _bring(self, weights: WeightId, path: Path) -> None:
         """Swap the weights of whichever AsyncLLM lives long enough."""

@@ -314,6 +314,7 @@ class Replay:
         if undone:
             at.stage = undone[min(undone)].stage
         if discard:
+            at.kept = min(at.kept, take)  # what was taken before is no longer asked for
             at.takes = {number: taken for number, taken in at.takes.items() if number < take}
         at.next_take = take
         at.zero_spread = 0

@@ -178,9 +178,9 @@ class Taking:
             return f"lineage: {request.lineage}"
         if request.lineage > at.lineage:
             return self._lacks_lineage(request.lineage)
-        if request.take > at.next_take:
+        if request.take > at.next_take and not request.discard:
             return self._lacks_takes(request.take)
-        if request.take < at.kept:
+        if request.take < at.kept and not request.discard:
             return f"take: {request.take}, the journal has takes {at.kept} to {at.next_take}"
         if request.lineage == 0 and at.reports:
             return f"lineage: 0, a fresh start, but the run has trained {at.reports} takes"

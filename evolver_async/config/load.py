@@ -75,15 +75,21 @@ WHOLE_RUN = {
     ),
 }
 
+APPEND = "stages+"  # of an argument: one more stage, behind the others
+
+# What a rollback may change: sections that the learner alone reads, so that nobody has to be told.
+ROLLBACK = ("selection", "advantage", "correction", "loss", "learner")
+
 
 def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
     """The checked configuration of a run, every stage included.
 
     `path` is a YAML recipe (None: defaults only); one that names another one as its `base`, by a
     path relative to its own, says only what differs from that. `dotlist` holds `section.key=value`
-    texts, with stages addressed as `stages.0.key`. Paths that it names are looked for by
-    `check_paths` alone. Whatever names another environment (a recipe over its base, a text, a
-    stage's override) drops the parameters of the one before. Raises ConfigError.
+    texts, with stages addressed as `stages.0.key` and appended by `stages+={kind: …}`. Paths that
+    it names are looked for by `check_paths` alone. Whatever names another environment (a recipe
+    over its base, a text, a stage's override) drops the parameters of the one before. Raises
+    ConfigError.
     """
     resolved = OmegaConf.structured(Config)
     if path is not None:
@@ -96,16 +102,19 @@ def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
         resolved = _apply_argument(resolved, argument)
     config = _to_config(resolved)
     check(config)
-    for index in range(len(config.stages)):
-        stage_config(config, index)
+    for index, stage in enumerate(config.stages):
+        safety = stage_config(config, index).safety
+        if stage.kind == "rl" and safety.action == "rollback":
+            stage_config(config, index, rollbacks=1)
     return config
 
 
-def stage_config(config: Config, index: int) -> Config:
+def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:
     """The configuration that holds during stage `index`: its `override` merged in, and checked.
 
-    What a recipe leaves open to `correction.kind` is that kind's own value here, and here alone:
-    a resumed run or a stage with another kind gets that one's.
+    After `rollbacks` of the stage `safety.rollback` is merged in as well, and the learning rate is
+    smaller. What a recipe leaves open to `correction.kind` is that kind's own value here, and here
+    alone: a resumed run or a stage with another kind gets that one's.
     """
     override = config.stages[index].override
     where = f"stages[{index}].override"
@@ -119,8 +128,32 @@ def stage_config(config: Config, index: int) -> Config:
         check_stage(merged, index)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}" if override else str(error)) from None
+    if rollbacks:
+        try:
+            merged = _rolled_back(merged, rollbacks)
+            check_stage(merged, index)
+        except ConfigError as error:
+            raise ConfigError(f"safety.rollback: {error}") from None
     correction, loss = by_kind(merged.correction, merged.loss)
     return replace(merged, correction=correction, loss=loss)
+
+
+def _rolled_back(stage: Config, rollbacks: int) -> Config:
+    """The configuration of a stage after so many rollbacks; ConfigError for what cannot change."""
+    safety = stage.safety
+    for section, keys in safety.rollback.items():
+        if section not in ROLLBACK:
+            raise ConfigError(f"{section}: must be one of {', '.join(ROLLBACK)}")
+        for name in keys if isinstance(keys, dict) else ():
+            if f"{section}.{name}" in WHOLE_RUN | {"learner.groups_per_step"}:
+                raise ConfigError(f"{section}.{name}: belongs to the whole stage")
+    changed = _to_config(_apply(OmegaConf.structured(stage), safety.rollback))
+    if "dynamic" in {stage.selection.kind, changed.selection.kind} and (
+        stage.selection != changed.selection
+    ):
+        raise ConfigError("selection: dynamic selection belongs to the whole stage")
+    rate = changed.learner.lr * safety.rollback_lr**rollbacks
+    return replace(changed, learner=replace(changed.learner, lr=rate))
 
 
 def dump(config: Config, path: Path) -> None:
@@ -193,6 +226,10 @@ def _argument(entry: str) -> Argument:
 
 
 def _apply_argument(resolved: DictConfig, argument: Argument) -> DictConfig:
+    if argument.key == APPEND:
+        added = _merge(OmegaConf.structured(Stage), argument.tree[APPEND], Stage, f"{APPEND}.")
+        resolved.stages.append(added)
+        return resolved
     if not argument.stage:
         return _apply(resolved, argument.tree)
     if not argument.stage.isdigit() or int(argument.stage) >= len(resolved.stages):

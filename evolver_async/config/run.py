@@ -142,7 +142,9 @@ class Checkpoint:
     """Checkpoints in <run>/checkpoints, newest last."""
 
     every: int = 25  # learner steps; one is also written at the end of a stage and on SIGTERM
-    keep: int = 2  # at least 2
+    keep: int = 2  # the newest, at least 2
+    keep_best: int = 1  # besides, those with the highest eval/success; 0: none
+    keep_every: int = 0  # besides, for good, those of every n-th step; 0: none
 
 
 @dataclass
@@ -179,7 +181,9 @@ class Launch:
     restarts: int = 3  # per process; past it the run ends with an error
     healthy_s: float = 600.0  # a process that ran this long has all its restarts again
     backoff_s: float = 1.0  # before the first restart, doubled each time
-    drain_s: float = 20.0  # after Ctrl-C or SIGTERM, before processes are killed
+    drain_s: float = (
+        20.0  # after Ctrl-C or SIGTERM, and after the last progress of a checkpoint, before a kill
+    )
     gpus: Gpus = field(default_factory=Gpus)
 
 

@@ -1,6 +1,6 @@
 """What the stages of a run and the tasks of a stage may be: errors name the key."""
 
-from evolver_async.config import Config
+from evolver_async.config import Config, Stage
 from evolver_async.config.values import check_number, check_params, choice, require
 
 SUPERVISED = ("sft", "world_model", "reflect")  # trained on what actors write by script
@@ -91,3 +91,13 @@ def check_tasks(config: Config) -> None:
         check_number(f"{where}.weight", part.weight)
         require(part.weight > 0, f"{where}.weight", "must be greater than 0")
         check_params(f"{where}.params", part.params)
+
+
+def limit_reached(stage: Stage, *, steps: int, tokens: int, seconds: float, success: float) -> bool:
+    """Whether a stage with these totals has come to the first of its limits."""
+    return (
+        0 < stage.steps <= steps
+        or 0 < stage.tokens <= tokens
+        or 0 < stage.hours * 3600 <= seconds
+        or 0 < stage.until_success <= success
+    )

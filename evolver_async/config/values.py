@@ -70,7 +70,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss.kl": ("k1", "k2", "k3"),
     "loss.kl_place": ("loss", "reward"),
     "learner.decay": ("none", "linear", "cosine"),
-    "safety.action": ("warn", "checkpoint", "pause"),
+    "safety.action": ("warn", "checkpoint", "pause", "rollback"),
     "weights.kind": ("auto", "shm", "collective", "cuda_ipc"),
     "metrics.wandb": ("auto", "online", "offline", "disabled"),
     "metrics.panel": ("auto", "panel", "lines", "none"),
@@ -159,6 +159,9 @@ AT_LEAST: dict[str, float] = {
     "checkpoint.keep": 2,
     "safety.warmup": 2,  # a spread of values needs two
     "safety.patience": 1,
+    "safety.format_warmup": 1,
+    "safety.format_patience": 1,
+    "safety.rollbacks": 1,
     "safety.entropy_rise": 1,
     "metrics.samples_every": 1,
 }
@@ -195,6 +198,7 @@ POSITIVE = (
     "critic.coef",
     "loss.dpo_beta",
     "safety.max_reward",
+    "safety.rollback_lr",
     "experience.timeout_s",
     "judge.timeout_s",
     "questioning.temperature",
@@ -230,6 +234,8 @@ FRACTIONS = (
     "safety.zero_groups",
     "safety.entropy_share",
     "safety.dependence_share",
+    "safety.rollback_lr",
+    "safety.format_rise",
 )
 
 

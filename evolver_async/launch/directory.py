@@ -1,14 +1,16 @@
-"""The run directory: made whole or not at all, locked by one launcher, resumed where that is sound.
+"""The run directory: created, locked by one launcher, resumed where that is sound.
 
 `config.yaml` is the resolved configuration, `policy/` the model that training began with,
 `exact.json` what the best possible policy would reach, `run.json` says how to reach a running job,
-`lock` is held as long as one runs, `PAUSED` is there while the learner shall take nothing.
+`lock` is held as long as one runs, `PAUSED` is there while the learner shall take nothing, and
+`.creating` until the directory is complete: a creation that was cut short is taken over or resumed.
 """
 
 import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +22,7 @@ from typing import Any
 
 from evolver_async.buffer.granting import source_of
 from evolver_async.buffer.tasks import held_out_task
-from evolver_async.checkpoint import load_newest
+from evolver_async.checkpoint import exists, load_newest
 from evolver_async.config import Config
 from evolver_async.config.channels import host_and_port
 from evolver_async.config.check import ConfigError, check_paths
@@ -34,38 +36,81 @@ from evolver_async.weights.base import listen
 STATE = "state.json"  # of a checkpoint: the learner's numbers
 EXACT = "exact.json"
 PAUSED = "PAUSED"
+CREATING = ".creating"
+LOCK = "lock"
 
 
 def create(config: Config, recipe: Path | None) -> tuple[Config, Path]:
     """A new run directory with its configuration and policy; nothing is left of it when that fails.
 
-    Without `run.name` it is called after the recipe and the time.
+    Without `run.name` it is called after the recipe and the time. A directory whose creation was
+    cut short is taken over.
     """
     _check(config)
     stem = recipe.stem if recipe is not None else "run"
     name = config.run.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = (Path(config.run.dir) / name).resolve()
-    try:
-        run_dir.mkdir(parents=True)
-    except FileExistsError:
-        raise ConfigError(
-            f"run.name: {run_dir} exists; choose another name, or go on with --resume {run_dir}"
-        ) from None
+    run_dir.mkdir(parents=True, exist_ok=True)
+    _refuse_existing(run_dir)
     resolved = replace(
         config,
         run=replace(config.run, name=name),
         policy=replace(config.policy, path=config.policy.path or str(run_dir / "policy")),
         security=replace(config.security, keys=_absolute(config.security.keys)),
     )
-    try:
-        resolved = _with_own_tasks(resolved, run_dir)
-        dump(resolved, run_dir / "config.yaml")
-        _prepare_policy(run_dir)
-        _measure(resolved, run_dir)
-    except BaseException:
-        shutil.rmtree(run_dir)
-        raise
+    with locked(run_dir), _sigterm_raises():
+        _refuse_existing(run_dir)  # another process may have made it before it was locked
+        try:
+            _clear(run_dir)
+            resolved = _with_own_tasks(resolved, run_dir)
+            dump(resolved, run_dir / "config.yaml")
+            _complete(resolved, run_dir)
+        except BaseException:
+            shutil.rmtree(run_dir)
+            raise
     return resolved, run_dir
+
+
+def _refuse_existing(run_dir: Path) -> None:
+    """ConfigError if the directory holds anything but what an interrupted creation left."""
+    if not (run_dir / CREATING).exists() and any(one.name != LOCK for one in run_dir.iterdir()):
+        raise ConfigError(
+            f"run.name: {run_dir} exists; choose another name, or go on with --resume {run_dir}"
+        )
+
+
+def _clear(run_dir: Path) -> None:
+    """Mark the directory as one that is being created; remove what an earlier creation left."""
+    (run_dir / CREATING).touch()
+    for left in run_dir.iterdir():
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)
+        elif left.name not in (CREATING, LOCK):
+            left.unlink()
+
+
+def _complete(config: Config, run_dir: Path) -> None:
+    """Make what a run directory needs beside its configuration."""
+    own = run_dir / "policy"
+    if config.policy.path == str(own) and own.exists():
+        shutil.rmtree(own)  # written in part by a creation that was cut short
+    _prepare_policy(run_dir)
+    _measure(config, run_dir)
+    (run_dir / CREATING).unlink()
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit, so that a half-made directory is removed."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _with_own_tasks(config: Config, run_dir: Path) -> Config:
@@ -90,21 +135,28 @@ def _with_own_tasks(config: Config, run_dir: Path) -> Config:
 def resume(run_dir: Path, dotlist: Sequence[str]) -> Config:
     """The configuration of an earlier run, with the changes of `dotlist` written into it.
 
-    Raises ConfigError or CheckpointError where there is nothing that can be gone on with.
+    A run without a checkpoint starts at its beginning. Raises ConfigError or CheckpointError where
+    there is nothing that can be gone on with.
     """
     config = load(run_dir / "config.yaml", dotlist)
-    _check(config)
+    incomplete = (run_dir / CREATING).exists()
+    unmade = incomplete and config.policy.path == str(run_dir / "policy")
+    _check(replace(config, policy=replace(config.policy, path="")) if unmade else config)
     _refuse_other_past(load(run_dir / "config.yaml"), config)
-    newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
-    if (newest / STATE).is_file():
-        state = json.loads((newest / STATE).read_text())
-        if state["stage"] >= len(config.stages) and not state["pending"]:
-            raise ConfigError(f"{run_dir}: is finished; there is nothing to go on with")
-    _measure(config, run_dir)
+    if exists(run_dir / "checkpoints"):
+        newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
+        if (newest / STATE).is_file():
+            state = json.loads((newest / STATE).read_text())
+            if state["stage"] >= len(config.stages) and not state["pending"]:
+                raise ConfigError(f"{run_dir}: is finished; there is nothing to go on with")
+    if not incomplete:
+        _measure(config, run_dir)
     if dotlist:
         part = run_dir / ".config.yaml"
         dump(config, part)
         part.replace(run_dir / "config.yaml")
+    if incomplete:
+        _complete(config, run_dir)
     return config
 
 
@@ -134,7 +186,7 @@ class Locked(ConfigError):
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """Hold the run directory for this process. Raises Locked when another one holds it."""
-    with open(run_dir / "lock", "w") as file:
+    with open(run_dir / LOCK, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -263,17 +315,24 @@ def _measure(config: Config, run_dir: Path) -> None:
 def _prepare_policy(run_dir: Path) -> None:
     """In a process of its own, because it needs torch and its caller does not.
 
-    It refuses a configuration in one sentence; any other error is about the model.
+    It ends with this one. It refuses a configuration in one sentence; if it is killed the likely
+    cause is named; any other error is about the model.
     """
     log_file = run_dir / "logs" / "prepare.log"
-    log_file.parent.mkdir()
+    log_file.parent.mkdir(exist_ok=True)
     with open(log_file, "wb") as output:
         command = [sys.executable, "-m", "evolver_async.cli", "prepare", "--name", "prepare"]
         done = subprocess.run(
-            [*command, "--run", str(run_dir)],
+            [*command, "--run", str(run_dir), "--parent", str(os.getpid())],
             stdout=output,
             stderr=subprocess.STDOUT,
             check=False,
+        )
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        cause = "; most likely memory ran out, see dmesg" if name == "SIGKILL" else ""
+        raise ConfigError(
+            f"the process that loads and checks the model was killed by {name}{cause}"
         )
     if done.returncode == USER_ERROR:
         _, _, sentence = last_lines(log_file, 1).partition(": ")  # behind time, level and logger

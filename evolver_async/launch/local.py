@@ -1,11 +1,12 @@
 """The launcher for one machine: a buffer, a learner and `actors.count` actors as processes.
 
     starts    buffer → (answers STATUS) → experience, learner, actors
-    watches   by handle; who dies is started again under a new incarnation, within the budget; past
-              it the run ends, or goes on unguided where only the experience service is gone
+    watches   by handle; a process that ends is started again under a new incarnation, within the
+              budget; past it the run ends, or goes on unguided without the experience service
     ends      when the learner is done, on a signal, or when somebody cannot be kept alive:
               learner first (it writes a checkpoint), then actors, then the services; each killed
-              after `launch.drain_s`, or at once at the second signal
+              after `launch.drain_s`, or at once at the second signal; a checkpoint that is being
+              written has `launch.drain_s` from its last progress
 
 No child outlives this process, however it ends: the kernel kills them too (see `roles.die_with`).
 """
@@ -13,7 +14,6 @@ No child outlives this process, however it ends: the kernel kills them too (see 
 import asyncio
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,10 +27,11 @@ from pathlib import Path
 from evolver_async.config import Config
 from evolver_async.launch.directory import announce, last_lines
 from evolver_async.launch.gpus import VISIBLE, number_of, seen_by
-from evolver_async.launch.roles import TRAINING_ERROR, USER_ERROR, keys_of, weights_dir
+from evolver_async.launch.patience import Patience
+from evolver_async.launch.roles import TRAINING_ERROR, USER_ERROR, keys_of, make_weights_dir
 from evolver_async.messages import Status
 from evolver_async.transport import DealerClient, Rejected
-from evolver_async.weights.base import PREFIX, claim, sweep
+from evolver_async.weights.directories import PREFIX, Claim, claim, sweep
 
 POLL_S = 0.1
 START_S = 60.0  # until the buffer must answer
@@ -100,12 +101,19 @@ class Child:
 
 def run(config: Config, run_dir: Path) -> int:
     """Run to the end; returns 0, 128 + the signal that ended it, or a failure's exit code."""
-    weights = weights_dir(config, run_dir)
-    sweep(weights.parent)
-    sweep(Path(tempfile.gettempdir()))
-    sockets = Path(tempfile.mkdtemp(prefix=PREFIX))  # short and private, as ipc wants it
-    claim(sockets)
-    claim(weights)
+    claims: list[Claim] = []
+    try:
+        for parent in (Path(config.weights.dir), Path(tempfile.gettempdir())):
+            sweep(parent)
+        claims.append(claim(make_weights_dir(config, run_dir)))
+        # short and private, as ipc wants it
+        claims.append(claim(Path(tempfile.mkdtemp(prefix=PREFIX))))
+    except OSError as error:
+        log.error("%s", error)
+        for one in claims:
+            one.remove()
+        return USER_ERROR
+    sockets = claims[-1].directory
     address = config.buffer.address or f"ipc://{sockets}/buffer"
     launcher = Launcher(config, run_dir, address, sockets)
     try:
@@ -120,8 +128,8 @@ def run(config: Config, run_dir: Path) -> int:
                 launcher.end()
         return 128 + launcher.signals[0] if launcher.signals else 0
     finally:
-        shutil.rmtree(sockets, ignore_errors=True)
-        shutil.rmtree(weights, ignore_errors=True)
+        for one in claims:
+            one.remove()
 
 
 class Launcher:
@@ -197,9 +205,6 @@ class Launcher:
                 self.sentence(child),
             )
             self.children.remove(child)
-        elif code == 0 and child.role == "actor":
-            log.warning("%s was told to leave and did", child.name)
-            self.children.remove(child)
         elif code in FINAL:
             raise RunFailed(f"{child.name} cannot go on: {self.sentence(child)}", code)
         else:
@@ -239,20 +244,30 @@ class Launcher:
     def end(self) -> None:
         """End every child, by handle; who must wait for others loses none of its own time."""
         for role in ("learner", "actor", "experience", "buffer"):
-            deadline = time.monotonic() + self.config.launch.drain_s
             running = [p for child in self.children if child.role == role for p in child.processes]
             for process in running:
                 process.terminate()
-            while any(process.poll() is None for process in running):
-                if time.monotonic() > deadline or len(self.signals) > 1:
-                    break
-                time.sleep(POLL_S / 2)
+            self.await_end(role, running)
         for child in self.children:
             for process in child.processes:
                 if process.poll() is None:
                     log.warning("%s did not end by itself and is killed", child.name)
                     process.kill()
                 process.wait()
+
+    def await_end(self, role: str, running: list[subprocess.Popen[bytes]]) -> None:
+        """Return when these have ended, when patience is exhausted, or at the second signal."""
+        begun, drain_s, told = time.monotonic(), self.config.launch.drain_s, False
+        checkpoints = self.run_dir / "checkpoints" if role == "learner" else None
+        patience = Patience(drain_s, begun, checkpoints)
+        while any(process.poll() is None for process in running):
+            now = time.monotonic()
+            if len(self.signals) > 1 or patience.exhausted(now):
+                return
+            if now > begun + drain_s and not told:
+                told = True
+                log.warning("the learner is still writing its checkpoint; a second signal kills it")
+            time.sleep(POLL_S / 2)
 
     async def answers(self) -> bool:
         """Whether the buffer of this very run replies within a moment."""
@@ -338,4 +353,4 @@ class Launcher:
 def _ended(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
+    return f"ended with exit code {code}" if code else "left the running job (exit code 0)"

@@ -5,12 +5,12 @@ The wings are named here and resolved where a process starts, so that no import 
 
 import ctypes
 import gc
-import hashlib
 import importlib
 import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from evolver_async.checkpoint import CheckpointError
 from evolver_async.config import Config
 from evolver_async.config.check import ConfigError
 from evolver_async.config.secrets import mask
-from evolver_async.weights.base import PREFIX
+from evolver_async.weights.directories import PREFIX
 
 # Processes: main(RoleArgs) -> exit code.
 PROCESSES = {
@@ -49,6 +49,7 @@ CHECKS = ("actors.check:check",)
 USER_ERROR = 2
 TRAINING_ERROR = 3
 SET_PDEATHSIG = 1  # of prctl
+WEIGHTS = "weights"  # file of the run directory with the path of the weights directory
 
 log = logging.getLogger(__name__)
 
@@ -160,10 +161,28 @@ def experience_address(config: Config, buffer_address: str) -> str:
     return config.experience.address or f"{buffer_address}.experience"
 
 
+def make_weights_dir(config: Config, run_dir: Path) -> Path:
+    """A new private directory for the weights of this launch; the run directory records its path.
+
+    Its name is random, so that no other user can make it first.
+    """
+    parent = Path(config.weights.dir).resolve()
+    made = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{run_dir.name}-", dir=parent))
+    part = run_dir / f".{WEIGHTS}"
+    part.write_text(str(made), encoding="utf-8")
+    part.replace(run_dir / WEIGHTS)
+    return made
+
+
 def weights_dir(config: Config, run_dir: Path) -> Path:
-    """The directory through which the weights of this run travel on this host, private to it."""
-    digest = hashlib.blake2b(str(run_dir.resolve()).encode(), digest_size=6).hexdigest()
-    return Path(config.weights.dir) / f"{PREFIX}{run_dir.name}-{digest}"
+    """The directory through which the weights of this run travel on this host, as recorded.
+
+    Made where there is no record, as in a run without a launcher.
+    """
+    try:
+        return Path((run_dir / WEIGHTS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return make_weights_dir(config, run_dir)
 
 
 def weights_address(config: Config, run_dir: Path) -> str:

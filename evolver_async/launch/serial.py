@@ -17,6 +17,7 @@ from evolver_async.launch import roles
 from evolver_async.messages import Counters
 from evolver_async.tokenizer import tokenizer_hash
 from evolver_async.transport import LocalClient, LocalServer
+from evolver_async.weights.directories import sweep
 
 T = TypeVar("T")
 
@@ -78,6 +79,8 @@ class Navigating:
 
 def run(config: Config, run_dir: Path) -> int:
     """Train in this process, in a run directory made by `directory.create`; returns 0."""
+    sweep(Path(config.weights.dir))
+    roles.make_weights_dir(config, run_dir)
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)
     service = Service.of_run(config, run_dir, tokenizer_hash(config.policy.path), now=0.0)

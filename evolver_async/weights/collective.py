@@ -17,8 +17,8 @@ from pathlib import Path
 from torch import Tensor
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.base import claim
 from evolver_async.weights.casting import Sender
+from evolver_async.weights.directories import claim
 from evolver_async.weights.following import Follower
 from evolver_async.weights.groups import first_line, sweep
 from evolver_async.weights.holdings import Holdings
@@ -51,8 +51,7 @@ class CollectivePublisher(StagedPublisher):
         device: str = "",
     ) -> None:
         assert keep >= 2, "the version before is what a delta is based on"
-        if not address.startswith("tcp://"):
-            claim(Path(address))
+        self._claim = None if address.startswith("tcp://") else claim(Path(address))
         super().__init__(address, keep)
         self._held: dict[WeightId, Snapshot] = {}  # in the order of publishing
         self._sender = Sender(
@@ -79,6 +78,8 @@ class CollectivePublisher(StagedPublisher):
         self._end()
         self._thread.join()
         self._sender.close()
+        if self._claim is not None:
+            self._claim.release()
 
     def _work(self) -> None:
         try:

@@ -13,7 +13,6 @@ A slot file is msgpack: plain numbers and bytes, nothing that is executed.
 import contextlib
 import itertools
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +22,8 @@ import torch
 from torch import Tensor
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.base import HEAD, WeightsCorrupt, WeightsGone, claim, owned, read_head
+from evolver_async.weights.base import HEAD, WeightsCorrupt, WeightsGone, read_head
+from evolver_async.weights.directories import claim, owned
 from evolver_async.weights.snapshot import Snapshot, aligned, nbytes, views
 
 SLOT = "slot-"
@@ -97,7 +97,7 @@ class IpcPublisher:
         self.directory = Path(directory)
         self.address = str(directory)
         self.keep = keep
-        claim(self.directory)
+        self._claim = claim(self.directory)
         for path in self.directory.glob(f"{SLOT}*"):
             path.unlink()  # of a publisher that died, and its memory with it
         self._memory = memory
@@ -138,7 +138,7 @@ class IpcPublisher:
 
     def close(self) -> None:
         """The memory goes with this process: readers have copies of their own."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._claim.remove()
 
     def _free(self, weights: WeightId) -> int:
         """A slot whose version is replaced by `weights`, or that nobody can ask for any more."""

@@ -11,7 +11,6 @@ at a multiple of 64. The manifest gives dtype, shape, offset and CRC32 of every 
 import json
 import os
 import re
-import shutil
 import struct
 import threading
 import zlib
@@ -21,7 +20,8 @@ import torch
 from torch import Tensor
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.base import HEAD, WeightsCorrupt, WeightsGone, claim, read_head
+from evolver_async.weights.base import HEAD, WeightsCorrupt, WeightsGone, read_head
+from evolver_async.weights.directories import claim
 from evolver_async.weights.snapshot import DTYPES, Snapshot, aligned, nbytes
 from evolver_async.weights.staging import StagedPublisher
 
@@ -38,7 +38,7 @@ class ShmPublisher(StagedPublisher):
         assert keep >= 1
         super().__init__(str(directory), keep)
         self.directory = Path(directory)
-        claim(self.directory)
+        self._claim = claim(self.directory)
         self._written = _available(self.directory)  # those of a publisher that died
         self._thread = None
         if background:
@@ -59,7 +59,7 @@ class ShmPublisher(StagedPublisher):
         self._end()
         if self._thread is not None:
             self._thread.join()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._claim.remove()
 
     def _work(self) -> None:
         while True:

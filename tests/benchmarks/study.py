@@ -18,12 +18,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from evolver_async.config.load import load
+from evolver_async.lineages import current_rows
 
 
 def rows_of(run: Path) -> list[dict]:
     """The metrics of a run, its last evaluation included; empty where it is not complete."""
     path = run / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = current_rows(map(json.loads, lines))
     final = load(run / "config.yaml", []).eval.final_episodes if rows else 0
     done = any(row.get("eval/episodes") == final for row in rows)
     return rows if done else []

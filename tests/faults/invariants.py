@@ -28,7 +28,7 @@ from evolver_async.buffer.segment import COMMIT, END, RECORD
 from evolver_async.buffer.service import Service
 from evolver_async.config import Config
 from evolver_async.config.load import load
-from evolver_async.weights.base import PREFIX
+from evolver_async.weights.directories import PREFIX
 
 Place = tuple[int, int]  # group and member
 

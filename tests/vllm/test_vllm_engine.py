@@ -18,7 +18,7 @@ from actors.engines.base import Generation
 from actors.engines.vllm_core import CPU_BLOCK, EngineDied, VllmCore
 from actors.engines.vllm_engine import VllmEngine
 from evolver_async.policy import ModelError
-from evolver_async.weights.base import OWNER, PREFIX, claim
+from evolver_async.weights.directories import PREFIX, claim
 
 pytestmark = pytest.mark.vllm
 RESTART_S = 300  # starting takes half a minute, and four times that on a machine with other work
@@ -69,8 +69,7 @@ def workers() -> list[psutil.Process]:
 
 
 def test_what_cannot_start_leaves_no_directory(tmp_path: Path) -> None:
-    claim(left := tmp_path / f"{PREFIX}engine-of-a-killed-actor")
-    (left / OWNER).write_text('{"pid": 4194304, "created": 0.0}')
+    claim(tmp_path / f"{PREFIX}engine-of-a-killed-actor").release()
     path = save(make_model("llama"), tmp_path / "policy")
     with pytest.raises(ValueError, match=r"engine\.device"):
         VllmCore(settings(path, directory=str(tmp_path), device="cuda"))

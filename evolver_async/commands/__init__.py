@@ -1,0 +1,1 @@
+"""The commands of `evolver-async`, each a function from parsed arguments to an exit code."""

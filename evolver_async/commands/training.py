@@ -1,0 +1,36 @@
+"""`train`: start or resume a run and show it."""
+
+import argparse
+import contextlib
+import logging
+from pathlib import Path
+
+from evolver_async.commands.checked import run_directory, user_mistakes
+from evolver_async.config.check import ConfigError
+from evolver_async.config.load import load
+from evolver_async.launch import directory, roles
+from evolver_async.study import watch
+
+
+def train(args: argparse.Namespace) -> int:
+    """Start or resume a run and show it."""
+    recipe, dotlist = None, args.positional
+    if dotlist and "=" not in dotlist[0]:
+        recipe, dotlist = Path(dotlist[0]), dotlist[1:]
+    if args.resume is not None and recipe is not None:
+        raise ConfigError(f"{recipe}: --resume goes on with the run's own recipe; leave this out")
+    if args.resume is None and recipe is None:
+        raise ConfigError("train needs a recipe (configs/….yaml) or --resume RUN_DIR")
+    with contextlib.ExitStack() as held:
+        with user_mistakes():
+            if args.resume is not None:
+                run_dir = run_directory(args.resume)
+                held.enter_context(directory.locked(run_dir))
+                config = directory.resume(run_dir, dotlist)
+            else:
+                config, run_dir = directory.create(load(recipe, dotlist), recipe)
+                held.enter_context(directory.locked(run_dir))
+        print(run_dir, flush=True)
+        held.enter_context(watch.shown(run_dir, config, config.metrics.panel))
+        roles.set_up_logging(run_dir / "logs" / "launcher.log", logging.WARNING)
+        return roles.resolve(f"evolver_async.launch.{config.launch.kind}:run")(config, run_dir)

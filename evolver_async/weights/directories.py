@@ -1,0 +1,174 @@
+"""Private directories of a run: claimed under a lock, swept when their owner has ended.
+
+The lock is a `flock` on a file in the directory. The kernel releases it at the owner's end. All
+processes that share the directory see it: those of another container, where process numbers differ,
+and those of another host if the file system carries locks between hosts. The owner writes its host,
+boot and process number into `owner.json` for people to read.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import pwd
+import shutil
+import socket
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+
+PREFIX = "evolver-"
+OWNER = "owner.json"
+LOCK = "lock"
+YOUNG_S = 60.0  # a directory without owner that is younger may be about to be claimed
+UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # of flock
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+log = logging.getLogger(__name__)
+
+
+class Claim:
+    """A private directory and the locks that its owner holds, for its life or until `remove`.
+
+    `owner` is False where another process has claimed the directory before.
+    """
+
+    def __init__(self, directory: Path, owner: bool, locks: list[int]) -> None:
+        self.directory = directory
+        self.owner = owner
+        self._locks = locks
+
+    def remove(self) -> None:
+        """Remove the directory; only its content if another process owns it."""
+        if self.owner:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        else:
+            with suppress(FileNotFoundError):
+                for path in self.directory.iterdir():
+                    if path.name not in (OWNER, LOCK):
+                        path.unlink(missing_ok=True)
+        self.release()
+
+    def release(self) -> None:
+        """Give up the locks."""
+        while self._locks:
+            os.close(self._locks.pop())
+
+
+def claim(directory: Path) -> Claim:
+    """Make `directory` for this process and its user alone. A living owner keeps it.
+
+    Raises PermissionError if another user owns the directory or may enter it.
+    """
+    while True:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        _check_private(directory)
+        locks = []
+        try:
+            locks = [_lock(directory / LOCK, os.O_CREAT)]
+            if not os.path.samestat(os.fstat(locks[0]), (directory / LOCK).stat()):
+                raise FileNotFoundError(f"{directory / LOCK}: was replaced")
+        except BlockingIOError:
+            return Claim(directory, False, [])
+        except FileNotFoundError:  # swept since it was made
+            for lock in locks:
+                os.close(lock)
+            continue
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            log.warning("%s: cannot be locked (%s); no other run removes it", directory, error)
+        break
+    with suppress(OSError):  # systemd-tmpfiles leaves a locked directory and its files alone
+        locks.append(_lock(directory, os.O_DIRECTORY))
+    part = directory / f".{OWNER}"
+    part.write_text(json.dumps({"host": socket.gethostname(), "boot": _boot(), "pid": os.getpid()}))
+    part.replace(directory / OWNER)
+    return Claim(directory, True, locks)
+
+
+def sweep(parent: Path) -> None:
+    """Remove this user's channel directories in `parent` whose owner has ended."""
+    for directory in sorted(parent.glob(f"{PREFIX}*")):
+        with suppress(FileNotFoundError):  # another process sweeps as well
+            found = directory.lstat()
+            if found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode):
+                _sweep(directory)
+
+
+def owned(directory: Path) -> bool:
+    """True if the process that claimed the directory still runs, here or elsewhere."""
+    try:
+        os.close(_lock(directory / LOCK))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def owner_of(directory: Path) -> dict[str, str | int]:
+    """Content of `owner.json`; empty if it is missing or cannot be read as that."""
+    try:
+        owner = json.loads((directory / OWNER).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _sweep(directory: Path) -> None:
+    """Remove a directory of this user unless it is locked, or young and without owner."""
+    owner = owner_of(directory)
+    try:
+        lock = _lock(directory / LOCK)
+    except BlockingIOError:
+        return
+    except FileNotFoundError:
+        lock, owner = None, {}
+    except OSError as error:
+        host = owner.get("host", "unknown")
+        log.warning(
+            "%s: is left alone; its lock cannot be had (%s); host %s", directory, error, host
+        )
+        return
+    if owner or time.time() - directory.lstat().st_mtime > YOUNG_S:
+        shutil.rmtree(directory, ignore_errors=True)
+    if lock is not None:
+        os.close(lock)
+
+
+def _check_private(directory: Path) -> None:
+    found = directory.lstat()
+    if found.st_uid != os.getuid():
+        raise PermissionError(f"{directory}: belongs to user {_user(found.st_uid)}; choose another")
+    if not stat.S_ISDIR(found.st_mode) or stat.S_IMODE(found.st_mode) != 0o700:
+        raise PermissionError(f"{directory}: must be a directory private to this user (mode 0700)")
+
+
+def _lock(path: Path, flags: int = 0) -> int:
+    """Descriptor of the locked file. BlockingIOError if another process holds the lock."""
+    access = os.O_RDONLY if flags & os.O_DIRECTORY else os.O_RDWR
+    descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _boot() -> str:
+    """Identity of this start of the kernel; empty if the system tells none."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
