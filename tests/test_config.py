@@ -276,6 +276,16 @@ def test_a_model_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
         check_paths(load(None, [STEPS, f"policy.path={tmp_path}"]))
 
 
+def test_a_recipe_that_is_no_text_is_named(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_bytes(b"a: \xff\xfe")
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: byte 3 is not UTF-8 text$"):
+        load(recipe)
+    recipe.write_bytes(b"a: \x00\x01")
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: not valid YAML: "):
+        load(recipe)
+
+
 def test_a_stage_override_holds_for_that_stage_alone() -> None:
     config = load(
         None,

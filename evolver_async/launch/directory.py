@@ -51,6 +51,8 @@ def create(config: Config, recipe: Path | None) -> tuple[Config, Path]:
         raise ConfigError(
             f"run.name: {run_dir} exists; choose another name, or go on with --resume {run_dir}"
         ) from None
+    except OSError as error:
+        raise ConfigError(f"run.dir: {run_dir} cannot be made: {error.strerror}") from None
     resolved = replace(
         config,
         run=replace(config.run, name=name),
