@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from buffer_world import World, config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_resume import GROUPS, Killed, Run, kill_after
@@ -19,7 +20,7 @@ from test_resume import GROUPS, Killed, Run, kill_after
 from evolver_async import messages
 from evolver_async.checkpoint import CheckpointError
 from evolver_async.config import Checkpoint, Correction, Stage
-from evolver_async.schema import WeightId
+from evolver_async.schema import Group, WeightId
 from learner.train import Learner
 
 STEPS, EVERY = 9, 4  # takes of a run, takes between checkpoints
@@ -184,3 +185,107 @@ def test_a_run_that_has_trained_is_not_begun_anew(start: Callable[..., Ahead]) -
     with pytest.raises(CheckpointError, match=r"checkpoints: no checkpoint left.*trained 1 takes"):
         run.train()
     assert run.world.replay.at.lineage == 1, "nothing has changed"
+
+
+# ---- the buffer alone
+
+
+def three_takes(tmp_path: Path, **buffer: Any) -> tuple[World, dict[int, list[int]]]:
+    """A buffer whose learner died after its third take, with the groups of each."""
+    world = World(tmp_path, config(**{"max_staleness": 2, **buffer}))
+    world.resume()
+    taken = {}
+    for take in range(3):
+        world.finish(world.lease(credit=9))
+        groups = world.sample(take)
+        taken[take] = [group.group_id for group in groups]
+        if take < 2:
+            world.done(take, taken[take], take + 1)
+    return world, taken
+
+
+def ids(groups: list[Group]) -> list[int]:
+    return [group.group_id for group in groups]
+
+
+@pytest.mark.parametrize("sampler", ["fifo", "freshest", "prioritized"])
+@pytest.mark.parametrize("reuse", [1, 2])
+def test_a_take_is_repeated_with_its_groups_also_by_the_next_buffer(
+    tmp_path: Path, sampler: str, reuse: int
+) -> None:
+    world, taken = three_takes(tmp_path, sampler=sampler, reuse=reuse)
+    for lineage in (2, 3):
+        assert world.resume(lineage=lineage - 1) == lineage
+        for take, groups in taken.items():
+            world.kill()
+            found = world.sample(take, lineage=lineage)
+            assert ids(found) == groups == ids(world.sample(take, lineage=lineage))
+            assert {group.head for group in found} == {WeightId(lineage=1, step=take)}
+            assert world.replay.at.lineage == lineage
+            if take < 2:
+                counters = world.done(take, groups, take + 1, lineage=lineage).counters
+    assert counters["buffer/repeats/same"] == 5.0
+    world.done(2, taken[2], 3, lineage=3)
+    fresh = world.sample(3, lineage=3)
+    if not fresh:
+        world.finish(world.lease(credit=9))
+        fresh = world.sample(3, lineage=3)
+    assert {group.head for group in fresh} == {WeightId(lineage=3, step=3)}
+
+
+def test_a_take_that_the_staleness_rule_forbids_is_counted_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world, taken = three_takes(tmp_path)
+    world.settings.buffer.max_staleness = 0  # as `train --resume RUN buffer.max_staleness=0` does
+    world.kill()
+    world.resume(lineage=1)
+    assert ids(world.sample(0, lineage=2)) == taken[0], "its groups were as new as could be"
+    world.done(0, taken[0], 1, lineage=2)
+    for _ in range(2):
+        world.sample(1, lineage=2)
+        assert world.replay.at.repeats == {"same": 1, "stale": 1, "diverged": 1}
+        world.kill()
+    assert "take 1 and later ones are not repeated: stale" in caplog.text
+    assert not world.replay.at.groups.keys() & {*taken[1], *taken[2]}
+    assert world.book.state.ledger.closed["rollout"]["evicted"]["fork"].groups >= 4
+    for take in (1, 2):
+        world.finish(world.lease(credit=9))
+        groups = ids(world.sample(take, lineage=2))
+        assert groups and not set(groups) & {*taken[1], *taken[2]}
+        world.done(take, groups, take + 1, lineage=2)
+
+
+def test_a_take_of_another_stage_is_not_repeated(tmp_path: Path) -> None:
+    world, taken = three_takes(tmp_path, stages=["rl", "rl"])
+    world.resume(lineage=1, take=1, version=1)
+    assert world.sample(1, lineage=2, stage=1) == [], "this learner is in the next stage already"
+    assert world.replay.at.repeats == {"stage": 1, "diverged": 1}
+    evicted = world.book.state.ledger.closed["rollout"]["evicted"]
+    assert evicted["stage"].groups >= len({*taken[1], *taken[2]})
+
+
+def test_a_lag_is_new_where_a_repeated_take_makes_another_version(tmp_path: Path) -> None:
+    world, taken = three_takes(tmp_path, max_staleness=9)
+    world.resume(lineage=1)
+    world.sample(0, lineage=2)
+    world.done(0, [], 0, lineage=2, filtered={"spread": taken[0]}, skipped=True)
+    (head,) = {group.head for group in world.sample(1, lineage=2)}
+    assert head == WeightId(lineage=2, step=0), "not 1.1: this learner never had such weights"
+
+
+def test_discarded_takes_are_chosen_anew_and_their_groups_counted(tmp_path: Path) -> None:
+    world, taken = three_takes(tmp_path, max_staleness=9)
+    request = messages.Resume(lineage=1, take=1, version=1, discard=True)
+    for _ in range(2):  # the second is the same request, sent again
+        reply = world.one("learner", request)
+        assert isinstance(reply, messages.Resumed) and reply.lineage == 2
+    gone = {*taken[1], *taken[2]}
+    evicted = world.book.state.ledger.closed["rollout"]["evicted"]
+    assert evicted["rolled_back"].groups == len(gone)
+    world.kill()
+    assert not gone & world.replay.at.groups.keys()
+    world.finish(world.lease(credit=9))
+    groups = ids(world.sample(1, lineage=2))
+    assert groups and not set(groups) & {*gone, *taken[0]}
+    assert world.replay.at.repeats == {}

@@ -352,6 +352,39 @@ def test_counters_name_the_buffer_and_the_ledger(world):
     assert counters["actors/alive"] == 1.0
 
 
+def test_a_ready_group_that_becomes_stale_has_its_task_queued_again(tmp_path):
+    world = World(tmp_path, config(max_staleness=1, groups_per_step=1, sampler="prioritized"))
+    world.resume()
+    even, take = world.lease()[0], 0
+
+    def miss(ticket: Ticket) -> Ticket:
+        """`ticket` is whole, but others are taken until it is too old; its task's next ticket."""
+        nonlocal take
+        world.finish([ticket])
+        while world.replay.at.groups.get(ticket.group_id) is not None:
+            (spread,) = [t for t in world.lease() if t.task != ticket.task]
+            for member in spread.members:
+                world.push(spread, member, reward=float(member))
+            (group,) = world.sample(take)
+            assert group.group_id == spread.group_id
+            world.done(take, [spread.group_id], take + 1)
+            take += 1
+        world.kill()
+        (again,) = world.lease()
+        assert again.task == ticket.task and again.group_id > ticket.group_id
+        return again
+
+    second = miss(even)
+    assert world.book.state.ledger.closed["rollout"]["evicted"]["stale"].groups == 1
+    third = miss(second)
+    assert world.replay.at.groups[third.group_id].wait, "the learner waits for the third"
+    world.finish([third])
+    (group,) = world.sample(take)
+    assert group.group_id == third.group_id, "so it is taken before it is too old"
+    assert world.book.state.tasks.cursor.missed == {}
+    assert world.book.state.tasks.cursor.quarantined == {}
+
+
 # ---- resume, stages, evaluation
 
 
@@ -375,9 +408,13 @@ def test_resume_makes_everything_since_ready_again_and_fences_the_old_learner(tm
 def test_after_a_resume_groups_of_the_abandoned_branch_are_as_old_as_the_way_around(world):
     for take in range(2):
         learn(world, take)
-    world.finish(world.lease(credit=2))  # sampled two versions after the fork
+    tickets = world.lease(credit=2)
+    world.finish(tickets)  # sampled two versions after the fork
     world.resume(lineage=1, take=0, version=0)
-    assert world.book.state.ledger.closed["rollout"]["evicted"]["stale"].groups == 2
+    assert world.book.state.ledger.closed["rollout"]["evicted"]["fork"].groups == 2
+    again = [queued.task.task_id for queued in world.book.state.tasks.cursor.queue]
+    assert again == [ticket.task.task_id for ticket in tickets], "it is not their tasks' fault"
+    assert world.book.state.tasks.cursor.ages == {}
     assert len(world.sample(0, lineage=2)) == 2
 
 

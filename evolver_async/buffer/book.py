@@ -89,13 +89,14 @@ class Book:
         self.leases.close(group_id)
         self.bodies.pop(group_id, None)
 
-    def sweep(self) -> None:
-        """Evicts what has become too old: open groups for their age, ready ones as stale. And what
-        dynamic sampling leaves out, where the record that said so was lost."""
+    def sweep(self, cause: str = "") -> None:
+        """Evicts what has become too old: open groups for their age, ready ones as stale, or both
+        for a `cause` that is not the tasks'. And what dynamic sampling leaves out, where the record
+        that said so was lost."""
         replay = self.replay
         for groups, reason, falls in (
-            (replay.by_state["open"], "age", replay.too_old),
-            (replay.by_state["ready"], "stale", replay.too_old),
+            (replay.by_state["open"], cause or "age", replay.too_old),
+            (replay.by_state["ready"], cause or "stale", replay.too_old),
             (replay.by_state["ready"], ZERO_SPREAD, replay.pointless),
         ):
             self.evict([g for g, held in groups.items() if falls(held)], reason)

@@ -9,6 +9,7 @@ from evolver_async.schema import Kind, Task, WeightId
 
 UNTRAINED = ("eval", "explore")  # kinds that end with their last member: no learner gets them
 ZERO_SPREAD = "zero_spread"  # why dynamic sampling leaves groups out
+FORK = "fork"  # why groups are evicted that a RESUME made too old
 State = Literal["open", "ready", "taken", "closed"]
 Location = tuple[int, int, int, int]  # journal segment, offset, bytes, crc32
 

@@ -5,7 +5,7 @@ The live service and a restart run the same `apply`, so a restart ends where the
 
 from evolver_async.buffer import records
 from evolver_async.buffer.evaluations import Evaluations
-from evolver_async.buffer.groups import UNTRAINED, Held, Location, Member, end_of
+from evolver_async.buffer.groups import FORK, UNTRAINED, Held, Location, Member, end_of
 from evolver_async.buffer.ledger import HELD, Amount, Ledger
 from evolver_async.buffer.replay import Numbers, Replay
 from evolver_async.buffer.tasks import Source, Tasks
@@ -83,6 +83,8 @@ class State:
                 self._enter_stage(record.stage)
             case records.Taken():
                 self.replay.take(record.take, record.stage, record.groups)
+                for group_id in record.groups:
+                    self.tasks.taken(self.replay.at.groups[group_id].task)
             case records.LetGo():
                 self.replay.let_go(record.take, record.reason)
             case records.Reported():
@@ -143,8 +145,10 @@ class State:
         held = self.replay.evict(group_id, reason)
         fate, why = end_of(held, reason)
         self.ledger.close(held.kind, fate, why, _amount(held))
-        if reason == "age":
-            self.tasks.requeue(held.task)
+        if fate == "evicted" and reason == FORK:
+            self.tasks.queue_again(held.task)
+        elif fate == "evicted" and reason in ("age", "stale"):
+            self.tasks.requeue(held.task, complete=reason == "stale")
         if held.pinned is not None and reason != "lineage":
             self.evaluations.lost(held.pinned)
 

@@ -11,6 +11,7 @@ from evolver_async.buffer import records
 from evolver_async.buffer.activity import Activity
 from evolver_async.buffer.book import Book
 from evolver_async.buffer.disk import Disk
+from evolver_async.buffer.groups import FORK
 from evolver_async.buffer.status import Status
 from evolver_async.messages import (
     Done,
@@ -88,7 +89,7 @@ class Taking:
         log.warning("take %d and later ones are not repeated: %s", request.take, reason)
         self.book.record(records.LetGo(take=request.take, reason=reason))
         self._evict_other_stages()
-        self.book.sweep()
+        self.book.sweep(FORK)
         return []
 
     def done(self, peer: str, request: Done, now: float) -> Reply:
@@ -167,7 +168,7 @@ class Taking:
             for group_id in self.book.replay.by_state["closed"]:
                 self.book.forget(group_id)
             self._evict_other_stages()
-            self.book.sweep()
+            self.book.sweep(FORK)
         forks = [at.forks[lineage] for lineage in sorted(at.forks)]
         return Resumed(lineage=at.lineage, forks=forks)
 

@@ -125,6 +125,7 @@ class Cursor(msgspec.Struct):
     walks: dict[Way, Walk] = {}
     queue: list[Queued] = []
     ages: dict[str, int] = {}  # evictions for age, since the task last completed a group
+    missed: dict[str, int] = {}  # complete groups that became stale, since one of it was taken
     failures: dict[str, int] = {}  # in the environment, since it last completed a group
     quarantined: dict[str, str] = {}  # reason by task id
     success: dict[str, float] = {}  # share of the newest group that succeeded, by task id
@@ -195,15 +196,26 @@ class Tasks:
         self.cursor.since_exploration = 0
         self._pass("explore", task)
 
-    def requeue(self, task: Task) -> Literal["again", "wait", "too slow"]:
-        """What becomes of a task whose group grew too old: once more, with patience, or never."""
-        age = self.cursor.ages.get(task.task_id, 0) + 1
-        self.cursor.ages[task.task_id] = age
-        if age > PATIENT_AFTER:
+    def requeue(self, task: Task, complete: bool = False) -> Literal["again", "wait", "too slow"]:
+        """What becomes of a task whose group grew too old: once more, with patience, or never.
+
+        A task whose groups get `complete` is not too slow, however often they are not taken.
+        """
+        counts = self.cursor.missed if complete else self.cursor.ages
+        age = counts[task.task_id] = counts.get(task.task_id, 0) + 1
+        if age > PATIENT_AFTER and not complete:
             self.quarantine(task.task_id, "too slow")
             return "too slow"
-        self.cursor.queue.append(Queued(task, age == PATIENT_AFTER))
-        return "wait" if age == PATIENT_AFTER else "again"
+        self.queue_again(task, wait=age >= PATIENT_AFTER)
+        return "wait" if age >= PATIENT_AFTER else "again"
+
+    def queue_again(self, task: Task, wait: bool = False) -> None:
+        """Issue the task once more, before those that are numbered."""
+        self.cursor.queue.append(Queued(task, wait))
+
+    def taken(self, task: Task) -> None:
+        """The learner got a group of it."""
+        self.cursor.missed.pop(task.task_id, None)
 
     def completed(self, task: Task, success: float | None) -> None:
         """A whole group arrived in time; `success`: the share of it, None where it was scripted."""
@@ -220,6 +232,7 @@ class Tasks:
     def quarantine(self, task_id: str, reason: str) -> None:
         self.cursor.quarantined[task_id] = reason
         self.cursor.ages.pop(task_id, None)
+        self.cursor.missed.pop(task_id, None)
         self.cursor.queue = [q for q in self.cursor.queue if q.task.task_id != task_id]
         self._next.clear()
 

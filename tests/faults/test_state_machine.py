@@ -60,9 +60,13 @@ class Entry:
 
 @dataclass
 class Take:
+    """`head`: when its groups were chosen; `version`: what was made of them last."""
+
     lineage: int
     groups: list[int]
+    head: Version | None
     reported: bool = False
+    version: int | None = None
 
 
 class Machine(RuleBasedStateMachine):
@@ -82,6 +86,7 @@ class Machine(RuleBasedStateMachine):
         self.pool: set[str] = set()
         self.quarantined: set[str] = set()
         self.takes: dict[int, Take] = {}
+        self.undone: dict[int, Take] = {}  # by a resume: to be repeated
         self.parents: dict[int, tuple[int, int]] = {}  # of a lineage: parent and step of the fork
         self.checkpoints: list[tuple[int, int, int]] = [(0, 0, 0)]  # lineage, take, version
         self.lineage = self.version = self.next_take = self.kept = 0
@@ -109,7 +114,8 @@ class Machine(RuleBasedStateMachine):
             questioning=Questioning(kind="goals", every=2, groups=EXPLORING, max_tasks=POOL),
         )
         self.world = World(self.directory, self.config, segment_bytes=2048)
-        self.resume(0)
+        self.resume(0, False)
+        self.checkpoints = self.checkpoints[-1:]  # nobody begins anew once something is trained
         Machine.steps -= 1
 
     def teardown(self) -> None:
@@ -213,13 +219,20 @@ class Machine(RuleBasedStateMachine):
         known = self.takes.get(take)
         if known is not None and known.lineage != self.lineage:
             return  # nobody asks for a take of his ancestors
+        repeated = self.repeated(take) if known is None else None
         found = self.world.sample(take, lineage=self.lineage)
         groups = [group.group_id for group in found]
         for group in found:
             entry = self.groups[group.group_id]
             content = {one.member: one.reward for one in group.trajectories}
             assert content == entry.rewards and len(content) == MEMBERS, "what was acknowledged"
-        if known is not None:
+        if repeated is not None:
+            assert groups == repeated.groups, f"take {take} is repeated"
+            self.takes[take] = repeated
+            for group_id in groups:
+                self.groups[group_id].uses.add(take)
+            self.next_take += 1
+        elif known is not None:
             assert groups == known.groups
         elif groups:
             before = self.takes.get(take - 1)
@@ -229,7 +242,7 @@ class Machine(RuleBasedStateMachine):
                 assert self.held(group_id) and self.lag(group_id) <= self.staleness
                 self.groups[group_id].uses.add(take)
                 assert len(self.groups[group_id].uses) <= self.reuse
-            self.takes[take] = Take(self.lineage, groups)
+            self.takes[take] = Take(self.lineage, groups, (self.lineage, self.version))
             self.next_take += 1
 
     @precondition(lambda self: self.taken() is not None)
@@ -247,16 +260,20 @@ class Machine(RuleBasedStateMachine):
                 skipped=skipped,
             )
         taken.reported = True
+        if taken.version not in (None, version):
+            for later in self.undone.values():
+                later.head = later.version = None
+        taken.version = version
         self.version = version
         self.checkpoints.append((self.lineage, self.next_take, version))
         self.sweep()
 
-    @rule(back=st.integers(0, 3))
-    def resume(self, back: int) -> None:
+    @rule(back=st.integers(0, 3), discard=st.booleans())
+    def resume(self, back: int, discard: bool) -> None:
         """A new learner begins from one of the newest checkpoints that are kept."""
         lineage, take, version = self.checkpoints[-1 - min(back, len(self.checkpoints) - 1)]
         old = self.lineage
-        request = messages.Resume(lineage=lineage, take=take, version=version)
+        request = messages.Resume(lineage=lineage, take=take, version=version, discard=discard)
         # another process than before: from the same one it would be the same request sent again
         reply = self.world.one(f"learner-{next(self.progress)}", request)
         assert isinstance(reply, messages.Resumed) and reply.lineage == old + 1
@@ -266,10 +283,17 @@ class Machine(RuleBasedStateMachine):
         self.parents[self.lineage] = (lineage, version)
         self.version, self.next_take = version, take
         for number in [number for number in self.takes if number >= take]:
-            for group_id in self.takes.pop(number).groups:
+            self.undone[number] = self.takes.pop(number)
+            self.undone[number].reported = False
+            for group_id in self.undone[number].groups:
                 entry = self.groups[group_id]
                 entry.uses.discard(number)
                 entry.evicted = False
+        if discard:
+            for taken in self.undone.values():
+                for group_id in taken.groups:
+                    self.evict(group_id)
+            self.undone = {}
         for taken in self.takes.values():
             taken.reported = True
         self.checkpoints = [c for c in self.checkpoints if c[1] <= take]
@@ -369,6 +393,23 @@ class Machine(RuleBasedStateMachine):
             if member not in entry.rewards
         }
 
+    def repeated(self, take: int) -> Take | None:
+        """The take that the buffer hands out again, if it does. As the fork is no news, its groups
+        are as old as the first time; else none that was undone is repeated."""
+        taken = self.undone.pop(take, None)
+        before = self.takes.get(take - 1)
+        if taken is None or (before and not before.reported and before.lineage == self.lineage):
+            if taken is not None:
+                self.undone[take] = taken
+            return None
+        head = taken.head or (self.lineage, self.version)
+        if any(self.lag(group_id, head) > self.staleness for group_id in taken.groups):
+            self.undone = {}
+            self.sweep()
+            return None
+        taken.lineage, taken.head = self.lineage, head
+        return taken
+
     def reported(self) -> set[int]:
         return {number for number, taken in self.takes.items() if taken.reported}
 
@@ -390,21 +431,24 @@ class Machine(RuleBasedStateMachine):
     def sweep(self) -> None:
         """What is too old ends, unless the learner has it."""
         for group_id, entry in self.groups.items():
-            taken = entry.uses - self.reported()
+            taken = entry.uses - self.reported() or self.promised(group_id)
             if self.held(group_id) and not taken and self.too_old(group_id):
                 self.evict(group_id)
 
     def too_old(self, group_id: int) -> bool:
         return self.groups[group_id].kind == "rollout" and self.lag(group_id) > self.staleness
 
-    def lag(self, group_id: int) -> int:
+    def promised(self, group_id: int) -> bool:
+        return any(group_id in taken.groups for taken in self.undone.values())
+
+    def lag(self, group_id: int, head: Version | None = None) -> int:
         entry = self.groups[group_id]
         ways = [entry.sampled.get(member, entry.heads[member]) for member in entry.heads]
-        return max(self.distance(version) for version in ways)
+        return max(self.distance(version, head) for version in ways)
 
-    def distance(self, version: Version) -> int:
+    def distance(self, version: Version, head: Version | None) -> int:
         """Versions on the way from `version` to the head in the tree of all versions."""
-        ours, theirs = self.ancestors((self.lineage, self.version)), self.ancestors(version)
+        ours, theirs = self.ancestors(head or (self.lineage, self.version)), self.ancestors(version)
         return len(set(ours) ^ set(theirs))
 
     def ancestors(self, version: Version) -> list[Version]:
