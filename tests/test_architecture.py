@@ -51,6 +51,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *TRANSPORT,
         "evolver_async.transport",
         "evolver_async.buffer",
+        "evolver_async.checkpoint",
+        "evolver_async.history",
         "evolver_async.launch.roles",
         "evolver_async.tokenizer",
     ),

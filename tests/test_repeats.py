@@ -18,6 +18,9 @@ from hypothesis import strategies as st
 from test_resume import GROUPS, Killed, Run, kill_after
 
 from evolver_async import messages
+from evolver_async.buffer.journal import JournalError
+from evolver_async.buffer.segment import COMMIT, END
+from evolver_async.buffer.service import Service
 from evolver_async.checkpoint import CheckpointError
 from evolver_async.config import Checkpoint, Correction, Stage
 from evolver_async.schema import Group, WeightId
@@ -185,6 +188,56 @@ def test_a_run_that_has_trained_is_not_begun_anew(start: Callable[..., Ahead]) -
     with pytest.raises(CheckpointError, match=r"checkpoints: no checkpoint left.*trained 1 takes"):
         run.train()
     assert run.world.replay.at.lineage == 1, "nothing has changed"
+
+
+# ---- a journal that ends too early
+
+
+def commits(data: bytes) -> list[int]:
+    """Where the commits of a segment end."""
+    ends, offset = list[int](), 0
+    while offset < len(data):
+        payload, _ = COMMIT.unpack_from(data, offset)
+        offset += COMMIT.size + payload + END.size
+        ends.append(offset)
+    return ends
+
+
+def test_a_journal_that_was_cut_after_a_whole_commit_is_refused(
+    start: Callable[..., Ahead],
+) -> None:
+    """Wherever it was: it is refused, or has all that the newest checkpoint was made of."""
+    run = start()
+    for take in (2, 6):
+        with pytest.raises(Killed):
+            run.train(lambda one, take=take: kill_after(one, one, "report", take))
+    run.world.service.close()
+    (segment,) = (run.run_dir / "journal").glob("*.log")
+    whole = segment.read_bytes()
+    newest = max((run.run_dir / "checkpoints").iterdir())
+    assert newest.name.endswith("-step-4")
+    refused = []
+    for end in commits(whole):
+        segment.write_bytes(whole[:end])
+        try:
+            service = Service.of_run(run.config, run.run_dir, None, 0.0)
+        except JournalError as error:
+            refused.append(end)
+            assert f"{segment} with {end} bytes ends" in str(error) and str(newest) in str(error)
+            assert "missing" in str(error) and segment.read_bytes() == whole[:end]
+        else:
+            at = service.book.replay.at
+            service.close()
+            assert (at.lineage, at.next_take) >= (2, 4)
+    assert len(refused) > 24 and refused == commits(whole)[: len(refused)]
+    segment.write_bytes(whole[: refused[-1]])
+    run.world.open()
+    with pytest.raises(
+        CheckpointError, match=r"000\d+-step-4: .*take 3, all up to take 3 is missing"
+    ):
+        run.train()
+    assert segment.read_bytes() == whole[: refused[-1]], "nothing was written behind the gap"
+    segment.write_bytes(whole)
 
 
 # ---- the buffer alone

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from evolver_async import messages
+from evolver_async import checkpoint, history, messages
 from evolver_async.buffer import records
 from evolver_async.buffer.activity import Activity
 from evolver_async.buffer.book import Book
@@ -23,7 +23,7 @@ from evolver_async.buffer.censoring import Sums
 from evolver_async.buffer.disk import Disk
 from evolver_async.buffer.granting import Granting, numbers_of, source_of
 from evolver_async.buffer.groups import UNTRAINED, ZERO_SPREAD, Held
-from evolver_async.buffer.journal import DiskFull, Journal, archive_bytes
+from evolver_async.buffer.journal import DiskFull, Journal, JournalError, archive_bytes
 from evolver_async.buffer.leases import Leases
 from evolver_async.buffer.ledger import Amount
 from evolver_async.buffer.stalls import Stalls
@@ -108,7 +108,27 @@ class Service:
             weights_address=weights_address(config, run_dir),
             experience_address=experience_address,
         )
-        return cls(config, run_dir.name, run_dir / "journal", welcome, tokenizer_hash, now)
+        service = cls(config, run_dir.name, run_dir / "journal", welcome, tokenizer_hash, now)
+        try:
+            service.check_end(run_dir / "checkpoints")
+        except JournalError:
+            service.book.journal.close()
+            raise
+        return service
+
+    def check_end(self, checkpoints: Path) -> None:
+        """JournalError where the newest checkpoint is newer than the journal's end.
+
+        A segment that was cut after a whole commit looks intact.
+        """
+        for path, _ in checkpoint.resumable(checkpoints)[-1:]:
+            try:
+                found = history.numbers(path)
+            except ValueError:
+                return  # damaged: the learner says so, and goes back to the one before
+            gap = self.taking.gap(found["lineage"], 0 if found["discard"] else found["take"])
+            if gap:
+                raise JournalError(f"{gap}, but {path} is newer; put an intact copy there")
 
     def handle(self, peer: str, request: Request, now: float) -> list[Reply]:
         """The replies to one request; they may be sent after the next `commit`."""

@@ -57,7 +57,7 @@ class Taking:
         if request.take in at.takes and at.takes[request.take].lineage == at.lineage:
             return self._groups(request.take)
         if request.take > at.next_take:
-            return [Reject(reason=self._lacks_takes(request.take))]
+            return [Reject(reason=self.gap(request.lineage, request.take))]
         if request.take < at.next_take:
             return [Reject(reason=f"take: {request.take}, the next one is {at.next_take}")]
         if not 0 <= request.stage < self.stages:
@@ -177,25 +177,25 @@ class Taking:
         at = self.book.replay.at
         if request.lineage < 0:
             return f"lineage: {request.lineage}"
-        if request.lineage > at.lineage:
-            return self._lacks_lineage(request.lineage)
-        if request.take > at.next_take and not request.discard:
-            return self._lacks_takes(request.take)
+        gap = self.gap(request.lineage, 0 if request.discard else request.take)
+        if gap:
+            return gap
         if request.take < at.kept and not request.discard:
             return f"take: {request.take}, the journal has takes {at.kept} to {at.next_take}"
         if request.lineage == 0 and at.reports:
             return f"lineage: 0, a fresh start, but the run has trained {at.reports} takes"
         return ""
 
-    def _lacks_lineage(self, lineage: int) -> str:
-        end, newest = self.book.journal.end(), self.book.replay.at.lineage
-        return f"lineage: {end} ends in lineage {newest}, the records of {lineage} are missing"
-
-    def _lacks_takes(self, take: int) -> str:
-        end, first = self.book.journal.end(), self.book.replay.at.next_take
-        return (
-            f"take: {end} ends before take {first}, the records up to take {take - 1} are missing"
-        )
+    def gap(self, lineage: int, take: int = 0) -> str:
+        """What the journal lacks for a learner of `lineage` before `take`; "" if nothing."""
+        at, end = self.book.replay.at, self.book.journal.end()
+        if lineage > at.lineage:
+            return f"lineage: {end} ends in lineage {at.lineage}, lineage {lineage} is missing"
+        if take > at.next_take:
+            return (
+                f"take: {end} ends before take {at.next_take}, all up to take {take - 1} is missing"
+            )
+        return ""
 
     def kept(self, peer: str, request: Kept, now: float) -> Reply:
         replay = self.book.replay
@@ -226,7 +226,7 @@ class Taking:
         if lineage == newest:
             return None
         if lineage > newest:
-            return Reject(reason=self._lacks_lineage(lineage))
+            return Reject(reason=self.gap(lineage))
         return Fenced(reason=f"lineage {lineage}: the newest is {newest}")
 
     def _wait(self, peer: str, reason: str, now: float) -> Wait:
