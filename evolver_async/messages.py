@@ -237,10 +237,12 @@ class Retry(Message, tag="retry"):
 class Ok(Message, tag="ok"):
     """Done. After DONE and KEPT: evaluation results; after DONE the buffer's counters as well.
 
+    `evaluating`, after KEPT: progress by group of the tickets that outstanding evaluations need.
     `checkpoint`: the learner is asked for one, so that older data may go.
     """
 
     evals: list[EvalResult] = []
+    evaluating: dict[int, int] = {}
     counters: dict[str, float] = {}
     checkpoint: bool = False
 

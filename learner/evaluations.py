@@ -14,6 +14,30 @@ from learner.state import Asked, State
 log = logging.getLogger(__name__)
 
 
+class Standstill:
+    """Deadline of evaluations, in seconds on the caller's clock.
+
+    It is `timeout_s` away. A new group, or progress of one beyond its best so far, moves it.
+    """
+
+    def __init__(self, timeout_s: float, now: float) -> None:
+        self.timeout_s = timeout_s
+        self.deadline = now + timeout_s
+        self.best: dict[int, int] = {}
+
+    def reached(self, progress: dict[int, int], now: float) -> bool:
+        """True if the deadline has passed without progress."""
+        better = {
+            group_id: count
+            for group_id, count in progress.items()
+            if group_id not in self.best or count > self.best[group_id]
+        }
+        if better:
+            self.best |= better
+            self.deadline = now + self.timeout_s
+        return now > self.deadline
+
+
 class Evaluations:
     """`every`: versions between evaluations (0: only at a stage's end), of `episodes` episodes."""
 

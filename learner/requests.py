@@ -48,6 +48,10 @@ class Requests:
     def sleep(self, seconds: float) -> None:
         self.call(asyncio.sleep(seconds))
 
+    def now(self) -> float:
+        """Time of the loop in seconds, virtual where the loop is."""
+        return self.call(_loop_time())
+
     async def _reply_to(self, message: messages.Request) -> Any:
         """The reply, however long it takes, until `stopping`.
 
@@ -69,3 +73,7 @@ class Requests:
             return request.result()
         finally:
             request.cancel()
+
+
+async def _loop_time() -> float:
+    return asyncio.get_running_loop().time()

@@ -8,7 +8,6 @@ from. What a step does to the policy is in `update`, what an alarm leads to in `
 import asyncio
 import logging
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,13 @@ from evolver_async.checkpoint import CheckpointError
 from evolver_async.config import Config
 from evolver_async.config.load import load, to_dict
 from evolver_async.launch import directory
-from evolver_async.launch.roles import RoleArgs, TrainingError, collect_rarely, weights_address
+from evolver_async.launch.roles import (
+    EVALUATION_LOST,
+    RoleArgs,
+    TrainingError,
+    collect_rarely,
+    weights_address,
+)
 from evolver_async.metrics import Metrics, Timers
 from evolver_async.schema import Fork, Group, WeightId
 from evolver_async.transport import Client, DealerClient, Rejected
@@ -28,7 +33,7 @@ from evolver_async.weights import load as channel
 from evolver_async.weights.base import Publisher
 from learner.alarms import Alarm
 from learner.checkpoints import Checkpoints
-from learner.evaluations import Evaluations
+from learner.evaluations import Evaluations, Standstill
 from learner.follow import Leader, attend, meeting
 from learner.guard import Guard
 from learner.outcome import Outcome
@@ -82,20 +87,24 @@ class Learner:
         self.clock = Clock()
 
     def run(self) -> int:
-        """Train through all stages; returns 0, also when `requests.stopping` ended it early."""
+        """Train through all stages; returns 0, also when `requests.stopping` ended it early.
+
+        EVALUATION_LOST if everything was trained and written, but an evaluation stood still.
+        """
+        code = 0
         try:
             self.begin()
             while not self.state.finished:
                 self.enter_stage()
                 while self.step():
                     pass
-            self.await_evaluations()
+            code = self.await_evaluations()
         except Stopping as stopping:
             log.info("told to end while it waited for %s", stopping)
         self.write_checkpoint()
         if isinstance(self.updater, Leader):
             self.updater.end()
-        return 0
+        return code
 
     def close(self) -> None:
         """Let go of the weight channel and the metric sinks."""
@@ -268,16 +277,23 @@ class Learner:
         for result, stage in self.evaluations.take_in(self.state, reply.evals, seconds):
             self.checkpoints.evaluated(result, stage)
 
-    def await_evaluations(self) -> None:
-        """Wait for outstanding evaluations by repeating the last KEPT."""
-        deadline = time.perf_counter() + self.config.eval.timeout_s
+    def await_evaluations(self) -> int:
+        """Repeat the last KEPT until all evaluations have ended or stand still; the exit code."""
+        timeout_s = self.config.eval.timeout_s
+        standstill = Standstill(timeout_s, self.requests.now())
         while self.state.pending and not self.requests.stopping:
-            if time.perf_counter() > deadline:
-                versions = [asked.version for asked in self.state.pending]
-                log.error("evaluations of versions %s did not come", versions)
-                return
-            self.keep()
+            progress = self.keep()
+            if self.state.pending and standstill.reached(progress, self.requests.now()):
+                log.error(
+                    "training is done, but the evaluations of versions %s are lost: no progress"
+                    " for %g s (eval.timeout_s); to repeat them: evolver-async train --resume %s",
+                    [asked.version for asked in self.state.pending],
+                    timeout_s,
+                    self.run_dir,
+                )
+                return EVALUATION_LOST
             self.requests.sleep(POLL_S)
+        return 0
 
     def log(
         self, take: int, stage: int, outcome: Outcome, reply: messages.Ok, passed: float
@@ -317,11 +333,15 @@ class Learner:
         state = self.state
         self.checkpoints.write(state, lambda path: self.updater.save(path, state))
 
-    def keep(self, paused: str = "") -> None:
-        """Say which takes the checkpoints may still ask for, and take in what evaluations found."""
+    def keep(self, paused: str = "") -> dict[int, int]:
+        """Say which takes the checkpoints may still ask for, and take in what evaluations found.
+
+        Returns the progress of the tickets that outstanding evaluations need, by group.
+        """
         oldest, size = self.checkpoints.kept()
         reply = self.requests.ask(messages.Kept(take=oldest, bytes=size, paused=paused))
         self.take_in(reply)
+        return reply.evaluating
 
 
 def build(

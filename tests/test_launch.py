@@ -18,6 +18,7 @@ from evolver_async.launch.directory import address_of, last_lines
 from evolver_async.launch.local import Child, Launcher, RunFailed, run
 from evolver_async.launch.roles import (
     CHECKS,
+    EVALUATION_LOST,
     PROCESSES,
     ROLES,
     TRAINING_ERROR,
@@ -286,6 +287,20 @@ def test_the_sentence_of_the_end_is_this_processs_own(tmp_path: Path) -> None:
     log.write_text(log.read_text().replace("t ERROR x: nothing to train on\n", ""))
     with pytest.raises(RunFailed, match="cannot go on: some library says good-bye"):
         launcher.tend(child, time.monotonic())
+
+
+def test_a_lost_evaluation_ends_the_run_with_its_sentence_and_its_own_exit_code(
+    tmp_path: Path,
+) -> None:
+    launcher = Doomed(tmp_path, EVALUATION_LOST)
+    child = launcher.add("learner", "learner")
+    launcher.log_file("learner").write_text(
+        f"t INFO x: learner learner, incarnation 1, pid {child.process.pid}\n"
+        "t ERROR x: training is done, but the evaluations of versions [2] are lost\n"
+    )
+    with pytest.raises(RunFailed, match=r"training is done, .* \[2\] are lost$") as failure:
+        launcher.tend(child, time.monotonic())
+    assert failure.value.code == EVALUATION_LOST and child.restarts == 0
 
 
 def test_a_role_that_does_not_end_costs_the_others_none_of_their_time(tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def test_latency_of_the_environment_costs_no_real_time(train: Callable[..., Fini
         "env.latency={kind: lognormal, median_s: 5, sigma: 1}",
         "env.step_timeout_s=500",
         "buffer.stall_s=600",
+        "eval.timeout_s=600",
         "buffer.max_staleness=0",
         "stages.0.steps=3",
         "stages.1.steps=10",

@@ -465,6 +465,27 @@ def test_evaluation_is_pinned_granted_first_and_reported_until_confirmed(world):
     assert world.done(1, [g.group_id for g in world.sample(1)], 2).evals == []
 
 
+def test_the_learner_sees_the_progress_of_the_evaluation_that_it_waits_for(world):
+    def evaluating() -> dict[int, int]:
+        return world.one("learner", messages.Kept(take=0)).evaluating
+
+    world.finish(world.lease(credit=2))
+    groups = [group.group_id for group in world.sample(0)]
+    (rollout,) = world.lease()
+    assert evaluating() == {}
+    world.done(0, groups, 1, episodes=2)
+    world.one("actor-0", messages.Renew(weights=weights(1), progress={rollout.group_id: 5}))
+    assert evaluating() == {rollout.group_id: 5}, "its actor must end it before it evaluates"
+    first, second = (ticket for ticket in world.lease() if ticket.kind == "eval")
+    world.one("actor-0", messages.Renew(weights=weights(1), progress={first.group_id: 3}))
+    assert evaluating() == {first.group_id: 3, second.group_id: -1}
+    world.push(first, 0, weights=weights(1))
+    assert evaluating() == {second.group_id: -1}
+    release = messages.Release(group_id=second.group_id, members=[0], reason="engine")
+    world.one("actor-0", release)
+    assert evaluating()[rollout.group_id] == 5
+
+
 def test_a_resume_abandons_evaluations_and_asks_for_its_own(tmp_path):
     world = World(tmp_path, config(stages=["rl", "rl"], max_staleness=1))
     world.resume()

@@ -1,22 +1,26 @@
 """The training loop: evaluations across stages and restarts, and ends that are not planned."""
 
 import asyncio
+import itertools
 import json
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from evolver_async.buffer.service import Service
 from evolver_async.checkpoint import load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import dump, load
-from evolver_async.launch.roles import RoleArgs, TrainingError, resolve
-from evolver_async.launch.serial import run
+from evolver_async.launch.roles import EVALUATION_LOST, RoleArgs, TrainingError, resolve
+from evolver_async.launch.serial import VirtualLoop, run
 from evolver_async.metrics import Metrics
 from evolver_async.schema import EvalResult, WeightId
-from evolver_async.transport import DealerClient
+from evolver_async.transport import DealerClient, LocalClient, LocalServer
 from evolver_async.weights.shm import ShmPublisher
-from learner.evaluations import Evaluations
+from learner.evaluations import Evaluations, Standstill
 from learner.state import Asked, State
 from learner.train import build
 
@@ -54,17 +58,59 @@ def state_of(run_dir: Path) -> dict[str, Any]:
     return json.loads((newest / "state.json").read_text())
 
 
-def test_a_resume_after_the_last_step_still_gets_the_final_evaluation(tmp_path: Path) -> None:
-    config, run_dir = prepared(tmp_path, "eval.timeout_s=1.0e-6")
-    assert run(config, run_dir) == 0
-    outstanding = [{"version": 2, "stage": 0, "episodes": 6}]
-    assert state_of(run_dir)["pending"] == outstanding
-    assert not any("eval/success" in row for row in rows(run_dir))
-    config, _ = prepared(tmp_path)
+def test_a_slow_machine_costs_no_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run_dir = prepared(tmp_path, "eval.timeout_s=31")
+    passed = itertools.count(step=1000.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(passed))
     assert run(config, run_dir) == 0
     (result,) = [row for row in rows(run_dir) if "eval/success" in row]
     assert (result["step"], result["eval/version"], result["eval/episodes"]) == (2, 2, 6)
     assert state_of(run_dir)["pending"] == []
+
+
+def test_an_evaluation_without_progress_is_an_error_and_a_resume_repeats_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No actor plays it: the learner has trained all stages and waits."""
+    config, run_dir = prepared(tmp_path)
+    loop = VirtualLoop()
+    service = Service.of_run(config, run_dir, None, now=0.0)
+    server = LocalServer(service, run_dir.name)
+
+    async def start() -> None:
+        server.start()
+
+    learner = build(config, run_dir, LocalClient(server, "learner"), loop.run_until_complete)
+    asked = Asked(version=0, stage=0, episodes=6)
+    learner.state = State(stage=1, pending=[asked])
+    try:
+        loop.run_until_complete(start())
+        assert learner.run() == EVALUATION_LOST
+        assert 120 < loop.time() < 125
+    finally:
+        learner.close()
+        server.close()
+        service.close()
+        loop.close()
+    assert "evaluations of versions [0] are lost: no progress for 120 s" in caplog.text
+    assert state_of(run_dir)["pending"] == [asdict(asked)]
+    assert not any("eval/success" in row for row in rows(run_dir))
+    assert run(config, run_dir) == 0
+    (result,) = [row for row in rows(run_dir) if "eval/success" in row]
+    assert (result["eval/version"], result["eval/episodes"]) == (0, 6)
+    assert state_of(run_dir)["pending"] == []
+
+
+def test_only_an_evaluation_that_stands_still_is_lost() -> None:
+    still = Standstill(10.0, now=0.0)
+    assert not still.reached({7: -1}, now=9.0)
+    assert not still.reached({7: 3}, now=18.0)
+    assert not still.reached({8: 0}, now=27.0), "the next episode has begun"
+    assert not still.reached({7: 2}, now=36.0)
+    assert still.reached({7: 3, 8: 0}, now=38.0), "an episode that is repeated stands still"
+    assert not still.reached({7: 4}, now=39.0)
 
 
 def test_told_to_end_without_a_buffer_it_leaves_a_checkpoint(tmp_path: Path) -> None:

@@ -206,13 +206,25 @@ class Taking:
         if request.take > at.kept or request.bytes != at.checkpoint_bytes:
             self.book.record(records.Kept(take=request.take, bytes=request.bytes))
             self.book.spare = True
-        return Ok(evals=self._results())
+        return Ok(evals=self._results(), evaluating=self._evaluating())
 
     def _results(self) -> list[EvalResult]:
         """The results of evaluations; repeated until a DONE says that these were received."""
         results = self.book.state.evaluations.results
         self._delivered |= {result.weights for result in results}
         return list(results)
+
+    def _evaluating(self) -> dict[int, int]:
+        """Progress by group of the leases that an evaluation needs.
+
+        An episode that no actor has yet needs all leases: one of them must end first.
+        """
+        groups, leases = self.book.replay.at.groups, self.book.leases
+        running = {group_id for group_id, held in groups.items() if held.kind == "eval"}
+        waits = self.book.state.evaluations.next() is not None or running & leases.vacant.keys()
+        return {
+            lease.group_id: lease.progress for lease in leases if waits or lease.group_id in running
+        }
 
     def _pause(self, peer: str, reason: str, now: float) -> None:
         """A paused learner says so again and again, for people to see."""

@@ -136,6 +136,12 @@ def _check_buffer(config: Config) -> None:
         f"must be less than buffer.stall_s ({buffer.stall_s:g}): no ticket goes before it is late",
     )
     require(
+        config.env.step_timeout_s < config.eval.timeout_s,
+        "eval.timeout_s",
+        f"must be more than env.step_timeout_s ({config.env.step_timeout_s:g}): an evaluation makes"
+        " no progress within a step",
+    )
+    require(
         buffer.segment_bytes <= buffer.disk_limit_bytes,
         "buffer.segment_bytes",
         f"must fit into buffer.disk_limit_bytes ({buffer.disk_limit_bytes})",

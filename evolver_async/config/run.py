@@ -134,7 +134,9 @@ class Eval:
     episodes: int = 256
     final_episodes: int = 512  # after the last stage
     temperature: float = 0.0
-    timeout_s: float = 120.0  # how long the learner waits for the last evaluation
+    timeout_s: float = (
+        120.0  # the last evaluation is lost (exit code 4) after so long without any progress
+    )
 
 
 @dataclass

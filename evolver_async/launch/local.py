@@ -28,7 +28,13 @@ from evolver_async.config import Config
 from evolver_async.launch.directory import announce, last_lines
 from evolver_async.launch.gpus import VISIBLE, number_of, seen_by
 from evolver_async.launch.patience import Patience
-from evolver_async.launch.roles import TRAINING_ERROR, USER_ERROR, keys_of, make_weights_dir
+from evolver_async.launch.roles import (
+    EVALUATION_LOST,
+    TRAINING_ERROR,
+    USER_ERROR,
+    keys_of,
+    make_weights_dir,
+)
 from evolver_async.messages import Status
 from evolver_async.transport import DealerClient, Rejected
 from evolver_async.weights.directories import PREFIX, Claim, claim, sweep
@@ -36,7 +42,11 @@ from evolver_async.weights.directories import PREFIX, Claim, claim, sweep
 POLL_S = 0.1
 START_S = 60.0  # until the buffer must answer
 SEARCHED_LINES = 100  # of a log, for the error that a process ended with
-FINAL = (USER_ERROR, TRAINING_ERROR)  # exit codes of what starting again would only repeat
+FINAL = (
+    USER_ERROR,
+    TRAINING_ERROR,
+    EVALUATION_LOST,
+)  # exit codes of what starting again would only repeat
 INCARNATIONS = 1000  # of one process in one launch, so that those of the next launch are higher
 
 # glibc: do not give freed activations back to the kernel only to fault them in again a moment later
@@ -208,6 +218,8 @@ class Launcher:
                 self.sentence(child),
             )
             self.children.remove(child)
+        elif code == EVALUATION_LOST:
+            raise RunFailed(self.sentence(child), code)
         elif code in FINAL:
             raise RunFailed(f"{child.name} cannot go on: {self.sentence(child)}", code)
         else:

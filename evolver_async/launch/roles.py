@@ -48,6 +48,7 @@ CHECKS = ("actors.check:check",)
 # Exit codes of ends that starting again would only repeat.
 USER_ERROR = 2
 TRAINING_ERROR = 3
+EVALUATION_LOST = 4  # all was trained and written, but an evaluation stood still
 SET_PDEATHSIG = 1  # of prctl
 WEIGHTS = "weights"  # file of the run directory with the path of the weights directory
 
