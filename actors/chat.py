@@ -24,8 +24,9 @@ class Chat:
     """One tokenizer's way to write conversations.
 
     `end_of_turn` is the token that the template puts behind an assistant message (None where that
-    is not one special token); `stop_tokens` are those whose sampling ends a turn. ValueError: the
-    template drops or changes messages.
+    is not one special token); `stop_tokens` are those whose sampling ends a turn. `between` is the
+    text between an assistant message and the next one of the user, `opening` that between the
+    latter and where the policy writes. ValueError: the template drops or changes messages.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -36,12 +37,17 @@ class Chat:
         history = [{"role": "user", "content": ""}, {"role": "assistant", "content": ASSISTANT}]
         rendered = self._render([*history, {"role": "user", "content": USER}])
         _, found, after = rendered.partition(ASSISTANT)
-        self._between, found_too, self._opening = after.partition(USER)
+        self.between, found_too, self.opening = after.partition(USER)
         if not (found and found_too):
             raise ValueError("chat template: it does not render every message as it is")
         self.end_of_turn = self._leading_special()
         ends = (self.end_of_turn, tokenizer.eos_token_id)
         self.stop_tokens = frozenset(token for token in ends if token is not None)
+
+    @property
+    def template(self) -> str:
+        """The source of the chat template."""
+        return self._tokenizer.get_chat_template()
 
     def first(self, system: str, user: str, prefix: str) -> list[int]:
         """The tokens of the first prompt, up to and including the forced `prefix`."""
@@ -78,7 +84,7 @@ class Chat:
 
         `ended`: the last sampled token was `end_of_turn`, which then must not come twice.
         """
-        tokens = self.tokens_of(self._between + self.plain(user) + self._opening)
+        tokens = self.tokens_of(self.between + self.plain(user) + self.opening)
         return tokens[ended:] + self.tokens_of(prefix)
 
     def message(self, user: str) -> tuple[list[int], list[int]]:
@@ -86,12 +92,12 @@ class Chat:
         one that ends it."""
         said = self.plain(user)
         encoded = self._tokenizer(
-            self._between + said + self._opening,
+            self.between + said + self.opening,
             add_special_tokens=False,
             return_offsets_mapping=True,
         )
         tokens, offsets = encoded["input_ids"], encoded["offset_mapping"]
-        start, end = len(self._between), len(self._between) + len(said)
+        start, end = len(self.between), len(self.between) + len(said)
         first = next(i for i, (_, stop) in enumerate(offsets) if stop > start)
         last = next(i for i, (_, stop) in enumerate(offsets) if stop > end)
         return tokens[:first], tokens[first : last + 1]
@@ -110,7 +116,11 @@ class Chat:
         Raises whatever the template does.
         """
         return self._tokenizer.apply_chat_template(
-            messages, tools=tools or None, tokenize=False, add_generation_prompt=True
+            messages,
+            tools=tools or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            forced_prefix="",
         )
 
     def tokens_of(self, text: str) -> list[int]:
@@ -126,8 +136,8 @@ class Chat:
     def said(self, tokens: list[int], prefix: str) -> str:
         """The last message of the user in what `first` or `next` gave."""
         text = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-        text = text.removesuffix(prefix).removesuffix(self._opening)
-        return text.rpartition(self._between)[2]
+        text = text.removesuffix(prefix).removesuffix(self.opening)
+        return text.rpartition(self.between)[2]
 
     def _opening_text(self, system: str, user: str) -> str:
         content = (("system", system), ("user", user))
@@ -135,11 +145,14 @@ class Chat:
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         return self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
+            messages,
+            tokenize=False,
+            add_generation_prompt=True,
+            forced_prefix="",  # of a template that an earlier run exported: the prefix comes after
         )
 
     def _leading_special(self) -> int | None:
-        tokens = self.tokens_of(self._between)
+        tokens = self.tokens_of(self.between)
         if tokens and tokens[0] in self._tokenizer.added_tokens_decoder:
             return tokens[0]
         return None

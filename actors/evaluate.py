@@ -32,7 +32,7 @@ def evaluate(run_dir: Path, episodes: int) -> str:
     source = source_of(staged)
     tasks = [held_out_task(source, number) for number in range(episodes)]
     weights = whole(shards.read(newest, "model"), config.policy)
-    trajectories = asyncio.run(_play(staged, last, tasks, weights))
+    trajectories = asyncio.run(play_all(staged, last, tasks, weights))
     success = statistics.fmean(trajectory.success for trajectory in trajectories)
     reward = statistics.fmean(trajectory.reward for trajectory in trajectories)
     line = f"{run_dir}, step {manifest.step}: success {success:.3f}, reward {reward:.3f}"
@@ -46,7 +46,9 @@ def evaluate(run_dir: Path, episodes: int) -> str:
     return f"{line})"
 
 
-async def _play(config: Config, stage: int, tasks: list[Task], weights: dict) -> list[Trajectory]:
+async def play_all(
+    config: Config, stage: int, tasks: list[Task], weights: dict
+) -> list[Trajectory]:
     """One greedy episode a task."""
     held = WeightId(lineage=0, step=0)
     engine, chat = load_engine(config, held, weights)

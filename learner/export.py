@@ -1,14 +1,20 @@
-"""Writes a Hugging Face directory out of a run's newest checkpoint."""
+"""Writes a Hugging Face directory out of a run's newest checkpoint.
+
+What tells others how to ask the policy (chat template, generation settings, README) is written by
+the actors' side, which knows how a turn is written.
+"""
 
 from pathlib import Path
 
 from evolver_async import checkpoint, lora, policy, shards
-from evolver_async.config.load import load
+from evolver_async.config.load import load, stage_config
+from evolver_async.launch.roles import resolve
 from evolver_async.weights.merged import whole
 
 
 def export(run_dir: Path, out: Path) -> str:
-    """Write config, weights, tokenizer and chat template to `out`; says in a line what it is.
+    """Write config, weights, tokenizer and how to ask the policy to `out`; says in a line what it
+    is.
 
     Adapters are merged into the weights, and also written by themselves to `out`/adapter, as the
     `peft` library reads them.
@@ -22,6 +28,7 @@ def export(run_dir: Path, out: Path) -> str:
     tensors = shards.read(newest, "model")
     policy.load_state(model, whole(tensors, settings))
     policy.export(model, out, settings.path)
+    resolve("manual")(stage_config(config, len(config.stages) - 1), out)
     line = f"wrote {out}: the policy after step {manifest.step} of {run_dir}"
     if not settings.lora.rank:
         return line

@@ -37,6 +37,7 @@ ROLES = PROCESSES | {
     "exact": "actors.envs.base:exact",  # (tasks, max_turns) -> random and optimal, or None
     "check_prompts": "actors.prompts:check",  # (config) -> None
     "export": "learner.export:export",  # (run_dir, out) -> one line
+    "manual": "actors.manual:write_manual",  # (config of a stage, exported directory) -> None
     "purge": "actors.navigating.service:purge_files",  # (config, run_dir, source) -> entries
     "serial_actor": "actors.main:build",
     "serial_experience": "actors.navigating.service:build",

@@ -23,6 +23,7 @@ from rich.table import Table
 from evolver_async.config import Config
 from evolver_async.launch.directory import EXACT
 from evolver_async.launch.roles import keys_of
+from evolver_async.lineages import Mark, current_rows, mark, supersedes
 from evolver_async.messages import Status
 from evolver_async.transport import DealerClient, Rejected
 
@@ -63,7 +64,7 @@ class View:
         self.steps = steps
         self.exact = exact
         self.row: dict[str, Any] = {}
-        self.evals: list[float] = []
+        self.marked: list[tuple[Mark, float]] = []  # evaluations, none superseded
         self.stalled = ""  # who has made no progress for longest
         self.waiting: list[str] = []
         self.line_due_s = 0.0
@@ -71,14 +72,18 @@ class View:
 
     def feed(self, row: dict[str, Any]) -> str | None:
         """Take in a row; returns the line to print for it, where it deserves one."""
+        new = mark(row)
+        self.marked = [entry for entry in self.marked if not supersedes(new, entry[0])]
         if "eval/success" in row:
-            self.evals.append(row["eval/success"])
+            self.marked.append((new, row["eval/success"]))
             return (
                 f"step {row['step']}  eval success {_number(row['eval/success'])}"
                 f" over {_number(row.get('eval/episodes'))} episodes{self._beside()}"
             )
         if "time_s" not in row:
             return None
+        if self.row and self.row["lineage"] != row["lineage"]:  # its clock went back
+            self.first, self.line_due_s = None, 0.0
         self.row, self.waiting = row, []
         if not self.stalls:
             self.stalled = ""
@@ -87,6 +92,11 @@ class View:
             return None
         self.line_due_s = row["time_s"] + LINE_S
         return self.line()
+
+    @property
+    def evals(self) -> list[float]:
+        """The success rates of the newest lineage's evaluations."""
+        return [success for _, success in self.marked]
 
     @property
     def stalls(self) -> int:
@@ -216,13 +226,13 @@ def _show(
     exact = json.loads(measured.read_text()) if measured.exists() else None
     view = View(run_dir.name, _steps(config), exact)
     if embedded:
-        for row in tail.rows():  # of the launches before
+        for row in current_rows(tail.rows()):  # of the launches before
             view.feed(row)
     quiet_since = time.monotonic()
     last = False
     while not last:
         last = stop.wait(POLL_S)
-        for row in tail.rows():
+        for row in current_rows(tail.rows()):
             line = view.feed(row)
             if not view.stalls:  # else the buffer knows who it is
                 quiet_since = time.monotonic()

@@ -1,0 +1,107 @@
+"""An export tells how its policy is asked: with transformers alone it says what it said here."""
+
+import json
+import re
+
+import pytest
+from chatml import TEMPLATE, make_tokenizer
+from exported import EPISODES, Exported, make_export, play
+from transformers import AutoTokenizer, GenerationConfig
+
+from actors.chat import Chat
+from actors.manual import template_of, write_manual
+from evolver_async.config.load import load, stage_config
+
+FORGETFUL = """
+{%- for message in messages %}
+    {%- set content = message['content'] %}
+    {%- if message['role'] == 'assistant' and not loop.last and '</think>' in content %}
+        {%- set content = content.split('</think>')[-1] %}
+    {%- endif %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+STEPS = "stages=[{kind: rl, steps: 1}]"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return make_export(tmp_path_factory.mktemp("exported"))
+
+
+def test_plain_transformers_writes_every_turn_of_the_evaluation(exported: Exported) -> None:
+    """By the very example of the README."""
+    text = (exported.directory / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict = {}
+    exec(example.replace('PATH = "."', f"PATH = {str(exported.directory)!r}"), names)
+    found = [play(exported, number, names["reply"]) for number in range(EPISODES)]
+    assert [texts for texts, _ in found] == exported.texts
+    assert [success for _, success in found] == exported.success
+    assert sum(exported.success) > 0, "the policy must not be too bad to show anything"
+    assert max(map(len, exported.texts)) > 1, "nor may every episode be a single turn"
+
+
+def test_the_readme_tells_what_a_turn_needs(exported: Exported) -> None:
+    text = (exported.directory / "README.md").read_text()
+    for told in (
+        *("Every turn begins with `<answer>`", "`</answer>`", "at most 12 tokens", "greedily"),
+        *("reply with <answer> action</answer>", "stop=['</answer>']", "whole conversation"),
+    ):
+        assert told in text, told
+
+
+def test_the_generation_settings_are_valid_and_those_of_the_evaluation(exported: Exported) -> None:
+    settings = GenerationConfig.from_pretrained(exported.directory)
+    settings.validate(strict=True)
+    assert settings.stop_strings == ["</answer>"] and settings.max_new_tokens == 12
+    assert not settings.do_sample
+    assert settings.eos_token_id == sorted(exported.setting.chat.stop_tokens)
+
+
+def test_an_evaluation_that_samples_does_so_from_all_tokens(exported: Exported, tmp_path) -> None:
+    for path in exported.directory.glob("token*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(exported.setting.chat.template)
+    changes = ["eval.temperature=0.7", "rollout.format=tool_call", "env.name=code"]
+    write_manual(stage_config(load(None, [STEPS, *changes]), 0), tmp_path)
+    settings = json.loads((tmp_path / "generation_config.json").read_text())
+    assert (settings["temperature"], settings["top_k"], settings["top_p"]) == (0.7, 0, 1.0)
+    assert settings["stop_strings"] == ["</answer>", "</tool_call>"]
+    assert '"name": "python"' in (tmp_path / "README.md").read_text(), "the tools are told"
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE + "\n", FORGETFUL])
+@pytest.mark.parametrize("prefix", ["", "<think>", 'a "quoted" \\ ö\n'])
+def test_the_template_writes_conversations_as_training_does(template: str, prefix: str) -> None:
+    """Also where the original forgets the thoughts of earlier turns."""
+    tokenizer = make_tokenizer(template)
+    chat = Chat(tokenizer)
+    said = [f"{prefix}why</think><answer>{n}</answer>" for n in range(2)]
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u0"}]
+    tokens = chat.first("s", "u0", prefix)
+    other = make_tokenizer(template_of(chat, prefix))
+
+    def rendered(**options) -> str:
+        return other.apply_chat_template(messages, tokenize=False, **options)
+
+    assert rendered(add_generation_prompt=True) == tokenizer.decode(tokens)
+    for n, text in enumerate(said):
+        messages += [{"role": "assistant", "content": text}]
+        messages += [{"role": "user", "content": f"u{n + 1}"}]
+        tokens += chat.tokens_of(text.removeprefix(prefix)) + chat.next(f"u{n + 1}", prefix, False)
+        assert rendered(add_generation_prompt=True) == tokenizer.decode(tokens)
+    plain = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert rendered() == plain, "without a generation prompt it is the original"
+
+
+def test_an_exported_template_can_be_trained_on_again(exported: Exported) -> None:
+    """The export is a policy like any other: its turns open with the prefix once, or with
+    another one."""
+    chat = Chat(AutoTokenizer.from_pretrained(exported.directory))
+    for prefix in ("<answer>", "<think>"):
+        assert chat.first("s", "u", prefix) == exported.setting.chat.first("s", "u", prefix)
+    assert template_of(chat, "<think>") == template_of(exported.setting.chat, "<think>")
