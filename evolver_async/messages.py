@@ -35,7 +35,7 @@ class Hello(Message, tag="hello"):
 
 
 class Lease(Message, tag="lease"):
-    """Asks for up to `credit` groups; parked until there is room.
+    """Asks for tickets of up to `credit` members; parked until there is room.
 
     `generated`: tokens that this incarnation has sampled so far.
     """

@@ -142,8 +142,12 @@ class World:
         return reply.lineage
 
     def lease(self, credit: int = 1, peer: str = "actor-0") -> list[Ticket]:
-        """Tickets for an actor with the newest weights; none where it is told to wait."""
-        reply = self.one(peer, messages.Lease(credit=credit, weights=self.replay.at.head))
+        """Tickets for an actor with the newest weights; none where it is told to wait.
+
+        `credit` is in groups of the present stage.
+        """
+        members = credit * self.replay.numbers.group_size
+        reply = self.one(peer, messages.Lease(credit=members, weights=self.replay.at.head))
         return reply.tickets if isinstance(reply, messages.Tickets) else []
 
     def push(self, ticket: Ticket, member: int, **facts: object) -> messages.Reply:

@@ -75,6 +75,19 @@ def test_a_lease_waits_for_a_learner_then_for_room_and_says_why(tmp_path):
     assert "members [0, 1] from actor-0 for 3.0 s" in reply.reason
 
 
+def test_no_more_members_are_granted_than_the_credit_also_in_a_stage_of_larger_groups(tmp_path):
+    settings = config(group_size=2, max_staleness=9)
+    settings.stages[0].override = {"rollout": {"group_size": 8}}
+    world = World(tmp_path, settings)
+    world.resume()
+    reply = world.one("actor-0", messages.Lease(credit=7))
+    assert isinstance(reply, messages.Wait)
+    assert reply.reason == "a group has 8 members, the credit is 7"
+    reply = world.one("actor-0", messages.Lease(credit=17))
+    assert isinstance(reply, messages.Tickets)
+    assert [len(ticket.members) for ticket in reply.tickets] == [8, 8]
+
+
 def test_who_asks_for_nothing_more_holds_nothing_more(tmp_path):
     world = World(tmp_path, config(max_staleness=0))
     world.resume()

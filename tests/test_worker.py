@@ -71,9 +71,11 @@ class Buffer:
         self.tickets = list(tickets)
         self.refuses = refuses
         self.requests: list[Any] = []
+        self.credits: list[int] = []
 
     def handle(self, peer: str, request: Any, now: float) -> list[messages.Reply]:
         if isinstance(request, messages.Lease) and request.credit > 0:
+            self.credits.append(request.credit)
             due = [ticket for at, ticket in self.tickets if at <= now]
             self.tickets = [(at, ticket) for at, ticket in self.tickets if at > now]
             return [messages.Tickets(tickets=due) if due else messages.Wait(reason="none")]
@@ -109,11 +111,11 @@ def run(tmp_path: Path) -> Iterator[Callable[..., None]]:
         async def play() -> None:
             server = LocalServer(buffer, "run")
             server.start()
-            worker = worker_of(LocalClient(server, "actor-0"), engine, publisher)
+            worker = worker_of(
+                LocalClient(server, "actor-0"), engine, publisher, groups=groups, group_size=2
+            )
             worker.mechanisms = mechanisms or Mechanisms()
-            worker.config.actors.groups = groups
             worker.config.questioning.kind = questioning
-            worker.config.rollout.group_size = 2
             loop.call_later(seconds, worker.stop.set)
             await worker.run()
             server.close()
@@ -131,8 +133,12 @@ def worker_of(
     publisher: ShmPublisher,
     lag: int = 0,
     step_timeout_s: float = 30.0,
+    groups: int = 8,
+    group_size: int = 8,
+    stages: list[Stage] | None = None,
 ) -> Worker:
-    config = Config(stages=[Stage(kind="sft", steps=5)])
+    config = Config(stages=stages or [Stage(kind="sft", steps=5)])
+    config.actors.groups, config.rollout.group_size = groups, group_size
     config.actors.weight_lag = lag
     config.env.step_timeout_s = step_timeout_s
     receiver = ShmReceiver(publisher.address)
@@ -141,6 +147,25 @@ def worker_of(
 
 def granted(changes: dict[str, Any] | None = None, **params: Any) -> Ticket:
     return replace(corridor(members=2, **params), **(changes or {}))
+
+
+def test_credit_is_in_members_whatever_the_size_of_a_stages_groups(
+    tmp_path: Path, run: Callable[..., None]
+) -> None:
+    buffer = Buffer((0.0, granted()), (0.0, granted({"group_id": 1})))
+    run(buffer, Walker(pause_s=1.0), 60.0, groups=3)
+    assert buffer.credits[:2] == [6, 2] and set(buffer.credits) == {6, 2}
+    publisher = ShmPublisher(tmp_path / "stages", background=False)
+    stages = [
+        Stage(kind="sft", steps=1),
+        Stage(kind="sft", steps=1, override={"rollout": {"group_size": 32}}),
+    ]
+    for groups, members in ((1, 32), (8, 64)):  # the base size is 8; one group of any stage fits
+        client = LocalClient(LocalServer(buffer, "run"), "actor-0")
+        worker = worker_of(client, Walker(), publisher, groups=groups, stages=stages)
+        assert worker.free() == members
+        worker.receiver.close()
+    publisher.close()
 
 
 def test_a_rejected_trajectory_ends_the_worker_and_the_ticket_is_given_back(

@@ -120,7 +120,7 @@ def parcelled(frames: list[bytes], parcel: bytes) -> list[bytes]:
 def granted(attacked: Attacked) -> Ticket:
     reply = attacked.ask(messages.Resume(lineage=0, take=0, version=0))
     assert isinstance(reply, messages.Resumed)
-    tickets = attacked.ask(messages.Lease(credit=1))
+    tickets = attacked.ask(messages.Lease(credit=2))
     return tickets.tickets[0]
 
 
