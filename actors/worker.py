@@ -37,6 +37,10 @@ OFFERED = 16  # tasks in one message
 Place = tuple[int, int]  # group and attempt of a ticket
 
 
+class Displaced(RuntimeError):
+    """Another process has the name of this actor; says which."""
+
+
 class Worker:
     """One actor: an engine, and the groups that are being run on it."""
 
@@ -120,6 +124,8 @@ class Worker:
             if isinstance(reply, messages.Wait):
                 log.info("no ticket: %s", reply.reason)
                 continue
+            if isinstance(reply, messages.Fenced):
+                raise Displaced(reply.reason)
             for ticket in reply.tickets:
                 self.start(ticket)
 
@@ -179,6 +185,8 @@ class Worker:
             shown = set(self.running)
             reply = await self.client.request(self.shown())
             if isinstance(reply, messages.Fenced):
+                if not reply.groups:
+                    raise Displaced(reply.reason)
                 for place in self.running.keys() & shown:  # not what was granted meanwhile
                     if place[0] in reply.groups:
                         self.fence(place, reply.reason)

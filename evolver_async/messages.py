@@ -27,11 +27,16 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=False
 
 
 class Hello(Message, tag="hello"):
-    """The first word of a process. `tokenizer` is its tokenizer's hash, once it has loaded one."""
+    """The first word of a process; it asks for the sender's name.
+
+    `tokenizer` is its tokenizer's hash, once it has loaded one. `host` and `pid` are for people.
+    """
 
     role: str
     schema_hash: str
     tokenizer: str | None = None
+    host: str = ""
+    pid: int = 0
 
 
 class Lease(Message, tag="lease"):
@@ -141,6 +146,9 @@ class Resume(Message, tag="resume"):
 
     A fresh run resumes from lineage 0, take 0, version 0. Evaluations of older lineages are
     abandoned; `episodes` > 0 asks for one of this version under the new lineage, as of `stage`.
+
+    `process` (random) and `incarnation` are the learner's. They are kept in the journal: a process
+    begins one lineage, and none once a later incarnation has begun one.
     """
 
     lineage: int
@@ -148,6 +156,8 @@ class Resume(Message, tag="resume"):
     version: int
     episodes: int = 0
     stage: int = 0
+    process: str = ""
+    incarnation: int = 0
 
 
 class Kept(Message, tag="kept"):
@@ -244,7 +254,10 @@ class Ok(Message, tag="ok"):
 
 
 class Fenced(Message, tag="fenced"):
-    """The sender lost its right: a newer lineage exists, or `groups` were leased to another."""
+    """The sender lost its right: a newer lineage exists, or `groups` were leased to another.
+
+    Without either another process has the sender's name.
+    """
 
     reason: str
     groups: list[int] = []

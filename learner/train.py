@@ -7,6 +7,7 @@ from. What a step does to the policy is in `update`, what an alarm leads to in `
 
 import asyncio
 import logging
+import secrets
 import signal
 import time
 from collections.abc import Callable
@@ -116,6 +117,8 @@ class Learner:
                 version=state.version,
                 episodes=again.episodes if again else 0,
                 stage=again.stage if again else 0,
+                process=secrets.token_hex(8),  # resent as it is; drawn anew by the next process
+                incarnation=self.requests.client.incarnation,
             )
         )
         if reply.lineage > 1 and newest is None:

@@ -112,6 +112,8 @@ class Resumed(Record, tag="resumed"):
     version: int
     episodes: int = 0
     stage: int = 0
+    process: str = ""
+    incarnation: int = 0
 
 
 class Kept(Record, tag="kept"):

@@ -57,7 +57,7 @@ class Position(msgspec.Struct):
     `kept`: the oldest take that may come back. `checkpoint_bytes`: the size of the newest
     checkpoint. `floor`: the version with which the stage began; what is older was not trained to
     act in it and samples nothing for it. `zero_spread`: groups that dynamic sampling left out since
-    the last take.
+    the last take. `begun`: the lineage that each learner process began; `incarnation`: of the last.
     """
 
     stage: int = 0
@@ -73,6 +73,8 @@ class Position(msgspec.Struct):
     zero_spread: int = 0
     groups: dict[int, Held] = {}
     takes: dict[int, Take] = {}
+    begun: dict[str, int] = {}
+    incarnation: int = 0
 
 
 class Replay:

@@ -104,7 +104,8 @@ def frames_of(message: Any, sender: str = "evil", run: str = "run", number: int 
 def headed(body: Any, **fields: Any) -> list[bytes]:
     """A message without trajectories whose header has this body and these fields."""
     header = {
-        **{"protocol": PROTOCOL, "run": "run", "sender": "evil", "incarnation": 0, "id": 7},
+        **{"protocol": PROTOCOL, "run": "run", "sender": "evil", "incarnation": 0},
+        **{"nonce": "", "id": 7},
         **{"schema": SCHEMA_HASH, "body": body, "parcels": []},
         **fields,
     }
