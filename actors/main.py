@@ -1,7 +1,10 @@
 """How an actor comes to be: it joins a run at one address and learns everything else from it."""
 
 import asyncio
+import logging
+import os
 import signal
+import socket
 
 from actors.aftermath import Mechanisms
 from actors.attributing.judge import make_judge
@@ -10,17 +13,19 @@ from actors.engines.load import load_engine
 from actors.navigating.guide import make_guide
 from actors.questioning.questioner import make_questioner
 from actors.reflecting import make_reflector
-from actors.worker import Worker
+from actors.worker import Displaced, Worker
 from evolver_async import messages, policy
 from evolver_async.config import Config
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import from_dict, stage_config
 from evolver_async.config.secrets import reveal
-from evolver_async.launch.roles import RoleArgs, collect_rarely
+from evolver_async.launch.roles import USER_ERROR, RoleArgs, collect_rarely
 from evolver_async.transport import Client, DealerClient, Rejected
 from evolver_async.weights import load as channel
 from evolver_async.weights.merged import merging
 from evolver_async.wire import SCHEMA_HASH
+
+log = logging.getLogger(__name__)
 
 
 def build(
@@ -49,11 +54,13 @@ def build(
 
 async def join(client: Client) -> tuple[Config, messages.Welcome]:
     """The run's configuration and addresses. ConfigError where the buffer refuses us."""
+    hello = messages.Hello(
+        role="actor", schema_hash=SCHEMA_HASH, host=socket.gethostname(), pid=os.getpid()
+    )
     try:
-        welcome = await client.request(messages.Hello(role="actor", schema_hash=SCHEMA_HASH))
+        welcome = await client.request(hello)
         config = from_dict(welcome.config)
-        tokenizer = policy.tokenizer_hash(config.policy.path)
-        hello = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, tokenizer=tokenizer)
+        hello.tokenizer = policy.tokenizer_hash(config.policy.path)
         await client.request(hello)
     except Rejected as error:
         raise ConfigError(f"--connect: {error}") from None
@@ -89,6 +96,10 @@ async def serve(args: RoleArgs) -> None:
 
 
 def main(args: RoleArgs) -> int:
-    """Role `actor`."""
-    asyncio.run(serve(args))
+    """Role `actor`. One that lost its name ends; only a launcher's is started again."""
+    try:
+        asyncio.run(serve(args))
+    except Displaced as error:
+        log.error("%s", error)
+        return USER_ERROR if args.parent_pid is None else 1
     return 0

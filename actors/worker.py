@@ -37,6 +37,10 @@ OFFERED = 16  # tasks in one message
 Place = tuple[int, int]  # group and attempt of a ticket
 
 
+class Displaced(RuntimeError):
+    """Another process has the name of this actor; says which."""
+
+
 class Worker:
     """One actor: an engine, and the groups that are being run on it."""
 
@@ -53,10 +57,12 @@ class Worker:
     ) -> None:
         self.config = config
         self.mechanisms = mechanisms or Mechanisms()
-        self.settings = [
-            setting_of(stage_config(config, index), chat, name, incarnation)
-            for index in range(len(config.stages))
-        ]
+        stages = [stage_config(config, index) for index in range(len(config.stages))]
+        self.settings = [setting_of(stage, chat, name, incarnation) for stage in stages]
+        self.sizes = [stage.rollout.group_size for stage in stages]
+        self.size = self.sizes[0]  # members of a group of the stage that is trained now
+        # Members at a time. One group of any stage fits, else that stage could not be played.
+        self.capacity = max(config.actors.groups * config.rollout.group_size, *self.sizes)
         self.client = client
         self.receiver = receiver
         self.engine = engine
@@ -101,10 +107,13 @@ class Worker:
             self.receiver.close()
 
     async def lease(self) -> None:
-        """Keep as many groups running as the configuration allows."""
+        """Keep as many members running as the configuration allows.
+
+        Ask only where a whole group fits: the credit of a parked LEASE does not grow.
+        """
         while True:
             async with self.turnover:
-                await self.turnover.wait_for(lambda: self.free() > 0)
+                await self.turnover.wait_for(lambda: self.free() >= self.size)
             reply = await self.client.request(
                 messages.Lease(
                     credit=self.free(),
@@ -115,6 +124,8 @@ class Worker:
             if isinstance(reply, messages.Wait):
                 log.info("no ticket: %s", reply.reason)
                 continue
+            if isinstance(reply, messages.Fenced):
+                raise Displaced(reply.reason)
             for ticket in reply.tickets:
                 self.start(ticket)
 
@@ -122,6 +133,8 @@ class Worker:
         """Run a ticket in a task of its own."""
         for place in [place for place in self.running if place[0] == ticket.group_id]:
             self.fence(place, "granted anew")
+        if ticket.kind != "eval":
+            self.size = self.sizes[ticket.stage]
         self.adoption.expect(ticket)
         progress = Progress()
         task = asyncio.create_task(self.work(ticket, progress), name=f"g{ticket.group_id}")
@@ -155,12 +168,11 @@ class Worker:
         return self.sampled
 
     def free(self) -> int:
-        """Groups of the usual size that still fit beside the episodes that are being played."""
-        size = self.config.rollout.group_size
+        """Members that still fit beside the episodes that are being played: the credit."""
         members = sum(
             len(ticket.members) - progress.played for ticket, progress, _ in self.running.values()
         )
-        return self.config.actors.groups - -(-members // size)
+        return self.capacity - members
 
     async def renew(self) -> None:
         """Show progress, so that the leases last; drop what the buffer has given to another."""
@@ -173,6 +185,8 @@ class Worker:
             shown = set(self.running)
             reply = await self.client.request(self.shown())
             if isinstance(reply, messages.Fenced):
+                if not reply.groups:
+                    raise Displaced(reply.reason)
                 for place in self.running.keys() & shown:  # not what was granted meanwhile
                     if place[0] in reply.groups:
                         self.fence(place, reply.reason)

@@ -2,9 +2,10 @@
 
 Why nothing is lost: a reply is given out after the commit of what it says, and a client sends the
 same message id again until a reply comes, so a lost frame, a lost reply or a dead server cost a
-resend; every request may arrive twice. Why nothing deadlocks: the server never waits for a client
-(one that is gone or full loses the reply and asks again), and a request that cannot be granted is
-parked for at most `park_s`, then answered WAIT.
+resend; every request may arrive twice, and acts once (`sessions.py`). Why nothing deadlocks: the
+server never waits for a client (one that is gone or full loses the reply and asks again), and a
+request that cannot be granted is parked for at most `park_s`, then answered WAIT. At most `PARKED`
+requests are parked, the newest ones.
 
 `Desk` is the server's end, `Client` the other. How bytes travel between them is `transport.py`.
 """
@@ -13,14 +14,15 @@ import asyncio
 import itertools
 import logging
 import random
+import secrets
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from evolver_async.messages import (
     Counters,
     Groups,
-    Hello,
     Lease,
     Part,
     Reject,
@@ -30,11 +32,11 @@ from evolver_async.messages import (
     Retry,
     Sample,
     Status,
-    Tickets,
     Wait,
     Welcome,
 )
 from evolver_async.schema import Group, key
+from evolver_async.sessions import Sessions
 from evolver_async.wire import (
     Envelope,
     Limits,
@@ -47,6 +49,8 @@ from evolver_async.wire import (
 PARK_S = 5.0  # how long LEASE and SAMPLE may wait for something to change
 RESEND_S = 2.0  # first resend; doubled each time
 RESEND_LIMIT_S = 10.0
+PARKED = 1024  # past it the request that was parked for longest is answered WAIT
+SILENT_S = 60.0  # a process silent for longer does not keep its name from another one
 REQUEST_LIMITS = Limits(parcels=1)  # no request carries a group
 
 log = logging.getLogger(__name__)
@@ -100,15 +104,23 @@ class _Answer:
 class Desk:
     """Decodes, hands to the service, parks, and keeps replies back until the commit.
 
-    `route` is whatever says where a reply goes; it is handed back with the reply.
+    `route` is whatever says where a reply goes; it is handed back with the reply. `connected`
+    tells whether one still leads to a client, `silent_s` for how long a silent one keeps its name.
     """
 
-    def __init__(self, service: Service, run_id: str, park_s: float) -> None:
+    def __init__(
+        self,
+        service: Service,
+        run_id: str,
+        park_s: float,
+        silent_s: float = SILENT_S,
+        connected: Callable[[Any], bool] = lambda _: True,
+    ) -> None:
         self._service = service
         self._run_id = run_id
         self._park_s = park_s
-        self._parked: dict[tuple[str, type], _Parked] = {}
-        self._granted: dict[str, tuple[tuple[int, int], list[Reply]]] = {}
+        self._sessions = Sessions(connected, silent_s)
+        self._parked: dict[tuple[str, type], _Parked] = {}  # the longest parked first
         self._outbox: dict[tuple[Any, int], _Answer] = {}
 
     def receive(self, route: Any, frames: list[Any], now: float) -> None:
@@ -128,9 +140,14 @@ class Desk:
             reason = f"run: {envelope.run_id!r}, this buffer serves {self._run_id!r}"
             self._reply(route, envelope.message_id, [Reject(reason=reason)])
         else:
+            replies = self._sessions.enter(envelope, route, now)
+            if replies is not None:
+                self._reply(route, envelope.message_id, replies)
+                return
             self._handle(_Parked(route, envelope, Wait(reason=""), now), now)
 
     def tick(self, now: float) -> None:
+        self._sessions.expire(now)
         self._service.tick(now)
 
     def settle(self, now: float) -> list[tuple[Any, list[bytes]]]:
@@ -140,7 +157,8 @@ class Desk:
         """
         for place, parked in list(self._parked.items()):
             del self._parked[place]
-            self._handle(parked, now)
+            if self._sessions.holds(parked.envelope):
+                self._handle(parked, now)
         outbox = self._outbox
         try:
             self._service.commit()
@@ -152,26 +170,26 @@ class Desk:
 
     def _handle(self, parked: _Parked, now: float) -> None:
         envelope, request = parked.envelope, parked.envelope.message
-        peer, number = envelope.sender, (envelope.incarnation, envelope.message_id)
-        place = (peer, type(request))
+        place = (envelope.sender, type(request))
         earlier = self._parked.pop(place, None)
         if earlier and earlier.envelope.message_id != envelope.message_id:
-            self._reply(earlier.route, earlier.envelope.message_id, [earlier.wait])
-        granted, replies = self._granted.get(peer, (None, []))
-        if type(request) is Hello:
-            self._granted.pop(peer, None)  # a new process counts its messages anew
-        if type(request) is not Lease or granted != number:
-            # a resent LEASE gets the tickets it was granted, not a second set
-            replies = self._service.handle(peer, request, now)
+            self._give_up(earlier)
+        replies = self._service.handle(envelope.sender, request, now)
         if isinstance(request, Lease | Sample) and type(replies[0]) is Wait:
             parked.wait = replies[0]
             if now - parked.since < self._park_s:
                 self._parked[place] = parked
+                if len(self._parked) > PARKED:
+                    self._give_up(self._parked.pop(next(iter(self._parked))))
                 return
-        if type(replies[0]) is Tickets:
-            self._granted[peer] = (number, replies)
+        self._sessions.remember(envelope, replies)
         promises = not isinstance(request, Status | Renew | Counters)
         self._reply(parked.route, envelope.message_id, replies, promises)
+
+    def _give_up(self, parked: _Parked) -> None:
+        """Answer WAIT to a parked request."""
+        self._sessions.remember(parked.envelope, [parked.wait])
+        self._reply(parked.route, parked.envelope.message_id, [parked.wait])
 
     def _reply(
         self, route: Any, message_id: int, replies: list[Reply], promises: bool = True
@@ -214,8 +232,9 @@ class Client(ABC):
     ) -> None:
         self.address = address
         self.run_id = run_id  # "" until a WELCOME names it
+        self.incarnation = incarnation
+        self.nonce = secrets.token_hex(8)  # of this process; seeds nothing
         self._sender = sender
-        self._incarnation = incarnation
         self._park_s = park_s
         self._resend_s = resend_s
         self._jitter = random.Random(key(incarnation, "resend", sender))
@@ -230,7 +249,9 @@ class Client(ABC):
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
         message_id = next(self._ids)
-        frames = pack(Envelope(self.run_id, self._sender, self._incarnation, message_id, message))
+        frames = pack(
+            Envelope(self.run_id, self._sender, self.incarnation, message_id, message, self.nonce)
+        )
         parks = self._park_s if isinstance(message, Lease | Sample) else 0.0
         pause, began, silent = self._resend_s, loop.time(), 0
         name = type(message).__name__.upper()

@@ -27,15 +27,20 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=False
 
 
 class Hello(Message, tag="hello"):
-    """The first word of a process. `tokenizer` is its tokenizer's hash, once it has loaded one."""
+    """The first word of a process; it asks for the sender's name.
+
+    `tokenizer` is its tokenizer's hash, once it has loaded one. `host` and `pid` are for people.
+    """
 
     role: str
     schema_hash: str
     tokenizer: str | None = None
+    host: str = ""
+    pid: int = 0
 
 
 class Lease(Message, tag="lease"):
-    """Asks for up to `credit` groups; parked until there is room.
+    """Asks for tickets of up to `credit` members; parked until there is room.
 
     `generated`: tokens that this incarnation has sampled so far.
     """
@@ -142,6 +147,9 @@ class Resume(Message, tag="resume"):
     A fresh run resumes from lineage 0, take 0, version 0. Evaluations of older lineages are
     abandoned; `episodes` > 0 asks for one of this version under the new lineage, as of `stage`.
     `discard`: no take is repeated; the groups that had been handed out since then are evicted.
+
+    `process` (random) and `incarnation` are the learner's. They are kept in the journal: a process
+    begins one lineage, and none once a later incarnation has begun one.
     """
 
     lineage: int
@@ -150,6 +158,8 @@ class Resume(Message, tag="resume"):
     episodes: int = 0
     stage: int = 0
     discard: bool = False
+    process: str = ""
+    incarnation: int = 0
 
 
 class Kept(Message, tag="kept"):
@@ -248,7 +258,10 @@ class Ok(Message, tag="ok"):
 
 
 class Fenced(Message, tag="fenced"):
-    """The sender lost its right: a newer lineage exists, or `groups` were leased to another."""
+    """The sender lost its right: a newer lineage exists, or `groups` were leased to another.
+
+    Without either another process has the sender's name.
+    """
 
     reason: str
     groups: list[int] = []

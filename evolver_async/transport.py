@@ -22,8 +22,18 @@ import zmq
 
 from evolver_async.address import from_here, refuse_open_or_served
 from evolver_async.curve import Door, Handshake
-from evolver_async.delivery import PARK_S, RESEND_S, Client, Desk, Refused, Rejected, Service
-from evolver_async.wire import LIMITS
+from evolver_async.delivery import (
+    PARK_S,
+    RESEND_S,
+    SILENT_S,
+    Client,
+    Desk,
+    Refused,
+    Rejected,
+    Service,
+)
+from evolver_async.messages import Ok
+from evolver_async.wire import LIMITS, Envelope, pack
 
 __all__ = [
     "Client",
@@ -68,9 +78,11 @@ class Server:
         *,
         keys: Path | None = None,
         park_s: float = PARK_S,
+        silent_s: float = SILENT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._desk = Desk(service, run_id, park_s)
+        self._desk = Desk(service, run_id, park_s, silent_s, self._connected)
+        self._probe = pack(Envelope(run_id, "buffer", 0, 0, Ok()))
         self._clock = clock
         self._context, self._socket, self._door = _bind(address, keys)
         self._poller = zmq.Poller()
@@ -118,6 +130,14 @@ class Server:
                 return received + 1
         return BATCH_MESSAGES
 
+    def _connected(self, identity: bytes) -> bool:
+        """Whether a client is connected: a reply to no request, which it ignores, can be sent."""
+        try:
+            self._socket.send_multipart([identity, *self._probe], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            return error.errno != zmq.EHOSTUNREACH
+        return True
+
     def _send(self, identity: bytes, frames: list[bytes]) -> None:
         try:
             self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
@@ -154,8 +174,9 @@ class DealerClient(Client):
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         _set_options(self._socket)
         self._socket.set(zmq.RCVHWM, REPLIES_QUEUED)
-        # the same name after a reconnect, so that a parked request's reply still finds its way
-        self._socket.set(zmq.ROUTING_ID, f"{sender}/{incarnation}".encode()[:255])
+        # The same after a reconnect, so that a parked request's reply still finds its way; with the
+        # nonce, since a second process of this name would take the connection over.
+        self._socket.set(zmq.ROUTING_ID, f"{self.nonce}/{sender}/{incarnation}".encode()[:255])
         self._socket.set(zmq.RECONNECT_IVL, 50)
         self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
         try:
@@ -260,7 +281,7 @@ class LocalServer:
     def __init__(self, service: Service, run_id: str, *, park_s: float = PARK_S) -> None:
         self.run_id = run_id
         self.clients: list[LocalClient] = []
-        self._desk = Desk(service, run_id, park_s)
+        self._desk = Desk(service, run_id, park_s, connected=lambda client: client in self.clients)
         self._inbox: list[tuple[LocalClient, list[bytes]]] = []
         self._failure: Exception | None = None
         self._timer: asyncio.TimerHandle | None = None

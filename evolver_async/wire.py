@@ -1,11 +1,11 @@
 """How messages become bytes: a msgpack header and the trajectories it carries, never pickle.
 
 A message is a list of frames: `[header, trajectory, trajectory, …]`. The header is a CRC32 (uint32)
-and a map of protocol, run, sender, incarnation, id, schema hash, body and the CRC32 of each of the
-other frames, which are parcels (see `parcel.py`): a PUSH has one, a PART those of its group, and
-their place in the body is left out. Decoding is bounded before it is typed: frame sizes, then
-msgpack limits, then plain values only, then a strict typed conversion (where the schema types check
-their values). Whatever is wrong is a `WireError` naming the field.
+and a map of protocol, run, sender, incarnation, nonce, id, schema hash, body and the CRC32 of each
+of the other frames, which are parcels (see `parcel.py`): a PUSH has one, a PART those of its
+group, and their place in the body is left out. Decoding is bounded before it is typed: frame sizes,
+then msgpack limits, then plain values only, then a strict typed conversion (where the schema types
+check their values). Whatever is wrong is a `WireError` naming the field.
 
 The untyped half of decoding is in `plain.py`, sockets live in `transport.py`.
 """
@@ -25,9 +25,9 @@ from evolver_async.parcel import PARCEL_BYTES, Parcel, unwrap, wrap
 from evolver_async.plain import WireError, convert, parse_plain
 from evolver_async.schema import Trajectory
 
-PROTOCOL = 2
+PROTOCOL = 3
 
-NAME_BYTES = 255  # of a run or a sender
+NAME_BYTES = 255  # of a run, a sender or a nonce
 
 
 class MismatchError(WireError):
@@ -48,13 +48,17 @@ LIMITS = Limits()
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """One message with who sent it; a reply carries the `message_id` of its request."""
+    """One message with its sender; a reply carries the `message_id` of its request.
+
+    `nonce` tells apart processes of one name and incarnation.
+    """
 
     run_id: str
     sender: str
     incarnation: int
     message_id: int
     message: Request | Reply
+    nonce: str = ""
 
 
 class _Preamble(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -64,6 +68,7 @@ class _Preamble(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     run: str
     sender: str
     incarnation: int
+    nonce: str
     id: int
     schema: str
     parcels: list[int]
@@ -74,6 +79,7 @@ class _Header(msgspec.Struct, kw_only=True):
     run: str
     sender: str
     incarnation: int
+    nonce: str
     id: int
     schema: str
     body: Any
@@ -109,6 +115,7 @@ def pack(envelope: Envelope, limits: Limits = LIMITS) -> list[bytes]:
         run=envelope.run_id,
         sender=envelope.sender,
         incarnation=envelope.incarnation,
+        nonce=envelope.nonce,
         id=envelope.message_id,
         schema=SCHEMA_HASH,
         body=body,
@@ -194,7 +201,8 @@ def _open(header: dict[Any, Any], parcels: list[bytes]) -> Envelope:
     preamble = convert(header, _Preamble)
     if preamble.incarnation < 0 or preamble.id < 0:
         raise WireError(f"incarnation, id: negative ({preamble.incarnation}, {preamble.id})")
-    for name, text in (("run", preamble.run), ("sender", preamble.sender)):
+    named = (("run", preamble.run), ("sender", preamble.sender), ("nonce", preamble.nonce))
+    for name, text in named:
         if len(text.encode()) > NAME_BYTES:
             raise WireError(f"{name}: longer than {NAME_BYTES} bytes")
     name = body.get("type") if type(body) is dict else None
@@ -208,6 +216,7 @@ def _open(header: dict[Any, Any], parcels: list[bytes]) -> Envelope:
         incarnation=preamble.incarnation,
         message_id=preamble.id,
         message=convert(body, kind),
+        nonce=preamble.nonce,
     )
 
 

@@ -7,6 +7,7 @@ from. What a step does to the policy is in `update`, what an alarm leads to in `
 
 import asyncio
 import logging
+import secrets
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,8 @@ class Learner:
             episodes=again.episodes if again else 0,
             stage=again.stage if again else 0,
             discard=state.discard,
+            process=secrets.token_hex(8),  # resent as it is; drawn anew by the next process
+            incarnation=self.requests.client.incarnation,
         )
         try:
             reply = self.requests.ask(request)

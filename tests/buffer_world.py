@@ -135,15 +135,19 @@ class World:
         self.service.tick(self.now)
         self.service.commit()
 
-    def resume(self, lineage: int = 0, take: int = 0, version: int = 0) -> int:
-        request = messages.Resume(lineage=lineage, take=take, version=version)
+    def resume(self, lineage: int = 0, take: int = 0, version: int = 0, process: str = "") -> int:
+        request = messages.Resume(lineage=lineage, take=take, version=version, process=process)
         reply = self.one("learner", request)
         assert isinstance(reply, messages.Resumed), reply
         return reply.lineage
 
     def lease(self, credit: int = 1, peer: str = "actor-0") -> list[Ticket]:
-        """Tickets for an actor with the newest weights; none where it is told to wait."""
-        reply = self.one(peer, messages.Lease(credit=credit, weights=self.replay.at.head))
+        """Tickets for an actor with the newest weights; none where it is told to wait.
+
+        `credit` is in groups of the present stage.
+        """
+        members = credit * self.replay.numbers.group_size
+        reply = self.one(peer, messages.Lease(credit=members, weights=self.replay.at.head))
         return reply.tickets if isinstance(reply, messages.Tickets) else []
 
     def push(self, ticket: Ticket, member: int, **facts: object) -> messages.Reply:

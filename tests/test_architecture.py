@@ -19,7 +19,13 @@ FILE_LINES, FUNCTION_LINES, LOOP_LINES = 400, 80, 60
 # match counts. `roles` names the wings without importing them, so that mains can take its RoleArgs.
 PURE_BUFFER = ("evolver_async.schema", "evolver_async.buffer.groups")
 WIRE = ("evolver_async.schema", "evolver_async.messages", "evolver_async.config")
-TRANSPORT = (*WIRE, "evolver_async.metrics", "evolver_async.wire", "evolver_async.delivery")
+TRANSPORT = (
+    *WIRE,
+    "evolver_async.metrics",
+    "evolver_async.wire",
+    "evolver_async.sessions",
+    "evolver_async.delivery",
+)
 ALLOWED: dict[str, tuple[str, ...]] = {
     "evolver_async.schema": (),
     "evolver_async.messages": ("evolver_async.schema",),
@@ -34,7 +40,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "evolver_async.parcel",
         "evolver_async.plain",
     ),
-    "evolver_async.delivery": (*WIRE, "evolver_async.wire"),
+    "evolver_async.sessions": (*WIRE, "evolver_async.wire"),
+    "evolver_async.delivery": (*WIRE, "evolver_async.wire", "evolver_async.sessions"),
     "evolver_async.address": (),
     "evolver_async.keys": (),
     "evolver_async.curve": ("evolver_async.keys",),

@@ -105,6 +105,8 @@ class Run:
         self.world.service.close()
         self.loop.close()
 
+    incarnation = 0
+
     async def request(self, message: messages.Request, timeout_s: float | None = None) -> Any:
         """What `Client.request` does: the reply, for SAMPLE the groups."""
         self.asked.append(message)

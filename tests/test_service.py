@@ -75,6 +75,19 @@ def test_a_lease_waits_for_a_learner_then_for_room_and_says_why(tmp_path):
     assert "members [0, 1] from actor-0 for 3.0 s" in reply.reason
 
 
+def test_no_more_members_are_granted_than_the_credit_also_in_a_stage_of_larger_groups(tmp_path):
+    settings = config(group_size=2, max_staleness=9)
+    settings.stages[0].override = {"rollout": {"group_size": 8}}
+    world = World(tmp_path, settings)
+    world.resume()
+    reply = world.one("actor-0", messages.Lease(credit=7))
+    assert isinstance(reply, messages.Wait)
+    assert reply.reason == "a group has 8 members, the credit is 7"
+    reply = world.one("actor-0", messages.Lease(credit=17))
+    assert isinstance(reply, messages.Tickets)
+    assert [len(ticket.members) for ticket in reply.tickets] == [8, 8]
+
+
 def test_who_asks_for_nothing_more_holds_nothing_more(tmp_path):
     world = World(tmp_path, config(max_staleness=0))
     world.resume()
@@ -395,8 +408,8 @@ def test_resume_makes_everything_since_ready_again_and_fences_the_old_learner(tm
         learn(world, take)
     world.finish(world.lease(credit=2))
     ids = {take: [g.group_id for g in world.sample(take)] for take in (0, 1, 2)}
-    assert world.resume(lineage=1, take=1, version=1) == 2
-    assert world.resume(lineage=1, take=1, version=1) == 2  # the same request, sent again
+    for _ in range(2):  # the second is the same request, sent again
+        assert world.resume(lineage=1, take=1, version=1, process="second") == 2
     request = messages.Done(lineage=1, take=2, version=3, trained=ids[2], filtered={})
     assert isinstance(world.one("learner", request), messages.Fenced)
     again = [g.group_id for take in (1, 2) for g in world.sample(take, lineage=2)]
@@ -491,7 +504,7 @@ def test_a_resume_abandons_evaluations_and_asks_for_its_own(tmp_path):
     world.resume()
     learn(world, 0, episodes=1)
     world.finish(world.lease(credit=1)[:1])  # a result that the learner never saw
-    request = messages.Resume(lineage=1, take=1, version=1, episodes=2, stage=0)
+    request = messages.Resume(lineage=1, take=1, version=1, episodes=2, stage=0, process="second")
     for _ in range(2):  # the second is the same request, sent again
         reply = world.one("learner", request)
         assert isinstance(reply, messages.Resumed) and reply.lineage == 2

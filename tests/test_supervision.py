@@ -226,7 +226,7 @@ def test_an_actor_whose_loop_hangs_loses_its_lease_though_its_sockets_answer(
 
     async def hang() -> None:
         client = DealerClient(address, "run", "actor-0")
-        (ticket,) = (await client.request(messages.Lease(credit=1))).tickets
+        (ticket,) = (await client.request(messages.Lease(credit=2))).tickets
         hung.set()
         free.wait(30)  # nothing else runs in this loop
         progress = {ticket.group_id: 5}
@@ -237,7 +237,7 @@ def test_an_actor_whose_loop_hangs_loses_its_lease_though_its_sockets_answer(
         client = DealerClient(address, "run", "actor-1")
         try:
             while True:
-                reply = await client.request(messages.Lease(credit=1))
+                reply = await client.request(messages.Lease(credit=2))
                 for ticket in reply.tickets:
                     if ticket.attempt == 1:
                         return (await client.request(messages.Status())).status

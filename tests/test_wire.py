@@ -208,7 +208,7 @@ MESSAGES = {
         skipped=st.booleans(),
         episodes=count,
     ),
-    "resume": st.builds(Resume, lineage=count, take=count, version=count),
+    "resume": st.builds(Resume, lineage=count, take=count, version=count, process=text),
     "kept": st.builds(Kept, take=count),
     "status": st.just(Status()),
     "counters": st.builds(Counters, values=st.dictionaries(text, number, max_size=3)),
@@ -250,7 +250,7 @@ def plainly(value: object) -> object:
 
 
 def envelope(message: object) -> Envelope:
-    return Envelope("run", "actor-0", 3, 17, message)  # type: ignore[arg-type]
+    return Envelope("run", "actor-0", 3, 17, message, "5e1f")  # type: ignore[arg-type]
 
 
 def frames_of(message: object) -> list[bytes]:
@@ -328,10 +328,8 @@ def test_round_trip(name: str) -> None:
     @given(message=MESSAGES[name])
     def check(message: object) -> None:
         back = unpack(pack(envelope(message)))
-        assert (back.run_id, back.sender, back.incarnation, back.message_id) == (
-            *("run", "actor-0"),
-            *(3, 17),
-        )
+        assert (back.run_id, back.sender, back.nonce) == ("run", "actor-0", "5e1f")
+        assert (back.incarnation, back.message_id) == (3, 17)
         assert type(back.message) is type(message)
         assert plainly(back.message) == plainly(message)
 
@@ -456,7 +454,7 @@ def test_random_maps_raise_only_wire_errors(header: dict, data: st.DataObject) -
     valid = msgpack.unpackb(frames[0][4:])
     name = data.draw(st.sampled_from(sorted(valid)))
     value = data.draw(plain)
-    if value != valid[name] and name not in ("run", "sender", "incarnation", "id"):
+    if value != valid[name] and name not in ("run", "sender", "incarnation", "nonce", "id"):
         with pytest.raises(WireError):
             unpack(changed(frames, name, to=value))
 
@@ -581,8 +579,8 @@ def test_a_message_without_a_place_for_a_trajectory_may_carry_none() -> None:
 
 def test_other_versions_are_a_mismatch_that_names_both_sides() -> None:
     frames = frames_of(Status())
-    with pytest.raises(MismatchError, match="protocol: the sender has 3, this side has 2"):
-        unpack(changed(frames, "protocol", to=3))
+    with pytest.raises(MismatchError, match="protocol: the sender has 2, this side has 3"):
+        unpack(changed(frames, "protocol", to=2))
     with pytest.raises(MismatchError, match=f"schema: the sender has 'abc'.*{SCHEMA_HASH}"):
         unpack(changed(frames, "schema", to="abc"))
 

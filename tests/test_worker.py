@@ -1,6 +1,7 @@
 """The actor's loops: what ends them, what is given back, which weights they hold."""
 
 import asyncio
+import contextlib
 import shutil
 import subprocess
 import tempfile
@@ -19,14 +20,14 @@ from test_rollout import CHAT, RIGHT, Corridor, FakeEngine, Hanging, corridor
 from actors.aftermath import Mechanisms
 from actors.engines.base import Generation, Request
 from actors.envs.adapters.service_client import drain
-from actors.worker import Worker
+from actors.worker import Displaced, Worker
 from evolver_async import messages
 from evolver_async.config import Config, Stage
 from evolver_async.config.load import dump, load
 from evolver_async.launch.serial import VirtualLoop
 from evolver_async.schema import Task, Ticket, WeightId
 from evolver_async.tokenizer import tokenizer_hash
-from evolver_async.transport import DealerClient, LocalClient, LocalServer, Rejected
+from evolver_async.transport import DealerClient, LocalClient, LocalServer, Rejected, Server
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 from evolver_async.wire import SCHEMA_HASH
 
@@ -71,9 +72,11 @@ class Buffer:
         self.tickets = list(tickets)
         self.refuses = refuses
         self.requests: list[Any] = []
+        self.credits: list[int] = []
 
     def handle(self, peer: str, request: Any, now: float) -> list[messages.Reply]:
         if isinstance(request, messages.Lease) and request.credit > 0:
+            self.credits.append(request.credit)
             due = [ticket for at, ticket in self.tickets if at <= now]
             self.tickets = [(at, ticket) for at, ticket in self.tickets if at > now]
             return [messages.Tickets(tickets=due) if due else messages.Wait(reason="none")]
@@ -109,11 +112,11 @@ def run(tmp_path: Path) -> Iterator[Callable[..., None]]:
         async def play() -> None:
             server = LocalServer(buffer, "run")
             server.start()
-            worker = worker_of(LocalClient(server, "actor-0"), engine, publisher)
+            worker = worker_of(
+                LocalClient(server, "actor-0"), engine, publisher, groups=groups, group_size=2
+            )
             worker.mechanisms = mechanisms or Mechanisms()
-            worker.config.actors.groups = groups
             worker.config.questioning.kind = questioning
-            worker.config.rollout.group_size = 2
             loop.call_later(seconds, worker.stop.set)
             await worker.run()
             server.close()
@@ -131,8 +134,12 @@ def worker_of(
     publisher: ShmPublisher,
     lag: int = 0,
     step_timeout_s: float = 30.0,
+    groups: int = 8,
+    group_size: int = 8,
+    stages: list[Stage] | None = None,
 ) -> Worker:
-    config = Config(stages=[Stage(kind="sft", steps=5)])
+    config = Config(stages=stages or [Stage(kind="sft", steps=5)])
+    config.actors.groups, config.rollout.group_size = groups, group_size
     config.actors.weight_lag = lag
     config.env.step_timeout_s = step_timeout_s
     receiver = ShmReceiver(publisher.address)
@@ -141,6 +148,25 @@ def worker_of(
 
 def granted(changes: dict[str, Any] | None = None, **params: Any) -> Ticket:
     return replace(corridor(members=2, **params), **(changes or {}))
+
+
+def test_credit_is_in_members_whatever_the_size_of_a_stages_groups(
+    tmp_path: Path, run: Callable[..., None]
+) -> None:
+    buffer = Buffer((0.0, granted()), (0.0, granted({"group_id": 1})))
+    run(buffer, Walker(pause_s=1.0), 60.0, groups=3)
+    assert buffer.credits[:2] == [6, 2] and set(buffer.credits) == {6, 2}
+    publisher = ShmPublisher(tmp_path / "stages", background=False)
+    stages = [
+        Stage(kind="sft", steps=1),
+        Stage(kind="sft", steps=1, override={"rollout": {"group_size": 32}}),
+    ]
+    for groups, members in ((1, 32), (8, 64)):  # the base size is 8; one group of any stage fits
+        client = LocalClient(LocalServer(buffer, "run"), "actor-0")
+        worker = worker_of(client, Walker(), publisher, groups=groups, stages=stages)
+        assert worker.free() == members
+        worker.receiver.close()
+    publisher.close()
 
 
 def test_a_rejected_trajectory_ends_the_worker_and_the_ticket_is_given_back(
@@ -399,6 +425,59 @@ def test_an_environment_that_never_returns_gives_its_ticket_back(
     (release,) = buffer.seen(messages.Release)
     assert (release.members, release.reason) == ([0], "environment")
     assert buffer.seen(messages.Push) == []
+
+
+def test_a_second_actor_of_a_name_is_told_who_holds_it_and_ends(tmp_path: Path) -> None:
+    """Its connection leaves that of the first alone; who has gone holds its name no longer."""
+    sockets, stop = Path(tempfile.mkdtemp()), threading.Event()
+    buffer = Buffer()
+    server = Server(buffer, f"ipc://{sockets}/s", "run")
+    thread = threading.Thread(target=server.serve, args=(stop,))
+    thread.start()
+    first = DealerClient(server.address, "run", "x")
+    later = DealerClient(server.address, "run", "x")
+
+    async def hello(client: DealerClient) -> object:
+        request = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, host="alpha", pid=7)
+        return await client.request(request, DEADLINE_S)
+
+    async def until_free(client: DealerClient) -> None:
+        while True:
+            with contextlib.suppress(Rejected):
+                await hello(client)
+                return
+            await asyncio.sleep(0.02)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, sockets)
+        stack.callback(server.close)
+        stack.callback(thread.join)
+        stack.callback(stop.set)
+        stack.callback(later.close)
+        closing = stack.enter_context(contextlib.ExitStack())
+        closing.callback(first.close)
+        asyncio.run(hello(first))
+        command = [*COMMAND, "actor", "--connect", server.address, "--name", "x"]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=DEADLINE_S
+        )
+        (line,) = [line for line in done.stderr.splitlines() if " ERROR " in line]
+        assert "--connect: the name x is held by process 7 on alpha (incarnation 0," in line
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert isinstance(asyncio.run(hello(first)), messages.Ok), "still connected"
+        closing.close()
+        asyncio.run(asyncio.wait_for(until_free(later), DEADLINE_S))
+
+
+def test_an_actor_that_lost_its_name_ends_and_says_to_whom(run: Callable[..., None]) -> None:
+    class Taken(Buffer):
+        def handle(self, peer: str, request: Any, now: float) -> list[messages.Reply]:
+            if isinstance(request, messages.Lease) and request.credit > 0 and now > 1.0:
+                return [messages.Fenced(reason="the name actor-0 is held by process 7 on alpha")]
+            return super().handle(peer, request, now)
+
+    with pytest.raises(Displaced, match="held by process 7 on alpha"):
+        run(Taken(), Walker(), 60.0)
 
 
 def test_the_buffer_refuses_the_first_actor_with_another_tokenizer(

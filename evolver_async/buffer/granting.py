@@ -86,7 +86,7 @@ class Granting:
         return self.stages[self.book.replay.at.stage]
 
     def lease(self, peer: str, request: LeaseRequest, now: float) -> Reply:
-        """Tickets with at most as many members as `credit` groups have.
+        """Tickets with at most `credit` members.
 
         New groups are shared with the other actors that wait; who is alone gets the rest with its
         next LEASE. Without credit the actor leaves: what it may still hold is vacant.
@@ -98,7 +98,7 @@ class Granting:
             self.activity.leaves(peer)
             return Ok()
         self._heard(peer, request.weights, now)
-        room = request.credit * self.book.replay.numbers.group_size
+        room = request.credit
         fresh = self.book.replay.room()
         if fresh:
             asking = {peer, *self.activity.asking(now, self.config.buffer.lease_s)}
@@ -117,10 +117,16 @@ class Granting:
         if tickets:
             self.activity.served(peer, "lease")
             return Tickets(tickets=tickets)
-        full = not self.book.replay.room()
-        reason = self.status.admission(now) if full else self._obstacle() or ""
+        reason = self._reason(room, now)
         self.activity.waits(peer, "lease", reason, now)
         return Wait(reason=reason)
+
+    def _reason(self, credit: int, now: float) -> str:
+        """Why nothing was granted for so much credit."""
+        if not self.book.replay.room():
+            return self.status.admission(now)
+        size = self.book.replay.numbers.group_size
+        return self._obstacle() or f"a group has {size} members, the credit is {credit}"
 
     def renew(self, peer: str, request: Renew, now: float) -> Reply:
         self._heard(peer, request.weights, now)

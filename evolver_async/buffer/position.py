@@ -17,6 +17,7 @@ class Position(msgspec.Struct):
     act in it and samples nothing for it. `zero_spread`: groups that dynamic sampling left out since
     the last take. `reports`: DONEs, those of repeated takes included. `repeats`: takes that a
     RESUME had undone, by what became of them: "same", or the reason why they were not repeated.
+    `begun`: the lineage that each learner process began; `incarnation`: of the last.
 
     A take from `next_take` on is of an abandoned lineage and is to be repeated.
     """
@@ -36,6 +37,8 @@ class Position(msgspec.Struct):
     takes: dict[int, Take] = {}
     reports: int = 0
     repeats: dict[str, int] = {}
+    begun: dict[str, int] = {}
+    incarnation: int = 0
 
     def lag(self, held: Held, head: WeightId | None) -> int:
         """Versions from the oldest weights of a group, members under way included, to `head`."""

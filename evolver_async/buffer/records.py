@@ -124,6 +124,8 @@ class Resumed(Record, tag="resumed"):
     episodes: int = 0
     stage: int = 0
     discard: bool = False
+    process: str = ""
+    incarnation: int = 0
 
 
 class Kept(Record, tag="kept"):

@@ -313,7 +313,13 @@ def main(args: RoleArgs) -> int:
     tokenizer = tokenizer_hash(config.policy.path)
     experience = experience_address(config, args.address)
     service = Service.of_run(config, args.run_dir, tokenizer, time.monotonic(), experience)
-    server = Server(service, args.address, service.welcome.run_id, keys=args.keys)
+    server = Server(
+        service,
+        args.address,
+        service.welcome.run_id,
+        keys=args.keys,
+        silent_s=config.buffer.lease_s,
+    )
     try:
         server.serve(stop)
     finally:

@@ -169,6 +169,9 @@ class State:
             record.lineage, record.parent, record.take, record.version, discard=record.discard
         ):
             self.ledger.reopen(held.kind, fate, reason, _amount(held))
+        self.replay.at.incarnation = record.incarnation
+        if record.process:
+            self.replay.at.begun[record.process] = record.lineage
         for held in [held for held in self.replay.live("eval") if held.pinned]:
             self._evicted(held.group_id, "lineage")
         self.evaluations.abandon(record.lineage)

@@ -5,8 +5,6 @@ A take is recorded before its groups leave, so the same key always gets the same
 
 import logging
 
-import msgspec
-
 from evolver_async.buffer import records
 from evolver_async.buffer.activity import Activity
 from evolver_async.buffer.book import Book
@@ -45,7 +43,6 @@ class Taking:
         self.activity = activity
         self.status = status
         self.stages = stages
-        self._resume: tuple[object, ...] | None = None
         self._delivered: set[WeightId] = set()
 
     def sample(self, peer: str, request: Sample, now: float) -> list[Reply]:
@@ -128,7 +125,18 @@ class Taking:
         )
 
     def resume(self, peer: str, request: Resume) -> Reply:
+        """Begin a new lineage, unless this process began one before."""
         at = self.book.replay.at
+        begun = at.begun.get(request.process)
+        if begun is not None and begun == at.lineage:
+            return self._resumed()
+        if begun is not None:
+            return Fenced(reason=f"this process began lineage {begun}, the newest is {at.lineage}")
+        if request.incarnation < at.incarnation:
+            return Fenced(
+                reason=f"incarnation {request.incarnation}: lineage {at.lineage} was begun by "
+                f"incarnation {at.incarnation}"
+            )
         self.activity.learner = peer
         refusal = self._unknown(request)
         if refusal:
@@ -139,36 +147,38 @@ class Taking:
             return Reject(reason=f"episodes: {request.episodes}")
         if not 0 <= request.stage < self.stages:
             return Reject(reason=f"stage: {request.stage} of {self.stages}")
-        asked = (peer, *msgspec.structs.astuple(request))
-        used = any(taken.lineage == at.lineage for taken in at.takes.values())
-        if asked != self._resume or used:  # else the reply was lost and the request sent again
-            undone = sorted(
-                {
-                    group_id
-                    for number, taken in at.takes.items()
-                    if number >= request.take
-                    for group_id in taken.groups
-                }
+        undone = sorted(
+            {
+                group_id
+                for number, taken in at.takes.items()
+                if number >= request.take
+                for group_id in taken.groups
+            }
+        )
+        self.book.record(
+            records.Resumed(
+                lineage=at.lineage + 1,
+                parent=request.lineage,
+                take=request.take,
+                version=request.version,
+                episodes=request.episodes,
+                stage=request.stage,
+                discard=request.discard,
+                process=request.process,
+                incarnation=request.incarnation,
             )
-            self.book.record(
-                records.Resumed(
-                    lineage=at.lineage + 1,
-                    parent=request.lineage,
-                    take=request.take,
-                    version=request.version,
-                    episodes=request.episodes,
-                    stage=request.stage,
-                    discard=request.discard,
-                )
-            )
-            self.book.evict(undone if request.discard else [], ROLLED_BACK)
-            self._resume = asked
-            self._delivered.clear()
-            self.book.forget_gone()
-            for group_id in self.book.replay.by_state["closed"]:
-                self.book.forget(group_id)
-            self._evict_other_stages()
-            self.book.sweep(FORK)
+        )
+        self.book.evict(undone if request.discard else [], ROLLED_BACK)
+        self._delivered.clear()
+        self.book.forget_gone()
+        for group_id in self.book.replay.by_state["closed"]:
+            self.book.forget(group_id)
+        self._evict_other_stages()
+        self.book.sweep(FORK)
+        return self._resumed()
+
+    def _resumed(self) -> Resumed:
+        at = self.book.replay.at
         forks = [at.forks[lineage] for lineage in sorted(at.forks)]
         return Resumed(lineage=at.lineage, forks=forks)
 

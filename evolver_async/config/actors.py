@@ -69,7 +69,7 @@ class Actors:
     """The rollout processes."""
 
     count: int = 2
-    groups: int = 8  # groups one actor works on at a time
+    groups: int = 8  # groups of rollout.group_size members that one actor works on at a time
     weight_lag: int = 0  # hold weights back by this many versions
     weight_lag_low: int = (
         -1

@@ -111,7 +111,9 @@ def run(config: Config, run_dir: Path) -> int:
                 raise RuntimeError(f"{task.get_name()} ended before the learner did")
         return answer
 
-    learner = build_learner(config, run_dir, LocalClient(server, "learner"), call)
+    # not lower than that of a learner that another launcher started
+    client = LocalClient(server, "learner", service.book.replay.at.incarnation)
+    learner = build_learner(config, run_dir, client, call)
     try:
         tasks += loop.run_until_complete(start())
         return learner.run()

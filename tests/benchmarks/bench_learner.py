@@ -69,8 +69,8 @@ def serve(run_dir: Path, address: str, stop: Event) -> None:
     service.close()
 
 
-async def fill(client: DealerClient, groups: int, vocabulary: int) -> None:
-    """Leases and hands in so many groups."""
+async def fill(client: DealerClient, groups: int, size: int, vocabulary: int) -> None:
+    """Leases and hands in so many groups of `size` members."""
     slots = asyncio.Semaphore(IN_FLIGHT)
 
     async def push(ticket: Ticket, member: int) -> None:
@@ -79,7 +79,7 @@ async def fill(client: DealerClient, groups: int, vocabulary: int) -> None:
             assert isinstance(reply, Ack), reply
 
     while groups:
-        reply = await client.request(Lease(credit=min(8, groups)))
+        reply = await client.request(Lease(credit=min(8, groups) * size))
         assert isinstance(reply, Tickets), reply
         groups -= len(reply.tickets)
         pushes = [push(ticket, member) for ticket in reply.tickets for member in ticket.members]
@@ -161,7 +161,9 @@ def main() -> None:
         learner.begin()
         actor = loop.run_until_complete(connect("actor"))
         groups = STEPS * config.learner.groups_per_step
-        loop.run_until_complete(fill(actor, groups, len(learner.tokenizer)))
+        loop.run_until_complete(
+            fill(actor, groups, config.rollout.group_size, len(learner.tokenizer))
+        )
         actor.close()
         seconds, wall, others = measure(learner)
         learner.close()

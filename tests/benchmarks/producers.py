@@ -38,7 +38,7 @@ from evolver_async.transport import Client, DealerClient
 
 TURNS = 10
 BYTES_PER_TOKEN = 11  # token 4, role 1, turn 2, log-prob 4
-IN_FLIGHT, CREDIT = 64, 8  # what an actor of 8 groups of 8 has under way
+IN_FLIGHT, CREDIT = 64, 64  # what an actor of 8 groups of 8 has under way
 GROUPS_PER_STEP, GROUP_SIZE = 32, 8
 CHECKPOINT_EVERY = 25  # takes
 POLL_S = 0.1
@@ -130,7 +130,7 @@ async def produce(
     """Pushes trajectories of so many tokens until `stopped`."""
     delivered = Delivered()
     sequences = Sequences(tokens)
-    members: asyncio.Queue[tuple[Ticket, int]] = asyncio.Queue(2 * CREDIT * GROUP_SIZE)
+    members: asyncio.Queue[tuple[Ticket, int]] = asyncio.Queue(2 * CREDIT)
 
     async def push(client: Client) -> None:
         while True:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.producers import BufferProcess, config, learn, produce
+from benchmarks.producers import GROUP_SIZE, BufferProcess, config, learn, produce
 from buffer_world import World, trajectory
 from buffer_world import config as small_config
 from invariants import check_leaks, check_named, check_run, traces
@@ -117,7 +117,7 @@ def test_2_what_was_asked_of_a_dead_buffer_is_asked_of_the_next_one_at_once(
     async def ask() -> float:
         client = DealerClient(buffer.address, "asked", "actor-0", park_s=60.0, resend_s=60.0)
         await client.request(messages.Status())
-        waiting = asyncio.create_task(client.request(Lease(credit=1)))  # parked: no learner yet
+        waiting = asyncio.create_task(client.request(Lease(credit=2)))  # parked: no learner yet
         await asyncio.sleep(0.5)
         assert not waiting.done()
         buffer.kill()
@@ -199,7 +199,7 @@ def test_12_what_is_sent_again_because_its_ack_was_lost_is_a_duplicate(
     async def talk() -> list[object]:
         client = Deaf(server.address, "run", "actor-0", resend_s=0.1)
         await client.request(Resume(lineage=0, take=0, version=0))
-        (ticket,) = (await client.request(Lease(credit=1))).tickets
+        (ticket,) = (await client.request(Lease(credit=2))).tickets
         pushes = [
             client.request(Push(trajectory=trajectory(ticket, member)))
             for member in (*ticket.members, *ticket.members)
@@ -244,7 +244,7 @@ def test_20_a_wall_clock_that_jumps_by_an_hour_changes_no_lease_and_no_age(
     async def hold() -> tuple[list[object], dict[str, Any], list[object]]:
         client = DealerClient(address, run_dir.name, "actor-0")
         await client.request(Resume(lineage=0, take=0, version=0))
-        reply = await client.request(Lease(credit=4))
+        reply = await client.request(Lease(credit=4 * GROUP_SIZE))
         assert isinstance(reply, Tickets) and len(reply.tickets) == 4
         renewed = []
         for progress in range(8):

@@ -104,7 +104,8 @@ def frames_of(message: Any, sender: str = "evil", run: str = "run", number: int 
 def headed(body: Any, **fields: Any) -> list[bytes]:
     """A message without trajectories whose header has this body and these fields."""
     header = {
-        **{"protocol": PROTOCOL, "run": "run", "sender": "evil", "incarnation": 0, "id": 7},
+        **{"protocol": PROTOCOL, "run": "run", "sender": "evil", "incarnation": 0},
+        **{"nonce": "", "id": 7},
         **{"schema": SCHEMA_HASH, "body": body, "parcels": []},
         **fields,
     }
@@ -120,7 +121,7 @@ def parcelled(frames: list[bytes], parcel: bytes) -> list[bytes]:
 def granted(attacked: Attacked) -> Ticket:
     reply = attacked.ask(messages.Resume(lineage=0, take=0, version=0))
     assert isinstance(reply, messages.Resumed)
-    tickets = attacked.ask(messages.Lease(credit=1))
+    tickets = attacked.ask(messages.Lease(credit=2))
     return tickets.tickets[0]
 
 
