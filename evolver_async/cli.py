@@ -94,6 +94,18 @@ def _add_tools(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     command.add_argument("out", type=Path, metavar="OUT")
     command.set_defaults(function="results:export")
 
+    command = commands.add_parser("wandb", help="send a run's metrics to Weights & Biases")
+    command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    command.add_argument(
+        "--mode",
+        choices=("auto", "online", "offline"),
+        default="auto",
+        help="auto: online with a key (WANDB_API_KEY or ~/.netrc); offline: for `wandb sync`",
+    )
+    command.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)
+    command.add_argument("--parent", type=int, metavar="PID", help=argparse.SUPPRESS)
+    command.set_defaults(function="results:wandb")
+
     command = commands.add_parser("doctor", help="what this machine can do, or what a recipe needs")
     command.add_argument(
         "positional",

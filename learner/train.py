@@ -18,7 +18,7 @@ import torch
 from evolver_async import messages, policy
 from evolver_async.checkpoint import CheckpointError
 from evolver_async.config import Config
-from evolver_async.config.load import load, to_dict
+from evolver_async.config.load import load
 from evolver_async.launch import directory
 from evolver_async.launch.roles import (
     EVALUATION_LOST,
@@ -358,13 +358,7 @@ def build(
     torch.set_num_threads(config.learner.threads)
     serial = config.launch.kind == "serial"
     publisher = channel.publisher(config, weights_address(config, run_dir), background=not serial)
-    metrics = Metrics(
-        run_dir,
-        wandb=config.metrics.wandb,
-        project=config.metrics.project,
-        name=run_dir.name,
-        config=to_dict(config),
-    )
+    metrics = Metrics(run_dir, wandb=config.metrics.wandb)
     return Learner(config, run_dir, client, call, publisher, metrics, ranks)
 
 

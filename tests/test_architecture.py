@@ -30,7 +30,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "evolver_async.schema": (),
     "evolver_async.messages": ("evolver_async.schema",),
     "evolver_async.config": (),
-    "evolver_async.metrics": ("evolver_async.schema", "evolver_async.config"),
+    "evolver_async.metrics": ("evolver_async.monitor",),
+    "evolver_async.monitor": (),
     "evolver_async.lineages": (),
     "evolver_async.plain": (),
     "evolver_async.parcel": ("evolver_async.schema", "evolver_async.plain"),
@@ -121,7 +122,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "openenv": ("actors.envs.adapters.openenv_env",),
     "httpx": ("actors.llm", "actors.envs.adapters.service_client"),
     "h11": ("actors.endpoint.server",),
-    "wandb": ("evolver_async.metrics",),
+    "wandb": ("evolver_async.study.upload",),
     "omegaconf": ("evolver_async.config",),
     "msgpack": ("evolver_async.plain",),
     "torch": (

@@ -1,10 +1,14 @@
-"""`eval` and `export`: what came out of a run."""
+"""`eval`, `export` and `wandb`: what came out of a run."""
 
 import argparse
+import sys
 
 from evolver_async.commands.checked import run_directory, user_mistakes
+from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
-from evolver_async.launch.roles import resolve
+from evolver_async.launch.roles import die_with, resolve
+from evolver_async.monitor import online
+from evolver_async.study import upload
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -21,4 +25,21 @@ def export(args: argparse.Namespace) -> int:
     run_dir = run_directory(args.run_dir)
     with user_mistakes():
         print(resolve("export")(run_dir, args.out))
+    return 0
+
+
+def wandb(args: argparse.Namespace) -> int:
+    """Send the metrics of a run to W&B, or write them where `wandb sync` takes them."""
+    if args.follow:
+        die_with(args.parent)
+        upload.follow(args.run_dir, args.mode, args.parent)
+        return 0
+    run_dir = run_directory(args.run_dir)
+    if not (run_dir / "metrics.jsonl").exists():
+        raise ConfigError(f"{run_dir}: has no metrics yet")
+    try:
+        print(upload.send(run_dir, online(args.mode)))
+    except upload.UploadError as error:
+        print(f"evolver-async: W&B: {error}", file=sys.stderr)
+        return 1
     return 0

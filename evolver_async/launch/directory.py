@@ -30,6 +30,7 @@ from evolver_async.config.load import dump, load, stage_config
 from evolver_async.keys import KeysError, check_keys
 from evolver_async.launch.gpus import VISIBLE, check_seen
 from evolver_async.launch.roles import USER_ERROR, check_wings, keys_of, resolve
+from evolver_async.monitor import has_key
 from evolver_async.transport import check_address
 from evolver_async.weights.base import listen
 
@@ -255,6 +256,8 @@ def _check(config: Config) -> None:
     check_wings(config)
     check_addresses(config)
     check_seen(config, os.environ.get(VISIBLE))
+    if config.metrics.wandb == "online" and not has_key():
+        raise ConfigError("metrics.wandb: online needs a key: WANDB_API_KEY or ~/.netrc")
 
 
 def check_addresses(config: Config) -> None:

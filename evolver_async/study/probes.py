@@ -257,9 +257,9 @@ def wandb() -> Found:
     """Whether metrics can go online."""
     import wandb
 
-    from evolver_async.metrics import wandb_mode
+    from evolver_async.monitor import has_key
 
-    online = wandb_mode("auto") == "online"
+    online = has_key()
     said = f"wandb {wandb.__version__}, {'a key: online' if online else 'no key: offline only'}"
     return Found(online, said)
 

@@ -25,6 +25,7 @@ from evolver_async.launch.directory import EXACT
 from evolver_async.launch.roles import keys_of
 from evolver_async.lineages import Mark, current_rows, mark, supersedes
 from evolver_async.messages import Status
+from evolver_async.monitor import url_of
 from evolver_async.transport import DealerClient, Rejected
 
 POLL_S = 0.5
@@ -67,6 +68,7 @@ class View:
         self.marked: list[tuple[Mark, float]] = []  # evaluations, none superseded
         self.stalled = ""  # who has made no progress for longest
         self.waiting: list[str] = []
+        self.url: str | None = None  # of the run at W&B
         self.line_due_s = 0.0
         self.first: tuple[int, float] | None = None
 
@@ -125,6 +127,8 @@ class View:
         if self.evals:
             spark = "".join(BARS[round(v * (len(BARS) - 1))] for v in self.evals[-SPARKS:])
             grid.add_row("eval success", f"{spark} {self.evals[-1]:.3f}{self._beside()}")
+        if self.url:
+            grid.add_row("W&B", self.url)
         if self.stalled:
             grid.add_row("stalled", self.stalled)
         for text in self.waiting[:4]:
@@ -232,6 +236,10 @@ def _show(
     last = False
     while not last:
         last = stop.wait(POLL_S)
+        if view.url is None and (url := url_of(run_dir)) is not None:
+            view.url = url
+            if live is None:
+                print(f"W&B: {url}", flush=True)
         for row in current_rows(tail.rows()):
             line = view.feed(row)
             if not view.stalls:  # else the buffer knows who it is

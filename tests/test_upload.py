@@ -1,0 +1,262 @@
+"""Weights & Biases beside a run: the real package, offline, with its helper killed and stopped."""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from launches import DEADLINE_S, alive, wait_for
+from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
+
+from evolver_async import monitor
+from evolver_async.cli import main
+from evolver_async.config import Config, Stage
+from evolver_async.config.load import dump
+from evolver_async.metrics import Metrics
+from evolver_async.monitor import has_key, online, read_state, url_of, write_state
+from evolver_async.study.upload import alone
+
+BLOCK, HEADER = 32768, 7  # LevelDB's log format, behind seven bytes of W&B's own
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # its .netrc could hold a key
+    path = tmp_path / "run"
+    path.mkdir()
+    dump(Config(stages=[Stage(steps=5)]), path / "config.yaml")
+    monkeypatch.setattr(monitor, "CLOSE_S", DEADLINE_S)  # on a busy machine it takes its time
+    return path
+
+
+@pytest.fixture
+def metrics(run_dir: Path) -> Iterator[Metrics]:
+    opened = Metrics(run_dir, wandb="offline")
+    yield opened
+    if not opened.rows.file.closed:
+        opened.close()
+
+
+def log(metrics: Metrics, lineage: int, step: int, success: float = 0.0) -> None:
+    values = {"lineage": lineage, "stage_kind": "rl", "time_s": 1.0, "train/success": success}
+    metrics.log(step, values)
+
+
+def records(file: Path) -> list[Record]:
+    """What W&B wrote: the records of its file, whole ones only."""
+    content, at, found, partial = file.read_bytes(), HEADER, [], b""
+    while at + HEADER <= len(content):
+        room = BLOCK - at % BLOCK
+        if room < HEADER:
+            at += room
+            continue
+        size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        if kind == 0 or at + HEADER + size > len(content):
+            break
+        partial += content[at + HEADER : at + HEADER + size]
+        at += HEADER + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = Record()
+            record.ParseFromString(partial)
+            found.append(record)
+            partial = b""
+    return found
+
+
+def history(file: Path) -> list[dict]:
+    """The rows that W&B wrote."""
+    return [
+        {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+        for record in records(file)
+        if record.HasField("history")
+    ]
+
+
+def files(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def newest(run_dir: Path) -> list[tuple[int, int]]:
+    """Lineage and step of the rows in the newest of W&B's directories."""
+    return [(row["lineage"], row["step"]) for row in history(files(run_dir)[-1])]
+
+
+def sent(metrics: Metrics) -> int:
+    assert metrics.monitor is not None
+    return metrics.monitor.sent()
+
+
+def helper(metrics: Metrics) -> psutil.Process:
+    """W&B's own helper process, below the one that sends the rows."""
+    assert metrics.monitor is not None and metrics.monitor.process is not None
+    ours = psutil.Process(metrics.monitor.process.pid)
+    return next(c for c in ours.children(recursive=True) if c.name().startswith("wandb-core"))
+
+
+def test_a_key_makes_auto_online(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    netrc = run_dir.parent / ".netrc"
+    assert not online("auto") and not online("offline") and online("online")
+    netrc.write_text("machine example.org login a password b\n")
+    netrc.chmod(0o600)
+    assert not has_key()
+    netrc.write_text("machine api.wandb.ai login user password k\n")
+    assert has_key() and online("auto") and not online("offline")
+    netrc.write_text("nonsense")
+    assert not has_key()
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    assert has_key()
+
+
+def test_w_and_b_gets_the_rows_and_the_alerts(metrics: Metrics, run_dir: Path) -> None:
+    for step in range(1, 4):
+        log(metrics, 1, step, step / 4)
+    metrics.alert("reward hacking", "the judge and the outcome part")
+    metrics.close()
+    (file,) = files(run_dir)
+    rows = history(file)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["train/success"] for row in rows] == [0.25, 0.5, 0.75]
+    (alert,) = [record.alert for record in records(file) if record.HasField("alert")]
+    assert (alert.title, alert.text) == ("reward hacking", "the judge and the outcome part")
+    assert (file.parent / "logs" / "debug.log").stat().st_size > 0
+    assert (run_dir / "logs" / "wandb.log").stat().st_size > 0
+    assert url_of(run_dir) is None, "offline there is no page"
+
+
+def test_a_killed_helper_costs_neither_the_run_nor_a_row(
+    metrics: Metrics,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(monitor, "PAUSE_S", 0.1)
+    assert metrics.monitor is not None
+    metrics.monitor.pause_s = 0.1
+    log(metrics, 1, 1)
+    metrics.alert("first", "before the kill")
+    wait_for(lambda: sent(metrics) == 1, "the first row")
+    victim = helper(metrics)
+    victim.kill()
+    steps = iter(range(2, 10**6))
+
+    def another() -> bool:
+        started = time.monotonic()
+        log(metrics, 1, next(steps))
+        assert time.monotonic() - started < DEADLINE_S / 2, "the learner must not wait for W&B"
+        time.sleep(0.05)
+        return metrics.monitor is not None and metrics.monitor.restarts == 1
+
+    wait_for(another, "a restart")
+    metrics.close()
+    written = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert newest(run_dir) == [(1, row["step"]) for row in written]
+    assert max(row["wandb/missing"] for row in written) > 0
+    assert written[-1]["wandb/restarts"] == 1
+    assert "the process that sends metrics to W&B ended" in caplog.text
+    alerts = [r.alert.title for r in records(files(run_dir)[-1]) if r.HasField("alert")]
+    assert alerts == ["first"]
+
+
+def test_a_helper_that_hangs_is_replaced(
+    metrics: Metrics, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert metrics.monitor is not None and metrics.monitor.process is not None
+    log(metrics, 1, 1)
+    wait_for(lambda: sent(metrics) == 1, "the first row")
+    stopped = helper(metrics)
+    metrics.monitor.process.send_signal(signal.SIGSTOP)  # as it were in a call without an end
+    stopped.suspend()
+    metrics.monitor.pause_s = 0.0
+    monkeypatch.setattr(monitor, "STUCK_S", 0.2)
+    log(metrics, 1, 2)
+    wait_for(lambda: log(metrics, 1, 2) or metrics.monitor.process is None, "the end of it")  # pyright: ignore[reportOptionalMemberAccess]
+    monkeypatch.setattr(monitor, "STUCK_S", DEADLINE_S)
+    wait_for(lambda: not alive(stopped), "the end of W&B's helper")
+    log(metrics, 1, 3)
+    metrics.close()
+    assert newest(run_dir)[-1] == (1, 3)
+
+
+def test_the_end_of_a_run_waits_for_w_and_b_only_so_long(
+    metrics: Metrics,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert metrics.monitor is not None and metrics.monitor.process is not None
+    log(metrics, 1, 1)
+    wait_for(lambda: sent(metrics) == 1, "the first row")
+    metrics.monitor.process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(monitor, "CLOSE_S", 0.2)
+    log(metrics, 1, 2)
+    metrics.close()
+    assert f"evolver-async wandb {run_dir}" in caplog.text
+    assert main(["wandb", str(run_dir)]) == 0
+    assert newest(run_dir) == [(1, 1), (1, 2)]
+
+
+def test_every_restart_writes_the_same_run_from_its_first_row(run_dir: Path) -> None:
+    for lineage, steps in ((1, (1, 2, 3)), (2, (2, 3, 4))):
+        metrics = Metrics(run_dir, wandb="offline")
+        for step in steps:
+            log(metrics, lineage, step)
+        metrics.close()
+    assert newest(run_dir) == [(1, 1), (2, 2), (2, 3), (2, 4)]
+    runs = {file.name for file in files(run_dir)}
+    assert runs == {f"run-{read_state(run_dir)['id']}.wandb"} and len(files(run_dir)) >= 2
+
+
+def test_a_new_lineage_within_one_process_replaces_what_w_and_b_has(
+    metrics: Metrics, run_dir: Path
+) -> None:
+    for step in (1, 2, 3):
+        log(metrics, 1, step)
+    wait_for(lambda: sent(metrics) == 3, "three rows")
+    log(metrics, 2, 2)
+    metrics.close()
+    assert newest(run_dir) == [(1, 1), (2, 2)]
+
+
+def test_a_run_that_w_and_b_never_saw_is_sent_afterwards(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["wandb", str(run_dir)]) == 2
+    assert "has no metrics yet" in capsys.readouterr().err
+    metrics = Metrics(run_dir)
+    log(metrics, 1, 1)
+    log(metrics, 1, 2)
+    log(metrics, 2, 2)
+    metrics.close()
+    assert not (run_dir / "wandb").exists()
+    assert main(["wandb", str(run_dir)]) == 0
+    (file,) = files(run_dir)
+    assert (
+        f"2 of 3 rows are in {file.parent}; to upload them: wandb sync" in capsys.readouterr().out
+    )
+    assert newest(run_dir) == [(1, 1), (2, 2)]
+    with alone(run_dir, 0.0):
+        assert main(["wandb", str(run_dir)]) == 2
+    assert "sends its metrics to W&B by itself" in capsys.readouterr().err
+
+
+def test_online_without_a_key_is_refused_before_the_start(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    recipe = run_dir / "config.yaml"
+    changes = ["metrics.wandb=online", f"run.dir={tmp_path}/runs", "run.name=x"]
+    assert main(["train", str(recipe), *changes]) == 2
+    assert "metrics.wandb: online needs a key" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_page_of_the_run_is_named_to_who_watches(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = "https://wandb.ai/someone/evolver-async/runs/abc"
+    write_state(run_dir, {"id": "abc", "url": url})
+    assert main(["watch", "--once", str(run_dir)]) == 0
+    assert f"W&B: {url}" in capsys.readouterr().out
