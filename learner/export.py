@@ -1,13 +1,13 @@
-"""Writes a Hugging Face directory out of a run's newest checkpoint."""
+"""Writes a Hugging Face directory out of a run's checkpoint."""
 
 from pathlib import Path
 
-from evolver_async import checkpoint, lora, policy, shards
+from evolver_async import history, lora, policy, shards
 from evolver_async.config.load import load
 from evolver_async.weights.merged import whole
 
 
-def export(run_dir: Path, out: Path) -> str:
+def export(run_dir: Path, out: Path, step: int | str | None = None) -> str:
     """Write config, weights, tokenizer and chat template to `out`; says in a line what it is.
 
     Adapters are merged into the weights, and also written by themselves to `out`/adapter, as the
@@ -17,9 +17,9 @@ def export(run_dir: Path, out: Path) -> str:
         raise ValueError(f"{out}: exists and is not empty")
     config = load(run_dir / "config.yaml", [])
     settings = config.policy
-    newest, manifest = checkpoint.load_newest(run_dir / "checkpoints", run_dir.name)
+    chosen, manifest = history.choose(run_dir / "checkpoints", run_dir.name, step)
     model = policy.load_model(settings.path, dtype=settings.dtype, device="cpu")
-    tensors = shards.read(newest, "model")
+    tensors = shards.read(chosen, "model")
     policy.load_state(model, whole(tensors, settings))
     policy.export(model, out, settings.path)
     line = f"wrote {out}: the policy after step {manifest.step} of {run_dir}"
