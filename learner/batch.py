@@ -29,9 +29,10 @@ class MicroBatch:
     context to be predicted from). The `_N` tensors hold one entry per True of `action_BT`, in
     row-major order, so that `logprobs_BT[action_BT]` lines up with them: index_N int64 (place in
     the batch's `_N` arrays), mu_N, old_N, anchor_N, reference_N, advantage_N, value_N, return_N
-    float32, lag_N int64, abandoned_N bool, stripped_N bool, trajectory_N int64 (0..trajectories-1 within this
-    micro-batch), length_N int64 (ACTION tokens of the token's whole trajectory). row_B int64: the
-    batch's number of each row; end_B int64: the place of its last token in the flattened tokens_BT.
+    float32, lag_N int64, abandoned_N bool, stripped_N bool, trajectory_N int64
+    (0..trajectories-1 within this micro-batch), length_N int64 (ACTION tokens of the token's whole
+    trajectory). row_B int64: the batch's number of each row; end_B int64: the place of its last
+    token in the flattened tokens_BT.
     """
 
     tokens_BT: torch.Tensor
@@ -62,9 +63,10 @@ class Batch:
     tokens int32, action bool: the rows one after another, row r at row_start_R[r]:row_start_R[r+1].
     The `_N` arrays hold ACTION tokens in row order, those of row r at
     action_start_R[r]:action_start_R[r+1]: mu_N float32 (behaviour), lag_N int64, abandoned_N bool
-    (sampled past the fork of an abandoned lineage), turn_N int64, trajectory_N int64; and what others store: old_N (what the data is corrected from; mu_N until
-    then), anchor_N, reference_N, advantage_N float32 (0 until then), and with a critic value_N,
-    return_N float32 and end_value_R float32 (behind each row's last token). trajectory_R int64.
+    (sampled past the fork of an abandoned lineage), turn_N int64, trajectory_N int64; and what
+    others store: old_N (what the data is corrected from; mu_N until then), anchor_N, reference_N,
+    advantage_N float32 (0 until then), and with a critic value_N, return_N float32 and end_value_R
+    float32 (behind each row's last token). trajectory_R int64.
     group_P int64 (index of the group), reward_P float64, length_P int64 (ACTION tokens),
     lag_P int64 (the largest of its tokens, 0 without any), stripped_P bool (experience was in the
     sampled context and is in no row), truncated_P bool (it might have gone on). turn_start_P

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from learner.offpolicy import bounded_exp
+from learner.offpolicy import LOG_RATIO_BOUND
+
+K3_LIMIT = 10.0
 
 
 @dataclass(frozen=True)
@@ -86,15 +88,17 @@ def boosted(
 def kl_estimate(kind: str, theta_N: torch.Tensor, reference_N: torch.Tensor) -> torch.Tensor:
     """Per-token estimates of KL(theta || reference) from tokens drawn by theta.
 
-    With d = ref - theta: k1 = -d, k2 = d²/2, k3 = e^d - 1 - d.
+    With d = clamp(ref - theta, -20, 20): k1 = -d, k2 = d²/2, k3 = min(e^d - 1 - d, 10), as verl's
+    `low_var_kl` (core_algos.py) clamps d to ±20 and its estimate to ±10. A clamped token has no
+    gradient; every other gradient moves theta towards the reference.
     """
-    d_N = reference_N - theta_N
+    d_N = (reference_N - theta_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     if kind == "k1":
         return -d_N
     if kind == "k2":
         return d_N**2 / 2
     assert kind == "k3", kind
-    return bounded_exp(d_N) - 1 - d_N
+    return (d_N.exp() - 1 - d_N).clamp(max=K3_LIMIT)
 
 
 def token_scale(

@@ -111,20 +111,19 @@ class Learner:
         state = self.state
         reopen(self.config.stages, state)
         again = self.evaluations.ask_again(state)
-        reply = self.requests.ask(
-            messages.Resume(
-                lineage=state.lineage,
-                take=state.take,
-                version=state.version,
-                episodes=again.episodes if again else 0,
-                stage=again.stage if again else 0,
-                discard=state.discard,
-            )
+        request = messages.Resume(
+            lineage=state.lineage,
+            take=state.take,
+            version=state.version,
+            episodes=again.episodes if again else 0,
+            stage=again.stage if again else 0,
+            discard=state.discard,
         )
-        if reply.lineage > 1 and newest is None:
-            raise CheckpointError(
-                f"{self.checkpoints.directory}: the run has trained, no checkpoint left"
-            )
+        try:
+            reply = self.requests.ask(request)
+        except Rejected as error:
+            found = newest or f"{self.checkpoints.directory}: no checkpoint left"
+            raise CheckpointError(f"{found}: the buffer refused it: {error}") from error
         state.lineage, state.discard = reply.lineage, False
         self.forks = {fork.lineage: fork for fork in reply.forks}
         self.publish(retain=again is not None)
@@ -293,6 +292,7 @@ class Learner:
             self.state.take,
             {
                 "time_s": self.clock.seconds(self.state),
+                "lineage": float(self.state.lineage),
                 "stage": float(stage),
                 "stage_kind": self.kind(stage),
                 "version": float(self.state.version),

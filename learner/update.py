@@ -128,8 +128,8 @@ class Updater:
         head = WeightId(lineage=state.lineage, step=state.version)
         lags = lag_table(chosen.groups, head, forks)
         batch = collate(chosen.groups, lags, self._strip(stage))
-        # Interpolation is along one line of versions, in one context. Tokens of an abandoned lineage
-        # are on no such line; where experience is stripped there are two contexts.
+        # Interpolation is along one line of versions, in one context. Tokens of an abandoned
+        # lineage are on no such line; where experience is stripped there are two contexts.
         interpolates = stage.correction.anchor == "interpolate" and batch.sampled is None
         self._score(stage, batch, state, interpolates)
         critic = self._value(stage, batch)

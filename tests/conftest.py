@@ -1,10 +1,13 @@
 """How Hypothesis draws: the same examples every time, however slow the machine, so that a red run
-speaks of the change it ran on.
+speaks of the change it ran on. The time limit of every test is in `time_limit.py`.
 
 make test ARGS=--hypothesis-profile=random    draws anew
 """
 
 from hypothesis import HealthCheck, settings
+from time_limit import pytest_runtest_protocol
+
+__all__ = ["pytest_runtest_protocol"]  # the hook
 
 settings.register_profile(
     "random", deadline=None, derandomize=False, suppress_health_check=[HealthCheck.too_slow]

@@ -18,11 +18,15 @@ CANARY = "canary-of-the-host"
 
 
 class Hostile(NamedTuple):
-    """A program, the statuses it may end with, and what its last line must hold."""
+    """A program, the statuses it may end with, and what its last line must hold.
+
+    `before`: a program that runs first.
+    """
 
     source: str
     statuses: tuple[str, ...]
     said: str = ""
+    before: str = ""
 
 
 def tries(*attempts: str, imports: str = "import os") -> str:
@@ -71,6 +75,43 @@ KILLS = (
     *("resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "os.setpriority(os.PRIO_PROCESS, 1, 9)"),
     *("resource.setrlimit(resource.RLIMIT_NPROC, (-1, -1))", "os.execv('/bin/sh', ['sh'])"),
 )
+
+# Leaves marks of its own in its request, its output and the names of its files.
+EARLIER = "\n".join(
+    [
+        *(f"# earlier-request-{number}" for number in range(100000, 100500)),
+        "for n in range(500):",
+        "    print('earlier-' + 'output-' + str(200000 + n))",
+        "    open('/tmp/earlier-' + 'file-' + str(300000 + n), 'w').close()",
+    ]
+)
+# Looks for them in all memory around the objects of the interpreter and below the end of the heap.
+# A page that is not mapped makes `write` fail instead of ending the program.
+MEMORY = """
+import ctypes, os, re, sys
+for path in ("/proc/self/maps", "/proc/self/mem", "/proc/1/mem", f"/proc/{os.getppid()}/mem"):
+    try: open(path, "rb").read(1); print("escaped", path)
+    except OSError: pass
+libc = ctypes.CDLL(None)
+libc.sbrk.restype = ctypes.c_void_p
+PAGE, MIB = 4096, 1 << 20
+end = libc.sbrk(0)
+places = {id(value) // MIB for m in list(sys.modules.values()) for value in vars(m).values()}
+ranges = [(place * MIB, (place + 1) * MIB) for place in places] + [(end - 32 * MIB, end)]
+mark = re.compile(b"-reilrae"[::-1] + rb"(?:request|output|file)-[0-9]{6}")
+out, into = os.pipe()
+found, pages = set(), 0
+for start, stop in ranges:
+    tail = b""
+    for address in range(start - start % PAGE, stop, PAGE):
+        if libc.write(into, ctypes.c_void_p(address), PAGE) != PAGE:
+            tail = b""
+            continue
+        text = tail + os.read(out, PAGE)
+        found.update(mark.findall(text))
+        tail, pages = text[-32:], pages + 1
+print("escaped" if found else "nothing of others in", sorted(found)[:3] or pages > 500)
+"""
 
 BATTERY = {
     "fork bomb": Hostile(
@@ -141,6 +182,9 @@ BATTERY = {
         ("ok",),
         "all refused",
     ),
+    "memory of earlier programs": Hostile(
+        MEMORY, ("ok",), "nothing of others in True", before=EARLIER
+    ),
     "variables": Hostile(
         f"import os\nprint('escaped' if {CANARY!r} in str(os.environ) else 'none')", ("ok",), "none"
     ),
@@ -194,6 +238,8 @@ def failure(pool, hostile: Hostile) -> str:
 
 def ended(pool, hostile: Hostile) -> tuple[str, bool]:
     """What was wrong with the way it ended, or empty; whether that was the time alone."""
+    if hostile.before:
+        pool.run(hostile.before)
     began = time.monotonic()
     result = pool.run(hostile.source)
     took_s = time.monotonic() - began

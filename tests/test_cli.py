@@ -351,3 +351,10 @@ def test_unknown_arguments_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
+
+
+def test_a_run_directory_that_cannot_be_made_is_named_by_its_key(capsys):
+    recipe = str(Path(__file__).parent.parent / "configs" / "frozen_lake.yaml")
+    assert main(["train", recipe, "run.dir=/proc/x", "run.name=y"]) == 2
+    said = capsys.readouterr().err
+    assert "run.dir: /proc/x/y cannot be made: No such file or directory" in said

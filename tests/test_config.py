@@ -171,8 +171,12 @@ def test_unknown_keys_and_wrong_types_are_named(argument: str, message: str) -> 
         (["critic.lr=0"], "critic.lr: must be greater than 0"),
         (["loss.dpo_beta=0"], "loss.dpo_beta: must be greater than 0"),
         (["loss.kl=k1"], "loss.kl: k1 has no gradient"),
-        (["correction.anchor=interpolate", "correction.kind=ppo"], "correction.anchor: "),
-        (["correction={kind: topr, anchor: interpolate}"], "correction.anchor: interpolate needs"),
+        (["tasks={train: 0, solved: 0.5, failed: 1}"], "tasks.solved: no task is met twice"),
+        (["tasks={train: 0, solved: 1, failed: 0.5}"], "tasks.failed: no task is met twice"),
+        (
+            ["tasks.train=0", "stages=[{kind: rl, steps: 1, override: {tasks: {solved: 0}}}]"],
+            "stages[0].override: tasks.solved: no task is met twice",
+        ),
         (["correction={kind: gspo, level: trajectory}"], "correction.level: correction.kind=gspo"),
         (["correction={kind: icepop, low: 1.5}"], "correction.low: must be at most 1"),
         (["correction={kind: icepop, high: 0.9}"], "correction.high: must be at least 1"),
@@ -272,6 +276,16 @@ def test_a_model_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
         check_paths(load(None, [STEPS, f"policy.path={tmp_path}"]))
 
 
+def test_a_recipe_that_is_no_text_is_named(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_bytes(b"a: \xff\xfe")
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: byte 3 is not UTF-8 text$"):
+        load(recipe)
+    recipe.write_bytes(b"a: \x00\x01")
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: not valid YAML: "):
+        load(recipe)
+
+
 def test_a_stage_override_holds_for_that_stage_alone() -> None:
     config = load(
         None,
@@ -333,6 +347,28 @@ def test_a_stage_overrides_what_the_buffer_reads_anew_in_every_stage() -> None:
     changes = {"max_staleness": 2, "sampler": "freshest", "straggler": "wait", "demo_groups": 64}
     config = load(None, [STEPS, f"stages.0.override={{buffer: {changes}}}"])
     assert stage_config(config, 0).buffer.demo_groups == 64
+
+
+@pytest.mark.parametrize("kind", ["none", "ppo", "cispo", "topr"])
+def test_a_kind_that_compares_no_anchor_with_mu_ignores_interpolation(kind: str) -> None:
+    """Also in one stage alone, and where guided tokens have no interpolated anchor."""
+    recipe = Path(__file__).parent.parent / "configs" / "frozen_lake.yaml"
+    config = load(recipe, [f"correction.kind={kind}"])
+    assert [stage_config(config, i).correction.anchor for i in range(2)] == ["recompute"] * 2
+
+    override = f"{{correction: {{kind: {kind}}}}}"
+    config = load(recipe, [f"stages.1.override={override}"])
+    anchors = [stage_config(config, i).correction.anchor for i in range(2)]
+    assert anchors == ["interpolate", "recompute"]
+
+    guided = ["experience.kind=contrast", "loss.boost=0", f"correction.kind={kind}"]
+    config = load(None, [STEPS, *guided, "correction.anchor=interpolate"])
+    assert stage_config(config, 0).correction.anchor == "recompute"
+
+
+def test_vtrace_runs_on_a_recipe_that_interpolates() -> None:
+    recipe = Path(__file__).parent.parent / "configs" / "starpo_s.yaml"
+    load(recipe, ["advantage.kind=vtrace", "correction.kind=none"])
 
 
 USUAL = ("token", 2.0, 0.5, 5.0, 0.2, 0.28)  # level, w_max, low, high, clip_low, clip_high

@@ -108,6 +108,33 @@ def test_kl_estimators_agree_with_the_exact_kl_of_a_categorical():
     assert (kl_estimate("k3", theta, reference) >= 0).all()
 
 
+@given(st.sampled_from(["k1", "k2", "k3"]), st.floats(-200, 0), st.floats(-200, 0))
+def test_kl_estimators_match_the_formula_and_never_push_away_from_the_reference(
+    kind, theta, reference
+):
+    theta_N = torch.tensor([theta], dtype=torch.float64, requires_grad=True)
+    found_N = kl_estimate(kind, theta_N, torch.tensor([reference], dtype=torch.float64))
+    d = min(max(reference - theta, -20.0), 20.0)
+    k3 = min(math.exp(d) - 1 - d, 10.0)
+    expected = {"k1": -d, "k2": d * d / 2, "k3": k3}[kind]
+    assert float(found_N.detach()) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+    (gradient_N,) = torch.autograd.grad(found_N.sum(), theta_N)
+    slope = {"k1": 1.0, "k2": -d, "k3": 1 - math.exp(d)}[kind]  # d falls as theta rises
+    held = abs(reference - theta) > 20 or (kind == "k3" and math.exp(d) - 1 - d > 10)
+    assert float(gradient_N) == pytest.approx(0.0 if held else slope, rel=1e-12, abs=1e-12)
+    if kind != "k1":  # descent moves theta towards the reference, or not at all
+        assert float(gradient_N) * (theta - reference) >= 0
+
+
+@pytest.mark.parametrize("reference", [-60.0, -21.0, -1e-3, 21.0, 60.0])
+def test_a_ratio_to_the_reference_beyond_the_bound_moves_no_token(reference):
+    theta_N = torch.zeros(1, requires_grad=True)
+    found_N = kl_estimate("k3", theta_N, torch.tensor([reference]))
+    (gradient_N,) = torch.autograd.grad(found_N.sum(), theta_N)
+    assert (float(gradient_N) == 0) == (abs(reference) > 20)
+
+
 def test_k2_has_the_gradient_of_the_exact_kl():
     logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64).log()

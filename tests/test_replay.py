@@ -142,6 +142,17 @@ def test_a_group_over_the_bound_is_never_chosen():
     assert late not in buffer.choose()
 
 
+@pytest.mark.parametrize("sampler", ["fifo", "freshest", "prioritized"])
+def test_no_take_is_made_of_a_group_over_the_bound_where_there_is_no_other(sampler):
+    """Ready when the head moves on, before anybody evicts it."""
+    buffer = replay(groups_per_step=1, max_staleness=1, sampler=sampler)
+    group = arrive(buffer, grant(buffer), step=0)
+    buffer.at.head = WeightId(lineage=1, step=1)
+    assert buffer.choose() == [group]
+    buffer.at.head = WeightId(lineage=1, step=2)
+    assert buffer.choose() == []
+
+
 def test_the_learner_waits_for_a_straggler_before_its_time_runs_out():
     buffer = replay(groups_per_step=1, max_staleness=1, wait=True)
     slow, fast = grant(buffer, wait=True), grant(buffer, wait=True)

@@ -40,13 +40,10 @@ from learner.train import Learner, build
 STEPS = 10
 GROUPS = 3
 KILLED_AT = 5  # the take in which it happens: of checkpoints 4 and 6, between or while writing
-OF_THE_LINEAGE = ("time", "throughput", "weights/", "ledger/", "buffer/", "actors/", "censor/")
-OF_THE_LINEAGE += (
-    "lineage",
-    "staleness/",
-    "lag_",
-    "supervision/",
-)  # what was sampled before a fork is older
+OF_THE_LINEAGE = (
+    *("lineage", "time", "throughput", "weights/", "ledger/", "buffer/", "actors/", "censor/"),
+    *("staleness/", "lag_", "supervision/"),  # what was sampled before a fork is older
+)
 
 
 class Killed(Exception):

@@ -3,15 +3,18 @@
 import ast
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import stat
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote, quote_plus
 
 import pytest
 import zmq
@@ -22,7 +25,8 @@ from launches import fair_time
 from evolver_async import messages
 from evolver_async.address import from_here
 from evolver_async.cli import main
-from evolver_async.config.check import ConfigError
+from evolver_async.config import secrets, values
+from evolver_async.config.check import ConfigError, check_paths
 from evolver_async.config.load import dump, from_dict, load, stage_config, to_dict
 from evolver_async.config.secrets import looks_secret, mask, reveal, without_secrets
 from evolver_async.keys import KeysError, check_keys, client_keys, listed, make
@@ -407,6 +411,31 @@ def test_a_secret_in_the_configuration_is_refused_by_name(entry: str, said: str)
     assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("entry", "value", "said"),
+    [
+        ("learner.lr='${oc.env:X}'", "hunter2", "learner.lr: "),
+        ("learner.lr='${oc.env:X}'", "hunter-2000\nof two lines", "learner.lr: "),
+        ("learner.lr='${oc.env:X}'", "-77.125e1", "learner.lr: must not be negative, is "),
+        ("correction.kind='${oc.env:X}'", "hunter2", "correction.kind: must be one of none, ppo,"),
+        ("policy.path='/${oc.env:X}2'", "hunter2hunter", "policy.path: "),
+        ("run.name='${oc.env:X}'", "hunter/2'\\", "run.name: must be a plain directory name, is "),
+        ("stages=[{steps: 1, override: {learner: {lr: '${oc.env:X}'}}}]", "hunter2", "stages[0]"),
+    ],
+)
+def test_an_error_shows_the_reference_instead_of_what_came_from_the_environment(
+    entry: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(values, "references", {})
+    monkeypatch.setattr(secrets, "references", values.references)
+    monkeypatch.setenv("X", value)
+    with pytest.raises(ConfigError) as caught:
+        check_paths(load(None, ["stages=[{steps: 1}]", entry]))
+    text = str(caught.value)
+    assert text.startswith(said) and "${oc.env:X}" in text
+    assert "hunter" not in text and "77" not in text
+
+
 def test_logs_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "canary-value")
     monkeypatch.setenv("LOGIN", "canary-login")
@@ -414,6 +443,27 @@ def test_logs_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mask("a canary-value of 4 by canary-login") == "a *** of 4 by canary-login"
     reveal({"password": "${oc.env:LOGIN}"})
     assert mask("a canary-value of 4 by canary-login") == "a *** of 4 by ***"
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["canary/of a+b&ü%", "canary\"with\\quotes'", "-- canary --\nfirst canary\nlast canary"],
+)
+def test_logs_are_masked_whatever_a_secret_is_encoded_as(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_API_KEY", value)
+    percent = quote(value, safe="")
+    for text in (
+        *(value, quote(value), percent, percent.lower(), quote_plus(value)),
+        *(json.dumps({"key": value}), json.dumps(value, ensure_ascii=False)),
+        *(repr(value), repr(value.encode()), str(ValueError(value)), repr({"a": value})),
+        *(line for line in value.splitlines()),
+        textwrap.indent(value, "    "),
+    ):
+        masked = mask(f"before {text} after")
+        assert "canary" not in masked and masked.startswith("before ") and "***" in masked, text
+        assert masked.endswith(" after")
 
 
 ENVIRONMENT = '''

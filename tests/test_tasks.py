@@ -2,6 +2,7 @@
 
 import collections
 import math
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -9,7 +10,9 @@ from buffer_world import synthetic
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evolver_async.buffer.granting import source_of
 from evolver_async.buffer.tasks import Cursor, Queued, Source, Tasks, Walk, held_out_task
+from evolver_async.config.load import load, stage_config
 from evolver_async.schema import Task
 
 ENDLESS = Source(env="maze", params={"size": 3}, train=0)
@@ -216,6 +219,19 @@ def test_a_new_stage_with_other_tasks_goes_on_where_its_passes_would_stand():
     for _ in range(6):
         draw(fresh)
     assert [draw(tasks) for _ in range(9)] == [draw(fresh) for _ in range(9)]
+
+
+def test_the_last_stage_of_grpo_roc_meets_only_what_the_stages_before_left_unsolved():
+    config = load(Path(__file__).parent.parent / "configs" / "grpo_roc.yaml")
+    tasks = Tasks(7, source_of(stage_config(config, 1)))
+    solved = set()
+    for number in range(tasks.source.train):
+        task = draw(tasks)
+        tasks.completed(task, 1.0 if number % 2 else 0.5)
+        solved |= {task.task_id} if number % 2 else set()
+    tasks.switch(source_of(stage_config(config, 3)))
+    met = {draw(tasks).task_id for _ in range(80)}
+    assert met and not met & solved
 
 
 @given(st.integers(0, 30), st.integers(0, 6), st.sampled_from([0.0, 0.5, 1.0]))

@@ -299,6 +299,24 @@ def step(made: Updater, data: list[Group], take: int = 0) -> Outcome:
     return made.rl(stage_config(made.config, 0), data, state, FORKS, 3)
 
 
+def test_scorer_and_stepper_work_at_the_temperature_of_the_rollout(tiny, tmp_path):
+    """Sampled by the very weights that are trained, every token has the weight and the ratio 1."""
+    settings = config(tiny, [Stage(kind="rl", steps=3)])
+    settings.rollout.temperature = 0.6
+    made, data = updater(settings, tmp_path), groups(4)
+    for group in data:
+        (sequence,) = group.trajectories[0].sequences
+        with torch.no_grad():
+            tokens_BT = torch.from_numpy(sequence.tokens.astype(np.int64))[None]
+            logps_TV = (made.model(tokens_BT).logits[0] / 0.6).log_softmax(-1)
+        acts = np.flatnonzero(sequence.roles == Role.ACTION)
+        sequence.logprobs[acts] = logps_TV[acts - 1, sequence.tokens[acts]].numpy()
+    metrics = step(made, data).metrics
+    for name in ("w_q05", "w_q95", "r_q05", "r_q95"):
+        assert metrics[f"offpolicy/{name}"] == pytest.approx(1.0, abs=1e-3), name
+    assert metrics["offpolicy/kl"] == pytest.approx(0.0, abs=1e-5)
+
+
 def test_anchor_for_guided_tokens_is_training_on_the_stripped_text_without_a_weight(tiny, tmp_path):
     """What AgentEvolver does: experience removed, mu forgotten. Bit for bit `none` by hand."""
     data = guided_groups(4)

@@ -127,7 +127,7 @@ def restated(product: Product, goal: Goal, options: dict[str, str]) -> float:
     wanted_words, words = nouns(goal.name), nouns(product.name)
     title = 0.2
     if wanted_words:
-        title = sum(word in words for word in wanted_words) / len(wanted_words)
+        title = sum(word in words for word in {*wanted_words}) / len(wanted_words)
     categories = {part.strip() for part in product.category.split("›")}
     kind = 1.0
     alike_by_query = product.query == goal.query
@@ -223,6 +223,14 @@ def test_a_title_with_little_in_common_is_a_tenth() -> None:
     assert kind_score(product(name="aa"), wanted) == 0.1  # one in eleven
     assert kind_score(product(name="aa bb"), wanted) == 1.0
     assert kind_score(product(name="aa"), goal(name="of the")) == 1.0  # no nouns: 0.2, same query
+
+
+def test_the_title_share_counts_the_repeated_words_of_the_wanted_title() -> None:
+    """One of four distinct words is more than a fifth, one of all five is not."""
+    apart = product(name="tea", query="pot", category="x › y › z")
+    assert kind_score(apart, goal(name="tea tin tin oolong loose", query="other")) == 0.5
+    assert kind_score(apart, goal(name=" ".join(["tea", *["tin"] * 10]), query="other")) == 0.1
+    assert kind_score(apart, goal(name="tea tea tea tea", query="other")) == 1.0
 
 
 def test_sizes_fit_exactly_and_other_options_roughly() -> None:

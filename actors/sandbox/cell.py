@@ -25,6 +25,7 @@ Status = Literal["ok", "error", "timeout", "output", "killed"]
 START_S = 20.0
 GRACE_S = 1.0  # beyond a program's deadline, for the interpreter to say so
 CONFINE, INSIDE = (Path(__file__).with_name(f"{name}.py") for name in ("confine", "inside"))
+END, STDOUT, STDERR = 0, 1, 2  # the marks of frames, as in inside.py
 SEEN, PYTHON, PACKAGES = "/inside.py", "/python", "/packages"
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 VARIABLES = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -137,8 +138,12 @@ class Cell:
                 "temporary_bytes": limits.temporary_bytes,
                 "open_files": limits.open_files,
                 "processes": limits.processes,
+                "wall_s": limits.wall_s,
+                "cpu_s": limits.cpu_s,
+                "memory_bytes": limits.memory_bytes,
+                "output_bytes": limits.output_bytes,
             }
-            refused = self._ask(setup, START_S)["refused"]
+            refused = self._ask(setup, START_S)[0]["refused"]
         except CellDied as death:
             raise SandboxUnavailable(self._last_words() or str(death)) from None
         except ValueError as error:
@@ -151,16 +156,13 @@ class Cell:
     def run(self, source: str) -> tuple[Result, bool]:
         """Run a program; also whether the cell is as clean as before. CellDied: it is gone."""
         limits = self.limits
-        asked = {
-            "source": source,
-            "wall_s": limits.wall_s,
-            "cpu_s": limits.cpu_s,
-            "memory_bytes": limits.memory_bytes,
-            "output_bytes": limits.output_bytes,
-        }
-        answer = self._ask(asked, limits.wall_s + GRACE_S)
-        clean = answer.pop("clean")
-        return Result(**answer), clean
+        answer, texts = self._ask({"source": source}, limits.wall_s + GRACE_S)
+        stdout, stderr = (
+            bytes(texts[mark][: limits.output_bytes]).decode(errors="replace")
+            for mark in (STDOUT, STDERR)
+        )
+        result = Result(stdout, stderr, answer["status"], answer["seconds"])
+        return result, answer["clean"]
 
     def alive(self) -> bool:
         return self._process.poll() is None
@@ -173,18 +175,26 @@ class Cell:
             assert pipe is not None
             pipe.close()
 
-    def _ask(self, message: dict[str, Any], within_s: float) -> dict[str, Any]:
-        """The answer; CellDied, and the cell is dead, where none comes in time."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+    def _ask(
+        self, message: dict[str, Any], within_s: float
+    ) -> tuple[dict[str, Any], dict[int, bytearray]]:
+        """The answer, and what was written before it; CellDied, and the cell is dead, where none
+        comes in time."""
         content = json.dumps(message).encode()
         deadline = time.monotonic() + within_s
+        texts = {STDOUT: bytearray(), STDERR: bytearray()}
         try:
             self._send(struct.pack(">I", len(content)) + content, deadline)
-            (length,) = struct.unpack(">I", self._receive(4, deadline))
-            if length > 16 * self.limits.output_bytes + 4096:
-                raise CellDied(f"the interpreter answered with {length} bytes")
-            return json.loads(self._receive(length, deadline))
-        except (OSError, ValueError, CellDied) as error:
+            while True:
+                mark, length = struct.unpack(">BI", self._receive(5, deadline))
+                held = len(texts[mark]) if mark in texts else 0
+                if held + length > self.limits.output_bytes + 4096:
+                    raise CellDied(f"the interpreter answered with {held + length} bytes")
+                part = self._receive(length, deadline)
+                if mark == END:
+                    return json.loads(part), texts
+                texts[mark] += part
+        except (OSError, ValueError, KeyError, CellDied) as error:
             self._process.kill()
             died = CellLate if isinstance(error, TimeoutError) else CellDied
             raise died(f"the confined interpreter: {error}") from error

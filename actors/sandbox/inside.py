@@ -1,9 +1,12 @@
 """The confined interpreter: warm, it forks for every program and cleans up behind it.
 
-Runs as process 1 of its namespace, by path and with the standard library alone; speaks frames (four
-bytes of length, then JSON) over its standard input and output, and ends when these do. The first
-frame says how to harden itself; it checks what holds before it says that it is ready. As process 1
-no signal from within reaches it, and no program sees its pipes.
+Runs as process 1 of its namespace, by path and with the standard library alone; reads frames (four
+bytes of length, then JSON) from its standard input, writes marked ones to its standard output, and
+ends when these do. The first frame says how to harden itself; it checks what holds before it says
+that it is ready. As process 1 no signal from within reaches it, and no program sees its pipes.
+
+Every program runs in a copy of its memory, so nothing of a program ever enters it: the fork reads
+the request, the kernel passes on the output, and another fork cleans up.
 """
 
 import contextlib
@@ -31,6 +34,7 @@ HOME = "/tmp"
 FILE = "program.py"
 MORE_PROCESSES = 4  # that may be counted with ours: this one, and those that shut it in
 Status = Literal["ok", "error", "timeout", "output", "killed"]
+END, STDOUT, STDERR = 0, 1, 2  # the marks of frames
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -54,9 +58,13 @@ def read_exactly(fd: int, count: int) -> bytes:
     return parts
 
 
-def write_frame(fd: int, message: dict[str, Any]) -> None:
+def write_message(fd: int, message: dict[str, Any]) -> None:
     content = json.dumps(message).encode()
-    view = memoryview(struct.pack(">I", len(content)) + content)
+    write(fd, struct.pack(">BI", END, len(content)) + content)
+
+
+def write(fd: int, content: bytes) -> None:
+    view = memoryview(content)
     while view:
         view = view[os.write(fd, view) :]
 
@@ -137,6 +145,15 @@ def check() -> None:
         raise Refused(f"{HOME} cannot be written")
 
 
+def free_inodes() -> int:
+    """The inodes left of the empty HOME, 0 if its file system does not count them."""
+    path, free = os.path.join(HOME, "counted"), os.statvfs(HOME).f_ffree
+    with open(path, "w"):
+        counted = os.statvfs(HOME).f_ffree == free - 1
+    os.unlink(path)
+    return free if counted else 0
+
+
 def writable(place: str) -> bool:
     path = os.path.join(place, "written")
     try:
@@ -150,65 +167,84 @@ def writable(place: str) -> bool:
 # ---- one program
 
 
-def run(asked: dict[str, Any], control: int) -> dict[str, Any]:
-    """Fork, let the program run until it ends or breaks a limit, end what it left behind."""
+class Relay:
+    """Passes on what a program writes, at most `most` + 1 bytes of each stream.
+
+    The bytes go from pipe to pipe within the kernel. `between` is an empty pipe that lets a frame's
+    length be known before the frame is written.
+    """
+
+    def __init__(self, marks: dict[int, int], most: int, between: tuple[int, int], answers: int):
+        self.marks = marks
+        self.most = most
+        self.passed = dict.fromkeys(marks, 0)
+        self._taken, self._given = between
+        self._answers = answers
+
+    def pass_on(self, fd: int) -> int:
+        """Pass on what there is, at least one byte; the number of bytes, 0 at the end."""
+        room = self.most + 1 - self.passed[fd]
+        count = left = os.splice(fd, self._given, room) if room else 0
+        if count:
+            write(self._answers, struct.pack(">BI", self.marks[fd], count))
+        while left:
+            left -= os.splice(self._taken, self._answers, left)
+        self.passed[fd] += count
+        return count
+
+    def overflows(self) -> bool:
+        return max(self.passed.values()) > self.most
+
+
+def run(setup: dict[str, Any], control: int, answers: int, between: tuple[int, int]) -> None:
+    """Fork for the request that waits, let the program run until it ends or breaks a limit, end
+    what it left behind."""
     began = time.monotonic()
     out, out_end = os.pipe()
     err, err_end = os.pipe()
     child = os.fork()
     if child == 0:
-        play(asked, control, (out_end, err_end))
+        play(setup, control, (out_end, err_end), max(control, answers, *between))
     os.close(out_end)
     os.close(err_end)
-    texts = {out: bytearray(), err: bytearray()}
-    status = watch(child, texts, began + asked["wall_s"], asked["output_bytes"], control)
+    relay = Relay({out: STDOUT, err: STDERR}, setup["output_bytes"], between, answers)
+    status = watch(child, relay, began + setup["wall_s"], control)
     exits = end_all()
-    for fd, text in texts.items():  # nobody writes any more, so that this ends
-        while len(text) <= asked["output_bytes"] and (part := os.read(fd, 65536)):
-            text += part
+    for fd in (out, err):  # nobody writes any more, so that this ends
+        while relay.pass_on(fd):
+            pass
         os.close(fd)
-    if status is None and max(map(len, texts.values())) > asked["output_bytes"]:
+    if status is None and relay.overflows():
         status = "output"
     if status is None:
         code = os.waitstatus_to_exitcode(exits[child])
         status = "killed" if code < 0 else "error" if code else "ok"
-    stdout, stderr = (
-        bytes(text[: asked["output_bytes"]]).decode(errors="replace") for text in texts.values()
-    )
     seconds = time.monotonic() - began
-    return {
-        "stdout": stdout,
-        "stderr": stderr,
-        "status": status,
-        "seconds": seconds,
-        "clean": clear(),
-    }
+    clean = cleared(setup["free"])
+    write_message(answers, {"status": status, "seconds": seconds, "clean": clean})
 
 
-def watch(
-    child: int, texts: dict[int, bytearray], deadline: float, most: int, control: int
-) -> Status | None:
-    """Read what is written until the program has ended (None), or the limit that it broke."""
+def watch(child: int, relay: Relay, deadline: float, control: int) -> Status | None:
+    """Pass on what is written until the program has ended (None), or the limit that it broke."""
     ended = os.pidfd_open(child)
     poll = select.poll()
-    for fd in (ended, control, *texts):
+    for fd in (ended, *relay.marks):
         poll.register(fd, select.POLLIN)
+    poll.register(control, 0)  # its end alone: the child is still reading from it
     try:
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
                 return "timeout"
             for fd, _ in poll.poll(1000 * left + 1):
-                if fd == control:  # it says nothing while a program runs: it was closed
+                if fd == control:
                     os._exit(0)
                 if fd == ended:
                     return None
-                part = os.read(fd, 65536)
-                texts[fd] += part
-                if len(texts[fd]) > most:
-                    return "output"
-                if not part:
+                if not relay.pass_on(fd):
                     poll.unregister(fd)
+                if relay.overflows():
+                    return "output"
     finally:
         os.close(ended)
 
@@ -226,6 +262,24 @@ def end_all() -> dict[int, int]:
         ended[process] = status
 
 
+def cleared(free: int) -> bool:
+    """Clean up in a fork, which alone reads the names of a program's files; False if that fails.
+
+    `free`: the inodes left where there are no files, 0 if the file system does not count them.
+    """
+    if free and os.statvfs(HOME).f_ffree == free:
+        os.chmod(HOME, 0o700)
+        return True
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if clear() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def clear() -> bool:
     """Empty the only place that can be written; False where that fails."""
     try:
@@ -241,19 +295,20 @@ def clear() -> bool:
     return True
 
 
-def play(asked: dict[str, Any], control: int, outputs: tuple[int, int]) -> None:
-    """In the fork: become the program. Never returns."""
+def play(setup: dict[str, Any], control: int, outputs: tuple[int, int], highest: int) -> None:
+    """In the fork: read the request and become its program. Never returns."""
     code = 1
     try:
         os.setsid()
+        source = read_frame(control)["source"]
         for number, fd in enumerate(outputs, start=1):
             os.dup2(fd, number)
-        os.closerange(3, max(control, *outputs, 64) + 1)
-        cpu = asked["cpu_s"]
+        os.closerange(3, max(highest, *outputs, 64) + 1)
+        cpu = setup["cpu_s"]
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
-        resource.setrlimit(resource.RLIMIT_AS, (asked["memory_bytes"],) * 2)
+        resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"],) * 2)
         random.seed(0)  # the same program says the same
-        code = execute(asked["source"])
+        code = execute(source)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
@@ -294,12 +349,16 @@ def main() -> None:
             importlib.import_module(name)
         harden(setup)
     except (Refused, ImportError, OSError) as error:
-        write_frame(answers, {"refused": f"{type(error).__name__}: {error}"})
+        write_message(answers, {"refused": f"{type(error).__name__}: {error}"})
         return
+    between = os.pipe()
+    setup["free"] = free_inodes()
     gc.freeze()
-    write_frame(answers, {"refused": ""})
-    while True:
-        write_frame(answers, run(read_frame(control), control))
+    write_message(answers, {"refused": ""})
+    requests = select.poll()
+    requests.register(control, select.POLLIN)
+    while any(event & select.POLLIN for _, event in requests.poll()):
+        run(setup, control, answers, between)
 
 
 if __name__ == "__main__":

@@ -243,6 +243,10 @@ class Journal:
         self.free = self._free()
         self._waits = False
 
+    def end(self) -> str:
+        """The newest segment and its size, for people."""
+        return f"{self._path(self.newest)} with {self.sizes[self.newest]} bytes"
+
     def where(self, location: Location) -> str:
         """File and offset, for people."""
         return f"{self._path(location[0])} at {location[1]}"

@@ -28,7 +28,6 @@ from evolver_async.messages import (
 )
 from evolver_async.schema import EvalResult, Group, WeightId
 
-
 ROLLED_BACK = "rolled_back"  # why groups are evicted whose takes a RESUME discards
 
 log = logging.getLogger(__name__)
@@ -56,7 +55,9 @@ class Taking:
             return [fenced]
         if request.take in at.takes and at.takes[request.take].lineage == at.lineage:
             return self._groups(request.take)
-        if request.take != at.next_take:
+        if request.take > at.next_take:
+            return [Reject(reason=self._lacks_takes(request.take))]
+        if request.take < at.next_take:
             return [Reject(reason=f"take: {request.take}, the next one is {at.next_take}")]
         if not 0 <= request.stage < self.stages:
             return [Reject(reason=f"stage: {request.stage} of {self.stages}")]
@@ -128,12 +129,9 @@ class Taking:
     def resume(self, peer: str, request: Resume) -> Reply:
         at = self.book.replay.at
         self.activity.learner = peer
-        if not 0 <= request.lineage <= at.lineage:
-            return Reject(reason=f"lineage: {request.lineage}, the newest is {at.lineage}")
-        if not request.discard and not at.kept <= request.take <= at.next_take:
-            return Reject(
-                reason=f"take: {request.take}, the journal has takes {at.kept} to {at.next_take}"
-            )
+        refusal = self._unknown(request)
+        if refusal:
+            return Reject(reason=refusal)
         if request.version < 0:
             return Reject(reason=f"version: {request.version}")
         if request.episodes < 0:
@@ -173,6 +171,31 @@ class Taking:
         forks = [at.forks[lineage] for lineage in sorted(at.forks)]
         return Resumed(lineage=at.lineage, forks=forks)
 
+    def _unknown(self, request: Resume) -> str:
+        """Why the run cannot go on from where the learner stands; "" if it can."""
+        at = self.book.replay.at
+        if request.lineage < 0:
+            return f"lineage: {request.lineage}"
+        if request.lineage > at.lineage:
+            return self._lacks_lineage(request.lineage)
+        if request.take > at.next_take and not request.discard:
+            return self._lacks_takes(request.take)
+        if request.take < at.kept and not request.discard:
+            return f"take: {request.take}, the journal has takes {at.kept} to {at.next_take}"
+        if request.lineage == 0 and at.reports:
+            return f"lineage: 0, a fresh start, but the run has trained {at.reports} takes"
+        return ""
+
+    def _lacks_lineage(self, lineage: int) -> str:
+        end, newest = self.book.journal.end(), self.book.replay.at.lineage
+        return f"lineage: {end} ends in lineage {newest}, the records of {lineage} are missing"
+
+    def _lacks_takes(self, take: int) -> str:
+        end, first = self.book.journal.end(), self.book.replay.at.next_take
+        return (
+            f"take: {end} ends before take {first}, the records up to take {take - 1} are missing"
+        )
+
     def kept(self, peer: str, request: Kept, now: float) -> Reply:
         replay = self.book.replay
         self._pause(peer, request.paused, now)
@@ -197,10 +220,12 @@ class Taking:
         else:
             self.activity.served(peer, "pause")
 
-    def _fenced(self, lineage: int) -> Fenced | None:
+    def _fenced(self, lineage: int) -> Fenced | Reject | None:
         newest = self.book.replay.at.lineage
         if lineage == newest:
             return None
+        if lineage > newest:
+            return Reject(reason=self._lacks_lineage(lineage))
         return Fenced(reason=f"lineage {lineage}: the newest is {newest}")
 
     def _wait(self, peer: str, reason: str, now: float) -> Wait:

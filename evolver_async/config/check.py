@@ -16,6 +16,7 @@ from evolver_async.config.channels import check_channel
 from evolver_async.config.engine import check_engine
 from evolver_async.config.gpus import check_gpus
 from evolver_async.config.groups import check_groups
+from evolver_async.config.learner import INTERPOLATED
 from evolver_async.config.stages import check_limits, check_stages, check_tasks
 from evolver_async.config.values import (
     LLM_SECTIONS,
@@ -25,9 +26,6 @@ from evolver_async.config.values import (
 )
 
 __all__ = ["ConfigError", "check", "check_paths", "check_stage"]
-
-
-INTERPOLATED = ("decoupled", "icepop", "geo_mask", "gspo")  # they compare an anchor with mu
 
 
 def check(config: Config) -> None:
@@ -183,11 +181,6 @@ def _check_learner(config: Config) -> None:
         f"must be at most the groups that one step trains ({kept}), is {learner.minibatches}",
     )
     require(
-        correction.anchor != "interpolate" or correction.kind in INTERPOLATED,
-        "correction.anchor",
-        f"interpolate needs a correction.kind of {', '.join(INTERPOLATED)}, not {correction.kind}",
-    )
-    require(
         correction.level != "trajectory" or correction.kind in ("decoupled", "topr"),
         "correction.level",
         f"correction.kind={correction.kind} has no choice of it: leave it at auto",
@@ -315,7 +308,7 @@ def _check_guided(config: Config) -> None:
         return
     correction, updates = config.correction, config.learner.minibatches
     require(
-        correction.anchor != "interpolate",
+        correction.anchor != "interpolate" or correction.kind not in INTERPOLATED,
         "correction.anchor",
         "interpolate is undefined for guided tokens: use recompute",
     )

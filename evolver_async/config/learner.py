@@ -57,7 +57,10 @@ class Correction:
     """The off-policy correction."""
 
     kind: str = "decoupled"  # none, ppo, decoupled, icepop, geo_mask, cispo, gspo or topr
-    anchor: str = "recompute"  # recompute (one more forward) or interpolate (from the version lag)
+    anchor: str = (
+        "recompute"  # recompute (one more forward) or interpolate (from the version lag; read by
+        # decoupled, icepop, geo_mask and gspo: the other kinds do not compare an anchor with mu)
+    )
     guided: str = "stale"  # what old is for guided tokens: stale, anchor or behaviour
     level: str = "auto"  # decoupled, topr: weights per token or trajectory; auto: topr trajectory
     w_max: float = -1.0  # truncation of the importance weight; -1: 2, decoupled by trajectory 5
@@ -85,6 +88,7 @@ class Loss:
     entropy_top_k: int = 0  # the bonus raises entropy among the k likeliest tokens only; 0: all
 
 
+INTERPOLATED = ("decoupled", "icepop", "geo_mask", "gspo")  # they compare an anchor with mu
 LEFT_OPEN = -1.0  # a bound that is what correction.kind wants
 LEVELS = {"topr": "trajectory"}  # all others: token
 BOUNDS = {"w_max": 2.0, "low": 0.5, "high": 5.0, "clip_low": 0.2, "clip_high": 0.28}
@@ -98,8 +102,10 @@ BOUNDS_OF = {  # what differs, by kind and level
 def by_kind(correction: Correction, loss: Loss) -> tuple[Correction, Loss]:
     """Both with the level and the bounds that are left open as `correction.kind` wants them.
 
-    The values are the defaults of the table in algorithms §2.
+    The values are the defaults of the table in algorithms §2. A kind that compares no anchor with
+    mu has nothing to interpolate: its anchor is `recompute`.
     """
+    anchor = correction.anchor if correction.kind in INTERPOLATED else "recompute"
     level = correction.level
     if level == "auto":
         level = LEVELS.get(correction.kind, "token")
@@ -109,7 +115,8 @@ def by_kind(correction: Correction, loss: Loss) -> tuple[Correction, Loss]:
         values = vars(section)
         return {name: bounds[name] for name in bounds if values.get(name) == LEFT_OPEN}
 
-    return replace(correction, level=level, **closed(correction)), replace(loss, **closed(loss))
+    correction = replace(correction, anchor=anchor, level=level, **closed(correction))
+    return correction, replace(loss, **closed(loss))
 
 
 @dataclass

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from evolver_async.config import Config, Experience, Stage
 from evolver_async.config.check import ConfigError, check, check_stage
 from evolver_async.config.learner import by_kind
-from evolver_async.config.secrets import kept, refuse_written
+from evolver_async.config.secrets import kept, note_references, refuse_written
 
 # What shapes the whole run or its processes, so that one stage cannot change it: sections, and keys
 # of sections of which the rest may differ by stage.
@@ -177,6 +177,8 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
         tree = OmegaConf.to_container(OmegaConf.load(path))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8 text") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
@@ -312,6 +314,7 @@ def _to_config(resolved: DictConfig) -> Config:
     """Everything resolved but references to the environment among the environments' parameters."""
     raw: Any = OmegaConf.to_container(resolved)
     refuse_written(raw)
+    note_references(raw)
     resolved.env.params = kept(raw["env"]["params"])
     for part, plain in zip(resolved.tasks.mixture, raw["tasks"]["mixture"], strict=True):
         part.params = kept(plain["params"])

@@ -2,20 +2,25 @@
 
 `${oc.env:NAME}` among an environment's own parameters is kept as that text in every dump, on the
 wire and in the journal; `reveal` reads the variable in the process that uses it. What is logged
-goes through `mask`. Values are never part of an error.
+goes through `mask`. Values that came from the environment are never part of an error.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 from evolver_async.config.check import ConfigError
+from evolver_async.config.values import references
 
 # What holds keys of the user's own, list indices aside; every stage's override may as well.
 FREE = ("env.params", "tasks.mixture.params")
 MASK = "***"
-SHORTEST = 8  # characters of a value that is masked: a shorter one would turn up everywhere
+SHORTEST = 8  # characters of a text that is masked: a shorter one would turn up everywhere
 REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")
 INDEX = re.compile(r"\[\d+\]")
 MENTIONED = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
@@ -27,6 +32,7 @@ SECRET = re.compile(  # the plurals `keys` and `tokens` alone count things
 _revealed: set[str] = set()  # variables without a telling name that held a secret after all
 
 
+@lru_cache(maxsize=4096)
 def looks_secret(name: str) -> bool:
     """Whether a value of this name (of a key, of an environment variable) must not be shown."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
@@ -48,11 +54,31 @@ def secret(name: str, key: str) -> str:
 
 
 def mask(text: str) -> str:
-    """`text` without the values of the environment's secrets."""
+    """`text` without the values of the environment's secrets, plain or encoded."""
     for name, value in os.environ.items():
-        if len(value) >= SHORTEST and value in text and (name in _revealed or looks_secret(name)):
-            text = text.replace(value, MASK)
+        if len(value) >= SHORTEST and (name in _revealed or looks_secret(name)):
+            for form in _forms(value):
+                if form in text:
+                    text = text.replace(form, MASK)
     return text
+
+
+@lru_cache(maxsize=1024)
+def _forms(value: str) -> tuple[str, ...]:
+    """The texts in which a secret turns up, the longest first.
+
+    As it is, percent-encoded, escaped as in JSON and in Python's repr, and each line by itself.
+    """
+    lines = [line.strip() for line in value.splitlines()]
+    forms = {value, *(line for line in lines if len(line) >= SHORTEST)}
+    for plain in list(forms):
+        raw = plain.encode(errors="surrogateescape")
+        for encoded in (quote(raw), quote(raw, safe=""), quote_plus(raw)):
+            forms |= {encoded, re.sub(r"%..", lambda code: code[0].lower(), encoded)}
+        forms |= {json.dumps(plain, ensure_ascii=only)[1:-1] for only in (True, False)}
+        forms |= {repr(plain)[1:-1], repr(raw)[2:-1], ascii(plain)[1:-1]}
+        forms |= {form.replace("/", r"\/") for form in forms}  # which JSON may escape as well
+    return tuple(sorted(forms, key=len, reverse=True))
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,6 +103,22 @@ def refuse_written(tree: Mapping[str, Any]) -> None:
         named = next(filter(looks_secret, MENTIONED.findall(text)), None)
         if named and not (free and REFERENCE.search(text)):
             raise ConfigError(f"{key}: {named} looks like a secret, and this would be written down")
+
+
+def note_references(tree: Mapping[str, Any]) -> None:
+    """Let no error show the values of the variables that a raw configuration refers to."""
+    for _, text, _, _ in _texts(tree, "", False, False):
+        for name in MENTIONED.findall(text):
+            if value := os.environ.get(name, ""):
+                for form in {value, *value.split("\n"), repr(value)[1:-1], *_numbers(value)} - {""}:
+                    references[form] = f"${{oc.env:{name}}}"
+
+
+def _numbers(value: str) -> Iterator[str]:
+    """The other ways in which an error writes a value that is a number."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            yield from (f"{kind(value)}", f"{kind(value):g}")
 
 
 def kept(params: Any) -> Any:

@@ -73,7 +73,7 @@ def check_limits(config: Config, index: int) -> None:
 
 
 def check_tasks(config: Config) -> None:
-    """What a file of tasks and a mixture of environments leave no room for."""
+    """Refuse keys of `tasks` that exclude each other or cannot act."""
     tasks = config.tasks
     require(
         not (tasks.path and tasks.mixture),
@@ -85,6 +85,12 @@ def check_tasks(config: Config) -> None:
         "tasks.train",
         "a file of tasks has as many as it has: leave it at 0 with tasks.path",
     )
+    for name in ("solved", "failed"):
+        require(
+            getattr(tasks, name) == 1 or tasks.train > 0 or bool(tasks.path) or tasks.synthetic > 0,
+            f"tasks.{name}",
+            "no task is met twice: with tasks.train=0 leave it at 1, or set tasks.train",
+        )
     for index, part in enumerate(tasks.mixture):
         where = f"tasks.mixture[{index}]"
         require(bool(part.env), f"{where}.env", "names no environment")

@@ -9,9 +9,24 @@ from typing import Any
 from evolver_async.config import Config
 from evolver_async.config.learner import by_kind
 
+# The text that shows what came from the environment: a reference, by each form of its value.
+references: dict[str, str] = {}
+
 
 class ConfigError(ValueError):
-    """One sentence that names the key (or file) and what is wrong with it."""
+    """One sentence that names the key (or file) and what is wrong with it.
+
+    Where it would hold a value that a configuration took from the environment, it holds the
+    reference instead.
+    """
+
+    def __str__(self) -> str:
+        if not references:
+            return super().__str__()
+        forms = sorted(references, key=len, reverse=True)
+        # a short value only where it stands alone
+        whole = (re.escape(f) if len(f) >= 8 else rf"(?<!\w){re.escape(f)}(?!\w)" for f in forms)
+        return re.sub("|".join(whole), lambda found: references[found[0]], super().__str__())
 
 
 CHOICES: dict[str, tuple[str, ...]] = {

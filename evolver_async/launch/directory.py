@@ -53,7 +53,10 @@ def create(
     stem = recipe.stem if recipe is not None else "run"
     name = config.run.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = (Path(config.run.dir) / name).resolve()
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir: {run_dir} cannot be made: {error.strerror}") from None
     _refuse_existing(run_dir)
     resolved = replace(
         config,

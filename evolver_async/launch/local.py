@@ -163,7 +163,10 @@ class Launcher:
         buffer = self.add("buffer", "buffer")
         deadline = time.monotonic() + START_S
         while not self.signals and not asyncio.run(self.answers()):
-            if buffer.process.poll() is not None:
+            code = buffer.poll()
+            if code is not None and code < 0:
+                self.tend(buffer, time.monotonic())  # killed: started again, as at any later time
+            elif code is not None:
                 raise RunFailed(
                     f"the buffer did not start: {self.last_words(buffer, 1)}", USER_ERROR
                 )

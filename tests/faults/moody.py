@@ -1,13 +1,21 @@
-"""A bandit whose failures are ordered from outside, by files in a directory."""
+"""A bandit whose failures are ordered from outside, by files in a directory.
 
+Its actors write down every ACK they are given, so that a test knows what was promised to them.
+"""
+
+import os
 import time
 from pathlib import Path
+from typing import Any
 
 from actors.envs.bandit import Bandit
 from actors.envs.base import Step
+from actors.outbox import Outbox
+from evolver_async import messages
 from evolver_async.schema import Task
 
 HANG, HUNG = "hang", "hung"
+ACKED = "acked"  # a line for each acknowledged trajectory: its group and member
 POISON = 5  # the number of the task whose reset always fails
 
 
@@ -20,6 +28,7 @@ class Moody(Bandit):
     def __init__(self, *, directory: str) -> None:
         super().__init__()
         self.directory = Path(directory)
+        write_acks(self.directory / ACKED)
 
     def reset(self, task: Task, dynamics_seed: int) -> str:
         if task.split == "train" and task.map_seed == POISON:
@@ -33,3 +42,24 @@ class Moody(Bandit):
             return super().step(action)
         time.sleep(float((self.directory / HUNG).read_text()))
         return super().step(action)
+
+
+def write_acks(path: Path) -> None:
+    """Have the outboxes of this process append every ACK to `path`, in one write each."""
+    if getattr(Outbox, "writes_acks", False):
+        return
+    plain, file = Outbox.send, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def send(self: Outbox, trajectory: Any) -> Any:
+        task = plain(self, trajectory)
+
+        def write(done: Any) -> None:
+            failed = done.cancelled() or done.exception() is not None
+            if not failed and isinstance(done.result(), messages.Ack):
+                os.write(file, f"{trajectory.group_id} {trajectory.member}\n".encode())
+
+        task.add_done_callback(write)
+        return task
+
+    Outbox.send = send
+    Outbox.writes_acks = True  # pyright: ignore[reportAttributeAccessIssue]

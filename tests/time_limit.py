@@ -1,0 +1,32 @@
+"""Time limit of every test: a test that hangs fails, by name, and the tests after it still run.
+
+Fixtures that a test is the first to need count towards its time. TEST_LIMIT_S=60 changes the limit,
+0 removes it. Where a test does not return to Python either, pytest's faulthandler_timeout ends the
+run and prints where every thread stands.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+
+LIMIT_S = float(os.environ.get("TEST_LIMIT_S") or 600)
+AGAIN_S = 5.0  # until the next attempt, where something held the failure back
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Run a test and its fixtures under the limit."""
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        pytest.fail(f"{item.nodeid} took longer than {LIMIT_S:g} s (TEST_LIMIT_S)")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S, AGAIN_S)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
