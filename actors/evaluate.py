@@ -1,4 +1,4 @@
-"""Evaluates the newest checkpoint of a run on held-out tasks: greedy, never guided."""
+"""Evaluates a checkpoint of a run on held-out tasks: greedy, never guided."""
 
 import asyncio
 import statistics
@@ -11,7 +11,7 @@ from actors.episode import EpisodeLate, Finished
 from actors.progress import Progress
 from actors.rollout import run_group
 from actors.setting import setting_of
-from evolver_async import checkpoint, shards
+from evolver_async import history, shards
 from evolver_async.buffer.granting import source_of
 from evolver_async.buffer.tasks import held_out_task
 from evolver_async.config import Config
@@ -20,18 +20,18 @@ from evolver_async.schema import Sampling, Task, Ticket, Trajectory, WeightId, k
 from evolver_async.weights.merged import whole
 
 
-def evaluate(run_dir: Path, episodes: int) -> str:
+def evaluate(run_dir: Path, episodes: int, step: int | str | None = None) -> str:
     """Run the first `episodes` held-out tasks; says in a line how it went.
 
     ValueError where an episode fails: an average over the others would be of other tasks.
     """
     config = load(run_dir / "config.yaml", [])
-    newest, manifest = checkpoint.load_newest(run_dir / "checkpoints", run_dir.name)
+    chosen, manifest = history.choose(run_dir / "checkpoints", run_dir.name, step)
     last = len(config.stages) - 1
     staged = stage_config(config, last)
     source = source_of(staged)
     tasks = [held_out_task(source, number) for number in range(episodes)]
-    weights = whole(shards.read(newest, "model"), config.policy)
+    weights = whole(shards.read(chosen, "model"), config.policy)
     trajectories = asyncio.run(play_all(staged, last, tasks, weights))
     success = statistics.fmean(trajectory.success for trajectory in trajectories)
     reward = statistics.fmean(trajectory.reward for trajectory in trajectories)

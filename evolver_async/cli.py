@@ -11,6 +11,7 @@ from pathlib import Path
 from evolver_async.buffer.journal import JournalError
 from evolver_async.checkpoint import CheckpointError
 from evolver_async.config.check import ConfigError
+from evolver_async.history import BEST
 from evolver_async.launch.roles import TRAINING_ERROR, USER_ERROR, TrainingError, resolve
 
 
@@ -52,11 +53,22 @@ def _parser() -> argparse.ArgumentParser:
         help="a YAML recipe (not with --resume), then changes like learner.lr=3e-4",
     )
     command.add_argument("--resume", type=Path, metavar="RUN_DIR", help="the run to go on with")
+    _add_step(command, "with --resume: go back to the checkpoint of this step")
+    command.add_argument("--fork", metavar="NAME", help="with --resume: go on as a new run instead")
     command.set_defaults(function="training:train")
 
     _add_roles(commands)
     _add_tools(commands)
     return parser
+
+
+def _add_step(command: argparse.ArgumentParser, about: str) -> None:
+    """The option that names a checkpoint by its step, or the best evaluated one."""
+
+    def step(text: str) -> int | str:
+        return text if text == BEST else int(text)
+
+    command.add_argument("--step", type=step, metavar=f"N|{BEST}", help=about)
 
 
 def _add_roles(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -84,14 +96,16 @@ def _add_roles(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def _add_tools(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """What people use beside and after a run."""
-    command = commands.add_parser("eval", help="evaluate the newest checkpoint on held-out tasks")
+    command = commands.add_parser("eval", help="evaluate a checkpoint on held-out tasks")
     command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     command.add_argument("--episodes", type=int, default=0, help="default: eval.final_episodes")
+    _add_step(command, "default: the newest")
     command.set_defaults(function="results:evaluate")
 
-    command = commands.add_parser("export", help="write the newest checkpoint as a model directory")
+    command = commands.add_parser("export", help="write a checkpoint as a model directory")
     command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     command.add_argument("out", type=Path, metavar="OUT")
+    _add_step(command, "default: the newest")
     command.set_defaults(function="results:export")
 
     command = commands.add_parser("wandb", help="send a run's metrics to Weights & Biases")

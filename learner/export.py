@@ -1,20 +1,19 @@
-"""Writes a Hugging Face directory out of a run's newest checkpoint.
+"""Writes a Hugging Face directory out of a run's checkpoint.
 
-What tells others how to ask the policy (chat template, generation settings, README) is written by
-the actors' side, which knows how a turn is written.
+How to ask the policy (chat template, generation settings, README) is written by the actors' side,
+which knows how a turn is written.
 """
 
 from pathlib import Path
 
-from evolver_async import checkpoint, lora, policy, shards
+from evolver_async import history, lora, policy, shards
 from evolver_async.config.load import load, stage_config
 from evolver_async.launch.roles import resolve
 from evolver_async.weights.merged import whole
 
 
-def export(run_dir: Path, out: Path) -> str:
-    """Write config, weights, tokenizer and how to ask the policy to `out`; says in a line what it
-    is.
+def export(run_dir: Path, out: Path, step: int | str | None = None) -> str:
+    """Write config, weights, tokenizer and how to ask the policy to `out`; describe it in a line.
 
     Adapters are merged into the weights, and also written by themselves to `out`/adapter, as the
     `peft` library reads them.
@@ -23,9 +22,9 @@ def export(run_dir: Path, out: Path) -> str:
         raise ValueError(f"{out}: exists and is not empty")
     config = load(run_dir / "config.yaml", [])
     settings = config.policy
-    newest, manifest = checkpoint.load_newest(run_dir / "checkpoints", run_dir.name)
+    chosen, manifest = history.choose(run_dir / "checkpoints", run_dir.name, step)
     model = policy.load_model(settings.path, dtype=settings.dtype, device="cpu")
-    tensors = shards.read(newest, "model")
+    tensors = shards.read(chosen, "model")
     policy.load_state(model, whole(tensors, settings))
     policy.export(model, out, settings.path)
     resolve("manual")(stage_config(config, len(config.stages) - 1), out)

@@ -8,7 +8,7 @@ from pathlib import Path
 from evolver_async.commands.checked import run_directory, user_mistakes
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
-from evolver_async.launch import directory, roles
+from evolver_async.launch import directory, forking, roles
 from evolver_async.study import watch
 
 
@@ -19,14 +19,20 @@ def train(args: argparse.Namespace) -> int:
         recipe, dotlist = Path(dotlist[0]), dotlist[1:]
     if args.resume is not None and recipe is not None:
         raise ConfigError(f"{recipe}: --resume goes on with the run's own recipe; leave this out")
+    for option in ("step", "fork"):
+        if args.resume is None and getattr(args, option) is not None:
+            raise ConfigError(f"--{option} needs the run that it is about: --resume RUN_DIR")
     if args.resume is None and recipe is None:
         raise ConfigError("train needs a recipe (configs/….yaml) or --resume RUN_DIR")
     with contextlib.ExitStack() as held:
         with user_mistakes():
             if args.resume is not None:
                 run_dir = run_directory(args.resume)
+                if args.fork is not None:
+                    config, run_dir = forking.fork(run_dir, args.fork, dotlist, args.step)
                 held.enter_context(directory.locked(run_dir))
-                config = directory.resume(run_dir, dotlist)
+                if args.fork is None:
+                    config = directory.resume(run_dir, dotlist, args.step)
             else:
                 config, run_dir = directory.create(load(recipe, dotlist), recipe)
                 held.enter_context(directory.locked(run_dir))

@@ -14,19 +14,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from evolver_async import history
 from evolver_async.buffer.granting import source_of
 from evolver_async.buffer.tasks import held_out_task
-from evolver_async.checkpoint import exists, load_newest
+from evolver_async.checkpoint import exists
 from evolver_async.config import Config
 from evolver_async.config.channels import host_and_port
 from evolver_async.config.check import ConfigError, check_paths
 from evolver_async.config.load import dump, load, stage_config
+from evolver_async.config.stages import limit_reached
 from evolver_async.keys import KeysError, check_keys
 from evolver_async.launch.gpus import VISIBLE, check_seen
 from evolver_async.launch.roles import USER_ERROR, check_wings, keys_of, resolve
@@ -34,18 +36,19 @@ from evolver_async.monitor import has_key
 from evolver_async.transport import check_address
 from evolver_async.weights.base import listen
 
-STATE = "state.json"  # of a checkpoint: the learner's numbers
 EXACT = "exact.json"
 PAUSED = "PAUSED"
 CREATING = ".creating"
 LOCK = "lock"
 
 
-def create(config: Config, recipe: Path | None) -> tuple[Config, Path]:
+def create(
+    config: Config, recipe: Path | None, bring: Callable[[Path], None] = lambda _: None
+) -> tuple[Config, Path]:
     """A new run directory with its configuration and policy; nothing is left of it when that fails.
 
     Without `run.name` it is called after the recipe and the time. A directory whose creation was
-    cut short is taken over.
+    cut short is taken over. `bring` puts into it what comes from another run.
     """
     _check(config)
     stem = recipe.stem if recipe is not None else "run"
@@ -66,6 +69,7 @@ def create(config: Config, recipe: Path | None) -> tuple[Config, Path]:
         _refuse_existing(run_dir)  # another process may have made it before it was locked
         try:
             _clear(run_dir)
+            bring(run_dir)
             resolved = _with_own_tasks(resolved, run_dir)
             dump(resolved, run_dir / "config.yaml")
             _complete(resolved, run_dir)
@@ -96,7 +100,8 @@ def _clear(run_dir: Path) -> None:
 def _complete(config: Config, run_dir: Path) -> None:
     """Make what a run directory needs beside its configuration."""
     own = run_dir / "policy"
-    if config.policy.path == str(own) and own.exists():
+    brought = exists(run_dir / "checkpoints")
+    if config.policy.path == str(own) and own.exists() and not brought:
         shutil.rmtree(own)  # written in part by a creation that was cut short
     _prepare_policy(run_dir)
     _measure(config, run_dir)
@@ -136,32 +141,66 @@ def _with_own_tasks(config: Config, run_dir: Path) -> Config:
     return replace(config, tasks=tasks, stages=stages)
 
 
-def resume(run_dir: Path, dotlist: Sequence[str]) -> Config:
+def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None) -> Config:
     """The configuration of an earlier run, with the changes of `dotlist` written into it.
 
-    A run without a checkpoint starts at its beginning. Raises ConfigError or CheckpointError where
-    there is nothing that can be gone on with.
+    A run without a checkpoint starts at its beginning; `step` (or `best`) makes it go back to that
+    checkpoint, and ends its pause. Raises ConfigError or CheckpointError where there is nothing
+    that can be gone on with.
     """
     config = load(run_dir / "config.yaml", dotlist)
     incomplete = (run_dir / CREATING).exists()
     unmade = incomplete and config.policy.path == str(run_dir / "policy")
     _check(replace(config, policy=replace(config.policy, path="")) if unmade else config)
-    _refuse_other_past(load(run_dir / "config.yaml"), config)
-    if exists(run_dir / "checkpoints"):
-        newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
-        if (newest / STATE).is_file():
-            state = json.loads((newest / STATE).read_text())
-            if state["stage"] >= len(config.stages) and not state["pending"]:
-                raise ConfigError(f"{run_dir}: is finished; there is nothing to go on with")
+    before = load(run_dir / "config.yaml")
+    _refuse_other_past(before, config)
+    checkpoints = run_dir / "checkpoints"
+    chosen = None
+    if step is not None or exists(checkpoints):
+        chosen, _ = history.choose(checkpoints, run_dir.name, step)
+        check_goes_on(run_dir, before, config, history.numbers(chosen))
     if not incomplete:
         _measure(config, run_dir)
     if dotlist:
         part = run_dir / ".config.yaml"
         dump(config, part)
         part.replace(run_dir / "config.yaml")
+    if step is not None and chosen is not None:
+        history.go_back(checkpoints, chosen, lambda _: None)
+        (run_dir / PAUSED).unlink(missing_ok=True)
     if incomplete:
         _complete(config, run_dir)
     return config
+
+
+def check_goes_on(run_dir: Path, before: Config, after: Config, state: dict[str, Any]) -> None:
+    """Raises ConfigError if there is nothing to train from this state of a learner on.
+
+    Also for a change of a stage that is over, which could not act.
+    """
+    if not state:
+        return
+    stage, taken = state["stage"], state["take"] - state["stage_take"]
+    for index, (old, new) in enumerate(zip(before.stages[:stage], after.stages, strict=False)):
+        if old != new:
+            raise ConfigError(
+                f"stages[{index}]: is over at step {state['take']}, keep it as it was"
+            )
+    if stage >= len(after.stages):
+        raise ConfigError(f"stages: the run is in stage {stage}, there are {len(after.stages)}")
+    over = limit_reached(
+        after.stages[stage],
+        steps=taken,
+        tokens=state["stage_tokens"],
+        seconds=state["stage_seconds"],
+        success=state["eval_success"],
+    )
+    last = stage + 1 == len(after.stages)
+    if state["finished"] and over and last and not state["pending"]:
+        raise ConfigError(
+            f"{run_dir}: is finished; to go on, lengthen its last stage (stages.{stage}.steps=…),"
+            " append one (stages+={kind: rl, steps: …}) or go back (--step N)"
+        )
 
 
 def _refuse_other_past(before: Config, after: Config) -> None:
@@ -170,7 +209,10 @@ def _refuse_other_past(before: Config, after: Config) -> None:
     What was issued was chosen by seed and tasks: a restart chooses it again. What was sampled was
     sampled at a temperature: the learner scores it at the same one.
     """
-    fixed: list[tuple[str, Any, Any]] = [("run.seed", before.run.seed, after.run.seed)]
+    fixed = [
+        (f"run.{item.name}", getattr(before.run, item.name), getattr(after.run, item.name))
+        for item in fields(before.run)
+    ]
     for index in range(min(len(before.stages), len(after.stages))):
         old, new = stage_config(before, index), stage_config(after, index)
         fixed += [

@@ -33,10 +33,10 @@ PROCESSES = {
 }
 # Everything else that a wing offers by name.
 ROLES = PROCESSES | {
-    "eval": "actors.evaluate:evaluate",  # (run_dir, episodes) -> one line
+    "eval": "actors.evaluate:evaluate",  # (run_dir, episodes, step) -> one line
     "exact": "actors.envs.base:exact",  # (tasks, max_turns) -> random and optimal, or None
     "check_prompts": "actors.prompts:check",  # (config) -> None
-    "export": "learner.export:export",  # (run_dir, out) -> one line
+    "export": "learner.export:export",  # (run_dir, out, step) -> one line
     "manual": "actors.manual:write_manual",  # (config of a stage, exported directory) -> None
     "purge": "actors.navigating.service:purge_files",  # (config, run_dir, source) -> entries
     "serial_actor": "actors.main:build",

@@ -1,0 +1,60 @@
+"""A new run out of a checkpoint of another one, which is left as it is."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from evolver_async import history
+from evolver_async.config import Config
+from evolver_async.config.check import ConfigError
+from evolver_async.config.load import load
+from evolver_async.launch.directory import check_goes_on, create
+
+MAY_CHANGE = ("path", "max_length")  # of the policy; the rest shapes what the checkpoint holds
+
+
+def fork(
+    run_dir: Path, name: str, dotlist: Sequence[str], step: int | str | None
+) -> tuple[Config, Path]:
+    """A new run directory beside `run_dir` (or in `run.dir`), with its configuration.
+
+    It starts with the chosen checkpoint, the policy, the tasks and the experience of the old run.
+    Its journal is new: takes, versions and lineages count from 0 again, stages go on where they
+    were. Raises ConfigError or CheckpointError.
+    """
+    before = load(run_dir / "config.yaml")
+    config = load(run_dir / "config.yaml", [f"run.dir={run_dir.parent}", *dotlist])
+    if config.run.name != before.run.name:
+        raise ConfigError("run.name: --fork names the new run")
+    old, new = asdict(before.policy), asdict(config.policy)
+    for key in old:
+        if key not in MAY_CHANGE and old[key] != new[key]:
+            raise ConfigError(f"policy.{key}: a fork keeps its {old[key]}")
+    chosen, manifest = history.choose(run_dir / "checkpoints", run_dir.name, step)
+    check_goes_on(run_dir, before, config, history.numbers(chosen))
+    own = config.policy.path == str(run_dir / "policy")
+
+    def bring(made: Path) -> None:
+        if own:
+            shutil.copytree(run_dir / "policy", made / "policy")
+        if (run_dir / "experience").is_dir():
+            shutil.copytree(run_dir / "experience", made / "experience")
+        history.copy(chosen, manifest.files, made / "checkpoints", made.name, _start_anew)
+
+    return create(
+        replace(
+            config,
+            run=replace(config.run, name=name),
+            policy=replace(config.policy, path="" if own else config.policy.path),
+        ),
+        None,
+        bring,
+    )
+
+
+def _start_anew(state: dict[str, Any]) -> None:
+    """Make a learner's numbers those of a run that has taken nothing yet."""
+    taken = state["take"] - state["stage_take"]
+    state.update(lineage=0, take=0, version=0, stage_take=-taken, pending=[], rollbacks=0)

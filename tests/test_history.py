@@ -1,0 +1,243 @@
+"""Checkpoints by step and by success; runs that are extended, gone back in, and forked."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evolver_async import history
+from evolver_async.buffer import records
+from evolver_async.buffer.journal import Journal
+from evolver_async.checkpoint import (
+    CheckpointError,
+    is_left,
+    load_newest,
+    resumable,
+    save,
+    valid,
+)
+from evolver_async.cli import main
+from evolver_async.history import Evaluation
+
+RECIPE = """
+env: {name: bandit}
+policy: {max_length: 64, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 32}
+rollout: {group_size: 2, max_turns: 1, max_tokens: 2}
+actors: {count: 1, groups: 2}
+advantage: {kind: reinforce}
+learner: {groups_per_step: 2, minibatches: 1, decay: none}
+stages: [{kind: sft, steps: 2}, {kind: rl, steps: 6}]
+eval: {every: 2, episodes: 4, final_episodes: 6}
+checkpoint: {every: 1, keep_every: 3}
+metrics: {panel: none}
+launch: {kind: serial}
+"""
+
+
+# ---- one directory
+
+
+def written(directory: Path, *steps: int, keep: int = 99) -> list[Path]:
+    """Checkpoints of these steps, each with its own weights."""
+
+    def write(made: Path) -> None:
+        (made / "model").write_text(f"weights of {step}")
+        (made / "state.json").write_text(json.dumps({"take": step}))
+
+    paths = []
+    for step in steps:
+        paths.append(save(directory, step, write, run_id="run", keep=keep))
+    return paths
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "checkpoints"
+
+
+def evaluated(path: Path, success: float, tasks: int = 0) -> None:
+    history.note(path, Evaluation(success=success, episodes=8, tasks=tasks))
+
+
+def test_the_best_is_that_of_the_newest_tasks_and_of_equals_the_newer(checkpoints: Path) -> None:
+    one, two, three, four, five = written(checkpoints, 1, 2, 3, 4, 5)
+    assert history.best(valid(checkpoints)) == []
+    evaluated(one, 0.9)
+    assert history.best(valid(checkpoints)) == [one]
+    for path, success in ((two, 0.2), (three, 0.5), (four, 0.5)):
+        evaluated(path, success, tasks=1)
+    assert history.best(valid(checkpoints)) == [four, three, two], "one was asked other tasks"
+    (four / history.EVALUATION).write_text("{")
+    assert history.best(valid(checkpoints)) == [three, two]
+    assert history.choose(checkpoints, "run", history.BEST)[0] == three
+    assert history.choose(checkpoints, "run", None)[0] == five
+
+
+def test_a_step_is_chosen_whole_or_refused_with_what_there_is(checkpoints: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3, only of none"):
+        history.choose(checkpoints, "run", 3)
+    first, second, _ = written(checkpoints, 3, 3, 5)
+    assert history.choose(checkpoints, "run", 3)[0] == second
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 4, only of 3, 5$"):
+        history.choose(checkpoints, "run", 4)
+    with pytest.raises(CheckpointError, match="no checkpoint was evaluated"):
+        history.choose(checkpoints, "run", "best")
+    with pytest.raises(CheckpointError, match="belongs to run run, not to other"):
+        history.choose(checkpoints, "other", 3)
+    (second / "model").write_text("weights of 4")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        history.choose(checkpoints, "run", 3)
+    assert first.exists()
+
+
+def test_going_back_leaves_what_came_after_and_resumes_from_the_copy(checkpoints: Path) -> None:
+    first, second, third = written(checkpoints, 1, 2, 3)
+    evaluated(second, 0.5)
+    made = history.go_back(checkpoints, second, lambda state: state.update(rollbacks=1))
+    assert load_newest(checkpoints, "run")[0] == made
+    assert history.numbers(made) == {"take": 2, "discard": True, "rollbacks": 1}
+    assert history.numbers(second) == {"take": 2}, "a copy is not written through"
+    assert (made / "model").read_text() == "weights of 2"
+    assert [path for path, _ in resumable(checkpoints)] == [first, second, made]
+    assert is_left(third) and history.choose(checkpoints, "run", 3)[0] == third
+    assert history.best(valid(checkpoints)) == [made]
+    (made / "model").unlink()
+    assert load_newest(checkpoints, "run")[0] == second, "never one that was left"
+
+
+def test_the_next_checkpoint_drops_what_was_left_unless_it_is_to_last(checkpoints: Path) -> None:
+    paths = written(checkpoints, 1, 2, 3, 4)
+    history.go_back(checkpoints, paths[0], lambda _: None)
+    write = lambda made: (made / "model").write_text("new")  # noqa: E731
+    save(checkpoints, 2, write, run_id="run", keep=2, lasting=[paths[2]])
+    names = [path.name for path, _ in valid(checkpoints)]
+    assert names == ["000003-step-3", "000005-step-1", "000006-step-2"]
+
+
+# ---- a run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that has come to its end."""
+    directory = tmp_path_factory.mktemp("history")
+    (directory / "recipe.yaml").write_text(RECIPE)
+    train(directory / "recipe.yaml", f"run.dir={directory}", "run.name=run")
+    return directory / "run"
+
+
+@pytest.fixture
+def run_dir(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it for one test."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def train(*arguments: object) -> None:
+    assert main(["train", *map(str, arguments)]) == 0
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "stage_kind" in row]
+
+
+def steps(run_dir: Path) -> list[int]:
+    return sorted({manifest.step for _, manifest in valid(run_dir / "checkpoints")})
+
+
+def taken(run_dir: Path) -> list[tuple[int, set[int]]]:
+    """The groups of every take, in order."""
+    journal = Journal(run_dir / "journal", 1 << 26, 0)
+    try:
+        found = [records.decode(head) for head, _ in journal.replay()]
+    finally:
+        journal.close()
+    return [(one.take, set(one.groups)) for one in found if isinstance(one, records.Taken)]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_every_nth_and_the_best_are_kept_besides_the_newest(finished: Path) -> None:
+    found = valid(finished / "checkpoints")
+    (best,) = history.best(found)[:1]
+    successes = [note.success for path, _ in found if (note := history.evaluation_of(path))]
+    assert set(steps(finished)) == {3, 6, 8, history.numbers(best)["take"]}
+    lines = (finished / "metrics.jsonl").read_text().splitlines()
+    evaluations = [row["eval/success"] for row in map(json.loads, lines) if "eval/success" in row]
+    assert max(successes) == max(evaluations) and len(evaluations) >= 3
+
+
+def test_a_checkpoint_is_evaluated_and_exported_by_its_step(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(finished), "--episodes", "2", "--step", "3"]) == 0
+    assert f"{finished}, step 3: success" in capsys.readouterr().out
+    assert main(["export", str(finished), str(tmp_path / "out"), "--step", "best"]) == 0
+    best = history.numbers(history.best(valid(finished / "checkpoints"))[0])["take"]
+    assert f"the policy after step {best} of" in capsys.readouterr().out
+    assert "no checkpoint of step 4, only of 3, " in refused(
+        capsys, "export", finished, tmp_path / "no", "--step", "4"
+    )
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_finished_run_says_how_it_can_go_on(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, "train", "--resume", finished)
+    assert "is finished; to go on, lengthen its last stage (stages.1.steps=…)" in said
+    for change in ("stages.0.steps=9", "stages=[{kind: rl, steps: 9}]"):
+        assert "stages[0]: is over at step 8" in refused(
+            capsys, "train", "--resume", finished, change
+        )
+    assert "--fork names the new run" in refused(
+        capsys, "train", "--resume", finished, "--fork", "x", "run.name=y"
+    )
+    assert "policy.layers: a fork keeps its 1" in refused(
+        capsys, "train", "--resume", finished, "--fork", "x", "policy.layers=2"
+    )
+    assert "--step needs the run" in refused(capsys, "train", "recipe.yaml", "--step", "1")
+    assert not (finished.parent / "x").exists()
+
+
+def test_a_longer_stage_and_another_one_go_on_where_the_run_had_ended(run_dir: Path) -> None:
+    train("--resume", run_dir, "stages.1.steps=8")
+    assert [row["step"] for row in rows(run_dir)] == list(range(1, 11))
+    train("--resume", run_dir, "stages+={kind: sft, steps: 2}")
+    assert [(row["step"], row["stage"]) for row in rows(run_dir)][10:] == [(11, 2), (12, 2)]
+    assert history.numbers(load_newest(run_dir / "checkpoints", run_dir.name)[0])["finished"]
+
+
+def test_a_run_that_goes_back_takes_other_groups_from_there(run_dir: Path) -> None:
+    before = taken(run_dir)
+    assert [take for take, _ in before] == list(range(8))
+    train("--resume", run_dir, "--step", "6", "learner.lr=1e-4")
+    again = taken(run_dir)[len(before) :]
+    assert [take for take, _ in again] == [6, 7]
+    assert not set.union(*(groups for _, groups in before)) & set.union(*(g for _, g in again))
+    assert [row["step"] for row in rows(run_dir)] == [*range(1, 9), 7, 8]
+    assert rows(run_dir)[-1]["learner/lr"] == 1e-4 and rows(run_dir)[5]["learner/lr"] > 1e-4
+
+
+def test_a_run_goes_back_beyond_what_its_journal_holds(run_dir: Path) -> None:
+    train("--resume", run_dir, "--step", "3")
+    assert [row["step"] for row in rows(run_dir)] == [*range(1, 9), *range(4, 9)]
+    train("--resume", run_dir, "stages.1.steps=7")
+    assert rows(run_dir)[-1]["step"] == 9
+    train("--resume", run_dir, "--step", "best")
+    best = history.numbers(load_newest(run_dir / "checkpoints", "run")[0])
+    assert best["lineage"] == 4
+
+
+def test_a_fork_leaves_the_run_it_came_from_as_it_was(finished: Path, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    train("--resume", finished, "--step", "3", "--fork", "new", f"run.dir={tmp_path}", "run.seed=7")
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+    assert [row["step"] for row in rows(tmp_path / "new")] == [1, 2, 3, 4, 5]
+    assert (tmp_path / "new" / "policy" / "config.json").is_file()
