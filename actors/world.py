@@ -80,8 +80,8 @@ class World:
 
     def failure(self, doing: str, seconds: float, cause: BaseException) -> EnvironmentFailure:
         """What went wrong, with all that is known of where."""
-        where = f"{self._task.env}, task {self._task.task_id}, member {self._member}"
-        return EnvironmentFailure(f"{where}: {doing} for {seconds:.1f} s", cause)
+        where = f"task {self._task.task_id}, member {self._member}: {doing} for {seconds:.1f} s"
+        return EnvironmentFailure(self._task.env, where, doing, cause)
 
     async def close(self) -> None:
         """Close the environment. One that still hangs in a call is closed when that returns."""

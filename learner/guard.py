@@ -2,13 +2,14 @@
 
 import logging
 import math
+from collections import Counter
 from pathlib import Path
 
 from evolver_async.config import Config
 from evolver_async.launch import directory
 from evolver_async.launch.roles import TrainingError
 from evolver_async.metrics import Metrics
-from evolver_async.schema import Group
+from evolver_async.schema import FailureTotal, Group
 from learner.alarms import Alarm, group_signals, judge
 from learner.outcome import NON_FINITE, Outcome
 from learner.state import State
@@ -24,6 +25,7 @@ class Guard:
     def __init__(self, run_dir: Path, metrics: Metrics) -> None:
         self.run_dir = run_dir
         self.metrics = metrics
+        self.told: set[tuple[str, str]] = set()  # kinds and names of failures
 
     def watch(self, stage: Config, state: State, groups: list[Group], outcome: Outcome) -> bool:
         """Raise alarms about a step of an rl stage and add its signals to its metrics.
@@ -43,6 +45,19 @@ class Guard:
         if begun and stage.safety.action == "pause":
             directory.pause(self.run_dir, f"take {state.take}: {'; '.join(map(str, begun))}")
         return bool(begun) and stage.safety.action != "warn"
+
+    def tell_failures(self, failures: list[FailureTotal], take: int) -> None:
+        """Tell people once, and the metrics, of each thing that fails in the actors."""
+        new = [one for one in failures if (one.kind, one.name) not in self.told]
+        for failure in new:
+            self.told.add((failure.kind, failure.name))
+            log.warning("take %d: %s", take, failure)
+            self.metrics.alert(f"{failure.kind} fails", str(failure))
+        if new:
+            counts = Counter[str]()
+            for failure in failures:
+                counts[f"failures/{failure.kind}"] += failure.count
+            self.metrics.log(take, {name: float(count) for name, count in counts.items()})
 
     def check(self, stage: Config, state: State, outcome: Outcome) -> None:
         """Stop a run that no longer learns from anything, with the reason."""

@@ -219,6 +219,7 @@ class Learner:
         try:
             while isinstance(reply := self.requests.ask(request), messages.Wait):
                 log.info("take %d waits: %s", state.take, reply.reason)
+                self.guard.tell_failures(reply.failures, state.take)
         except Rejected as error:
             raise TrainingError(f"take {state.take}: {error}") from error
         return reply
@@ -242,6 +243,7 @@ class Learner:
             )
         )
         self.evaluations.take_in(self.state, reply.evals, self.clock.seconds(self.state))
+        self.guard.tell_failures(reply.failures, take)
         return reply
 
     def await_evaluations(self) -> None:

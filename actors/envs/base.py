@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import msgspec
 
 from evolver_async.config.secrets import mask, reveal
-from evolver_async.schema import Task
+from evolver_async.schema import FailureKind, Task
 
 REGISTRY = {
     "agentevolver": "actors.envs.adapters.agentevolver_service:AgentEvolver",
@@ -43,10 +43,19 @@ class EnvError(ValueError):
 
 
 class EnvironmentFailure(Exception):
-    """An environment raised an exception or missed a deadline; says which, where and why."""
+    """An environment raised an exception or missed a deadline.
 
-    def __init__(self, where: str, cause: BaseException) -> None:
-        super().__init__(mask(f"environment {where}: {type(cause).__name__}: {cause}"))
+    `name`: which one; `where`: in which task and for how long; `error`: what it was `doing`, and
+    why it failed.
+    """
+
+    kind: FailureKind = "environment"
+
+    def __init__(self, name: str, where: str, doing: str, cause: BaseException) -> None:
+        said = f"{type(cause).__name__}: {cause}"
+        super().__init__(mask(f"{self.kind} {name}, {where}: {said}"))
+        self.name = name
+        self.error = f"{doing}: {said}" if doing else said
         self.cause = cause
 
 
