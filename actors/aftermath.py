@@ -5,7 +5,7 @@ over, whatever a judge still has to say about them.
 """
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from msgspec.structs import replace
@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from actors.attributing.judge import Judge, Judged
 from actors.endpoint.agents import Agents
 from actors.episode import Finished
+from actors.failures import FailureCounts
 from actors.navigating.guide import ServiceGuide
 from actors.outbox import Outbox
 from actors.progress import Progress
@@ -35,6 +36,7 @@ class Mechanisms:
     questioner: Questioner | None = None
     agents: Agents | None = None
     reflector: Reflector | None = None
+    failures: FailureCounts = field(default_factory=FailureCounts)  # theirs and the episodes'
 
     def counters(self) -> dict[str, float]:
         """What they count, by metric name."""
@@ -63,11 +65,13 @@ class Aftermath:
         self.progress = progress
         self.outbox = outbox
         self.mechanisms = mechanisms
+        self.begun: list[Finished] = []
         self.finished: list[Finished] = []  # whose outcome is known
         self._endings: list[asyncio.Task[None]] = []
 
     def begin(self, finished: Finished) -> None:
         """An episode is over; the rest of it goes on by itself."""
+        self.begun.append(finished)
         self._endings.append(asyncio.create_task(self._end(finished)))
 
     def cancel(self) -> None:

@@ -1,12 +1,24 @@
 """What the rollout wing refuses before anything is started."""
 
 import importlib.util
+import inspect
 from collections.abc import Iterator
 
 from actors.calls import CODE_TOOL
 from actors.conversation import tool_names
 from actors.endpoint.agents import load_agent
-from actors.envs.base import Env, Goals, Probed, Rewindable, Scored, Solvable, Tooled, make_env
+from actors.envs.base import (
+    AWAITED,
+    Env,
+    Goals,
+    Probed,
+    Rewindable,
+    Scored,
+    Solvable,
+    Tooled,
+    asynchronous,
+    make_env,
+)
 from actors.llm import authorization
 from actors.questioning.profile import load_profile
 from actors.turns import FORMATS, THOUGHTFUL
@@ -14,6 +26,11 @@ from evolver_async.buffer.granting import TICKETS, source_of
 from evolver_async.config import Config, Stage
 from evolver_async.config.load import stage_config
 from evolver_async.config.values import LLM_SECTIONS
+
+PLAIN = (  # methods of an environment that cannot be async
+    *("actions", "solve", "state", "snapshot", "restore", "score", "verdict", "tools", "goal"),
+    *("exact", "probe"),
+)
 
 
 def check(config: Config) -> None:
@@ -40,6 +57,7 @@ def check(config: Config) -> None:
     if config.questioning.profile:
         load_profile(config.questioning.profile)
     for index, stage, staged, name, env in _environments(config):
+        _check_async(index, stage, staged, name, env)
         _check_turns(staged, name, env)
         if isinstance(env, Probed):
             env.probe()
@@ -65,6 +83,27 @@ def _environments(config: Config) -> Iterator[tuple[int, Stage, Config, str, Env
         staged = stage_config(config, index)
         for task in source_of(staged).examples():
             yield index, stage, staged, task.env, make_env(task.env, task.params)
+
+
+def _check_async(index: int, stage: Stage, staged: Config, name: str, env: Env) -> None:
+    """What an async environment cannot be asked for. Calls of its other methods do not wait."""
+    for part in PLAIN:
+        if inspect.iscoroutinefunction(getattr(env, part, None)):
+            raise ValueError(
+                f"env.name: {name} has an async {part}: only {', '.join(AWAITED)} may be async"
+            )
+    if not asynchronous(env):
+        return
+    if staged.launch.kind == "serial":
+        raise ValueError(
+            f"env.name: {name} is async, which needs real time: launch.kind=serial has none"
+        )
+    guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
+    if TICKETS[stage.kind] == "branch" or (stage.kind == "sft" and guided):
+        raise ValueError(
+            f"env.name: {name} is async, and stages[{index}] ({stage.kind}) tries its steps without"
+            " waiting: make reset, step and close plain functions"
+        )
 
 
 def _check_branches(where: str, stage: Stage, staged: Config, name: str, env: Env) -> None:

@@ -25,7 +25,16 @@ from actors.progress import Progress
 from actors.setting import Setting
 from actors.turns import SEPARATOR
 from actors.world import World
-from evolver_async.schema import SCRIPTED, Ticket, Trajectory, Transcript, Turn, TurnFlag, key
+from evolver_async.schema import (
+    SCRIPTED,
+    FailureKind,
+    Ticket,
+    Trajectory,
+    Transcript,
+    Turn,
+    TurnFlag,
+    key,
+)
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +72,13 @@ Deliver = Callable[[Finished], None]
 
 class EpisodeLate(Exception):
     """An episode missed its deadline, and most of its time was the policy's."""
+
+    kind: FailureKind = "late"
+
+    def __init__(self, failure: EnvironmentFailure) -> None:
+        super().__init__(str(failure))
+        self.name = failure.name
+        self.error = failure.error
 
 
 class Policy(Protocol):
@@ -233,7 +249,7 @@ class Episode:
         cause = f"env.episode_timeout_s is {limit_s:g}, {self.generate_s:.1f} s were the policy's"
         failure = self.world.failure(doing, seconds, TimeoutError(cause))
         slow_policy = self.ticket.kind not in SCRIPTED and self.generate_s > limit_s / 2
-        return EpisodeLate(str(failure)) if slow_policy else failure
+        return EpisodeLate(failure) if slow_policy else failure
 
     def _latency_s(self) -> float:
         """This step's injected latency; the draw belongs to the step."""

@@ -20,11 +20,12 @@ from typing import Any
 import httpx
 import msgspec
 
+from actors.failures import FailureCounts
 from actors.limits import Breaker, Budget
 from evolver_async.config import Llm
 from evolver_async.config.check import ConfigError
 from evolver_async.config.secrets import mask, secret
-from evolver_async.schema import uniform
+from evolver_async.schema import FailureKind, uniform
 
 PAUSE_S = 0.5  # before the first retry, on average; twice as long before each further one
 LONGEST_PAUSE_S = 30.0  # an endpoint that wants to be left alone for longer is not asked again
@@ -77,13 +78,16 @@ class _Failure:
 class Endpoint:
     """The endpoint of one configuration section, for one asyncio loop.
 
-    `section` is the section's name: errors begin with it, and so do its metrics. Raises ConfigError
-    where its key is missing.
+    `section` is the section's name: errors begin with it, and so do its metrics; its failures are
+    counted under it. Raises ConfigError where its key is missing.
     """
 
-    def __init__(self, llm: Llm, section: str) -> None:
+    def __init__(
+        self, llm: Llm, section: FailureKind, failures: FailureCounts | None = None
+    ) -> None:
         self._llm = llm
-        self._section = section
+        self._section: FailureKind = section
+        self._failures = failures or FailureCounts()
         self._budget = Budget(llm)
         self._breaker = Breaker(llm.breaker_failures, llm.breaker_s)
         self._counts: Counter[str] = Counter()
@@ -124,6 +128,10 @@ class Endpoint:
         finally:
             self._slots.release()
 
+    def failed(self, error: str) -> None:
+        """Count a failure: of a call, or of an answer that is no use to who asked."""
+        self._failures.note(self._section, self._llm.url, error)
+
     def counters(self) -> dict[str, float]:
         """Totals by metric name; `seconds` and `tokens` are what the budget counts."""
         names = ("failures", "retries", "refused_by_breaker", "refused_by_budget")
@@ -157,6 +165,7 @@ class Endpoint:
             if not self._counts["refused_by_budget"]:
                 log.warning("%s.llm: %s", self._section, exhausted)
             self._counts["refused_by_budget"] += 1
+            self.failed(exhausted)
             raise Unavailable("budget", f"{self._section}.llm: {exhausted}")
         if not self._breaker.admits(loop.time()):
             self._counts["refused_by_breaker"] += 1
@@ -174,6 +183,7 @@ class Endpoint:
             self._breaker.succeeded()
             return outcome
         self._counts["failures"] += 1
+        self.failed(outcome.text)
         if not outcome.theirs:
             self._breaker.undecided()
         elif self._breaker.failed(loop.time()):

@@ -10,6 +10,7 @@ from actors.aftermath import Mechanisms
 from actors.attributing.judge import make_judge
 from actors.endpoint.agents import make_agents
 from actors.engines.load import load_engine
+from actors.failures import FailureCounts
 from actors.navigating.guide import make_guide
 from actors.questioning.questioner import make_questioner
 from actors.reflecting import make_reflector
@@ -42,12 +43,14 @@ def build(
     """
     engine, chat = load_engine(config)
     receiver = merging(channel.receiver(config, weights_address, name), config.policy)
+    failures = FailureCounts()
     mechanisms = Mechanisms(
-        judge=make_judge(config, engine, chat),
-        guide=None if experience is None else make_guide(config.experience, experience),
-        questioner=make_questioner(config),
-        reflector=make_reflector(config),
-        agents=make_agents(config, engine, chat),
+        judge=make_judge(config, engine, chat, failures),
+        guide=None if experience is None else make_guide(config.experience, experience, failures),
+        questioner=make_questioner(config, failures),
+        reflector=make_reflector(config, failures),
+        agents=make_agents(config, engine, chat, failures),
+        failures=failures,
     )
     return Worker(config, client, receiver, engine, chat, name, incarnation, mechanisms)
 

@@ -1,11 +1,12 @@
 """What can be refused only with the run's tokenizer at hand: prompts that leave no room."""
 
+import asyncio
 import random
 
-from actors.branch import State, reflect_rows, try_turns
+from actors.branch import State, Tried, reflect_rows, try_turns
 from actors.chat import Chat
 from actors.conversation import first_prompt
-from actors.envs.base import make_env
+from actors.envs.base import Env, make_env, settled
 from actors.setting import Setting, setting_of
 from evolver_async.buffer.granting import source_of
 from evolver_async.config import Config
@@ -30,12 +31,7 @@ def check(config: Config) -> None:
 def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -> None:
     env = make_env(task.env, task.params)
     try:
-        observation = env.reset(task, 0)
-        if task.query:
-            observation = f"{task.query}\n{observation}"
-        prompt = first_prompt(setting, env, observation)
-        turns = try_turns(env, setting.format, 1, random.Random(0)) if reflects else []
-        env.close()
+        prompt, turns = asyncio.run(_begun(setting, env, task, reflects))
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"env.name: {task.env} cannot begin a task: {said}") from error
@@ -51,3 +47,16 @@ def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -
             reflect_rows(state, setting, config.rollout.max_tokens)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+
+async def _begun(
+    setting: Setting, env: Env, task: Task, reflects: bool
+) -> tuple[list[int], list[Tried]]:
+    """The first prompt of a task, and where reasons are asked for, turns to tell them about."""
+    observation = await settled(env.reset(task, 0))
+    if task.query:
+        observation = f"{task.query}\n{observation}"
+    prompt = first_prompt(setting, env, observation)
+    turns = try_turns(env, setting.format, 1, random.Random(0)) if reflects else []
+    await settled(env.close())
+    return prompt, turns

@@ -8,6 +8,7 @@ import json
 import logging
 from collections import Counter
 
+from actors.failures import FailureCounts
 from actors.llm import Endpoint, Unavailable
 from actors.navigating.quoting import plain
 from evolver_async.config import Config, Reflection
@@ -28,8 +29,8 @@ WRITER = (
 class Reflector:
     """The endpoint of `reflection.llm`, asked for one reason at a time."""
 
-    def __init__(self, config: Reflection) -> None:
-        self._endpoint = Endpoint(config.llm, "reflection")
+    def __init__(self, config: Reflection, failures: FailureCounts | None = None) -> None:
+        self._endpoint = Endpoint(config.llm, "reflection", failures)
         self._timeout_s = config.timeout_s
         self._counts: Counter[str] = Counter()
 
@@ -72,6 +73,6 @@ def _shown(action: str, outcome: str) -> dict[str, str]:
     return {"action": action[:SHOWN_CHARS], "outcome": outcome[:SHOWN_CHARS]}
 
 
-def make_reflector(config: Config) -> Reflector | None:
+def make_reflector(config: Config, failures: FailureCounts) -> Reflector | None:
     """Who writes the reasons of reflect stages; None: the template."""
-    return Reflector(config.reflection) if config.reflection.kind == "llm" else None
+    return Reflector(config.reflection, failures) if config.reflection.kind == "llm" else None

@@ -60,7 +60,7 @@ class Learned:
 
 
 async def side_by_side(
-    ticket: Ticket, progress: Progress, play: Callable[[int], Awaitable[None]]
+    ticket: Ticket, setting: Setting, progress: Progress, play: Callable[[int], Awaitable[None]]
 ) -> EnvironmentFailure | EpisodeLate | None:
     """`play` every member of a ticket at once, to the end of all; what went wrong with one of them.
 
@@ -73,6 +73,7 @@ async def side_by_side(
             await play(member)
         except (EnvironmentFailure, EpisodeLate) as failure:
             log.warning("group %d: %s", ticket.group_id, failure)
+            setting.failures.note(failure.kind, failure.name, failure.error)
             failures.append(failure)
         progress.played += 1
 
@@ -97,7 +98,7 @@ async def run_members(
     async def play(member: int) -> None:
         deliver(await run_episode(ticket, member, setting, policy_of(member), progress))
 
-    if failure := await side_by_side(ticket, progress, play):
+    if failure := await side_by_side(ticket, setting, progress, play):
         raise failure
 
 

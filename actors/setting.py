@@ -1,8 +1,9 @@
 """What all episodes of a stage share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from actors.chat import Chat
+from actors.failures import FailureCounts
 from actors.turns import FORMATS, TurnFormat
 from evolver_async.config import Config
 
@@ -30,9 +31,12 @@ class Setting:
     truncated_reward: float = 0.0  # added where an episode ends without its environment's end
     recorded: bool = False  # whether episodes are kept in words as well
     scored: bool = False  # whether the environment's score is read after every turn
+    failures: FailureCounts = field(default_factory=FailureCounts)
 
 
-def setting_of(config: Config, chat: Chat, name: str, incarnation: int) -> Setting:
+def setting_of(
+    config: Config, chat: Chat, name: str, incarnation: int, failures: FailureCounts | None = None
+) -> Setting:
     """What the episodes of one stage share."""
     rollout, env = config.rollout, config.env
     return Setting(
@@ -59,4 +63,5 @@ def setting_of(config: Config, chat: Chat, name: str, incarnation: int) -> Setti
         or config.judge.kind in ("self", "llm")
         or config.questioning.kind == "llm",
         scored=config.judge.kind == "rule",
+        failures=failures or FailureCounts(),
     )

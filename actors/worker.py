@@ -20,10 +20,12 @@ from actors.engines.base import Engine
 from actors.envs.adapters import service_client
 from actors.envs.base import EnvironmentFailure
 from actors.episode import Deliver, EpisodeLate, Finished
+from actors.failures import unread
 from actors.outbox import Outbox
 from actors.progress import Progress
 from actors.rollout import run_group
 from actors.setting import setting_of
+from actors.turns import FORMATS
 from evolver_async import messages
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
@@ -34,6 +36,8 @@ from evolver_async.weights.base import Receiver
 log = logging.getLogger(__name__)
 
 OFFERED = 16  # tasks in one message
+REPORT_S = 1.0  # between two reports of failures
+REST_S = 1.0  # in which a room stays empty while nothing but failures comes of it
 Place = tuple[int, int]  # group and attempt of a ticket
 
 
@@ -57,8 +61,11 @@ class Worker:
     ) -> None:
         self.config = config
         self.mechanisms = mechanisms or Mechanisms()
+        self.failures = self.mechanisms.failures
         stages = [stage_config(config, index) for index in range(len(config.stages))]
-        self.settings = [setting_of(stage, chat, name, incarnation) for stage in stages]
+        self.settings = [
+            setting_of(stage, chat, name, incarnation, self.failures) for stage in stages
+        ]
         self.sizes = [stage.rollout.group_size for stage in stages]
         self.size = self.sizes[0]  # members of a group of the stage that is trained now
         # Members at a time. One group of any stage fits, else that stage could not be played.
@@ -74,6 +81,8 @@ class Worker:
         self.fenced: set[Place] = set()
         self.failure: BaseException | None = None  # of a ticket, for `run` to raise
         self.failed = asyncio.Event()
+        self.lost = 0  # tickets in a row that failed with nothing to hand in
+        self.resting = 0  # their members, whose room stays empty for a while
         self.sampled = 0  # ACTION tokens, as last told
         self.troubles: Counter[str] = Counter()  # with environment services
         # A buffer that is silent for longer finds the leases expired; leaving takes three such.
@@ -86,7 +95,8 @@ class Worker:
         What one of the loops or a ticket raises ends the work and is raised here.
         """
         loops = [
-            asyncio.create_task(loop()) for loop in (self.lease, self.renew, self.adoption.follow)
+            asyncio.create_task(loop())
+            for loop in (self.lease, self.renew, self.report, self.adoption.follow)
         ]
         ends = [asyncio.create_task(event.wait()) for event in (self.stop, self.failed)]
         try:
@@ -172,7 +182,7 @@ class Worker:
         members = sum(
             len(ticket.members) - progress.played for ticket, progress, _ in self.running.values()
         )
-        return self.capacity - members
+        return self.capacity - members - self.resting
 
     async def renew(self) -> None:
         """Show progress, so that the leases last; drop what the buffer has given to another."""
@@ -191,12 +201,22 @@ class Worker:
                     if place[0] in reply.groups:
                         self.fence(place, reply.reason)
 
+    async def report(self) -> None:
+        """Tell of failures as they come, but not more often than every REPORT_S."""
+        while True:
+            await self.failures.noted.wait()
+            await self.tell(None)
+            await asyncio.sleep(REPORT_S)
+
     async def tell(self, within_s: float | None) -> None:
-        """What judge, guide, questioner and environment services count, for the metrics."""
+        """Send what judge, guide, questioner and environment services count, and all failures."""
+        self.failures.noted.clear()
         self.troubles.update(service_client.drain())
         counted = self.mechanisms.counters() | self.troubles
-        if counted:
-            await self.client.request(messages.Counters(values=counted), timeout_s=within_s)
+        failures = self.failures.totals()
+        if counted or failures:
+            told = messages.Counters(values=counted, failures=failures)
+            await self.client.request(told, timeout_s=within_s)
 
     def shown(self) -> messages.Renew:
         """How far every ticket has come, and what holds it up."""
@@ -230,7 +250,20 @@ class Worker:
             if missing and _place(ticket) not in self.fenced:
                 await self.give_back(ticket.group_id, missing, reason)
             self.fenced.discard(_place(ticket))
+            await self.rest(ticket, reason in messages.LOSING and not outbox.delivered)
             await self.has_room()
+
+    async def rest(self, ticket: Ticket, lost: bool) -> None:
+        """Leave a ticket's room empty for REST_S where as many tickets in a row failed as run at
+        once: what fails at once would be tried, journalled and logged thousands of times."""
+        self.lost = self.lost + 1 if lost else 0
+        if self.lost < self.config.actors.groups:
+            return
+        self.resting += len(ticket.members)
+        try:
+            await asyncio.sleep(REST_S)
+        finally:
+            self.resting -= len(ticket.members)
 
     async def play(self, ticket: Ticket, progress: Progress, outbox: Outbox) -> None:
         """The episodes of a ticket and what comes after each; whatever goes wrong, of those that
@@ -239,6 +272,7 @@ class Worker:
         try:
             async with self.adoption.weights_for(ticket, progress):
                 await self.roll_out(ticket, progress, aftermath.begin)
+            self.look_at(ticket, aftermath.begun)
         except asyncio.CancelledError:
             aftermath.cancel()
             raise
@@ -247,6 +281,18 @@ class Worker:
                 await self.has_room()
             finally:
                 await aftermath.settle()
+
+    def look_at(self, ticket: Ticket, finished: list[Finished]) -> None:
+        """Count a group of which no turn could be read; single members may well be like that."""
+        if ticket.kind != "rollout" or (len(finished) == 1 and ticket.attempt > 0):
+            return
+        setting = self.settings[ticket.stage]
+        if error := unread([one.trajectory for one in finished], setting.chat):
+            log.warning("group %d: %s", ticket.group_id, error)
+            styles = (name for name, kind in FORMATS.items() if isinstance(setting.format, kind))
+            agent = self.config.rollout.agent
+            name = f"rollout.agent={agent}" if agent else f"rollout.format={next(styles)}"
+            self.failures.note("policy", name, error)
 
     async def explore(self, ticket: Ticket, progress: Progress, outbox: Outbox) -> None:
         """Episodes without a task, then the tasks that they suggest, then the episodes are handed

@@ -1,22 +1,25 @@
 """The environment of one episode, and the way every call of it is made: timed, with a deadline.
 
-Where its class says that it may block, a thread of its own makes all calls, so that none waits for
-another episode's; not in a serial run, where the virtual clock would run past all deadlines while a
-thread works. What a call raises, a missed deadline too, is an EnvironmentFailure that names
-environment, task, member, what it was doing and for how long.
+Where it may block, a thread of its own makes all calls, so that none waits for another episode's;
+not in a serial run, where the virtual clock would run past all deadlines while a thread works. What
+is async is awaited on the loop. What a call raises, a missed deadline too, is an EnvironmentFailure
+that names environment, task, member, what it was doing and for how long.
 """
 
 import asyncio
 import contextlib
+import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
-from actors.envs.base import Env, EnvironmentFailure, env_class, make_env
+from actors.envs.base import Env, EnvironmentFailure, blocks, env_class, make_env, settled
 from actors.progress import Progress
 from evolver_async.schema import Ticket
+
+_closing: set[asyncio.Task[None]] = set()  # of environments that nobody waits for
 
 
 class World:
@@ -37,8 +40,7 @@ class World:
         """Make the environment."""
         name, params = self._task.env, self._task.params
         found = await self.call("making the environment", env_class, name)
-        blocking = getattr(found, "blocking", False)
-        if blocking and not getattr(asyncio.get_running_loop(), "virtual", False):
+        if blocks(name, found) and not getattr(asyncio.get_running_loop(), "virtual", False):
             self._thread = _Thread(name)
         self.env = await self.call("making the environment", make_env, name, params)
 
@@ -68,8 +70,8 @@ class World:
                     await asyncio.sleep(latency_s)
                 if self._thread is not None:
                     self._last = self._thread.call(function, *args)
-                    return await asyncio.wrap_future(self._last)
-                found = function(*args)
+                    return await settled(await asyncio.wrap_future(self._last))
+                found = await settled(function(*args))
         except TimeoutError:
             if limit.expired():
                 raise missed from None
@@ -80,8 +82,8 @@ class World:
 
     def failure(self, doing: str, seconds: float, cause: BaseException) -> EnvironmentFailure:
         """What went wrong, with all that is known of where."""
-        where = f"{self._task.env}, task {self._task.task_id}, member {self._member}"
-        return EnvironmentFailure(f"{where}: {doing} for {seconds:.1f} s", cause)
+        where = f"task {self._task.task_id}, member {self._member}: {doing} for {seconds:.1f} s"
+        return EnvironmentFailure(self._task.env, where, doing, cause)
 
     async def close(self) -> None:
         """Close the environment. One that still hangs in a call is closed when that returns."""
@@ -97,13 +99,22 @@ class World:
     def abandon(self) -> None:
         """Have the environment closed, without waiting where a thread can do it."""
         if hasattr(self, "env"):
-            if self._thread is not None:
+            if inspect.iscoroutinefunction(self.env.close):
+                closing = asyncio.create_task(self._closed(self.env.close))
+                _closing.add(closing)
+                closing.add_done_callback(_closing.discard)
+            elif self._thread is not None:
                 self._thread.call(self.env.close)
             else:
                 with contextlib.suppress(Exception):  # what went wrong before is what counts
                     self.env.close()
         if self._thread is not None:
             self._thread.end()
+
+    async def _closed(self, close: Callable[[], Awaitable[None]]) -> None:
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(self._timeout_s):
+                await close()
 
     def _hangs(self) -> bool:
         return self._last is not None and not self._last.done()

@@ -9,6 +9,7 @@ import msgspec
 
 from evolver_async.schema import (
     EvalResult,
+    FailureTotal,
     Fork,
     Group,
     Task,
@@ -17,6 +18,8 @@ from evolver_async.schema import (
     Transcript,
     WeightId,
 )
+
+LOSING = ("environment", "engine", "grade")
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=False, tag_field="type"):
@@ -72,8 +75,8 @@ class Renew(Message, tag="renew"):
 class Release(Message, tag="release"):
     """Gives members of a ticket back, with the reason.
 
-    drain, weights (not adoptable), engine (too slow for an episode) and error are not the task's
-    fault; environment is.
+    drain, weights (not adoptable), engine (too slow for an episode), grade (no judgement) and error
+    are not the task's fault; environment is. Members given back for a reason of LOSING have failed.
     """
 
     group_id: int
@@ -90,10 +93,11 @@ class Offer(Message, tag="offer"):
 class Counters(Message, tag="counters"):
     """What the sender counts, by metric name: totals since its start, or what is the case now.
 
-    What several processes tell under one name is added.
+    What several processes tell under one name is added. `failures`: totals since its start too.
     """
 
     values: dict[str, float]
+    failures: list[FailureTotal] = []
 
 
 class Retrieve(Message, tag="retrieve"):
@@ -221,9 +225,13 @@ class Tickets(Message, tag="tickets"):
 
 
 class Wait(Message, tag="wait"):
-    """Nothing now; `reason` says what is missing, from whom, for how long."""
+    """Nothing now; `reason` says what is missing, from whom, for how long.
+
+    `failures`: after SAMPLE, those of the whole run.
+    """
 
     reason: str
+    failures: list[FailureTotal] = []
 
 
 class Ack(Message, tag="ack"):
@@ -248,13 +256,15 @@ class Ok(Message, tag="ok"):
     """Done. After DONE and KEPT: evaluation results; after DONE the buffer's counters as well.
 
     `evaluating`, after KEPT: progress by group of the tickets that outstanding evaluations need.
-    `checkpoint`: the learner is asked for one, so that older data may go.
+    `checkpoint`: the learner is asked for one, so that older data may go. `failures`: after DONE,
+    those of the whole run.
     """
 
     evals: list[EvalResult] = []
     evaluating: dict[int, int] = {}
     counters: dict[str, float] = {}
     checkpoint: bool = False
+    failures: list[FailureTotal] = []
 
 
 class Fenced(Message, tag="fenced"):

@@ -10,7 +10,7 @@ The requests and replies that carry these types are in `messages.py`; how they b
 import enum
 import hashlib
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -18,6 +18,18 @@ import numpy as np
 Array = np.ndarray
 Kind = Literal["rollout", "demo", "branch", "explore", "eval"]
 SCRIPTED: tuple[Kind, ...] = ("demo", "branch")  # kinds whose episodes no policy writes
+FailureKind = Literal[
+    "agent",  # an agent of one's own: it raised, was late, or returned no reward
+    "agent_call",  # a call of such an agent that was refused
+    "environment",
+    "late",  # an episode that missed its deadline because of the policy
+    "policy",  # a group of which no turn could be read
+    "judge",  # from here on: an endpoint, or what it answered
+    "experience",
+    "questioning",
+    "reflection",
+]
+NAME_CHARS, ERROR_CHARS = 200, 400  # of a failure
 
 
 class Role(enum.IntEnum):
@@ -99,6 +111,19 @@ class Sampling(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
             self.temperature,
         )
         _require(self.max_tokens > 0, "max_tokens", self.max_tokens)
+
+
+class FailureTotal(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The failures of one thing since their sender's start. `error`: the last one, in words."""
+
+    kind: FailureKind
+    name: Annotated[str, msgspec.Meta(max_length=NAME_CHARS)]
+    error: Annotated[str, msgspec.Meta(max_length=ERROR_CHARS)]
+    count: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
+
+    def __str__(self) -> str:
+        times = "once" if self.count == 1 else f"{self.count:,} times"
+        return f"{self.kind.replace('_', ' ')} {self.name} failed {times}, last: {self.error}"
 
 
 class Task(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -2,13 +2,14 @@
 
 import logging
 import math
+from collections import Counter
 from pathlib import Path
 
 from evolver_async.config import Config
 from evolver_async.launch import directory
 from evolver_async.launch.roles import TrainingError
 from evolver_async.metrics import Metrics
-from evolver_async.schema import Group
+from evolver_async.schema import FailureTotal, Group
 from learner.alarms import Alarm, group_signals, judge
 from learner.outcome import NON_FINITE, Outcome
 from learner.state import State
@@ -24,6 +25,7 @@ class Guard:
     def __init__(self, run_dir: Path, metrics: Metrics) -> None:
         self.run_dir = run_dir
         self.metrics = metrics
+        self.told: set[tuple[str, str]] = set()  # kinds and names of failures
 
     def watch(
         self, stage: Config, state: State, groups: list[Group], outcome: Outcome
@@ -60,6 +62,19 @@ class Guard:
         text = f"rollback {state.rollbacks + 1} of {stage.safety.rollbacks}, with {changes}"
         log.warning("step %d: %s", state.take, text)
         self.metrics.alert("rollback", f"step {state.take}: {text}: {reasons}")
+
+    def tell_failures(self, failures: list[FailureTotal], take: int) -> None:
+        """Tell people once, and the metrics, of each thing that fails in the actors."""
+        new = [one for one in failures if (one.kind, one.name) not in self.told]
+        for failure in new:
+            self.told.add((failure.kind, failure.name))
+            log.warning("take %d: %s", take, failure)
+            self.metrics.alert(f"{failure.kind} fails", str(failure))
+        if new:
+            counts = Counter[str]()
+            for failure in failures:
+                counts[f"failures/{failure.kind}"] += failure.count
+            self.metrics.log(take, {name: float(count) for name, count in counts.items()})
 
     def check(self, stage: Config, state: State, outcome: Outcome) -> None:
         """Stop a run that no longer learns from anything, with the reason."""

@@ -249,6 +249,7 @@ class Learner:
         try:
             while isinstance(reply := self.requests.ask(request), messages.Wait):
                 log.info("take %d waits: %s", state.take, reply.reason)
+                self.guard.tell_failures(reply.failures, state.take)
         except Rejected as error:
             raise TrainingError(f"take {state.take}: {error}") from error
         return reply
@@ -272,6 +273,7 @@ class Learner:
             )
         )
         self.take_in(reply)
+        self.guard.tell_failures(reply.failures, take)
         return reply
 
     def take_in(self, reply: messages.Ok) -> None:

@@ -52,6 +52,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "evolver_async.buffer.ledger": PURE_BUFFER,
     "evolver_async.buffer.tasks": PURE_BUFFER,
     "evolver_async.buffer.censoring": (),
+    "evolver_async.buffer.failures": PURE_BUFFER,
     "evolver_async.buffer.groups": PURE_BUFFER,
     "evolver_async.buffer.segment": (),
     "evolver_async.buffer.journal": ("evolver_async.buffer.segment",),
@@ -96,7 +97,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "evolver_async.checkpoint",
         "evolver_async.weights.directories",
         "evolver_async.buffer.journal",
+        "evolver_async.launch.logs",
     ),
+    "evolver_async.launch.logs": (),
 }
 TOP = {  # rises on everything below it, never the other way round
     "evolver_async.launch": ("evolver_async.study", "evolver_async.commands", "evolver_async.cli"),

@@ -18,9 +18,11 @@ from actors.envs.base import (
     EnvError,
     Exact,
     Goals,
+    Info,
     Located,
     Scored,
     Solvable,
+    Step,
     exact,
     make_env,
     split_of,
@@ -391,3 +393,44 @@ class Mute:
 def test_check_loads_no_torch() -> None:
     code = "import actors.check, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class Waiting:
+    """An environment whose calls are awaited."""
+
+    instructions = "wait"
+
+    async def reset(self, task: Task, dynamics_seed: int) -> str:
+        return "here"
+
+    async def step(self, action: str) -> Step:
+        return Step("there", 0.0, True, False, Info())
+
+    async def close(self) -> None: ...
+
+    def actions(self) -> list[str]:
+        return ["go"]
+
+    def solve(self) -> list[str]:
+        return ["go"]
+
+
+class WaitingScore(Waiting):
+    async def score(self) -> float:
+        return 0.0
+
+
+def test_an_async_environment_begins_a_task_and_is_refused_where_nobody_waits() -> None:
+    def made(name: str, kind: str = "sft", launch: str = "local") -> Config:
+        config = Config(stages=[Stage(kind=kind, steps=1)])
+        config.env.name, config.launch.kind = f"{__name__}:{name}", launch
+        return config
+
+    check(made("Waiting"))
+    for config, words in (
+        (made("Waiting", launch="serial"), r"is async, which needs real time"),
+        (made("Waiting", "world_model"), r"is async, and stages\[0\] \(world_model\)"),
+        (made("WaitingScore"), "has an async score: only reset, step, close may be async"),
+    ):
+        with pytest.raises(ValueError, match=f"env.name: .*{words}"):
+            check(config)

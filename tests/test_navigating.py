@@ -411,8 +411,8 @@ def test_hostile_text_cannot_end_its_span(text: str) -> None:
 # ---- service
 
 
-class Told(list[dict[str, float]]):
-    def __call__(self, counters: dict[str, float]) -> None:
+class Told(list[messages.Counters]):
+    def __call__(self, counters: messages.Counters) -> None:
         self.append(counters)
 
 
@@ -490,10 +490,10 @@ def test_counters_are_told_when_they_change_and_not_with_every_question(service:
     assert len(told) == 1
     service.handle("actor-0", contribution(WON, LOST), 0.0)
     service.commit()
-    assert told[-1]["experience/pool_size"] == 1
+    assert told[-1].values["experience/pool_size"] == 1
     service.tick(100.0)
     service.commit()
-    assert told[-1]["experience/retrievals"] == 5
+    assert told[-1].values["experience/retrievals"] == 5
 
 
 @pytest.mark.parametrize(

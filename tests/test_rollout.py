@@ -82,6 +82,7 @@ class Corridor:
     """Walk right until the end; what it does at step `at` is a parameter."""
 
     instructions = "walk"
+    blocking = False
     closed = 0
 
     def __init__(self, *, length: int = 3, at: int = -1, what: str = "") -> None:
@@ -551,6 +552,88 @@ def test_blocking_environment_stops_nobody_else() -> None:
         return ticks
 
     assert asyncio.run(run()) > 5
+
+
+class Undeclared:
+    """Its class says nothing of whether it blocks, and its step does."""
+
+    instructions = "wait"
+    free = threading.Event()
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        return "here"
+
+    def step(self, action: str) -> Step:
+        self.free.wait(60)
+        return Step("", 0.0, True, False, Info())
+
+    def close(self) -> None: ...
+
+
+def test_an_environment_that_says_nothing_of_blocking_stops_nobody_else() -> None:
+    Undeclared.free.clear()
+    how = setting(step_timeout_s=0.2)
+    try:
+        with pytest.raises(EnvironmentFailure, match=r"step for .* env\.step_timeout_s is 0\.2"):
+            roll_out(corridor(env="Undeclared"), how, FakeEngine({"0/0/0": say(RIGHT)}))
+    finally:
+        Undeclared.free.set()
+    (total,) = how.failures.totals()
+    assert total.name == f"{__name__}:Undeclared" and total.count == 1
+    assert total.error == "step: TimeoutError: env.step_timeout_s is 0.2"
+
+
+class Awaited:
+    """Walks like a corridor, on the loop; one of its calls may take for ever, or fail."""
+
+    instructions = "walk"
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, *, hangs: str = "", length: int = 2) -> None:
+        self.hangs, self.length, self.position = hangs, length, 0
+
+    async def call(self, name: str) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        await asyncio.sleep(3600 if self.hangs == name else 0.001)
+        self.log.append(name)
+
+    async def reset(self, task: Task, dynamics_seed: int) -> str:
+        await self.call("reset")
+        return "at 0"
+
+    async def step(self, action: str) -> Step:
+        await self.call("step")
+        self.position += 1
+        done = self.position == self.length
+        return Step(f"at {self.position}", float(done), done, False, Info(success=done))
+
+    async def close(self) -> None:
+        await self.call("close")
+
+
+def test_an_async_environment_is_awaited() -> None:
+    Awaited.log.clear()
+    how = setting()
+    (trajectory,) = roll_out(corridor(env="Awaited"), how, FakeEngine({"0/0/0": say(RIGHT, RIGHT)}))
+    assert trajectory.success and trajectory.reward == 1.0
+    assert Awaited.log == ["reset", "step", "step", "close"]
+
+
+@pytest.mark.parametrize("call", ["reset", "step"])
+def test_an_async_environment_that_hangs_is_late_and_is_closed(call: str) -> None:
+    Awaited.log.clear()
+    how = setting(step_timeout_s=0.2)
+
+    async def play() -> None:
+        engine = FakeEngine({"0/0/0": say(RIGHT)})
+        ticket = corridor(env="Awaited", hangs=call)
+        with pytest.raises(EnvironmentFailure, match=f"{call} for"):
+            await run_group(ticket, how, engine, Progress(), lambda _: None)
+        async with asyncio.timeout(30):
+            while "close" not in Awaited.log:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(play())
 
 
 class Together(Corridor):

@@ -51,6 +51,7 @@ from evolver_async.messages import (
 from evolver_async.parcel import Parcel, unwrap, wrap
 from evolver_async.schema import (
     EvalResult,
+    FailureTotal,
     Fork,
     Group,
     Role,
@@ -181,6 +182,13 @@ evals = st.builds(
     turns_mean=number,
 )
 forks = st.builds(Fork, lineage=count, parent=count, step=count)
+failures = st.builds(
+    FailureTotal,
+    kind=st.sampled_from(["agent", "environment", "policy"]),
+    name=text,
+    error=text,
+    count=st.integers(1, 2**40),
+)
 ids = st.lists(count, max_size=3)
 transcripts = st.builds(
     Transcript,
@@ -211,7 +219,11 @@ MESSAGES = {
     "resume": st.builds(Resume, lineage=count, take=count, version=count, process=text),
     "kept": st.builds(Kept, take=count),
     "status": st.just(Status()),
-    "counters": st.builds(Counters, values=st.dictionaries(text, number, max_size=3)),
+    "counters": st.builds(
+        Counters,
+        values=st.dictionaries(text, number, max_size=3),
+        failures=st.lists(failures, max_size=2),
+    ),
     "retrieve": st.builds(Retrieve, query=text),
     "contribute": st.builds(
         Contribute,
@@ -228,7 +240,7 @@ MESSAGES = {
     ),
     "reject": st.builds(Reject, reason=text),
     "tickets": st.builds(Tickets, tickets=st.lists(tickets, max_size=2)),
-    "wait": st.builds(Wait, reason=text),
+    "wait": st.builds(Wait, reason=text, failures=st.lists(failures, max_size=2)),
     "ack": st.just(Ack()),
     "dup": st.just(Dup()),
     "stale": st.just(Stale()),

@@ -19,6 +19,7 @@ from actors.attributing.own import OwnEngine
 from actors.attributing.prompt import SYSTEM, again, question
 from actors.chat import Chat
 from actors.engines.base import Engine
+from actors.failures import FailureCounts
 from actors.llm import Endpoint, Unavailable
 from evolver_async.config import Config
 from evolver_async.config import Judge as JudgeConfig
@@ -128,10 +129,17 @@ class WordsJudge:
     by content (and, of the policy itself, by weights), and one that is being made is waited for.
     """
 
-    def __init__(self, config: JudgeConfig, asked: Endpoint | OwnEngine) -> None:
+    def __init__(
+        self,
+        config: JudgeConfig,
+        asked: Endpoint | OwnEngine,
+        failures: FailureCounts | None = None,
+    ) -> None:
         self._asked = asked
+        self._failures = failures or FailureCounts()
         self._own = asked if isinstance(asked, OwnEngine) else None
         self._source = config.kind
+        self._name = "the policy itself" if self._own else config.llm.url
         self._max_chars = config.max_chars
         self._timeout_s = config.timeout_s
         self._slots = asyncio.Semaphore(config.llm.concurrency)
@@ -199,11 +207,14 @@ class WordsJudge:
             async with asyncio.timeout(QUEUEING * self._timeout_s):
                 await self._slots.acquire()
         except TimeoutError:
+            self._failed("too many episodes wait to be judged")
             return "busy"
         try:
             return await self._ask(wanted, turns, deadline)
         except Unavailable as error:
             log.info("an episode stays unlabelled: %s", error)
+            if self._own:  # an endpoint counts its failed calls itself
+                self._failed(str(error))
             return error.reason
         except Exception:
             log.exception("an episode stays unlabelled")
@@ -224,11 +235,17 @@ class WordsJudge:
                 return parse(answer, turns)
             except Unreadable as error:
                 log.info("an answer that cannot be read: %s", error)
+                self._failed(f"an answer that cannot be read: {error}")
                 reason = error.reason
         return reason
 
+    def _failed(self, error: str) -> None:
+        self._failures.note("judge", self._name, error)
 
-def make_judge(config: Config, engine: Engine, chat: Chat) -> Judge | None:
+
+def make_judge(
+    config: Config, engine: Engine, chat: Chat, failures: FailureCounts | None = None
+) -> Judge | None:
     """The configured judge, None where there is none. Raises ConfigError for a missing key."""
     match config.judge.kind:
         case "none":
@@ -236,6 +253,7 @@ def make_judge(config: Config, engine: Engine, chat: Chat) -> Judge | None:
         case "rule":
             return RuleJudge()
         case "self":
-            return WordsJudge(config.judge, OwnEngine(config, engine, chat))
+            return WordsJudge(config.judge, OwnEngine(config, engine, chat), failures)
         case _:
-            return WordsJudge(config.judge, Endpoint(config.judge.llm, "judge"))
+            endpoint = Endpoint(config.judge.llm, "judge", failures)
+            return WordsJudge(config.judge, endpoint, failures)

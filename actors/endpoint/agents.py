@@ -20,6 +20,7 @@ from actors.endpoint.template import Template
 from actors.engines.base import Engine
 from actors.envs.base import EnvironmentFailure
 from actors.episode import Deliver, EpisodeLate, Finished
+from actors.failures import FailureCounts
 from actors.llm import Endpoint
 from actors.progress import Progress
 from actors.rollout import side_by_side
@@ -33,6 +34,12 @@ COUNTED = (
     *("episodes", "calls", "sequences", "merged", "unreadable_calls", "limited"),
     *("exceptions", "late", "no_calls", "no_reward"),
 )
+
+
+class AgentFailure(EnvironmentFailure):
+    """An agent raised an exception, missed a deadline, or returned no reward."""
+
+    kind = "agent"
 
 
 class Unjudged(Exception):
@@ -62,14 +69,20 @@ class Agents:
     """One actor's. `path` names the agent in messages; without a judge it must return rewards."""
 
     def __init__(
-        self, agent: Agent, path: str, engine: Engine, chat: Chat, judge: GroupJudge | None = None
+        self,
+        agent: Agent,
+        path: str,
+        engine: Engine,
+        chat: Chat,
+        judge: GroupJudge | None = None,
+        failures: FailureCounts | None = None,
     ) -> None:
         self._agent = agent
         self._path = path
         self._engine = engine
         self._template = Template(chat)
         self._judge = judge
-        self._server = Server()
+        self._server = Server(path, failures or FailureCounts())
         self._counts: Counter[str] = Counter()
 
     async def run(
@@ -89,7 +102,7 @@ class Agents:
             else:
                 deliver(self._finished(ticket, setting, played, played.outcome))
 
-        failure = await side_by_side(ticket, progress, play)
+        failure = await side_by_side(ticket, setting, progress, play)
         if waiting:
             with progress.during(None, "judging agents"):
                 await self._compare(ticket, setting, waiting, deliver)
@@ -116,7 +129,7 @@ class Agents:
         began = loop.time()
         session = Session(ticket, member, setting, self._engine, self._template, progress)
         base_url, token = await self._server.open(session)
-        where = f"agent {self._path}, task {ticket.task.task_id}, member {member}"
+        where = f"task {ticket.task.task_id}, member {member}"
         try:
             with progress.during(member, f"agent {self._path}"):
                 async with asyncio.timeout(setting.episode_timeout_s) as limit:
@@ -127,12 +140,12 @@ class Agents:
             self._counts["late"] += 1
             seconds = f"{session.generate_s:.1f} s were the policy's"
             cause = f"env.episode_timeout_s is {setting.episode_timeout_s:g}, {seconds}"
-            failure = EnvironmentFailure(where, TimeoutError(cause))
+            failure = AgentFailure(self._path, where, "", TimeoutError(cause))
             slow_policy = session.generate_s > setting.episode_timeout_s / 2
-            raise (EpisodeLate(str(failure)) if slow_policy else failure) from None
+            raise (EpisodeLate(failure) if slow_policy else failure) from None
         except _Failed as failed:
             self._counts[failed.reason] += 1
-            raise EnvironmentFailure(where, failed.cause) from failed.cause
+            raise AgentFailure(self._path, where, "", failed.cause) from failed.cause
         finally:
             self._server.close_session(token)
         total_s = loop.time() - began
@@ -231,7 +244,9 @@ class Agents:
         )
 
 
-def make_agents(config: Config, engine: Engine, chat: Chat) -> Agents | None:
+def make_agents(
+    config: Config, engine: Engine, chat: Chat, failures: FailureCounts | None = None
+) -> Agents | None:
     """The configured agent, None where the environment's own loop is played."""
     path = config.rollout.agent
     if not path:
@@ -241,6 +256,6 @@ def make_agents(config: Config, engine: Engine, chat: Chat) -> Agents | None:
     judge = None
     if config.rollout.agent_reward == "judged":
         judge = GroupJudge(
-            Endpoint(config.judge.llm, "judge"), config.run.seed, config.judge.timeout_s
+            Endpoint(config.judge.llm, "judge", failures), config.run.seed, config.judge.timeout_s
         )
-    return Agents(load_agent(path), path, engine, chat, judge)
+    return Agents(load_agent(path), path, engine, chat, judge, failures)

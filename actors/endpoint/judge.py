@@ -52,8 +52,13 @@ class GroupJudge:
         try:
             async with asyncio.timeout(self._timeout_s):
                 scores = await self._asker.ask(SYSTEM, asked, lambda text: parse(text, len(order)))
-        except (Unavailable, TimeoutError) as error:
+        except Unavailable as error:
             log.warning("group %d stays unjudged: %s", group_id, error)
+            scores = None
+        except TimeoutError:
+            said = f"no judgement within judge.timeout_s={self._timeout_s:g}"
+            self._endpoint.failed(said)
+            log.warning("group %d stays unjudged: %s", group_id, said)
             scores = None
         if scores is None:
             self._unjudged += 1

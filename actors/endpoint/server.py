@@ -19,6 +19,7 @@ import h11
 from actors.endpoint import reply
 from actors.endpoint.asked import Refused, decode
 from actors.endpoint.session import Session
+from actors.failures import FailureCounts
 
 HOST = "127.0.0.1"
 MOST_BODY = 16 << 20  # bytes of one request
@@ -31,10 +32,12 @@ log = logging.getLogger(__name__)
 
 
 class Server:
-    """The endpoint of one actor."""
+    """The endpoint of one actor. `agent` names who calls it."""
 
-    def __init__(self) -> None:
+    def __init__(self, agent: str, failures: FailureCounts) -> None:
         self.counts: Counter[str] = Counter()
+        self._agent = agent
+        self._failures = failures
         self._sessions: dict[str, Session] = {}
         self._connections: set[_Connection] = set()
         self._listening: asyncio.Server | None = None
@@ -68,7 +71,8 @@ class Server:
             return 200, *await self._answer(method, target, body)
         except Refused as refused:
             self.counts["refused"] += 1
-            log.info("a call is refused: %s", refused)
+            self._failures.note("agent_call", self._agent, f"refused: {refused}")
+            log.warning("a call of %s is refused: %s", self._agent, refused)
             return refused.status, JSON, reply.refusal(refused)
         except Exception:
             log.exception("a call fails")

@@ -1,10 +1,12 @@
 """What an environment is, how one is found by name or import path, and how its failures look.
 
 An environment is a small synchronous object that plays one episode after `reset`. Its constructor
-takes its parameters as typed keyword arguments and does no work. A class whose methods may block
-says `blocking = True` and is then called in threads, with deadlines (see `actors/rollout.py`).
+takes its parameters as typed keyword arguments and does no work. `reset`, `step` and `close` may be
+async. An environment of one's own is called in a thread of its own, unless it is async or its class
+says `blocking = False`: then a call that does not return stops its actor (see `actors/world.py`).
 """
 
+import asyncio
 import hashlib
 import importlib
 import inspect
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import msgspec
 
 from evolver_async.config.secrets import mask, reveal
-from evolver_async.schema import Task
+from evolver_async.schema import FailureKind, Task
 
 REGISTRY = {
     "agentevolver": "actors.envs.adapters.agentevolver_service:AgentEvolver",
@@ -38,15 +40,27 @@ REGISTRY = {
 }
 
 
+AWAITED = ("reset", "step", "close")  # of an environment's methods those that may be async
+
+
 class EnvError(ValueError):
     """The configuration asks for an environment that cannot be; the message names the key."""
 
 
 class EnvironmentFailure(Exception):
-    """An environment raised an exception or missed a deadline; says which, where and why."""
+    """An environment raised an exception or missed a deadline.
 
-    def __init__(self, where: str, cause: BaseException) -> None:
-        super().__init__(mask(f"environment {where}: {type(cause).__name__}: {cause}"))
+    `name`: which one; `where`: in which task and for how long; `error`: what it was `doing`, and
+    why it failed.
+    """
+
+    kind: FailureKind = "environment"
+
+    def __init__(self, name: str, where: str, doing: str, cause: BaseException) -> None:
+        said = f"{type(cause).__name__}: {cause}"
+        super().__init__(mask(f"{self.kind} {name}, {where}: {said}"))
+        self.name = name
+        self.error = f"{doing}: {said}" if doing else said
         self.cause = cause
 
 
@@ -194,6 +208,21 @@ class Measurable(Env, Protocol):
         ...
 
 
+def asynchronous(env: Env | type[Env]) -> bool:
+    """Whether a call of the environment is to be awaited."""
+    return any(inspect.iscoroutinefunction(getattr(env, part)) for part in AWAITED)
+
+
+def blocks(name: str, found: type[Env]) -> bool:
+    """Whether calls of the environment of this name are made in a thread."""
+    return getattr(found, "blocking", name not in REGISTRY and not asynchronous(found))
+
+
+async def settled(value: Any) -> Any:
+    """A value, or what it comes to where it is to be awaited."""
+    return await value if inspect.isawaitable(value) else value
+
+
 def env_class(name: str) -> type[Env]:
     """The class of a registered name or of an import path; EnvError names `env.name`."""
     path = REGISTRY.get(name, name)
@@ -207,7 +236,7 @@ def env_class(name: str) -> type[Env]:
         found = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # importing runs whatever the module does
         raise EnvError(f"env.name: cannot import {name!r}: {_said(error)}") from error
-    missing = [part for part in ("reset", "step", "close") if not hasattr(found, part)]
+    missing = [part for part in AWAITED if not hasattr(found, part)]
     if missing:
         raise EnvError(f"env.name: {name!r} has no {', '.join(missing)}")
     return found
@@ -260,9 +289,7 @@ def exact(tasks: Iterable[Task], max_turns: int) -> Exact | None:
         if not isinstance(env, Measurable):
             return None
         try:
-            env.reset(task, 0)
-            values.append(env.exact(max_turns))
-            env.close()
+            values.append(asyncio.run(_measured(env, task, max_turns)))
         except Exception as error:
             raise EnvError(
                 f"env.name: {task.env!r} cannot measure {task.task_id}: {_said(error)}"
@@ -273,6 +300,13 @@ def exact(tasks: Iterable[Task], max_turns: int) -> Exact | None:
         random_return=_mean(value.random_return for value in values),
         optimal_return=_mean(value.optimal_return for value in values),
     )
+
+
+async def _measured(env: Measurable, task: Task, max_turns: int) -> Exact:
+    await settled(env.reset(task, 0))
+    value = env.exact(max_turns)
+    await settled(env.close())
+    return value
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -13,6 +13,7 @@ import logging
 from collections import deque
 
 from actors.episode import Advice
+from actors.failures import FailureCounts
 from actors.navigating.quoting import quoted
 from evolver_async import messages
 from evolver_async.config import Experience
@@ -31,8 +32,16 @@ log = logging.getLogger(__name__)
 class ServiceGuide:
     """One actor's connection to the experience service; closes its client. Times are the loop's."""
 
-    def __init__(self, client: Client, *, timeout_s: float, max_chars: int) -> None:
+    def __init__(
+        self,
+        client: Client,
+        *,
+        timeout_s: float,
+        max_chars: int,
+        failures: FailureCounts | None = None,
+    ) -> None:
         self._client = client
+        self._failures = failures or FailureCounts()
         self._timeout_s = timeout_s
         self._max_chars = max_chars
         self._asked_again_at = 0.0
@@ -95,6 +104,7 @@ class ServiceGuide:
         except (TimeoutError, Rejected) as error:
             if now() >= self._asked_again_at:  # else another episode has seen the same outage
                 self._counts["outages"] += 1
+                self._failures.note("experience", "service", str(error))
                 log.warning("no experience for %g s: %s", OUTAGE_S, error)
             self._asked_again_at = now() + OUTAGE_S
             return None
@@ -111,9 +121,13 @@ class ServiceGuide:
             self._waiting.popleft()
 
 
-def make_guide(config: Experience, client: Client) -> ServiceGuide:
+def make_guide(
+    config: Experience, client: Client, failures: FailureCounts | None = None
+) -> ServiceGuide:
     """The guide that speaks through `client`, which is connected to the experience service."""
-    return ServiceGuide(client, timeout_s=config.timeout_s, max_chars=config.max_chars)
+    return ServiceGuide(
+        client, timeout_s=config.timeout_s, max_chars=config.max_chars, failures=failures
+    )
 
 
 def shortened(transcripts: list[Transcript]) -> list[Transcript]:

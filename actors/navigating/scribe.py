@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from actors.failures import FailureCounts
 from actors.llm import Endpoint, Unavailable
 from actors.navigating import prompts
 from actors.navigating.pool import Item
@@ -196,14 +197,16 @@ class Scribe:
             try:
                 return parse(answer)
             except ValueError as error:
-                log.info("an answer that cannot be read: %s", error)
+                said = f"an answer that cannot be read: {error}"
+                self._endpoint.failed(said)
+                log.info("%s", said)
         self._counts["unreadable"] += 1
         return None
 
 
-def make_scribe(config: Experience) -> Scribe:
-    """The scribe that asks the configured endpoint."""
-    return Scribe(config, Endpoint(config.llm, "experience"))
+def make_scribe(config: Experience, failures: FailureCounts) -> Scribe:
+    """The scribe that asks the configured endpoint, whose failures are counted there."""
+    return Scribe(config, Endpoint(config.llm, "experience", failures))
 
 
 def parse_lessons(answer: str, most: int) -> list[Lesson]:

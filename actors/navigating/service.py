@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from actors.failures import FailureCounts
 from actors.navigating.embed import load_embedder
 from actors.navigating.extract import diverged
 from actors.navigating.pool import Pool
@@ -28,7 +29,7 @@ from evolver_async.config import Config, Experience
 from evolver_async.config.load import load
 from evolver_async.launch.roles import RoleArgs, collect_rarely, experience_address
 from evolver_async.messages import Reply, Request
-from evolver_async.transport import Client, DealerClient, Rejected, Server
+from evolver_async.transport import DealerClient, Rejected, Server
 
 TELL_S = 2.0  # between two reports of the counters while only questions come
 RETRY_S = 0.1  # until who waits for a text that is being reworded asks again
@@ -39,32 +40,34 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """One experience service. `tell` gets the counters when they have changed."""
+    """One experience service. `tell` gets what it counts when that has changed."""
 
     def __init__(
         self,
         pool: Pool,
         config: Experience,
-        tell: Callable[[dict[str, float]], None],
+        tell: Callable[[messages.Counters], None],
         scribe: Scribe | None = None,
+        failures: FailureCounts | None = None,
     ) -> None:
         self.pool = pool
         self._top_k = config.top_k
         self._similarity = config.similarity
         self._tell = tell
         self._scribe = scribe
+        self._failures = failures or FailureCounts()
         self._counts = dict.fromkeys(("contributed", "repeated", "foreign"), 0)
         self._changed = True
         self._told_at = float("-inf")
 
     @classmethod
     def of_run(
-        cls, config: Config, run_dir: Path, tell: Callable[[dict[str, float]], None]
+        cls, config: Config, run_dir: Path, tell: Callable[[messages.Counters], None]
     ) -> "Service":
         """The service of the run in `run_dir`, with its pool there."""
-        experience = config.experience
-        scribe = make_scribe(experience) if experience.kind == "llm" else None
-        return cls(open_pool(experience, run_dir), experience, tell, scribe)
+        experience, failures = config.experience, FailureCounts()
+        scribe = make_scribe(experience, failures) if experience.kind == "llm" else None
+        return cls(open_pool(experience, run_dir), experience, tell, scribe, failures)
 
     def handle(self, peer: str, request: Request, now: float) -> list[Reply]:
         """The replies to one request; they may be sent after the next `commit`."""
@@ -90,7 +93,8 @@ class Service:
         if self._changed:
             self._changed = False
             self.pool.commit()
-            self._tell(self.counters())
+            told = messages.Counters(values=self.counters(), failures=self._failures.totals())
+            self._tell(told)
 
     def tick(self, now: float) -> None:
         """Takes in what the scribe has found; has the counters told from time to time."""
@@ -164,7 +168,7 @@ def purge_files(config: Config, run_dir: Path, source: str) -> int:
         pool.close()
 
 
-def build(config: Config, run_dir: Path, tell: Callable[[dict[str, float]], None]) -> Service:
+def build(config: Config, run_dir: Path, tell: Callable[[messages.Counters], None]) -> Service:
     """The service for any launcher."""
     return Service.of_run(config, run_dir, tell)
 
@@ -174,12 +178,12 @@ class Teller:
 
     def __init__(self, client: DealerClient) -> None:
         self._client = client
-        self._newest: dict[str, float] = {}
+        self._newest = messages.Counters(values={})
         self._stop = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
 
-    def tell(self, counters: dict[str, float]) -> None:
+    def tell(self, counters: messages.Counters) -> None:
         self._newest = counters
 
     def close(self) -> None:
@@ -193,14 +197,9 @@ class Teller:
             newest = self._newest
             if newest is not told:
                 with contextlib.suppress(TimeoutError, Rejected):
-                    await told_to(self._client, newest)
+                    await self._client.request(newest, TELL_S)
                     told = newest
             await asyncio.sleep(0.25)
-
-
-async def told_to(client: Client, counters: dict[str, float]) -> None:
-    """Send counters to the buffer. TimeoutError where it is not there."""
-    await client.request(messages.Counters(values=counters), TELL_S)
 
 
 def main(args: RoleArgs) -> int:

@@ -39,7 +39,9 @@ class Asker:
                 return parse(answer)
             except (ValueError, RecursionError) as error:
                 self.malformed += 1
-                log.info("an answer that cannot be read: %s", str(error)[:200])
+                said = f"an answer that cannot be read: {str(error)[:200]}"
+                self._endpoint.failed(said)
+                log.info("%s", said)
         return None
 
     def counters(self) -> dict[str, float]:

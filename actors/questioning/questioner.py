@@ -17,6 +17,7 @@ import msgspec
 from actors.engines.base import Engine
 from actors.envs.base import EnvironmentFailure, env_class
 from actors.episode import Deliver, Finished, Policy
+from actors.failures import FailureCounts
 from actors.llm import Endpoint, Unavailable
 from actors.progress import Progress
 from actors.questioning import synthesize
@@ -51,8 +52,11 @@ log = logging.getLogger(__name__)
 class Questioner:
     """`asker`: where a language model takes part. ConfigError where the profile is none."""
 
-    def __init__(self, config: Config, asker: Asker | None) -> None:
+    def __init__(
+        self, config: Config, asker: Asker | None, failures: FailureCounts | None = None
+    ) -> None:
         self.config = config.questioning
+        self._failures = failures or FailureCounts()
         self._asker = asker
         self._timeout_s = config.env.step_timeout_s
         self._profile = ""
@@ -224,6 +228,7 @@ class Questioner:
                 objection = "unsolved" if task is None else None
         except EnvironmentFailure as failure:
             log.warning("no task: %s", failure)
+            self._failures.note(failure.kind, failure.name, failure.error)
             objection = "infeasible"
         except Unavailable as error:
             self._outage("a task is not solved again", error)
@@ -266,6 +271,7 @@ class Questioner:
             )
         except EnvironmentFailure as failure:
             log.warning("nothing is made of an exploration: %s", failure)
+            self._failures.note(failure.kind, failure.name, failure.error)
             return None
 
     def _described(self, task: Task) -> str:
@@ -277,11 +283,12 @@ class Questioner:
         log.warning("%s: %s", what, error)
 
 
-def make_questioner(config: Config) -> Questioner | None:
+def make_questioner(config: Config, failures: FailureCounts | None = None) -> Questioner | None:
     """The questioner that the configuration asks for, if any."""
     match config.questioning.kind:
         case "none":
             return None
         case "llm":
-            return Questioner(config, Asker(Endpoint(config.questioning.llm, "questioning")))
-    return Questioner(config, None)
+            endpoint = Endpoint(config.questioning.llm, "questioning", failures)
+            return Questioner(config, Asker(endpoint), failures)
+    return Questioner(config, None, failures)

@@ -18,7 +18,18 @@ from evolver_async.buffer.status import Status
 from evolver_async.buffer.taskfile import load_tasks
 from evolver_async.buffer.tasks import Part, Queued, Source, held_out_task
 from evolver_async.config import Config
-from evolver_async.messages import Fenced, Offer, Ok, Reject, Release, Renew, Reply, Tickets, Wait
+from evolver_async.messages import (
+    LOSING,
+    Fenced,
+    Offer,
+    Ok,
+    Reject,
+    Release,
+    Renew,
+    Reply,
+    Tickets,
+    Wait,
+)
 from evolver_async.messages import Lease as LeaseRequest
 from evolver_async.schema import Kind, Sampling, Task, Ticket, WeightId, key
 
@@ -139,11 +150,13 @@ class Granting:
             return Fenced(reason=f"groups {lost} are not leased to {peer} any more", groups=lost)
         return Ok()
 
-    def release(self, peer: str, request: Release) -> Reply:
+    def release(self, peer: str, request: Release, now: float) -> Reply:
         """Members come back. What its environment keeps failing, or an evaluation whose weights are
         gone, is not granted for ever."""
         given = self.book.leases.release(peer, request.group_id, request.members)
         held = self.book.replay.at.groups.get(request.group_id)
+        if request.reason in LOSING:
+            self.status.failures.lose(len(given), now)
         if held is None or not given:
             return Ok()
         lasting = request.reason == "environment" or (

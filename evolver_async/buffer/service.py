@@ -21,6 +21,7 @@ from evolver_async.buffer.activity import Activity
 from evolver_async.buffer.book import Book
 from evolver_async.buffer.censoring import Sums
 from evolver_async.buffer.disk import Disk
+from evolver_async.buffer.failures import Failures
 from evolver_async.buffer.granting import Granting, numbers_of, source_of
 from evolver_async.buffer.groups import UNTRAINED, ZERO_SPREAD, Held
 from evolver_async.buffer.journal import DiskFull, Journal, JournalError, archive_bytes
@@ -84,8 +85,16 @@ class Service:
         self.activity = Activity(now)
         self.censoring = self.book.censoring
         self.stalls = Stalls(state.replay, leases, self.activity, buffer.warn_s)
+        self.failures = Failures(config.launch.max_failures)
         self._status = Status(
-            state, leases, journal, self.activity, self.censoring, self.stalls, buffer.lease_s
+            state,
+            leases,
+            journal,
+            self.activity,
+            self.censoring,
+            self.stalls,
+            self.failures,
+            buffer.lease_s,
         )
         self.granting = Granting(self.book, self.disk, self.activity, self._status, stages)
         self.taking = Taking(self.book, self.disk, self.activity, self._status, len(stages))
@@ -143,7 +152,7 @@ class Service:
             case messages.Renew():
                 return [self.granting.renew(peer, request, now)]
             case messages.Release():
-                return [self.granting.release(peer, request)]
+                return [self.granting.release(peer, request, now)]
             case messages.Offer():
                 return [self.granting.offer(request)]
             case messages.Sample():
@@ -162,6 +171,7 @@ class Service:
                 return [messages.StatusReply(status=self.status(now))]
             case messages.Counters():
                 self.activity.peers[peer].counters = request.values
+                self.failures.take_in(peer, request.failures, now)
                 return [messages.Ok()]
             case _:
                 kind = type(request).__name__.upper()
@@ -216,6 +226,7 @@ class Service:
                     reason=f"tokenizer: {peer} has {request.tokenizer}, "
                     f"the run {self.tokenizer_hash}"
                 )
+        self.failures.begin(peer)
         if request.role == "actor":
             self.activity.works(peer).greet()
             # A first word means a new process: whatever an older one of this name held, it lost.
@@ -254,6 +265,8 @@ class Service:
         )
         book.record(record, None if held.kind in UNTRAINED else trajectory)
         book.leases.finish(group_id, member)
+        if not held.missing:
+            self.failures.finish()
         if held.kind == "rollout":
             self.censoring.receive(
                 group_id,

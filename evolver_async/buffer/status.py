@@ -4,6 +4,7 @@ import msgspec
 
 from evolver_async.buffer.activity import Activity
 from evolver_async.buffer.censoring import Censoring
+from evolver_async.buffer.failures import Failures
 from evolver_async.buffer.groups import Held
 from evolver_async.buffer.journal import Journal
 from evolver_async.buffer.leases import Leases
@@ -25,6 +26,7 @@ class Status:
         activity: Activity,
         censoring: Censoring,
         stalls: Stalls,
+        failures: Failures,
         lease_s: float,
     ) -> None:
         self.state = state
@@ -33,6 +35,7 @@ class Status:
         self.activity = activity
         self.censoring = censoring
         self.stalls = stalls
+        self.failures = failures
         self.lease_s = lease_s
         self._sampled_before = state.ledger.sampled_tokens()  # in the journal, by whomever
 
@@ -75,6 +78,20 @@ class Status:
             " the tasks are too easy or too hard for this policy"
         )
 
+    def hopeless(self, now: float) -> str:
+        """Why waiting for data is in vain; "" while it is not."""
+        playing = sum(len(lease.members) for lease in self.leases)
+        if verdict := self.failures.verdict(playing, now):
+            return verdict
+        replay, tasks = self.state.replay, self.state.tasks
+        if playing or replay.by_state["open"] or not tasks.exhausted():
+            return ""
+        reasons = sorted(set(tasks.cursor.quarantined.values()))
+        return (
+            f"every task is quarantined ({', '.join(reasons)}; see buffer.max_attempts) and no"
+            f" group is left: {self.failures.last}"
+        )
+
     def group(self, held: Held, now: float) -> str:
         """Which members of a group are missing, with whom they are, for how long."""
         parts = [
@@ -95,6 +112,7 @@ class Status:
                 {"who": stall.who, "what": stall.what, "for_s": stall.for_s}
                 for stall in self.stalls.find(now)
             ],
+            "failures": self.failures.report(now),
             "stage": at.stage,
             "head": str(at.head) if at.head else None,
             "take": at.next_take,
@@ -171,6 +189,7 @@ class Status:
             values = self._questioning()
             counters |= {f"questioning/{name}": value for name, value in values.items()}
         told = self.activity.counters()  # nobody's may stand for one of the buffer's own
+        counters |= self.failures.counters()
         return told | counters | self.censoring.counters() | self.stalls.counters(now)
 
     def _questioning(self) -> dict[str, float]:

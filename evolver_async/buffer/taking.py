@@ -68,6 +68,8 @@ class Taking:
         groups = self._repeated(request) or self.book.replay.choose()
         if not groups and self.book.replay.gives_up():
             return [Reject(reason=self.status.refills())]
+        if not groups and (reason := self.status.hopeless(now)):
+            return [Reject(reason=reason)]
         if not groups:
             return [self._wait(peer, self.status.take(now), now)]
         self.book.record(records.Taken(take=request.take, stage=request.stage, groups=groups))
@@ -122,6 +124,7 @@ class Taking:
             evals=self._results(),
             counters=self.status.counters(now),
             checkpoint=self.disk.wants_checkpoint(),
+            failures=self.status.failures.totals(),
         )
 
     def resume(self, peer: str, request: Resume) -> Reply:
@@ -253,7 +256,7 @@ class Taking:
 
     def _wait(self, peer: str, reason: str, now: float) -> Wait:
         self.activity.waits(peer, "sample", reason, now)
-        return Wait(reason=reason)
+        return Wait(reason=reason, failures=self.status.failures.totals())
 
     def _evict_other_stages(self) -> None:
         replay = self.book.replay

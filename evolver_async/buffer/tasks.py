@@ -177,6 +177,10 @@ class Tasks:
                 return Queued(found[1], False)
         return None
 
+    def exhausted(self) -> bool:
+        """Whether no task may be issued any more, of the given ones and of the pool."""
+        return self.peek(0.5) is None
+
     def take(self, task: Task) -> None:
         """Uses up `task`, which `peek` returned."""
         self.cursor.since_exploration += 1

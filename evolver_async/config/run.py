@@ -183,6 +183,10 @@ class Launch:
     restarts: int = 3  # per process; past it the run ends with an error
     healthy_s: float = 600.0  # a process that ran this long has all its restarts again
     backoff_s: float = 1.0  # before the first restart, doubled each time
+    max_failures: int = (
+        200  # failed episodes, beyond those being played, that end the run where no group was
+        # finished in between; 0: none do
+    )
     drain_s: float = (
         20.0  # after Ctrl-C or SIGTERM, and after the last progress of a checkpoint, before a kill
     )

@@ -21,6 +21,7 @@ from evolver_async.checkpoint import CheckpointError
 from evolver_async.config import Config
 from evolver_async.config.check import ConfigError
 from evolver_async.config.secrets import mask
+from evolver_async.launch.logs import Repeats
 from evolver_async.weights.directories import PREFIX
 
 # Processes: main(RoleArgs) -> exit code.
@@ -141,6 +142,7 @@ def set_up_logging(log_file: Path | None, stderr_level: int) -> None:
         handlers.append(stderr)
     for handler in handlers:
         handler.setFormatter(_Masked("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.addFilter(Repeats())
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
 
 

@@ -71,8 +71,8 @@ class Navigating:
         self._service.close()
         self._to_buffer.close()
 
-    def _tell(self, counters: dict[str, float]) -> None:
-        task = asyncio.create_task(self._to_buffer.request(Counters(values=counters)))
+    def _tell(self, counters: Counters) -> None:
+        task = asyncio.create_task(self._to_buffer.request(counters))
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
 

@@ -1,12 +1,13 @@
 """The live view of a run: a panel on a terminal, else lines, fed from metrics.jsonl.
 
-It follows the file, so it works the same inside the launcher and attached to a running job. While
-no new step comes it asks the buffer who waits for what.
+It follows the file, so it works the same inside the launcher and attached to a running job. The
+buffer is asked for failures, and while no new step comes also for who waits for what.
 """
 
 import asyncio
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from evolver_async.config import Config
 from evolver_async.launch.directory import EXACT
@@ -26,10 +28,14 @@ from evolver_async.launch.roles import keys_of
 from evolver_async.lineages import Mark, current_rows, mark, supersedes
 from evolver_async.messages import Status
 from evolver_async.monitor import url_of
+from evolver_async.schema import FailureTotal
 from evolver_async.transport import DealerClient, Rejected
 
 POLL_S = 0.5
-QUIET_S = 5.0  # without a new row, the buffer is asked what is going on
+ASK_S = 2.0  # between two questions to the buffer
+QUIET_S = 5.0  # without a new row, what is going on is shown
+REPEAT_S = 30.0  # until a failure that goes on is printed again
+SHOWN = 4  # failures, and processes that wait, in a panel
 LINE_S = 2.0  # of the run's time between two lines
 BARS = "▁▂▃▄▅▆▇█"
 SPARKS = 40
@@ -69,6 +75,8 @@ class View:
         self.stalled = ""  # who has made no progress for longest
         self.waiting: list[str] = []
         self.url: str | None = None  # of the run at W&B
+        self.failures: list[FailureTotal] = []  # the newest first
+        self._printed: dict[tuple[str, str], tuple[int, float]] = {}  # count and time, by thing
         self.line_due_s = 0.0
         self.first: tuple[int, float] | None = None
 
@@ -118,6 +126,24 @@ class View:
             for wait in waits.values()
         ]
 
+    def feed_failures(self, status: dict[str, Any], now: float) -> list[str]:
+        """Take in the failures of the buffer's STATUS; returns the lines to print for them.
+
+        One that is new gets a line, one that goes on every REPEAT_S.
+        """
+        self.failures = [
+            FailureTotal(**{name: one[name] for name in FailureTotal.__struct_fields__})
+            for one in status["failures"]
+        ]
+        lines = []
+        for failure in reversed(self.failures):
+            thing = (failure.kind, failure.name)
+            count, at = self._printed.get(thing, (0, -math.inf))
+            if failure.count > count and now - at >= REPEAT_S:
+                self._printed[thing] = (failure.count, now)
+                lines.append(str(failure))
+        return lines
+
     def panel(self) -> Panel:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim")
@@ -131,7 +157,9 @@ class View:
             grid.add_row("W&B", self.url)
         if self.stalled:
             grid.add_row("stalled", self.stalled)
-        for text in self.waiting[:4]:
+        for failure in self.failures[:SHOWN]:
+            grid.add_row("failures", Text(str(failure), "red"))
+        for text in self.waiting[:SHOWN]:
             grid.add_row("", text)
         return Panel(grid, title=self.name, border_style="cyan", expand=False)
 
@@ -232,7 +260,7 @@ def _show(
     if embedded:
         for row in current_rows(tail.rows()):  # of the launches before
             view.feed(row)
-    quiet_since = time.monotonic()
+    quiet_since = asked = time.monotonic()
     last = False
     while not last:
         last = stop.wait(POLL_S)
@@ -246,13 +274,19 @@ def _show(
                 quiet_since = time.monotonic()
             if line and live is None:
                 print(line, flush=True)
-        if not last and config.launch.kind == "local" and time.monotonic() - quiet_since > QUIET_S:
-            quiet_since = time.monotonic()
+        if not last and config.launch.kind == "local" and time.monotonic() - asked > ASK_S:
+            lines = []
             with contextlib.suppress(OSError, TimeoutError, ValueError, Rejected):
                 address = json.loads((run_dir / "run.json").read_text())["address"]
-                view.feed_status(asyncio.run(ask(address, keys_of(config))))
+                status = asyncio.run(ask(address, keys_of(config)))
+                lines = view.feed_failures(status, time.monotonic())
+                if time.monotonic() - quiet_since > QUIET_S:
+                    quiet_since = time.monotonic()
+                    view.feed_status(status)
+                    lines += filter(None, (view.stalled, *view.waiting))
+            asked = time.monotonic()
             if live is None:
-                for text in filter(None, (view.stalled, *view.waiting)):
+                for text in lines:
                     print(text, file=sys.stderr, flush=True)
         if live is not None:
             live.update(view.panel())

@@ -1,0 +1,62 @@
+"""What goes wrong in one process, counted for the buffer: by kind and name, with the last error.
+
+Totals since the start of the process, so that a report that arrives twice changes nothing. The log
+is not written here.
+"""
+
+import asyncio
+
+from actors.chat import Chat
+from evolver_async.config.secrets import mask
+from evolver_async.schema import (
+    ERROR_CHARS,
+    NAME_CHARS,
+    FailureKind,
+    FailureTotal,
+    Trajectory,
+    TurnFlag,
+)
+
+EXCERPT = 80  # characters of a turn that are shown
+MOST_NAMES = 64  # things that are told apart; those beyond are not counted
+
+
+class FailureCounts:
+    """The failures of one process. `noted`: set when one came, for the loop that reports them."""
+
+    def __init__(self) -> None:
+        self.noted = asyncio.Event()
+        self._totals: dict[tuple[FailureKind, str], FailureTotal] = {}
+
+    def note(self, kind: FailureKind, name: str, error: str, count: int = 1) -> None:
+        """Count a failure of the thing of this name."""
+        name = mask(name)[:NAME_CHARS]
+        before = self._totals.pop((kind, name), None)
+        if before is None and len(self._totals) >= MOST_NAMES:
+            return
+        self._totals[kind, name] = FailureTotal(
+            kind=kind,
+            name=name,
+            error=_encodable(mask(error))[:ERROR_CHARS],
+            count=count + (before.count if before else 0),
+        )
+        self.noted.set()
+
+    def totals(self) -> list[FailureTotal]:
+        """Those of every thing, the newest last."""
+        return list(self._totals.values())
+
+
+def unread(trajectories: list[Trajectory], chat: Chat) -> str:
+    """What is wrong where no turn of these episodes could be read; "" where one could."""
+    flags = [flag for one in trajectories for flag in one.turn_flags.tolist()]
+    if not flags or not all(flag & TurnFlag.FORMAT_ERROR for flag in flags):
+        return ""
+    last = trajectories[-1].sequences[-1]
+    text = chat.text_of(last.tokens[last.turns == last.turns.max()].tolist())
+    return f"no turn of {len(trajectories)} episodes could be read, for example {text[:EXCERPT]!r}"
+
+
+def _encodable(text: str) -> str:
+    """`text` with question marks for what no UTF-8 can hold."""
+    return text.encode(errors="replace").decode()
