@@ -63,7 +63,7 @@ PARTS = (
         "cuda",
         "GPUs",
         "engine.device, learner.device",
-        "an NVIDIA driver, and torch of a CUDA build (pip install -e '.[gpu]')",
+        "an NVIDIA driver, and torch of a CUDA build: README.md, GPUs",
     ),
     Part(
         "varlen",
@@ -82,7 +82,7 @@ PARTS = (
         "vllm",
         "vLLM",
         "engine.kind=vllm",
-        "pip install -e '.[gpu]'; for CPUs `make test-vllm` makes .venv-vllm",
+        "pip install -c constraints-gpu.txt -e '.[gpu]'; on CPUs `make test-vllm` makes .venv-vllm",
     ),
     Part(
         "sandbox",
@@ -94,7 +94,7 @@ PARTS = (
         "faiss",
         "faiss",
         "experience, large pools",
-        "pip install -e '.[faiss]', or '.[gpu]' for the GPU",
+        "pip install -e '.[faiss]'; '.[gpu]' has the one for GPUs",
     ),
     Part("encryption", "encryption", "security.keys", "pip install pyzmq (its wheels have CURVE)"),
     Part(

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,10 @@ def faiss() -> Found:
     """A search in small."""
     if importlib.util.find_spec("faiss") is None:
         return Found(False, "not installed; numpy searches instead, slower above 10,000 entries")
+    owners = sorted(packages_distributions().get("faiss", []))
+    if len(owners) > 1:
+        both = ", ".join(owners)
+        return Found(False, f"{both} own one folder: uninstall all of them, install one again")
     import faiss
     import numpy as np
 
