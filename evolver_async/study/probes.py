@@ -288,6 +288,44 @@ def files() -> Found:
     return Found(unlimited or soft >= LEAST_FILES, said)
 
 
+def model(path: str, *dotlist: str) -> Found:
+    """The sizes of a recipe's policy, from its configuration alone; no weights are read."""
+    from evolver_async.config.load import load
+
+    policy = load(path, dotlist).policy
+    if policy.path and not Path(policy.path).is_dir():
+        return Found(False, f"path missing: {policy.path}")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from evolver_async.tiny import make_tokenizer, tiny_shape
+
+    config: Any = (
+        AutoConfig.from_pretrained(policy.path, local_files_only=True)
+        if policy.path
+        else tiny_shape(
+            make_tokenizer(policy.max_length),
+            hidden_size=policy.hidden_size,
+            layers=policy.layers,
+            heads=policy.heads,
+            intermediate_size=policy.intermediate_size,
+        )
+    )
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config)
+    heads = config.num_attention_heads
+    facts = {
+        "parameters": sum(one.numel() for one in made.parameters()),
+        "layers": config.num_hidden_layers,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "hidden": config.hidden_size,
+        "inner": config.intermediate_size,
+        "positions": config.max_position_embeddings,
+    }
+    return Found(True, f"{type(made).__name__}, {facts['parameters']:,} parameters", facts)
+
+
 def recipe(path: str, *dotlist: str) -> Found:
     """What the start of this recipe would refuse: paths, the wings' checks, addresses."""
     from evolver_async.config.check import check_paths
@@ -328,6 +366,7 @@ PROBES: dict[str, Callable[..., Found]] = {
     "disk": disk,
     "files": files,
     "recipe": recipe,
+    "model": model,
 }
 
 
