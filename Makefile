@@ -8,9 +8,11 @@ VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
 ADAPTERS := .venv-adapters
 ADAPTERS_INSTALLED := $(ADAPTERS)/.installed
+RESOLVER := .venv-resolver
+RESOLVER_INSTALLED := $(RESOLVER)/.installed
 ARGS ?=
 
-.PHONY: train test test-vllm test-adapters faults soak lint bench recipes
+.PHONY: train test test-vllm test-adapters faults soak lint bench recipes resolve-gpu
 
 train: $(INSTALLED)
 	$(BIN)/evolver-async train configs/frozen_lake.yaml $(ARGS)
@@ -43,10 +45,20 @@ bench: $(INSTALLED)
 recipes: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/recipes.py --out runs/recipes $(ARGS)
 
+# Reads what packages say of themselves and installs none of them.
+resolve-gpu: $(RESOLVER_INSTALLED)
+	set -e; for version in 3.11 3.12; do \
+		$(RESOLVER)/bin/uv pip compile --quiet --no-header --no-config --system-certs \
+			--no-python-downloads --python-version $$version \
+			--python-platform x86_64-manylinux_2_31 --constraint constraints-gpu.txt \
+			--extra gpu --extra dev --output-file $(RESOLVER)/$$version.txt pyproject.toml; \
+		echo "constraints-gpu.txt resolves for Python $$version"; \
+	done
+
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints.txt --editable '.[dev]'
+		--constraint constraints.txt --editable '.[dev,faiss]'
 	touch $@
 
 # vLLM's CPU build brings torchvision and its like for another torch, which keep vLLM from starting.
@@ -64,4 +76,9 @@ $(ADAPTERS_INSTALLED): pyproject.toml constraints-adapters.txt
 		--constraint constraints-adapters.txt \
 		--editable '.[envs,verifiers,openenv]' pytest hypothesis
 	$(ADAPTERS)/bin/python -c 'import textarena, verifiers.v1, openenv.core.generic_client'
+	touch $@
+
+$(RESOLVER_INSTALLED):
+	$(PYTHON) -m venv $(RESOLVER)
+	$(RESOLVER)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	touch $@

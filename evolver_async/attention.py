@@ -8,6 +8,7 @@ grows with the tokens, not with their square, but for the mask of a window outsi
 Shapes: `T` tokens of a packed row, `S` sequences, `B` rows, `H` heads, `D` head size.
 """
 
+import inspect
 import itertools
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from transformers import AttentionInterface
 NAME = "packed"
 FLASH_HEAD = 256  # the kernel takes heads up to this size, in multiples of 8
 FLASH_CAPABILITY = (8, 0)
+GQA = "enable_gqa"  # newer kernels share keys and values among query heads if told so
 ALIKE = 0.75  # of the longest sequence of a run: the shortest that is padded to it
 
 
@@ -128,6 +130,12 @@ def _flash(
     window: int | None,
 ) -> Tensor:
     starts, longest = borders.starts_S1, borders.longest
+    shared, told = query_THD.shape[1] // key_THD.shape[1], {}
+    if GQA in inspect.signature(varlen_attn).parameters:
+        told = {GQA: shared > 1}
+    elif shared > 1:
+        key_THD = key_THD.repeat_interleave(shared, 1)
+        value_THD = value_THD.repeat_interleave(shared, 1)
     out = varlen_attn(
         query_THD,
         key_THD,
@@ -138,7 +146,7 @@ def _flash(
         longest,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query_THD.shape[1] != key_THD.shape[1],
+        **told,
     )
     assert isinstance(out, Tensor)
     return out

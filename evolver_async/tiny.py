@@ -81,8 +81,31 @@ def make_tiny(
     if hidden_size % (2 * heads):
         raise ModelError(f"policy.hidden_size {hidden_size} is no even multiple of {heads} heads")
     tokenizer = make_tokenizer(max_length)
+    config = tiny_shape(
+        tokenizer,
+        hidden_size=hidden_size,
+        layers=layers,
+        heads=heads,
+        intermediate_size=intermediate_size,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def tiny_shape(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    hidden_size: int,
+    layers: int,
+    heads: int,
+    intermediate_size: int,
+) -> Qwen3Config:
+    """The preset's model configuration, for the tokenizer's vocabulary and context."""
     ids = tokenizer.get_vocab()
-    config = Qwen3Config(
+    return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -90,18 +113,13 @@ def make_tiny(
         num_attention_heads=heads,
         num_key_value_heads=heads,
         head_dim=hidden_size // heads,
-        max_position_embeddings=max_length,
+        max_position_embeddings=tokenizer.model_max_length,
         initializer_range=INIT_STD,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=ids["<|end|>"],
         pad_token_id=ids["<|endoftext|>"],
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
 
 
 def make_tokenizer(max_length: int) -> PreTrainedTokenizerFast:

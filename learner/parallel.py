@@ -242,7 +242,7 @@ def within(model: torch.nn.Module, compute: Callable[[], T]) -> T:
     if not isinstance(model, FSDPModule):
         return compute()
     found = getattr(model, "within")(compute)  # noqa: B009
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and hasattr(model, "reset_iter_state"):  # not in torch 2.11
         # With gradients the backward pass drops what lies outside of the layers, and FSDP2's notes
         # on every forward pass, which otherwise would grow for ever.
         model.reset_iter_state()

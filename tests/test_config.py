@@ -298,9 +298,21 @@ def test_a_stage_override_holds_for_that_stage_alone() -> None:
     assert stage_config(config, 1).learner.lr == 1e-3
 
 
+def test_a_stage_may_have_shorter_contexts_than_the_run() -> None:
+    stages = "stages=[{steps: 3, override: {policy: {max_length: 512}}}, {steps: 5}]"
+    config = load(None, [stages, "policy.max_length=768"])
+    assert [stage_config(config, index).policy.max_length for index in (0, 1)] == [512, 768]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        (
+            "{policy: {max_length: 2048}}",
+            "stages[0].override: policy.max_length: must be at most the run's (1024)",
+        ),
+        ("{policy: {max_length: 16}}", "stages[0].override: rollout.max_tokens: must be less"),
+        ("{policy: {dtype: bfloat16}}", "stages[0].override.policy.dtype: belongs to the whole"),
         ("{learner: {lrr: 1}}", "stages[0].override: learner.lrr: unknown key"),
         ("{learner: {lr: -1}}", "stages[0].override: learner.lr: must not be negative"),
         ("{buffer: {reuse: 9}}", "stages[0].override: buffer.reuse: "),

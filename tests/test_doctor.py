@@ -1,28 +1,36 @@
 """`doctor`: probes hurt nobody, verdicts follow from what was found, and the table says it all."""
 
 import io
-import json
 import re
-import struct
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from machines import GIB
+from machines import machine as bare
 from rich.console import Console
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from evolver_async.cli import main
 from evolver_async.config import Config
 from evolver_async.config.load import load
-from evolver_async.study import doctor
-from evolver_async.study.doctor import PARTS, machine_table, parameters_of, probe
+from evolver_async.policy import checkpoint_layers, hidden_states
+from evolver_async.study import doctor, probes
+from evolver_async.study.doctor import PARTS, machine_table, probe
 from evolver_async.study.probes import PROBES, Found
-from evolver_async.study.verdict import _training_bytes, verdicts
+from evolver_async.study.sizes import Shape, activation_bytes, cache_bytes, training_bytes
+from evolver_async.study.verdict import verdicts
 
 ROOT = Path(__file__).parent.parent
-GIB = 1 << 30
+MODEL = ROOT / "tests" / "data" / "models" / "Qwen2.5-1.5B-Instruct"
 SEVEN_B = 7_600_000_000
+SEVEN = Shape(
+    SEVEN_B, layers=28, kv_heads=4, head_size=128, hidden=3584, inner=18944, positions=32768
+)
+SMALL = Shape(1_500_000_000, 28, 2, 128, 1536, 8960, 32768)
 
 
 def gpu(size_gib: int, capability: tuple[int, int] = (9, 0)) -> dict[str, Any]:
@@ -31,13 +39,7 @@ def gpu(size_gib: int, capability: tuple[int, int] = (9, 0)) -> dict[str, Any]:
 
 
 def machine(*gpus: dict[str, Any], **changes: Found) -> dict[str, Found]:
-    """A machine with everything, of which `changes` are otherwise."""
-    found = {name: Found(True, f"{name} is there") for name in PROBES}
-    found["shared memory"] = Found(True, "/dev/shm", {"free_bytes": 512 * GIB})
-    found["disk"] = Found(True, "runs", {"free_bytes": 2000 * GIB})
-    found["vllm"] = Found(True, "vLLM", {"device": "cuda" if gpus else "cpu"})
-    found["cuda"] = Found(bool(gpus), f"{len(gpus)} GPUs", {"devices": list(gpus)})
-    return found | changes
+    return bare(*gpus, host_bytes=1000 * GIB) | changes
 
 
 def node(**changes: Any) -> Config:
@@ -46,7 +48,9 @@ def node(**changes: Any) -> Config:
     config.policy.dtype = "bfloat16"
     config.engine = replace(config.engine, kind="vllm", device="cuda", memory=0.9)
     config.actors.count = 4
-    config.learner = replace(config.learner, ranks=4, device="cuda", packing=True)
+    config.learner = replace(
+        config.learner, ranks=4, device="cuda", packing=True, gradient_checkpointing=True
+    )
     config.launch.gpus.actors, config.launch.gpus.learner = [0, 1, 2, 3], [4, 5, 6, 7]
     for key, value in changes.items():
         section, name = key.split("__")
@@ -54,10 +58,10 @@ def node(**changes: Any) -> Config:
     return config
 
 
-def wrong(config: Config, found: dict[str, Found], parameters: int = SEVEN_B) -> list[str]:
+def wrong(config: Config, found: dict[str, Found], shape: Shape = SEVEN) -> list[str]:
     """The keys that cannot have what they want, without their values."""
-    said = verdicts(config, found, parameters)
-    return [one.key.partition("=")[0] for one in said if not one.works]
+    said = verdicts(config, found | {"model": Found(True, "a model", asdict(shape))})
+    return [one.key.partition("=")[0] for one in said if one.works is False]
 
 
 EIGHT = [gpu(80)] * 8
@@ -99,37 +103,36 @@ def test_without_a_gpu_everything_that_asks_for_one_is_named():
         "learner.ranks",
         "learner.packing",
     ]
-    assert wrong(Config(), found, 0) == []
+    assert wrong(Config(), found, replace(SEVEN, parameters=200_000, layers=2, hidden=64)) == []
 
 
 def test_engine_and_learner_on_one_gpu_need_room_for_both():
     """1.5 B parameters: 3 GB to generate, 18 bytes each to train."""
     shared = node(actors__count=1, learner__ranks=1, weights__kind="cuda_ipc", engine__memory=0.3)
     shared.launch.gpus.actors = shared.launch.gpus.learner = [0]
-    parameters = 1_500_000_000
-    assert wrong(shared, machine(gpu(80)), parameters) == []
-    assert wrong(shared, machine(gpu(32)), parameters) == ["engine.memory"]
+    assert wrong(shared, machine(gpu(80)), SMALL) == []
+    assert wrong(shared, machine(gpu(32)), SMALL) == ["engine.memory"]
     shared.engine.memory = 0.9
-    assert wrong(shared, machine(gpu(80)), parameters) == ["engine.memory"]
+    assert wrong(shared, machine(gpu(80)), SMALL) == ["engine.memory"]
     shared.policy.lora.rank = 16  # only adapters have gradients and moments
-    assert wrong(shared, machine(gpu(80)), parameters) == []
+    assert wrong(shared, machine(gpu(80)), SMALL) == []
 
 
 def test_only_a_single_rank_shares_what_adapters_leave_frozen():
     """In bfloat16: the policy's copy, the reference's and the critic's."""
     config = node(learner__ranks=1, loss__kl_coef=0.1, advantage__kind="gae")
     config.policy.lora.rank, config.critic.kind = 16, "separate"
-    assert _training_bytes(config, SEVEN_B) == 2 * SEVEN_B
+    assert training_bytes(config, SEVEN) == 2 * SEVEN_B
     config.learner.ranks = 2
-    assert _training_bytes(config, SEVEN_B) == 3 * 2 * SEVEN_B
+    assert training_bytes(config, SEVEN) == 3 * 2 * SEVEN_B
     config.loss.kl_coef = 0.0
-    assert _training_bytes(config, SEVEN_B) == 2 * 2 * SEVEN_B
+    assert training_bytes(config, SEVEN) == 2 * 2 * SEVEN_B
 
 
 def test_cuda_ipc_is_refused_to_an_engine_on_another_gpu():
     config = node(actors__count=2, learner__ranks=1, weights__kind="cuda_ipc", engine__memory=0.3)
     config.launch.gpus.actors, config.launch.gpus.learner = [0, 1], [0]
-    assert wrong(config, machine(*EIGHT), 1_500_000_000) == ["weights.kind"]
+    assert wrong(config, machine(*EIGHT), SMALL) == ["weights.kind"]
 
 
 def test_shared_memory_holds_the_copies_of_every_reader():
@@ -151,7 +154,7 @@ def test_actors_that_see_the_same_gpu_take_their_memory_from_it_together():
 
 
 def test_every_part_has_a_probe_and_a_remedy():
-    assert {part.probe for part in PARTS} == PROBES.keys() - {"recipe"}
+    assert {part.probe for part in PARTS} == PROBES.keys() - {"recipe", "model"}
     assert all(part.remedy and (part.always or part.purpose) for part in PARTS)
 
 
@@ -189,17 +192,92 @@ def test_probes_of_this_machine_use_what_they_are_about(tmp_path):
     assert found["disk"].facts["free_bytes"] > 0
 
 
-def test_parameters_are_counted_from_the_headers(tmp_path):
-    for number, shapes in enumerate(([[3, 4], [5]], [[2, 2, 2]])):
-        tensors = {
-            str(index): {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
-            for index, shape in enumerate(shapes)
-        }
-        header = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
-        path = tmp_path / f"model-{number}.safetensors"
-        path.write_bytes(struct.pack("<Q", len(header)) + header)
-    assert parameters_of(tmp_path) == 3 * 4 + 5 + 8
-    assert parameters_of(tmp_path / "nowhere") == 0
+def test_the_torch_engine_needs_room_for_every_slot_at_its_longest():
+    """14.2 GiB of weights, and 28 layers x 4 heads x 128 x 2 x 2 bytes a token."""
+    config = node(engine__kind="torch", engine__slots=100, policy__max_length=9999)
+    cache = 100 * 10_000 * 57_344
+    assert cache_bytes(config, SEVEN) == cache
+    exactly = {**gpu(80), "bytes": 2 * SEVEN_B + cache}
+    assert wrong(config, machine(*[exactly] * 8)) == []
+    exactly["bytes"] -= 1
+    assert wrong(config, machine(*[exactly] * 8)) == ["engine.slots"] * 4
+
+
+def test_without_a_gpu_the_models_need_memory_of_the_host():
+    config = Config()
+    config.engine.device = config.learner.device = "cpu"
+    assert "engine.slots" in wrong(config, bare(host_bytes=64 * GIB))
+    assert wrong(config, bare(host_bytes=1000 * GIB)) == []
+
+
+def test_vllm_needs_room_for_one_whole_context():
+    config = node(policy__max_length=32768, engine__memory=0.19)
+    assert wrong(config, machine(*EIGHT)) == ["engine.memory"] * 4
+    config.policy.max_length = 1024
+    assert wrong(config, machine(*EIGHT)) == []
+
+
+def test_more_positions_than_the_model_has_are_refused():
+    config = node(policy__max_length=40000, learner__token_budget=40000)
+    assert wrong(config, machine(*EIGHT)) == ["policy.max_length"]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_activations_are_at_least_what_is_reckoned(recomputed):
+    """Against every tensor that the layers of a model on the CPU keep, each storage once."""
+    shape = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        vocab_size=32,
+    )
+    model = AutoModelForCausalLM.from_config(shape)
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    if recomputed:
+        checkpoint_layers(model)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens_BT = torch.zeros(1, 512, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        held = hidden_states(model, tokens_BT)
+    assert held.requires_grad
+    config = Config()
+    config.learner = replace(config.learner, token_budget=512, gradient_checkpointing=recomputed)
+    reckoned = activation_bytes(config, Shape(0, 6, 4, 16, 64, 256, 0))
+    assert 0.2 * sum(kept.values()) < reckoned <= sum(kept.values())
+
+
+def test_a_model_is_measured_by_its_configuration_alone(tmp_path):
+    found = probes.model(str(ROOT / "configs" / "gpu_single.yaml"), f"policy.path={MODEL}")
+    assert found.facts == {
+        "parameters": 1_543_714_304,
+        "layers": 28,
+        "kv_heads": 2,
+        "head_size": 128,
+        "hidden": 1536,
+        "inner": 8960,
+        "positions": 32768,
+    }
+    preset = probes.model(str(ROOT / "configs" / "frozen_lake.yaml"))
+    assert 100_000 < preset.facts["parameters"] < 1_000_000
+
+
+def test_a_model_that_is_not_there_has_no_size(monkeypatch, capsys):
+    recipe = ROOT / "configs" / "gpu_node.yaml"
+    missing = probes.model(str(recipe), "policy.path=/nowhere")
+    assert not missing.works and missing.said == "path missing: /nowhere"
+    said = verdicts(load(recipe), machine(*EIGHT) | {"model": missing})
+    unknown = {one.key: one.why for one in said if one.works is None}
+    assert unknown.keys() >= {"engine.memory", "learner.ranks", "weights.dir", "run.dir"}
+    assert set(unknown.values()) == {"unknown: path missing: /nowhere"}
+    assert all(one.works for one in said if one.key not in unknown)
 
 
 def test_the_table_says_how_to_get_what_is_missing_and_nothing_else():
@@ -249,12 +327,3 @@ def test_a_recipe_that_is_none_is_one_sentence(capsys):
     assert main(["doctor", "learner.lr=1"]) == 2
     assert main(["doctor", "no.yaml"]) == 2
     assert "no.yaml" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["gpu_single", "gpu_node", "gpu_cluster"])
-def test_the_gpu_recipes_fit_the_machine_they_are_written_for(name):
-    config = load(ROOT / "configs" / f"{name}.yaml")
-    count = 1 if name == "gpu_single" else 8
-    parameters = 1_540_000_000 if name == "gpu_single" else SEVEN_B
-    assert wrong(config, machine(*[gpu(80)] * count), parameters) == []
-    assert "engine.device" in wrong(config, machine(), parameters)

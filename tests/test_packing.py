@@ -3,6 +3,7 @@
 The oracle of packed attention is one forward pass a sequence by transformers' own attention.
 """
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -530,3 +531,44 @@ def test_what_a_run_cannot_have_is_refused_by_its_key(changes):
     recipe = Path(__file__).parent.parent / "configs" / "frozen_lake.yaml"
     with pytest.raises(ConfigError, match=changes[0].split("=")[0].split("override.")[-1]):
         load(recipe, changes)
+
+
+def by_sequence(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, heads: bool
+):
+    """The oracle of torch's kernel on a GPU: every sequence by itself; `heads`: shares keys."""
+    assert heads or q.shape[1] == k.shape[1]
+    shared = q.shape[1] // k.shape[1]
+    outs = []
+    for start, end in itertools.pairwise(starts.tolist()):
+        query, key, value = (one[start:end].transpose(0, 1) for one in (q, k, v))
+        key, value = key.repeat_interleave(shared, 0), value.repeat_interleave(shared, 0)
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        outs.append(out.transpose(0, 1))
+    return torch.cat(outs)
+
+
+def newer(q, k, v, starts, _, longest, most, *, scale, window_size, enable_gqa=False):
+    assert window_size == (-1, 0) and longest == most and scale == q.shape[-1] ** -0.5
+    return by_sequence(q, k, v, starts, enable_gqa)
+
+
+def older(q, k, v, starts, _, longest, most, *, scale, window_size):
+    assert window_size == (-1, 0) and longest == most and scale == q.shape[-1] ** -0.5
+    return by_sequence(q, k, v, starts, False)
+
+
+@pytest.mark.parametrize("kernel", [newer, older])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_the_kernel_is_told_of_shared_keys_where_it_can_be(monkeypatch, kernel, heads):
+    """torch 2.11's has no word for it: there every query head gets keys and values of its own."""
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "flash_fits", lambda query: True)
+    lengths = [5, 1, 9]
+    query = torch.randn(1, heads, sum(lengths), 8)
+    key, value = torch.randn(2, 1, 2, sum(lengths), 8)
+    given = {"scaling": 8**-0.5, "borders": Borders.of(lengths, torch.device("cpu"))}
+    found, _ = attention.packed_attention(torch.nn.Module(), query, key, value, None, **given)
+    monkeypatch.setattr(attention, "flash_fits", lambda query: False)
+    wanted, _ = attention.packed_attention(torch.nn.Module(), query, key, value, None, **given)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)

@@ -97,6 +97,19 @@ def test_reflections_are_learned_like_demonstrations(lake: Callable[..., Finishe
     assert sorted(set(kinds), key=kinds.index) == ["branch", "rollout"]
 
 
+def test_contexts_grow_from_stage_to_stage(lake: Callable[..., Finished]) -> None:
+    """Where a context is full, its episode ends: the longer one has room for more turns."""
+    run = lake(
+        "lengths",
+        "env.params.grid=never",
+        "rollout.max_turns=9",
+        "rollout.max_tokens=40",
+        "stages=[{steps: 1, override: {policy: {max_length: 160}}}, {steps: 1}]",
+    )
+    first, second = run.rl("train/turns_mean")
+    assert first < second
+
+
 def test_preferences_are_learned_from_pairs_and_published_once(
     bandit: Callable[..., Finished],
 ) -> None:

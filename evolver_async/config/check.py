@@ -109,6 +109,12 @@ def _check_policy(config: Config) -> None:
         "run.name",
         f"must be a plain directory name, is {name!r}",
     )
+    hardware = config.run.hardware
+    require(
+        re.fullmatch(r"([1-9]\d*x[1-9]\d*GB)?", hardware) is not None,
+        "run.hardware",
+        f"must be GPUs x memory of each, as 8x80GB, is {hardware!r}",
+    )
 
 
 def _check_buffer(config: Config) -> None:

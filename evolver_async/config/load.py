@@ -15,16 +15,17 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from evolver_async.config import Config, Experience, Stage
+from evolver_async.config import Config, Experience, Policy, Stage
 from evolver_async.config.check import ConfigError, check, check_stage
 from evolver_async.config.learner import by_kind
 from evolver_async.config.secrets import kept, note_references, refuse_written
+from evolver_async.config.values import require
 
 # What shapes the whole run or its processes, so that one stage cannot change it: sections, and keys
 # of sections of which the rest may differ by stage.
 WHOLE_RUN = {
     "run",
-    "policy",
+    *(f"policy.{item.name}" for item in fields(Policy) if item.name != "max_length"),
     "engine",
     "actors",
     "stages",
@@ -125,6 +126,13 @@ def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:
                 raise ConfigError(f"{where}.{name}: belongs to the whole run, not to one stage")
     try:
         merged = _to_config(_apply(OmegaConf.structured(config), override))
+        longest = config.policy.max_length
+        require(
+            merged.policy.max_length <= longest,
+            "policy.max_length",
+            f"must be at most the run's ({longest}), which engines hold room for, is"
+            f" {merged.policy.max_length}",
+        )
         check_stage(merged, index)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}" if override else str(error)) from None

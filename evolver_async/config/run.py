@@ -11,6 +11,7 @@ class Run:
     name: str = ""  # "" names the run after the recipe and the time
     dir: str = "runs"  # the run directory is <dir>/<name>
     seed: int = 0  # every random draw is keyed by this and by what it is for
+    hardware: str = ""  # GPUs that the recipe is written for, as 8x80GB, for `doctor`; "": none
 
 
 @dataclass

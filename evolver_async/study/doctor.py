@@ -5,9 +5,7 @@ hangs is one row of the table.
 """
 
 import json
-import math
 import signal
-import struct
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,7 +24,6 @@ from evolver_async.study.verdict import Verdict, verdicts
 DEADLINE_S = 120.0  # of one probe; vLLM takes half a minute to import on a busy machine
 AT_ONCE = 3
 PLAIN_WIDTH = 120  # where the output is no terminal
-LARGEST_HEADER = 100 << 20  # of a safetensors file, as its own reader has it
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ PARTS = (
         "cuda",
         "GPUs",
         "engine.device, learner.device",
-        "an NVIDIA driver, and torch of a CUDA build (pip install -e '.[gpu]')",
+        "an NVIDIA driver, and torch of a CUDA build: README.md, GPUs",
     ),
     Part(
         "varlen",
@@ -82,7 +79,7 @@ PARTS = (
         "vllm",
         "vLLM",
         "engine.kind=vllm",
-        "pip install -e '.[gpu]'; for CPUs `make test-vllm` makes .venv-vllm",
+        "pip install -c constraints-gpu.txt -e '.[gpu]'; on CPUs `make test-vllm` makes .venv-vllm",
     ),
     Part(
         "sandbox",
@@ -94,7 +91,7 @@ PARTS = (
         "faiss",
         "faiss",
         "experience, large pools",
-        "pip install -e '.[faiss]', or '.[gpu]' for the GPU",
+        "pip install -e '.[faiss]'; '.[gpu]' has the one for GPUs",
     ),
     Part("encryption", "encryption", "security.keys", "pip install pyzmq (its wheels have CURVE)"),
     Part(
@@ -120,13 +117,13 @@ def recipe_examined(console: Console, config: Config, recipe: Path, dotlist: Seq
     """Show what a recipe needs, key by key; whether it can run here."""
     asked: dict[str, tuple[str, ...]] = {part.probe: () for part in PARTS if part.always}
     asked |= {"shared memory": (config.weights.dir,), "disk": (config.run.dir,), "cuda": ()}
-    asked["recipe"] = (str(recipe), *dotlist)
+    asked |= dict.fromkeys(("recipe", "model"), (str(recipe), *dotlist))
     found = Examined(examine(asked))
     said = [_of_part(part, found[part.probe]) for part in PARTS if part.always]
-    said += verdicts(config, found, parameters_of(Path(config.policy.path)))
+    said += verdicts(config, found)
     said += _of_start(found["recipe"])
     console.print(recipe_table(recipe, said))
-    wrong = [verdict.key for verdict in said if not verdict.works]
+    wrong = [verdict.key for verdict in said if verdict.works is False]
     _conclude(console, str(recipe), wrong)
     return not wrong
 
@@ -170,23 +167,6 @@ def probe(name: str, *arguments: str, deadline_s: float = DEADLINE_S) -> Found:
     return Found(**json.loads(done.stdout))
 
 
-def parameters_of(directory: Path) -> int:
-    """How many parameters a model directory holds, from the headers of its safetensors files.
-
-    0 where there are none: the preset is small, and a missing directory is somebody else's error.
-    """
-    count = 0
-    for path in directory.glob("*.safetensors"):
-        with open(path, "rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            if size > LARGEST_HEADER:
-                continue
-            header = json.loads(file.read(size))
-        header.pop("__metadata__", None)
-        count += sum(math.prod(tensor["shape"]) for tensor in header.values())
-    return count
-
-
 def machine_table(found: Mapping[str, Found]) -> Table:
     """One row a part; the remedy only where something is missing."""
     table = Table("", "part", "found", "for", "how to get it", show_edge=False)
@@ -213,7 +193,9 @@ def screen() -> Console:
     return console if console.is_terminal else Console(width=PLAIN_WIDTH)
 
 
-def _mark(works: bool, needed: bool) -> Text:
+def _mark(works: bool | None, needed: bool) -> Text:
+    if works is None:
+        return Text("?", "yellow")
     if works:
         return Text("yes", "green")
     return Text("NO", "red") if needed else Text("no", "yellow")

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,10 @@ def faiss() -> Found:
     """A search in small."""
     if importlib.util.find_spec("faiss") is None:
         return Found(False, "not installed; numpy searches instead, slower above 10,000 entries")
+    owners = sorted(packages_distributions().get("faiss", []))
+    if len(owners) > 1:
+        both = ", ".join(owners)
+        return Found(False, f"{both} own one folder: uninstall all of them, install one again")
     import faiss
     import numpy as np
 
@@ -283,6 +288,44 @@ def files() -> Found:
     return Found(unlimited or soft >= LEAST_FILES, said)
 
 
+def model(path: str, *dotlist: str) -> Found:
+    """The sizes of a recipe's policy, from its configuration alone; no weights are read."""
+    from evolver_async.config.load import load
+
+    policy = load(path, dotlist).policy
+    if policy.path and not Path(policy.path).is_dir():
+        return Found(False, f"path missing: {policy.path}")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from evolver_async.tiny import make_tokenizer, tiny_shape
+
+    config: Any = (
+        AutoConfig.from_pretrained(policy.path, local_files_only=True)
+        if policy.path
+        else tiny_shape(
+            make_tokenizer(policy.max_length),
+            hidden_size=policy.hidden_size,
+            layers=policy.layers,
+            heads=policy.heads,
+            intermediate_size=policy.intermediate_size,
+        )
+    )
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config)
+    heads = config.num_attention_heads
+    facts = {
+        "parameters": sum(one.numel() for one in made.parameters()),
+        "layers": config.num_hidden_layers,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "hidden": config.hidden_size,
+        "inner": config.intermediate_size,
+        "positions": config.max_position_embeddings,
+    }
+    return Found(True, f"{type(made).__name__}, {facts['parameters']:,} parameters", facts)
+
+
 def recipe(path: str, *dotlist: str) -> Found:
     """What the start of this recipe would refuse: paths, the wings' checks, addresses."""
     from evolver_async.config.check import check_paths
@@ -323,6 +366,7 @@ PROBES: dict[str, Callable[..., Found]] = {
     "disk": disk,
     "files": files,
     "recipe": recipe,
+    "model": model,
 }
 
 

@@ -1,9 +1,9 @@
 """Whether a recipe can run on a machine, key by key: what each wants, against what probes found.
 
-Pure: the machine is what `doctor.py` found out about it. Sizes are estimates from the number of
-parameters; activations, KV cache and what libraries take for themselves come on top.
+Pure: the machine is what `doctor.py` found out about it. Sizes are those of `sizes.py`.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,30 +11,42 @@ from typing import Any
 from evolver_async.config import Config
 from evolver_async.config.channels import channel, versions_kept
 from evolver_async.study.probes import FLASH_CAPABILITY, Found, gib
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-MASTER_BYTES = 16  # of a trained parameter: float32 value and gradient, two moments of Adam
-CRITICS = ("gae", "gae_bilevel", "vtrace")
+from evolver_async.study.sizes import (
+    MASTER_BYTES,
+    Shape,
+    activation_bytes,
+    cache_bytes,
+    token_bytes,
+    training_bytes,
+    weight_bytes,
+)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether what a key asks for is there; `why` says what it needs, or what it gets."""
+    """True if what a key asks for is there, None if unknown; `why` says what it needs or gets."""
 
     key: str
-    works: bool
+    works: bool | None
     why: str
 
 
-def verdicts(config: Config, found: Mapping[str, Found], parameters: int) -> list[Verdict]:
+def verdicts(config: Config, found: Mapping[str, Found]) -> list[Verdict]:
     """About every key that wants something special of the machine.
 
-    `found`: by the names of `probes.PROBES`, with `shared memory` of `weights.dir` and `disk` of
-    `run.dir`. `parameters`: of the policy.
+    `found`: by the names of `probes.PROBES`, with `shared memory` of `weights.dir`, `disk` of
+    `run.dir` and `model` of the policy.
     """
-    machine = Machine(config, found)
-    rules = (_devices, _gpus, _engine, _learner, _weights, _memory, _room, _outside)
-    return [verdict for rule in rules for verdict in rule(config, machine, parameters)]
+    machine, model = Machine(config, found), found["model"]
+    rules = (_hardware, _devices, _gpus, _engine, _learner, _weights, _outside)
+    said = [verdict for rule in rules for verdict in rule(config, machine)]
+    if not model.works:
+        keys = ("policy.max_length", "engine.memory", "learner.ranks", "weights.dir", "run.dir")
+        return said + [Verdict(key, None, f"unknown: {model.said}") for key in keys]
+    shape = Shape(**model.facts)
+    for sized in (_context, _gpu_memory, _host_memory, _room):
+        said += sized(config, machine, shape)
+    return said
 
 
 class Machine:
@@ -59,7 +71,24 @@ class Machine:
         return Verdict(key, one.works and not unless, unless if one.works and unless else one.said)
 
 
-def _devices(config: Config, machine: Machine, _: int) -> Iterator[Verdict]:
+def _hardware(config: Config, machine: Machine) -> Iterator[Verdict]:
+    """A smaller machine may do where the recipe's keys are changed, so that this refuses none."""
+    if not config.run.hardware:
+        return
+    count, size = gpus_of(config.run.hardware)
+    here = [gib(one["bytes"]) for one in machine.devices]
+    enough = len([one for one in machine.devices if one["bytes"] >= size]) >= count
+    said = f"written for {count} x {gib(size)}, here: {', '.join(here) or 'no GPU'}"
+    yield Verdict("run.hardware", True if enough else None, said)
+
+
+def gpus_of(hardware: str) -> tuple[int, int]:
+    """How many GPUs `run.hardware` names, and the bytes of each."""
+    count, size = re.findall(r"\d+", hardware)
+    return int(count), int(size) * 10**9
+
+
+def _devices(config: Config, machine: Machine) -> Iterator[Verdict]:
     for key, device in (
         ("engine.device", config.engine.device),
         ("learner.device", config.learner.device),
@@ -76,7 +105,7 @@ def _devices(config: Config, machine: Machine, _: int) -> Iterator[Verdict]:
         )
 
 
-def _gpus(config: Config, machine: Machine, _: int) -> Iterator[Verdict]:
+def _gpus(config: Config, machine: Machine) -> Iterator[Verdict]:
     gpus, count = config.launch.gpus, len(machine.devices)
     for key, named, used in (
         ("launch.gpus.actors", gpus.actors, machine.engine),
@@ -91,7 +120,7 @@ def _gpus(config: Config, machine: Machine, _: int) -> Iterator[Verdict]:
 _SPREAD = {"launch.gpus.actors": "engine.tensor_parallel", "launch.gpus.learner": "learner.ranks"}
 
 
-def _engine(config: Config, machine: Machine, _: int) -> Iterator[Verdict]:
+def _engine(config: Config, machine: Machine) -> Iterator[Verdict]:
     if config.engine.kind != "vllm":
         return
     wanted = "cuda" if machine.engine else "cpu"
@@ -100,7 +129,7 @@ def _engine(config: Config, machine: Machine, _: int) -> Iterator[Verdict]:
     yield machine.has("engine.kind=vllm", "vllm", "" if built == wanted else other)
 
 
-def _learner(config: Config, machine: Machine, _: int) -> Iterator[Verdict]:
+def _learner(config: Config, machine: Machine) -> Iterator[Verdict]:
     learner = config.learner
     if learner.ranks > 1:
         yield machine.has(f"learner.ranks={learner.ranks}", "nccl" if machine.learner else "gloo")
@@ -108,7 +137,7 @@ def _learner(config: Config, machine: Machine, _: int) -> Iterator[Verdict]:
         yield machine.has("learner.packing", "varlen")
 
 
-def _weights(config: Config, machine: Machine, _: int) -> Iterator[Verdict]:
+def _weights(config: Config, machine: Machine) -> Iterator[Verdict]:
     kind = channel(config)
     if kind == "collective":
         yield machine.has("weights.kind=collective", "gloo")
@@ -118,50 +147,70 @@ def _weights(config: Config, machine: Machine, _: int) -> Iterator[Verdict]:
         yield machine.has("weights.kind=cuda_ipc", "cuda", apart)
 
 
-def _memory(config: Config, machine: Machine, parameters: int) -> Iterator[Verdict]:
-    """The fullest GPU of each kind of use."""
-    weights = parameters * DTYPE_BYTES[config.policy.dtype]
-    for index in sorted({*machine.engine, *machine.learner}):
-        if index >= len(machine.devices):
-            continue
+def _context(config: Config, machine: Machine, shape: Shape) -> Iterator[Verdict]:
+    longest = config.policy.max_length
+    if longest > shape.positions:
+        why = f"the model has {shape.positions} positions, {longest} are wanted"
+        yield Verdict("policy.max_length", False, why)
+
+
+def _gpu_memory(config: Config, machine: Machine, shape: Shape) -> Iterator[Verdict]:
+    """About every GPU that the recipe uses."""
+    used = {*machine.engine, *machine.learner}
+    for index in sorted(index for index in used if index < len(machine.devices)):
         total = machine.devices[index]["bytes"]
         engines = machine.engine.count(index)
         if not config.launch.gpus.actors and engines:
             engines = config.actors.count  # they all see the same GPUs
-        share = weights / config.engine.tensor_parallel
-        if config.engine.kind == "vllm":
+        share = _engine_bytes(config, shape)
+        if config.engine.kind == "vllm" and engines:
             reserved = config.engine.memory * total
-            if engines and share > reserved:
-                yield Verdict(
-                    "engine.memory", False, f"{gib(reserved)} cannot hold {gib(share)} of weights"
-                )
+            if share > reserved:
+                why = f"{gib(reserved)} cannot hold {gib(share)} of weights and KV cache"
+                yield Verdict("engine.memory", False, why)
             share = reserved
-        trained = _training_bytes(config, parameters) / config.learner.ranks
-        trained *= machine.learner.count(index)
-        published = not config.policy.lora.rank and channel(config) == "cuda_ipc"
-        if published and index in machine.learner:
-            trained += versions_kept(config) * weights
-        need = engines * share + trained
+        held = 0.0
+        if index in machine.learner:
+            held = training_bytes(config, shape) / config.learner.ranks
+            held += activation_bytes(config, shape)
+            if not config.policy.lora.rank and channel(config) == "cuda_ipc":
+                held += versions_kept(config) * weight_bytes(config, shape)
+        key = "engine.memory" if config.engine.kind == "vllm" else "engine.slots"
         yield Verdict(
-            "engine.memory" if engines and config.engine.kind == "vllm" else "learner.ranks",
-            need <= total,
-            f"GPU {index}: {gib(engines * share)} for engines and {gib(trained)} for the learner"
-            f" without activations, of {gib(total)}",
+            key if engines else "learner.ranks",
+            engines * share + held <= total,
+            f"GPU {index}: {gib(engines * share)} for engines and at least {gib(held)} for the"
+            f" learner, of {gib(total)}",
         )
 
 
-def _training_bytes(config: Config, parameters: int) -> float:
-    """What all ranks of the learner hold together, without activations."""
-    copy = parameters * DTYPE_BYTES[config.policy.dtype]
-    apart = config.advantage.kind in CRITICS and config.critic.kind == "separate"
-    if config.policy.lora.rank:  # the adapters are small; only a single rank shares what is frozen
-        return copy * (1 + (config.learner.ranks > 1) * (apart + (config.loss.kl_coef > 0)))
-    whole = parameters * MASTER_BYTES + (copy if config.policy.dtype != "float32" else 0)
-    return whole * (1 + apart) + (copy if config.loss.kl_coef else 0)
+def _engine_bytes(config: Config, shape: Shape) -> float:
+    """On one GPU: weights and KV cache; vLLM's holds one whole context at least."""
+    kv = cache_bytes(config, shape)
+    if config.engine.kind == "vllm":
+        longest = config.policy.max_length * token_bytes(config, shape)
+        kv = max(longest / config.engine.tensor_parallel, config.engine.kv_cache_bytes)
+    return weight_bytes(config, shape) / config.engine.tensor_parallel + kv
 
 
-def _room(config: Config, machine: Machine, parameters: int) -> Iterator[Verdict]:
-    snapshot = parameters * DTYPE_BYTES[config.policy.dtype]
+def _host_memory(config: Config, machine: Machine, shape: Shape) -> Iterator[Verdict]:
+    """About what computes on the CPU."""
+    engines = 0 if machine.engine else config.actors.count
+    if config.launch.kind == "serial":
+        engines = min(engines, 1)
+    need = engines * _engine_bytes(config, shape)
+    if not machine.learner:
+        need += training_bytes(config, shape) + config.learner.ranks * activation_bytes(
+            config, shape
+        )
+    total = machine.found["python"].facts["memory_bytes"]
+    if need:
+        why = f"at least {gib(need)} of the host's memory for what has no GPU, of {gib(total)}"
+        yield Verdict("engine.slots" if engines else "learner.device", need <= total, why)
+
+
+def _room(config: Config, machine: Machine, shape: Shape) -> Iterator[Verdict]:
+    snapshot = weight_bytes(config, shape)
     memory, disk = machine.found["shared memory"], machine.found["disk"]
     copies = 0
     if channel(config) == "shm" and not config.policy.lora.rank:
@@ -175,7 +224,9 @@ def _room(config: Config, machine: Machine, parameters: int) -> Iterator[Verdict
             memory.works and free >= copies * snapshot,
             f"needs {gib(copies * snapshot)} for {copies} copies of the weights; {memory.said}",
         )
-    trained = 0 if config.policy.lora.rank else parameters * (MASTER_BYTES - 4)  # no gradients
+    trained = (
+        0 if config.policy.lora.rank else shape.parameters * (MASTER_BYTES - 4)
+    )  # no gradients
     need = (config.checkpoint.keep + 1) * trained + config.buffer.segment_bytes
     free = disk.facts.get("free_bytes", 0)
     yield Verdict(
@@ -185,7 +236,7 @@ def _room(config: Config, machine: Machine, parameters: int) -> Iterator[Verdict
     )
 
 
-def _outside(config: Config, machine: Machine, _: int) -> Iterator[Verdict]:
+def _outside(config: Config, machine: Machine) -> Iterator[Verdict]:
     if config.security.keys:
         yield machine.has("security.keys", "encryption")
     if config.metrics.wandb == "online":
