@@ -5,6 +5,7 @@ The episodes themselves are granted and counted by the buffer. What is outstandi
 """
 
 import logging
+from pathlib import Path
 
 from evolver_async.metrics import Metrics
 from evolver_async.schema import EvalResult, WeightId
@@ -83,6 +84,16 @@ class Evaluations:
         for asked in state.pending:
             self.publisher.release(WeightId(lineage=state.lineage, step=asked.version))
         state.pending = []
+
+    def report_lost(self, state: State, still_s: float, run_dir: Path) -> None:
+        """Log which evaluations stood still after the last step."""
+        log.error(
+            "training is done, but the evaluations of versions %s are lost: no progress for %g s"
+            " (eval.timeout_s); to repeat them: evolver-async train --resume %s",
+            [asked.version for asked in state.pending],
+            still_s,
+            run_dir,
+        )
 
     def take_in(
         self, state: State, results: list[EvalResult], seconds: float

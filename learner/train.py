@@ -289,13 +289,7 @@ class Learner:
         while self.state.pending and not self.requests.stopping:
             progress = self.keep()
             if self.state.pending and standstill.reached(progress, self.requests.now()):
-                log.error(
-                    "training is done, but the evaluations of versions %s are lost: no progress"
-                    " for %g s (eval.timeout_s); to repeat them: evolver-async train --resume %s",
-                    [asked.version for asked in self.state.pending],
-                    timeout_s,
-                    self.run_dir,
-                )
+                self.evaluations.report_lost(self.state, timeout_s, self.run_dir)
                 return EVALUATION_LOST
             self.requests.sleep(POLL_S)
         return 0

@@ -84,7 +84,7 @@ def test_an_evaluation_without_progress_is_an_error_and_a_resume_repeats_it(
 
     learner = build(config, run_dir, LocalClient(server, "learner"), loop.run_until_complete)
     asked = Asked(version=0, stage=0, episodes=6)
-    learner.state = State(stage=1, pending=[asked])
+    learner.state = State(stage_take=-2, finished=True, pending=[asked])
     try:
         loop.run_until_complete(start())
         assert learner.run() == EVALUATION_LOST
