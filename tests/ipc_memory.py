@@ -143,3 +143,44 @@ def check_race(tmp_path: Path, memory: Memory, name: str, numbers: int, versions
         reader.wait()
         publisher.close()
     assert "mixed" not in seen
+
+
+PUBLISHER = """
+import itertools, sys, torch
+from ipc_memory import memory_named, version
+from evolver_async.weights.cuda_ipc import IpcPublisher
+memory = memory_named(sys.argv[2])
+publisher = IpcPublisher(sys.argv[1], memory)
+for step in itertools.count():
+    tensor = torch.full((int(sys.argv[3]),), float(step), device=memory.device)
+    publisher.publish(version(step), {"a": tensor})
+    if step == 2:
+        print("publishes", flush=True)
+"""
+
+
+def check_killed(tmp_path: Path, memory: Memory, name: str, numbers: int, times: int) -> None:
+    """A publisher that is killed while this process reads leaves whole versions or none."""
+    for round_ in range(times):
+        directory = tmp_path / f"w{round_}"
+        command = [sys.executable, "-c", PUBLISHER, str(directory), name, str(numbers)]
+        here = Path(__file__).parent
+        publisher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=here)
+        reader = IpcReceiver(directory, memory)
+        try:
+            assert publisher.stdout is not None and publisher.stdout.readline() == "publishes\n"
+            for read in range(20):
+                if read == 5 + round_:
+                    publisher.kill()
+                try:
+                    head = reader.head()
+                    assert head is not None
+                    tensors = reader.fetch(head)
+                except WeightsGone:
+                    continue
+                assert bool((tensors["a"] == head.step).all())
+        finally:
+            publisher.kill()
+            publisher.wait()
+            reader.close()
+        assert torch.ones(4, device=memory.device).sum() == 4, "the reader's device still works"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ipc_memory import Files, check_race, check_versions, version
+from ipc_memory import Files, check_killed, check_race, check_versions, version
 from torch import Tensor
 
 from evolver_async.weights.base import WeightsGone
@@ -41,3 +41,7 @@ def test_weights_of_a_learner_that_has_died_are_gone(tmp_path: Path) -> None:
     with pytest.raises(WeightsGone, match=r"has died: .*invalid resource handle"):
         receiver.fetch(version(1))
     publisher.close()
+
+
+def test_a_publisher_killed_while_it_is_read_leaves_whole_versions_or_none(tmp_path: Path) -> None:
+    check_killed(tmp_path, Files(), "cpu", numbers=200_000, times=1)

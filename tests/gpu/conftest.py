@@ -12,7 +12,7 @@ import torch
 
 Figure = Callable[[str, float, str], None]
 FIGURES = pytest.StashKey[list[tuple[str, str, float, str]]]()
-FILE = "GPU_FIGURES"  # the table goes into the file of this name, too
+FOLDER = "GPU_FOLDER"  # of the suite, where figures go as they come
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,9 +37,16 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 @pytest.fixture
 def figure(request: pytest.FixtureRequest) -> Figure:
-    """`figure(name, value, unit)` puts a measurement of this test into the table at the end."""
+    """`figure(name, value, unit)` keeps a measurement of this test, also for the closing table."""
     kind = request.node.name.partition("[")[2].rstrip("]")
-    return lambda name, value, unit: request.config.stash[FIGURES].append((kind, name, value, unit))
+
+    def keep(name: str, value: float, unit: str) -> None:
+        request.config.stash[FIGURES].append((kind, name, value, unit))
+        if FOLDER in os.environ:
+            with open(Path(os.environ[FOLDER]) / "figures.tsv", "a", encoding="utf-8") as out:
+                out.write(f"{request.node.nodeid}\t{name}\t{value:.6g}\t{unit}\n")
+
+    return keep
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -51,5 +58,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section(f"figures: {where}, torch {torch.__version__}")
     for line in lines:
         terminalreporter.write_line(line)
-    if FILE in os.environ:
-        Path(os.environ[FILE]).write_text("\n".join(lines) + "\n", encoding="utf-8")

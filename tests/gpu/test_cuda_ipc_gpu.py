@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ipc_memory import check_race, check_versions
+from ipc_memory import check_killed, check_race, check_versions
 
 from evolver_async.weights.cuda_ipc import Cuda
 
@@ -20,3 +20,7 @@ def test_versions_are_kept_replaced_and_verified(tmp_path: Path) -> None:
 
 def test_another_process_reads_whole_versions(tmp_path: Path) -> None:
     check_race(tmp_path, Cuda("cuda:0"), "cuda:0", numbers=1 << 24, versions=100)
+
+
+def test_a_publisher_killed_while_it_is_read_leaves_whole_versions_or_none(tmp_path: Path) -> None:
+    check_killed(tmp_path, Cuda("cuda:0"), "cuda:0", numbers=1 << 26, times=3)
