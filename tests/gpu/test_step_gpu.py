@@ -28,6 +28,7 @@ FORKS = {1: Fork(lineage=1, parent=0, step=0)}
 TASK = Task(task_id="t", env="t", split="train", map_seed=0)
 MEMBERS = 8
 SPREAD = math.sqrt(math.log(2))  # sigma of a lognormal whose coefficient of variation is 1
+MOST_HELD = 18.5  # bytes a parameter: 18 in bfloat16 with float32 masters, and what is small
 RATE = 1e-6  # too small to matter: every step measures the same
 PACKED_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # relative, of loss and gradient norm
 
@@ -102,10 +103,12 @@ def groups_of(size: Size) -> list[Group]:
 
 @dataclass
 class Measured:
-    """Of one step: seconds, bytes at the peak (0 on the CPU), loss and gradient norm."""
+    """Of one step: seconds, bytes at the peak and after it for each parameter (both 0 on the CPU),
+    loss and gradient norm."""
 
     seconds: float
     peak: int
+    held: float
     loss: float
     grad_norm: float
 
@@ -143,7 +146,11 @@ def measure(device: torch.device, policy: Path, run_dir: Path, **learner: bool) 
     seconds = time.perf_counter() - start
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     assert done.metrics["learner/updates"] == 1
-    return Measured(seconds, peak, done.metrics["loss/policy"], done.metrics["loss/grad_norm"])
+    parameters = sum(one.numel() for one in updater.model.parameters())
+    held = torch.cuda.memory_allocated() / parameters if device.type == "cuda" else 0.0
+    return Measured(
+        seconds, peak, held, done.metrics["loss/policy"], done.metrics["loss/grad_norm"]
+    )
 
 
 def test_steps_padded_packed_and_with_recomputed_layers(device, policies, tmp_path, figure):
@@ -162,12 +169,14 @@ def test_steps_padded_packed_and_with_recomputed_layers(device, policies, tmp_pa
         figure(f"step, {name}", tokens / one.seconds, "tokens/s")
         if one.peak:
             figure(f"peak memory, {name}", one.peak / 2**30, "GiB")
+            figure(f"held between steps, {name}", one.held, "bytes a parameter")
     tolerance = PACKED_TOLERANCE[size.dtype]
     for one in found.values():
         assert math.isfinite(one.loss) and one.grad_norm > 0
         assert one.loss == pytest.approx(found["padded"].loss, rel=tolerance, abs=tolerance)
         assert one.grad_norm == pytest.approx(found["padded"].grad_norm, rel=10 * tolerance)
     if device.type == "cuda":
+        assert max(one.held for one in found.values()) <= MOST_HELD
         recomputed = found["packed, layers recomputed"]
         assert recomputed.peak < found["packed"].peak
 
