@@ -84,6 +84,7 @@ async def serve(args: RoleArgs) -> None:
         raise ConfigError(f"--connect: {error}") from None
     try:
         config, welcome = await join(client)
+        print(f"joined {welcome.run_id} at {args.address} as {args.name}", flush=True)
         address = welcome.experience_address
         experience = connect(address, welcome.run_id) if address else None
         worker = build(

@@ -4,23 +4,30 @@ A mistake of the user is one sentence on stderr and exit code 2, before anything
 """
 
 import argparse
+import difflib
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from evolver_async.buffer.journal import JournalError
 from evolver_async.checkpoint import CheckpointError
 from evolver_async.config.check import ConfigError
 from evolver_async.history import BEST
-from evolver_async.launch.roles import TRAINING_ERROR, USER_ERROR, TrainingError, resolve
+from evolver_async.launch.roles import PROCESSES, TRAINING_ERROR, USER_ERROR, TrainingError, resolve
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     sys.path.insert(0, os.getcwd())  # where a user's own environments are, by import path
-    parser = _parser()
+    parser, public = _parser()
+    first = next(iter(sys.argv[1:] if arguments is None else arguments), "-")
+    if not first.startswith("-") and first not in (*public, *PROCESSES):
+        close = difflib.get_close_matches(first, public, n=1)
+        hint = f", did you mean {close[0]}?" if close else ""
+        parser.error(f"{first}: unknown command{hint}")
     args, rest = parser.parse_known_args(arguments)
-    takes = args.command in ("train", "doctor")
+    takes = args.command in ("train", "doctor", "config")
     overrides = [text for text in rest if takes and not text.startswith("-")]
     if overrides != rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -38,10 +45,14 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    """The parser, and the names of the commands that people use."""
     parser = argparse.ArgumentParser(
         prog="evolver-async",
         description="Asynchronous actor-learner reinforcement learning for language-model agents.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"evolver-async {version('evolver_async')}"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -57,9 +68,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--fork", metavar="NAME", help="with --resume: go on as a new run instead")
     command.set_defaults(function="training:train")
 
-    _add_roles(commands)
+    _add_actor(commands)
     _add_tools(commands)
-    return parser
+    _add_looks(commands)
+    public = list(commands.choices)
+    for name in PROCESSES:
+        if name != "actor":  # without a help text the command is not listed
+            _add_process_options(commands.add_parser(name), name)
+    return parser, public
 
 
 def _add_step(command: argparse.ArgumentParser, about: str) -> None:
@@ -71,27 +87,26 @@ def _add_step(command: argparse.ArgumentParser, about: str) -> None:
     command.add_argument("--step", type=step, metavar=f"N|{BEST}", help=about)
 
 
-def _add_roles(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The processes of a run, as commands."""
-    for name, about in (
-        ("actor", "one more actor for a running job"),
-        ("learner", "the learner of a run (started by the launcher)"),
-        ("buffer", "the buffer of a run (started by the launcher)"),
-        ("experience", "the experience service of a run (started by the launcher)"),
-        ("prepare", "make or check a run's policy (started by the launcher)"),
-    ):
-        command = commands.add_parser(name, help=about)
-        command.add_argument(
-            "--connect", metavar="ADDRESS", required=name != "prepare", default="", help="buffer"
-        )
-        command.add_argument("--run", type=Path, metavar="RUN_DIR", required=name != "actor")
-        command.add_argument("--name", default="", help="unique within the run")
-        command.add_argument("--incarnation", type=int, default=0)
-        command.add_argument("--parent", type=int, metavar="PID", help="end when it ends")
-        command.add_argument("--keys", type=Path, metavar="DIR", help="of this client")
-        command.add_argument("--rank", type=int, default=0, help="of a learner of several ranks")
-        command.add_argument("--meeting", type=Path, metavar="FILE", help="where they meet")
-        command.set_defaults(function="processes:role")
+def _add_actor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The one process of a run that people start too."""
+    command = commands.add_parser("actor", help="one more actor for a running job")
+    _add_process_options(command, "actor")
+
+
+def _add_process_options(command: argparse.ArgumentParser, name: str) -> None:
+    """Options of every process of a run; the launcher alone gives those without a help text."""
+    command.add_argument(
+        "--connect", metavar="ADDRESS", required=name != "prepare", default="", help="buffer"
+    )
+    command.add_argument("--name", default="", help="unique within the run")
+    command.add_argument("--keys", type=Path, metavar="DIR", help="of this client")
+    hidden = argparse.SUPPRESS
+    command.add_argument("--run", type=Path, required=name != "actor", help=hidden)
+    command.add_argument("--incarnation", type=int, default=0, help=hidden)
+    command.add_argument("--parent", type=int, help=hidden)  # end when it ends
+    command.add_argument("--rank", type=int, default=0, help=hidden)  # of a learner of several
+    command.add_argument("--meeting", type=Path, help=hidden)  # the file where ranks meet
+    command.set_defaults(function="processes:role")
 
 
 def _add_tools(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -120,6 +135,15 @@ def _add_tools(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     command.add_argument("--parent", type=int, metavar="PID", help=argparse.SUPPRESS)
     command.set_defaults(function="results:wandb")
 
+    command = commands.add_parser("config", help="print a recipe as it would be run")
+    command.add_argument(
+        "positional",
+        nargs="*",
+        metavar="CONFIG key=value …",
+        help="a YAML recipe or a run's config.yaml, then changes; starts nothing",
+    )
+    command.set_defaults(function="recipes:show")
+
     command = commands.add_parser("doctor", help="what this machine can do, or what a recipe needs")
     command.add_argument(
         "positional",
@@ -128,16 +152,6 @@ def _add_tools(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="a YAML recipe, then changes; exit code 1 when it cannot run here",
     )
     command.set_defaults(function="recipes:examine")
-
-    command = commands.add_parser("watch", help="show a running job")
-    command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    command.add_argument("--once", action="store_true", help="print what there is and end")
-    command.set_defaults(function="viewing:watch_run")
-
-    command = commands.add_parser("status", help="occupancy, ledger, and who waits for whom")
-    command.add_argument("where", metavar="ADDRESS|RUN_DIR")
-    command.add_argument("--keys", type=Path, metavar="DIR", help="for an ADDRESS that wants some")
-    command.set_defaults(function="viewing:status")
 
     command = commands.add_parser("unpause", help="let a run go on that an alarm paused")
     command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
@@ -153,6 +167,24 @@ def _add_tools(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     command.add_argument("directory", type=Path, metavar="DIR", help="new, or to add clients to")
     command.add_argument("--names", nargs="+", default=[], metavar="NAME", help="one a client")
     command.set_defaults(function="control:make_keys")
+
+
+def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """What shows runs and changes nothing."""
+    command = commands.add_parser("runs", help="list the runs of a directory")
+    command.add_argument("directory", type=Path, nargs="?", default=Path("runs"), metavar="DIR")
+    command.set_defaults(function="viewing:list_runs")
+
+    command = commands.add_parser("watch", help="show a running job")
+    command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    command.add_argument("--once", action="store_true", help="print what there is and end")
+    command.set_defaults(function="viewing:watch_run")
+
+    command = commands.add_parser("status", help="occupancy, ledger, and who waits for whom")
+    command.add_argument("where", metavar="ADDRESS|RUN_DIR")
+    command.add_argument("--keys", type=Path, metavar="DIR", help="for an ADDRESS that wants some")
+    command.add_argument("--json", action="store_true", help="all of it, for programs")
+    command.set_defaults(function="viewing:status")
 
 
 if __name__ == "__main__":

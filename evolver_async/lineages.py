@@ -5,42 +5,45 @@ apart, and likewise the rows of evaluations.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class Mark(NamedTuple):
-    """What tells a row from the others. `take`: False for the row of an evaluation."""
+    """What tells a row from the others. `kind`: of a take, of an evaluation, or of neither."""
 
     lineage: int
     step: int
-    take: bool
+    kind: Literal["take", "eval", "other"]
 
 
 def mark(row: Mapping[str, Any]) -> Mark:
     """The mark of a row of metrics.jsonl."""
-    return Mark(int(row["lineage"]), int(row["step"]), "stage_kind" in row)
+    kind = "take" if "stage_kind" in row else "eval" if "eval/episodes" in row else "other"
+    return Mark(int(row["lineage"]), int(row["step"]), kind)
 
 
 def supersedes(new: Mark, old: Mark) -> bool:
     """True if `new` replaces `old`, a row of an older lineage.
 
-    A take replaces everything from its step on, an evaluation only the same step's evaluation.
+    A take replaces everything from its step on, another row only the same step's row of its kind.
     """
     if new.lineage <= old.lineage:
         return False
-    return old.step >= new.step if new.take else not old.take and old.step == new.step
+    if new.kind == "take":
+        return old.step >= new.step
+    return (old.step, old.kind) == (new.step, new.kind)
 
 
 def current(marks: Iterable[Mark]) -> list[int]:
     """The positions of the marks that no other one supersedes, in their order."""
     listed = list(marks)
     forks: dict[int, int] = {}  # the least step of a lineage's takes
-    evaluated: dict[int, int] = {}  # the newest lineage with an evaluation of a step
+    newest: dict[tuple[int, str], int] = {}  # the newest lineage with such a row of a step
     for one in listed:
-        if one.take:
+        if one.kind == "take":
             forks[one.lineage] = min(one.step, forks.get(one.lineage, one.step))
-        else:
-            evaluated[one.step] = max(one.lineage, evaluated.get(one.step, one.lineage))
+        same = (one.step, one.kind)
+        newest[same] = max(one.lineage, newest.get(same, one.lineage))
     bounds: dict[int, float] = {}  # the first step of a lineage that newer ones replace
     bound = float("inf")
     for lineage in sorted({one.lineage for one in listed}, reverse=True):
@@ -49,7 +52,7 @@ def current(marks: Iterable[Mark]) -> list[int]:
     return [
         index
         for index, one in enumerate(listed)
-        if one.step < bounds[one.lineage] and (one.take or evaluated[one.step] == one.lineage)
+        if one.step < bounds[one.lineage] and newest[one.step, one.kind] == one.lineage
     ]
 
 

@@ -57,10 +57,11 @@ def _non_finite(value: object) -> bool:
 class Metrics:
     """The one place a process logs to: <directory>/metrics.jsonl. W&B follows it unless disabled.
 
-    A row needs its `lineage` beside its step, see `lineages`.
+    `lineage`, set by the learner, stands in every row: with the step it tells rows apart.
     """
 
     def __init__(self, directory: Path, *, wandb: str = "disabled") -> None:
+        self.lineage = 0
         self.rows = JsonlWriter(directory / "metrics.jsonl")
         self.alerts = directory / ALERTS
         self.monitor = Monitor(directory, wandb) if wandb != "disabled" else None
@@ -68,7 +69,7 @@ class Metrics:
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Write one row; `step` counts takes, the version is a column of its own."""
         about = {} if self.monitor is None else self.monitor.tend(self.rows.count)
-        self.rows.write({"step": step, **values, **about})
+        self.rows.write({"step": step, "lineage": self.lineage, **values, **about})
 
     def alert(self, title: str, text: str) -> None:
         """Have W&B notify people, where it is on."""

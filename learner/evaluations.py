@@ -117,7 +117,6 @@ class Evaluations:
             if asked.stage == state.stage and not state.finished:
                 state.eval_success = result.success
             values = {
-                "lineage": float(state.lineage),
                 "eval/success": result.success,
                 "eval/reward_mean": result.reward_mean,
                 "eval/turns_mean": result.turns_mean,

@@ -137,6 +137,7 @@ class Learner:
             found = newest or f"{self.checkpoints.directory}: no checkpoint left"
             raise CheckpointError(f"{found}: the buffer refused it: {error}") from error
         state.lineage, state.discard = reply.lineage, False
+        self.metrics.lineage = reply.lineage
         self.forks = {fork.lineage: fork for fork in reply.forks}
         self.publish(retain=again is not None)
         self.publisher.wait()
@@ -307,7 +308,6 @@ class Learner:
             self.state.take,
             {
                 "time_s": self.clock.seconds(self.state),
-                "lineage": float(self.state.lineage),
                 "stage": float(stage),
                 "stage_kind": self.kind(stage),
                 "version": float(self.state.version),

@@ -1,9 +1,27 @@
 """Who is remembered, and for how long."""
 
-from buffer_world import World, config
+import sys
+from typing import Any
 
-from evolver_async.buffer.activity import WINDOW_S
-from evolver_async.messages import Counters, Lease, Status
+from buffer_world import World, config, trajectory
+
+from evolver_async.buffer.activity import GONE_S, METRICS, NAME_CHARS, PEERS, WINDOW_S
+from evolver_async.delivery import Desk
+from evolver_async.messages import (
+    Ack,
+    Counters,
+    Done,
+    Hello,
+    Kept,
+    Lease,
+    Ok,
+    Push,
+    Reject,
+    Request,
+    Status,
+    StatusReply,
+)
+from evolver_async.wire import SCHEMA_HASH, Envelope, pack, unpack
 
 
 def test_who_has_no_part_in_the_run_is_forgotten_after_a_minute(tmp_path):
@@ -21,9 +39,106 @@ def test_who_has_no_part_in_the_run_is_forgotten_after_a_minute(tmp_path):
     assert len(peers) == 104
     world.one("watch-7", Status())
     world.pass_time(1.0)
-    assert set(peers) == {"learner", "actor-0", "gone", "experience", "watch-7"}
+    assert set(peers) == {"learner", "actor-0", "experience", "watch-7"}, "gone has left"
     world.one("watch-0", Status())
     status = world.service.status(world.now)
     assert status["learner"].startswith("learner, last heard") and "actor-0" in status["actors"]
     assert status["ledger"]["generated_tokens"] == 4
     assert world.service.activity.counters() == {"experience/entries": 3.0}
+
+
+CROWD = 20_000
+
+
+def served(world: World) -> Desk:
+    return Desk(world.service, "run", 5.0)
+
+
+def answer(desk: Desk, request: Request, sender: str, number: int, now: float) -> Any:
+    """The reply, as it arrives: it fits on the wire and can be read there."""
+    desk.receive(sender, pack(Envelope("run", sender, 0, number, request)), now)
+    (frames,) = [frames for to, frames in desk.settle(now) if to == sender]
+    return unpack(frames).message
+
+
+def test_twenty_thousand_names_leave_every_reply_and_all_memory_bounded(tmp_path):
+    world = World(tmp_path, config(max_staleness=1))
+    world.resume()
+    world.finish(world.lease(credit=2))
+    groups = [group.group_id for group in world.sample(0)]
+    for number in range(CROWD):
+        name = f"{number}-{'x' * 240}"
+        for request in (
+            Hello(role="actor", schema_hash=SCHEMA_HASH),
+            Counters(values={f"{number}/{'y' * 90}": 1.0, "judge/labelled": 1.0}),
+            Kept(take=0, paused="z" * 10_000),
+            Lease(credit=1, generated=1),
+        ):
+            world.service.handle(name, request, world.now)
+    desk = served(world)
+    status = answer(desk, Status(), "you", 1, world.now)
+    assert isinstance(status, StatusReply)
+    assert status.status["actors_not_shown"] > 0 and status.status["ledger"]["generated_tokens"] > 0
+    done = answer(
+        desk,
+        Done(lineage=1, take=0, version=1, trained=groups, filtered={}),
+        "learner",
+        2,
+        world.now,
+    )
+    assert isinstance(done, Ok)
+    assert done.counters["judge/labelled"] == CROWD, "also of those that are forgotten"
+    assert done.counters["ledger/generated_tokens"] == CROWD
+    activity = world.service.activity
+    assert len(activity.peers) == PEERS and len(activity.counters()) <= METRICS
+    world.pass_time(GONE_S + 1)
+    assert set(activity.peers) == {"learner"} and not activity.actors
+    assert activity.counters()["judge/labelled"] == CROWD
+    assert activity.generated() == CROWD
+
+
+def test_counters_that_add_up_to_more_than_a_number_can_hold_are_clamped(tmp_path):
+    world = World(tmp_path, config(max_staleness=1))
+    world.resume()
+    for name in ("actor-0", "actor-1"):
+        world.one(name, Counters(values={"a": 1e308, "b": -1e308}))
+        world.one(name, Lease(credit=1, generated=0))
+        world.one(name, Lease(credit=1, generated=2**64 - 1))
+    (ticket, *others) = world.lease(credit=2)
+    for member in ticket.members:
+        made = trajectory(ticket, member)
+        made.timing = {"total_s": 1e308}
+        assert isinstance(world.one("actor-0", Push(trajectory=made)), Ack)
+    world.finish(others)
+    groups = [group.group_id for group in world.sample(0)]
+    desk = served(world)
+    request = Done(lineage=1, take=0, version=1, trained=groups, filtered={})
+    reply = answer(desk, request, "learner", 1, world.now)
+    assert isinstance(reply, Ok)
+    assert reply.counters["a"] == sys.float_info.max == -reply.counters["b"]
+    assert isinstance(answer(desk, Status(), "you", 1, world.now), StatusReply)
+
+
+def test_what_an_actor_counted_stays_counted_when_it_is_restarted_or_has_left(tmp_path):
+    world = World(tmp_path, config())
+    counters = world.service.activity.counters
+    hello = Hello(role="actor", schema_hash=SCHEMA_HASH)
+    world.one("a", hello)
+    world.one("a", Counters(values={"judge/labelled": 3.0}))
+    world.one("a", hello)  # a new process
+    assert counters() == {"judge/labelled": 3.0}
+    world.one("a", Counters(values={"judge/labelled": 2.0}))
+    assert counters() == {"judge/labelled": 5.0}
+    world.one("a", Lease(credit=0))
+    world.pass_time(WINDOW_S + 1)
+    assert world.service.activity.peers == {} and counters() == {"judge/labelled": 5.0}
+
+
+def test_counters_without_end_are_refused_by_name(tmp_path):
+    world = World(tmp_path, config())
+    for values, words in (
+        ({"x" * (NAME_CHARS + 1): 1.0}, f"more than {NAME_CHARS} characters"),
+        ({str(number): 1.0 for number in range(METRICS + 1)}, f"{METRICS + 1} metrics"),
+    ):
+        reply = world.one("a", Counters(values=values))
+        assert isinstance(reply, Reject) and words in reply.reason

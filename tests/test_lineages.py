@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from evolver_async.lineages import Mark, current, current_rows, supersedes
 
-MARKS = st.lists(st.builds(Mark, st.integers(1, 4), st.integers(1, 12), st.booleans()), max_size=40)
+KINDS = st.sampled_from(("take", "eval", "other"))
+MARKS = st.lists(st.builds(Mark, st.integers(1, 4), st.integers(1, 12), KINDS), max_size=40)
 
 
 def take(lineage: int, step: int) -> dict:
@@ -13,7 +14,7 @@ def take(lineage: int, step: int) -> dict:
 
 
 def evaluation(lineage: int, step: int) -> dict:
-    return {"lineage": lineage, "step": step, "eval/success": 0.5, "time_s": 1.0}
+    return {"lineage": lineage, "step": step, "eval/success": 0.5, "eval/episodes": 4.0}
 
 
 @given(MARKS)

@@ -17,8 +17,10 @@ def read(path) -> list[dict]:
 
 def test_rows_are_on_disk_as_soon_as_they_are_logged(tmp_path):
     metrics = Metrics(tmp_path)
+    metrics.lineage = 2
     metrics.log(3, {"train/success": np.float32(0.5), "note": "x"})
-    assert read(tmp_path / "metrics.jsonl") == [{"step": 3, "train/success": 0.5, "note": "x"}]
+    row = {"step": 3, "lineage": 2, "train/success": 0.5, "note": "x"}
+    assert read(tmp_path / "metrics.jsonl") == [row]
     metrics.close()
 
 
@@ -26,7 +28,7 @@ def test_non_finite_numbers_become_null_and_are_named(tmp_path):
     metrics = Metrics(tmp_path)
     metrics.log(0, {"a": math.nan, "b": np.float64(math.inf), "c": 1})
     metrics.close()
-    row = {"step": 0, "a": None, "b": None, "c": 1, "non_finite": ["a", "b"]}
+    row = {"step": 0, "lineage": 0, "a": None, "b": None, "c": 1, "non_finite": ["a", "b"]}
     assert read(tmp_path / "metrics.jsonl") == [row]
 
 

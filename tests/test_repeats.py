@@ -26,14 +26,15 @@ from evolver_async.config import Checkpoint, Correction, Stage
 from evolver_async.schema import Group, WeightId
 from learner.train import Learner
 
-STEPS, EVERY = 9, 4  # takes of a run, takes between checkpoints
+STEPS, EVERY = 11, 5  # takes of a run, takes between checkpoints
 Tensors = dict[str, torch.Tensor]
 
 
 class Ahead(Run):
-    """A run whose actors make as many groups as they may; it remembers what was published."""
+    """A run whose actors make groups for `ahead` takes; it remembers what was published."""
 
-    def __init__(self, tmp_path: Path, **sections: Any) -> None:
+    def __init__(self, tmp_path: Path, ahead: int = 3, **sections: Any) -> None:
+        self.ahead = ahead
         self.published: dict[WeightId, Tensors] = {}
         self.taken: dict[tuple[int, int], list[int]] = {}  # by lineage and take
         sections = {
@@ -47,7 +48,10 @@ class Ahead(Run):
         self.world = type(self.world)(self.run_dir / "journal", self.config)
 
     def _act(self) -> None:
-        while tickets := self.world.lease(credit=1):
+        while len(self.world.replay.by_state["ready"]) < self.ahead * GROUPS:
+            tickets = self.world.lease(credit=1)
+            if not tickets:
+                return
             for ticket in tickets:
                 for member in ticket.members:
                     push = messages.Push(trajectory=self.episode(ticket, member))
@@ -100,8 +104,8 @@ class Ahead(Run):
 def start(tmp_path: Path) -> Iterator[Callable[..., Ahead]]:
     runs: list[Ahead] = []
 
-    def start(**sections: Any) -> Ahead:
-        runs.append(Ahead(tmp_path / str(len(runs)), **sections))
+    def start(ahead: int = 3, **sections: Any) -> Ahead:
+        runs.append(Ahead(tmp_path / str(len(runs)), ahead, **sections))
         return runs[-1]
 
     yield start
@@ -123,6 +127,7 @@ DEATHS = {  # where in a take a learner dies, and by how much its state is furth
 )
 @given(
     anchor=st.sampled_from(["recompute", "interpolate"]),
+    ahead=st.integers(1, 3),
     deaths=st.lists(
         st.tuples(st.sampled_from(sorted(DEATHS)), st.integers(0, STEPS - 1), st.booleans()),
         min_size=1,
@@ -130,16 +135,14 @@ DEATHS = {  # where in a take a learner dies, and by how much its state is furth
     ),
 )
 def test_takes_are_repeated_bitwise_wherever_the_learner_dies(
-    start: Callable[..., Ahead], anchor: str, deaths: list[tuple[str, int, bool]]
+    start: Callable[..., Ahead], anchor: str, ahead: int, deaths: list[tuple[str, int, bool]]
 ) -> None:
-    run = start(correction=Correction(anchor=anchor))
-    lineages = 0
+    run = start(ahead, correction=Correction(anchor=anchor))
     for name, take, buffer_too in deaths:
         further = take + DEATHS[name]
         try:
             run.train(lambda one, name=name, at=further: kill_after(one, one, name, at))
         except Killed:
-            lineages += 1
             if buffer_too:
                 run.world.kill()
             continue
@@ -154,14 +157,14 @@ def test_takes_are_repeated_bitwise_wherever_the_learner_dies(
 
 
 @pytest.mark.parametrize("anchor", ["recompute", "interpolate"])
-def test_three_stale_takes_are_repeated_and_the_run_goes_on(
+def test_takes_sampled_past_the_fork_are_repeated_and_the_run_goes_on(
     start: Callable[..., Ahead], anchor: str
 ) -> None:
     run = start(correction=Correction(anchor=anchor))
     with pytest.raises(Killed):
-        run.train(lambda one: kill_after(one, one, "train", 6))
+        run.train(lambda one: kill_after(one, one, "log", 10))  # the checkpoint is of take 5
     assert run.train() == 0
-    assert run.check_repeats(1, 2) == 3 and run.world.replay.at.repeats == {"same": 3}
+    assert run.check_repeats(1, 2) == 5 and run.world.replay.at.repeats == {"same": 5}
     rows = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert max(row["staleness/max"] for row in rows if row["lineage"] == 1) == 2
     trained = [group for take in run.trained.values() for group in take]
@@ -208,14 +211,14 @@ def test_a_journal_that_was_cut_after_a_whole_commit_is_refused(
 ) -> None:
     """Wherever it was: it is refused, or has all that the newest checkpoint was made of."""
     run = start()
-    for take in (2, 6):
+    for take in (2, 7):
         with pytest.raises(Killed):
             run.train(lambda one, take=take: kill_after(one, one, "report", take))
     run.world.service.close()
     (segment,) = (run.run_dir / "journal").glob("*.log")
     whole = segment.read_bytes()
     newest = max((run.run_dir / "checkpoints").iterdir())
-    assert newest.name.endswith("-step-4")
+    assert newest.name.endswith("-step-5")
     refused = []
     for end in commits(whole):
         segment.write_bytes(whole[:end])
@@ -228,12 +231,12 @@ def test_a_journal_that_was_cut_after_a_whole_commit_is_refused(
         else:
             at = service.book.replay.at
             service.close()
-            assert (at.lineage, at.next_take) >= (2, 4)
+            assert (at.lineage, at.next_take) >= (2, 5)
     assert len(refused) > 24 and refused == commits(whole)[: len(refused)]
     segment.write_bytes(whole[: refused[-1]])
     run.world.open()
     with pytest.raises(
-        CheckpointError, match=r"000\d+-step-4: .*take 3, all up to take 3 is missing"
+        CheckpointError, match=r"000\d+-step-4: .*take 4, all up to take 4 is missing"
     ):
         run.train()
     assert segment.read_bytes() == whole[: refused[-1]], "nothing was written behind the gap"

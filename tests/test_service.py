@@ -10,6 +10,7 @@ from evolver_async import messages
 from evolver_async.buffer.journal import JournalError
 from evolver_async.config import Questioning
 from evolver_async.schema import Ticket, WeightId
+from evolver_async.study.standing import lines
 from evolver_async.wire import SCHEMA_HASH
 
 GIB = 1 << 30
@@ -595,6 +596,14 @@ def test_status_shows_rates_leases_and_who_waits_for_what(world):
     assert isinstance(reply, messages.StatusReply)
     status = reply.status
     assert status["groups"] == {"open": 1, "ready": 0, "taken": 0, "closed": 0}
+    said = "\n".join(lines(status))
+    for part in (
+        "groups: 1 open",
+        "1 received",
+        "actor-0: 0.25 trajectories/s",
+        "learner waits 2 s",
+    ):
+        assert part in said
     assert status["actors"]["actor-0"] == {
         "trajectories_per_s": 0.25,
         "tokens_per_s": 0.75,

@@ -117,7 +117,7 @@ def test_a_resumed_run_shows_the_newest_lineage_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def evaluation(lineage: int, step: int, success: float) -> dict[str, object]:
-        return {"lineage": lineage, "step": step, "eval/success": success, "time_s": 1.0}
+        return {"lineage": lineage, "step": step, "eval/success": success, "eval/episodes": 8}
 
     old = [row(10, 50.0), evaluation(1, 10, 0.25), row(20, 90.0), evaluation(1, 20, 0.125)]
     new = [row(15, 60.0) | {"lineage": 2}, evaluation(2, 15, 1.0)]
@@ -131,4 +131,4 @@ def test_a_resumed_run_shows_the_newest_lineage_alone(
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in old + new))
     watch(tmp_path, Config(), follow=False)
     out = capsys.readouterr().out
-    assert "step 15  eval success 1 over" in out and "step 20" not in out
+    assert "step 15  eval success 1 over 8" in out and "step 20" not in out

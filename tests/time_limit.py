@@ -1,8 +1,10 @@
 """Time limit of every test: a test that hangs fails, by name, and the tests after it still run.
 
-Fixtures that a test is the first to need count towards its time. TEST_LIMIT_S=60 changes the limit,
-0 removes it. Where a test does not return to Python either, pytest's faulthandler_timeout ends the
-run and prints where every thread stands.
+Fixtures that a test is the first to need count towards its time. Where a test does not return to
+Python either, pytest's faulthandler_timeout ends the run and prints where every thread stands.
+
+TEST_LIMIT_S=60 make test                             another limit
+TEST_LIMIT_S=0 make test ARGS="-o faulthandler_timeout=0"    none, for tests that draw for hours
 """
 
 import os

@@ -1,5 +1,6 @@
 """Who was heard when, what they hand in per second, and what they are waiting for."""
 
+import sys
 from collections import deque
 
 import msgspec
@@ -7,6 +8,12 @@ import msgspec
 from evolver_async.schema import WeightId
 
 WINDOW_S = 60.0
+GONE_S = 3600.0  # an actor may leave by disappearing; after this it is not missed any more
+PEERS = 4096  # past it the process that was silent for longest is forgotten
+METRICS = 256  # names that are counted; later ones are left out
+NAME_CHARS = 100  # of a metric
+REASON_CHARS = 500
+LARGEST, LARGEST_COUNT = sys.float_info.max, 2**63 - 1  # what a reply can carry
 
 
 class Peer(msgspec.Struct):
@@ -72,34 +79,70 @@ class Peer(msgspec.Struct):
 
 
 class Activity:
-    """Who has spoken to the buffer, which began to listen at `began`.
+    """The processes that have spoken to the buffer, which began to listen at `began`.
 
-    `learner` is who last asked for a take.
+    `learner` is the one that last asked for a take. `departed` and `departed_tokens`: the sums of
+    what actors counted that are forgotten, or were restarted, so that totals stay true.
     """
 
     def __init__(self, began: float = 0.0) -> None:
         self.began = began
-        self.peers: dict[str, Peer] = {}
+        self.peers: dict[str, Peer] = {}  # the longest silent first
         self.actors: set[str] = set()
         self.learner: str | None = None
+        self.metrics: dict[str, None] = {}  # names, in the order in which they were first told
+        self.departed: dict[str, float] = {}
+        self.departed_tokens = 0
 
     def seen(self, name: str, now: float) -> Peer:
-        peer = self.peers.setdefault(name, Peer(now, now))
+        peer = self.peers.pop(name, None) or Peer(now, now)
+        self.peers[name] = peer
         peer.seen = now
+        if len(self.peers) > PEERS:
+            self._drop(next(other for other in self.peers if other != self.learner))
         return peer
 
     def forget(self, now: float) -> None:
-        """Forgets who has been silent for a minute and has no part in the run: visitors, mostly."""
+        """Forget the processes that are silent: after an hour those that have a part in the run,
+        after a minute those that have left and visitors."""
         for name, peer in list(self.peers.items()):
-            counts = peer.counters or peer.reported is not None
-            if now - peer.seen > WINDOW_S and not (
-                counts or name in self.actors or name == self.learner
-            ):
-                del self.peers[name]
+            silent_s = now - peer.seen
+            if silent_s <= WINDOW_S:
+                break
+            part = peer.counters or peer.reported is not None or name in self.actors
+            if name != self.learner and (silent_s > GONE_S or peer.left or not part):
+                self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        peer = self.peers.pop(name)
+        self.departed_tokens += peer.generated
+        if name in self.actors:  # others tell what is the case now, which it is no longer
+            self.fold(peer)
+        self.actors.discard(name)
+
+    def fold(self, peer: Peer) -> None:
+        """Its counters end here: the process is gone, or begins anew."""
+        for name, value in peer.counters.items():
+            self.departed[name] = _sum(self.departed.get(name, 0.0), value)
+        peer.counters = {}
+
+    def tell(self, name: str, values: dict[str, float]) -> str | None:
+        """Take in what a process counts; the reason if it is refused."""
+        if len(values) > METRICS:
+            return f"values: {len(values)} metrics, at most {METRICS} are taken"
+        long = next((metric for metric in values if len(metric) > NAME_CHARS), None)
+        if long is not None:
+            return f"values: the name {long[:NAME_CHARS]!r}… has more than {NAME_CHARS} characters"
+        for metric in values:
+            if len(self.metrics) < METRICS:
+                self.metrics.setdefault(metric)
+        self.peers[name].counters = {m: v for m, v in values.items() if m in self.metrics}
+        return None
 
     def waits(self, name: str, request: str, reason: str, now: float) -> None:
         """`name` was told to wait; its waiting time goes on if it was waiting already."""
         waits = self.peers[name].waits
+        reason = reason[:REASON_CHARS]
         waits[request] = (reason, waits.get(request, (reason, now))[1])
 
     def served(self, name: str, request: str) -> None:
@@ -137,14 +180,15 @@ class Activity:
 
     def generated(self) -> int:
         """Tokens that all actors have sampled, as far as they have said."""
-        return sum(peer.generated for peer in self.peers.values())
+        told = sum(peer.generated for peer in self.peers.values())
+        return min(self.departed_tokens + told, LARGEST_COUNT)
 
     def counters(self) -> dict[str, float]:
-        """What everybody counts, added up by name."""
-        sums: dict[str, float] = {}
+        """What all processes count, added up by name; finite whatever they tell."""
+        sums = dict(self.departed)
         for peer in self.peers.values():
             for name, value in peer.counters.items():
-                sums[name] = sums.get(name, 0.0) + value
+                sums[name] = _sum(sums.get(name, 0.0), value)
         return sums
 
     def learner_waits(self, now: float) -> str:
@@ -152,3 +196,8 @@ class Activity:
         if self.learner is None:
             return "the learner, not heard yet"
         return f"{self.learner}, last heard {now - self.peers[self.learner].seen:.1f} s ago"
+
+
+def _sum(one: float, other: float) -> float:
+    """The sum of two finite numbers, finite: an infinite one could not be sent."""
+    return max(-LARGEST, min(LARGEST, one + other))

@@ -18,6 +18,7 @@ import msgspec
 
 MEASURED = 64  # fewer trajectories on either side do not warn
 RATIO, GAP = 1.5, 0.1  # above which the evicted count as longer, as harder
+ENVS_SHOWN = 32  # in STATUS
 REPEAT_S = 60.0
 ALL = "all"  # the environments together
 
@@ -202,6 +203,7 @@ class Censoring:
     def report(self) -> dict[str, object]:
         """The STATUS section: warning, comparison and table, over all and by environment."""
         envs = sorted(self.received.keys() | {env for row in self.closed.values() for env in row})
+        envs = envs[:ENVS_SHOWN]
         return {
             "warning": self.warning(),
             "comparison": {env: msgspec.to_builtins(self.compare(env)) for env in (ALL, *envs)},

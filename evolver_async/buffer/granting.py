@@ -102,15 +102,15 @@ class Granting:
         New groups are shared with the other actors that wait; who is alone gets the rest with its
         next LEASE. Without credit the actor leaves: what it may still hold is vacant.
         """
-        if request.credit < 0:
-            return Reject(reason=f"credit: {request.credit}")
+        if request.credit < 0 or request.generated < 0:
+            return Reject(reason=f"credit, generated: {request.credit}, {request.generated}")
         if request.credit == 0:
             self.book.leases.abandon(peer)
             self.activity.leaves(peer)
             return Ok()
         self._heard(peer, request.weights, now)
         room = request.credit
-        fresh = self.book.replay.room()
+        fresh = self.book.replay.room() if room >= self.book.replay.numbers.group_size else 0
         if fresh:
             asking = {peer, *self.activity.asking(now, self.config.buffer.lease_s)}
             fresh = share(fresh, len(asking))

@@ -49,6 +49,7 @@ from evolver_async.wire import SCHEMA_HASH
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
+LONGEST_S = 1e9  # an episode counts for no more, so that sums stay finite
 LOOK_S = 1.0  # between two looks at who makes no progress
 
 
@@ -170,7 +171,8 @@ class Service:
             case messages.Status():
                 return [messages.StatusReply(status=self.status(now))]
             case messages.Counters():
-                self.activity.peers[peer].counters = request.values
+                if problem := self.activity.tell(peer, request.values):
+                    return [messages.Reject(reason=problem)]
                 self.failures.take_in(peer, request.failures, now)
                 return [messages.Ok()]
             case _:
@@ -228,7 +230,9 @@ class Service:
                 )
         self.failures.begin(peer)
         if request.role == "actor":
-            self.activity.works(peer).greet()
+            actor = self.activity.works(peer)
+            self.activity.fold(actor)
+            actor.greet()
             # A first word means a new process: whatever an older one of this name held, it lost.
             self.book.leases.abandon(peer)
         return self.welcome
@@ -275,7 +279,7 @@ class Service:
                     trajectories=1,
                     tokens=tokens,
                     turns=record.turns,
-                    seconds=trajectory.timing.get("total_s", 0.0),
+                    seconds=min(trajectory.timing.get("total_s", 0.0), LONGEST_S),
                     successes=int(trajectory.success),
                 ),
             )

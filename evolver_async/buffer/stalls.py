@@ -8,14 +8,13 @@ from collections.abc import Iterable
 
 import msgspec
 
-from evolver_async.buffer.activity import Activity
+from evolver_async.buffer.activity import GONE_S, Activity
 from evolver_async.buffer.leases import Leases
 from evolver_async.buffer.replay import Replay
 
 REPEAT_S = 60.0
 WAITS = {"sample": "waits for fresh data: "}
 PARKED_S = 6.0  # a parked LEASE may speak of weights that its sender has replaced since
-GONE_S = 3600.0  # an actor may leave by disappearing; after this it is not missed any more
 
 
 class Stall(msgspec.Struct, frozen=True):
@@ -49,11 +48,14 @@ def find(
 
 def _actors(leases: Leases, activity: Activity, now: float, warn_s: float) -> Iterable[Stall]:
     silent = set()
+    groups: dict[str, list[str]] = {}
+    for lease in leases:
+        groups.setdefault(lease.peer, []).append(f"group {lease.group_id}")
     for name in sorted(activity.actors):
         peer = activity.peers[name]
         if not peer.left and warn_s < now - peer.seen < GONE_S:
             silent.add(name)
-            held = [f"group {lease.group_id}" for lease in leases if lease.peer == name]
+            held = groups.get(name, [])
             what = f"not heard; holds {', '.join(held) or 'no group any more'}"
             if peer.doing is not None:
                 what += f"; {now - peer.doing[1]:.0f} s ago {peer.doing[0]}"

@@ -1,5 +1,7 @@
 """What the buffer says about itself: why somebody waits, the STATUS reply, the counters."""
 
+from collections import Counter
+
 import msgspec
 
 from evolver_async.buffer.activity import Activity
@@ -12,7 +14,9 @@ from evolver_async.buffer.ledger import CLOSED, DOOR, Amount
 from evolver_async.buffer.stalls import Stalls
 from evolver_async.buffer.state import State
 
-GROUPS_SHOWN = 32
+SHOWN = 32  # groups, evaluations and environments
+PEERS_SHOWN = 256  # also stalls and quarantined tasks; the newest heard
+TEXT_CHARS = 500
 
 
 class Status:
@@ -101,16 +105,21 @@ class Status:
         vacant = sorted(self.leases.vacant.get(held.group_id, ()))
         if vacant:
             parts.append(f"members {vacant} to be granted again")
-        return f"group {held.group_id}: {', '.join(parts)}"
+        return f"group {held.group_id}: {', '.join(parts)}"[:TEXT_CHARS]
 
     def full(self, now: float) -> dict[str, object]:
-        """The STATUS reply: plain nested values."""
+        """The STATUS reply: plain nested values, bounded whatever arrives."""
         replay, at = self.state.replay, self.state.replay.at
         opened = sorted(replay.by_state["open"].values(), key=lambda held: held.group_id)
+        heard = reversed(self.activity.peers.items())  # the last heard first
+        actors = [name for name, _ in heard if name in self.activity.actors][:PEERS_SHOWN]
+        waiting = [name for name, peer in reversed(self.activity.peers.items()) if peer.waits]
+        leases = Counter(lease.peer for lease in self.leases)
+        quarantined = self.state.tasks.cursor.quarantined
         return {
             "stalled": [
-                {"who": stall.who, "what": stall.what, "for_s": stall.for_s}
-                for stall in self.stalls.find(now)
+                {"who": stall.who, "what": stall.what[:TEXT_CHARS], "for_s": stall.for_s}
+                for stall in self.stalls.find(now)[:PEERS_SHOWN]
             ],
             "failures": self.failures.report(now),
             "stage": at.stage,
@@ -136,22 +145,25 @@ class Status:
                 **self._generated(),
             },
             "censoring": self.censoring.report(),
-            "actors": {name: self._peer(name, now) for name in sorted(self.activity.actors)},
+            "actors": {name: self._peer(name, leases[name], now) for name in sorted(actors)},
+            "actors_not_shown": len(self.activity.actors) - len(actors),
             "learner": self.activity.learner_waits(now),
             "waiting": {
                 name: {
                     request: {"reason": reason, "for_s": now - since}
                     for request, (reason, since) in peer.waits.items()
                 }
-                for name, peer in sorted(self.activity.peers.items())
-                if peer.waits
+                for name in sorted(waiting[:PEERS_SHOWN])
+                for peer in [self.activity.peers[name]]
             },
-            "open": [self.group(held, now) for held in opened[:GROUPS_SHOWN]],
+            "open": [self.group(held, now) for held in opened[:SHOWN]],
             "evaluations": [
                 f"{e.weights}: {e.arrived} of {e.episodes} episodes, {e.granted} granted"
-                for e in self.state.evaluations.running
+                for e in self.state.evaluations.running[:SHOWN]
             ],
-            "quarantined": dict(self.state.tasks.cursor.quarantined),
+            "quarantined": {
+                name[:TEXT_CHARS]: quarantined[name] for name in list(quarantined)[-PEERS_SHOWN:]
+            },
             "questioning": self._questioning(),
             "journal": {
                 "bytes": self.journal.size,
@@ -232,13 +244,13 @@ class Status:
         opened = list(replay.by_state["open"].values())
         return self.group(opened[0], now) if opened else self.activity.learner_waits(now)
 
-    def _peer(self, name: str, now: float) -> dict[str, float]:
+    def _peer(self, name: str, leases: int, now: float) -> dict[str, float]:
         trajectories, tokens = self.activity.peers[name].rates(now)
         return {
             "trajectories_per_s": trajectories,
             "tokens_per_s": tokens,
             "seen_s_ago": now - self.activity.peers[name].seen,
-            "leases": sum(lease.peer == name for lease in self.leases),
+            "leases": leases,
         }
 
 

@@ -1,11 +1,13 @@
-"""`doctor`: what a recipe needs, and what this machine has; nothing is started."""
+"""`doctor` and `config`: what a recipe needs and what it would run; nothing is started."""
 
 import argparse
 from pathlib import Path
 
 from evolver_async.config.check import ConfigError
-from evolver_async.config.load import load
+from evolver_async.config.load import load, to_yaml
+from evolver_async.config.secrets import mask
 from evolver_async.study import doctor
+from evolver_async.study.plan import plan
 
 
 def examine(args: argparse.Namespace) -> int:
@@ -17,3 +19,14 @@ def examine(args: argparse.Namespace) -> int:
         raise ConfigError("doctor needs a recipe (configs/….yaml) before its changes")
     config = load(recipe, dotlist)
     return 0 if doctor.recipe_examined(doctor.screen(), config, recipe, dotlist) else 1
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print the resolved recipe as YAML, and in comments what it would run."""
+    if not args.positional or "=" in args.positional[0]:
+        raise ConfigError("config needs a recipe (configs/….yaml) before its changes")
+    config = load(Path(args.positional[0]), args.positional[1:])
+    print(mask(to_yaml(config)), end="")
+    for line in plan(config):
+        print(f"# {mask(line)}")
+    return 0

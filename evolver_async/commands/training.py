@@ -3,13 +3,15 @@
 import argparse
 import contextlib
 import logging
+import signal
+import sys
 from pathlib import Path
 
 from evolver_async.commands.checked import run_directory, user_mistakes
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch import directory, forking, roles
-from evolver_async.study import watch
+from evolver_async.study import runs, watch
 
 
 def train(args: argparse.Namespace) -> int:
@@ -39,4 +41,18 @@ def train(args: argparse.Namespace) -> int:
         print(run_dir, flush=True)
         held.enter_context(watch.shown(run_dir, config, config.metrics.panel))
         roles.set_up_logging(run_dir / "logs" / "launcher.log", logging.WARNING)
-        return roles.resolve(f"evolver_async.launch.{config.launch.kind}:run")(config, run_dir)
+        runs.begin(run_dir)
+        reason = ""
+        try:
+            code = roles.resolve(f"evolver_async.launch.{config.launch.kind}:run")(config, run_dir)
+        except roles.TrainingError as error:
+            code, reason = roles.TRAINING_ERROR, str(error)
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
+        except Exception as error:
+            runs.end(run_dir, 1, f"{type(error).__name__}: {error}")
+            raise
+        ending = runs.end(run_dir, code, reason)
+    stream = sys.stderr if ending.state == "failed" else sys.stdout
+    print("\n".join(runs.last_words(run_dir, ending)), file=stream, flush=True)
+    return code

@@ -1,9 +1,10 @@
-"""`watch` and `status`: what a run is doing."""
+"""`watch`, `status` and `runs`: what runs are doing."""
 
 import argparse
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 
 from evolver_async.commands.checked import run_directory
@@ -11,7 +12,9 @@ from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch.directory import address_of
 from evolver_async.launch.roles import keys_of
-from evolver_async.study.watch import ask, longest_stall, watch
+from evolver_async.study.runs import listed
+from evolver_async.study.standing import lines
+from evolver_async.study.watch import ask, watch
 from evolver_async.transport import Rejected
 
 
@@ -23,7 +26,7 @@ def watch_run(args: argparse.Namespace) -> int:
 
 
 def status(args: argparse.Namespace) -> int:
-    """Print the buffer's STATUS as JSON."""
+    """Print the buffer's STATUS, in short or as JSON."""
     address, keys = args.where, args.keys
     if "://" not in address:
         run_dir = run_directory(Path(address))
@@ -35,7 +38,22 @@ def status(args: argparse.Namespace) -> int:
     except TimeoutError:
         print(f"evolver-async: nobody answers at {address}", file=sys.stderr)
         return 1
-    print(json.dumps(said, indent=2))
-    if said["stalled"]:
-        print(longest_stall(said), file=sys.stderr)
+    print(json.dumps(said, indent=2) if args.json else "\n".join(lines(said)))
+    return 0
+
+
+def list_runs(args: argparse.Namespace) -> int:
+    """Print the runs of a directory, a line each, the newest last."""
+    if not args.directory.is_dir():
+        raise ConfigError(f"{args.directory}: is not a directory")
+    runs = listed(args.directory)
+    width = max((len(run["name"]) for run in runs), default=0)
+    for run in runs:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["time"]))
+        success = "–" if run["success"] is None else f"{run['success']:.3f}"
+        print(
+            f"{run['name']:{width}}  {run['state']:8}  step {run['step']:6}  {success:>5}  {when}"
+        )
+    if not runs:
+        print(f"no runs in {args.directory}")
     return 0

@@ -6,7 +6,7 @@ plain-dict form at the end of this file is what travels inside WELCOME.
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -169,6 +169,11 @@ def dump(config: Config, path: Path) -> None:
     OmegaConf.save(OmegaConf.structured(config), path)
 
 
+def to_yaml(config: Config) -> str:
+    """The whole configuration as YAML; variables of the environment stay references."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
 def to_dict(config: Config) -> dict[str, Any]:
     """The configuration as plain values; infinities, which the wire refuses, become their name."""
     return _named_infinities(asdict(config))
@@ -307,15 +312,33 @@ def _refuse_unknown(tree: Any, kind: type, where: str) -> None:
     types = get_type_hints(kind)
     for name, value in tree.items():
         if name not in types:
-            close = difflib.get_close_matches(str(name), types, n=1)
-            hint = f", did you mean {where}{close[0]}?" if close else ""
-            raise ConfigError(f"{where}{name}: unknown key{hint}")
+            raise ConfigError(f"{where}{name}: unknown key{_hint(str(name), types, where)}")
         if is_dataclass(types[name]):
             _refuse_unknown(value, types[name], f"{where}{name}.")
         item = next(iter(get_args(types[name])), None)
         if isinstance(item, type) and is_dataclass(item) and isinstance(value, list | ListConfig):
             for index, part in enumerate(value):
                 _refuse_unknown(part, item, f"{where}{name}[{index}].")
+
+
+def _hint(name: str, siblings: Iterable[str], where: str) -> str:
+    """What was probably meant: a sibling, or keys of that name anywhere."""
+    close = [f"{where}{one}" for one in difflib.get_close_matches(name, siblings, n=1)]
+    leaves = {key: key.rpartition(".")[2] for key in _leaves(Config, "")}
+    exact = [key for key, leaf in leaves.items() if leaf == name]
+    if exact or not close:
+        near = difflib.get_close_matches(name, leaves.values(), n=1)
+        close = exact or [key for key, leaf in leaves.items() if leaf in near]
+    return f", did you mean {' or '.join(close[:3])}?" if close else ""
+
+
+def _leaves(kind: type, prefix: str) -> Iterator[str]:
+    for name, part in get_type_hints(kind).items():
+        if is_dataclass(part):
+            assert isinstance(part, type)
+            yield from _leaves(part, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def _to_config(resolved: DictConfig) -> Config:

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from invariants import Story, story_of
+from invariants import Story, story_of, told
 from launches import Launch, wait_for
 from safetensors.torch import load_file
 
+from evolver_async import history
+from evolver_async.buffer import records
+from evolver_async.buffer.position import Position
 from evolver_async.checkpoint import valid
 from evolver_async.transport import Rejected
 
@@ -103,6 +106,89 @@ def check_updates(run_dir: Path, told: Story) -> None:
     updates = {int(tensor) for name, tensor in adam.items() if name.startswith("step/")}
     trained = {number for takes in told.trained.values() for number in takes if number < take}
     assert updates == {len(trained)}, f"{updates} updates after {len(trained)} takes"
+
+
+class Repeats:
+    """The takes that a journal says were repeated, by lineage; AssertionError for one that has
+    other groups than before without a recorded reason."""
+
+    def __init__(self, directory: Path) -> None:
+        self.lineage = 0
+        self.groups: dict[int, list[int]] = {}  # by take of the present line, and to be repeated
+        self.by: dict[int, list[int]] = {}  # the lineages that took these groups
+        self.undone: set[int] = set()
+        self.compared: list[tuple[int, int, int]] = []  # take, earlier lineage, later lineage
+        self.let_go: dict[str, int] = {}  # takes that were not repeated, by reason
+        for index, record in enumerate(told(directory)):
+            if isinstance(record, records.Snapshot) and index == 0:
+                self._begin(record.position)
+            self._follow(record)
+
+    def _begin(self, at: Position) -> None:
+        self.lineage = at.lineage
+        for number, taken in at.takes.items():
+            self.groups[number], self.by[number] = taken.groups, [taken.lineage]
+            if taken.lineage != at.lineage and number >= at.next_take:
+                self.undone.add(number)
+
+    def _follow(self, record: records.AnyRecord) -> None:
+        match record:
+            case records.Resumed():
+                self.lineage = record.lineage
+                self.undone = {take for take in self.groups if take >= record.take}
+                if record.discard:
+                    self._forget(self.undone)
+            case records.LetGo():
+                gone = {take for take in self.undone if take >= record.take}
+                self.let_go[record.reason] = self.let_go.get(record.reason, 0) + len(gone)
+                self._forget(gone)
+            case records.Taken() if record.take in self.undone:
+                before = self.groups[record.take]
+                words = f"take {record.take} of lineage {self.lineage} has groups {record.groups}"
+                assert record.groups == before, f"{words}, not {before} as before"
+                self.undone.discard(record.take)
+                earlier = self.by[record.take]
+                self.compared += [(record.take, one, self.lineage) for one in earlier]
+                earlier.append(self.lineage)
+            case records.Taken():
+                self.groups[record.take], self.by[record.take] = record.groups, [self.lineage]
+
+    def _forget(self, takes: set[int]) -> None:
+        self.groups = {take: ids for take, ids in self.groups.items() if take not in takes}
+        self.undone = self.undone - takes
+
+
+def check_repeats(run_dir: Path) -> int:
+    """Every repeated take had the same groups in order, and trained bitwise the same.
+
+    Compares loss and gradient norm of the rows, and weights and optimizer where two lineages have a
+    checkpoint of the step. Returns how many pairs of rows were compared; a row is missing where the
+    learner died before it was written. AssertionError names take and lineages.
+    """
+    repeats = Repeats(run_dir / "journal")
+    rows = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):  # a killed learner's last line
+            row = json.loads(line)
+            if "stage_kind" in row:
+                rows[int(row["lineage"]), row["step"]] = row
+    saved = {}
+    for path, manifest in valid(run_dir / "checkpoints"):
+        files = {n: f.sha256 for n, f in manifest.files.items() if n.endswith(".safetensors")}
+        saved[history.numbers(path)["lineage"], manifest.step] = files
+    compared = 0
+    for take, earlier, later in repeats.compared:
+        words = f"take {take} of lineages {earlier} and {later}"
+        pair = [rows.get((lineage, take + 1)) for lineage in (earlier, later)]
+        if pair[0] and pair[1]:
+            compared += 1
+            for name in ("loss/policy", "loss/grad_norm", "version"):
+                first, second = (row.get(name) for row in pair if row)
+                assert first == second, f"{words}: {name} {first!r} and {second!r}"
+        files = [saved.get((lineage, take + 1)) for lineage in (earlier, later)]
+        assert None in files or files[0] == files[1], f"{words}: checkpoints {files}"
+    print(f"{run_dir.name}: {compared} repeated takes compared, not repeated: {repeats.let_go}")
+    return compared
 
 
 def wait_until(seconds: float, due: float) -> None:

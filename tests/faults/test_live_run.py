@@ -42,7 +42,8 @@ def start() -> Iterator[Callable[..., Launch]]:
 def live(tmp_path_factory: pytest.TempPathFactory, start: Callable[..., Launch]) -> Launch:
     """The run that everything happens to."""
     directory = tmp_path_factory.mktemp("live")
-    run = start(directory / "live", fire.write_recipe(directory), "run.name=live")
+    recipe, anchor = fire.write_recipe(directory), "correction.anchor=interpolate"
+    run = start(directory / "live", recipe, "run.name=live", anchor)
     run.wait_for_steps(2)
     return run
 
@@ -335,6 +336,10 @@ def test_29_sigterm_leaves_a_checkpoint_of_the_last_step_and_nothing_else(
     assert step == max(told.settled) + 1, "every take that was reported is in it"
     assert told.next_take - step <= 1, "at most the one that its learner did not wait for any more"
     fire.check_updates(live.run_dir, told)
+
+
+def test_3_every_repeated_take_trained_bitwise_the_same(ends: dict[str, Any], live: Launch) -> None:
+    assert ends["terminated"] and fire.check_repeats(live.run_dir) >= 1
 
 
 def run_log(run: Launch) -> str:

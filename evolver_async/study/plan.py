@@ -1,0 +1,44 @@
+"""What a configuration would run, in words: processes, stages, steps, and where weights go."""
+
+from evolver_async.config import Config
+from evolver_async.config.channels import channel
+
+
+def plan(config: Config) -> list[str]:
+    """One line a subject."""
+    learner, eval_ = config.learner, config.eval
+    steps = [stage.steps for stage in config.stages]
+    total = str(sum(steps)) if all(steps) else "as many as its stages' limits allow"
+    said = [f"processes: {_processes(config)}"]
+    for index, stage in enumerate(config.stages):
+        limits = {
+            "steps": stage.steps,
+            "tokens": stage.tokens,
+            "hours": stage.hours,
+            "eval success": stage.until_success,
+        }
+        until = " or ".join(f"{value:g} {name}" for name, value in limits.items() if value)
+        said.append(f"stage {index}: {stage.kind}, until {until}")
+    size = config.rollout.group_size
+    return [
+        *said,
+        f"steps: {total}, each of {learner.groups_per_step} groups (of {size} in rl stages)",
+        f"weights: {channel(config)} by {config.weights.address or config.weights.dir}",
+        f"evaluations: every {eval_.every} versions over {eval_.episodes} episodes, at the end"
+        f" {eval_.final_episodes or eval_.episodes}",
+        f"checkpoints: every {config.checkpoint.every} steps",
+        f"W&B: {config.metrics.wandb}",
+        f"run directory: {config.run.dir}/{config.run.name or '<recipe>-<time>'}",
+    ]
+
+
+def _processes(config: Config) -> str:
+    if config.launch.kind == "serial":
+        return f"1, with {config.actors.count} actors in one loop under a virtual clock"
+    parts = ["a launcher", "a buffer"]
+    if config.experience.kind != "none":
+        parts.append("an experience service")
+    ranks = config.learner.ranks
+    parts.append("a learner" if ranks == 1 else f"a learner of {ranks} ranks")
+    count, engine = config.actors.count, config.engine.kind
+    return f"{', '.join(parts)}, {count} actor{'s' * (count != 1)} ({engine} engine)"

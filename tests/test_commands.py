@@ -1,0 +1,131 @@
+"""The commands about recipes and runs: what they list, print, guess and say at the end."""
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from evolver_async.checkpoint import save
+from evolver_async.cli import main
+from evolver_async.config import Config, Stage
+from evolver_async.config.load import dump, load
+from evolver_async.launch.directory import locked
+from evolver_async.study import runs
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("stages: [{kind: rl, steps: 5}]\n")
+    return path
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run directory as an earlier launch leaves it, without checkpoints."""
+    path = tmp_path / "runs" / "earlier"
+    path.mkdir(parents=True)
+    dump(Config(stages=[Stage(steps=5)]), path / "config.yaml")
+    (path / "lock").touch()
+    return path
+
+
+def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"evolver-async {version('evolver_async')}\n"
+
+
+def test_help_lists_what_people_use_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["actor", "--help"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+    said = capsys.readouterr().out
+    for name in ("train", "status", "runs", "config", "wandb", "--connect", "--keys"):
+        assert name in said
+    for name in ("prepare", "launcher", "learner  ", "--incarnation", "--parent", "--meeting"):
+        assert name not in said
+
+
+@pytest.mark.parametrize(("given", "meant"), [("trian", "train"), ("stauts", "status")])
+def test_a_misspelled_command_is_guessed(
+    given: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([given])
+    assert f"{given}: unknown command, did you mean {meant}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("group_size", "rollout.group_size"),
+        ("grup_size", "rollout.group_size"),
+        ("actors.group_size", "rollout.group_size"),
+        ("learner.lrr", "learner.lr"),
+        ("lr", "critic.lr or learner.lr"),
+    ],
+)
+def test_a_key_without_its_section_is_guessed(
+    recipe: Path, given: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", str(recipe), f"{given}=8"]) == 2
+    said = capsys.readouterr().err
+    assert said == f"evolver-async: {given}: unknown key, did you mean {meant}?\n"
+
+
+def test_config_prints_what_would_run(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ["actors.count=3", "learner.ranks=2", f"run.dir={tmp_path}/runs", "env.name=bandit"]
+    assert main(["config", str(recipe), *changes]) == 0
+    out = capsys.readouterr().out
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(out)
+    assert load(resolved) == load(recipe, changes), "what is printed is a recipe itself"
+    for part in ("a learner of 2 ranks, 3 actors", "stage 0: rl, until 5 steps", "# steps: 5,"):
+        assert part in out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_runs_are_listed_with_how_they_ended(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"lineage": 1, "step": 3, "eval/success": 0.5, "eval/episodes": 8}
+    (run_dir / "metrics.jsonl").write_text(f"{json.dumps(row)}\n")
+    for code, state in ((None, "killed"), (0, "finished"), (130, "stopped"), (3, "failed")):
+        if code is not None:
+            runs.end(run_dir, code, "it fell apart")
+        assert main(["runs", str(run_dir.parent)]) == 0
+        assert capsys.readouterr().out.split()[:5] == ["earlier", state, "step", "3", "0.500"]
+    with locked(run_dir):
+        assert main(["runs", str(run_dir.parent)]) == 0
+        assert "running" in capsys.readouterr().out
+    assert main(["runs", str(run_dir / "nowhere")]) == 2
+    assert "is not a directory" in capsys.readouterr().err
+
+
+def test_the_last_lines_say_how_it_ended_and_what_comes_next(run_dir: Path) -> None:
+    rows = [
+        {"lineage": 1, "step": step, "eval/success": success, "eval/episodes": 8}
+        for step, success in ((2, 0.75), (5, 0.5))
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    newest = save(run_dir / "checkpoints", 5, lambda path: None, run_id="earlier", keep=2)
+    said = runs.last_words(run_dir, runs.end(run_dir, 0))
+    assert said[0] == "finished at step 5, eval success 0.500 (best 0.750 at step 2)"
+    assert said[1] == f"checkpoint: {newest}"
+    assert f"evolver-async export {run_dir} OUT" in said[-1]
+    assert any("stages.0.steps=10" in line for line in said)
+    said = runs.last_words(run_dir, runs.end(run_dir, 130))
+    assert said[0].startswith("stopped at step 5")
+    assert said[-1] == f"go on: evolver-async train --resume {run_dir}"
+    (run_dir / "logs").mkdir()
+    lines = "12:00 ERROR launch: actor-0 cannot go on: no tokenizer\n12:01 INFO launch: ended\n"
+    (run_dir / "logs" / "launcher.log").write_text(lines)
+    said = runs.last_words(run_dir, runs.end(run_dir, 2))
+    assert said[0].startswith("failed with exit code 2") and said[0].endswith("no tokenizer")
+    assert said[1] == f"logs: {run_dir}/logs"
+    assert said[-1] == f"go on: evolver-async train --resume {run_dir}"
