@@ -11,6 +11,7 @@ Shapes: `T` tokens of a packed row, `S` sequences, `B` rows, `H` heads, `D` head
 import inspect
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +131,8 @@ def _flash(
     window: int | None,
 ) -> Tensor:
     starts, longest = borders.starts_S1, borders.longest
-    shared, told = query_THD.shape[1] // key_THD.shape[1], {}
+    shared = query_THD.shape[1] // key_THD.shape[1]
+    told: dict[str, Any] = {}
     if GQA in inspect.signature(varlen_attn).parameters:
         told = {GQA: shared > 1}
     elif shared > 1:
