@@ -12,7 +12,7 @@ from actors.envs.base import Info, Step
 from evolver_async.schema import Task
 
 DIRECTORY = "BROKEN_DIRECTORY"  # the environment variable that says where that is written down
-LIMIT_S = 2.0  # of a step, and of an episode: a hang is a failure when this is over
+LIMIT_S = 5.0  # of a step, and of an episode: a hang is a failure when this is over
 
 
 def happened(name: str, in_s: float = 0.0) -> None:
