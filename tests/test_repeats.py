@@ -236,7 +236,7 @@ def test_a_journal_that_was_cut_after_a_whole_commit_is_refused(
     segment.write_bytes(whole[: refused[-1]])
     run.world.open()
     with pytest.raises(
-        CheckpointError, match=r"000\d+-step-4: .*take 4, all up to take 4 is missing"
+        CheckpointError, match=r"000\d+-step-5: .*take 4, all up to take 4 is missing"
     ):
         run.train()
     assert segment.read_bytes() == whole[: refused[-1]], "nothing was written behind the gap"
