@@ -25,6 +25,8 @@ class Moody(Bandit):
     It stands still in the actor's own loop, while the sockets' threads go on.
     """
 
+    blocking = False
+
     def __init__(self, *, directory: str) -> None:
         super().__init__()
         self.directory = Path(directory)
