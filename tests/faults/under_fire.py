@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 from invariants import Place, Story, check_run
 from launches import Launch
-from live import check_ledger, check_updates, status, stopped, write_recipe
+from live import check_ledger, check_repeats, check_updates, status, stopped, write_recipe
 
 LAUNCHER = "launcher"
 ROLES = ("buffer", "experience", "learner", "actor-0", "actor-1")
@@ -135,6 +135,7 @@ class RunUnderFire:
         acked = read_acks(self.acks)
         story = check_run(self.run_dir, acked)
         check_updates(self.run_dir, story)
+        check_repeats(self.run_dir)
         uses = sum(map(len, story.trained.values()))
         print(
             f"{self.run_dir.name}: {story.lineage} lineages, {story.next_take} takes,"
