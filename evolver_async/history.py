@@ -32,9 +32,11 @@ class Evaluation(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def numbers(path: Path) -> dict[str, Any]:
-    """The learner's numbers in a checkpoint, empty where it holds none."""
-    file = path / STATE
-    return json.loads(file.read_text()) if file.is_file() else {}
+    """The learner's numbers in a checkpoint, empty where there are none or they are damaged."""
+    try:
+        return json.loads((path / STATE).read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 def note(path: Path, evaluation: Evaluation) -> None:

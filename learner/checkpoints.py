@@ -5,6 +5,7 @@ Kept are the newest, from which a crash is resumed, and besides what `config.Che
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from evolver_async import checkpoint, history
 from evolver_async.config import Config
@@ -100,18 +101,20 @@ class Checkpoints:
 
     def _of_versions(self, versions: set[int]) -> list[Path]:
         """Those of the present line whose policy is of one of these versions."""
-        found = [path for path, _ in checkpoint.resumable(self.directory)]
-        return [path for path in found if history.numbers(path)["version"] in versions]
+        return [path for path, numbers in self._line() if numbers["version"] in versions]
 
     def _unsuspected(self, stage: int) -> list[Path]:
         """Those of the present line and of a stage that no alarm suspected, oldest first."""
-        found = [path for path, _ in checkpoint.resumable(self.directory)]
-        numbers = [(path, history.numbers(path)) for path in found]
         return [
             path
-            for path, state in numbers
-            if state["stage"] == stage and not any(state["watched"]["suspicious"].values())
+            for path, numbers in self._line()
+            if numbers["stage"] == stage and not any(numbers["watched"]["suspicious"].values())
         ]
+
+    def _line(self) -> list[tuple[Path, dict[str, Any]]]:
+        """Those of the present line, oldest first, each with the learner's numbers."""
+        found = [path for path, _ in checkpoint.resumable(self.directory)]
+        return [(path, numbers) for path in found if (numbers := history.numbers(path))]
 
     def _seen(self, paths: list[Path], take: int) -> list[Path]:
         """Of these the ones whose policy had sampled what was trained before `take`."""

@@ -55,7 +55,10 @@ class Guard:
         """Raise TrainingError, with the reason, where no further rollback is allowed."""
         reasons = "; ".join(map(str, begun))
         if state.rollbacks >= stage.safety.rollbacks:
-            raise TrainingError(f"{reasons}, after {state.rollbacks} rollbacks of the stage")
+            raise TrainingError(
+                f"{reasons}; after {state.rollbacks} rollbacks of the stage; to go on:"
+                f" train --resume {self.run_dir} --step best, with other settings"
+            )
         changes = f"learner.lr times {stage.safety.rollback_lr:g}"
         if stage.safety.rollback:
             changes += f" and {stage.safety.rollback}"

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_resume import Run, Ticket, Trajectory, episode
+from test_resume import Killed, Run, Ticket, Trajectory, episode
 
 from evolver_async import cli, messages
 from evolver_async.checkpoint import valid
@@ -308,6 +309,88 @@ def test_a_pause_ends_a_serial_run_until_it_is_told_to_go_on(
         assert sorted(run.trained) == list(range(10))
         assert cli.main(["unpause", str(run.run_dir)]) == 2  # is not paused
     assert "is not paused" in capsys.readouterr().err
+
+
+# ---- rollbacks
+
+
+def until_rolled_back(run: Run, times: int) -> None:
+    """Groups are trapped as above until the learner has gone back so often, then never more."""
+
+    def made(ticket: Ticket, member: int) -> Trajectory:
+        gone_back = sum(discard for _, discard in resumed_at(run))
+        return trapped(ticket, member) if gone_back < times else episode(ticket, member)
+
+    run.episode = made
+
+
+@contextlib.contextmanager
+def rolling_back(tmp_path: Path, **safety: object) -> Iterator[Run]:
+    with run_with(tmp_path, "rollback") as run:
+        run.config.checkpoint = Checkpoint(every=2, keep=2, keep_best=0)
+        run.config.safety = replace(run.config.safety, **safety)  # pyright: ignore[reportArgumentType]
+        yield run
+
+
+def resumed_at(run: Run) -> list[tuple[int, bool]]:
+    found = [one for one in run.asked if isinstance(one, messages.Resume)]
+    return [(one.take, one.discard) for one in found]
+
+
+def test_a_rollback_goes_on_from_before_the_suspicion_with_a_smaller_learning_rate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rolling_back(tmp_path, rollback_lr=0.25, rollback={"loss": {"entropy_coef": 0.5}}) as run:
+        until_rolled_back(run, 1)
+        assert run.train() == 0
+        assert resumed_at(run) == [(0, False), (0, True)], "later ones were not seen to act"
+        rows = run.all_rows()
+        rates = [row["learner/lr"] for row in rows]
+        assert len(rows) == 5 + 10
+        assert rates[5:10] == pytest.approx([0.25 * rate for rate in rates[:5]])
+        assert [row["safety/rollbacks"] for row in rows[4:6]] == [0, 1]
+        groups = [group for take in run.trained.values() for group in take]
+        assert sorted(run.trained) == list(range(10)) and min(groups) >= 5 * 3, "all are fresh"
+        ledger = run.world.service.status(run.world.now)["ledger"]
+    assert "rolled_back" in str(ledger)
+    said = [r.message for r in caplog.records if "rollback 1 of 3" in r.message]
+    assert len(said) == 1 and "'entropy_coef': 0.5" in said[0]
+
+
+def test_rollbacks_that_do_not_help_end_the_run_with_the_reason(tmp_path: Path) -> None:
+    with rolling_back(tmp_path, rollbacks=2) as run:
+        with pytest.raises(TrainingError, match=r"zero_variance: .* after 2 rollbacks .* --step"):
+            run.train()
+        assert [take for take, _ in resumed_at(run)] == [0, 0, 0]
+        with pytest.raises(TrainingError, match="after 2 rollbacks"):
+            run.train()  # a restart is no third one
+
+
+@pytest.mark.parametrize("killed", ["go_back", "begin"])
+def test_a_learner_killed_while_it_rolls_back_does_it_alike(tmp_path: Path, killed: str) -> None:
+    def kill(learner) -> None:
+        owner = learner.checkpoints if killed == "go_back" else learner
+        original, calls = getattr(owner, killed), []
+
+        def last_call(*arguments: object) -> None:
+            original(*arguments)
+            calls.append(1)
+            if killed == "go_back" or len(calls) == 2:
+                raise Killed(killed)
+
+        setattr(owner, killed, last_call)
+
+    with rolling_back(tmp_path / "whole") as whole, rolling_back(tmp_path / "killed") as broken:
+        for run in (whole, broken):
+            until_rolled_back(run, 1)
+        assert whole.train() == 0
+        with pytest.raises(Killed):
+            broken.train(kill)
+        broken.world.kill()
+        assert broken.train() == 0
+        (numbers, tensors), (numbers_then, tensors_then) = broken.newest(), whole.newest()
+    assert numbers == numbers_then and numbers["rollbacks"] == 1 and not numbers["discard"]
+    assert [name for name in tensors if not torch.equal(tensors[name], tensors_then[name])] == []
 
 
 def until(condition, what: str) -> None:

@@ -189,7 +189,9 @@ def test_a_run_that_has_begun_keeps_what_made_its_data(
 
 def test_a_finished_run_is_not_resumed(refused: Refused, run_dir: Path) -> None:
     def write(directory: Path) -> None:
-        (directory / "state.json").write_text(json.dumps({"stage": 1, "pending": []}))
+        state = {"stage": 0, "stage_take": 0, "take": 5, "stage_tokens": 9, "stage_seconds": 1.0}
+        state |= {"eval_success": -1.0, "finished": True, "pending": []}
+        (directory / "state.json").write_text(json.dumps(state))
 
     save(run_dir / "checkpoints", 1, write, run_id="earlier", keep=2)
     assert refused("train", "--resume", run_dir).startswith(f"{run_dir}: is finished")

@@ -125,6 +125,9 @@ def test_an_argument_about_a_stage_leaves_references_in_it(monkeypatch) -> None:
         ("stages.0.steps=x", "stages[0].steps: "),
         ("stages.4.steps=3", "stages.4.steps: there is no stage 4"),
         ("stages=[3]", "stages[0]: must be a mapping"),
+        ("stages+={stps: 4}", "stages+.stps: unknown key, did you mean stages+.steps?"),
+        ("stages+=3", "stages+: must be a mapping"),
+        ("stages+={kind: rl}", "stages[1]: has no limit"),
         ("learner.betas=[a,b]", "learner.betas[0]: "),
         ("learner.lr=[1", "learner.lr: cannot read"),
         ("lr", "'lr': arguments are written section.key=value"),
@@ -442,6 +445,54 @@ def test_a_stage_with_another_kind_of_correction_has_the_bounds_of_that_kind() -
 def test_a_weights_directory_that_cannot_be_written_is_named() -> None:
     with pytest.raises(ConfigError, match=r"weights\.dir: /proc cannot be written to"):
         check_paths(load(None, [STEPS, "weights.dir=/proc"]))
+
+
+def test_a_stage_can_be_appended() -> None:
+    config = load(None, [STEPS, "stages+={kind: sft, steps: 4}", "stages.1.expert_fraction=0.5"])
+    assert [(stage.kind, stage.steps) for stage in config.stages] == [("rl", 10), ("sft", 4)]
+    assert config.stages[1].expert_fraction == 0.5
+
+
+ROLLBACK = "safety.action=rollback"
+
+
+def test_a_rollback_changes_the_stage_and_lowers_its_learning_rate_every_time() -> None:
+    change = "safety.rollback={selection: {kind: spread}, learner: {lr: 4e-4}}"
+    config = load(None, [STEPS, ROLLBACK, change, "stages.0.override={loss: {kl_coef: 0.1}}"])
+    stages = [stage_config(config, 0, rollbacks) for rollbacks in range(3)]
+    assert [stage.selection.kind for stage in stages] == ["all", "spread", "spread"]
+    assert [stage.learner.lr for stage in stages] == pytest.approx([5e-4, 2e-4, 1e-4])
+    assert {stage.loss.kl_coef for stage in stages} == {0.1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["safety.rollback={loss: {kl_coef: 1}}"], "safety.rollback: safety.action=warn never"),
+        ([ROLLBACK, "safety.rollback={rollout: {max_turns: 3}}"], "safety.rollback: rollout: must"),
+        (
+            [ROLLBACK, "safety.rollback={loss: {kl_cof: 1}}"],
+            "safety.rollback: loss.kl_cof: unknown",
+        ),
+        (
+            [ROLLBACK, "safety.rollback={learner: {groups_per_step: 3}}"],
+            "safety.rollback: learner.groups_per_step: belongs to the whole stage",
+        ),
+        (
+            [ROLLBACK, "safety.rollback={selection: {kind: dynamic}}"],
+            "safety.rollback: selection: dynamic",
+        ),
+        (
+            [ROLLBACK, "safety.rollback={learner: {minibatches: 99}}"],
+            "safety.rollback: learner.minibatches: must be at most",
+        ),
+        ([ROLLBACK, "safety.rollback_lr=0"], "safety.rollback_lr: must be greater than 0"),
+        ([ROLLBACK, "safety.rollbacks=0"], "safety.rollbacks: must be at least 1"),
+    ],
+)
+def test_what_a_rollback_cannot_change_is_named(arguments: list[str], message: str) -> None:
+    said = refusal(*arguments)
+    assert said.startswith(message), said
 
 
 def test_a_stage_may_override_what_would_be_impossible_elsewhere() -> None:

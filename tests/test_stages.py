@@ -10,6 +10,7 @@ from serial_runs import Finished, trainer
 
 from evolver_async.buffer import records
 from evolver_async.buffer.journal import Journal
+from evolver_async.config import Safety
 from evolver_async.launch.roles import TrainingError
 
 LAKE = """
@@ -24,6 +25,7 @@ eval: {every: 0, episodes: 8, final_episodes: 8}
 checkpoint: {every: 100}
 launch: {kind: serial}
 """
+SAFETY = Safety()
 BANDIT = """
 env: {name: bandit, params: {high_probability: 1.0}}
 policy: {max_length: 64, hidden_size: 32, layers: 1, heads: 2, intermediate_size: 64}
@@ -118,6 +120,26 @@ def test_preferences_are_learned_from_pairs_and_published_once(
     versions = of_stage(run, "dpo", "version")
     assert versions == 7 * [1.0] + [2.0]
     assert run.rows[-1]["eval/success"] > 0.9
+
+
+def test_a_run_that_loses_its_format_within_steps_is_saved_by_a_rollback(
+    bandit: Callable[..., Finished],
+) -> None:
+    run = bandit(
+        "lost",
+        "stages.1.steps=16",
+        "stages.1.override={learner: {lr: 0.3, warmup_steps: 0}}",
+        "safety={action: rollback, rollback_lr: 0.02}",
+        "eval.every=4",
+        "checkpoint.every=4",
+    )
+    rollbacks, errors = run.rl("safety/rollbacks"), run.rl("train/format_errors")
+    lost = rollbacks.count(0.0)
+    assert lost < SAFETY.warmup + SAFETY.patience + 2, "sooner than the other alarms can fire"
+    assert run.rl("alarm/format_errors")[lost - 1] == 1.0 and errors[lost - 1] > 0.9
+    evaluations = [row["eval/success"] for row in run.rows if "eval/success" in row]
+    assert min(evaluations) < evaluations[0], "it was lost"
+    assert evaluations[-1] >= evaluations[0] and errors[-1] < 0.1
 
 
 def test_a_mixture_reports_every_environment(bandit: Callable[..., Finished]) -> None:

@@ -218,6 +218,11 @@ def _check_learner(config: Config) -> None:
         "learner.decay_start",
         f"must be less than 1, is {learner.decay_start}",
     )
+    require(
+        not config.safety.rollback or config.safety.action == "rollback",
+        "safety.rollback",
+        f"safety.action={config.safety.action} never goes back: set it to rollback",
+    )
     if learner.ranks > 1:
         _check_ranks(config)
 

@@ -51,7 +51,13 @@ def warned(rows: Rows) -> float:
 DEAD_STEPS = 10  # without a single success: a collapse
 ALARMS = {
     f"alarm/{name}"
-    for name in ("reward_spread", "zero_variance", "entropy_low", "input_dependence")
+    for name in (
+        "reward_spread",
+        "zero_variance",
+        "entropy_low",
+        "input_dependence",
+        "format_errors",
+    )
 }
 
 
@@ -78,6 +84,7 @@ MARKS = (
     Mark("grpo_roc", 0.97),
     Mark("grpo_roc", 0.95, fewest_tool_errors),
     Mark("echo_trap", 1.0, warned, each=True),
+    Mark("echo_trap_rollback", 0.0, gained, each=True),
     Mark("echo_trap_starpo_s", 0.0, gained),
     Mark("imitation"),
     Mark("early_experience"),
