@@ -173,7 +173,6 @@ OVERRIDE = "stages.0.override."
     [
         "run.seed=9",
         "tasks.train=7",
-        "tasks.solved=0.5",
         "rollout.temperature=0.5",
         f"{OVERRIDE}rollout.temperature=0.5",
     ],
