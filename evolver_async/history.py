@@ -59,8 +59,12 @@ def best(found: Iterable[Found]) -> list[Path]:
 
     Only those asked the tasks of the newest evaluation: success on others says nothing about them.
     """
-    notes = [(path, manifest, evaluation_of(path)) for path, manifest in distinct(found)]
-    evaluated = [(path, note) for path, _, note in notes if note is not None]
+    listed = list(found)
+    notes = {path: note for path, _ in listed if (note := evaluation_of(path)) is not None}
+    # the note of a checkpoint is not beside a copy that a later start has made
+    evaluated = [
+        (path, notes[path]) for path, _ in distinct(one for one in listed if one[0] in notes)
+    ]
     if not evaluated:
         return []
     tasks = evaluated[-1][1].tasks

@@ -10,6 +10,7 @@ import logging
 import secrets
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +186,10 @@ class Learner:
                 self.publish(retain=episodes > 0)
         if self.config.launch.kind == "serial":
             self.publisher.wait()
-        # From here on the state is that of the next step: `report` may end in `Stopping`.
         if episodes:
             self.evaluations.ask(self.state, stage, episodes)
+        alarmed = replace(self.state)
+        # From here on the state is that of the next step: `report` may end in `Stopping`.
         if over and last:
             self.state.finished = True
         elif over:
@@ -199,7 +201,7 @@ class Learner:
             self.guard.check(settings, self.state, outcome)
         action = settings.safety.action
         if alarms and action == "rollback":
-            self.roll_back(settings, alarms)
+            self.roll_back(settings, alarmed, alarms)
             return False
         due = over or self.checkpoints.due(self.state.take, episodes > 0)
         if due or (alarms and action != "warn") or reply.checkpoint:
@@ -218,10 +220,13 @@ class Learner:
             return self.updater.dpo(stage, groups, self.state, self.forks, steps)
         return self.updater.sft(stage, groups, self.state, steps)
 
-    def roll_back(self, stage: Config, alarms: list[Alarm]) -> None:
-        """Go on from before the alarms with what `safety` changes, or end with the reason."""
-        self.guard.allow_rollback(stage, self.state, alarms)
-        self.checkpoints.go_back(self.state, max(alarm.steps for alarm in alarms))
+    def roll_back(self, stage: Config, alarmed: State, alarms: list[Alarm]) -> None:
+        """Go on from before the alarms with what `safety` changes, or end with the reason.
+
+        `alarmed`: the state in the stage that raised them, which may have ended with that step.
+        """
+        self.guard.allow_rollback(stage, alarmed, alarms)
+        self.checkpoints.go_back(alarmed, max(alarm.steps for alarm in alarms))
         self.evaluations.abandon(self.state)
         self.begin()
 

@@ -18,7 +18,7 @@ from test_resume import Killed, Run, Ticket, Trajectory, episode
 
 from evolver_async import cli, messages
 from evolver_async.checkpoint import valid
-from evolver_async.config import Checkpoint, Launch, Safety
+from evolver_async.config import Checkpoint, Launch, Safety, Stage
 from evolver_async.config.load import dump
 from evolver_async.launch.directory import PAUSED, pause_reason
 from evolver_async.launch.roles import TrainingError
@@ -355,6 +355,15 @@ def test_a_rollback_goes_on_from_before_the_suspicion_with_a_smaller_learning_ra
     assert "rolled_back" in str(ledger)
     said = [r.message for r in caplog.records if "rollback 1 of 3" in r.message]
     assert len(said) == 1 and "'entropy_coef': 0.5" in said[0]
+
+
+def test_a_rollback_at_the_last_step_of_a_stage_stays_in_that_stage(tmp_path: Path) -> None:
+    with rolling_back(tmp_path, rollbacks=1) as run:
+        run.config.stages = [Stage(steps=5), Stage(kind="sft", steps=2)]
+        dump(run.config, run.run_dir / "config.yaml")
+        with pytest.raises(TrainingError, match="after 1 rollbacks of the stage"):
+            run.train()
+        assert resumed_at(run) == [(0, False), (0, True)]
 
 
 def test_rollbacks_that_do_not_help_end_the_run_with_the_reason(tmp_path: Path) -> None:

@@ -75,6 +75,16 @@ def test_the_best_is_that_of_the_newest_tasks_and_of_equals_the_newer(checkpoint
     assert history.choose(checkpoints, "run", None)[0] == five
 
 
+def test_a_copy_that_a_later_start_made_does_not_hide_the_evaluation(checkpoints: Path) -> None:
+    first, again, other = written(checkpoints, 1, 1, 2)
+    evaluated(first, 0.9)
+    assert history.best(valid(checkpoints)) == [first]
+    evaluated(other, 0.5)
+    assert history.best(valid(checkpoints)) == [first, other]
+    evaluated(again, 0.9)
+    assert history.best(valid(checkpoints)) == [again, other], "copies count once"
+
+
 def test_a_step_is_chosen_whole_or_refused_with_what_there_is(checkpoints: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 3, only of none"):
         history.choose(checkpoints, "run", 3)

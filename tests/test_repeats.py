@@ -233,6 +233,12 @@ def test_a_journal_that_was_cut_after_a_whole_commit_is_refused(
             service.close()
             assert (at.lineage, at.next_take) >= (2, 5)
     assert len(refused) > 24 and refused == commits(whole)[: len(refused)]
+    segment.write_bytes(whole)
+    state = newest / "state.json"
+    numbers = state.read_bytes()
+    state.write_bytes(b"?" * len(numbers))
+    Service.of_run(run.config, run.run_dir, None, 0.0).close()  # what is damaged proves nothing
+    state.write_bytes(numbers)
     segment.write_bytes(whole[: refused[-1]])
     run.world.open()
     with pytest.raises(

@@ -132,9 +132,8 @@ class Service:
         A segment that was cut after a whole commit looks intact.
         """
         for path, _ in checkpoint.resumable(checkpoints)[-1:]:
-            try:
-                found = history.numbers(path)
-            except ValueError:
+            found = history.numbers(path)
+            if not found:
                 return  # damaged: the learner says so, and goes back to the one before
             gap = self.taking.gap(found["lineage"], 0 if found["discard"] else found["take"])
             if gap:
