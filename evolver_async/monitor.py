@@ -33,10 +33,14 @@ log = logging.getLogger(__name__)
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """The W&B state of a run directory: its run's `id` at least. Made at the first call."""
+    """The W&B state of a run directory: its run's `id` at least. Made where it cannot be read."""
     path = directory / STATE
-    with contextlib.suppress(FileNotFoundError):
+    try:
         return json.loads(path.read_text())
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        log.warning("%s: %s; W&B gets a new run", path, error)
     state = {"id": secrets.token_hex(4)}
     write_state(directory, state)
     return state
@@ -74,7 +78,7 @@ def url_of(directory: Path) -> str | None:
     """The page of the run at W&B; None while there is none."""
     try:
         return json.loads((directory / STATE).read_text()).get("url")
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return None
 
 
@@ -97,7 +101,7 @@ class Monitor:
         """Rows that the running process has given to W&B."""
         state = read_state(self.directory)
         here = self.process is not None and state.get("pid") == self.process.pid
-        return state["rows"] if here else 0
+        return state.get("rows", 0) if here else 0
 
     def tend(self, rows: int) -> dict[str, float]:
         """Replace the process if it ended or hangs; returns metrics. `rows`: those written."""
@@ -120,15 +124,7 @@ class Monitor:
         """Let the process send what is left, for `CLOSE_S` at most."""
         if self.process is None or self.process.poll() is not None:
             self._start()
-        assert self.process is not None and self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        try:
-            code = self.process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            code = None
-            self._kill()
-        if code != 0:
+        if self._ended() != 0:
             missing = rows - self.sent()
             log.warning(
                 "W&B does not have all of %d rows (%d were not given to it); to send them:"
@@ -138,12 +134,34 @@ class Monitor:
                 self.directory,
             )
 
+    def _ended(self) -> int | None:
+        """The exit code of the process, whose end this waits for; None if it had to be killed."""
+        if self.process is None:
+            return None
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            return self.process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            return None
+
     def _start(self) -> None:
+        """Start the process, later where there is no room for it now."""
+        self.started = time.monotonic()
+        self.moved = (0, self.started)
+        try:
+            self.process = self._spawn()
+        except OSError as error:
+            self._plan(f"could not be started ({error})", 0, self.started)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
         """Its output goes to logs/wandb.log; it ends when its stdin is closed, or with us."""
         logs = self.directory / "logs"
         logs.mkdir(exist_ok=True)
         with open(logs / "wandb.log", "ab") as output:
-            self.process = subprocess.Popen(
+            return subprocess.Popen(
                 [
                     *(sys.executable, "-m", "evolver_async.cli", "wandb", str(self.directory)),
                     *("--follow", "--mode", self.mode, "--parent", str(os.getpid())),
@@ -153,8 +171,6 @@ class Monitor:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        self.started = time.monotonic()
-        self.moved = (0, self.started)
 
     def _plan(self, how: str, rows: int, now: float) -> None:
         if now - self.started > HEALTHY_S:

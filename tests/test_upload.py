@@ -210,6 +210,26 @@ def test_every_restart_writes_the_same_run_from_its_first_row(run_dir: Path) -> 
     assert runs == {f"run-{read_state(run_dir)['id']}.wandb"} and len(files(run_dir)) >= 2
 
 
+def test_a_process_that_cannot_start_and_a_damaged_state_harm_nothing(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(12, "no memory")
+
+    (run_dir / "wandb.json").write_text("{")
+    monkeypatch.setattr(monitor.subprocess, "Popen", refuse)
+    monkeypatch.setattr(monitor, "PAUSE_S", 0.0)
+    metrics = Metrics(run_dir, wandb="offline")
+    log(metrics, 1, 1)
+    log(metrics, 1, 2)
+    metrics.close()
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert len(read_state(run_dir)["id"]) == 8
+    (run_dir / "wandb.json").write_text("{")
+    assert url_of(run_dir) is None
+
+
 def test_a_new_lineage_within_one_process_replaces_what_w_and_b_has(
     metrics: Metrics, run_dir: Path
 ) -> None:
