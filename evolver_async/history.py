@@ -24,7 +24,7 @@ Found = tuple[Path, Manifest]
 
 
 class Evaluation(msgspec.Struct, kw_only=True, frozen=True):
-    """What a checkpoint's policy reached; `tasks` is equal where it was asked the same tasks."""
+    """The success of a checkpoint's policy; `tasks` is equal where it was asked the same tasks."""
 
     success: float
     episodes: int
@@ -47,7 +47,7 @@ def note(path: Path, evaluation: Evaluation) -> None:
 
 
 def evaluation_of(path: Path) -> Evaluation | None:
-    """What was noted of a checkpoint, None if nothing was or it cannot be read."""
+    """The note on a checkpoint, None if there is none or it cannot be read."""
     try:
         return msgspec.json.decode((path / EVALUATION).read_bytes(), type=Evaluation)
     except (OSError, msgspec.MsgspecError):

@@ -1,4 +1,4 @@
-"""Which rows of metrics.jsonl form the newest lineage's curve.
+"""The rows of metrics.jsonl that form the newest lineage's curve.
 
 A resumed run repeats steps under a new lineage. The pair (lineage, step) tells the rows of takes
 apart, and likewise the rows of evaluations.
@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 
 class Mark(NamedTuple):
-    """What tells a row from the others. `kind`: of a take, of an evaluation, or of neither."""
+    """The identity of a row. `kind`: of a take, of an evaluation, or of neither."""
 
     lineage: int
     step: int

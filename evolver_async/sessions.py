@@ -63,7 +63,7 @@ class Session:
     answers: dict[int, list[Reply]] = field(default_factory=dict)
 
     def recall(self, number: int) -> list[Reply] | None:
-        """What the message of this number was answered; None if it is new."""
+        """The answer to the message of this number; None if it is new."""
         if number in self.answers or number > self.floor:
             return self.answers.get(number)
         return [Reject(reason=f"message {number} was answered before")]
@@ -144,7 +144,7 @@ class Sessions:
             del self._by_name[name]
 
     def _refusal(self, session: Session, envelope: Envelope, now: float) -> Reply | None:
-        """Why another process than the holder cannot have the name; None if it can."""
+        """The reply to another process than the holder, if it cannot have the name; else None."""
         if envelope.incarnation > session.incarnation:
             return None
         if envelope.incarnation == session.incarnation and (

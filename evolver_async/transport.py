@@ -131,7 +131,7 @@ class Server:
         return BATCH_MESSAGES
 
     def _connected(self, identity: bytes) -> bool:
-        """Whether a client is connected: a reply to no request, which it ignores, can be sent."""
+        """True if a client is connected: a reply to no request, which it ignores, can be sent."""
         try:
             self._socket.send_multipart([identity, *self._probe], zmq.NOBLOCK)
         except zmq.ZMQError as error:

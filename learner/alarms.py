@@ -61,7 +61,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Rule:
-    """When a step is suspicious. `narrowing`: not where the task is solved.
+    """The condition of a suspicious step. `narrowing`: not where the task is solved.
 
     `quick`: with the warm-up and the patience of format errors.
     """

@@ -38,7 +38,7 @@ class Checkpoints:
         return checkpoint.load_newest(self.directory, self.run_id)[0]
 
     def due(self, take: int, evaluated: bool) -> bool:
-        """Whether one is due as of `take`; `evaluated`: an evaluation of it was asked for."""
+        """True if one is due as of `take`; `evaluated`: an evaluation of it was asked for."""
         every = (self.settings.every, self.settings.keep_every)
         return any(n and take % n == 0 for n in every) or (
             evaluated and self.settings.keep_best > 0

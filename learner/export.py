@@ -1,7 +1,7 @@
 """Writes a Hugging Face directory out of a run's checkpoint.
 
-How to ask the policy (chat template, generation settings, README) is written by the actors' side,
-which knows how a turn is written.
+The actors' side, which knows how a turn is written, writes how to ask the policy (chat template,
+generation settings, README).
 """
 
 from pathlib import Path

@@ -184,7 +184,7 @@ class Activity:
         return min(self.departed_tokens + told, LARGEST_COUNT)
 
     def counters(self) -> dict[str, float]:
-        """What all processes count, added up by name; finite whatever they tell."""
+        """The counts of all processes, added up by name; finite whatever they tell."""
         sums = dict(self.departed)
         for peer in self.peers.values():
             for name, value in peer.counters.items():

@@ -73,7 +73,7 @@ class Failures:
         self._in_row = 0
 
     def verdict(self, playing: int, now: float) -> str:
-        """Why the run cannot go on; "" while it can.
+        """The reason for which the run cannot go on; "" while it can.
 
         Each of the `playing` episodes may fail once beyond `most`: where many begin together, many
         can fail before the first group could be finished.

@@ -133,7 +133,7 @@ class Granting:
         return Wait(reason=reason)
 
     def _reason(self, credit: int, now: float) -> str:
-        """Why nothing was granted for so much credit."""
+        """The reason for which nothing was granted for so much credit."""
         if not self.book.replay.room():
             return self.status.admission(now)
         size = self.book.replay.numbers.group_size

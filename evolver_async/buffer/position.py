@@ -1,4 +1,4 @@
-"""Where groups, takes and lineages stand: the part of the buffer's state that snapshots hold.
+"""The state of groups, takes and lineages: the part of the buffer's state that snapshots hold.
 
 Also what follows from it alone: how old a group is, which takes are to be repeated after a RESUME.
 """
@@ -56,7 +56,7 @@ class Position(msgspec.Struct):
         return any(group_id in taken.groups for taken in self.takes.values() if not taken.reported)
 
     def unrepeatable(self, take: int, stage: int, max_staleness: int) -> str:
-        """Why a learner in `stage` cannot get the groups of `take` again; "" if it can.
+        """The reason for which `take` cannot be repeated in `stage`; "" if it can.
 
         Their staleness is that of the first time, as long as the takes before were repeated.
         """

@@ -236,7 +236,7 @@ class Replay:
         return None if taken is None or taken.lineage == self.at.lineage else taken
 
     def unrepeatable(self, take: int, stage: int) -> str:
-        """Why a learner in `stage` cannot get the groups of a take again; "" if it can."""
+        """The reason for which a take cannot be repeated in `stage`; "" if it can."""
         return self.at.unrepeatable(take, stage, self.stages[stage].max_staleness)
 
     def let_go(self, take: int, reason: str) -> None:

@@ -83,7 +83,7 @@ class Status:
         )
 
     def hopeless(self, now: float) -> str:
-        """Why waiting for data is in vain; "" while it is not."""
+        """The reason for which waiting for data is in vain; "" while it is not."""
         playing = sum(len(lease.members) for lease in self.leases)
         if verdict := self.failures.verdict(playing, now):
             return verdict

@@ -186,7 +186,7 @@ class Taking:
         return Resumed(lineage=at.lineage, forks=forks)
 
     def _unknown(self, request: Resume) -> str:
-        """Why the run cannot go on from where the learner stands; "" if it can."""
+        """The reason for which the run cannot go on from the learner's state; "" if it can."""
         at = self.book.replay.at
         if request.lineage < 0:
             return f"lineage: {request.lineage}"
@@ -200,7 +200,7 @@ class Taking:
         return ""
 
     def gap(self, lineage: int, take: int = 0) -> str:
-        """What the journal lacks for a learner of `lineage` before `take`; "" if nothing."""
+        """The gap of the journal for a learner of `lineage` before `take`; "" if there is none."""
         at, end = self.book.replay.at, self.book.journal.end()
         if lineage > at.lineage:
             return f"lineage: {end} ends in lineage {at.lineage}, lineage {lineage} is missing"

@@ -178,7 +178,7 @@ class Tasks:
         return None
 
     def exhausted(self) -> bool:
-        """Whether no task may be issued any more, of the given ones and of the pool."""
+        """True if no task may be issued any more, of the given ones and of the pool."""
         return self.peek(0.5) is None
 
     def take(self, task: Task) -> None:
@@ -201,7 +201,7 @@ class Tasks:
         self._pass("explore", task)
 
     def requeue(self, task: Task, complete: bool = False) -> Literal["again", "wait", "too slow"]:
-        """What becomes of a task whose group grew too old: once more, with patience, or never.
+        """Issue a task whose group grew too old again: once more, with patience, or never.
 
         A task whose groups get `complete` is not too slow, however often they are not taken.
         """
