@@ -20,6 +20,7 @@ from evolver_async.checkpoint import (
 )
 from evolver_async.cli import main
 from evolver_async.history import Evaluation
+from evolver_async.launch.forking import fork
 
 RECIPE = """
 env: {name: bandit}
@@ -251,3 +252,15 @@ def test_a_fork_leaves_the_run_it_came_from_as_it_was(finished: Path, tmp_path: 
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
     assert [row["step"] for row in rows(tmp_path / "new")] == [1, 2, 3, 4, 5]
     assert (tmp_path / "new" / "policy" / "config.json").is_file()
+
+
+def test_a_fork_with_other_tasks_does_not_compare_itself_with_the_old_ones(
+    finished: Path, tmp_path: Path
+) -> None:
+    for name, change, noted in (
+        ("same", "learner.lr=1e-4", True),
+        ("other", "tasks.train=3", False),
+    ):
+        _, made = fork(finished, name, [f"run.dir={tmp_path}", change], "best")
+        (checkpoint,) = [path for path, _ in valid(made / "checkpoints")]
+        assert (history.evaluation_of(checkpoint) is not None) == noted

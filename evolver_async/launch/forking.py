@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async import history
-from evolver_async.config import Config
+from evolver_async.config import Config, Env, Tasks
 from evolver_async.config.check import ConfigError
-from evolver_async.config.load import load
+from evolver_async.config.load import load, stage_config
 from evolver_async.launch.directory import check_goes_on, create
 
 MAY_CHANGE = ("path", "max_length")  # of the policy; the rest shapes what the checkpoint holds
@@ -35,13 +35,17 @@ def fork(
     chosen, manifest = history.choose(run_dir / "checkpoints", run_dir.name, step)
     check_goes_on(run_dir, before, config, history.numbers(chosen))
     own = config.policy.path == str(run_dir / "policy")
+    pairs = zip(_tasks_of(before), _tasks_of(config), strict=False)
+    asked_alike = all(old == new for old, new in pairs)
 
     def bring(made: Path) -> None:
         if own:
             shutil.copytree(run_dir / "policy", made / "policy")
         if (run_dir / "experience").is_dir():
             shutil.copytree(run_dir / "experience", made / "experience")
-        history.copy(chosen, manifest.files, made / "checkpoints", made.name, _start_anew)
+        first = history.copy(chosen, manifest.files, made / "checkpoints", made.name, _start_anew)
+        if not asked_alike:
+            (first / history.EVALUATION).unlink(missing_ok=True)
 
     return create(
         replace(
@@ -52,6 +56,12 @@ def fork(
         None,
         bring,
     )
+
+
+def _tasks_of(config: Config) -> list[tuple[Env, Tasks]]:
+    """Environment and tasks of every stage, on which its evaluations are."""
+    stages = [stage_config(config, index) for index in range(len(config.stages))]
+    return [(stage.env, stage.tasks) for stage in stages]
 
 
 def _start_anew(state: dict[str, Any]) -> None:
