@@ -30,6 +30,7 @@ from evolver_async.messages import (
     Reply,
     Retrieve,
     Retry,
+    Sample,
     Status,
     Tickets,
     Wait,
@@ -47,7 +48,8 @@ class Session:
     """The process that holds a name. `host`, `pid`: as its HELLO said, "" and 0 before.
 
     `floor`: the highest number of a message whose answer is forgotten. `granted`: the number of the
-    LEASE that got tickets last.
+    LEASE that got tickets last. `asked`: of the LEASE or SAMPLE that is not answered yet, which may
+    be parked while later messages are answered.
     """
 
     incarnation: int
@@ -60,15 +62,18 @@ class Session:
     left: bool = False
     floor: int = -1
     granted: int = -1
+    asked: int = -1
     answers: dict[int, list[Reply]] = field(default_factory=dict)
 
     def recall(self, number: int) -> list[Reply] | None:
         """The answer to the message of this number; None if it is new."""
-        if number in self.answers or number > self.floor:
+        if number in self.answers or number > self.floor or number == self.asked:
             return self.answers.get(number)
         return [Reject(reason=f"message {number} was answered before")]
 
     def remember(self, number: int, replies: list[Reply]) -> None:
+        if number == self.asked:
+            self.asked = -1
         if type(replies[0]) is Tickets:
             # tickets are large, and a LEASE is sent only after the reply to the one before
             if self.granted in self.answers:
@@ -114,7 +119,12 @@ class Sessions:
             session.host, session.pid = request.host, request.pid
         if isinstance(request, Lease | Hello):
             session.left = isinstance(request, Lease) and request.credit == 0
-        return None if isinstance(request, EXEMPT) else session.recall(envelope.message_id)
+        if isinstance(request, EXEMPT):
+            return None
+        answer = session.recall(envelope.message_id)
+        if answer is None and isinstance(request, Lease | Sample):
+            session.asked = envelope.message_id
+        return answer
 
     def remember(self, envelope: Envelope, replies: list[Reply]) -> None:
         """These replies are the answer to this message, should it come again.

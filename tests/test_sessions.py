@@ -114,6 +114,20 @@ def test_a_repeated_resume_begins_no_lineage(door: Door, restarted: bool) -> Non
     assert door.world.replay.at.lineage == 2
 
 
+def test_a_parked_lease_may_come_again_after_many_later_answers(door: Door) -> None:
+    door.world.service.book.replay.at.head = None  # nothing can be granted
+    lease = messages.Lease(credit=2)
+    assert door.send(lease, 1) == []
+    for number in range(2, ANSWERS + 4):
+        assert type(door.one(messages.Renew(progress={}), number)) is messages.Ok
+    assert door.send(lease, 1) == [], "it is still parked"
+    door.pass_time(6.0)
+    assert type(door.one(lease, 1)) is messages.Wait
+    for number in range(ANSWERS + 4, 2 * ANSWERS + 8):
+        door.one(messages.Renew(progress={}), number)
+    assert type(door.one(lease, 1)) is messages.Reject, "answered, and too old to know"
+
+
 def test_whatever_is_repeated_changes_nothing(door: Door) -> None:
     """Every kind of request twice: state, leases and counters stay; the answer is the same."""
     (ticket,) = door.one(messages.Lease(credit=2), 1).tickets
