@@ -202,6 +202,10 @@ def test_a_finished_run_says_how_it_can_go_on(
     assert "policy.layers: a fork keeps its 1" in refused(
         capsys, "train", "--resume", finished, "--fork", "x", "policy.layers=2"
     )
+    for name in ("a/b", "..", ""):
+        assert "--fork: must be a plain directory name" in refused(
+            capsys, "train", "--resume", finished, "--fork", name, "stages.1.steps=9"
+        )
     assert "--step needs the run" in refused(capsys, "train", "recipe.yaml", "--step", "1")
     assert not (finished.parent / "x").exists()
 
