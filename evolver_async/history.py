@@ -24,7 +24,7 @@ Found = tuple[Path, Manifest]
 
 
 class Evaluation(msgspec.Struct, kw_only=True, frozen=True):
-    """What a checkpoint's policy reached; `tasks` is equal where it was asked the same tasks."""
+    """Result of a checkpoint's policy; `tasks` is equal where it was asked the same tasks."""
 
     success: float
     episodes: int
@@ -47,7 +47,7 @@ def note(path: Path, evaluation: Evaluation) -> None:
 
 
 def evaluation_of(path: Path) -> Evaluation | None:
-    """What was noted of a checkpoint, None if nothing was or it cannot be read."""
+    """The note about a checkpoint, None if nothing was or it cannot be read."""
     try:
         return msgspec.json.decode((path / EVALUATION).read_bytes(), type=Evaluation)
     except (OSError, msgspec.MsgspecError):
@@ -76,11 +76,26 @@ def distinct(found: Iterable[Found]) -> list[Found]:
     """
     last = {}
     for path, manifest in found:
-        contents = {name: file.sha256 for name, file in manifest.files.items() if name != STATE}
-        key = (manifest.step, frozenset(contents.items()))
+        key = _contents(manifest)
         last.pop(key, None)
         last[key] = path, manifest
     return list(last.values())
+
+
+def _contents(manifest: Manifest) -> tuple[int, frozenset[tuple[str, str]]]:
+    """What is equal of copies: the step, and the hashes of all files but the numbers."""
+    hashes = {name: file.sha256 for name, file in manifest.files.items() if name != STATE}
+    return manifest.step, frozenset(hashes.items())
+
+
+def inherit(made: Path) -> None:
+    """Note beside a new checkpoint what was noted of an earlier copy of it."""
+    found = dict(checkpoint.valid(made.parent))
+    for path, manifest in reversed(found.items()):
+        earlier = evaluation_of(path)
+        if earlier is not None and _contents(manifest) == _contents(found[made]):
+            note(made, earlier)
+            return
 
 
 def choose(directory: Path, run_id: str, step: int | str | None) -> Found:

@@ -46,7 +46,7 @@ class Checkpoints:
 
     def write(self, state: State, fill: Callable[[Path], object]) -> None:
         """Let `fill` write one of `state` into an empty directory, and drop old ones."""
-        checkpoint.save(
+        made = checkpoint.save(
             self.directory,
             state.take,
             fill,
@@ -54,6 +54,7 @@ class Checkpoints:
             keep=self.settings.keep,
             lasting=self._lasting(state),
         )
+        history.inherit(made)
 
     def kept(self) -> tuple[int, int]:
         """The oldest take that a crash may have to resume from, and the bytes of the newest."""

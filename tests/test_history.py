@@ -171,6 +171,8 @@ def test_every_nth_and_the_best_are_kept_besides_the_newest(finished: Path) -> N
     lines = (finished / "metrics.jsonl").read_text().splitlines()
     evaluations = [row["eval/success"] for row in map(json.loads, lines) if "eval/success" in row]
     assert max(successes) == max(evaluations) and len(evaluations) >= 3
+    newest = history.evaluation_of(found[-1][0])
+    assert newest is not None and newest.success == evaluations[-1], "the end is a copy"
 
 
 def test_a_checkpoint_is_evaluated_and_exported_by_its_step(
