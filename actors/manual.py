@@ -173,8 +173,8 @@ def readme(config: Config, setting: Setting, prefix: str, stops: tuple[str, ...]
 
 
 def conversations(config: Config, setting: Setting) -> str:
-    """How an episode of every environment begins; an environment that cannot begin one here (a
-    service may be away) is no reason not to export."""
+    """The beginning of an episode of every environment; one that cannot begin one here (a service
+    may be away) is no reason not to export."""
     parts = []
     for task in source_of(config).examples():
         try:

@@ -1,4 +1,4 @@
-"""What a configuration would run, in words: processes, stages, steps, and where weights go."""
+"""A configuration in words, as it would run: processes, stages, steps, and where weights go."""
 
 from evolver_async.config import Config
 from evolver_async.config.channels import channel
