@@ -86,7 +86,7 @@ def _environments(config: Config) -> Iterator[tuple[int, Stage, Config, str, Env
 
 
 def _check_async(index: int, stage: Stage, staged: Config, name: str, env: Env) -> None:
-    """What an async environment cannot be asked for. Calls of its other methods do not wait."""
+    """Refuse what an async environment cannot do. Calls of its other methods do not wait."""
     for part in PLAIN:
         if inspect.iscoroutinefunction(getattr(env, part, None)):
             raise ValueError(

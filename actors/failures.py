@@ -1,4 +1,4 @@
-"""What goes wrong in one process, counted for the buffer: by kind and name, with the last error.
+"""Failures of one process, counted for the buffer: by kind and name, with the last error.
 
 Totals since the start of the process, so that a report that arrives twice changes nothing. The log
 is not written here.
@@ -48,7 +48,7 @@ class FailureCounts:
 
 
 def unread(trajectories: list[Trajectory], chat: Chat) -> str:
-    """What is wrong where no turn of these episodes could be read; "" where one could."""
+    """Sentence for episodes of which no turn could be read; "" if one could."""
     flags = [flag for one in trajectories for flag in one.turn_flags.tolist()]
     if not flags or not all(flag & TurnFlag.FORMAT_ERROR for flag in flags):
         return ""

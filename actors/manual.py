@@ -5,13 +5,14 @@ message, up to a stop string. The chat template, `generation_config.json` and `R
 here let programs that know nothing of this package ask for the same turns.
 """
 
+import asyncio
 import json
 import logging
 from pathlib import Path
 
 from actors.chat import Chat
 from actors.conversation import system_message
-from actors.envs.base import make_env
+from actors.envs.base import make_env, settled
 from actors.setting import Setting, setting_of
 from evolver_async.buffer.granting import source_of
 from evolver_async.config import Config
@@ -172,12 +173,12 @@ def readme(config: Config, setting: Setting, prefix: str, stops: tuple[str, ...]
 
 
 def conversations(config: Config, setting: Setting) -> str:
-    """How an episode of every environment begins; an environment that cannot begin one here (a
-    service may be away) is no reason not to export."""
+    """The beginning of an episode of every environment; one that cannot begin one here (a service
+    may be away) is no reason not to export."""
     parts = []
     for task in source_of(config).examples():
         try:
-            system, user = beginning(setting, task)
+            system, user = asyncio.run(beginning(setting, task))
         except Exception as error:
             said = mask(" ".join(f"{type(error).__name__}: {error}".split()))
             log.warning("README: %s cannot begin a task: %s", task.env, said)
@@ -192,14 +193,14 @@ def conversations(config: Config, setting: Setting) -> str:
     return "\n".join(parts)
 
 
-def beginning(setting: Setting, task: Task) -> tuple[str, str]:
+async def beginning(setting: Setting, task: Task) -> tuple[str, str]:
     """The system message and the first message of the user in an episode of `task`."""
     env = make_env(task.env, task.params)
     try:
-        observation = env.reset(task, 0)
+        observation = await settled(env.reset(task, 0))
         system = system_message(setting, env)
     finally:
-        env.close()
+        await settled(env.close())
     return system, f"{task.query}\n{observation}" if task.query else observation
 
 

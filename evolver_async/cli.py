@@ -170,7 +170,7 @@ def _add_tools(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """What shows runs and changes nothing."""
+    """Commands that show runs and change nothing."""
     command = commands.add_parser("runs", help="list the runs of a directory")
     command.add_argument("directory", type=Path, nargs="?", default=Path("runs"), metavar="DIR")
     command.set_defaults(function="viewing:list_runs")

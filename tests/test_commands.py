@@ -107,6 +107,18 @@ def test_runs_are_listed_with_how_they_ended(
     assert "is not a directory" in capsys.readouterr().err
 
 
+def test_a_run_whose_files_are_damaged_hides_no_other(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = run_dir.parent / "other"
+    other.mkdir()
+    (other / "config.yaml").touch()
+    (other / "metrics.jsonl").write_text('{"step": 3}\n')  # of which lineage it does not say
+    assert main(["runs", str(run_dir.parent)]) == 0
+    states = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines())
+    assert states == {"earlier": "killed", "other": "unreadable"}
+
+
 def test_the_last_lines_say_how_it_ended_and_what_comes_next(run_dir: Path) -> None:
     rows = [
         {"lineage": 1, "step": step, "eval/success": success, "eval/episodes": 8}
@@ -123,9 +135,18 @@ def test_the_last_lines_say_how_it_ended_and_what_comes_next(run_dir: Path) -> N
     assert said[0].startswith("stopped at step 5")
     assert said[-1] == f"go on: evolver-async train --resume {run_dir}"
     (run_dir / "logs").mkdir()
-    lines = "12:00 ERROR launch: actor-0 cannot go on: no tokenizer\n12:01 INFO launch: ended\n"
+    moment = "2026-01-01 12:00:00,123"
+    lines = (
+        f"{moment} ERROR launch: actor-0 cannot go on: {moment} ERROR actors.main: no tokenizer\n"
+        f"{moment} INFO launch: ended\n"
+    )
     (run_dir / "logs" / "launcher.log").write_text(lines)
     said = runs.last_words(run_dir, runs.end(run_dir, 2))
-    assert said[0].startswith("failed with exit code 2") and said[0].endswith("no tokenizer")
+    assert said[0] == "failed with exit code 2: actor-0 cannot go on: no tokenizer"
     assert said[1] == f"logs: {run_dir}/logs"
+    with open(run_dir / "logs" / "launcher.log", "a") as log:
+        log.write(
+            f"{moment} ERROR launch: actor-0 is not started again:\n  line 3\nKeyError: 'x'\n"
+        )
+    assert runs.end(run_dir, 1).reason == "actor-0 is not started again:\n  line 3\nKeyError: 'x'"
     assert said[-1] == f"go on: evolver-async train --resume {run_dir}"

@@ -182,6 +182,8 @@ def test_every_nth_and_the_best_are_kept_besides_the_newest(finished: Path) -> N
     lines = (finished / "metrics.jsonl").read_text().splitlines()
     evaluations = [row["eval/success"] for row in map(json.loads, lines) if "eval/success" in row]
     assert max(successes) == max(evaluations) and len(evaluations) >= 3
+    chosen = history.evaluation_of(history.best(found)[0])
+    assert chosen is not None and chosen.success == max(evaluations)
 
 
 def test_a_checkpoint_is_evaluated_and_exported_by_its_step(
@@ -213,6 +215,10 @@ def test_a_finished_run_says_how_it_can_go_on(
     assert "policy.layers: a fork keeps its 1" in refused(
         capsys, "train", "--resume", finished, "--fork", "x", "policy.layers=2"
     )
+    for name in ("a/b", "..", ""):
+        assert "--fork: must be a plain directory name" in refused(
+            capsys, "train", "--resume", finished, "--fork", name, "stages.1.steps=9"
+        )
     assert "--step needs the run" in refused(capsys, "train", "recipe.yaml", "--step", "1")
     assert not (finished.parent / "x").exists()
 

@@ -9,8 +9,10 @@ from exported import EPISODES, Exported, make_export, play
 from transformers import AutoTokenizer, GenerationConfig
 
 from actors.chat import Chat
+from actors.envs.base import Info, Step
 from actors.manual import template_of, write_manual
 from evolver_async.config.load import load, stage_config
+from evolver_async.schema import Task
 
 FORGETFUL = """
 {%- for message in messages %}
@@ -24,6 +26,23 @@ FORGETFUL = """
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
+
+
+class Awaited:
+    """An environment whose calls are awaited."""
+
+    instructions = "wait"
+
+    async def reset(self, task: Task, dynamics_seed: int) -> str:
+        return "the beginning"
+
+    async def step(self, action: str) -> Step:
+        return Step("over", 1.0, True, False, Info(success=True))
+
+    async def close(self) -> None:
+        pass
+
+
 STEPS = "stages=[{kind: rl, steps: 1}]"
 
 
@@ -72,6 +91,13 @@ def test_an_evaluation_that_samples_does_so_from_all_tokens(exported: Exported, 
     assert (settings["temperature"], settings["top_k"], settings["top_p"]) == (0.7, 0, 1.0)
     assert settings["stop_strings"] == ["</answer>", "</tool_call>"]
     assert '"name": "python"' in (tmp_path / "README.md").read_text(), "the tools are told"
+
+
+def test_the_readme_tells_how_an_episode_of_an_async_environment_begins(tmp_path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    changes = [f"env.name={__name__}:Awaited"]
+    write_manual(stage_config(load(None, [STEPS, *changes]), 0), tmp_path)
+    assert "the beginning" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE + "\n", FORGETFUL])

@@ -17,9 +17,12 @@ from serial_runs import Finished, trainer
 
 from actors.envs.bandit import Bandit
 from actors.evaluate import evaluate
+from evolver_async.buffer.journal import JournalError
+from evolver_async.buffer.service import Service
 from evolver_async.config.load import dump, load
 from evolver_async.launch.serial import VirtualLoop
 from evolver_async.schema import Task
+from evolver_async.weights.directories import PREFIX
 
 RECIPE = """
 env: {name: bandit, params: {high_probability: 0.5}}
@@ -131,6 +134,18 @@ def test_an_evaluation_with_failing_episodes_says_so(plain: Finished, tmp_path: 
         evaluate(run_dir, 4)
     assert torch.get_num_threads() == 2, "engine.threads holds wherever an engine runs"
     torch.set_num_threads(before)
+
+
+def test_a_run_that_cannot_begin_leaves_no_weights_directory(
+    train: Callable[..., Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise JournalError("the newest segment is cut")
+
+    monkeypatch.setattr(Service, "of_run", refuse)
+    with pytest.raises(JournalError):
+        train("refused", f"weights.dir={tmp_path}")
+    assert list(tmp_path.glob(f"{PREFIX}*")) == []
 
 
 def test_the_virtual_clock_moves_by_what_is_slept() -> None:

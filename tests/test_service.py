@@ -9,7 +9,7 @@ from buffer_world import World, config, synthetic, trajectory
 from evolver_async import messages
 from evolver_async.buffer.journal import JournalError
 from evolver_async.config import Questioning
-from evolver_async.schema import Ticket, WeightId
+from evolver_async.schema import FailureTotal, Ticket, WeightId
 from evolver_async.study.standing import lines
 from evolver_async.wire import SCHEMA_HASH
 
@@ -584,6 +584,14 @@ def test_only_synthetic_tasks_of_the_train_split_can_be_offered(world):
         foreign = msgspec.structs.replace(synthetic(1), **change)
         assert isinstance(world.one("a", messages.Offer(tasks=[foreign])), messages.Reject)
     assert world.book.state.tasks.pool_size() == 1
+
+
+def test_status_in_short_says_what_fails(world):
+    failed = FailureTotal(kind="agent", name="my:play", error="KeyError: 'map'", count=7)
+    world.one("actor-0", messages.Counters(values={}, failures=[failed]))
+    reply = world.one("you", messages.Status())
+    assert isinstance(reply, messages.StatusReply)
+    assert "agent my:play failed 7 times, last: KeyError: 'map'" in lines(reply.status)
 
 
 def test_status_shows_rates_leases_and_who_waits_for_what(world):

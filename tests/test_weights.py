@@ -205,7 +205,7 @@ def test_directories_of_dead_owners_are_swept_and_living_ones_stay(tmp_path: Pat
     assert dead.stat().st_mode & 0o777 == 0o700 and (dead / OWNER).exists()
     claim(mine)
     young = tmp_path / f"{PREFIX}young"  # somebody is about to claim it
-    young.mkdir()
+    young.mkdir(mode=0o700)
     sweep(tmp_path)
     assert mine.exists() and young.exists() and not dead.exists()
 
@@ -228,7 +228,7 @@ def test_an_owner_in_another_container_or_host_keeps_its_directory(tmp_path: Pat
 def test_own_garbage_is_swept(tmp_path: Path, content: str) -> None:
     directory, empty = tmp_path / f"{PREFIX}garbage", tmp_path / f"{PREFIX}empty"
     for path in (directory, empty):
-        path.mkdir()
+        path.mkdir(mode=0o700)
     (directory / OWNER).write_text(content)
     sweep(tmp_path)  # neither is old enough to be garbage
     assert directory.exists() and empty.exists()
@@ -236,6 +236,17 @@ def test_own_garbage_is_swept(tmp_path: Path, content: str) -> None:
         aged(path)
     sweep(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_directories_of_other_use_are_not_swept(tmp_path: Path) -> None:
+    notes, public = tmp_path / f"{PREFIX}notes", tmp_path / f"{PREFIX}public"
+    notes.mkdir(mode=0o700)
+    (notes / "notes.txt").write_text("kept")
+    public.mkdir(mode=0o755)
+    for path in (notes, public):
+        aged(path)
+    sweep(tmp_path)
+    assert (notes / "notes.txt").read_text() == "kept" and public.exists()
 
 
 def test_a_directory_whose_lock_cannot_be_examined_is_left_alone_and_named(

@@ -209,12 +209,12 @@ class Measurable(Env, Protocol):
 
 
 def asynchronous(env: Env | type[Env]) -> bool:
-    """Whether a call of the environment is to be awaited."""
+    """True if a call of the environment is to be awaited."""
     return any(inspect.iscoroutinefunction(getattr(env, part)) for part in AWAITED)
 
 
 def blocks(name: str, found: type[Env]) -> bool:
-    """Whether calls of the environment of this name are made in a thread."""
+    """True if calls of the environment of this name are made in a thread."""
     return getattr(found, "blocking", name not in REGISTRY and not asynchronous(found))
 
 

@@ -7,6 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
+from evolver_async.buffer.journal import JournalError
+from evolver_async.checkpoint import CheckpointError
 from evolver_async.commands.checked import run_directory, user_mistakes
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
@@ -47,6 +49,8 @@ def train(args: argparse.Namespace) -> int:
             code = roles.resolve(f"evolver_async.launch.{config.launch.kind}:run")(config, run_dir)
         except roles.TrainingError as error:
             code, reason = roles.TRAINING_ERROR, str(error)
+        except (ConfigError, CheckpointError, JournalError) as error:
+            code, reason = roles.USER_ERROR, str(error)
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
         except Exception as error:

@@ -52,7 +52,7 @@ def list_runs(args: argparse.Namespace) -> int:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["time"]))
         success = "–" if run["success"] is None else f"{run['success']:.3f}"
         print(
-            f"{run['name']:{width}}  {run['state']:8}  step {run['step']:6}  {success:>5}  {when}"
+            f"{run['name']:{width}}  {run['state']:10}  step {run['step']:6}  {success:>5}  {when}"
         )
     if not runs:
         print(f"no runs in {args.directory}")

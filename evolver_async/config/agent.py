@@ -20,11 +20,17 @@ def check_agent(config: Config) -> None:
         ("rollout.context", config.rollout.context, "full"),
     ):
         require(value == usual, name, "rollout.agent decides itself how its turns are written")
-    for name, value in (
-        ("experience.kind", config.experience.kind),
-        ("questioning.kind", config.questioning.kind),
-    ):
-        require(value == "none", name, f"{value} writes prompts, and rollout.agent writes its own")
+    guide, questioner = config.experience.kind, config.questioning.kind
+    require(
+        guide == "none",
+        "experience.kind",
+        f"{guide} writes into prompts, and rollout.agent writes its own",
+    )
+    require(
+        questioner == "none",
+        "questioning.kind",
+        f"{questioner} explores an environment, and rollout.agent plays without one",
+    )
     require(
         config.judge.kind != "rule",
         "judge.kind",

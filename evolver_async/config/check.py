@@ -25,7 +25,7 @@ from evolver_async.config.values import (
     require,
 )
 
-__all__ = ["ConfigError", "check", "check_paths", "check_stage"]
+__all__ = ["ConfigError", "check", "check_name", "check_paths", "check_stage"]
 
 
 def check(config: Config) -> None:
@@ -80,6 +80,15 @@ def check_paths(config: Config) -> None:
         ) from None
 
 
+def check_name(key: str, name: str) -> None:
+    """Raises ConfigError if a run cannot have this name."""
+    require(
+        name not in ("", ".", "..") and not set(name) & set("/\\\0"),
+        key,
+        f"must be a plain directory name, is {name!r}",
+    )
+
+
 def _check_policy(config: Config) -> None:
     policy, rollout = config.policy, config.rollout
     if not policy.path:
@@ -103,12 +112,8 @@ def _check_policy(config: Config) -> None:
         "learner.token_budget",
         "0 measures a GPU's memory, and learner.device is cpu",
     )
-    name = config.run.name
-    require(
-        name not in (".", "..") and not set(name) & set("/\\\0"),
-        "run.name",
-        f"must be a plain directory name, is {name!r}",
-    )
+    if config.run.name:
+        check_name("run.name", config.run.name)
     hardware = config.run.hardware
     require(
         re.fullmatch(r"([1-9]\d*x[1-9]\d*GB)?", hardware) is not None,

@@ -159,9 +159,10 @@ class Safety:
     rollbacks: int = 3  # of a stage; an alarm after so many ends the run
     rollback_lr: float = 0.5  # every rollback multiplies learner.lr by this
     rollback: dict[str, Any] = field(
+        # from the first rollback to the end of the stage: keys of selection, advantage,
+        # correction, loss and learner
         default_factory=dict
-    )  # from the first rollback to the end of the stage: keys of selection, advantage,
-    # correction, loss and learner
+    )
     max_reward: float = 1e6  # a trajectory with a larger reward, of either sign, is refused
     warmup: int = 10  # steps of a stage before anything is suspicious
     patience: int = 5  # suspicious steps in a row before an alarm fires
@@ -174,5 +175,5 @@ class Safety:
     dependence_share: float = 0.25  # of the largest input dependence: below is suspicious
     grad_z: float = 5.0  # standard deviations of the log gradient norm: above is suspicious
     format_rise: float = 0.25  # of train/format_errors over its least mean: more is suspicious
-    format_warmup: int = 2  # warmup and patience of the alarm on format errors: they rise in a few
-    format_patience: int = 3  # steps
+    format_warmup: int = 2  # warmup of the alarm on format errors, which rise in a few steps
+    format_patience: int = 3  # patience of the same alarm

@@ -322,7 +322,7 @@ def _refuse_unknown(tree: Any, kind: type, where: str) -> None:
 
 
 def _hint(name: str, siblings: Iterable[str], where: str) -> str:
-    """What was probably meant: a sibling, or keys of that name anywhere."""
+    """Guess at what was meant: a sibling, or keys of that name anywhere."""
     close = [f"{where}{one}" for one in difflib.get_close_matches(name, siblings, n=1)]
     leaves = {key: key.rpartition(".")[2] for key in _leaves(Config, "")}
     exact = [key for key, leaf in leaves.items() if leaf == name]

@@ -100,7 +100,7 @@ def check_tasks(config: Config) -> None:
 
 
 def limit_reached(stage: Stage, *, steps: int, tokens: int, seconds: float, success: float) -> bool:
-    """Whether a stage with these totals has come to the first of its limits."""
+    """True if a stage with these totals has come to the first of its limits."""
     return (
         0 < stage.steps <= steps
         or 0 < stage.tokens <= tokens

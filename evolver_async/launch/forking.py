@@ -8,7 +8,7 @@ from typing import Any
 
 from evolver_async import history
 from evolver_async.config import Config, Env, Tasks
-from evolver_async.config.check import ConfigError
+from evolver_async.config.check import ConfigError, check_name
 from evolver_async.config.load import load, stage_config
 from evolver_async.launch.directory import check_goes_on, create
 
@@ -26,6 +26,7 @@ def fork(
     """
     before = load(run_dir / "config.yaml")
     config = load(run_dir / "config.yaml", [f"run.dir={run_dir.parent}", *dotlist])
+    check_name("--fork", name)
     if config.run.name != before.run.name:
         raise ConfigError("run.name: --fork names the new run")
     old, new = asdict(before.policy), asdict(config.policy)

@@ -18,7 +18,7 @@ class _Window:
 
 class Repeats(logging.Filter):
     """Passes the first FIRST records of a place in every WINDOW_S. The next window's first record
-    says how many were left out."""
+    says how many were left out. Several handlers share one: it decides once about a record."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -26,6 +26,11 @@ class Repeats(logging.Filter):
         self._windows: dict[tuple[str, int], _Window] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if not hasattr(record, "passes"):
+            record.passes = self._passes(record)
+        return record.passes  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _passes(self, record: logging.LogRecord) -> bool:
         now, place = self._clock(), (record.pathname, record.lineno)
         window = self._windows.get(place)
         if window is None or now - window.began >= WINDOW_S:

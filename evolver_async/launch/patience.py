@@ -1,4 +1,4 @@
-"""How long the launcher waits for a process that was told to end."""
+"""The launcher's patience with a process that was told to end."""
 
 from pathlib import Path
 

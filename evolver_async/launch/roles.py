@@ -140,9 +140,10 @@ def set_up_logging(log_file: Path | None, stderr_level: int) -> None:
         stderr = logging.StreamHandler()
         stderr.setLevel(stderr_level if log_file is not None else logging.INFO)
         handlers.append(stderr)
+    repeats = Repeats()
     for handler in handlers:
         handler.setFormatter(_Masked("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        handler.addFilter(Repeats())
+        handler.addFilter(repeats)
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
 
 

@@ -17,7 +17,7 @@ from evolver_async.launch import roles
 from evolver_async.messages import Counters
 from evolver_async.tokenizer import tokenizer_hash
 from evolver_async.transport import LocalClient, LocalServer
-from evolver_async.weights.directories import sweep
+from evolver_async.weights.directories import claim, sweep
 
 T = TypeVar("T")
 
@@ -78,9 +78,16 @@ class Navigating:
 
 
 def run(config: Config, run_dir: Path) -> int:
-    """Train in this process, in a run directory made by `directory.create`; returns 0."""
+    """Train in this process, in a run directory made by `directory.create`; the exit code."""
     sweep(Path(config.weights.dir))
-    roles.make_weights_dir(config, run_dir)
+    claimed = claim(roles.make_weights_dir(config, run_dir))
+    try:
+        return _train(config, run_dir)
+    finally:
+        claimed.remove()
+
+
+def _train(config: Config, run_dir: Path) -> int:
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)
     service = Service.of_run(config, run_dir, tokenizer_hash(config.policy.path), now=0.0)

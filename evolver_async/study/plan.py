@@ -1,4 +1,4 @@
-"""What a configuration would run, in words: processes, stages, steps, and where weights go."""
+"""A configuration in words, as it would run: processes, stages, steps, and where weights go."""
 
 from evolver_async.config import Config
 from evolver_async.config.channels import channel
@@ -20,11 +20,12 @@ def plan(config: Config) -> list[str]:
         until = " or ".join(f"{value:g} {name}" for name, value in limits.items() if value)
         said.append(f"stage {index}: {stage.kind}, until {until}")
     size = config.rollout.group_size
+    every = f"every {eval_.every} versions " if eval_.every else "after each stage "
     return [
         *said,
         f"steps: {total}, each of {learner.groups_per_step} groups (of {size} in rl stages)",
         f"weights: {channel(config)} by {config.weights.address or config.weights.dir}",
-        f"evaluations: every {eval_.every} versions over {eval_.episodes} episodes, at the end"
+        f"evaluations: {every}over {eval_.episodes} episodes, after the last stage"
         f" {eval_.final_episodes or eval_.episodes}",
         f"checkpoints: every {config.checkpoint.every} steps",
         f"W&B: {config.metrics.wandb}",

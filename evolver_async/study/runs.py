@@ -1,8 +1,10 @@
-"""How runs stand or ended: the last lines of a launch, and the list of a directory's runs."""
+"""The state of runs: the last lines of a launch, and the list of a directory's runs."""
 
 import contextlib
 import fcntl
+import itertools
 import json
+import re
 import shlex
 import signal
 import time
@@ -19,11 +21,12 @@ from evolver_async.study.watch import Tail
 
 END = "end.json"  # how the newest launch ended
 SEARCHED_LINES = 100  # of the launcher's log, for the reason of a failure
+RECORD = re.compile(r"[\d:,-]+( [\d:,]+)? [A-Z]+ [\w.]+: ")  # what a line of a log begins with
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a launch ended; `state` is finished, stopped or failed."""
+    """End of a launch; `state` is finished, stopped or failed."""
 
     state: str
     code: int
@@ -33,7 +36,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is, from its metrics: the newest step, its last and its best evaluation."""
+    """Progress of a run, from its metrics: the newest step, its last and its best evaluation."""
 
     step: int
     last: float | None
@@ -60,14 +63,18 @@ def end(run_dir: Path, code: int, reason: str = "") -> Ending:
 
 
 def _logged_reason(run_dir: Path) -> str:
-    """The last error of the launcher's log, or its last line."""
+    """The last error of the launcher's log with the lines that belong to it, or its last line."""
     lines = last_lines(run_dir / "logs" / "launcher.log", SEARCHED_LINES).splitlines()
-    errors = [line for line in lines if " ERROR " in line]
-    return next(reversed(errors or lines), "no reason is in the logs")
+    errors = [index for index, line in enumerate(lines) if " ERROR " in line]
+    if not errors:
+        return lines[-1] if lines else "no reason is in the logs"
+    first, *rest = lines[errors[-1] :]
+    said = [first, *itertools.takewhile(lambda line: not RECORD.match(line), rest)]
+    return RECORD.sub("", "\n".join(said))
 
 
 def last_words(run_dir: Path, ending: Ending) -> list[str]:
-    """What people are told at the end of a launch: how it ended, and what comes next."""
+    """Lines for people at the end of a launch: how it ended, and what comes next."""
     run = shlex.quote(_short(run_dir))
     resume = f"go on: evolver-async train --resume {run}"
     if ending.state == "failed":
@@ -114,9 +121,19 @@ def _successes(progress: Progress) -> str:
 
 
 def listed(directory: Path) -> list[dict[str, Any]]:
-    """The runs of a directory, the newest last: name, state, step, success, and when it changed."""
-    runs = [path.parent for path in directory.glob("*/config.yaml")]
-    return sorted((_summary(run_dir) for run_dir in runs), key=lambda run: run["time"])
+    """The runs of a directory, the newest last: name, state, step, success, and when it changed.
+
+    The state of a run whose files do not say all of this is "unreadable".
+    """
+    runs = []
+    for path in directory.glob("*/config.yaml"):
+        try:
+            runs.append(_summary(path.parent))
+        except (OSError, ValueError, KeyError, TypeError):
+            changed = path.stat().st_mtime
+            nothing = {"state": "unreadable", "step": 0, "success": None, "time": changed}
+            runs.append({"name": path.parent.name} | nothing)
+    return sorted(runs, key=lambda run: run["time"])
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def cache_bytes(config: Config, shape: Shape) -> int:
 
 
 def training_bytes(config: Config, shape: Shape) -> int:
-    """What all ranks of the learner hold together between passes."""
+    """Bytes that all ranks of the learner hold together between passes."""
     copy, ranks = weight_bytes(config, shape), config.learner.ranks
     apart = config.advantage.kind in CRITICS and config.critic.kind == "separate"
     if config.policy.lora.rank:  # the adapters are small; only a single rank shares what is frozen
@@ -56,7 +56,7 @@ def training_bytes(config: Config, shape: Shape) -> int:
 
 
 def activation_bytes(config: Config, shape: Shape) -> int:
-    """What the layers of one forward pass keep for its backward pass, at least."""
+    """Bytes that the layers of one forward pass keep for its backward pass, at least."""
     per_token = shape.hidden
     if not config.learner.gradient_checkpointing:
         per_token = KEPT_HIDDEN * shape.hidden + KEPT_INNER * shape.inner

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from evolver_async.study.watch import longest_stall
+from evolver_async.study.watch import failures_of, longest_stall
 
 
 def lines(status: dict[str, Any]) -> list[str]:
-    """What stands where, which actors work, and which process waits for what."""
+    """Text of where groups stand, which actors work, which process waits for what, what fails."""
     groups = ", ".join(f"{count} {state}" for state, count in status["groups"].items())
     said = [
         f"stage {status['stage']}, take {status['take']}, version {status['head'] or 'none'}",
@@ -22,6 +22,7 @@ def lines(status: dict[str, Any]) -> list[str]:
     for name, waits in status["waiting"].items():
         said += [f"{name} waits {w['for_s']:.0f} s: {w['reason']}" for w in waits.values()]
     said += [f"evaluation {text}" for text in status["evaluations"]]
+    said += map(str, failures_of(status))
     journal = status["journal"]
     said.append(f"journal: {journal['bytes'] / 2**20:.1f} MiB in {journal['segments']} segments")
     if journal["problem"]:

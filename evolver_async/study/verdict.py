@@ -83,7 +83,7 @@ def _hardware(config: Config, machine: Machine) -> Iterator[Verdict]:
 
 
 def gpus_of(hardware: str) -> tuple[int, int]:
-    """How many GPUs `run.hardware` names, and the bytes of each."""
+    """Number of GPUs that `run.hardware` names, and the bytes of each."""
     count, size = re.findall(r"\d+", hardware)
     return int(count), int(size) * 10**9
 

@@ -131,10 +131,7 @@ class View:
 
         One that is new gets a line, one that goes on every REPEAT_S.
         """
-        self.failures = [
-            FailureTotal(**{name: one[name] for name in FailureTotal.__struct_fields__})
-            for one in status["failures"]
-        ]
+        self.failures = failures_of(status)
         lines = []
         for failure in reversed(self.failures):
             thing = (failure.kind, failure.name)
@@ -299,6 +296,12 @@ def longest_stall(status: dict[str, Any]) -> str:
     for stall in status["stalled"][:1]:
         return f"{stall['who']} stands still for {stall['for_s']:.0f} s: {stall['what']}"
     return ""
+
+
+def failures_of(status: dict[str, Any]) -> list[FailureTotal]:
+    """What fails, from STATUS, the newest first."""
+    names = FailureTotal.__struct_fields__
+    return [FailureTotal(**{name: one[name] for name in names}) for one in status["failures"]]
 
 
 async def ask(address: str, keys: Path | None = None, timeout_s: float = 2.0) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a weight channel promises its two ends. Nothing here imports torch at run time."""
+"""Promises of a weight channel to its two ends. Nothing here imports torch at run time."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Claim:
     def remove(self) -> None:
         """Remove the directory; only its content if another process owns it."""
         if self.owner:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            _remove(self.directory)
         else:
             with suppress(FileNotFoundError):
                 for path in self.directory.iterdir():
@@ -90,11 +90,14 @@ def claim(directory: Path) -> Claim:
 
 
 def sweep(parent: Path) -> None:
-    """Remove this user's channel directories in `parent` whose owner has ended."""
+    """Remove this user's channel directories in `parent` whose owner has ended.
+
+    Others whose names begin alike stay: ours are private and hold `owner.json`, or nothing yet.
+    """
     for directory in sorted(parent.glob(f"{PREFIX}*")):
         with suppress(FileNotFoundError):  # another process sweeps as well
             found = directory.lstat()
-            if found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode):
+            if found.st_uid == os.getuid() and _private(found) and _ours(directory):
                 _sweep(directory)
 
 
@@ -134,7 +137,7 @@ def _sweep(directory: Path) -> None:
         )
         return
     if owner or time.time() - directory.lstat().st_mtime > YOUNG_S:
-        shutil.rmtree(directory, ignore_errors=True)
+        _remove(directory)
     if lock is not None:
         os.close(lock)
 
@@ -143,8 +146,33 @@ def _check_private(directory: Path) -> None:
     found = directory.lstat()
     if found.st_uid != os.getuid():
         raise PermissionError(f"{directory}: belongs to user {_user(found.st_uid)}; choose another")
-    if not stat.S_ISDIR(found.st_mode) or stat.S_IMODE(found.st_mode) != 0o700:
+    if not _private(found):
         raise PermissionError(f"{directory}: must be a directory private to this user (mode 0700)")
+
+
+def _private(found: os.stat_result) -> bool:
+    """True for a directory that its user alone may enter."""
+    return stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o700
+
+
+def _ours(directory: Path) -> bool:
+    """True if a process claimed the directory, or made it and was killed before it could."""
+    names = {path.name for path in directory.iterdir()}
+    return OWNER in names or names <= {LOCK, f".{OWNER}"}
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory; `owner.json` goes last, so that a later sweep knows what is left."""
+    with suppress(FileNotFoundError):
+        for path in directory.iterdir():
+            if path.name in (OWNER, LOCK):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with suppress(OSError):
+                    path.unlink()
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _lock(path: Path, flags: int = 0) -> int:
