@@ -20,7 +20,11 @@ from under_fire import LAUNCHER, ROLES, RunUnderFire
 SEEDS = range(int(os.environ.get("KILL_SEEDS", "1")))
 EVERY_S = 6.0
 VICTIMS = {"actor-0": 8, "actor-1": 8, "buffer": 9, "learner": 7, "experience": 4, LAUNCHER: 4}
-EXPERIENCE = ("experience.kind=contrast", "rollout.guided_fraction=0.25", "loss.boost=0")
+EXPERIENCE = ("experience.kind=contrast", "loss.boost=0")
+ANCHORS = (  # interpolation is undefined for guided tokens
+    ("rollout.guided_fraction=0.25", "correction.anchor=recompute"),
+    ("rollout.guided_fraction=0.0", "correction.anchor=interpolate"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +43,7 @@ def test_forty_kills_lose_nothing_and_repeat_every_take_bitwise(
     victims = [name for name, count in VICTIMS.items() for _ in range(count)]
     assert len(victims) == 40 and set(victims) == {LAUNCHER, *ROLES}
     rng.shuffle(victims)
-    anchor = ("recompute", "interpolate")[seed % 2]
-    run = RunUnderFire(
-        start, tmp_path, f"killed-{seed}", *EXPERIENCE, f"correction.anchor={anchor}"
-    )
+    run = RunUnderFire(start, tmp_path, f"killed-{seed}", *EXPERIENCE, *ANCHORS[seed % 2])
     run.recover()
     for index, victim in enumerate(victims):
         run.wait(time.monotonic() + EVERY_S)
