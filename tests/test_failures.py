@@ -260,8 +260,8 @@ def test_people_and_metrics_are_told_once_of_each_thing_that_fails(tmp_path: Pat
     ]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows == [
-        {"step": 7, "failures/agent": 1.0},
-        {"step": 7, "failures/agent": 501.0, "failures/judge": 2.0},
+        {"step": 7, "lineage": 0, "failures/agent": 1.0},
+        {"step": 7, "lineage": 0, "failures/agent": 501.0, "failures/judge": 2.0},
     ]
 
 

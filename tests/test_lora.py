@@ -433,7 +433,7 @@ def short_training(
     frozen = {one.dtype for one in made.model.parameters() if not one.requires_grad}
     assert frozen == {getattr(torch, dtype)}, "nothing is gained by a base in float32"
     if ranks is not None and ranks.rank > 0:
-        follow(made, [stage], ranks)
+        follow(made, lambda *_: stage, ranks)
         return [], {}
     leader = made if ranks is None else Leader(made, ranks)
     state = State(lineage=1) if resume is None else leader.restore(resume)

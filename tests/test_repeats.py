@@ -338,7 +338,7 @@ def test_a_lag_is_new_where_a_repeated_take_makes_another_version(tmp_path: Path
 
 def test_discarded_takes_are_chosen_anew_and_their_groups_counted(tmp_path: Path) -> None:
     world, taken = three_takes(tmp_path, max_staleness=9)
-    request = messages.Resume(lineage=1, take=1, version=1, discard=True)
+    request = messages.Resume(lineage=1, take=1, version=1, discard=True, process="again")
     for _ in range(2):  # the second is the same request, sent again
         reply = world.one("learner", request)
         assert isinstance(reply, messages.Resumed) and reply.lineage == 2

@@ -56,7 +56,7 @@ def stored(
 ) -> Batch:
     batch = collated(groups, strip)
     score = Scorer(TEMPERATURE, token_budget=64, chunk=16, ranks=alone("cpu"))
-    store_anchor(score, model, batch, everywhere=everywhere, guided=guided)
+    store_anchor(score, model, batch, everywhere=everywhere, guided=guided, abandoned=False)
     return batch
 
 
