@@ -1,10 +1,13 @@
 """vLLM, given nothing but an exported directory, writes what our evaluation wrote."""
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from exported import EPISODES, make_export, play
 
@@ -13,6 +16,19 @@ from actors.engines.vllm_core import CPU_BLOCK, CPU_KV_BYTES, ENVIRONMENT
 pytestmark = pytest.mark.vllm
 
 
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """End the processes that vLLM starts: it leaves them to the end of ours."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    started = set(psutil.Process().children(recursive=True)) - before
+    for process in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(started)
+
+
+@pytest.mark.usefixtures("nothing_left")
 def test_vllm_writes_every_turn_of_the_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
