@@ -21,7 +21,8 @@ def nothing_left() -> Iterator[None]:
     """End the processes that vLLM starts: it leaves them to the end of ours."""
     before = set(psutil.Process().children(recursive=True))
     yield
-    started = set(psutil.Process().children(recursive=True)) - before
+    found = set(psutil.Process().children(recursive=True)) - before
+    started = [process for process in found if process.name().startswith("VLLM")]
     for process in started:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
