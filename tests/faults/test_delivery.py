@@ -117,7 +117,9 @@ def test_2_what_was_asked_of_a_dead_buffer_is_asked_of_the_next_one_at_once(
     async def ask() -> float:
         client = DealerClient(buffer.address, "asked", "actor-0", park_s=60.0, resend_s=60.0)
         await client.request(messages.Status())
-        waiting = asyncio.create_task(client.request(Lease(credit=2)))  # parked: no learner yet
+        waiting = asyncio.create_task(
+            client.request(Lease(credit=GROUP_SIZE))
+        )  # parked: no learner yet
         await asyncio.sleep(0.5)
         assert not waiting.done()
         buffer.kill()
@@ -270,8 +272,8 @@ def test_20_a_wall_clock_that_jumps_by_an_hour_changes_no_lease_and_no_age(
 
 
 def test_20_no_decision_reads_the_wall_clock() -> None:
-    """Who does reads it for a name, a log, the age of a process, or to date an answer."""
-    allowed = {"directory.py", "metrics.py", "server.py", "watch.py"}
+    """It is read for names, logs, the age of a process or directory, and dates of answers."""
+    allowed = {"directories.py", "directory.py", "metrics.py", "runs.py", "server.py", "watch.py"}
     found = set()
     for wing in ("evolver_async", "actors", "learner"):
         for path in (ROOT / wing).rglob("*.py"):

@@ -64,7 +64,7 @@ def test_05_acknowledged_trajectories_survive_a_power_cut_at_every_sync(tmp_path
         world = World(journal, SETTINGS, segment_bytes=2000)
         world.resume()
         with open(told, "w", buffering=1) as file:
-            for take in range(3):
+            for take in range(4):
                 for ticket in world.lease(credit=2):
                     for member in ticket.members:
                         assert isinstance(world.push(ticket, member), messages.Ack)
