@@ -135,8 +135,18 @@ class World:
         self.service.tick(self.now)
         self.service.commit()
 
-    def resume(self, lineage: int = 0, take: int = 0, version: int = 0, process: str = "") -> int:
-        request = messages.Resume(lineage=lineage, take=take, version=version, process=process)
+    def resume(
+        self,
+        lineage: int = 0,
+        take: int = 0,
+        version: int = 0,
+        process: str = "",
+        *,
+        discard: bool = False,
+    ) -> int:
+        request = messages.Resume(
+            lineage=lineage, take=take, version=version, process=process, discard=discard
+        )
         reply = self.one("learner", request)
         assert isinstance(reply, messages.Resumed), reply
         return reply.lineage

@@ -263,7 +263,10 @@ def test_24_what_is_over_the_bound_at_sampling_is_never_trained(tmp_path: Path) 
 
 
 def test_24_a_fork_makes_what_the_dead_lineage_sampled_older(tmp_path: Path) -> None:
-    """Sampled at 1.2; the new lineage begins at version 0: two versions up and one down again."""
+    """Sampled at 1.2; the new lineage begins at version 0: two versions up and one down again.
+
+    Its takes are not repeated: what is trained once more has the age that it had the first time.
+    """
     world = World(tmp_path, config(max_staleness=1))
     world.resume()
     for take in range(2):
@@ -272,7 +275,7 @@ def test_24_a_fork_makes_what_the_dead_lineage_sampled_older(tmp_path: Path) -> 
     old = [ticket.group_id for ticket in world.lease(credit=2)]
     tickets = [world.replay.at.groups[group_id] for group_id in old]
     assert len(tickets) == 2
-    assert world.resume(lineage=1, take=0, version=0) == 2
+    assert world.resume(lineage=1, take=0, version=0, discard=True) == 2
     reply = world.one(
         "learner", messages.Done(lineage=1, take=2, version=3, trained=[], filtered={})
     )
