@@ -44,6 +44,11 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
+def is_step(row: dict[str, Any]) -> bool:
+    """True for a row of a step; others tell of evaluations and failures."""
+    return "stage_kind" in row
+
+
 class Launch:
     """One launcher process."""
 
@@ -97,7 +102,7 @@ class Launch:
     def wait_for_steps(self, count: int, deadline_s: float = DEADLINE_S) -> None:
         """Wait for so many steps, for each as long as the deadline."""
         for _ in range(count):
-            self.wait_for_row(lambda row: True, "a step", deadline_s)
+            self.wait_for_row(is_step, "a step", deadline_s)
 
     def status(self) -> dict[str, Any]:
         """The buffer's STATUS."""

@@ -18,7 +18,7 @@ import live as fire
 import moody
 import pytest
 from invariants import Story, check_leaks, check_named, check_run, traces
-from launches import COMMAND, DEADLINE_S, Launch, alive, launching, wait_for
+from launches import COMMAND, DEADLINE_S, Launch, alive, is_step, launching, wait_for
 from live import child, status, stopped, story
 
 from evolver_async.checkpoint import valid
@@ -261,7 +261,7 @@ def test_3_a_killed_learner_goes_on_from_its_newest_checkpoint(
     phase(run, rng)
     kept = valid(run.run_dir / "checkpoints")[-1][1].step
     run.rows()
-    row = run.wait_for_row(lambda row: True, "a step of the next learner")
+    row = run.wait_for_row(is_step, "a step of the next learner")
     assert row["step"] == kept + 1
     assert story(run).lineage == lineage + 1
 
