@@ -130,20 +130,7 @@ class Status:
             "outstanding": replay.outstanding(),
             "limit": replay.limit(),
             "groups": {state: len(groups) for state, groups in replay.by_state.items()},
-            "ledger": {
-                "received": _plain(self.state.ledger.received),
-                "held": _plain(self.state.held()),
-                **{
-                    fate: {
-                        kind: _plain(fates[fate])
-                        for kind, fates in self.state.ledger.closed.items()
-                        if fate in fates
-                    }
-                    for fate in CLOSED
-                },
-                "door": _plain(self.state.ledger.door),
-                **self._generated(),
-            },
+            "ledger": self._ledger(),
             "censoring": self.censoring.report(),
             "actors": {name: self._peer(name, leases[name], now) for name in sorted(actors)},
             "actors_not_shown": len(self.activity.actors) - len(actors),
@@ -171,6 +158,23 @@ class Status:
                 "disk_free_bytes": self.journal.free,
                 "problem": self.journal.problem,
             },
+        }
+
+    def _ledger(self) -> dict[str, object]:
+        """Amounts by kind for what was received, is held and has ended; counts of the door."""
+        ledger = self.state.ledger
+        ended = {
+            fate: {
+                kind: _plain(fates[fate]) for kind, fates in ledger.closed.items() if fate in fates
+            }
+            for fate in CLOSED
+        }
+        return {
+            "received": _plain(ledger.received),
+            "held": _plain(self.state.held()),
+            **ended,
+            "door": _plain(ledger.door),
+            **self._generated(),
         }
 
     def counters(self, now: float) -> dict[str, float]:

@@ -344,8 +344,14 @@ class Launcher:
                 env=os.environ
                 | {"OMP_NUM_THREADS": str(threads.get(role, 1)), "TOKENIZERS_PARALLELISM": "false"}
                 | KEEP_MEMORY
+                | self._temporary(role)
                 | seen_by(self.config, role, number_of(name), os.environ.get(VISIBLE)),
             )
+
+    def _temporary(self, role: str) -> dict[str, str]:
+        """A learner's temporary files lie in the launch's directory: a killed W&B leaves its own."""
+        private = self.private if role == "learner" else None
+        return {} if private is None else {"TMPDIR": str(private)}
 
     def log_file(self, name: str) -> Path:
         (self.run_dir / "logs").mkdir(exist_ok=True)

@@ -97,10 +97,13 @@ class Upload:
     def take_in(self) -> int:
         """Send the rows and alerts written since the last call; returns how many rows."""
         rows = self.rows.rows()
-        before = len(self.marks)
-        self.marks += [mark(row) for row in rows]
-        kept = set(current(self.marks))
-        if not kept.issuperset(self.given):  # a newer lineage supersedes rows that W&B has
+        before, newest = len(self.marks), self.marks[-1].lineage if self.marks else 0
+        added = [mark(row) for row in rows]
+        self.marks += added
+        # Nothing is superseded but by a new lineage, or by a row beside the takes of one.
+        goes_on = all(one.lineage == newest and one.kind == "take" for one in added)
+        kept = set(range(before, len(self.marks)) if goes_on else current(self.marks))
+        if not goes_on and not kept.issuperset(self.given):
             self.run.finish()
             self._open()
             return self.take_in()
