@@ -349,7 +349,7 @@ class Launcher:
             )
 
     def _temporary(self, role: str) -> dict[str, str]:
-        """A learner's temporary files lie in the launch's directory: a killed W&B leaves its own."""
+        """Keep a learner's temporary files in the launch's directory: a killed W&B leaves some."""
         private = self.private if role == "learner" else None
         return {} if private is None else {"TMPDIR": str(private)}
 
