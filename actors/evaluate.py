@@ -4,20 +4,20 @@ import asyncio
 import statistics
 from pathlib import Path
 
-from actors.endpoint.agents import Unjudged, make_agents
-from actors.engines.load import load_engine
+from actors.endpoint.runner import Unjudged, make_agents
+from actors.engines.factory import load_engine
 from actors.envs.base import EnvironmentFailure, exact
-from actors.episode import EpisodeLate, Finished
 from actors.progress import Progress
-from actors.rollout import run_group
-from actors.setting import setting_of
-from evolver_async import history, shards
-from evolver_async.buffer.granting import source_of
-from evolver_async.buffer.tasks import held_out_task
+from actors.rollout.episode import EpisodeLate, Finished
+from actors.rollout.episode_config import setting_of
+from actors.rollout.group import run_group
+from evolver_async.buffer.actor_requests import source_of
+from evolver_async.buffer.tasks.stream import held_out_task
+from evolver_async.checkpoint import history, shards
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config
 from evolver_async.schema import Sampling, Task, Ticket, Trajectory, WeightId, key
-from evolver_async.weights.merged import whole
+from evolver_async.weights.lora_receiver import whole
 
 
 def evaluate(run_dir: Path, episodes: int, step: int | str | None = None) -> str:

@@ -6,7 +6,7 @@ is not written here.
 
 import asyncio
 
-from actors.chat import Chat
+from actors.formats.chat import Chat
 from evolver_async.config.secrets import mask
 from evolver_async.schema import (
     ERROR_CHARS,

@@ -6,25 +6,26 @@ import os
 import signal
 import socket
 
-from actors.aftermath import Mechanisms
-from actors.attributing.judge import make_judge
-from actors.endpoint.agents import make_agents
-from actors.engines.load import load_engine
+from actors.endpoint.runner import make_agents
+from actors.engines.factory import load_engine
+from actors.experience.guide import make_guide
 from actors.failures import FailureCounts
-from actors.navigating.guide import make_guide
+from actors.judge.judge import make_judge
+from actors.postprocess import Mechanisms
 from actors.questioning.questioner import make_questioner
-from actors.reflecting import make_reflector
+from actors.scripted.reflection import make_reflector
 from actors.worker import Displaced, Worker
-from evolver_async import messages, policy
 from evolver_async.config import Config
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import from_dict, stage_config
 from evolver_async.config.secrets import reveal
 from evolver_async.launch.roles import USER_ERROR, RoleArgs, collect_rarely
-from evolver_async.transport import Client, DealerClient, Rejected
-from evolver_async.weights import load as channel
-from evolver_async.weights.merged import merging
-from evolver_async.wire import SCHEMA_HASH
+from evolver_async.model import policy
+from evolver_async.protocol import messages
+from evolver_async.protocol.envelope import SCHEMA_HASH
+from evolver_async.transport.sockets import Client, DealerClient, Rejected
+from evolver_async.weights import factory as channel
+from evolver_async.weights.lora_receiver import merging
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ import logging
 from functools import partial
 from typing import Any
 
-from evolver_async import messages
+from evolver_async.protocol import messages
 from evolver_async.schema import Trajectory
-from evolver_async.transport import Client
+from evolver_async.transport.sockets import Client
 
 log = logging.getLogger(__name__)
 

@@ -10,28 +10,28 @@ import contextlib
 import logging
 from collections import Counter
 
-from actors.adoption import Adoption, WeightsLate
-from actors.aftermath import Aftermath, Mechanisms, Ungraded
-from actors.branch import branch_group
-from actors.chat import Chat
-from actors.demonstrate import demonstrate_group
-from actors.endpoint.agents import Unjudged
+from actors.endpoint.runner import Unjudged
 from actors.engines.base import Engine
+from actors.engines.weight_sync import Adoption, WeightsLate
 from actors.envs.adapters import service_client
 from actors.envs.base import EnvironmentFailure
-from actors.episode import Deliver, EpisodeLate, Finished
 from actors.failures import unread
+from actors.formats.chat import Chat
+from actors.formats.turns import FORMATS
 from actors.outbox import Outbox
+from actors.postprocess import Aftermath, Mechanisms, Ungraded
 from actors.progress import Progress
-from actors.rollout import run_group
-from actors.setting import setting_of
-from actors.turns import FORMATS
-from evolver_async import messages
+from actors.rollout.episode import Deliver, EpisodeLate, Finished
+from actors.rollout.episode_config import setting_of
+from actors.rollout.group import run_group
+from actors.scripted.branching import branch_group
+from actors.scripted.expert import demonstrate_group
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
+from evolver_async.protocol import messages
 from evolver_async.schema import Ticket
-from evolver_async.transport import Client, Rejected
-from evolver_async.weights.base import Receiver
+from evolver_async.transport.sockets import Client, Rejected
+from evolver_async.weights.channel.base import Receiver
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from evolver_async.buffer.journal import JournalError
-from evolver_async.checkpoint import CheckpointError
+from evolver_async.buffer.log.journal import JournalError
+from evolver_async.checkpoint.directory import CheckpointError
+from evolver_async.checkpoint.history import BEST
 from evolver_async.config.check import ConfigError
-from evolver_async.history import BEST
 from evolver_async.launch.roles import PROCESSES, TRAINING_ERROR, USER_ERROR, TrainingError, resolve
 
 

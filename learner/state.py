@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from evolver_async import shards
-from evolver_async.policy import ModelError, state_tensors
-from evolver_async.shards import Shards
-from learner.critic import Critic
-from learner.optim import follow, master
+from evolver_async.checkpoint import shards
+from evolver_async.checkpoint.shards import Shards
+from evolver_async.model.policy import ModelError, state_tensors
+from learner.advantage.critic import Critic
+from learner.optimize.adamw import follow, master
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-from evolver_async import messages, policy
-from evolver_async.checkpoint import CheckpointError
+from evolver_async.checkpoint.directory import CheckpointError
 from evolver_async.config import Config
 from evolver_async.config.load import load
-from evolver_async.launch import directory
+from evolver_async.launch import run_directory
 from evolver_async.launch.roles import (
     EVALUATION_LOST,
     RoleArgs,
@@ -28,24 +27,26 @@ from evolver_async.launch.roles import (
     collect_rarely,
     weights_address,
 )
-from evolver_async.metrics import Metrics, Timers
+from evolver_async.metrics.writer import Metrics, Timers
+from evolver_async.model import policy
+from evolver_async.protocol import messages
 from evolver_async.schema import Fork, Group, WeightId
-from evolver_async.transport import Client, DealerClient, Rejected
-from evolver_async.weights import load as channel
-from evolver_async.weights.base import Publisher
-from learner.alarms import Alarm
-from learner.checkpoints import Checkpoints
-from learner.evaluations import Evaluations, Standstill
-from learner.follow import Leader, attend, meeting
-from learner.guard import Guard
-from learner.outcome import Outcome
-from learner.parallel import Ranks
-from learner.progress import Clock, next_stage, reopen, stage_over
-from learner.requests import Requests, Stopping
-from learner.samples import write_samples
+from evolver_async.transport.sockets import Client, DealerClient, Rejected
+from evolver_async.weights import factory as channel
+from evolver_async.weights.channel.base import Publisher
+from learner.diagnostics.alarms import Alarm
+from learner.diagnostics.rollouts import Outcome
+from learner.diagnostics.samples import write_samples
+from learner.diagnostics.stop_rules import Guard
+from learner.loss.sft import Stages
+from learner.ranks.process_group import Ranks
+from learner.run.buffer_client import Requests, Stopping
+from learner.run.checkpoint import Checkpoints
+from learner.run.evaluations import Evaluations, Standstill
+from learner.run.rank_server import Leader, attend, meeting
+from learner.schedule import Clock, next_stage, reopen, stage_over
 from learner.state import State
-from learner.supervised import Stages
-from learner.update import Updater
+from learner.step import Updater
 
 log = logging.getLogger(__name__)
 
@@ -232,14 +233,14 @@ class Learner:
 
     def heed_pause(self) -> None:
         """While the run is paused take nothing; only say so, and take in what evaluations find."""
-        reason = directory.pause_reason(self.run_dir)
+        reason = run_directory.pause_reason(self.run_dir)
         if reason is None:
             return
         pause = f"paused: {reason}; to go on: evolver-async unpause {self.run_dir}"
         if self.config.launch.kind == "serial":  # nobody could end a pause in virtual time
             raise TrainingError(f"{pause}, then train --resume {self.run_dir}")
         log.warning("%s", pause)
-        while reason := directory.pause_reason(self.run_dir):
+        while reason := run_directory.pause_reason(self.run_dir):
             if self.requests.stopping:
                 raise Stopping("the end of its pause")
             self.keep(paused=reason)

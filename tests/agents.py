@@ -13,15 +13,15 @@ import torch
 from openai import AsyncOpenAI
 from transformers.models.auto import AutoModelForCausalLM
 
-from actors.chat import Chat
-from actors.endpoint.agent import Outcome
-from actors.endpoint.asked import Message, decode
+from actors.endpoint.outcome import Outcome
+from actors.endpoint.request import Message, decode
 from actors.endpoint.template import Template
 from actors.endpoint.tools import Call, canonical, written
 from actors.envs.base import make_env
-from evolver_async.policy import token_logprobs
+from actors.formats.chat import Chat
+from evolver_async.model.policy import token_logprobs
+from evolver_async.model.tiny import make_tiny, make_tokenizer
 from evolver_async.schema import Task
-from evolver_async.tiny import make_tiny, make_tokenizer
 
 MOST_CALLS, LENGTH = 3, 192
 BATCH, LR = 12, 1e-2

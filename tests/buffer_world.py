@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 from episodes import episode
 
-from evolver_async import messages
 from evolver_async.buffer.service import Service
 from evolver_async.config import (
     Actors,
@@ -19,6 +18,7 @@ from evolver_async.config import (
     Stage,
     Tasks,
 )
+from evolver_async.protocol import messages
 from evolver_async.schema import (
     Group,
     Role,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from actors.engines.base import Engine, Generation, Request
 from actors.engines.stops import UNDECODED
-from evolver_async.policy import ModelError, load_state, state_tensors, token_logprobs
+from evolver_async.model.policy import ModelError, load_state, state_tensors, token_logprobs
 from evolver_async.schema import WeightId
 
 TOLERANCE = 1e-4

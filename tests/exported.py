@@ -9,20 +9,21 @@ import numpy as np
 from serial_runs import trainer
 
 from actors import evaluate
-from actors.chat import Chat
-from actors.conversation import system_message
 from actors.envs.base import make_env
-from actors.setting import Setting, setting_of
-from actors.turns import SEPARATOR
-from evolver_async import checkpoint, shards
-from evolver_async.buffer.granting import source_of
-from evolver_async.buffer.tasks import held_out_task
+from actors.formats.chat import Chat
+from actors.formats.turns import SEPARATOR
+from actors.rollout.conversation import system_message
+from actors.rollout.episode_config import Setting, setting_of
+from evolver_async.buffer.actor_requests import source_of
+from evolver_async.buffer.tasks.stream import held_out_task
+from evolver_async.checkpoint import directory as checkpoint
+from evolver_async.checkpoint import shards
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config
+from evolver_async.model.tokenizer import load_tokenizer
 from evolver_async.schema import Role, Task, Trajectory, key
-from evolver_async.tokenizer import load_tokenizer
-from evolver_async.weights.merged import whole
-from learner.export import export
+from evolver_async.weights.lora_receiver import whole
+from learner.tools.export import export
 
 EPISODES = 24
 RECIPE = """

@@ -65,7 +65,7 @@ READS = tuple(
 WRITES = tuple(
     f"open({path!r}, 'w').write('x')"
     for path in (
-        *("/escaped", "/inside.py", "/dev/escaped", "/usr/lib/escaped", os.__file__),
+        *("/escaped", "/guest.py", "/dev/escaped", "/usr/lib/escaped", os.__file__),
         *("/dev/shm/escaped", f"{tempfile.gettempdir()}/sub/escaped", "/../escaped"),
     )
 )
@@ -275,8 +275,8 @@ def visible(directory: str) -> str:
 
 def let_loose(user: int, route: str, bwrap: str, directory: str) -> None:
     """The whole battery as an ordinary user; prints what went wrong, by name. Never returns."""
-    from actors.sandbox.cell import Interior, Limits
     from actors.sandbox.pool import Pool
+    from actors.sandbox.process import Interior, Limits
 
     try:
         python = visible(directory)

@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 
-from evolver_async.launch.directory import address_of, last_lines
-from evolver_async.study.watch import Tail, ask
+from evolver_async.launch.run_directory import address_of, last_lines
+from evolver_async.watch.view import Tail, ask
 
 DEADLINE_S = 120.0
 COMMAND = [sys.executable, "-m", "evolver_async.cli"]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from evolver_async.study.probes import PROBES, Found
+from evolver_async.doctor.probes import PROBES, Found
 
 GIB, GB = 1 << 30, 10**9
 

@@ -14,16 +14,16 @@ from test_dpo import data as pairs
 from test_update import FORKS, config, guided_config, guided_groups
 from torch.distributed.fsdp import FSDPModule
 
-from evolver_async import policy
 from evolver_async.config import Config, Lora, Stage
 from evolver_async.config.load import stage_config
-from evolver_async.metrics import Timers
+from evolver_async.metrics.writer import Timers
+from evolver_async.model import policy
 from evolver_async.schema import Group
-from learner import budget
-from learner.follow import Leader, follow
-from learner.parallel import Ranks, join
+from learner.optimize import token_budget
+from learner.ranks.process_group import Ranks, join
+from learner.run.rank_server import Leader, follow
 from learner.state import State
-from learner.update import Updater
+from learner.step import Updater
 
 STEPS = 6
 SAVED = 3  # steps before the checkpoint
@@ -185,7 +185,7 @@ def be_rank(
     """
     torch.set_num_threads(1)
     if device == "cpu":
-        budget.Gpu = lambda _: Faked(rank)
+        token_budget.Gpu = lambda _: Faked(rank)
     for number, (name, resume) in enumerate(plan):
         meeting = directory / f"meeting-{number}"
         ranks = join(meeting, rank, count, device=device, deadline_s=DEADLINE_S)

@@ -17,7 +17,7 @@ from evolver_async.weights.collective import CollectiveReceiver
 torch.set_num_threads(1)
 address, name, deadline_s, damage = sys.argv[1:]
 if damage == "damage":  # one bit of the first bucket that arrives
-    from evolver_async.weights.groups import Part
+    from evolver_async.weights.collective.process_group import Part
     done, left = Part.done, [1]
 
     def damaged(self, seconds):

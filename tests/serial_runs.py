@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from evolver_async.checkpoint import load_newest
+from evolver_async.checkpoint.directory import load_newest
 from evolver_async.config.load import dump, load
 from evolver_async.launch.roles import RoleArgs, resolve
 from evolver_async.launch.serial import run

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.accounting import Accounting
+from learner.diagnostics.offpolicy import Accounting
 
 
 def bucket_of(lag: int) -> str:

@@ -5,9 +5,9 @@ from typing import Any
 
 from buffer_world import World, config, trajectory
 
-from evolver_async.buffer.activity import GONE_S, METRICS, NAME_CHARS, PEERS, WINDOW_S
-from evolver_async.delivery import Desk
-from evolver_async.messages import (
+from evolver_async.buffer.monitor.peers import GONE_S, METRICS, NAME_CHARS, PEERS, WINDOW_S
+from evolver_async.protocol.envelope import SCHEMA_HASH, Envelope, pack, unpack
+from evolver_async.protocol.messages import (
     Ack,
     Counters,
     Done,
@@ -21,7 +21,7 @@ from evolver_async.messages import (
     Status,
     StatusReply,
 )
-from evolver_async.wire import SCHEMA_HASH, Envelope, pack, unpack
+from evolver_async.transport.delivery import Desk
 
 
 def test_who_has_no_part_in_the_run_is_forgotten_after_a_minute(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.advantage import (
+from learner.advantage.group_relative import (
     Rewards,
     adca,
     advantages,

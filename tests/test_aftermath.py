@@ -8,11 +8,11 @@ import pytest
 from msgspec.structs import replace
 from test_worker import Buffer, Walker, granted, run, version
 
-from actors.aftermath import Mechanisms
-from actors.attributing.judge import Judged
+from actors.judge.judge import Judged
+from actors.postprocess import Mechanisms
 from actors.questioning.grade import Grade
-from actors.rollout import run_group
-from evolver_async import messages
+from actors.rollout.group import run_group
+from evolver_async.protocol import messages
 from evolver_async.schema import Task
 
 __all__ = ["run"]  # the fixture

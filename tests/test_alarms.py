@@ -16,14 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_resume import Killed, Run, Ticket, Trajectory, episode
 
-from evolver_async import cli, messages
-from evolver_async.checkpoint import valid
+from evolver_async import cli
+from evolver_async.checkpoint.directory import valid
 from evolver_async.config import Checkpoint, Launch, Safety, Stage
 from evolver_async.config.load import dump
-from evolver_async.launch.directory import PAUSED, pause_reason
 from evolver_async.launch.roles import TrainingError
-from learner.alarms import Alarm, input_dependence, judge
-from learner.progress import next_stage
+from evolver_async.launch.run_directory import PAUSED, pause_reason
+from evolver_async.protocol import messages
+from learner.diagnostics.alarms import Alarm, input_dependence, judge
+from learner.schedule import next_stage
 from learner.state import State, Watched
 
 SAFETY = Safety()  # the defaults are what is tested

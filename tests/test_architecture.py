@@ -17,89 +17,100 @@ FILE_LINES, FUNCTION_LINES, LOOP_LINES = 400, 80, 60
 
 # Ground floor: what a module (or everything below it) may import from ours, itself aside. The first
 # match counts. `roles` names the wings without importing them, so that mains can take its RoleArgs.
-PURE_BUFFER = ("evolver_async.schema", "evolver_async.buffer.groups")
-WIRE = ("evolver_async.schema", "evolver_async.messages", "evolver_async.config")
+PURE_BUFFER = ("evolver_async.schema", "evolver_async.buffer.state.groups")
+WIRE = ("evolver_async.schema", "evolver_async.protocol.messages", "evolver_async.config")
 TRANSPORT = (
     *WIRE,
-    "evolver_async.metrics",
-    "evolver_async.wire",
-    "evolver_async.sessions",
-    "evolver_async.delivery",
+    "evolver_async.metrics.writer",
+    "evolver_async.protocol.envelope",
+    "evolver_async.transport.sessions",
+    "evolver_async.transport.delivery",
 )
 ALLOWED: dict[str, tuple[str, ...]] = {
     "evolver_async.schema": (),
-    "evolver_async.messages": ("evolver_async.schema",),
+    "evolver_async.protocol.messages": ("evolver_async.schema",),
     "evolver_async.config": (),
-    "evolver_async.metrics": ("evolver_async.monitor",),
-    "evolver_async.monitor": (),
-    "evolver_async.lineages": (),
-    "evolver_async.plain": (),
-    "evolver_async.parcel": ("evolver_async.schema", "evolver_async.plain"),
-    "evolver_async.wire": (
-        *WIRE,
-        "evolver_async.metrics",
-        "evolver_async.parcel",
-        "evolver_async.plain",
+    "evolver_async.metrics.writer": ("evolver_async.metrics.wandb_process",),
+    "evolver_async.metrics.wandb_process": (),
+    "evolver_async.metrics.lineages": (),
+    "evolver_async.protocol.bounded": (),
+    "evolver_async.protocol.trajectories": (
+        "evolver_async.schema",
+        "evolver_async.protocol.bounded",
     ),
-    "evolver_async.sessions": (*WIRE, "evolver_async.wire"),
-    "evolver_async.delivery": (*WIRE, "evolver_async.wire", "evolver_async.sessions"),
-    "evolver_async.address": (),
-    "evolver_async.keys": (),
-    "evolver_async.curve": ("evolver_async.keys",),
-    "evolver_async.transport": (*TRANSPORT, "evolver_async.address", "evolver_async.curve"),
-    "evolver_async.buffer.position": PURE_BUFFER,
-    "evolver_async.buffer.replay": (*PURE_BUFFER, "evolver_async.buffer.position"),
-    "evolver_async.buffer.ledger": PURE_BUFFER,
-    "evolver_async.buffer.tasks": PURE_BUFFER,
-    "evolver_async.buffer.censoring": (),
-    "evolver_async.buffer.failures": PURE_BUFFER,
-    "evolver_async.buffer.groups": PURE_BUFFER,
-    "evolver_async.buffer.segment": (),
-    "evolver_async.buffer.journal": ("evolver_async.buffer.segment",),
+    "evolver_async.protocol.envelope": (
+        *WIRE,
+        "evolver_async.metrics.writer",
+        "evolver_async.protocol.trajectories",
+        "evolver_async.protocol.bounded",
+    ),
+    "evolver_async.transport.sessions": (*WIRE, "evolver_async.protocol.envelope"),
+    "evolver_async.transport.delivery": (
+        *WIRE,
+        "evolver_async.protocol.envelope",
+        "evolver_async.transport.sessions",
+    ),
+    "evolver_async.transport.addresses": (),
+    "evolver_async.transport.keys": (),
+    "evolver_async.transport.curve": ("evolver_async.transport.keys",),
+    "evolver_async.transport.sockets": (
+        *TRANSPORT,
+        "evolver_async.transport.addresses",
+        "evolver_async.transport.curve",
+    ),
+    "evolver_async.buffer.state.position": PURE_BUFFER,
+    "evolver_async.buffer.state.replay": (*PURE_BUFFER, "evolver_async.buffer.state.position"),
+    "evolver_async.buffer.state.ledger": PURE_BUFFER,
+    "evolver_async.buffer.tasks.stream": PURE_BUFFER,
+    "evolver_async.buffer.state.censoring": (),
+    "evolver_async.buffer.monitor.failures": PURE_BUFFER,
+    "evolver_async.buffer.state.groups": PURE_BUFFER,
+    "evolver_async.buffer.log.segment": (),
+    "evolver_async.buffer.log.journal": ("evolver_async.buffer.log.segment",),
     "evolver_async.buffer.service": (
         *TRANSPORT,
-        "evolver_async.transport",
+        "evolver_async.transport.sockets",
         "evolver_async.buffer",
-        "evolver_async.checkpoint",
-        "evolver_async.history",
+        "evolver_async.checkpoint.directory",
+        "evolver_async.checkpoint.history",
         "evolver_async.launch.roles",
-        "evolver_async.tokenizer",
+        "evolver_async.model.tokenizer",
     ),
     "evolver_async.buffer": (
         *WIRE,
-        "evolver_async.parcel",
-        "evolver_async.wire",
+        "evolver_async.protocol.trajectories",
+        "evolver_async.protocol.envelope",
         "evolver_async.buffer",
     ),
-    "evolver_async.tokenizer": (),
-    "evolver_async.tiny": ("evolver_async.tokenizer",),
-    "evolver_async.attention": (),
-    "evolver_async.policy": (
-        "evolver_async.attention",
-        "evolver_async.tokenizer",
-        "evolver_async.tiny",
+    "evolver_async.model.tokenizer": (),
+    "evolver_async.model.tiny": ("evolver_async.model.tokenizer",),
+    "evolver_async.model.attention": (),
+    "evolver_async.model.policy": (
+        "evolver_async.model.attention",
+        "evolver_async.model.tokenizer",
+        "evolver_async.model.tiny",
     ),
-    "evolver_async.weights.load": ("evolver_async.config", "evolver_async.weights"),
-    "evolver_async.lora": ("evolver_async.policy", "evolver_async.schema"),
-    "evolver_async.weights.merged": (
+    "evolver_async.weights.factory": ("evolver_async.config", "evolver_async.weights"),
+    "evolver_async.model.lora": ("evolver_async.model.policy", "evolver_async.schema"),
+    "evolver_async.weights.lora_receiver": (
         "evolver_async.schema",
         "evolver_async.config",
-        "evolver_async.lora",
-        "evolver_async.policy",
-        "evolver_async.weights.base",
+        "evolver_async.model.lora",
+        "evolver_async.model.policy",
+        "evolver_async.weights.channel.base",
     ),
     "evolver_async.weights": ("evolver_async.schema",),
-    "evolver_async.checkpoint": (),
-    "evolver_async.history": ("evolver_async.checkpoint",),
-    "evolver_async.shards": (),
+    "evolver_async.checkpoint.directory": (),
+    "evolver_async.checkpoint.history": ("evolver_async.checkpoint.directory",),
+    "evolver_async.checkpoint.shards": (),
     "evolver_async.launch.roles": (
         "evolver_async.config",
-        "evolver_async.checkpoint",
-        "evolver_async.weights.directories",
-        "evolver_async.buffer.journal",
-        "evolver_async.launch.logs",
+        "evolver_async.checkpoint.directory",
+        "evolver_async.process.private_directories",
+        "evolver_async.buffer.log.journal",
+        "evolver_async.process.logs",
     ),
-    "evolver_async.launch.logs": (),
+    "evolver_async.process.logs": (),
 }
 TOP = {  # rises on everything below it, never the other way round
     "evolver_async.launch": ("evolver_async.study", "evolver_async.commands", "evolver_async.cli"),
@@ -110,9 +121,13 @@ TOP = {  # rises on everything below it, never the other way round
 
 # Outside libraries with one home each.
 HOMES: dict[str, tuple[str, ...]] = {
-    "zmq": ("evolver_async.transport", "evolver_async.curve", "evolver_async.keys"),
+    "zmq": (
+        "evolver_async.transport.sockets",
+        "evolver_async.transport.curve",
+        "evolver_async.transport.keys",
+    ),
     "ray": ("evolver_async.launch.ray",),
-    "faiss": ("actors.navigating.pool",),
+    "faiss": ("actors.experience.pool",),
     "vllm": (
         "actors.engines.vllm_engine",
         "actors.engines.vllm_core",
@@ -123,24 +138,24 @@ HOMES: dict[str, tuple[str, ...]] = {
     "textarena": ("actors.envs.adapters.textarena_env",),
     "verifiers": ("actors.envs.adapters.verifiers_env",),
     "openenv": ("actors.envs.adapters.openenv_env",),
-    "httpx": ("actors.llm", "actors.envs.adapters.service_client"),
+    "httpx": ("actors.llm.client", "actors.envs.adapters.service_client"),
     "h11": ("actors.endpoint.server",),
-    "wandb": ("evolver_async.study.upload",),
+    "wandb": ("evolver_async.metrics.wandb_upload",),
     "omegaconf": ("evolver_async.config",),
-    "msgpack": ("evolver_async.plain",),
+    "msgpack": ("evolver_async.protocol.bounded",),
     "torch": (
-        "evolver_async.policy",
-        "evolver_async.attention",
-        "evolver_async.lora",
-        "evolver_async.tiny",  # the part of policy that makes the preset
-        "evolver_async.shards",  # the part of a checkpoint that sees tensors
+        "evolver_async.model.policy",
+        "evolver_async.model.attention",
+        "evolver_async.model.lora",
+        "evolver_async.model.tiny",  # the part of policy that makes the preset
+        "evolver_async.checkpoint.shards",  # the part of a checkpoint that sees tensors
         "evolver_async.weights",
         "actors.engines",
         "learner",
     ),
 }
 
-PROBES = "evolver_async.study.probes"  # asks every library whether it works, none to work with it
+PROBES = "evolver_async.doctor.probes"  # asks every library whether it works, none to work with it
 
 
 @cache

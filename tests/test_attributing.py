@@ -28,16 +28,16 @@ from openai_server import (
 from test_rollout import FakeEngine
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from actors import llm
-from actors.attributing import judge
-from actors.attributing.judge import REASONS, Judge, Judged, RuleJudge, make_judge
-from actors.attributing.labels import BAD, GOOD, Unreadable, by_progress, parse
-from actors.attributing.prompt import SYSTEM, question
-from actors.chat import Chat
-from actors.check import check
+from actors.checks.config import check
 from actors.engines.base import Engine, Request
 from actors.engines.torch_engine import TorchEngine
-from actors.envs.frozen_lake import FrozenLake
+from actors.envs.grid.frozen_lake import FrozenLake
+from actors.formats.chat import Chat
+from actors.judge import judge
+from actors.judge.judge import REASONS, Judge, Judged, RuleJudge, make_judge
+from actors.judge.labels import BAD, GOOD, Unreadable, by_progress, parse
+from actors.judge.prompt import SYSTEM, question
+from actors.llm import client
 from evolver_async.config import Config
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
@@ -101,7 +101,7 @@ def judged(config: Config, *episodes: Judged, engine: Engine | None = None) -> A
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm, "PAUSE_S", 0.002)
+    monkeypatch.setattr(client, "PAUSE_S", 0.002)
 
 
 LABELS = st.lists(st.sampled_from([GOOD, BAD]), min_size=1, max_size=30)

@@ -11,9 +11,9 @@ from test_collate import VOCABULARY, collated, make_groups
 
 from evolver_async.config import Correction
 from evolver_async.schema import Role
-from learner.batch import Batch
-from learner.loss import clipped_objective, policy_loss, token_scale
-from learner.offpolicy import correct
+from learner.data.batch import Batch
+from learner.loss.correction import correct
+from learner.loss.policy import clipped_objective, policy_loss, token_scale
 
 CPU = torch.device("cpu")
 

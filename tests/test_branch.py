@@ -14,15 +14,15 @@ import pytest
 from chatml import make_tokenizer
 from test_rollout import CHAT, TOKENIZER, setting, ticket
 
-from actors.branch import State, Tried, branch_group, reflect_rows, try_turns
-from actors.calls import ToolCall
-from actors.chat import Chat
-from actors.check import check
+from actors.checks.config import check
 from actors.envs.base import Env, EnvironmentFailure, Info, Rewindable, Step, make_env
-from actors.episode import Finished
+from actors.formats.chat import Chat
+from actors.formats.tool_calls import ToolCall
 from actors.progress import Progress
-from actors.reflecting import Reflector
-from actors.setting import Setting
+from actors.rollout.episode import Finished
+from actors.rollout.episode_config import Setting
+from actors.scripted.branching import State, Tried, branch_group, reflect_rows, try_turns
+from actors.scripted.reflection import Reflector
 from evolver_async.config import Llm, Reflection, Stage
 from evolver_async.config.load import load
 from evolver_async.schema import Role, Sampling, Sequence, Task, Ticket, Trajectory, key
@@ -235,7 +235,7 @@ def test_a_reflection_is_cut_to_the_tokens_of_a_turn_or_refused():
         "rollout={think: true, max_tokens: 12}",
         "stages=[{kind: reflect, steps: 1}]",
     ]
-    from actors import prompts
+    from actors.checks import prompts
 
     with pytest.raises(ValueError, match=r"^rollout\.max_tokens: 12 is too small for a turn with"):
         prompts._check_first(

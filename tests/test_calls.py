@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.calls import Interleaved, ToolCall, Unreadable, called, canonical
+from actors.formats.tool_calls import Interleaved, ToolCall, Unreadable, called, canonical
 
 plain = st.text(st.characters(codec="utf-8", exclude_characters="<\\`{}"), min_size=1).filter(
     lambda text: bool(text.strip())

@@ -7,11 +7,11 @@ from buffer_world import World, config, trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evolver_async import messages
-from evolver_async.buffer.activity import Activity
-from evolver_async.buffer.censoring import MEASURED, REPEAT_S, Censoring, Change, Sums
+from evolver_async.buffer.monitor.peers import Activity
+from evolver_async.buffer.state.censoring import MEASURED, REPEAT_S, Censoring, Change, Sums
+from evolver_async.protocol import messages
+from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.schema import Ticket
-from evolver_async.wire import SCHEMA_HASH
 
 
 def episodes(count: int, *, tokens: int = 10, seconds: float = 1.0, success: bool = True) -> Sums:

@@ -7,8 +7,8 @@ from chatml import make_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.chat import Chat, Stream
 from actors.engines.base import Generation
+from actors.formats.chat import Chat, Stream
 from evolver_async.schema import Role, WeightId
 
 TOKENIZER = make_tokenizer()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from evolver_async import checkpoint
-from evolver_async.checkpoint import (
+from evolver_async.checkpoint import directory as checkpoint
+from evolver_async.checkpoint.directory import (
     MANIFEST,
     CheckpointError,
     exists,

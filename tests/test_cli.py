@@ -14,12 +14,12 @@ import psutil
 import pytest
 from launches import COMMAND, DEADLINE_S, alive, wait_for
 
-from evolver_async.checkpoint import save
+from evolver_async.checkpoint.directory import save
 from evolver_async.cli import main
 from evolver_async.config import Config, Stage
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import dump, load
-from evolver_async.launch.directory import announce, create, locked, resume
+from evolver_async.launch.run_directory import announce, create, locked, resume
 
 RECIPE = "stages: [{kind: rl, steps: 5}]\n"
 Refused = Callable[..., str]

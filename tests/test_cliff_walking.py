@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from actors.envs.base import EnvError, Measurable, Rewindable, Scored, exact, make_env, split_of
-from actors.envs.cliff_walking import (
+from actors.envs.grid.cliff_walking import (
     ACTIONS,
     CliffWalking,
     classic_cliff,
@@ -158,7 +158,7 @@ def test_q_learning_agent_walks_along_the_cliff() -> None:
 def test_q_learning_expert_stops_before_it_goes_in_circles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("actors.envs.cliff_walking.EPISODES", 0)  # knows nothing: always up
+    monkeypatch.setattr("actors.envs.grid.cliff_walking.EPISODES", 0)  # knows nothing: always up
     env = cliff_env(1, expert="q_learning", fall_reward=-50.0)
     assert env.solve() == ["up"] * 4
 
@@ -217,6 +217,6 @@ def test_bad_parameters_are_named(params: dict[str, Any], named: str) -> None:
 
 
 def test_no_solvable_map_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.envs.cliff_walking.MAX_DRAWS", 3)
+    monkeypatch.setattr("actors.envs.grid.cliff_walking.MAX_DRAWS", 3)
     with pytest.raises(ValueError, match="cliff_prob"):
         cliff_env(rows=20, columns=20, layout="drawn", cliff_prob=0.99)

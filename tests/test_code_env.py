@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from test_demonstrate import demonstrated
 from test_rollout import TOKENIZER, setting, ticket
 
-from actors.calls import Interleaved, ToolCall, canonical
-from actors.check import check
-from actors.envs.arithmetic import draw_product
+from actors.checks.config import check
 from actors.envs.base import EnvError, Probed, Rewindable, Solvable, Tooled, make_env
-from actors.envs.code import TOOL, Code
-from actors.envs.problems import Problem, number, same
-from actors.envs.programs import RESULTS, STEPS, draw_program
+from actors.envs.code.arithmetic import draw_product
+from actors.envs.code.env import TOOL, Code
+from actors.envs.code.problems import Problem, number, same
+from actors.envs.code.programs import RESULTS, STEPS, draw_program
+from actors.formats.tool_calls import Interleaved, ToolCall, canonical
 from evolver_async.config.load import load
 from evolver_async.schema import Role, Task, TurnFlag
 
@@ -349,6 +349,6 @@ def test_a_machine_without_a_sandbox_is_refused_before_anything_starts(
 ) -> None:
     check(load(None, RECIPE))
     monkeypatch.setattr("actors.sandbox.pool.routes", lambda: ["bwrap"])
-    monkeypatch.setattr("actors.sandbox.cell.shutil.which", lambda name: "/nowhere/bwrap")
+    monkeypatch.setattr("actors.sandbox.process.shutil.which", lambda name: "/nowhere/bwrap")
     with pytest.raises(ValueError, match=r"env\.name: code needs a sandbox: .*bubblewrap"):
         check(load(None, RECIPE))

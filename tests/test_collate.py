@@ -14,8 +14,8 @@ from evolver_async.schema import (
     VersionRun,
     WeightId,
 )
-from learner.batch import Batch
-from learner.collate import Lag, Strip, collate, guided, lag_table
+from learner.data.batch import Batch
+from learner.data.collate import Lag, Strip, collate, guided, lag_table
 
 VOCABULARY = 17
 ALWAYS, NEVER = Strip("always", 0.0, 0), Strip("never", 0.0, 0)

@@ -16,10 +16,14 @@ from launches import fair_time, wait_for
 from receivers import filled, remotes
 
 from evolver_async.schema import WeightId
-from evolver_async.weights import delta
-from evolver_async.weights.base import WeightsGone
-from evolver_async.weights.collective import RETRY_S, CollectivePublisher, CollectiveReceiver
-from evolver_async.weights.groups import apart
+from evolver_async.weights.channel.base import WeightsGone
+from evolver_async.weights.collective import delta
+from evolver_async.weights.collective.channel import (
+    RETRY_S,
+    CollectivePublisher,
+    CollectiveReceiver,
+)
+from evolver_async.weights.collective.process_group import apart
 
 DEADLINE_S = 2.0
 NUMBERS = 1 << 20  # of one of three tensors: 12 MiB in 48 buckets

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from evolver_async.checkpoint import save
+from evolver_async.checkpoint.directory import save
 from evolver_async.cli import main
 from evolver_async.config import Config, Stage
 from evolver_async.config.load import dump, load
-from evolver_async.launch.directory import locked
-from evolver_async.study import runs
+from evolver_async.launch.run_directory import locked
+from evolver_async.watch import runs
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from evolver_async.config.load import (
 )
 from evolver_async.config.reference import BEGIN, END, reference, rewrite
 from evolver_async.config.values import AT_LEAST, CHOICES, FRACTIONS, POSITIVE
-from learner.selection import kept_groups
+from learner.data.selection import kept_groups
 
 STEPS = "stages.0.steps=10"
 

@@ -24,13 +24,13 @@ from test_rollout import (
     ticket,
 )
 
-from actors.calls import canonical
-from actors.check import check
-from actors.demonstrate import demonstrate_group
-from actors.episode import Finished
+from actors.checks.config import check
+from actors.formats.tool_calls import canonical
+from actors.formats.turns import FORMATS
 from actors.progress import Progress
-from actors.setting import Setting
-from actors.turns import FORMATS
+from actors.rollout.episode import Finished
+from actors.rollout.episode_config import Setting
+from actors.scripted.expert import demonstrate_group
 from evolver_async.config.load import load
 from evolver_async.schema import Role, Sampling, Ticket, TurnFlag
 

@@ -16,19 +16,19 @@ from test_serial import RECIPE
 from test_update import FORKS, config, groups, updater
 from test_values import slow_gae
 
-from evolver_async import lora, policy
 from evolver_async.config import Advantage, Config, Stage
 from evolver_async.config import Critic as Settings
 from evolver_async.config.load import stage_config
+from evolver_async.model import lora, policy
 from evolver_async.schema import Group, Role, Sequence, VersionRun, WeightId
-from learner.batch import Batch
-from learner.collate import Lag, Strip, collate
-from learner.credit import give_credit, rewards_of
-from learner.critic import Critic, fit_metrics, value_loss
-from learner.parallel import alone
+from learner.advantage.assign import give_credit, rewards_of
+from learner.advantage.critic import Critic, fit_metrics, value_loss
+from learner.advantage.gae import whitened
+from learner.data.batch import Batch
+from learner.data.collate import Lag, Strip, collate
+from learner.ranks.process_group import alone
 from learner.state import State
-from learner.update import Updater
-from learner.values import whitened
+from learner.step import Updater
 
 NEVER = Strip("never", 0.0, 0)
 WEIGHTS = WeightId(lineage=1, step=0)

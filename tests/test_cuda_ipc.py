@@ -9,9 +9,9 @@ import torch
 from ipc_memory import Files, check_killed, check_race, check_versions, version
 from torch import Tensor
 
-from evolver_async.weights.base import WeightsGone
+from evolver_async.process.private_directories import claim
+from evolver_async.weights.channel.base import WeightsGone
 from evolver_async.weights.cuda_ipc import IpcPublisher, IpcReceiver
-from evolver_async.weights.directories import claim
 
 
 @dataclass(frozen=True)

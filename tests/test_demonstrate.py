@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from test_rollout import TOKENIZER, FakeEngine, setting, ticket
 
-from actors.check import check
-from actors.demonstrate import demonstrate_group
+from actors.checks.config import check
 from actors.envs.base import make_env
-from actors.episode import Finished
 from actors.progress import Progress
-from actors.rollout import run_group
-from actors.setting import Setting
+from actors.rollout.episode import Finished
+from actors.rollout.episode_config import Setting
+from actors.rollout.group import run_group
+from actors.scripted.expert import demonstrate_group
 from evolver_async.config.load import load
 from evolver_async.schema import Role, Ticket, Trajectory, key
 

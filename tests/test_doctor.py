@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from evolver_async.cli import main
 from evolver_async.config import Config
 from evolver_async.config.load import load
-from evolver_async.policy import checkpoint_layers, hidden_states
-from evolver_async.study import doctor, probes
-from evolver_async.study.doctor import PARTS, machine_table, probe
-from evolver_async.study.probes import PROBES, Found
-from evolver_async.study.sizes import Shape, activation_bytes, cache_bytes, training_bytes
-from evolver_async.study.verdict import verdicts
+from evolver_async.doctor import probes, report
+from evolver_async.doctor.probes import PROBES, Found
+from evolver_async.doctor.recipe_check import verdicts
+from evolver_async.doctor.report import PARTS, machine_table, probe
+from evolver_async.doctor.sizes import Shape, activation_bytes, cache_bytes, training_bytes
+from evolver_async.model.policy import checkpoint_layers, hidden_states
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "tests" / "data" / "models" / "Qwen2.5-1.5B-Instruct"
@@ -187,7 +187,7 @@ def test_probes_of_this_machine_use_what_they_are_about(tmp_path):
         ("python", "torch", "gloo", "sockets", "encryption", "sandbox"), ()
     )
     asked |= {"shared memory": (str(tmp_path),), "disk": (str(tmp_path / "runs"),)}
-    found = doctor.examine(asked)
+    found = report.examine(asked)
     assert {name: one.said for name, one in found.items() if not one.works} == {}
     assert found["disk"].facts["free_bytes"] > 0
 
@@ -294,7 +294,7 @@ def test_the_table_says_how_to_get_what_is_missing_and_nothing_else():
 
 def test_doctor_fails_only_where_the_default_cannot_run(monkeypatch, capsys):
     found = machine(**{name: Found(False, "gone") for name in ("cuda", "vllm", "ray", "wandb")})
-    monkeypatch.setattr(doctor, "examine", lambda asked: found)
+    monkeypatch.setattr(report, "examine", lambda asked: found)
     assert main(["doctor"]) == 0
     assert "The default recipe can run here" in capsys.readouterr().out
     found["shared memory"] = Found(False, "/dev/shm: No space left on device")

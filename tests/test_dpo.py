@@ -13,15 +13,15 @@ from test_critic import NEVER, WEIGHTS, crossed, same, sequence, tensors
 from test_serial import RECIPE
 from test_update import FORKS, config, groups, updater
 
-from evolver_async import policy
 from evolver_async.config import Config, Stage
 from evolver_async.config.load import stage_config
+from evolver_async.model import policy
 from evolver_async.schema import Group, Role
-from learner.accounting import Accounting
-from learner.batch import Batch
-from learner.collate import Lag, collate
-from learner.dpo import Preference, dpo_loss, mark_pairs, pairs
-from learner.outcome import Outcome
+from learner.data.batch import Batch
+from learner.data.collate import Lag, collate
+from learner.diagnostics.offpolicy import Accounting
+from learner.diagnostics.rollouts import Outcome
+from learner.loss.dpo import Preference, dpo_loss, mark_pairs, pairs
 from learner.state import State
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ from buffer_world import World, config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evolver_async import messages
-from evolver_async.buffer import records
-from evolver_async.buffer.groups import Held, Member
+from evolver_async.buffer.state import records
+from evolver_async.buffer.state.groups import Held, Member
 from evolver_async.config import Config, Selection
+from evolver_async.protocol import messages
 from evolver_async.schema import Task, Ticket
 
 B, REFILLS = 2, 3

@@ -22,28 +22,28 @@ from torch import Tensor
 from transformers import Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
-from actors.chat import Chat
 from actors.endpoint import server as server_module
-from actors.endpoint.agent import Outcome, load_agent, outcome_of
-from actors.endpoint.agents import Agents, Unjudged
-from actors.endpoint.asked import Message, Refused, decode
-from actors.endpoint.judge import GroupJudge, question
-from actors.endpoint.judge import parse as parse_scores
+from actors.endpoint.group_judge import GroupJudge, question
+from actors.endpoint.group_judge import parse as parse_scores
+from actors.endpoint.outcome import Outcome, load_agent, outcome_of
+from actors.endpoint.request import Message, Refused, decode
+from actors.endpoint.runner import Agents, Unjudged
 from actors.endpoint.template import Template
 from actors.endpoint.tools import Call, canonical, parse, written
 from actors.engines.base import Engine, Generation, Request
 from actors.engines.torch_engine import TorchEngine
 from actors.envs.base import EnvironmentFailure
-from actors.episode import EpisodeLate, Finished
-from actors.llm import Endpoint
+from actors.formats.chat import Chat
+from actors.formats.turns import ThinkAnswer
+from actors.llm.client import Endpoint
 from actors.progress import Progress
-from actors.setting import Setting
-from actors.turns import ThinkAnswer
+from actors.rollout.episode import EpisodeLate, Finished
+from actors.rollout.episode_config import Setting
 from evolver_async.config import Llm
 from evolver_async.config.load import ConfigError, load
-from evolver_async.policy import token_logprobs
+from evolver_async.model.policy import token_logprobs
+from evolver_async.model.tiny import make_tokenizer as make_tiny_tokenizer
 from evolver_async.schema import Role, Task, Ticket, TurnFlag, WeightId
-from evolver_async.tiny import make_tokenizer as make_tiny_tokenizer
 
 OLD, NEW = WeightId(lineage=1, step=1), WeightId(lineage=1, step=2)
 TOOLED = """{%- if tools %}<|im_start|>system

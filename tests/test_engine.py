@@ -13,10 +13,10 @@ from transformers import (
 )
 from transformers.models.auto import AutoModelForCausalLM
 
-from actors.engines.lean import LeanDecoder
+from actors.engines.fused import LeanDecoder
 from actors.engines.sampling import sample
 from actors.engines.torch_engine import TorchEngine
-from evolver_async.tiny import make_tokenizer
+from evolver_async.model.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer(256)
 SHAPE = {

@@ -12,13 +12,13 @@ from episodes import ticket
 from launches import fair_time
 from openai_server import Reply, closed_url, cut, dripping, dropped, garbage, silence, status
 
-from actors.calls import canonical
 from actors.envs.adapters import service_client
 from actors.envs.adapters.agentevolver_service import CUT, AgentEvolver, AgentEvolverCode
 from actors.envs.adapters.service_client import ServiceError, drain
 from actors.envs.base import Concluding, EnvError, EnvironmentFailure, Probed, Tooled, make_env
+from actors.formats.tool_calls import canonical
 from actors.progress import Progress
-from actors.world import World
+from actors.rollout.environment import World
 from evolver_async.schema import Task
 
 

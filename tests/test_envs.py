@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.check import check
+from actors.checks.config import check
 from actors.envs.base import (
     EnvError,
     Exact,
@@ -27,7 +27,7 @@ from actors.envs.base import (
     make_env,
     split_of,
 )
-from actors.envs.frozen_lake import ACTIONS, FrozenLake, Lake, draw_lake
+from actors.envs.grid.frozen_lake import ACTIONS, FrozenLake, Lake, draw_lake
 from evolver_async.config import Config, Stage
 from evolver_async.schema import Task, key, uniform
 
@@ -354,7 +354,7 @@ def test_bad_environment_is_named_before_anything_starts(
 
 
 def test_environment_by_import_path() -> None:
-    env = make_env("actors.envs.frozen_lake:FrozenLake", {"size": 3})
+    env = make_env("actors.envs.grid.frozen_lake:FrozenLake", {"size": 3})
     assert isinstance(env, FrozenLake) and env.size == 3
 
 
@@ -391,7 +391,7 @@ class Mute:
 
 
 def test_check_loads_no_torch() -> None:
-    code = "import actors.check, sys; sys.exit('torch' in sys.modules)"
+    code = "import actors.checks.config, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

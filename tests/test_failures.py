@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from actors.failures import MOST_NAMES, FailureCounts
-from evolver_async import messages
-from evolver_async.buffer import failures as module
-from evolver_async.buffer.failures import MOST_KEPT, PATIENCE_S, Failures
-from evolver_async.launch.logs import FIRST, WINDOW_S, Repeats
-from evolver_async.metrics import Metrics
+from evolver_async.buffer.monitor import failures as module
+from evolver_async.buffer.monitor.failures import MOST_KEPT, PATIENCE_S, Failures
+from evolver_async.metrics.writer import Metrics
+from evolver_async.process.logs import FIRST, WINDOW_S, Repeats
+from evolver_async.protocol import messages
+from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.schema import ERROR_CHARS, FailureKind, FailureTotal
-from evolver_async.study.watch import REPEAT_S, View
-from evolver_async.wire import SCHEMA_HASH
-from learner.guard import Guard
+from evolver_async.watch.view import REPEAT_S, View
+from learner.diagnostics.stop_rules import Guard
 
 MOST = 3  # lost episodes beyond those being played
 

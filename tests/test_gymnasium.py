@@ -13,9 +13,9 @@ from gymnasium import spaces
 
 from actors.envs.adapters.gymnasium_env import Gymnasium, GymnasiumTable, text_of, uncoloured
 from actors.envs.base import EnvError, Measurable, Rewindable, Solvable, exact, make_env, split_of
-from actors.envs.cliff_walking import CliffWalking
+from actors.envs.grid.cliff_walking import CliffWalking
 from actors.progress import Progress
-from actors.world import World
+from actors.rollout.environment import World
 from evolver_async.launch.serial import VirtualLoop
 from evolver_async.schema import Task
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from evolver_async import history
-from evolver_async.buffer import records
-from evolver_async.buffer.journal import Journal
-from evolver_async.checkpoint import (
+from evolver_async.buffer.log.journal import Journal
+from evolver_async.buffer.state import records
+from evolver_async.checkpoint import history
+from evolver_async.checkpoint.directory import (
     CheckpointError,
     is_left,
     load_newest,
@@ -18,8 +18,8 @@ from evolver_async.checkpoint import (
     save,
     valid,
 )
+from evolver_async.checkpoint.history import Evaluation
 from evolver_async.cli import main
-from evolver_async.history import Evaluation
 from evolver_async.launch.forking import fork
 
 RECIPE = """

@@ -11,8 +11,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from evolver_async.buffer.journal import DiskFull, Journal, JournalError, SyncError, archive_bytes
-from evolver_async.buffer.segment import COMMIT, END, RECORD
+from evolver_async.buffer.log.journal import (
+    DiskFull,
+    Journal,
+    JournalError,
+    SyncError,
+    archive_bytes,
+)
+from evolver_async.buffer.log.segment import COMMIT, END, RECORD
 
 SNAPSHOT = b"snapshot"
 

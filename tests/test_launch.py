@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from launches import COMMAND, DEADLINE_S, Launch, alive, launching, wait_for
 
-from evolver_async.checkpoint import load_newest, valid
+from evolver_async.checkpoint.directory import load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import load
-from evolver_async.launch.directory import address_of, last_lines
 from evolver_async.launch.local import Child, Launcher, RunFailed, run
 from evolver_async.launch.roles import (
     CHECKS,
@@ -27,7 +26,8 @@ from evolver_async.launch.roles import (
     resolve,
     weights_dir,
 )
-from evolver_async.study.watch import Tail
+from evolver_async.launch.run_directory import address_of, last_lines
+from evolver_async.watch.view import Tail
 
 RECIPE = """
 env: {name: bandit}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evolver_async.buffer.ledger import CLOSED, Amount, Ledger
+from evolver_async.buffer.state.ledger import CLOSED, Amount, Ledger
 
 amounts = st.builds(
     Amount, groups=st.just(1), trajectories=st.integers(0, 8), tokens=st.integers(0, 999)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evolver_async.lineages import Mark, current, current_rows, supersedes
+from evolver_async.metrics.lineages import Mark, current, current_rows, supersedes
 
 KINDS = st.sampled_from(("take", "eval", "other"))
 MARKS = st.lists(st.builds(Mark, st.integers(1, 4), st.integers(1, 12), KINDS), max_size=40)

@@ -29,9 +29,9 @@ from openai_server import (
     status,
 )
 
-from actors import llm
-from actors.limits import Breaker, Budget
-from actors.llm import Endpoint, Unavailable
+from actors.llm import client
+from actors.llm.budget import Breaker, Budget
+from actors.llm.client import Endpoint, Unavailable
 from evolver_async.config import Llm
 from evolver_async.config.check import ConfigError
 
@@ -66,7 +66,7 @@ async def reason_of(call: Awaitable[str]) -> str:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm, "PAUSE_S", 0.002)
+    monkeypatch.setattr(client, "PAUSE_S", 0.002)
 
 
 def test_a_call_says_what_is_wanted_and_returns_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def test_what_stays_as_it_is_is_not_tried_again(reply: Reply) -> None:
 
 
 def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm, "PAUSE_S", 0.1)
+    monkeypatch.setattr(client, "PAUSE_S", 0.1)
     times: list[float] = []
 
     def fail(body: dict[str, Any]) -> Reply:
@@ -376,7 +376,7 @@ def test_a_budget_names_what_is_used_up() -> None:
 
 
 def test_a_time_limit_holds_for_waiting_and_for_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm, "PAUSE_S", 0.05)
+    monkeypatch.setattr(client, "PAUSE_S", 0.05)
 
     async def use(endpoint: Endpoint) -> list[tuple[str, float]]:
         async def one() -> tuple[str, float]:

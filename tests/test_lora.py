@@ -22,21 +22,22 @@ from transformers.models.auto import AutoModelForCausalLM
 from actors.engines.base import Generation, Request
 from actors.engines.torch_engine import TorchEngine
 from actors.evaluate import evaluate
-from evolver_async import lora, policy, shards
+from evolver_async.checkpoint import shards
 from evolver_async.config import Advantage, Config, Critic, Lora, Loss, Policy, Stage
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import dump, load, stage_config
 from evolver_async.launch.roles import RoleArgs
-from evolver_async.metrics import Timers
+from evolver_async.metrics.writer import Timers
+from evolver_async.model import lora, policy
 from evolver_async.schema import Group, WeightId
-from evolver_async.weights.merged import MergingReceiver, merging, whole
+from evolver_async.weights.lora_receiver import MergingReceiver, merging, whole
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
-from learner import prepare
-from learner.export import export
-from learner.follow import Leader, follow
-from learner.parallel import Ranks, join
+from learner.ranks.process_group import Ranks, join
+from learner.run.rank_server import Leader, follow
 from learner.state import State
-from learner.update import Updater
+from learner.step import Updater
+from learner.tools import prepare
+from learner.tools.export import export
 
 RANK, ALPHA = 4, 8.0
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.loss import (
+from learner.loss.policy import (
     boosted,
     clipped_objective,
     kl_estimate,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from evolver_async.config.secrets import without_secrets as without
-from evolver_async.metrics import JsonlWriter, Metrics, Timers
+from evolver_async.metrics.writer import JsonlWriter, Metrics, Timers
 
 
 def read(path) -> list[dict]:

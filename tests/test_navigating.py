@@ -16,19 +16,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.chat import Chat
-from actors.navigating import pool as pools
-from actors.navigating.embed import HashEmbedder, embed
-from actors.navigating.extract import diverged
-from actors.navigating.pool import Index, Item, Pool, Rows
-from actors.navigating.quoting import plain, quoted
-from actors.navigating.service import Service
-from actors.navigating.store import FILE, Store
-from actors.navigating.templates import contrast
-from evolver_async import messages
+from actors.experience import pool as pools
+from actors.experience.embed import HashEmbedder, embed
+from actors.experience.extract import diverged
+from actors.experience.pool import Index, Item, Pool, Rows
+from actors.experience.service import Service
+from actors.experience.store import FILE, Store
+from actors.experience.templates import contrast
+from actors.formats.chat import Chat
+from actors.llm.quoting import plain, quoted
 from evolver_async.config import Experience
+from evolver_async.model.tiny import make_tokenizer
+from evolver_async.protocol import messages
 from evolver_async.schema import Transcript, Turn
-from evolver_async.tiny import make_tokenizer
 
 LIMITS = {"capacity": 1000, "per_source": 500, "retire_uses": 4, "retire_utility": 0.3}
 
@@ -75,7 +75,7 @@ def episode(*steps: str, success: bool, number: int = 0, used: tuple[int, ...] =
 
 
 def test_hashed_vectors_are_the_same_in_every_process() -> None:
-    code = "import actors.navigating.embed as e; print(e.embed(['row 1, a wall!']).tobytes().hex())"
+    code = "import actors.experience.embed as e; print(e.embed(['row 1, a wall!']).tobytes().hex())"
     made = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -260,9 +260,9 @@ def test_what_was_not_committed_is_gone_and_the_rest_whole(
     code = """
 import os, sys
 from pathlib import Path
-from actors.navigating.embed import HashEmbedder
-from actors.navigating.pool import Item, Pool
-from actors.navigating.store import Store
+from actors.experience.embed import HashEmbedder
+from actors.experience.pool import Item, Pool
+from actors.experience.store import Store
 pool = Pool(Store(Path(sys.argv[1])), HashEmbedder(64), dedup=0.95, capacity=1000, per_source=1000,
     retire_uses=4, retire_utility=0.3)
 number = len(pool)

@@ -17,20 +17,20 @@ import pytest
 from launches import COMMAND, DEADLINE_S, wait_for
 from test_navigating import LOST, WON, Told, episode
 
-from actors.episode import Advice
-from actors.navigating import guide as guides
-from actors.navigating.guide import ServiceGuide, shortened
-from actors.navigating.service import build
-from evolver_async import messages
+from actors.experience import guide as guides
+from actors.experience.guide import ServiceGuide, shortened
+from actors.experience.service import build
+from actors.rollout.episode import Advice
 from evolver_async.cli import main
 from evolver_async.config import Config, Experience, Stage
 from evolver_async.config.load import dump
-from evolver_async.keys import make as make_keys
-from evolver_async.launch.directory import announce, locked
 from evolver_async.launch.roles import experience_address
+from evolver_async.launch.run_directory import announce, locked
 from evolver_async.launch.serial import VirtualLoop
+from evolver_async.protocol import messages
 from evolver_async.schema import Task
-from evolver_async.transport import DealerClient, LocalClient, LocalServer, Server
+from evolver_async.transport.keys import make as make_keys
+from evolver_async.transport.sockets import DealerClient, LocalClient, LocalServer, Server
 
 QUERY = "walk to the goal"
 TASK = Task(task_id="lake/train/1", env="lake", split="train", map_seed=1)

@@ -18,13 +18,13 @@ from test_navigating import LOST, WON, Told, contribution, episode
 from transformers import BertConfig, BertModel
 
 from actors.engines.embedder import TransformerEmbedder
-from actors.navigating import prompts, scribe
-from actors.navigating.embed import DEDUP_NEURAL, load_embedder
-from actors.navigating.scribe import parse_lessons, parse_scores, parse_text
-from actors.navigating.service import Service, build
-from evolver_async import messages
+from actors.experience import prompts, scribe
+from actors.experience.embed import DEDUP_NEURAL, load_embedder
+from actors.experience.scribe import parse_lessons, parse_scores, parse_text
+from actors.experience.service import Service, build
 from evolver_async.config import Config, Experience, Llm
-from evolver_async.tiny import make_tokenizer
+from evolver_async.model.tiny import make_tokenizer
+from evolver_async.protocol import messages
 
 DEADLINE_S = 30.0
 TASK = "walk over the ice to the goal"

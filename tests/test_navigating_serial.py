@@ -8,7 +8,7 @@ import pytest
 import torch
 from serial_runs import Finished, trainer
 
-from actors.navigating.store import FILE
+from actors.experience.store import FILE
 
 RECIPE = """
 env: {name: bandit, params: {high_probability: 0.5}}

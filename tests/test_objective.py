@@ -12,12 +12,12 @@ from test_offpolicy import KINDS
 
 from evolver_async.config import Correction, Loss
 from evolver_async.config.learner import by_kind
-from learner.accounting import Accounting
-from learner.batch import Batch
-from learner.collate import Strip
-from learner.loss import token_scale
-from learner.objective import Objective
-from learner.offpolicy import guided_old
+from learner.data.batch import Batch
+from learner.data.collate import Strip
+from learner.diagnostics.offpolicy import Accounting
+from learner.loss.correction import guided_old
+from learner.loss.objective import Objective
+from learner.loss.policy import token_scale
 
 CPU = torch.device("cpu")
 UNCLIPPED = ("cispo", "topr")

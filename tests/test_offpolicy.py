@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from evolver_async.config import Correction, Loss
 from evolver_async.config.learner import by_kind
-from learner.loss import clipped_objective, unclipped_objective
-from learner.offpolicy import (
+from learner.loss.correction import (
     Corrected,
     correct,
     guided_old,
@@ -21,6 +20,7 @@ from learner.offpolicy import (
     trajectory_mean,
     trajectory_sum,
 )
+from learner.loss.policy import clipped_objective, unclipped_objective
 
 KINDS = [
     ("none", "token"),

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.optim import lr_at, make_adamw, update
+from learner.optimize.adamw import lr_at, make_adamw, update
 
 SCHEDULE: dict[str, Any] = {
     "lr": 1.0,

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from test_collate import make_groups
 
 from evolver_async.schema import TurnFlag
-from learner.collate import guided
-from learner.outcome import env_metrics, experience_metrics, rollout_metrics
+from learner.data.collate import guided
+from learner.diagnostics.rollouts import env_metrics, experience_metrics, rollout_metrics
 
 
 @settings(max_examples=60)

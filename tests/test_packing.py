@@ -26,19 +26,20 @@ from transformers import (
     Qwen3Config,
 )
 
-from evolver_async import attention, policy
-from evolver_async.attention import ALIKE, Borders
-from evolver_async.attention import NAME as PACKED
 from evolver_async.config import Advantage, Config, Correction, Critic, Stage
 from evolver_async.config.load import dump, load, stage_config
 from evolver_async.config.values import ConfigError
 from evolver_async.launch.roles import RoleArgs, TrainingError
-from evolver_async.tokenizer import ModelError
-from learner import budget, prepare, stepping
-from learner.parallel import Ranks, alone
-from learner.scoring import Scorer
+from evolver_async.model import attention, policy
+from evolver_async.model.attention import ALIKE, Borders
+from evolver_async.model.attention import NAME as PACKED
+from evolver_async.model.tokenizer import ModelError
+from learner.optimize import token_budget, updates
+from learner.optimize.logprobs import Scorer
+from learner.ranks.process_group import Ranks, alone
 from learner.state import State
-from learner.update import Updater
+from learner.step import Updater
+from learner.tools import prepare
 
 CPU = torch.device("cpu")
 LENGTHS = [23, 21, 20, 11, 9, 9, 2, 1]
@@ -416,15 +417,15 @@ def test_a_measured_budget_fits_and_leaves_little(constant, by_token, free, unit
         assert tokens == unit or needed <= room * 1.001
         return needed
 
-    room = budget.SHARE * free
+    room = token_budget.SHARE * free
     try:
-        found = budget.fitting(cost, free, unit)
+        found = token_budget.fitting(cost, free, unit)
     except TrainingError as error:
         assert "learner.token_budget" in str(error) and cost(unit) > 0.999 * room
         return
     assert found >= unit and cost(found) <= room * 1.001
     if 2 * cost(unit) <= room <= 500 * by_token * unit:  # more would take more passes
-        grain = max(unit, budget.GRAIN) + 1
+        grain = max(unit, token_budget.GRAIN) + 1
         assert max(constant + by_token * (found + grain), 3 * by_token * (found + grain)) >= (
             0.8 * room
         )
@@ -459,17 +460,17 @@ def test_ranks_on_one_gpu_share_what_is_free_there(monkeypatch):
         did.append("meet")
         return [data, *others]
 
-    monkeypatch.setattr(budget, "Gpu", lambda _: Gpu())
+    monkeypatch.setattr(token_budget, "Gpu", lambda _: Gpu())
     for others, expected in ([], 8500), ([b"GPU-1"], 8500), ([b"GPU-0"], 4250):
         did.clear()
         monkeypatch.setattr(Ranks, "gather", lambda _, data, others=others: meet(data, others))
-        found = budget.measured(lambda _: None, [], alone("cpu"), 10)
-        assert found == expected // budget.GRAIN * budget.GRAIN
+        found = token_budget.measured(lambda _: None, [], alone("cpu"), 10)
+        assert found == expected // token_budget.GRAIN * token_budget.GRAIN
 
 
 def test_a_budget_is_measured_again_when_a_critic_has_come(paths, tmp_path, monkeypatch):
     room = iter([512, 256, 128])
-    monkeypatch.setattr(stepping, "measured", lambda *_: next(room))
+    monkeypatch.setattr(updates, "measured", lambda *_: next(room))
     settings = config(paths["tiny"], [Stage(kind="rl", steps=1)])
     settings.learner.token_budget = 0
     settings.advantage = Advantage(kind="gae")
@@ -483,7 +484,7 @@ def test_a_budget_is_measured_again_when_a_critic_has_come(paths, tmp_path, monk
 
 def test_a_budget_is_measured_again_when_a_reference_has_come(paths, tmp_path, monkeypatch):
     room = iter([512, 256])
-    monkeypatch.setattr(stepping, "measured", lambda *_: next(room))
+    monkeypatch.setattr(updates, "measured", lambda *_: next(room))
     settings = config(paths["tiny"], [Stage(kind="sft", steps=1), Stage(kind="dpo", steps=1)])
     settings.learner.token_budget = 0
     made = updater(settings, tmp_path)

@@ -16,13 +16,13 @@ import torch
 import torch.multiprocessing as mp
 from parallel_world import SAVED, STEPS, Trained, be_rank, make_policies, read, train
 
-from evolver_async import shards
+from evolver_async.checkpoint import shards
 from evolver_async.config import Config, Stage
 from evolver_async.config.check import ConfigError, check
 from evolver_async.launch.roles import RoleArgs
-from learner.follow import meeting
-from learner.optim import make_adamw, master, update
-from learner.parallel import alone, check_apart
+from learner.optimize.adamw import make_adamw, master, update
+from learner.ranks.process_group import alone, check_apart
+from learner.run.rank_server import meeting
 
 KINDS = ("rl", "sft", "dpo", "ppo", "apart", "apart_lora")
 SHORT = ("bf16", "apart_bf16")

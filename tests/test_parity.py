@@ -11,25 +11,25 @@ from engine_conformance import RUNNER
 from test_contexts import abacus, styled
 from test_rollout import RIGHT, Adviser, FakeEngine, corridor, roll_out
 
-from actors.chat import Chat
-from actors.demonstrate import demonstrate_group
 from actors.engines.base import Engine
 from actors.engines.torch_engine import TorchEngine
-from actors.episode import Finished
+from actors.formats.chat import Chat
 from actors.progress import Progress
-from actors.rollout import run_group
-from evolver_async import policy
+from actors.rollout.episode import Finished
+from actors.rollout.group import run_group
+from actors.scripted.expert import demonstrate_group
 from evolver_async.config import Correction, Loss
 from evolver_async.config.learner import by_kind
+from evolver_async.model import policy
+from evolver_async.model.tokenizer import load_tokenizer
 from evolver_async.schema import Group, Role, Sampling, Trajectory, WeightId
-from evolver_async.tokenizer import load_tokenizer
-from learner.accounting import Accounting
-from learner.batch import Batch
-from learner.collate import Strip, collate, lag_table
-from learner.objective import Objective
-from learner.parallel import alone
-from learner.scoring import Scorer
-from learner.supervised import sft_loss
+from learner.data.batch import Batch
+from learner.data.collate import Strip, collate, lag_table
+from learner.diagnostics.offpolicy import Accounting
+from learner.loss.objective import Objective
+from learner.loss.sft import sft_loss
+from learner.optimize.logprobs import Scorer
+from learner.ranks.process_group import alone
 
 CPU = torch.device("cpu")
 WEIGHTS = WeightId(lineage=1, step=0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, Qwen2Config
 from transformers.models.auto import AutoModelForCausalLM
 
-from evolver_async.policy import (
+from evolver_async.model.policy import (
     ModelError,
     export,
     load_model,
@@ -23,7 +23,7 @@ from evolver_async.policy import (
     token_logprobs,
     tokenizer_hash,
 )
-from evolver_async.tiny import CAPITALISED, TAGS, WORDS, make_tokenizer
+from evolver_async.model.tiny import CAPITALISED, TAGS, WORDS, make_tokenizer
 
 TOKENIZER = make_tokenizer(128)
 SIZES = {"hidden_size": 32, "layers": 2, "heads": 4, "intermediate_size": 48, "max_length": 128}
@@ -271,7 +271,7 @@ def test_tokenizers_differ_by_fingerprint_and_need_no_torch(tiny, tmp_path):
     template.write_text(template.read_text() + " ")
     assert tokenizer_hash(tiny) != tokenizer_hash(tmp_path / "other")
     code = (
-        "import sys; from evolver_async.tokenizer import tokenizer_hash\n"
+        "import sys; from evolver_async.model.tokenizer import tokenizer_hash\n"
         "print(tokenizer_hash(sys.argv[1]), 'torch' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code, tiny], capture_output=True, text=True)

@@ -16,12 +16,11 @@ from chatml import make_tokenizer
 from openai_server import Answer, OpenAIServer, garbage, silence, status
 from torch import Tensor
 
-from actors.chat import Chat
-from actors.check import check
+from actors.checks.config import check
 from actors.engines.base import Generation, Request
 from actors.envs.base import Info, Step, make_env, split_of
-from actors.envs.frozen_lake import FrozenLake
-from actors.episode import Finished
+from actors.envs.grid.frozen_lake import FrozenLake
+from actors.formats.chat import Chat
 from actors.progress import Progress
 from actors.questioning.explore import exploring, unbound
 from actors.questioning.filters import Known, feasible, jaccard
@@ -37,11 +36,12 @@ from actors.questioning.synthesize import (
     question,
     task_of,
 )
-from actors.setting import setting_of
+from actors.rollout.episode import Finished
+from actors.rollout.episode_config import setting_of
 from evolver_async.config import Config, Llm, Questioning, Stage
 from evolver_async.config.check import ConfigError
+from evolver_async.model.tiny import make_tokenizer as make_tiny_tokenizer
 from evolver_async.schema import Sampling, Task, Ticket, Trajectory, Turn, WeightId, key
-from evolver_async.tiny import make_tokenizer as make_tiny_tokenizer
 
 CHAT = Chat(make_tokenizer())
 HEAD = WeightId(lineage=1, step=0)

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 from buffer_world import World, config, synthetic, trajectory
 
-from evolver_async import messages
 from evolver_async.config import Questioning
+from evolver_async.protocol import messages
 from evolver_async.schema import Ticket
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.check import check as check_rollouts
+from actors.checks.config import check as check_rollouts
 from actors.envs.base import Solvable, make_env
 from evolver_async.config.load import load, stage_config
 from evolver_async.schema import Task

@@ -9,8 +9,8 @@ from machines import GB, machine
 
 from evolver_async.config import Config
 from evolver_async.config.load import load
-from evolver_async.study.probes import Found, model
-from evolver_async.study.verdict import gpus_of, verdicts
+from evolver_async.doctor.probes import Found, model
+from evolver_async.doctor.recipe_check import gpus_of, verdicts
 
 ROOT = Path(__file__).parent.parent
 MODELS = Path(__file__).parent / "data" / "models"

@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_resume import GROUPS, Killed, Run, kill_after
 
-from evolver_async import messages
-from evolver_async.buffer.journal import JournalError
-from evolver_async.buffer.segment import COMMIT, END
+from evolver_async.buffer.log.journal import JournalError
+from evolver_async.buffer.log.segment import COMMIT, END
 from evolver_async.buffer.service import Service
-from evolver_async.checkpoint import CheckpointError
+from evolver_async.checkpoint.directory import CheckpointError
 from evolver_async.config import Checkpoint, Correction, Stage
+from evolver_async.protocol import messages
 from evolver_async.schema import Group, WeightId
 from learner.train import Learner
 

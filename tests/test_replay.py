@@ -16,10 +16,10 @@ from buffer_world import World, config, synthetic, trajectory
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from evolver_async import messages
-from evolver_async.buffer.groups import UNTRAINED, ZERO_SPREAD, Member
-from evolver_async.buffer.replay import KINDS, SAME, Numbers, Replay
+from evolver_async.buffer.state.groups import UNTRAINED, ZERO_SPREAD, Member
+from evolver_async.buffer.state.replay import KINDS, SAME, Numbers, Replay
 from evolver_async.config import Questioning
+from evolver_async.protocol import messages
 from evolver_async.schema import Task, Ticket, WeightId, version_lag
 
 SHM = Path("/dev/shm")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from evolver_async import messages
-from learner import requests
-from learner.requests import Requests, Stopping
+from evolver_async.protocol import messages
+from learner.run import buffer_client
+from learner.run.buffer_client import Requests, Stopping
 
 DONE = messages.Done(lineage=1, take=0, version=1, trained=[], filtered={})
 KEPT = messages.Kept(take=0)
@@ -29,8 +29,8 @@ class Slow:
 @pytest.fixture
 def ending(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A learner that was told to end, with a buffer that takes so long."""
-    monkeypatch.setattr(requests, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(requests, "LAST_S", 1.0)
+    monkeypatch.setattr(buffer_client, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(buffer_client, "LAST_S", 1.0)
 
     def ending(seconds: float) -> Requests:
         line = Requests(Slow(seconds), asyncio.run)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_selection import SEQUENCE, make_group
 
 from evolver_async.schema import Group, TurnFlag
-from learner.resampling import LEAST, counts, penalty, resampled
+from learner.data.resampling import LEAST, counts, penalty, resampled
 
 CLEAN, FORMAT, TOOL = 0, int(TurnFlag.FORMAT_ERROR), int(TurnFlag.TOOL_ERROR)
 sizes = st.integers(0, 40)

@@ -18,8 +18,7 @@ import torch
 from buffer_world import World, config, trajectory
 from safetensors.torch import load_file
 
-from evolver_async import messages, policy
-from evolver_async.checkpoint import load_newest
+from evolver_async.checkpoint.directory import load_newest
 from evolver_async.config import (
     Advantage,
     Checkpoint,
@@ -32,9 +31,11 @@ from evolver_async.config import (
     Stage,
     Weights,
 )
-from evolver_async.delivery import Rejected
-from evolver_async.lineages import current_rows
+from evolver_async.metrics.lineages import current_rows
+from evolver_async.model import policy
+from evolver_async.protocol import messages
 from evolver_async.schema import Group, Ticket, Trajectory
+from evolver_async.transport.delivery import Rejected
 from learner.train import Learner, build
 
 STEPS = 10

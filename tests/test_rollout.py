@@ -20,16 +20,16 @@ import pytest
 from chatml import make_tokenizer
 from torch import Tensor
 
-from actors.chat import Chat
-from actors.demonstrate import demonstrate_group
 from actors.engines.base import Generation, Request
 from actors.envs.base import EnvironmentFailure, Info, Step
-from actors.episode import Advice, EpisodeLate, Finished
+from actors.formats.chat import Chat
+from actors.formats.turns import ThinkAnswer
 from actors.progress import Progress
-from actors.rollout import run_group, run_members
-from actors.setting import Setting
-from actors.turns import ThinkAnswer
-from actors.world import World
+from actors.rollout.environment import World
+from actors.rollout.episode import Advice, EpisodeLate, Finished
+from actors.rollout.episode_config import Setting
+from actors.rollout.group import run_group, run_members
+from actors.scripted.expert import demonstrate_group
 from evolver_async.schema import (
     Kind,
     Role,

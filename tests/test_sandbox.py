@@ -17,9 +17,10 @@ import psutil
 import pytest
 from launches import fair_time, wait_for
 
-from actors.sandbox import cell, seccomp
-from actors.sandbox.cell import Cell, Interior, Limits, SandboxUnavailable
+from actors.sandbox import process as cell
+from actors.sandbox import seccomp
 from actors.sandbox.pool import Pool, routes, shared
+from actors.sandbox.process import Cell, Interior, Limits, SandboxUnavailable
 
 ROOT = Path(__file__).parent.parent
 LIMITS = Limits(wall_s=hostile.WALL_S)
@@ -75,7 +76,7 @@ def test_an_error_is_told_as_python_tells_it(
     result = patient.run(source)
     assert (result.status, result.stdout) == ("error", stdout)
     assert result.stderr.strip().rpartition("\n")[2] == last
-    assert "inside.py" not in result.stderr
+    assert "guest.py" not in result.stderr
 
 
 def test_exit_code_0_is_no_error(patient: Pool) -> None:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from test_collate import ALWAYS, NEVER, collated, make_groups
 
-from evolver_async import policy
+from evolver_async.model import policy
 from evolver_async.schema import Group, Role, Sequence
-from learner.batch import Batch
-from learner.collate import Strip
-from learner.parallel import alone
-from learner.scoring import Scorer, store_anchor
+from learner.data.batch import Batch
+from learner.data.collate import Strip
+from learner.optimize.logprobs import Scorer, store_anchor
+from learner.ranks.process_group import alone
 
 TEMPERATURE = 0.8
 

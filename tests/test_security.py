@@ -22,15 +22,15 @@ from buffer_world import World
 from buffer_world import config as small
 from launches import fair_time
 
-from evolver_async import messages
-from evolver_async.address import from_here
 from evolver_async.cli import main
 from evolver_async.config import secrets, values
 from evolver_async.config.check import ConfigError, check_paths
 from evolver_async.config.load import dump, from_dict, load, stage_config, to_dict
 from evolver_async.config.secrets import looks_secret, mask, reveal, without_secrets
-from evolver_async.keys import KeysError, check_keys, client_keys, listed, make
-from evolver_async.transport import DealerClient, Refused, Server, check_address
+from evolver_async.protocol import messages
+from evolver_async.transport.addresses import from_here
+from evolver_async.transport.keys import KeysError, check_keys, client_keys, listed, make
+from evolver_async.transport.sockets import DealerClient, Refused, Server, check_address
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [
@@ -51,7 +51,7 @@ SETTINGS = {"trust_remote_code": False, "weights_only": True, "allow_pickle": Fa
 # ---- what the code never does
 
 # runs what a model wrote: that is what it is for, shut in as tests/test_sandbox.py proves
-CONFINED = {"actors/sandbox/inside.py": ["exec"]}
+CONFINED = {"actors/sandbox/guest.py": ["exec"]}
 
 
 def unsafe(source: str) -> list[str]:

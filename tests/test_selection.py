@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from evolver_async.config import Selection
 from evolver_async.schema import Group, Role, Sequence, Task, TurnFlag
-from learner.selection import Selected, reward_spread, select
+from learner.data.selection import Selected, reward_spread, select
 
 SEQUENCE = Sequence(
     tokens=np.zeros(1, np.int32),

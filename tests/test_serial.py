@@ -17,12 +17,12 @@ from serial_runs import Finished, trainer
 
 from actors.envs.bandit import Bandit
 from actors.evaluate import evaluate
-from evolver_async.buffer.journal import JournalError
+from evolver_async.buffer.log.journal import JournalError
 from evolver_async.buffer.service import Service
 from evolver_async.config.load import dump, load
 from evolver_async.launch.serial import VirtualLoop
+from evolver_async.process.private_directories import PREFIX
 from evolver_async.schema import Task
-from evolver_async.weights.directories import PREFIX
 
 RECIPE = """
 env: {name: bandit, params: {high_probability: 0.5}}

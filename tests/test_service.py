@@ -6,12 +6,12 @@ import msgspec
 import pytest
 from buffer_world import World, config, synthetic, trajectory
 
-from evolver_async import messages
-from evolver_async.buffer.journal import JournalError
+from evolver_async.buffer.log.journal import JournalError
 from evolver_async.config import Questioning
+from evolver_async.protocol import messages
+from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.schema import FailureTotal, Ticket, WeightId
-from evolver_async.study.standing import lines
-from evolver_async.wire import SCHEMA_HASH
+from evolver_async.watch.status_text import lines
 
 GIB = 1 << 30
 

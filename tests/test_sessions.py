@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from buffer_world import World, config, trajectory
 
-from evolver_async import messages
-from evolver_async.delivery import Desk
-from evolver_async.sessions import ANSWERS, EXPIRY_S, NAMES
-from evolver_async.wire import SCHEMA_HASH, Envelope, pack, unpack
+from evolver_async.protocol import messages
+from evolver_async.protocol.envelope import SCHEMA_HASH, Envelope, pack, unpack
+from evolver_async.transport.delivery import Desk
+from evolver_async.transport.sessions import ANSWERS, EXPIRY_S, NAMES
 
 HELLO = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, host="alpha", pid=7)
 RESUME = messages.Resume(lineage=0, take=0, version=0, process="one", incarnation=1)

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.advantage import Rewards
-from learner.shaping import overlong, shaped, without_overlong
+from learner.advantage.group_relative import Rewards
+from learner.advantage.shaping import overlong, shaped, without_overlong
 
 
 def make_rewards() -> Rewards:

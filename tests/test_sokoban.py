@@ -21,8 +21,8 @@ from actors.envs.base import (
     make_env,
     split_of,
 )
-from actors.envs.sokoban import Sokoban
-from actors.envs.sokoban_level import (
+from actors.envs.grid.sokoban import Sokoban
+from actors.envs.grid.sokoban_level import (
     ACTIONS,
     Level,
     Room,
@@ -30,10 +30,10 @@ from actors.envs.sokoban_level import (
     draw_level,
     moves_to_solve,
 )
-from evolver_async.buffer.granting import source_of
-from evolver_async.buffer.tasks import held_out_task
+from evolver_async.buffer.actor_requests import source_of
+from evolver_async.buffer.tasks.stream import held_out_task
 from evolver_async.config import Config, Stage
-from evolver_async.launch.directory import create
+from evolver_async.launch.run_directory import create
 from evolver_async.schema import Task
 
 OPEN: dict[str, Any] = {"size": 4, "layout": "open", "max_solution": 3}
@@ -330,7 +330,7 @@ def test_bad_parameters_are_named(params: dict[str, Any], named: str) -> None:
 
 
 def test_no_solvable_level_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.envs.sokoban_level.MAX_DRAWS", 0)
+    monkeypatch.setattr("actors.envs.grid.sokoban_level.MAX_DRAWS", 0)
     with pytest.raises(ValueError, match="max_solution"):
         sokoban(12345)
 

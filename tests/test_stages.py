@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from serial_runs import Finished, trainer
 
-from evolver_async.buffer import records
-from evolver_async.buffer.journal import Journal
+from evolver_async.buffer.log.journal import Journal
+from evolver_async.buffer.state import records
 from evolver_async.config import Safety
 from evolver_async.launch.roles import TrainingError
 

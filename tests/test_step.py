@@ -8,13 +8,13 @@ import pytest
 from buffer_world import trajectory
 from test_update import FORKS, config, same, tiny, updater
 
-from evolver_async import policy
 from evolver_async.config import Advantage, Config, Selection, Stage
 from evolver_async.config.load import stage_config
+from evolver_async.model import policy
 from evolver_async.schema import Group, Sampling, Task, Ticket, TurnFlag, WeightId
-from learner.outcome import Outcome
+from learner.diagnostics.rollouts import Outcome
 from learner.state import State
-from learner.update import Updater
+from learner.step import Updater
 
 __all__ = ["tiny"]  # the fixture: the smallest policy there is
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evolver_async.config import Config, Stage
-from learner.supervised import Stages, sft_loss
+from learner.loss.sft import Stages, sft_loss
 
 
 def test_sft_is_the_mean_negative_log_prob():

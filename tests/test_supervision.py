@@ -12,11 +12,11 @@ from buffer_world import World, config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evolver_async import messages
-from evolver_async.buffer.granting import share
+from evolver_async.buffer.actor_requests import share
+from evolver_async.protocol import messages
+from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.schema import WeightId
-from evolver_async.transport import DealerClient, Server
-from evolver_async.wire import SCHEMA_HASH
+from evolver_async.transport.sockets import DealerClient, Server
 
 WARN_S = 5.0
 

@@ -10,8 +10,8 @@ from buffer_world import synthetic
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evolver_async.buffer.granting import source_of
-from evolver_async.buffer.tasks import Cursor, Queued, Source, Tasks, Walk, held_out_task
+from evolver_async.buffer.actor_requests import source_of
+from evolver_async.buffer.tasks.stream import Cursor, Queued, Source, Tasks, Walk, held_out_task
 from evolver_async.config.load import load, stage_config
 from evolver_async.schema import Task
 

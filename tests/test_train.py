@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from evolver_async.buffer.service import Service
-from evolver_async.checkpoint import load_newest, valid
+from evolver_async.checkpoint.directory import load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import dump, load
 from evolver_async.launch.roles import EVALUATION_LOST, RoleArgs, TrainingError, resolve
 from evolver_async.launch.serial import VirtualLoop, run
-from evolver_async.metrics import Metrics
+from evolver_async.metrics.writer import Metrics
 from evolver_async.schema import EvalResult, WeightId
-from evolver_async.transport import DealerClient, LocalClient, LocalServer
+from evolver_async.transport.sockets import DealerClient, LocalClient, LocalServer
 from evolver_async.weights.shm import ShmPublisher
-from learner.evaluations import Evaluations, Standstill
+from learner.run.evaluations import Evaluations, Standstill
 from learner.state import Asked, State
 from learner.train import build
 

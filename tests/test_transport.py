@@ -22,7 +22,8 @@ import pytest
 import zmq
 from episodes import episode
 
-from evolver_async.messages import (
+from evolver_async.protocol.envelope import LIMITS, Envelope, pack, unpack
+from evolver_async.protocol.messages import (
     Ack,
     Groups,
     Hello,
@@ -53,7 +54,7 @@ from evolver_async.schema import (
     VersionRun,
     WeightId,
 )
-from evolver_async.transport import (
+from evolver_async.transport.sockets import (
     BATCH_S,
     Client,
     DealerClient,
@@ -62,7 +63,6 @@ from evolver_async.transport import (
     Rejected,
     Server,
 )
-from evolver_async.wire import LIMITS, Envelope, pack, unpack
 
 TASK = Task(task_id="t/0", env="t", split="train", map_seed=0)
 
@@ -466,7 +466,7 @@ def test_a_request_that_is_resent_in_vain_is_logged(
         return float(found[1])
 
     with (
-        caplog.at_level(logging.WARNING, "evolver_async.delivery"),
+        caplog.at_level(logging.WARNING, "evolver_async.transport.delivery"),
         client(address, resend_s=0.05) as dealer,
     ):
         said_s = [asyncio.run(ask()) for _ in range(3)]

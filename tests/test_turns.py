@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.turns import FORMATS, ThinkAnswer
+from actors.formats.turns import FORMATS, ThinkAnswer
 
 words = st.text("abcdefghij -", min_size=1).map(str.strip).filter(bool)
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from buffer_world import trajectory
 
-from evolver_async import policy
 from evolver_async.config import (
     Advantage,
     Config,
@@ -22,7 +21,8 @@ from evolver_async.config import (
     Stage,
 )
 from evolver_async.config.load import stage_config
-from evolver_async.metrics import Timers
+from evolver_async.metrics.writer import Timers
+from evolver_async.model import policy
 from evolver_async.schema import (
     Fork,
     Group,
@@ -35,10 +35,10 @@ from evolver_async.schema import (
     VersionRun,
     WeightId,
 )
-from learner import stepping as under_test
-from learner.outcome import Outcome
+from learner.diagnostics.rollouts import Outcome
+from learner.optimize import updates as under_test
 from learner.state import Asked, State, load_optimizer, save
-from learner.update import Updater
+from learner.step import Updater
 
 FORKS = {1: Fork(lineage=1, parent=0, step=0)}
 

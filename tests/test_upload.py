@@ -11,13 +11,13 @@ import pytest
 from launches import DEADLINE_S, alive, wait_for
 from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
-from evolver_async import monitor
 from evolver_async.cli import main
 from evolver_async.config import Config, Stage
 from evolver_async.config.load import dump
-from evolver_async.metrics import Metrics
-from evolver_async.monitor import has_key, online, read_state, url_of, write_state
-from evolver_async.study.upload import alone
+from evolver_async.metrics import wandb_process
+from evolver_async.metrics.wandb_process import has_key, online, read_state, url_of, write_state
+from evolver_async.metrics.wandb_upload import alone
+from evolver_async.metrics.writer import Metrics
 
 BLOCK, HEADER = 32768, 7  # LevelDB's log format, behind seven bytes of W&B's own
 
@@ -29,7 +29,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "run"
     path.mkdir()
     dump(Config(stages=[Stage(steps=5)]), path / "config.yaml")
-    monkeypatch.setattr(monitor, "CLOSE_S", DEADLINE_S)  # on a busy machine it takes its time
+    monkeypatch.setattr(wandb_process, "CLOSE_S", DEADLINE_S)  # on a busy machine it takes its time
     return path
 
 
@@ -133,7 +133,7 @@ def test_a_killed_helper_costs_neither_the_run_nor_a_row(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(monitor, "PAUSE_S", 0.1)
+    monkeypatch.setattr(wandb_process, "PAUSE_S", 0.1)
     assert metrics.monitor is not None
     metrics.monitor.pause_s = 0.1
     log(metrics, 1, 1)
@@ -171,10 +171,10 @@ def test_a_helper_that_hangs_is_replaced(
     metrics.monitor.process.send_signal(signal.SIGSTOP)  # as it were in a call without an end
     stopped.suspend()
     metrics.monitor.pause_s = 0.0
-    monkeypatch.setattr(monitor, "STUCK_S", 0.2)
+    monkeypatch.setattr(wandb_process, "STUCK_S", 0.2)
     log(metrics, 1, 2)
     wait_for(lambda: log(metrics, 1, 2) or metrics.monitor.process is None, "the end of it")  # pyright: ignore[reportOptionalMemberAccess]
-    monkeypatch.setattr(monitor, "STUCK_S", DEADLINE_S)
+    monkeypatch.setattr(wandb_process, "STUCK_S", DEADLINE_S)
     wait_for(lambda: not alive(stopped), "the end of W&B's helper")
     log(metrics, 1, 3)
     metrics.close()
@@ -191,7 +191,7 @@ def test_the_end_of_a_run_waits_for_w_and_b_only_so_long(
     log(metrics, 1, 1)
     wait_for(lambda: sent(metrics) == 1, "the first row")
     metrics.monitor.process.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(monitor, "CLOSE_S", 0.2)
+    monkeypatch.setattr(wandb_process, "CLOSE_S", 0.2)
     log(metrics, 1, 2)
     metrics.close()
     assert f"evolver-async wandb {run_dir}" in caplog.text
@@ -217,8 +217,8 @@ def test_a_process_that_cannot_start_and_a_damaged_state_harm_nothing(
         raise OSError(12, "no memory")
 
     (run_dir / "wandb.json").write_text("{")
-    monkeypatch.setattr(monitor.subprocess, "Popen", refuse)
-    monkeypatch.setattr(monitor, "PAUSE_S", 0.0)
+    monkeypatch.setattr(wandb_process.subprocess, "Popen", refuse)
+    monkeypatch.setattr(wandb_process, "PAUSE_S", 0.0)
     metrics = Metrics(run_dir, wandb="offline")
     log(metrics, 1, 1)
     log(metrics, 1, 2)

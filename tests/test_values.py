@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evolver_async.schema import Array
-from learner.values import (
+from learner.advantage.gae import (
     Estimate,
     Tokens,
     backwards,

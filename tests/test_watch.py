@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from evolver_async.config import Config
-from evolver_async.study.watch import Tail, View, watch
+from evolver_async.watch.view import Tail, View, watch
 
 ROW = {
     "lineage": 1,

@@ -22,7 +22,6 @@ from test_demonstrate import demonstrated
 from test_rollout import setting, ticket
 from thefuzz import fuzz
 
-from actors.calls import ToolCall, canonical
 from actors.envs.base import EnvError, Located, Rewindable, Scored, Solvable, Tooled, make_env
 from actors.envs.webshop import make
 from actors.envs.webshop.catalogue import (
@@ -42,6 +41,7 @@ from actors.envs.webshop.load import Files, loaded, stocked
 from actors.envs.webshop.pages import BACK, BUY, NEXT, PREVIOUS
 from actors.envs.webshop.reward import COLORS, alike, kind_score, nouns, option_hits, score
 from actors.envs.webshop.search import Index, words_of
+from actors.formats.tool_calls import ToolCall, canonical
 from evolver_async.schema import Task
 
 

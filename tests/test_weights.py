@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from evolver_async.process.private_directories import OWNER, PREFIX, claim, owned, sweep
 from evolver_async.schema import WeightId
-from evolver_async.weights.base import WeightsCorrupt, WeightsGone
-from evolver_async.weights.directories import OWNER, PREFIX, claim, owned, sweep
+from evolver_async.weights.channel.base import WeightsCorrupt, WeightsGone
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 
 
@@ -178,7 +178,7 @@ def claimed_by_another(directory: Path, then: str) -> "subprocess.Popen[str]":
     code = f"""
 import sys
 from pathlib import Path
-from evolver_async.weights.directories import claim
+from evolver_async.process.private_directories import claim
 claim(Path(sys.argv[1]))
 print(flush=True)
 {then}

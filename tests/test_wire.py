@@ -15,7 +15,18 @@ from episodes import episode
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from evolver_async.messages import (
+from evolver_async.protocol.envelope import (
+    SCHEMA_HASH,
+    TYPES,
+    Envelope,
+    Limits,
+    MismatchError,
+    WireError,
+    pack,
+    schema_hash,
+    unpack,
+)
+from evolver_async.protocol.messages import (
     Ack,
     Contribute,
     Counters,
@@ -48,7 +59,7 @@ from evolver_async.messages import (
     Wait,
     Welcome,
 )
-from evolver_async.parcel import Parcel, unwrap, wrap
+from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
 from evolver_async.schema import (
     EvalResult,
     FailureTotal,
@@ -64,17 +75,6 @@ from evolver_async.schema import (
     Turn,
     VersionRun,
     WeightId,
-)
-from evolver_async.wire import (
-    SCHEMA_HASH,
-    TYPES,
-    Envelope,
-    Limits,
-    MismatchError,
-    WireError,
-    pack,
-    schema_hash,
-    unpack,
 )
 
 some = settings(max_examples=25, suppress_health_check=list(HealthCheck))

@@ -17,19 +17,19 @@ from msgspec.structs import replace
 from openai_server import closed_url
 from test_rollout import CHAT, RIGHT, Corridor, FakeEngine, Hanging, corridor
 
-from actors.aftermath import Mechanisms
 from actors.engines.base import Generation, Request
 from actors.envs.adapters.service_client import drain
+from actors.postprocess import Mechanisms
 from actors.worker import Displaced, Worker
-from evolver_async import messages
 from evolver_async.config import Config, Stage
 from evolver_async.config.load import dump, load
 from evolver_async.launch.serial import VirtualLoop
+from evolver_async.model.tokenizer import tokenizer_hash
+from evolver_async.protocol import messages
+from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.schema import Task, Ticket, WeightId
-from evolver_async.tokenizer import tokenizer_hash
-from evolver_async.transport import DealerClient, LocalClient, LocalServer, Rejected, Server
+from evolver_async.transport.sockets import DealerClient, LocalClient, LocalServer, Rejected, Server
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
-from evolver_async.wire import SCHEMA_HASH
 
 
 def version(step: int) -> WeightId:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from learner.batch import Batch
+from learner.data.batch import Batch
 
 
 def varied(count: int, mean: int, vocabulary: int, *, seed: int = 0) -> Batch:

@@ -9,10 +9,10 @@ is trained again: it is PROMPT there.
 
 from dataclasses import dataclass, field
 
-from actors.chat import Stream
-from actors.endpoint.asked import Asked, Message
+from actors.endpoint.request import Asked, Message
 from actors.endpoint.template import Template
 from actors.engines.base import Generation
+from actors.formats.chat import Stream
 from evolver_async.schema import Role, Sequence
 
 

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 import h11
 
-from actors.endpoint import reply
-from actors.endpoint.asked import Refused, decode
+from actors.endpoint import response
+from actors.endpoint.request import Refused, decode
 from actors.endpoint.session import Session
 from actors.failures import FailureCounts
 
@@ -73,10 +73,10 @@ class Server:
             self.counts["refused"] += 1
             self._failures.note("agent_call", self._agent, f"refused: {refused}")
             log.warning("a call of %s is refused: %s", self._agent, refused)
-            return refused.status, JSON, reply.refusal(refused)
+            return refused.status, JSON, response.refusal(refused)
         except Exception:
             log.exception("a call fails")
-            return 500, JSON, reply.refusal(Refused("the answer failed", "internal"))
+            return 500, JSON, response.refusal(Refused("the answer failed", "internal"))
 
     async def _answer(self, method: str, target: str, body: bytes) -> tuple[str, bytes]:
         token, _, path = urlsplit(target).path.removeprefix("/").partition("/")
@@ -84,15 +84,15 @@ class Server:
         if session is None:
             raise Refused("no episode has this URL, or it is over", "no_episode", 404)
         if (method, path) == ("GET", "v1/models"):
-            return JSON, reply.models()
+            return JSON, response.models()
         if (method, path) != ("POST", "v1/chat/completions"):
             raise Refused(f"{method} {path} is not supported", "not_found", 404)
         asked = decode(body)
         answer = await session.complete(asked)
         now_s = int(time.time())
         if asked.stream:
-            return EVENTS, reply.events(asked, answer, now_s)
-        return JSON, reply.whole(asked, answer, now_s)
+            return EVENTS, response.events(asked, answer, now_s)
+        return JSON, response.whole(asked, answer, now_s)
 
     def joined(self, connection: "_Connection") -> None:
         self._connections.add(connection)
@@ -164,7 +164,7 @@ class _Connection(asyncio.Protocol):
                 self._body += event.data
                 if len(self._body) > MOST_BODY:
                     refused = Refused(f"a request of more than {MOST_BODY} bytes", "too_large", 413)
-                    self._respond(refused.status, JSON, reply.refusal(refused), last=True)
+                    self._respond(refused.status, JSON, response.refusal(refused), last=True)
                     return
             elif isinstance(event, h11.EndOfMessage):
                 self._wait(None)

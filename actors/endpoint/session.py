@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.endpoint.asked import Asked, Message, Refused
 from actors.endpoint.recorder import Pending, Recorder
+from actors.endpoint.request import Asked, Message, Refused
 from actors.endpoint.template import Template
 from actors.endpoint.tools import Said, parse
 from actors.engines.base import Engine, Generation, Request
 from actors.progress import Progress
-from actors.setting import Setting
+from actors.rollout.episode_config import Setting
 from evolver_async.schema import Ticket, Turn, TurnFlag, key
 
 

@@ -7,9 +7,9 @@ they are text in the messages that it knows.
 import json
 from typing import Any
 
-from actors.chat import ASSISTANT, Chat
-from actors.endpoint.asked import Asked, Message, Refused
+from actors.endpoint.request import Asked, Message, Refused
 from actors.endpoint.tools import Call, answered, enclosed, instructions, parse, written
+from actors.formats.chat import ASSISTANT, Chat
 
 _PROBE = Call("probe-name", '{"probe-key": "probe-value"}')
 _PROBE_TOOL = {

@@ -23,7 +23,7 @@ POOLINGS = {  # sentence-transformers' names
 
 
 class TransformerEmbedder:
-    """See `actors/navigating/embed.py: Embedder`. ValueError where the directory holds no model."""
+    """See `actors/experience/embed.py: Embedder`. ValueError where the directory holds no model."""
 
     def __init__(self, directory: str) -> None:
         path = Path(directory)

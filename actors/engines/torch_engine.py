@@ -21,11 +21,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from actors.engines.base import Generation, Request
-from actors.engines.lean import LeanDecoder
+from actors.engines.fused import LeanDecoder
+from actors.engines.kv_slots import Slots, check_attention
 from actors.engines.sampling import sample
-from actors.engines.slots import Slots, check_attention
 from actors.engines.stops import StopStrings
-from evolver_async.policy import load_state, split_model
+from evolver_async.model.policy import load_state, split_model
 from evolver_async.schema import WeightId
 
 MIN_SHARED = 8  # a common prefix that saves fewer tokens than this is not worth a copy

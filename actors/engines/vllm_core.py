@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from evolver_async.policy import ModelError
+from evolver_async.model.policy import ModelError
+from evolver_async.process.private_directories import PREFIX, claim, sweep
 from evolver_async.schema import WeightId
-from evolver_async.weights.directories import PREFIX, claim, sweep
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]

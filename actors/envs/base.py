@@ -3,7 +3,8 @@
 An environment is a small synchronous object that plays one episode after `reset`. Its constructor
 takes its parameters as typed keyword arguments and does no work. `reset`, `step` and `close` may be
 async. An environment of one's own is called in a thread of its own, unless it is async or its class
-says `blocking = False`: then a call that does not return stops its actor (see `actors/world.py`).
+says `blocking = False`: then a call that does not return stops its actor (see
+`actors/rollout/environment.py`).
 """
 
 import asyncio
@@ -25,14 +26,14 @@ REGISTRY = {
     "agentevolver": "actors.envs.adapters.agentevolver_service:AgentEvolver",
     "agentevolver_code": "actors.envs.adapters.agentevolver_service:AgentEvolverCode",
     "bandit": "actors.envs.bandit:Bandit",
-    "cliff_walking": "actors.envs.cliff_walking:CliffWalking",
-    "code": "actors.envs.code:Code",
-    "frozen_lake": "actors.envs.frozen_lake:FrozenLake",
+    "cliff_walking": "actors.envs.grid.cliff_walking:CliffWalking",
+    "code": "actors.envs.code.env:Code",
+    "frozen_lake": "actors.envs.grid.frozen_lake:FrozenLake",
     "gymnasium": "actors.envs.adapters.gymnasium_env:Gymnasium",
     "gymnasium_table": "actors.envs.adapters.gymnasium_env:GymnasiumTable",
     "openenv": "actors.envs.adapters.openenv_env:OpenEnv",
     "reasoning_gym": "actors.envs.adapters.reasoning_gym_env:ReasoningGym",
-    "sokoban": "actors.envs.sokoban:Sokoban",
+    "sokoban": "actors.envs.grid.sokoban:Sokoban",
     "textarena": "actors.envs.adapters.textarena_env:TextArena",
     "verifiers": "actors.envs.adapters.verifiers_env:Verifiers",
     "webshop": "actors.envs.webshop.env:WebShop",
@@ -127,7 +128,7 @@ class Solvable(Env, Protocol):
 
 @runtime_checkable
 class Tooled(Env, Protocol):
-    """An environment whose actions are calls of tools: the canonical text of `actors/calls.py`."""
+    """An environment whose actions are tool calls as text (`actors/formats/tool_calls.py`)."""
 
     def tools(self) -> list[dict[str, Any]]:
         """What can be called, as JSON-schema function specs: `{"name", "description",

@@ -10,16 +10,16 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from actors.chat import Chat
 from actors.engines.base import Generation
 from actors.envs.base import env_class
-from actors.episode import Advice
-from actors.llm import Unavailable
-from actors.questioning.asking import Asker, convert, shown, steps_shown
+from actors.formats.chat import Chat
+from actors.formats.turns import TurnFormat
+from actors.llm.asking import Asker, convert, shown, steps_shown
+from actors.llm.client import Unavailable
 from actors.questioning.prompts import BREADTH, DEPTH, EXPLORE
-from actors.setting import Setting
-from actors.turns import TurnFormat
-from actors.world import World
+from actors.rollout.environment import World
+from actors.rollout.episode import Advice
+from actors.rollout.episode_config import Setting
 from evolver_async.config import Questioning
 from evolver_async.schema import Task, Ticket
 

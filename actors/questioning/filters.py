@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from actors.navigating.embed import embed
+from actors.experience.embed import embed
 from actors.questioning.replay import Played
 from actors.questioning.synthesize import Candidate
 from evolver_async.schema import Task, key

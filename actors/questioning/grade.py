@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from actors.questioning.asking import Asker, convert, cut, shown, steps_shown
+from actors.llm.asking import Asker, convert, cut, shown, steps_shown
 from actors.questioning.prompts import GRADE
 from evolver_async.schema import Task, Trajectory, Turn
 

@@ -16,12 +16,11 @@ import msgspec
 
 from actors.engines.base import Engine
 from actors.envs.base import EnvironmentFailure, env_class
-from actors.episode import Deliver, Finished, Policy
 from actors.failures import FailureCounts
-from actors.llm import Endpoint, Unavailable
+from actors.llm.asking import Asker
+from actors.llm.client import Endpoint, Unavailable
 from actors.progress import Progress
 from actors.questioning import synthesize
-from actors.questioning.asking import Asker
 from actors.questioning.explore import Explorer, exploring, has_goals, unbound
 from actors.questioning.filters import Known, feasible
 from actors.questioning.grade import Grade, grade
@@ -29,9 +28,10 @@ from actors.questioning.profile import described, load_profile
 from actors.questioning.replay import Played, replay
 from actors.questioning.solve import solve_again
 from actors.questioning.synthesize import Candidate, Exploration, task_of
-from actors.rollout import run_group, run_members
-from actors.setting import Setting
-from actors.world import World
+from actors.rollout.environment import World
+from actors.rollout.episode import Deliver, Finished, Policy
+from actors.rollout.episode_config import Setting
+from actors.rollout.group import run_group, run_members
 from evolver_async.config import Config
 from evolver_async.schema import Task, Ticket, Turn, key
 

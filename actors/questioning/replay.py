@@ -7,7 +7,7 @@ import msgspec
 
 from actors.envs.base import Goals, Step
 from actors.progress import Progress
-from actors.world import World
+from actors.rollout.environment import World
 from evolver_async.schema import Task, Ticket
 
 

@@ -4,12 +4,12 @@ What cannot be solved so is no task; what can gets the solution that was found a
 """
 
 from actors.envs.base import Step
+from actors.llm.asking import Asker, shown, steps_shown
 from actors.progress import Progress
-from actors.questioning.asking import Asker, shown, steps_shown
 from actors.questioning.explore import parse_choice
 from actors.questioning.grade import grade
 from actors.questioning.prompts import SOLVE
-from actors.world import World
+from actors.rollout.environment import World
 from evolver_async.schema import Task, Turn
 
 

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from actors.questioning.asking import convert, cut, shown, steps_shown
+from actors.formats.turns import SEPARATOR
+from actors.llm.asking import convert, cut, shown, steps_shown
 from actors.questioning.prompts import SYNTHESIS
 from actors.questioning.replay import Played
-from actors.turns import SEPARATOR
 from evolver_async.schema import Task, Turn
 
 QUERY_CHARS = 1_000

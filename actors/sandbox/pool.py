@@ -12,7 +12,7 @@ import shutil
 import threading
 from typing import get_args
 
-from actors.sandbox.cell import (
+from actors.sandbox.process import (
     Cell,
     CellDied,
     CellLate,

@@ -15,36 +15,38 @@ import time
 from pathlib import Path
 from typing import Any
 
-from evolver_async import checkpoint, history, messages
-from evolver_async.buffer import records
-from evolver_async.buffer.activity import Activity
-from evolver_async.buffer.book import Book
-from evolver_async.buffer.censoring import Sums
-from evolver_async.buffer.disk import Disk
-from evolver_async.buffer.failures import Failures
-from evolver_async.buffer.granting import Granting, numbers_of, source_of
-from evolver_async.buffer.groups import UNTRAINED, ZERO_SPREAD, Held
-from evolver_async.buffer.journal import DiskFull, Journal, JournalError, archive_bytes
-from evolver_async.buffer.leases import Leases
-from evolver_async.buffer.ledger import Amount
-from evolver_async.buffer.stalls import Stalls
-from evolver_async.buffer.state import State
-from evolver_async.buffer.status import Status
-from evolver_async.buffer.taking import Taking
+from evolver_async.buffer.actor_requests import Granting, numbers_of, source_of
+from evolver_async.buffer.learner_requests import Taking
+from evolver_async.buffer.log.capacity import Disk
+from evolver_async.buffer.log.journal import DiskFull, Journal, JournalError, archive_bytes
+from evolver_async.buffer.log.store import Book
+from evolver_async.buffer.monitor.failures import Failures
+from evolver_async.buffer.monitor.peers import Activity
+from evolver_async.buffer.monitor.stalls import Stalls
+from evolver_async.buffer.monitor.status import Status
+from evolver_async.buffer.state import records
+from evolver_async.buffer.state.censoring import Sums
+from evolver_async.buffer.state.groups import UNTRAINED, ZERO_SPREAD, Held
+from evolver_async.buffer.state.leases import Leases
+from evolver_async.buffer.state.ledger import Amount
+from evolver_async.buffer.state.machine import State
+from evolver_async.checkpoint import directory as checkpoint
+from evolver_async.checkpoint import history
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config, to_dict
-from evolver_async.delivery import Postponed
 from evolver_async.launch.roles import (
     RoleArgs,
     collect_rarely,
     experience_address,
     weights_address,
 )
-from evolver_async.messages import Reply, Request
+from evolver_async.model.tokenizer import tokenizer_hash
+from evolver_async.protocol import messages
+from evolver_async.protocol.envelope import SCHEMA_HASH
+from evolver_async.protocol.messages import Reply, Request
 from evolver_async.schema import SCRIPTED, Trajectory
-from evolver_async.tokenizer import tokenizer_hash
-from evolver_async.transport import Server
-from evolver_async.wire import SCHEMA_HASH
+from evolver_async.transport.delivery import Postponed
+from evolver_async.transport.sockets import Server
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from evolver_async.commands.checked import run_directory, user_mistakes
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
-from evolver_async.keys import make
-from evolver_async.launch import directory, roles
-from evolver_async.messages import Purge
-from evolver_async.transport import DealerClient, Rejected
+from evolver_async.launch import roles
+from evolver_async.launch import run_directory as directory
+from evolver_async.protocol.messages import Purge
+from evolver_async.transport.keys import make
+from evolver_async.transport.sockets import DealerClient, Rejected
 
 PURGE_S = 30.0  # for the answer of an experience service that may just have been killed
 

@@ -7,8 +7,8 @@ from evolver_async.commands.checked import run_directory, user_mistakes
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch.roles import die_with, resolve
-from evolver_async.monitor import online
-from evolver_async.study import upload
+from evolver_async.metrics import wandb_upload
+from evolver_async.metrics.wandb_process import online
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -32,14 +32,14 @@ def wandb(args: argparse.Namespace) -> int:
     """Send the metrics of a run to W&B, or write them where `wandb sync` takes them."""
     if args.follow:
         die_with(args.parent)
-        upload.follow(args.run_dir, args.mode, args.parent)
+        wandb_upload.follow(args.run_dir, args.mode, args.parent)
         return 0
     run_dir = run_directory(args.run_dir)
     if not (run_dir / "metrics.jsonl").exists():
         raise ConfigError(f"{run_dir}: has no metrics yet")
     try:
-        print(upload.send(run_dir, online(args.mode)))
-    except upload.UploadError as error:
+        print(wandb_upload.send(run_dir, online(args.mode)))
+    except wandb_upload.UploadError as error:
         print(f"evolver-async: W&B: {error}", file=sys.stderr)
         return 1
     return 0

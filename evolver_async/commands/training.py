@@ -7,13 +7,14 @@ import signal
 import sys
 from pathlib import Path
 
-from evolver_async.buffer.journal import JournalError
-from evolver_async.checkpoint import CheckpointError
+from evolver_async.buffer.log.journal import JournalError
+from evolver_async.checkpoint.directory import CheckpointError
 from evolver_async.commands.checked import run_directory, user_mistakes
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
-from evolver_async.launch import directory, forking, roles
-from evolver_async.study import runs, watch
+from evolver_async.launch import forking, roles
+from evolver_async.launch import run_directory as directory
+from evolver_async.watch import runs, view
 
 
 def train(args: argparse.Namespace) -> int:
@@ -41,7 +42,7 @@ def train(args: argparse.Namespace) -> int:
                 config, run_dir = directory.create(load(recipe, dotlist), recipe)
                 held.enter_context(directory.locked(run_dir))
         print(run_dir, flush=True)
-        held.enter_context(watch.shown(run_dir, config, config.metrics.panel))
+        held.enter_context(view.shown(run_dir, config, config.metrics.panel))
         roles.set_up_logging(run_dir / "logs" / "launcher.log", logging.WARNING)
         runs.begin(run_dir)
         reason = ""

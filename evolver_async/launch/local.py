@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evolver_async.config import Config
-from evolver_async.launch.directory import announce, last_lines
 from evolver_async.launch.gpus import VISIBLE, number_of, seen_by
 from evolver_async.launch.patience import Patience
 from evolver_async.launch.roles import (
@@ -35,9 +34,10 @@ from evolver_async.launch.roles import (
     keys_of,
     make_weights_dir,
 )
-from evolver_async.messages import Status
-from evolver_async.transport import DealerClient, Rejected
-from evolver_async.weights.directories import PREFIX, Claim, claim, sweep
+from evolver_async.launch.run_directory import announce, last_lines
+from evolver_async.process.private_directories import PREFIX, Claim, claim, sweep
+from evolver_async.protocol.messages import Status
+from evolver_async.transport.sockets import DealerClient, Rejected
 
 POLL_S = 0.1
 START_S = 60.0  # until the buffer must answer

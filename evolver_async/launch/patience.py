@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from evolver_async import checkpoint
+from evolver_async.checkpoint import directory as checkpoint
 
 
 class Patience:

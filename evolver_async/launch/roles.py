@@ -16,36 +16,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evolver_async.buffer.journal import JournalError
-from evolver_async.checkpoint import CheckpointError
+from evolver_async.buffer.log.journal import JournalError
+from evolver_async.checkpoint.directory import CheckpointError
 from evolver_async.config import Config
 from evolver_async.config.check import ConfigError
 from evolver_async.config.secrets import mask
-from evolver_async.launch.logs import Repeats
-from evolver_async.weights.directories import PREFIX
+from evolver_async.process.logs import Repeats
+from evolver_async.process.private_directories import PREFIX
 
 # Processes: main(RoleArgs) -> exit code.
 PROCESSES = {
     "buffer": "evolver_async.buffer.service:main",
     "learner": "learner.train:main",
     "actor": "actors.main:main",
-    "experience": "actors.navigating.service:main",
-    "prepare": "learner.prepare:main",
+    "experience": "actors.experience.service:main",
+    "prepare": "learner.tools.prepare:main",
 }
 # Everything else that a wing offers by name.
 ROLES = PROCESSES | {
     "eval": "actors.evaluate:evaluate",  # (run_dir, episodes, step) -> one line
     "exact": "actors.envs.base:exact",  # (tasks, max_turns) -> random and optimal, or None
-    "check_prompts": "actors.prompts:check",  # (config) -> None
-    "export": "learner.export:export",  # (run_dir, out, step) -> one line
-    "manual": "actors.manual:write_manual",  # (config of a stage, exported directory) -> None
-    "purge": "actors.navigating.service:purge_files",  # (config, run_dir, source) -> entries
+    "check_prompts": "actors.checks.prompts:check",  # (config) -> None
+    "export": "learner.tools.export:export",  # (run_dir, out, step) -> one line
+    "manual": "actors.export_manual:write_manual",  # (config of a stage, directory) -> None
+    "purge": "actors.experience.service:purge_files",  # (config, run_dir, source) -> entries
     "serial_actor": "actors.main:build",
-    "serial_experience": "actors.navigating.service:build",
+    "serial_experience": "actors.experience.service:build",
     "serial_learner": "learner.train:build",
 }
 # Each raises ValueError, naming the key, for what only its wing can tell about a configuration.
-CHECKS = ("actors.check:check",)
+CHECKS = ("actors.checks.config:check",)
 
 # Exit codes of ends that starting again would only repeat.
 USER_ERROR = 2

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from evolver_async.buffer.service import Service
 from evolver_async.config import Config
 from evolver_async.launch import roles
-from evolver_async.messages import Counters
-from evolver_async.tokenizer import tokenizer_hash
-from evolver_async.transport import LocalClient, LocalServer
-from evolver_async.weights.directories import claim, sweep
+from evolver_async.model.tokenizer import tokenizer_hash
+from evolver_async.process.private_directories import claim, sweep
+from evolver_async.protocol.messages import Counters
+from evolver_async.transport.sockets import LocalClient, LocalServer
 
 T = TypeVar("T")
 

@@ -21,10 +21,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from evolver_async.process.private_directories import claim, owned
 from evolver_async.schema import WeightId
-from evolver_async.weights.base import HEAD, WeightsCorrupt, WeightsGone, read_head
-from evolver_async.weights.directories import claim, owned
-from evolver_async.weights.snapshot import Snapshot, aligned, nbytes, views
+from evolver_async.weights.channel.base import HEAD, WeightsCorrupt, WeightsGone, read_head
+from evolver_async.weights.channel.snapshot import Snapshot, aligned, nbytes, views
 
 SLOT = "slot-"
 

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from evolver_async.process.private_directories import claim
 from evolver_async.schema import WeightId
-from evolver_async.weights.base import HEAD, WeightsCorrupt, WeightsGone, read_head
-from evolver_async.weights.directories import claim
-from evolver_async.weights.snapshot import DTYPES, Snapshot, aligned, nbytes
-from evolver_async.weights.staging import StagedPublisher
+from evolver_async.weights.channel.base import HEAD, WeightsCorrupt, WeightsGone, read_head
+from evolver_async.weights.channel.publisher import StagedPublisher
+from evolver_async.weights.channel.snapshot import DTYPES, Snapshot, aligned, nbytes
 
 LENGTH = struct.Struct("<Q")
 

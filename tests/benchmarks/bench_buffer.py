@@ -22,8 +22,8 @@ from producers import BYTES_PER_TOKEN, Context, Crowd, config
 
 from evolver_async.buffer.service import Service
 from evolver_async.launch.roles import collect_rarely
-from evolver_async.messages import Welcome as WelcomeMessage
-from evolver_async.transport import Server
+from evolver_async.protocol.messages import Welcome as WelcomeMessage
+from evolver_async.transport.sockets import Server
 
 PRODUCERS, TOKENS = 3, 744  # 8 KiB
 WARMUP_S, SECONDS, TIMEOUT_S = 2.0, 10.0, 20.0

@@ -24,15 +24,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from torch import Tensor
 
-from actors.chat import Chat
-from actors.endpoint.agents import Agents
+from actors.endpoint.runner import Agents
 from actors.engines.base import Generation, Request
-from actors.episode import Finished
+from actors.formats.chat import Chat
+from actors.formats.turns import ThinkAnswer
 from actors.progress import Progress
-from actors.setting import Setting
-from actors.turns import ThinkAnswer
+from actors.rollout.episode import Finished
+from actors.rollout.episode_config import Setting
+from evolver_async.model.tiny import make_tokenizer
 from evolver_async.schema import Sampling, Task, Ticket, WeightId
-from evolver_async.tiny import make_tokenizer
 
 REQUIRED = 3.0  # ms of processor time a call, at most
 TURNS, MEMBERS, ROUNDS = 10, 8, 5

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from actors.engines.base import Request
 from actors.engines.torch_engine import TorchEngine
-from evolver_async.policy import load_model, load_tokenizer, make_tiny
+from evolver_async.model.policy import load_model, load_tokenizer, make_tiny
 from evolver_async.schema import WeightId
 
 BATCH, PROMPT, NEW, ROUNDS = 16, 32, 128, 8

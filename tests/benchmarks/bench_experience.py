@@ -17,21 +17,21 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.chat import Chat
 from actors.engines.base import Generation, Request
-from actors.envs.frozen_lake import FrozenLake
-from actors.episode import Finished
-from actors.navigating.guide import ServiceGuide, make_guide
-from actors.navigating.pool import Item
-from actors.navigating.service import open_pool
+from actors.envs.grid.frozen_lake import FrozenLake
+from actors.experience.guide import ServiceGuide, make_guide
+from actors.experience.pool import Item
+from actors.experience.service import open_pool
+from actors.formats.chat import Chat
 from actors.progress import Progress
-from actors.rollout import run_group
-from actors.setting import setting_of
+from actors.rollout.episode import Finished
+from actors.rollout.episode_config import setting_of
+from actors.rollout.group import run_group
 from evolver_async.config import Actors, Config, Env, Experience, Latency, Rollout, Stage
 from evolver_async.config.load import dump
+from evolver_async.model.tiny import make_tokenizer
 from evolver_async.schema import Sampling, Task, Ticket, WeightId
-from evolver_async.tiny import make_tokenizer
-from evolver_async.transport import DealerClient
+from evolver_async.transport.sockets import DealerClient
 
 ENTRIES = 10_000
 TASKS = 2_000

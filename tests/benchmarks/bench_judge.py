@@ -21,17 +21,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from chatml import make_tokenizer
 from torch import Tensor
 
-from actors.attributing.judge import Judged, RuleJudge
-from actors.attributing.labels import parse
-from actors.attributing.prompt import question
-from actors.chat import Chat
 from actors.engines.base import Generation, Request
-from actors.envs.frozen_lake import ACTIONS, FrozenLake
-from actors.episode import Finished
+from actors.envs.grid.frozen_lake import ACTIONS, FrozenLake
+from actors.formats.chat import Chat
+from actors.formats.turns import ThinkAnswer
+from actors.judge.judge import Judged, RuleJudge
+from actors.judge.labels import parse
+from actors.judge.prompt import question
 from actors.progress import Progress
-from actors.rollout import run_group
-from actors.setting import Setting
-from actors.turns import ThinkAnswer
+from actors.rollout.episode import Finished
+from actors.rollout.episode_config import Setting
+from actors.rollout.group import run_group
 from evolver_async.schema import Sampling, Task, Ticket, Turn, WeightId
 
 LATENCY_S = 0.05

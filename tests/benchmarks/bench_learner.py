@@ -22,14 +22,14 @@ import numpy as np
 import psutil
 from producers import member_of
 
-from evolver_async import policy
 from evolver_async.buffer.service import Service
 from evolver_async.config import Config, Stage
 from evolver_async.config.load import dump, load
 from evolver_async.launch.roles import collect_rarely, weights_dir
-from evolver_async.messages import Ack, Lease, Push, Tickets
+from evolver_async.model import policy
+from evolver_async.protocol.messages import Ack, Lease, Push, Tickets
 from evolver_async.schema import Role, Sequence, Ticket, Trajectory, VersionRun, key
-from evolver_async.transport import DealerClient, Server
+from evolver_async.transport.sockets import DealerClient, Server
 from learner.train import Learner, build
 
 STEPS, SKIPPED = 28, 3  # the first steps warm up; a checkpoint falls into the rest

@@ -16,7 +16,7 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from evolver_async import policy
+from evolver_async.model import policy
 
 HIDDEN = 64
 VOCABULARIES = (8192, 32768, 131072)

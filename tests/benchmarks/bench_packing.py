@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from varied import varied
 
-from evolver_async import policy
-from learner.batch import Batch, MicroBatch, lay_out
+from evolver_async.model import policy
+from learner.data.batch import Batch, MicroBatch, lay_out
 
 REQUIRED = 1.5
 ROUNDS = 3

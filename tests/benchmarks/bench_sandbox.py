@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import hostile
 
-from actors.sandbox.cell import Limits
 from actors.sandbox.pool import Pool
+from actors.sandbox.process import Limits
 
 PROGRAM = "print(34*57%1000)"
 REQUIRED = 50

@@ -19,7 +19,13 @@ from typing import Any
 import torch
 
 from actors.engines.base import Generation, Request
-from evolver_async.policy import load_model, load_state, make_tiny, state_tensors, token_logprobs
+from evolver_async.model.policy import (
+    load_model,
+    load_state,
+    make_tiny,
+    state_tensors,
+    token_logprobs,
+)
 from evolver_async.schema import WeightId
 
 BATCH, PROMPT, NEW, ROUNDS, UPDATES = 16, 32, 128, 8, 8

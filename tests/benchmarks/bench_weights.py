@@ -21,7 +21,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.collective import CollectivePublisher, CollectiveReceiver
+from evolver_async.weights.collective.channel import CollectivePublisher, CollectiveReceiver
 
 MIB = 1 << 20
 TIMEOUT = timedelta(seconds=120)

@@ -19,15 +19,16 @@ from recipes import CONFIGS
 from safetensors.torch import load_file
 from study import train
 
-from actors.branch import branch_group
-from actors.chat import Chat
+from actors.formats.chat import Chat
 from actors.progress import Progress
-from actors.setting import setting_of
-from evolver_async import checkpoint, policy
-from evolver_async.buffer.granting import source_of
-from evolver_async.buffer.tasks import held_out_task
+from actors.rollout.episode_config import setting_of
+from actors.scripted.branching import branch_group
+from evolver_async.buffer.actor_requests import source_of
+from evolver_async.buffer.tasks.stream import held_out_task
+from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config
+from evolver_async.model import policy
 from evolver_async.schema import Role, Sampling, Sequence, Ticket, key
 
 LEAST = 0.95

@@ -21,7 +21,7 @@ import psutil
 
 from evolver_async.config import Buffer, Config, Learner, Rollout, Stage
 from evolver_async.config.load import dump
-from evolver_async.messages import (
+from evolver_async.protocol.messages import (
     Ack,
     Done,
     Kept,
@@ -34,7 +34,7 @@ from evolver_async.messages import (
     Wait,
 )
 from evolver_async.schema import Role, Sequence, Ticket, Trajectory, VersionRun, WeightId
-from evolver_async.transport import Client, DealerClient
+from evolver_async.transport.sockets import Client, DealerClient
 
 TURNS = 10
 BYTES_PER_TOKEN = 11  # token 4, role 1, turn 2, log-prob 4

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from evolver_async.config.load import load
-from evolver_async.lineages import current_rows
+from evolver_async.metrics.lineages import current_rows
 
 
 def rows_of(run: Path) -> list[dict]:

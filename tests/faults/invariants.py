@@ -21,14 +21,14 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from evolver_async import messages
-from evolver_async.buffer import records
-from evolver_async.buffer.groups import UNTRAINED, Held
-from evolver_async.buffer.segment import COMMIT, END, RECORD
+from evolver_async.buffer.log.segment import COMMIT, END, RECORD
 from evolver_async.buffer.service import Service
+from evolver_async.buffer.state import records
+from evolver_async.buffer.state.groups import UNTRAINED, Held
 from evolver_async.config import Config
 from evolver_async.config.load import load
-from evolver_async.weights.directories import PREFIX
+from evolver_async.process.private_directories import PREFIX
+from evolver_async.protocol import messages
 
 Place = tuple[int, int]  # group and member
 

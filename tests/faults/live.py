@@ -14,11 +14,11 @@ from invariants import Story, story_of, told
 from launches import Launch, wait_for
 from safetensors.torch import load_file
 
-from evolver_async import history
-from evolver_async.buffer import records
-from evolver_async.buffer.position import Position
-from evolver_async.checkpoint import valid
-from evolver_async.transport import Rejected
+from evolver_async.buffer.state import records
+from evolver_async.buffer.state.position import Position
+from evolver_async.checkpoint import history
+from evolver_async.checkpoint.directory import valid
+from evolver_async.transport.sockets import Rejected
 
 REUSE = 1
 RECIPE = """

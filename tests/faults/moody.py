@@ -11,7 +11,7 @@ from typing import Any
 from actors.envs.bandit import Bandit
 from actors.envs.base import Step
 from actors.outbox import Outbox
-from evolver_async import messages
+from evolver_async.protocol import messages
 from evolver_async.schema import Task
 
 HANG, HUNG = "hang", "hung"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from power import cut_at_every_sync
 
-from evolver_async import checkpoint
-from evolver_async.checkpoint import load_newest, save
+from evolver_async.checkpoint import directory as checkpoint
+from evolver_async.checkpoint.directory import load_newest, save
 
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")  # audit events
 PARTS = 3

@@ -24,10 +24,10 @@ from buffer_world import config as small_config
 from invariants import check_leaks, check_named, check_run, traces
 from launches import COMMAND, wait_for
 
-from evolver_async import messages
 from evolver_async.buffer.service import Service
-from evolver_async.messages import Ack, Dup, Lease, Push, Renew, Resume, Tickets, Welcome
-from evolver_async.transport import DealerClient, Server
+from evolver_async.protocol import messages
+from evolver_async.protocol.messages import Ack, Dup, Lease, Push, Renew, Resume, Tickets, Welcome
+from evolver_async.transport.sockets import DealerClient, Server
 
 KILLS, PRODUCERS, TOKENS = 20, 3, 200
 RESEND_S = 0.2

@@ -20,14 +20,14 @@ from buffer_world import World, config, trajectory
 from invariants import check_journal, check_named
 from power import cut_at_every_sync
 
-from evolver_async import messages
-from evolver_async.buffer.journal import Journal, JournalError, SyncError
-from evolver_async.delivery import Desk
+from evolver_async.buffer.log.journal import Journal, JournalError, SyncError
 from evolver_async.launch.roles import USER_ERROR
-from evolver_async.parcel import wrap
+from evolver_async.protocol import messages
+from evolver_async.protocol.envelope import Envelope, pack, unpack
+from evolver_async.protocol.trajectories import wrap
 from evolver_async.schema import Ticket
-from evolver_async.transport import DealerClient, Server
-from evolver_async.wire import Envelope, pack, unpack
+from evolver_async.transport.delivery import Desk
+from evolver_async.transport.sockets import DealerClient, Server
 
 SETTINGS = config(max_staleness=1)
 PATIENT = config(max_staleness=20)

@@ -14,14 +14,15 @@ from test_resume import Run, episode
 from test_update import FORKS, groups, updater
 from test_update import config as settings_of
 
-from evolver_async import messages, policy
 from evolver_async.config import Selection, Stage
 from evolver_async.config.load import stage_config
 from evolver_async.launch.roles import TrainingError
+from evolver_async.model import policy
+from evolver_async.protocol import messages
+from evolver_async.protocol.envelope import Envelope, WireError, pack, unpack
 from evolver_async.schema import Sequence, Ticket, Trajectory, WeightId
-from evolver_async.wire import Envelope, WireError, pack, unpack
 from learner.state import State
-from learner.update import Updater
+from learner.step import Updater
 
 HUGE = 1e30
 

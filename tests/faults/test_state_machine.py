@@ -29,10 +29,10 @@ from hypothesis.stateful import (
 )
 from invariants import check_journal
 
-from evolver_async import messages
-from evolver_async.buffer import segment
-from evolver_async.buffer.replay import KINDS
+from evolver_async.buffer.log import segment
+from evolver_async.buffer.state.replay import KINDS
 from evolver_async.config import Questioning
+from evolver_async.protocol import messages
 from evolver_async.schema import Ticket, Trajectory, WeightId
 
 PEERS = ("actor-0", "actor-1")

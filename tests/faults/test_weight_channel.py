@@ -15,13 +15,13 @@ from invariants import check_leaks, check_named, traces
 from launches import wait_for
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.base import WeightsCorrupt, WeightsGone
+from evolver_async.weights.channel.base import WeightsCorrupt, WeightsGone
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 
 NUMBERS = 1 << 20  # of one tensor, so that writing and reading it take a while
 READER = """
 import sys
-from evolver_async.weights.base import WeightsGone
+from evolver_async.weights.channel.base import WeightsGone
 from evolver_async.weights.shm import ShmReceiver
 receiver = ShmReceiver(sys.argv[1])
 print("ready", flush=True)

@@ -24,14 +24,22 @@ from buffer_world import config, trajectory
 from invariants import check_journal, check_leaks, check_named, traces
 from launches import fair_time
 
-from evolver_async import messages
 from evolver_async.buffer.service import Service
-from evolver_async.keys import make
-from evolver_async.messages import Push, Reject, Status, StatusReply
-from evolver_async.parcel import HEADER_BYTES, PARCEL_BYTES
+from evolver_async.protocol import messages
+from evolver_async.protocol.envelope import (
+    LIMITS,
+    PROTOCOL,
+    SCHEMA_HASH,
+    Envelope,
+    WireError,
+    pack,
+    unpack,
+)
+from evolver_async.protocol.messages import Push, Reject, Status, StatusReply
+from evolver_async.protocol.trajectories import HEADER_BYTES, PARCEL_BYTES
 from evolver_async.schema import Ticket
-from evolver_async.transport import DealerClient, Refused, Rejected, Server
-from evolver_async.wire import LIMITS, PROTOCOL, SCHEMA_HASH, Envelope, WireError, pack, unpack
+from evolver_async.transport.keys import make
+from evolver_async.transport.sockets import DealerClient, Refused, Rejected, Server
 
 FRAMES = 10_000
 GROWTH_BYTES = 50 << 20

@@ -8,8 +8,8 @@ import torch.multiprocessing as mp
 from parallel_world import STEPS, be_rank, make_policies, read, train
 from test_parallel import assert_alike
 
-from evolver_async import shards
-from learner.parallel import alone
+from evolver_async.checkpoint import shards
+from learner.ranks.process_group import alone
 
 pytestmark = pytest.mark.gpu
 

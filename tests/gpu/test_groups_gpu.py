@@ -8,7 +8,7 @@ import torch
 from conftest import Figure
 from torch import distributed as dist
 
-from evolver_async.weights.groups import CastFailed, Group
+from evolver_async.weights.collective.process_group import CastFailed, Group
 
 DEADLINE_S = 5.0
 LATE_S = 5.0  # how much longer than the deadline giving up may take

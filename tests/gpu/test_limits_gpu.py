@@ -8,9 +8,9 @@ import torch
 from conftest import Figure
 from test_parity_gpu import HALF_BILLION, SMALL, TOKENIZER, model_on
 
-from evolver_async import policy
-from evolver_async.attention import NAME as PACKED
-from evolver_async.attention import Borders
+from evolver_async.model import policy
+from evolver_async.model.attention import NAME as PACKED
+from evolver_async.model.attention import Borders
 
 VOCABULARY = {"cpu": len(TOKENIZER), "cuda": 151936}
 ROWS = {"cpu": (128, 256, 512), "cuda": (32768, 65536, 131072)}

@@ -7,8 +7,8 @@ import torch
 from conftest import Figure
 from test_parity_gpu import BOUNDS, TOKENIZER, model_on
 
-from evolver_async import lora, policy
-from learner.optim import make_adamw, update
+from evolver_async.model import lora, policy
+from learner.optimize.adamw import make_adamw, update
 
 RANK, ALPHA = 16, 32.0
 

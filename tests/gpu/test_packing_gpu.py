@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import bench_packing
 from bench_packing import Scale
 
-from evolver_async import attention, policy
-from evolver_async.attention import Borders, flash_fits, packed_attention
-from learner import budget
-from learner.batch import Minibatch
-from learner.parallel import alone
+from evolver_async.model import attention, policy
+from evolver_async.model.attention import Borders, flash_fits, packed_attention
+from learner.data.batch import Minibatch
+from learner.optimize import token_budget
+from learner.ranks.process_group import alone
 
 LENGTHS = [300, 290, 257, 130, 128, 64, 63, 17, 1]
 # of attention in bfloat16 against float32; of mean |log-prob| and of gradients, packed to padded
@@ -191,7 +191,7 @@ def test_a_measured_budget_fits_the_memory_that_was_free(checkpointing, figure):
     free, total = torch.cuda.mem_get_info()
     taken = torch.empty(max(0, free - (8 << 30)), dtype=torch.uint8, device=device)  # leaves 8 GiB
     try:
-        tokens = budget.measured(pass_, [optimizer], alone("cuda"), 1024)
+        tokens = token_budget.measured(pass_, [optimizer], alone("cuda"), 1024)
         torch.cuda.reset_peak_memory_stats()
         pass_(tokens)
         used = torch.cuda.max_memory_allocated() - taken.nbytes

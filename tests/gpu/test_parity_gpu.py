@@ -17,8 +17,8 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from actors.engines.base import Engine, Generation, Request
 from actors.engines.torch_engine import TorchEngine
-from evolver_async.policy import load_state, state_tensors, token_logprobs
-from evolver_async.tiny import make_tokenizer
+from evolver_async.model.policy import load_state, state_tensors, token_logprobs
+from evolver_async.model.tiny import make_tokenizer
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 
 TOKENIZER = make_tokenizer(512)

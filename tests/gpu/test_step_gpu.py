@@ -19,10 +19,10 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from evolver_async.config import Advantage, Config, Learner, Metrics, Policy, Stage
 from evolver_async.config.load import stage_config
-from evolver_async.metrics import Timers
+from evolver_async.metrics.writer import Timers
 from evolver_async.schema import Fork, Group, Role, Sequence, Task, VersionRun, WeightId
 from learner.state import State
-from learner.update import Updater
+from learner.step import Updater
 
 FORKS = {1: Fork(lineage=1, parent=0, step=0)}
 TASK = Task(task_id="t", env="t", split="train", map_seed=0)

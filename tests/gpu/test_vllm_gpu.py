@@ -13,9 +13,9 @@ from engine_conformance import V0, V1
 from test_parity_gpu import TOKENIZER, assert_close, differences, model_on, requests
 
 from actors.engines.base import Engine, Generation
-from actors.engines.load import load_engine
+from actors.engines.factory import load_engine
 from evolver_async.config import Config
-from evolver_async.policy import load_state, state_tensors
+from evolver_async.model.policy import load_state, state_tensors
 
 pytest.importorskip("vllm.version")  # tests/vllm alone would pass for a package
 pytestmark = pytest.mark.vllm

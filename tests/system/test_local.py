@@ -20,12 +20,12 @@ from launches import COMMAND, DEADLINE_S, Launch, alive, launching, wait_for
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from evolver_async import policy
 from evolver_async.buffer.service import Service
-from evolver_async.checkpoint import valid
+from evolver_async.checkpoint.directory import valid
 from evolver_async.cli import main
 from evolver_async.config.load import load
-from evolver_async.launch.directory import address_of
+from evolver_async.launch.run_directory import address_of
+from evolver_async.model import policy
 
 GROUPS, MEMBERS = 2, 4  # of one step, of one group
 SFT_STEPS, RL_STEPS = 5, 40

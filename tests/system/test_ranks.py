@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 from launches import alive, launching, wait_for
 
-from evolver_async import shards
-from evolver_async.checkpoint import load_newest
+from evolver_async.checkpoint import shards
+from evolver_async.checkpoint.directory import load_newest
 from evolver_async.cli import main
 
 STEPS, ENOUGH = 40, 8

@@ -9,9 +9,9 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from actors.engines.vllm_core import Settings, VllmCore
 from actors.engines.vllm_engine import VllmEngine
-from evolver_async.policy import state_tensors
+from evolver_async.model.policy import state_tensors
+from evolver_async.model.tiny import make_tokenizer
 from evolver_async.schema import WeightId
-from evolver_async.tiny import make_tokenizer
 
 LENGTH, SLOTS = 256, 8
 TOKENIZER = make_tokenizer(LENGTH)

@@ -17,8 +17,8 @@ from launches import alive, wait_for
 from actors.engines.base import Generation
 from actors.engines.vllm_core import CPU_BLOCK, EngineDied, VllmCore
 from actors.engines.vllm_engine import VllmEngine
-from evolver_async.policy import ModelError
-from evolver_async.weights.directories import PREFIX, claim
+from evolver_async.model.policy import ModelError
+from evolver_async.process.private_directories import PREFIX, claim
 
 pytestmark = pytest.mark.vllm
 RESTART_S = 300  # starting takes half a minute, and four times that on a machine with other work

@@ -16,7 +16,7 @@ from test_parity import (
 
 from actors.engines.base import Engine
 from actors.engines.vllm_core import VllmCore
-from evolver_async.policy import make_tiny, state_tensors
+from evolver_async.model.policy import make_tiny, state_tensors
 
 pytestmark = pytest.mark.vllm
 __all__ = ["test_the_learner_gives_every_token_the_log_prob_it_was_sampled_with"]

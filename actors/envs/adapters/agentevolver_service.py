@@ -8,9 +8,9 @@ reward is what `evaluate` says at the end; a step's own reward counts only where
 import math
 from typing import Any, Literal
 
-from actors.calls import ANSWER_TOOL, CODE_TOOL, called
 from actors.envs.adapters.service_client import Lease, Service, ServiceError, State, service
 from actors.envs.base import Info, Step
+from actors.formats.tool_calls import ANSWER_TOOL, CODE_TOOL, called
 from evolver_async.schema import Task
 
 CUT = " ... (cut)"

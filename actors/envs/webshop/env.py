@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from actors.calls import called, canonical
 from actors.envs.base import Info, Step
 from actors.envs.webshop import pages
 from actors.envs.webshop.catalogue import MOST_RESULTS, Catalogue, Goal, Split
@@ -16,6 +15,7 @@ from actors.envs.webshop.expert import Action, queries, way
 from actors.envs.webshop.load import Files, stocked
 from actors.envs.webshop.pages import Place
 from actors.envs.webshop.reward import score
+from actors.formats.tool_calls import called, canonical
 from evolver_async.schema import Task
 
 GOAL = "buy what the instruction asks for ; a page shows each button as [button] ."

@@ -1,0 +1,151 @@
+"""What the rollout wing refuses before anything is started."""
+
+import importlib.util
+import inspect
+from collections.abc import Iterator
+
+from actors.endpoint.runner import load_agent
+from actors.envs.base import (
+    AWAITED,
+    Env,
+    Goals,
+    Probed,
+    Rewindable,
+    Scored,
+    Solvable,
+    Tooled,
+    asynchronous,
+    make_env,
+)
+from actors.formats.tool_calls import CODE_TOOL
+from actors.formats.turns import FORMATS, THOUGHTFUL
+from actors.llm.client import authorization
+from actors.questioning.profile import load_profile
+from actors.rollout.conversation import tool_names
+from evolver_async.buffer.actor_requests import TICKETS, source_of
+from evolver_async.config import Config, Stage
+from evolver_async.config.load import stage_config
+from evolver_async.config.values import LLM_SECTIONS
+
+PLAIN = (  # methods of an environment that cannot be async
+    *("actions", "solve", "state", "snapshot", "restore", "score", "verdict", "tools", "goal"),
+    *("exact", "probe"),
+)
+
+
+def check(config: Config) -> None:
+    """ValueError names the key that cannot be: environment, its parameters, its profile, turn
+    format.
+
+    Every stage is checked with its own overrides.
+    """
+    for name in LLM_SECTIONS:
+        section = getattr(config, name)
+        if section.kind == "llm":
+            authorization(section.llm, name)
+    if config.engine.kind == "vllm":
+        found = importlib.util.find_spec("vllm")
+        if found is None or found.origin is None:
+            raise ValueError(
+                "engine.kind: vllm is not installed: pip install 'evolver-async[gpu]', or for CPU"
+                " see README.md, Engines"
+            )
+    if config.rollout.agent:
+        load_agent(config.rollout.agent)
+    if config.rollout.agent_reward == "judged":
+        authorization(config.judge.llm, "judge")
+    if config.questioning.profile:
+        load_profile(config.questioning.profile)
+    for index, stage, staged, name, env in _environments(config):
+        _check_async(index, stage, staged, name, env)
+        _check_turns(staged, name, env)
+        if isinstance(env, Probed):
+            env.probe()
+        if stage.kind == "sft" and not isinstance(env, Solvable):
+            raise ValueError(f"stages[{index}].kind: {name} has no solve and actions")
+        if TICKETS[stage.kind] == "branch":
+            _check_branches(f"stages[{index}].kind: {stage.kind}", stage, staged, name, env)
+        guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
+        if stage.kind == "sft" and guided and not isinstance(env, Rewindable):
+            raise ValueError(
+                f"rollout.guided_fraction: {name} has no state and snapshot, without"
+                f" which no demonstration of stages[{index}] can be guided: override it with 0"
+            )
+        if stage.kind == "rl" and staged.judge.kind == "rule" and not isinstance(env, Scored):
+            raise ValueError(f"judge.kind: rule needs a score, which {name} has not")
+        if staged.questioning.kind == "goals" and not isinstance(env, Goals):
+            raise ValueError(f"questioning.kind: {name} makes no goals of its states")
+
+
+def _environments(config: Config) -> Iterator[tuple[int, Stage, Config, str, Env]]:
+    """Every environment that tasks of a stage need, with the stage's own configuration."""
+    for index, stage in enumerate(config.stages):
+        staged = stage_config(config, index)
+        for task in source_of(staged).examples():
+            yield index, stage, staged, task.env, make_env(task.env, task.params)
+
+
+def _check_async(index: int, stage: Stage, staged: Config, name: str, env: Env) -> None:
+    """Refuse what an async environment cannot do. Calls of its other methods do not wait."""
+    for part in PLAIN:
+        if inspect.iscoroutinefunction(getattr(env, part, None)):
+            raise ValueError(
+                f"env.name: {name} has an async {part}: only {', '.join(AWAITED)} may be async"
+            )
+    if not asynchronous(env):
+        return
+    if staged.launch.kind == "serial":
+        raise ValueError(
+            f"env.name: {name} is async, which needs real time: launch.kind=serial has none"
+        )
+    guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
+    if TICKETS[stage.kind] == "branch" or (stage.kind == "sft" and guided):
+        raise ValueError(
+            f"env.name: {name} is async, and stages[{index}] ({stage.kind}) tries its steps without"
+            " waiting: make reset, step and close plain functions"
+        )
+
+
+def _check_branches(where: str, stage: Stage, staged: Config, name: str, env: Env) -> None:
+    """Branches are tried from snapshots; a reason needs a place that the turn format gives it."""
+    if not isinstance(env, Rewindable):
+        raise ValueError(f"{where} needs solve, state and snapshot, which {name} has not")
+    style = FORMATS[staged.rollout.format](
+        think=staged.rollout.think, actions_per_turn=staged.rollout.actions_per_turn
+    )
+    if style.inline:
+        raise ValueError(f"{where} needs turns that are messages, not {staged.rollout.format}")
+    if stage.kind == "reflect" and style.prefix not in THOUGHTFUL:
+        raise ValueError(f"{where} has no place for a reason: set rollout.think")
+
+
+def _check_turns(config: Config, name: str, env: Env) -> None:
+    """Turn format and contexts, by themselves and for this environment."""
+    rollout = config.rollout
+    if rollout.format not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise ValueError(f"rollout.format: no turn format {rollout.format!r} (known: {known})")
+    style = FORMATS[rollout.format](think=rollout.think, actions_per_turn=rollout.actions_per_turn)
+    if rollout.max_tokens < style.min_tokens:
+        raise ValueError(
+            f"rollout.max_tokens: {rollout.max_tokens} is too small for one turn"
+            f" (at least {style.min_tokens})"
+        )
+    if style.inline and rollout.context != "full":
+        raise ValueError(
+            f"rollout.context: {rollout.context} cannot be where {rollout.format} turns share one"
+            " message"
+        )
+    if not style.tools:
+        return
+    if rollout.context == "single":
+        raise ValueError(
+            f"rollout.context: single would hide the question from {rollout.format} turns, whose"
+            " observations are what a tool said"
+        )
+    if not isinstance(env, Tooled):
+        raise ValueError(f"rollout.format: {rollout.format} needs tools, which {name} has not")
+    if style.inline and CODE_TOOL not in tool_names(env):
+        raise ValueError(f"rollout.format: {rollout.format} needs a tool {CODE_TOOL} of {name}")
+    if config.questioning.kind == "llm":
+        raise ValueError(f"questioning.kind: llm cannot explore in turns of {rollout.format}")

@@ -1,0 +1,62 @@
+"""What can be refused only with the run's tokenizer at hand: prompts that leave no room."""
+
+import asyncio
+import random
+
+from actors.envs.base import Env, make_env, settled
+from actors.formats.chat import Chat
+from actors.rollout.conversation import first_prompt
+from actors.rollout.episode_config import Setting, setting_of
+from actors.scripted.branching import State, Tried, reflect_rows, try_turns
+from evolver_async.buffer.actor_requests import source_of
+from evolver_async.config import Config
+from evolver_async.config.check import ConfigError
+from evolver_async.config.load import stage_config
+from evolver_async.model.tokenizer import load_tokenizer
+from evolver_async.schema import Task
+
+
+def check(config: Config) -> None:
+    """ConfigError names `policy.max_length` where the first task of an environment leaves no
+    turn in it."""
+    chat = Chat(load_tokenizer(config.policy.path))
+    for index in range(len(config.stages)):
+        staged = stage_config(config, index)
+        tasks = {task.env: task for task in source_of(staged).examples()}
+        for task in tasks.values():
+            reflects = config.stages[index].kind == "reflect"
+            _check_first(staged, setting_of(staged, chat, "", 0), task, reflects)
+
+
+def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -> None:
+    env = make_env(task.env, task.params)
+    try:
+        prompt, turns = asyncio.run(_begun(setting, env, task, reflects))
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"env.name: {task.env} cannot begin a task: {said}") from error
+    needed = len(prompt) + config.rollout.max_tokens
+    if needed > config.policy.max_length:
+        raise ConfigError(
+            f"policy.max_length: {config.policy.max_length} is too short for a first prompt of"
+            f" {len(prompt)} tokens and a turn of rollout.max_tokens: at least {needed}"
+        )
+    if turns:
+        try:
+            state = State(0, prompt, turns[0], turns[1:])
+            reflect_rows(state, setting, config.rollout.max_tokens)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+
+async def _begun(
+    setting: Setting, env: Env, task: Task, reflects: bool
+) -> tuple[list[int], list[Tried]]:
+    """The first prompt of a task, and where reasons are asked for, turns to tell them about."""
+    observation = await settled(env.reset(task, 0))
+    if task.query:
+        observation = f"{task.query}\n{observation}"
+    prompt = first_prompt(setting, env, observation)
+    turns = try_turns(env, setting.format, 1, random.Random(0)) if reflects else []
+    await settled(env.close())
+    return prompt, turns

@@ -1,0 +1,261 @@
+"""Runs the members of a ticket as agents that we did not write, beside `actors/rollout/group.py`.
+
+An agent runs on the actor's loop: what blocks in it belongs into a thread.
+"""
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from actors.endpoint.group_judge import GroupJudge
+from actors.endpoint.outcome import Agent, Outcome, load_agent, outcome_of
+from actors.endpoint.server import Server
+from actors.endpoint.session import Session
+from actors.endpoint.template import Template
+from actors.engines.base import Engine
+from actors.envs.base import EnvironmentFailure
+from actors.failures import FailureCounts
+from actors.formats.chat import Chat
+from actors.llm.client import Endpoint
+from actors.progress import Progress
+from actors.rollout.episode import Deliver, EpisodeLate, Finished
+from actors.rollout.episode_config import Setting
+from actors.rollout.group import side_by_side
+from evolver_async.config import Config
+from evolver_async.schema import Ticket, Trajectory, Transcript, TurnFlag, key
+
+log = logging.getLogger(__name__)
+
+COUNTED = (
+    *("episodes", "calls", "sequences", "merged", "unreadable_calls", "limited"),
+    *("exceptions", "late", "no_calls", "no_reward"),
+)
+
+
+class AgentFailure(EnvironmentFailure):
+    """An agent raised an exception, missed a deadline, or returned no reward."""
+
+    kind = "agent"
+
+
+class Unjudged(Exception):
+    """No judge says what a group's members are worth; they are to be played again."""
+
+
+class _Failed(Exception):
+    """What an agent did wrong; `reason` is the name it is counted by."""
+
+    def __init__(self, reason: str, cause: BaseException) -> None:
+        super().__init__(str(cause))
+        self.reason = reason
+        self.cause = cause
+
+
+@dataclass(kw_only=True)
+class _Played:
+    """A member that is over, except for the reward of a judge. `total_s`: its seconds."""
+
+    member: int
+    session: Session
+    outcome: Outcome | None
+    total_s: float
+
+
+class Agents:
+    """One actor's. `path` names the agent in messages; without a judge it must return rewards."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        path: str,
+        engine: Engine,
+        chat: Chat,
+        judge: GroupJudge | None = None,
+        failures: FailureCounts | None = None,
+    ) -> None:
+        self._agent = agent
+        self._path = path
+        self._engine = engine
+        self._template = Template(chat)
+        self._judge = judge
+        self._server = Server(path, failures or FailureCounts())
+        self._counts: Counter[str] = Counter()
+
+    async def run(
+        self, ticket: Ticket, setting: Setting, progress: Progress, deliver: Deliver
+    ) -> None:
+        """Run a ticket's members side by side and `deliver` each as it ends, or is judged.
+
+        An EnvironmentFailure, else an EpisodeLate, is raised after all the others have ended, and
+        so is Unjudged. What the engine raises is raised at once.
+        """
+        waiting: list[_Played] = []
+
+        async def play(member: int) -> None:
+            played = await self._play(ticket, member, setting, progress)
+            if played.outcome is None:
+                waiting.append(played)
+            else:
+                deliver(self._finished(ticket, setting, played, played.outcome))
+
+        failure = await side_by_side(ticket, setting, progress, play)
+        if waiting:
+            with progress.during(None, "judging agents"):
+                await self._compare(ticket, setting, waiting, deliver)
+        if failure is not None:
+            raise failure
+
+    def counters(self) -> dict[str, float]:
+        """Totals by metric name."""
+        counted = {name: float(self._counts[name]) for name in COUNTED}
+        counted |= {name: float(self._server.counts[name]) for name in ("requests", "refused")}
+        judged = self._judge.counters() if self._judge is not None else {}
+        return {f"agent/{name}": value for name, value in counted.items()} | judged
+
+    async def close(self) -> None:
+        await self._server.close()
+        if self._judge is not None:
+            await self._judge.close()
+
+    async def _play(
+        self, ticket: Ticket, member: int, setting: Setting, progress: Progress
+    ) -> _Played:
+        """One member to its end. Raises EnvironmentFailure or EpisodeLate."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        session = Session(ticket, member, setting, self._engine, self._template, progress)
+        base_url, token = await self._server.open(session)
+        where = f"task {ticket.task.task_id}, member {member}"
+        try:
+            with progress.during(member, f"agent {self._path}"):
+                async with asyncio.timeout(setting.episode_timeout_s) as limit:
+                    outcome = await self._call(ticket, member, session, base_url, token)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            self._counts["late"] += 1
+            seconds = f"{session.generate_s:.1f} s were the policy's"
+            cause = f"env.episode_timeout_s is {setting.episode_timeout_s:g}, {seconds}"
+            failure = AgentFailure(self._path, where, "", TimeoutError(cause))
+            slow_policy = session.generate_s > setting.episode_timeout_s / 2
+            raise (EpisodeLate(failure) if slow_policy else failure) from None
+        except _Failed as failed:
+            self._counts[failed.reason] += 1
+            raise AgentFailure(self._path, where, "", failed.cause) from failed.cause
+        finally:
+            self._server.close_session(token)
+        total_s = loop.time() - began
+        return _Played(member=member, session=session, outcome=outcome, total_s=total_s)
+
+    async def _call(
+        self, ticket: Ticket, member: int, session: Session, base_url: str, token: str
+    ) -> Outcome | None:
+        """What the agent earned; None where a judge is to say it.
+
+        Whoever is refused a call at a limit and gives up has earned nothing, and is not to blame.
+        Raises _Failed, and what the engine raised, which is the fault of neither.
+        """
+        returned: Outcome | float | None = None
+        try:
+            seed = key(ticket.dynamics_seed, member)
+            task = ticket.task
+            returned = await self._agent(base_url=base_url, api_key=token, task=task, seed=seed)
+        except (Exception, SystemExit) as error:
+            if not (session.limited and session.recorder.turns):
+                raise _Failed("exceptions", error) from error
+            returned = Outcome(0.0, False)
+        finally:
+            if session.failure is not None:
+                raise session.failure
+        if not session.recorder.turns:
+            raise _Failed("no_calls", ValueError("it returned without one answered call"))
+        if self._judge is not None:
+            return None
+        try:
+            return outcome_of(returned)
+        except ValueError as error:
+            raise _Failed("no_reward", error) from None
+
+    async def _compare(
+        self, ticket: Ticket, setting: Setting, waiting: list[_Played], deliver: Deliver
+    ) -> None:
+        """Have a group judged. Raises Unjudged."""
+        assert self._judge is not None, "only a judge's episodes wait"
+        waiting.sort(key=lambda played: played.member)
+        said = [played.session.recorder.histories() for played in waiting]
+        scores = await self._judge.score(ticket.group_id, said)
+        if scores is None:
+            raise Unjudged(ticket.task.task_id)
+        for played, score in zip(waiting, scores, strict=True):
+            deliver(self._finished(ticket, setting, played, outcome_of(score)))
+
+    def _finished(
+        self, ticket: Ticket, setting: Setting, played: _Played, outcome: Outcome
+    ) -> Finished:
+        session = played.session
+        rewards, flags = session.arrays()
+        rewards[-1] += outcome.reward + (setting.truncated_reward if session.limited else 0.0)
+        sequences = session.recorder.sequences()
+        self._counts["episodes"] += 1
+        self._counts["calls"] += len(flags)
+        self._counts["sequences"] += len(sequences)
+        self._counts["merged"] += session.recorder.merged
+        self._counts["unreadable_calls"] += int((flags & TurnFlag.FORMAT_ERROR).astype(bool).sum())
+        self._counts["limited"] += session.limited
+        trajectory = Trajectory(
+            group_id=ticket.group_id,
+            member=played.member,
+            attempt=ticket.attempt,
+            actor=setting.actor,
+            incarnation=setting.incarnation,
+            sequences=sequences,
+            reward=math.fsum(rewards),
+            success=outcome.success,
+            terminated=not session.limited,
+            truncated=session.limited,
+            turn_rewards=rewards,
+            turn_flags=flags,
+            labels=np.zeros(len(flags), np.int8),
+            label_source="",
+            experience_ids=[],
+            policy="learned",
+            timing={
+                "env_s": max(0.0, played.total_s - session.generate_s),
+                "generate_s": session.generate_s,
+                "total_s": played.total_s,
+            },
+        )
+        said = session.recorder.histories()[0]
+        transcript = Transcript(
+            trajectory_id=trajectory.trajectory_id,
+            reward=trajectory.reward,
+            success=trajectory.success,
+            experience_ids=[],
+            turns=session.turns,
+        )
+        query = ticket.task.query or next((m.content for m in said if m.role == "user"), "")
+        ending = said[-1].content
+        return Finished(
+            trajectory=trajectory, transcript=transcript, query=query, ending=ending, scores=[]
+        )
+
+
+def make_agents(
+    config: Config, engine: Engine, chat: Chat, failures: FailureCounts | None = None
+) -> Agents | None:
+    """The configured agent, None where the environment's own loop is played."""
+    path = config.rollout.agent
+    if not path:
+        return None
+    for client in ("httpx", "httpx2"):  # OpenAI's logs the whole URL of every call, its token too
+        logging.getLogger(client).setLevel(logging.WARNING)
+    judge = None
+    if config.rollout.agent_reward == "judged":
+        judge = GroupJudge(
+            Endpoint(config.judge.llm, "judge", failures), config.run.seed, config.judge.timeout_s
+        )
+    return Agents(load_agent(path), path, engine, chat, judge, failures)

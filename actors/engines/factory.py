@@ -1,0 +1,81 @@
+"""Makes the engine that a configuration asks for, the same for actors and for evaluation."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from actors.engines.base import Engine
+from actors.engines.torch_engine import TorchEngine
+from actors.formats.chat import Chat
+from evolver_async.config import Config
+from evolver_async.model import policy
+from evolver_async.schema import WeightId
+
+
+def load_engine(
+    config: Config, weights: WeightId | None = None, tensors: dict[str, Tensor] | None = None
+) -> tuple[Engine, Chat]:
+    """The engine and its tokenizer's conversations; holds `tensors` where they are given.
+
+    Without `weights` the first update brings them. `engine.threads` becomes the number of threads
+    of this process' torch.
+    """
+    torch.set_num_threads(config.engine.threads)
+    tokenizer = policy.load_tokenizer(config.policy.path)
+    if config.engine.kind == "vllm":
+        engine = _vllm_engine(config, weights, tensors)
+    else:
+        engine = _torch_engine(config, tokenizer, weights, tensors)
+    return engine, Chat(tokenizer)
+
+
+def _torch_engine(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    weights: WeightId | None,
+    tensors: dict[str, Tensor] | None,
+) -> Engine:
+    model = policy.load_model(
+        config.policy.path, dtype=config.policy.dtype, device=config.engine.device
+    )
+    if tensors is not None:
+        policy.load_state(model, tensors)
+    return TorchEngine(
+        model,
+        tokenizer,
+        weights=weights,
+        slots=config.engine.slots,
+        max_length=config.policy.max_length,
+        prefill_tokens=config.engine.prefill_tokens,
+        in_flight=config.engine.in_flight,
+    )
+
+
+def _vllm_engine(
+    config: Config, weights: WeightId | None, tensors: dict[str, Tensor] | None
+) -> Engine:
+    from actors.engines.vllm_core import Settings, VllmCore
+    from actors.engines.vllm_engine import VllmEngine
+
+    settings = Settings(
+        path=config.policy.path,
+        dtype=config.policy.dtype,
+        directory=config.weights.dir,
+        slots=config.engine.slots,
+        max_length=config.policy.max_length,
+        prefill_tokens=config.engine.prefill_tokens,
+        device=config.engine.device,
+        tensor_parallel=config.engine.tensor_parallel,
+        memory=config.engine.memory,
+        kv_cache_bytes=config.engine.kv_cache_bytes,
+        eager=config.engine.eager,
+        restarts=config.engine.restarts,
+    )
+    core = VllmCore(settings, weights, tensors)
+    return VllmEngine(
+        core,
+        vocabulary=core.vocabulary,
+        slots=config.engine.slots,
+        max_length=config.policy.max_length,
+        in_flight=config.engine.in_flight,
+    )

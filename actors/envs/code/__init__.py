@@ -1,0 +1,1 @@
+"""Questions that the policy answers with programs, run in the sandbox."""

@@ -1,0 +1,1 @@
+"""Environments on a grid: FrozenLake, CliffWalking, Sokoban."""

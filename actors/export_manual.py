@@ -1,0 +1,212 @@
+"""Tells in an exported directory how its policy is asked: template, generation settings, README.
+
+A policy was trained and evaluated on turns that open with a forced prefix, behind one system
+message, up to a stop string. The chat template, `generation_config.json` and `README.md` written
+here let programs that know nothing of this package ask for the same turns.
+"""
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+
+from actors.envs.base import make_env, settled
+from actors.formats.chat import Chat
+from actors.rollout.conversation import system_message
+from actors.rollout.episode_config import Setting, setting_of
+from evolver_async.buffer.actor_requests import source_of
+from evolver_async.config import Config
+from evolver_async.config.secrets import mask
+from evolver_async.model.tokenizer import load_tokenizer
+from evolver_async.schema import Task
+
+log = logging.getLogger(__name__)
+GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
+
+# The rendering of `first`: the original template on the messages up to the first one of the user.
+# What follows is written as `Chat.next` does: an original that rewrites earlier turns is not asked.
+HEAD = (
+    "{% set rest = messages[2:] if messages[0]['role'] == 'system' else messages[1:] %}"
+    "{% set said = rest | selectattr('role', 'in', ['user', 'assistant']) | list %}"
+    "{% set turns = rest if add_generation_prompt and said | length == rest | length else [] %}"
+    "{% if turns %}{% set messages = messages[:-(turns | length)] %}{% endif %}"
+    "{{ '' }}"
+)
+MARK = "{{ '' }}{# what evolver-async adds: turns as they were trained, the forced prefix #}"
+TAIL = (
+    f"{MARK}"
+    "{% for turn in turns %}{% if turn['role'] == 'user' %}"
+    "{{ BETWEEN + turn['content'] + OPENING }}{% else %}{{ turn['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "{{ forced_prefix if forced_prefix is defined else PREFIX }}{% endif %}"
+)
+
+README = '''# A policy trained with evolver_async
+
+{summary}
+
+## How a turn is written
+
+{manner}
+
+- `generation_config.json` ends a turn: {ends}. A turn has at most {max_tokens} tokens.
+- Evaluation decodes {evaluated}; training sampled at temperature {temperature:g}.
+- {context}
+
+{conversations}
+## With transformers
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+PATH = "."  # this directory
+PREFIX = {prefix}
+tokenizer = AutoTokenizer.from_pretrained(PATH)
+model = AutoModelForCausalLM.from_pretrained(PATH)
+
+
+def reply(messages):
+    """Write the policy's next turn and append it to the conversation."""
+    asked = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    written = model.generate(**asked, tokenizer=tokenizer)[0, asked["input_ids"].shape[1] :]
+    if int(written[-1]) in model.generation_config.eos_token_id:
+        written = written[:-1]
+    text = PREFIX + tokenizer.decode(written, clean_up_tokenization_spaces=False)
+    messages.append({{"role": "assistant", "content": text}})
+    return text
+```
+
+## With vLLM
+
+`LLM(model=PATH).chat(messages, SamplingParams({sampling}))` writes the same turn; the message to
+append is `PREFIX` and its text.
+'''
+
+
+def write_manual(config: Config, directory: Path) -> None:
+    """Write the chat template, generation settings and README of a stage's policy.
+
+    `config` is that of the stage whose turns are described; `directory` holds the model and the
+    tokenizer of the run.
+    """
+    chat = Chat(load_tokenizer(directory))
+    setting = setting_of(config, chat, "export", 0)
+    prefix = "" if config.rollout.agent else setting.format.prefix
+    stops = () if config.rollout.agent else setting.format.stop_strings
+    template = template_of(chat, prefix)
+    (directory / TEMPLATE).write_text(template, encoding="utf-8")
+    path = directory / GENERATION
+    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    written = known | generation(config, chat, stops)
+    path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    text = readme(config, setting, prefix, stops)
+    (directory / "README.md").write_text(text, encoding="utf-8")
+
+
+def template_of(chat: Chat, prefix: str) -> str:
+    """The chat template of the run, whose generation prompt ends with `prefix`.
+
+    The variable `forced_prefix` of the template replaces it. A template that was made here before
+    is made anew out of the original in it.
+    """
+    original, tail = chat.template, TAIL
+    if original.startswith(HEAD):
+        original = original.removeprefix(HEAD).rpartition(MARK)[0]
+    for name, text in (("BETWEEN", chat.between), ("OPENING", chat.opening), ("PREFIX", prefix)):
+        tail = tail.replace(name, json.dumps(text, ensure_ascii=False))
+    return HEAD + original.removesuffix("\n") + tail
+
+
+def generation(config: Config, chat: Chat, stops: tuple[str, ...]) -> dict[str, object]:
+    """The settings of generation as the run's evaluation has them."""
+    temperature = config.eval.temperature
+    settings: dict[str, object] = {
+        "eos_token_id": sorted(chat.stop_tokens),
+        "max_new_tokens": config.rollout.max_tokens,
+        "do_sample": temperature > 0,
+    }
+    if temperature > 0:
+        settings |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    return settings | ({"stop_strings": list(stops)} if stops else {})
+
+
+def readme(config: Config, setting: Setting, prefix: str, stops: tuple[str, ...]) -> str:
+    rollout, temperature = config.rollout, config.eval.temperature
+    sampling = [f"temperature={temperature:g}", f"max_tokens={rollout.max_tokens}"]
+    ends = "the end-of-turn token"
+    if stops:
+        sampling += [f"stop={list(stops)!r}", "include_stop_str_in_output=True"]
+        ends = f"{' or '.join(f'`{text}`' for text in stops)}, which belongs to it, or {ends}"
+    manner = "The chat template is the one that training used."
+    if prefix:
+        manner = (
+            f"Every turn begins with `{prefix}`. The chat template writes it behind the generation"
+            " prompt, so what is generated follows it. A turn in `messages` includes it."
+        )
+    if setting.format.inline and not rollout.agent:
+        manner += (
+            " What a tool returns stands in the same message, behind the turn: append it to the"
+            " prompt's text, and generate again."
+        )
+    agent = f"The agent `{rollout.agent}` wrote its conversations itself." if rollout.agent else ""
+    contexts = {
+        "full": "A turn sees the whole conversation.",
+        "window": f"A turn sees the first prompt and the last {rollout.window} turns; where turns"
+        " are left out, the first message ends with `...` and the observation before the rest.",
+        "single": "A turn sees the system message and the present observation, nothing before it.",
+    }
+    return README.format(
+        summary=f"Run `{config.run.name}`, environment `{config.env.name}`.",
+        manner=manner,
+        ends=ends,
+        max_tokens=rollout.max_tokens,
+        evaluated=f"at temperature {temperature:g}" if temperature else "greedily",
+        temperature=rollout.temperature,
+        context=agent or contexts[rollout.context],
+        conversations="" if rollout.agent else conversations(config, setting),
+        prefix=json.dumps(prefix, ensure_ascii=False),
+        sampling=", ".join(sampling),
+    )
+
+
+def conversations(config: Config, setting: Setting) -> str:
+    """The beginning of an episode of every environment; one that cannot begin one here (a service
+    may be away) is no reason not to export."""
+    parts = []
+    for task in source_of(config).examples():
+        try:
+            system, user = asyncio.run(beginning(setting, task))
+        except Exception as error:
+            said = mask(" ".join(f"{type(error).__name__}: {error}".split()))
+            log.warning("README: %s cannot begin a task: %s", task.env, said)
+            parts.append(f"The environment `{task.env}` could not begin a task here: {said}\n")
+            continue
+        parts.append(
+            f"## How an episode of `{task.env}` begins\n\n"
+            f"System message:\n\n{_fenced(system)}\n\n"
+            f"First message of the user, for one task:\n\n{_fenced(user)}\n\n"
+            "Every observation after it is a message of the user by itself.\n"
+        )
+    return "\n".join(parts)
+
+
+async def beginning(setting: Setting, task: Task) -> tuple[str, str]:
+    """The system message and the first message of the user in an episode of `task`."""
+    env = make_env(task.env, task.params)
+    try:
+        observation = await settled(env.reset(task, 0))
+        system = system_message(setting, env)
+    finally:
+        await settled(env.close())
+    return system, f"{task.query}\n{observation}" if task.query else observation
+
+
+def _fenced(text: str) -> str:
+    """A block of Markdown that holds `text`, whatever fences there are in it."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}text\n{text}\n{fence}"

@@ -1,0 +1,1 @@
+"""Formats of a turn: chat template, thoughts, answers and tool calls, written and read."""

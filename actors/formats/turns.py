@@ -1,0 +1,92 @@
+"""How a turn is written: what opens it, where generation stops, how actions are read out of it,
+and in which words their outcome is told.
+
+A format knows text only. What it costs when a turn cannot be read is the rollout's business. The
+formats whose actions are calls of tools are in `calls.py`.
+"""
+
+import re
+from typing import Protocol
+
+from actors.formats.tool_calls import Interleaved, ToolCall, Unreadable
+
+SEPARATOR = "||"
+ANSWER = "<answer> action</answer>"
+ANSWERS = f"<answer> action {SEPARATOR} action</answer>"
+THOUGHTFUL = ("<think>", "<reason>")  # prefixes behind which a turn has place for a reason
+INVALID = "invalid answer\n{}"  # then the last observation again
+
+
+class TurnFormat(Protocol):
+    """`prefix` is forced and opens the assistant's turn; the sampled text follows it directly.
+
+    `inline`: what is told stands in the policy's own message, which goes on behind it, and not in a
+    message of the user. `tools`: actions are calls, and the environment's tools are listed.
+    """
+
+    inline: bool
+    tools: bool
+    instructions: str  # for the system message
+    prefix: str
+    stop_strings: tuple[str, ...]
+    actions_per_turn: int
+    min_tokens: int  # a turn cannot be shorter, in any tokenizer
+
+    def parse(self, text: str) -> list[str | Unreadable] | None:
+        """The actions in a sampled text, in order; None where there is none to be read."""
+        ...
+
+    def render_actions(self, actions: list[str]) -> str:
+        """What a policy that wants these actions would have written after the prefix."""
+        ...
+
+    def shown(self, outputs: list[str], valid: bool, last: str) -> str:
+        """What the policy is told after its turn.
+
+        `outputs`: what every action led to, complaints included; `valid`: the whole turn could be
+        read; `last`: what was observed before it.
+        """
+        ...
+
+
+class ThinkAnswer:
+    """`<answer> left</answer>`, after `<think>...</think>` where asked; `||` separates actions.
+
+    A turn with no action, with more than `actions_per_turn`, or with text outside the tags is a
+    format error.
+    """
+
+    inline = False
+    tools = False
+    stop_strings: tuple[str, ...] = ("</answer>",)
+
+    def __init__(self, *, think: bool, actions_per_turn: int) -> None:
+        self.actions_per_turn = actions_per_turn
+        self.prefix = "<think>" if think else "<answer>"
+        self.min_tokens = 2 * actions_per_turn + (2 if think else 0)
+        self._opening = "</think><answer>" if think else ""
+        thought = r"<think>.*?</think>\s*" if think else ""
+        self._pattern = re.compile(thought + r"<answer>([^<>]*)</answer>\s*", re.DOTALL)
+        example = ANSWERS if actions_per_turn > 1 else ANSWER
+        reason = "<think> why</think>" if think else ""
+        limit = f"at most {actions_per_turn} actions " if actions_per_turn > 1 else ""
+        self.instructions = f"reply with {limit}{reason}{example}"
+
+    def parse(self, text: str) -> list[str | Unreadable] | None:
+        found = self._pattern.fullmatch(self.prefix + text)
+        if found is None:
+            return None
+        actions: list[str | Unreadable] = [part.strip() for part in found[1].split(SEPARATOR)]
+        if not all(actions) or len(actions) > self.actions_per_turn:
+            return None
+        return actions
+
+    def render_actions(self, actions: list[str]) -> str:
+        return f"{self._opening} {f' {SEPARATOR} '.join(actions)}</answer>"
+
+    def shown(self, outputs: list[str], valid: bool, last: str) -> str:
+        seen = outputs[-1] if outputs else last
+        return seen if valid else INVALID.format(seen)
+
+
+FORMATS = {"think_answer": ThinkAnswer, "tool_call": ToolCall, "interleaved": Interleaved}

@@ -1,0 +1,1 @@
+"""Clients for language models other than the one in training."""

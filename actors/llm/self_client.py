@@ -1,0 +1,80 @@
+"""The policy's own engine as a judge: asked like an endpoint, between the turns of its episodes."""
+
+import asyncio
+import logging
+import math
+
+from actors.engines.base import Engine, Request
+from actors.formats.chat import Chat
+from actors.llm.budget import Budget
+from actors.llm.client import Unavailable
+from evolver_async.config import Config
+from evolver_async.schema import WeightId, key
+
+log = logging.getLogger(__name__)
+
+
+class OwnEngine:
+    """Asks with sessions of its own, greedily. `generated`: tokens that this has sampled."""
+
+    def __init__(self, config: Config, engine: Engine, chat: Chat) -> None:
+        self._engine = engine
+        self._chat = chat
+        self._seed = config.run.seed
+        self._max_length = config.policy.max_length
+        self._max_tokens = config.judge.max_tokens
+        self._budget = Budget(config.judge.llm)
+        self._refused = 0
+        self._asked = 0
+        self.generated = 0
+
+    @property
+    def weights(self) -> WeightId | None:
+        """Whose answers these are."""
+        return self._engine.weights
+
+    async def complete(self, messages: list[dict[str, str]], *, within_s: float = math.inf) -> str:
+        """The answer to one system and one user message. Raises Unavailable, also where the context
+        has no room for `judge.max_tokens` after the question."""
+        exhausted = self._budget.exhausted()
+        if exhausted:
+            if not self._refused:
+                log.warning("judge.llm: %s", exhausted)
+            self._refused += 1
+            raise Unavailable("budget", exhausted)
+        system, user = (message["content"] for message in messages)
+        tokens = self._chat.first(system, user, "")
+        if len(tokens) + self._max_tokens > self._max_length:
+            text = f"{len(tokens)} tokens and judge.max_tokens ({self._max_tokens}) are too many"
+            raise Unavailable("too_long", f"{text} for policy.max_length ({self._max_length})")
+        self._asked += 1
+        session = f"judge/{self._asked}"
+        request = Request(
+            tokens=tokens,
+            max_tokens=self._max_tokens,
+            temperature=0.0,
+            session=session,
+            seed=key(self._seed, session),
+            stop_tokens=self._chat.stop_tokens,
+        )
+        loop = asyncio.get_running_loop()
+        began, before = loop.time(), self.generated
+        try:
+            async with asyncio.timeout(within_s if within_s < math.inf else None):
+                generation = await self._engine.generate(request)
+            self.generated += len(generation.tokens)
+            return self._chat.text_of(generation.tokens)
+        except TimeoutError:
+            raise Unavailable("timeout", f"no whole answer within {within_s:.1f} s") from None
+        finally:
+            self._engine.release(session)
+            sampled = self.generated - before
+            self._budget.spend(calls=1, tokens=len(tokens) + sampled, seconds=loop.time() - began)
+
+    def counters(self) -> dict[str, float]:
+        """Totals by metric name."""
+        counted = self._budget.used | {"refused_by_budget": float(self._refused)}
+        return {f"judge/{name}": value for name, value in counted.items()}
+
+    async def close(self) -> None:
+        """The engine is the worker's to close."""

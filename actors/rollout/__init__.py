@@ -1,0 +1,1 @@
+"""Rollouts: one group of episodes, one episode, its conversation and its environment."""

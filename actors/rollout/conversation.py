@@ -1,0 +1,150 @@
+"""What one episode's policy has read and written, in the contexts that its turns saw.
+
+Every context is a stream of tokens that only grows, and becomes one Sequence. `full`: one context
+holds everything. `window`: a turn sees the first prompt and the last turns before it, token for
+token as they were. `single`: a turn sees only what is to be seen now. A turn is trained in the
+context it was written in and nowhere else: what a later one repeats of it is PROMPT there.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from actors.engines.base import Generation
+from actors.envs.base import Env, Tooled
+from actors.formats.chat import Stream
+from actors.rollout.episode_config import Setting
+from evolver_async.schema import Role, Sequence
+
+LEFT_OUT = "..."  # between the first message and a later one, where those between are not shown
+
+
+@dataclass(frozen=True)
+class _Past:
+    """A turn that is over: what was told before it, what it wrote, and the tokens that followed."""
+
+    told: str
+    written: list[int]
+    after: list[int]
+
+
+class Conversation:
+    """The contexts of one episode. `room`: tokens that may stand before a turn.
+
+    `task`: what is asked for, in every context; `seen`: the first observation.
+    """
+
+    def __init__(self, setting: Setting, system: str, task: str, seen: str, room: int) -> None:
+        self._setting = setting
+        self._system = system
+        self._task = task
+        self._room = room
+        self._guidance: list[int] = []
+        self._told = seen
+        self._first = self._asked(seen)
+        self._turns: list[_Past] = []
+        self._closed: list[Sequence] = []
+        self._stream = self._context(self._first, [])
+        self._written: list[int] = []
+
+    @property
+    def tokens(self) -> list[int]:
+        """What the policy sees next."""
+        return list(self._stream.tokens)
+
+    def guide(self, guidance: list[int]) -> bool:
+        """Show EXPERIENCE tokens at the head of the user's message, in every context; False, and
+        nothing is shown, where they leave no room. Before the first turn."""
+        if len(self._stream.tokens) + len(guidance) > self._room:
+            return False
+        self._guidance = guidance
+        self._stream = self._context(self._first, [])
+        return True
+
+    def write(self, generation: Generation, turn: int) -> None:
+        """Append what the policy wrote."""
+        self._stream.write(generation, turn)
+        self._written = generation.tokens
+
+    def tell(self, text: str) -> bool:
+        """Tell what the turn led to, in the context of the next; False where there is none such.
+
+        `full`: there is no room, or the message that holds everything is over. `window`: there is
+        no room even without a turn before it. `single`: there is no room.
+        """
+        setting, chat = self._setting, self._setting.chat
+        if setting.format.inline:
+            if self._written and self._written[-1] in chat.stop_tokens:
+                return False
+            after = chat.tokens_of(chat.plain(text))
+        else:
+            ended = self._written[-1:] == [chat.end_of_turn]
+            after = chat.next(text, setting.format.prefix, ended)
+        if setting.context == "single":
+            return self._turn_to([self._context(self._asked(text), [])])
+        self._turns.append(_Past(self._told, self._written, after))
+        self._told = text
+        whole = setting.context == "full" or len(self._turns) <= setting.window
+        if whole and len(self._stream.tokens) + len(after) <= self._room:
+            self._stream.read(after, Role.OBSERVATION)
+            return True
+        if setting.context == "full":
+            return False
+        most = min(setting.window, len(self._turns) - 1)
+        return self._turn_to(self._recent(count) for count in range(most, -1, -1))
+
+    def sequences(self) -> list[Sequence]:
+        return [*self._closed, self._stream.sequence()]
+
+    def _turn_to(self, contexts: Iterable[Stream]) -> bool:
+        """Go on in the first of these that leaves room for a turn."""
+        for context in contexts:
+            if len(context.tokens) <= self._room:
+                self._closed.append(self._stream.sequence())
+                self._stream = context
+                return True
+        return False
+
+    def _recent(self, count: int) -> Stream:
+        """The context of the next turn, with the last `count` turns, but not all, before it."""
+        kept = self._turns[len(self._turns) - count :]
+        told = kept[0].told if kept else self._told
+        return self._context(f"{self._first}\n{LEFT_OUT}\n{told}", kept)
+
+    def _context(self, user: str, kept: list[_Past]) -> Stream:
+        chat, stream = self._setting.chat, Stream()
+        prompt = chat.first(self._system, user, self._setting.format.prefix)
+        place = chat.place_of_user(self._system, user) if self._guidance else 0
+        stream.read(prompt[:place], Role.PROMPT)
+        stream.read(self._guidance, Role.EXPERIENCE)
+        stream.read(prompt[place:], Role.PROMPT)
+        for turn in kept:
+            stream.read(turn.written + turn.after, Role.PROMPT)
+        return stream
+
+    def _asked(self, seen: str) -> str:
+        return f"{self._task}\n{seen}" if self._task else seen
+
+
+def first_prompt(setting: Setting, env: Env, observation: str) -> list[int]:
+    """The tokens that an episode begins with, the forced prefix of the first turn included."""
+    return setting.chat.first(system_message(setting, env), observation, setting.format.prefix)
+
+
+def system_message(setting: Setting, env: Env) -> str:
+    """What the task is, how to reply, and the tools, where a turn calls some."""
+    said = f"{env.instructions} {setting.format.instructions}"
+    if not setting.format.tools:
+        return said
+    assert isinstance(env, Tooled), f"{type(env).__name__} has no tools"
+    specs = "\n".join(json.dumps(spec, ensure_ascii=False) for spec in env.tools())
+    return said if setting.format.inline else f"{said}\n<tools>\n{specs}\n</tools>"
+
+
+def tool_names(env: Env) -> frozenset[str]:
+    """The names of what an environment's actions can call; ValueError for a tool without one."""
+    assert isinstance(env, Tooled), f"{type(env).__name__} has no tools"
+    names = [str(spec.get("name", "")) for spec in env.tools()]
+    if not all(names):
+        raise ValueError(f"env.name: {type(env).__name__} has a tool without a name")
+    return frozenset(names)

@@ -1,0 +1,67 @@
+"""What all episodes of a stage share."""
+
+from dataclasses import dataclass, field
+
+from actors.failures import FailureCounts
+from actors.formats.chat import Chat
+from actors.formats.turns import FORMATS, TurnFormat
+from evolver_async.config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all episodes of a stage share. `max_length` bounds the tokens of one context."""
+
+    chat: Chat
+    format: TurnFormat
+    actor: str
+    incarnation: int
+    seed: int
+    max_turns: int
+    max_length: int
+    format_penalty: float
+    format_errors: int  # turns that cannot be read after which an episode ends; 0: none ends it
+    step_timeout_s: float
+    episode_timeout_s: float
+    latency: str  # of every step: none, fixed or lognormal
+    latency_median_s: float
+    latency_sigma: float
+    context: str = "full"  # what a turn sees: full, window or single
+    window: int = 1  # turns that a turn sees before it, where context is window
+    truncated_reward: float = 0.0  # added where an episode ends without its environment's end
+    recorded: bool = False  # whether episodes are kept in words as well
+    scored: bool = False  # whether the environment's score is read after every turn
+    failures: FailureCounts = field(default_factory=FailureCounts)
+
+
+def setting_of(
+    config: Config, chat: Chat, name: str, incarnation: int, failures: FailureCounts | None = None
+) -> Setting:
+    """What the episodes of one stage share."""
+    rollout, env = config.rollout, config.env
+    return Setting(
+        chat=chat,
+        format=FORMATS[rollout.format](
+            think=rollout.think, actions_per_turn=rollout.actions_per_turn
+        ),
+        actor=name,
+        incarnation=incarnation,
+        seed=config.run.seed,
+        max_turns=rollout.max_turns,
+        max_length=config.policy.max_length,
+        format_penalty=rollout.format_penalty,
+        format_errors=rollout.format_errors,
+        step_timeout_s=env.step_timeout_s,
+        episode_timeout_s=env.episode_timeout_s,
+        latency=env.latency.kind,
+        latency_median_s=env.latency.median_s,
+        latency_sigma=env.latency.sigma,
+        context=rollout.context,
+        window=rollout.window,
+        truncated_reward=rollout.truncated_reward,
+        recorded=config.experience.kind != "none"
+        or config.judge.kind in ("self", "llm")
+        or config.questioning.kind == "llm",
+        scored=config.judge.kind == "rule",
+        failures=failures or FailureCounts(),
+    )

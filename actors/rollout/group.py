@@ -1,0 +1,111 @@
+"""A group of episodes: its members side by side, each delivered as it ends."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+from actors.engines.base import Engine, Generation, Request
+from actors.envs.base import EnvironmentFailure
+from actors.progress import Progress
+from actors.rollout.environment import World
+from actors.rollout.episode import Advice, Deliver, EpisodeLate, Guide, Policy, run_episode
+from actors.rollout.episode_config import Setting
+from evolver_async.schema import Ticket, key
+
+log = logging.getLogger(__name__)
+
+
+class Learned:
+    """The engine, writing for one member of a ticket; every turn's draws have their own key."""
+
+    kind: Literal["learned", "scripted"] = "learned"
+
+    def __init__(
+        self, engine: Engine, ticket: Ticket, member: int, setting: Setting, guide: Guide | None
+    ) -> None:
+        self._engine = engine
+        self._guide = guide
+        self._sampling = ticket.sampling
+        self._stop_tokens = setting.chat.stop_tokens
+        self._stop_strings = setting.format.stop_strings
+        self._session = f"{ticket.group_id}/{member}/{ticket.attempt}"
+        self._seed = setting.seed
+
+    async def advise(self, world: World, query: str) -> Advice:
+        return Advice() if self._guide is None else await self._guide.advise(query)
+
+    async def write(self, world: World, context: list[int], turn: int) -> Generation:
+        return await self._engine.generate(
+            Request(
+                tokens=context,
+                max_tokens=self._sampling.max_tokens,
+                temperature=self._sampling.temperature,
+                stop_tokens=self._stop_tokens,
+                stop_strings=self._stop_strings,
+                session=self._session,
+                seed=key(self._seed, "sample", self._session, turn),
+            )
+        )
+
+    def close(self) -> None:
+        self._engine.release(self._session)
+
+
+async def side_by_side(
+    ticket: Ticket, setting: Setting, progress: Progress, play: Callable[[int], Awaitable[None]]
+) -> EnvironmentFailure | EpisodeLate | None:
+    """`play` every member of a ticket at once, to the end of all; what went wrong with one of them.
+
+    An EnvironmentFailure comes before an EpisodeLate; anything else is raised at once.
+    """
+    failures: list[EnvironmentFailure | EpisodeLate] = []
+
+    async def run(member: int) -> None:
+        try:
+            await play(member)
+        except (EnvironmentFailure, EpisodeLate) as failure:
+            log.warning("group %d: %s", ticket.group_id, failure)
+            setting.failures.note(failure.kind, failure.name, failure.error)
+            failures.append(failure)
+        progress.played += 1
+
+    async with asyncio.TaskGroup() as group:
+        for member in ticket.members:
+            group.create_task(run(member))
+    return min(failures, key=lambda failure: isinstance(failure, EpisodeLate), default=None)
+
+
+async def run_members(
+    ticket: Ticket,
+    setting: Setting,
+    policy_of: Callable[[int], Policy],
+    progress: Progress,
+    deliver: Deliver,
+) -> None:
+    """Run a ticket's members side by side and `deliver` each as it ends.
+
+    An EnvironmentFailure, else an EpisodeLate, is raised after all the others have ended.
+    """
+
+    async def play(member: int) -> None:
+        deliver(await run_episode(ticket, member, setting, policy_of(member), progress))
+
+    if failure := await side_by_side(ticket, setting, progress, play):
+        raise failure
+
+
+async def run_group(
+    ticket: Ticket,
+    setting: Setting,
+    engine: Engine,
+    progress: Progress,
+    deliver: Deliver,
+    guide: Guide | None = None,
+) -> None:
+    """Run a ticket's members with the engine; see `run_members`."""
+
+    def policy_of(member: int) -> Policy:
+        return Learned(engine, ticket, member, setting, guide)
+
+    await run_members(ticket, setting, policy_of, progress, deliver)

@@ -1,0 +1,230 @@
+"""One confined interpreter, seen from outside: started, asked to run programs, ended.
+
+A program costs at most its deadline: where the interpreter itself does not answer shortly after,
+it is ended with everything in it.
+"""
+
+import json
+import os
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from actors.sandbox.seccomp import program
+
+Route = Literal["root", "user", "bwrap"]
+Status = Literal["ok", "error", "timeout", "output", "killed"]
+
+START_S = 20.0
+GRACE_S = 1.0  # beyond a program's deadline, for the interpreter to say so
+CONFINE, INSIDE = (Path(__file__).with_name(f"{name}.py") for name in ("namespaces", "guest"))
+END, STDOUT, STDERR = 0, 1, 2  # the marks of frames, as in guest.py
+SEEN, PYTHON, PACKAGES = "/guest.py", "/python", "/packages"
+LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
+VARIABLES = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+VARIABLES |= {"HOME": "/tmp", "LC_ALL": "C.UTF-8", "LD_LIBRARY_PATH": f"{PYTHON}/lib"}
+
+
+class SandboxUnavailable(RuntimeError):
+    """Programs cannot be confined here; says what is missing."""
+
+
+class CellDied(RuntimeError):
+    """The confined interpreter ended or did not answer in time; it is gone."""
+
+
+class CellLate(CellDied):
+    """It did not answer in time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one program may use. All its processes together may hold `processes` times
+    `memory_bytes`, and the files of `temporary_bytes`. ValueError names what is out of range."""
+
+    wall_s: float = 2.0
+    cpu_s: int = 2  # of each process
+    memory_bytes: int = 256 << 20  # address space of each process
+    processes: int = 4  # and threads
+    temporary_bytes: int = 16 << 20  # all files, in memory
+    open_files: int = 64
+    output_bytes: int = 64 << 10  # of each stream
+    source_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            *(("wall_s", 0.01), ("cpu_s", 1), ("memory_bytes", 64 << 20), ("processes", 1)),
+            *(("temporary_bytes", 1 << 16), ("open_files", 16), ("output_bytes", 1)),
+            ("source_bytes", 1),
+        ):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name}: {getattr(self, name)} is less than {least}")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a program wrote, at most `output_bytes` of each, how it ended and after how long.
+
+    `error`: it raised or exited with a code; `timeout` and `output` name the limit that it broke;
+    `killed`: by a signal, that of the limit on processor time among them.
+    """
+
+    stdout: str
+    stderr: str
+    status: Status
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interior:
+    """What is warm inside: modules imported before the first program, and whether packages that
+    are installed here can be imported at all. `python`: the interpreter, this one's by default."""
+
+    imports: tuple[str, ...] = ()
+    packages: bool = False
+    python: str = ""
+    bwrap: str = ""  # where bubblewrap lies, where it is not on the path
+
+    def executable(self) -> Path:
+        return Path(os.path.realpath(self.python or getattr(sys, "_base_executable", "")))
+
+    def paths(self) -> list[list[str]]:
+        """Pairs of what is shown inside and where."""
+        executable = self.executable()
+        prefix = executable.parent.parent
+        pairs = [(path, path) for path in LIBRARIES]
+        pairs += [(str(executable), f"{PYTHON}/bin/python")]
+        pairs += [(str(prefix / lib), f"{PYTHON}/{lib}") for lib in ("lib", "lib64")]
+        if self.packages:
+            pairs.append((sysconfig.get_path("purelib"), PACKAGES))
+        pairs += [(str(INSIDE), SEEN)]
+        return [list(pair) for pair in pairs if os.path.exists(pair[0])]
+
+
+class Cell:
+    """A confined interpreter. SandboxUnavailable where this route does not lead in."""
+
+    def __init__(self, route: Route, limits: Limits, interior: Interior) -> None:
+        self.limits = limits
+        python = str(interior.executable())
+        spec = {
+            "route": route,
+            "bwrap": interior.bwrap or shutil.which("bwrap") or "bwrap",
+            "paths": interior.paths(),
+            "command": [f"{PYTHON}/bin/python", "-s", "-S", "-P", "-B", "-X", "utf8", SEEN],
+            "variables": VARIABLES,
+            "temporary_bytes": limits.temporary_bytes,
+        }
+        self._process = subprocess.Popen(
+            [python, "-I", "-S", str(CONFINE), json.dumps(spec)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={},
+            start_new_session=True,
+        )
+        try:
+            setup = {
+                "filter": program().hex(),
+                "imports": interior.imports,
+                "path": [PACKAGES] * interior.packages,
+                "temporary_bytes": limits.temporary_bytes,
+                "open_files": limits.open_files,
+                "processes": limits.processes,
+                "wall_s": limits.wall_s,
+                "cpu_s": limits.cpu_s,
+                "memory_bytes": limits.memory_bytes,
+                "output_bytes": limits.output_bytes,
+            }
+            refused = self._ask(setup, START_S)[0]["refused"]
+        except CellDied as death:
+            raise SandboxUnavailable(self._last_words() or str(death)) from None
+        except ValueError as error:
+            self.kill()
+            raise SandboxUnavailable(str(error)) from None
+        if refused:
+            self.kill()
+            raise SandboxUnavailable(refused)
+
+    def run(self, source: str) -> tuple[Result, bool]:
+        """Run a program; also whether the cell is as clean as before. CellDied: it is gone."""
+        limits = self.limits
+        answer, texts = self._ask({"source": source}, limits.wall_s + GRACE_S)
+        stdout, stderr = (
+            bytes(texts[mark][: limits.output_bytes]).decode(errors="replace")
+            for mark in (STDOUT, STDERR)
+        )
+        result = Result(stdout, stderr, answer["status"], answer["seconds"])
+        return result, answer["clean"]
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """End the interpreter and all that it runs."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+    def _ask(
+        self, message: dict[str, Any], within_s: float
+    ) -> tuple[dict[str, Any], dict[int, bytearray]]:
+        """The answer, and what was written before it; CellDied, and the cell is dead, where none
+        comes in time."""
+        content = json.dumps(message).encode()
+        deadline = time.monotonic() + within_s
+        texts = {STDOUT: bytearray(), STDERR: bytearray()}
+        try:
+            self._send(struct.pack(">I", len(content)) + content, deadline)
+            while True:
+                mark, length = struct.unpack(">BI", self._receive(5, deadline))
+                held = len(texts[mark]) if mark in texts else 0
+                if held + length > self.limits.output_bytes + 4096:
+                    raise CellDied(f"the interpreter answered with {held + length} bytes")
+                part = self._receive(length, deadline)
+                if mark == END:
+                    return json.loads(part), texts
+                texts[mark] += part
+        except (OSError, ValueError, KeyError, CellDied) as error:
+            self._process.kill()
+            died = CellLate if isinstance(error, TimeoutError) else CellDied
+            raise died(f"the confined interpreter: {error}") from error
+
+    def _send(self, content: bytes, deadline: float) -> None:
+        assert self._process.stdin is not None
+        fd, view = self._process.stdin.fileno(), memoryview(content)
+        os.set_blocking(fd, False)
+        while view:
+            self._wait(fd, select.POLLOUT, deadline)
+            view = view[os.write(fd, view) :]
+
+    def _receive(self, count: int, deadline: float) -> bytes:
+        assert self._process.stdout is not None
+        fd, parts = self._process.stdout.fileno(), b""
+        while len(parts) < count:
+            self._wait(fd, select.POLLIN, deadline)
+            part = os.read(fd, count - len(parts))
+            if not part:
+                raise CellDied("ended")
+            parts += part
+        return parts
+
+    def _wait(self, fd: int, event: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(fd, event)
+        if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+            raise TimeoutError("did not answer in time")
+
+    def _last_words(self) -> str:
+        """The last line of what a cell that died at its start had to say."""
+        _, stderr = self._process.communicate(timeout=START_S)
+        return stderr.decode(errors="replace").strip().rpartition("\n")[2]

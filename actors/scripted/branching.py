@@ -1,0 +1,286 @@
+"""Early experience: in the states of an expert's way, what other turns lead to is tried as well.
+
+A member of a branch ticket is one such state. To model the world, what every turn led to is learnt
+from the state and the turn; to reflect, the expert's turn is learnt together with a reason why it
+is better than another one, written from what both led to. What is learnt has the role ACTION, in
+one Sequence a row; nothing of it was sampled.
+"""
+
+import asyncio
+import random
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from actors.engines.base import Generation
+from actors.envs.base import Env, EnvironmentFailure, Rewindable
+from actors.formats.turns import TurnFormat
+from actors.llm.quoting import plain
+from actors.progress import Progress
+from actors.rollout.environment import World
+from actors.rollout.episode import Advice, Deliver, EpisodeLate, Finished, Policy
+from actors.rollout.episode_config import Setting
+from actors.rollout.group import run_members
+from actors.scripted.expert import Scripted
+from actors.scripted.reflection import Reflector
+from evolver_async.config import Stage
+from evolver_async.schema import Role, Sequence, Ticket, key
+
+REASON = "{bad} then {bad_outcome} . {good} then {good_outcome} . choose {good}"
+DONE, WON, LOST = "done", "success", "failed"  # how an outcome says that it is the last
+CHARS = (400, 300, 200, 150, 100, 75, 50, 35, 25, 15, 8)  # of an outcome, until the turn fits
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A turn that was tried: its actions, what the policy is shown of where it led, and, where
+    that ends the episode, how."""
+
+    actions: list[str]
+    shown: str
+    ending: str
+
+    @property
+    def words(self) -> str:
+        """Its actions, on one line."""
+        return plain(" , ".join(self.actions))
+
+    @property
+    def told(self) -> str:
+        return f"{self.shown} {self.ending}".strip() if self.ending else self.shown
+
+    def outcome(self, chars: int) -> str:
+        """What is told, on one line: the whole words among the first `chars` characters of what is
+        shown, and the ending."""
+        shown = plain(self.shown)
+        if len(shown) > chars:
+            shown = shown[: chars + 1].rpartition(" ")[0]
+        return f"{shown} {self.ending}".strip()
+
+
+@dataclass(frozen=True)
+class State:
+    """A state of the expert's way: what the policy sees there, the expert's turn and others."""
+
+    turn: int
+    context: list[int]
+    expert: Tried
+    others: list[Tried]
+
+
+class Branching:
+    """Plays the expert's way; in every state it tries the expert's turn and `alternatives` others,
+    whose first action is another one, or as many as there are."""
+
+    kind: Literal["learned", "scripted"] = "scripted"
+
+    def __init__(self, ticket: Ticket, member: int, setting: Setting, stage: Stage) -> None:
+        parts = ("branch", ticket.group_id, member, ticket.attempt)
+        self._rng = random.Random(key(setting.seed, *parts))
+        self._expert = Scripted(ticket, member, setting, expert_fraction=1.0)
+        self._setting = setting
+        self._stage = stage
+        self.states: list[State] = []
+
+    async def advise(self, world: World, query: str) -> Advice:
+        return Advice()
+
+    async def write(self, world: World, context: list[int], turn: int) -> Generation:
+        state = await world.call("branching", self._branch, world.env, turn, context)
+        if state is not None:
+            self.states.append(state)
+        return await self._expert.write(world, context, turn)
+
+    def close(self) -> None:
+        pass
+
+    def _branch(self, env: Env, turn: int, context: list[int]) -> State | None:
+        """The state one is in; None where what comes of it has no room, which is an error at the
+        beginning, because there would be no state then."""
+        setting, stage = self._setting, self._stage
+        expert, *others = try_turns(env, setting.format, stage.alternatives, self._rng)
+        state = State(turn, context, expert, others)
+        if stage.kind == "reflect" or world_rows(state, setting):
+            return state
+        if turn == 0:
+            limit = f"policy.max_length ({setting.max_length})"
+            raise ValueError(f"{limit} leaves no room for what the first turn leads to")
+        return None
+
+
+def try_turns(env: Env, style: TurnFormat, alternatives: int, rng: random.Random) -> list[Tried]:
+    """The expert's turn, then the others, each from here; afterwards one is here again."""
+    assert isinstance(env, Rewindable), f"{type(env).__name__} cannot be branched"
+    expert = env.solve()[: style.actions_per_turn]
+    actions = env.actions()
+    different = {action.lower(): action for action in actions}  # some name one several times
+    firsts = [action for name, action in different.items() if name != expert[0].lower()]
+    firsts = rng.sample(firsts, min(alternatives, len(firsts)))
+    others = [[first, *rng.choices(actions, k=len(expert) - 1)] for first in firsts]
+    tried = []
+    for turn in (expert, *others):
+        here = env.snapshot()
+        tried.append(_carry_out(env, style, turn))
+        env.restore(here)
+    return tried
+
+
+def _carry_out(env: Env, style: TurnFormat, actions: list[str]) -> Tried:
+    outputs, valid, ending = list[str](), True, ""
+    for action in actions:
+        step = env.step(action)
+        outputs.append(step.observation)
+        valid = valid and step.info.valid
+        if step.terminated or step.truncated:
+            ending = f"{DONE} {WON if step.info.success else LOST}"
+            break
+    return Tried(actions, style.shown(outputs, valid, ""), ending)
+
+
+def chosen(states: list[State], ticket: Ticket, member: int, seed: int) -> State:
+    """The state that is this member's: members of a group have different ones while there are."""
+    order = list(range(len(states)))
+    random.Random(key(seed, "states", ticket.group_id)).shuffle(order)
+    return states[order[member % len(order)]]
+
+
+def world_rows(state: State, setting: Setting) -> list[Sequence]:
+    """What every turn that was tried led to, after the state and the turn."""
+    chat, style = setting.chat, setting.format
+    rows = []
+    for tried in (state.expert, *state.others):
+        turn = chat.turn(style.render_actions(tried.actions), style.stop_strings)
+        before, said = chat.message(tried.told)
+        before = before[turn[-1] == chat.end_of_turn :]
+        shown = [*state.context, *turn, *before]
+        room = setting.max_length - len(shown)
+        if room > 0:
+            rows.append(_row(shown, said[:room], state.turn))
+    return rows
+
+
+def reflect_rows(
+    state: State, setting: Setting, max_tokens: int, written: list[str | None] | None = None
+) -> list[Sequence]:
+    """The expert's turn after the state, once for every other one that was tried, with the reason
+    why it is better; without a reason where nothing else can be done.
+
+    `written`: the reasons, where somebody wrote them; None among them, and nothing at all: those
+    of the template. ValueError names `rollout.max_tokens` where a turn with a reason does not fit.
+    """
+    answer = setting.format.render_actions(state.expert.actions)
+    reasons = written or [None for _ in state.others]
+    versions = [
+        [reason(state.expert, other, chars) for chars in CHARS] if text is None else _shorter(text)
+        for other, text in zip(state.others, reasons, strict=True)
+    ]
+    plain_text = setting.chat.plain
+    turns = [[f" {plain_text(text)} {answer}" for text in texts] for texts in versions]
+    turns = turns or [[answer]]
+    learnt = [_fitting(texts, setting, max_tokens) for texts in turns]
+    return [_row(state.context, turn, state.turn) for turn in learnt]
+
+
+def reason(expert: Tried, other: Tried, chars: int) -> str:
+    """Why the expert's turn is better: what both led to, each in at most so many characters."""
+    return REASON.format(
+        bad=other.words,
+        bad_outcome=other.outcome(chars),
+        good=expert.words,
+        good_outcome=expert.outcome(chars),
+    )
+
+
+def _shorter(text: str) -> list[str]:
+    """A text, then the whole words at its beginning, fewer and fewer."""
+    lengths = [chars for chars in CHARS if chars < len(text)]
+    return [text, *(text[: chars + 1].rpartition(" ")[0] or text[:chars] for chars in lengths)]
+
+
+def _fitting(texts: list[str], setting: Setting, max_tokens: int) -> list[int]:
+    """The tokens of the first text that a turn has room for."""
+    turn: list[int] = []
+    for text in texts:
+        turn = setting.chat.turn(text, setting.format.stop_strings)
+        if len(turn) <= max_tokens:
+            return turn
+    raise ValueError(
+        f"rollout.max_tokens: {max_tokens} is too small for a turn with a reason:"
+        f" {len(turn)} tokens"
+    )
+
+
+def _row(shown: list[int], learnt: list[int], turn: int) -> Sequence:
+    length = len(shown) + len(learnt)
+    roles, turns = np.full(length, Role.PROMPT, np.uint8), np.full(length, -1, np.int16)
+    roles[len(shown) :], turns[len(shown) :] = Role.ACTION, turn
+    return Sequence(
+        tokens=np.array([*shown, *learnt], np.int32),
+        roles=roles,
+        turns=turns,
+        logprobs=np.zeros(length, np.float32),
+        versions=[],
+    )
+
+
+async def branch_group(
+    ticket: Ticket,
+    setting: Setting,
+    stage: Stage,
+    progress: Progress,
+    deliver: Deliver,
+    reflector: Reflector | None = None,
+) -> None:
+    """Run a branch ticket's members; each trajectory is the expert's episode, with the rows of one
+    of its states in place of its tokens.
+
+    An EnvironmentFailure, else an EpisodeLate, is raised after all the others were delivered.
+    """
+    policies: dict[int, Branching] = {}
+    done: list[Finished] = []
+    failure: EnvironmentFailure | EpisodeLate | None = None
+
+    def policy_of(member: int) -> Policy:
+        policies[member] = Branching(ticket, member, setting, stage)
+        return policies[member]
+
+    async def hand_over(finished: Finished) -> None:
+        member = finished.trajectory.member
+        state = chosen(policies[member].states, ticket, member, setting.seed)
+        if stage.kind == "world_model":
+            rows = world_rows(state, setting)
+        else:
+            with progress.during(member, "reflecting"):
+                written = await _written(state, setting, reflector, progress)
+            rows = reflect_rows(state, setting, ticket.sampling.max_tokens, written)
+        trajectory = msgspec.structs.replace(finished.trajectory, sequences=rows)
+        deliver(replace(finished, trajectory=trajectory))
+
+    try:
+        await run_members(ticket, setting, policy_of, progress, done.append)
+    except (EnvironmentFailure, EpisodeLate) as error:
+        failure = error
+    async with asyncio.TaskGroup() as group:
+        for finished in done:
+            group.create_task(hand_over(finished))
+    if failure is not None:
+        raise failure
+
+
+async def _written(
+    state: State, setting: Setting, reflector: Reflector | None, progress: Progress
+) -> list[str | None] | None:
+    """The reasons that a model writes, one for every other turn; None without a model."""
+    if reflector is None:
+        return None
+    situation = setting.chat.said(state.context, setting.format.prefix)
+
+    async def write(other: Tried) -> str | None:
+        expert = state.expert.words, state.expert.told
+        text = await reflector.reason(situation, expert, (other.words, other.told))
+        progress.count += 1
+        return text
+
+    return await asyncio.gather(*map(write, state.others))

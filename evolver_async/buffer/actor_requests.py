@@ -1,0 +1,336 @@
+"""The actors' side of the buffer: which tickets are granted, what becomes of members given back.
+
+Order: evaluation episodes, then missing members of groups that were granted before, then
+exploration that is due, then new groups as far as admission has room.
+"""
+
+import random
+from pathlib import Path
+from typing import Literal
+
+from evolver_async.buffer.log.capacity import Disk
+from evolver_async.buffer.log.store import Book
+from evolver_async.buffer.monitor.peers import Activity
+from evolver_async.buffer.monitor.status import Status
+from evolver_async.buffer.state import records
+from evolver_async.buffer.state.groups import Held
+from evolver_async.buffer.state.replay import Numbers
+from evolver_async.buffer.tasks.jsonl import load_tasks
+from evolver_async.buffer.tasks.stream import Part, Queued, Source, held_out_task
+from evolver_async.config import Config
+from evolver_async.protocol.messages import (
+    LOSING,
+    Fenced,
+    Offer,
+    Ok,
+    Reject,
+    Release,
+    Renew,
+    Reply,
+    Tickets,
+    Wait,
+)
+from evolver_async.protocol.messages import Lease as LeaseRequest
+from evolver_async.schema import Kind, Sampling, Task, Ticket, WeightId, key
+
+TICKETS: dict[str, Literal["rollout", "demo", "branch"]] = {
+    "sft": "demo",
+    "world_model": "branch",
+    "reflect": "branch",
+    "rl": "rollout",
+    "dpo": "rollout",
+}  # which tickets a stage of a kind trains on
+
+
+def numbers_of(config: Config, kind: str) -> Numbers:
+    """The replay's numbers of a stage of this kind, from its configuration."""
+    buffer, selection = config.buffer, config.selection
+    refills = selection.max_refills if selection.kind == "dynamic" else 0
+    return Numbers(
+        kind=TICKETS[kind],
+        group_size=config.rollout.group_size,
+        groups_per_step=config.learner.groups_per_step,
+        max_staleness=buffer.max_staleness,
+        reuse=buffer.reuse,
+        weight_lag=config.actors.weight_lag,
+        sampler=buffer.sampler,  # pyright: ignore[reportArgumentType] (checked with the config)
+        wait=buffer.straggler == "wait",
+        demo_groups=buffer.demo_groups,
+        refills=refills * config.learner.groups_per_step,
+    )
+
+
+def share(room: int, asking: int) -> int:
+    """The most new groups that one actor gets at a time while `asking` actors want some."""
+    return -(-room // asking)
+
+
+def source_of(config: Config) -> Source:
+    """Where the tasks of a stage come from. ConfigError: the file at `tasks.path` is bad."""
+    tasks = config.tasks
+    given = load_tasks(Path(tasks.path), config.env.name, config.env.params) if tasks.path else None
+    return Source(
+        env=config.env.name,
+        params=config.env.params,
+        train=tasks.train if given is None else len(given["train"]),
+        solved=tasks.solved,
+        failed=tasks.failed,
+        mixture=tuple(Part(part.env, part.params, part.weight) for part in tasks.mixture),
+        given=given,
+    )
+
+
+class Granting:
+    """Answers LEASE, RENEW, RELEASE and OFFER. `stages`: the configuration of every stage."""
+
+    def __init__(
+        self, book: Book, disk: Disk, activity: Activity, status: Status, stages: list[Config]
+    ) -> None:
+        self.book = book
+        self.disk = disk
+        self.activity = activity
+        self.status = status
+        self.stages = stages
+
+    @property
+    def config(self) -> Config:
+        return self.stages[self.book.replay.at.stage]
+
+    def lease(self, peer: str, request: LeaseRequest, now: float) -> Reply:
+        """Tickets with at most `credit` members.
+
+        New groups are shared with the other actors that wait; who is alone gets the rest with its
+        next LEASE. Without credit the actor leaves: what it may still hold is vacant.
+        """
+        if request.credit < 0 or request.generated < 0:
+            return Reject(reason=f"credit, generated: {request.credit}, {request.generated}")
+        if request.credit == 0:
+            self.book.leases.abandon(peer)
+            self.activity.leaves(peer)
+            return Ok()
+        self._heard(peer, request.weights, now)
+        room = request.credit
+        fresh = self.book.replay.room() if room >= self.book.replay.numbers.group_size else 0
+        if fresh:
+            asking = {peer, *self.activity.asking(now, self.config.buffer.lease_s)}
+            fresh = share(fresh, len(asking))
+        tickets = []
+        while room > 0:
+            ticket = self._evaluate(peer) or self._reissue(peer, room) or self._explore(peer, room)
+            if ticket is None and fresh > 0:
+                ticket = self._new(peer, room)
+                fresh -= 1
+            if ticket is None:
+                break
+            self.book.leases.grant(peer, ticket.group_id, ticket.attempt, ticket.members, now)
+            tickets.append(ticket)
+            room -= len(ticket.members)
+        if tickets:
+            self.activity.served(peer, "lease")
+            return Tickets(tickets=tickets)
+        reason = self._reason(room, now)
+        self.activity.waits(peer, "lease", reason, now)
+        return Wait(reason=reason)
+
+    def _reason(self, credit: int, now: float) -> str:
+        """The reason for which nothing was granted for so much credit."""
+        if not self.book.replay.room():
+            return self.status.admission(now)
+        size = self.book.replay.numbers.group_size
+        return self._obstacle() or f"a group has {size} members, the credit is {credit}"
+
+    def renew(self, peer: str, request: Renew, now: float) -> Reply:
+        self._heard(peer, request.weights, now)
+        if request.still_s:
+            slowest = max(request.still_s, key=request.still_s.__getitem__)
+            self.activity.peers[peer].doing = (request.doing.get(slowest, ""), now)
+        self.book.leases.note(peer, request.doing, request.still_s, now)
+        lost = self.book.leases.renew(peer, request.progress, now)
+        if lost:
+            return Fenced(reason=f"groups {lost} are not leased to {peer} any more", groups=lost)
+        return Ok()
+
+    def release(self, peer: str, request: Release, now: float) -> Reply:
+        """Members come back. What its environment keeps failing, or an evaluation whose weights are
+        gone, is not granted for ever."""
+        given = self.book.leases.release(peer, request.group_id, request.members)
+        held = self.book.replay.at.groups.get(request.group_id)
+        if request.reason in LOSING:
+            self.status.failures.lose(len(given), now)
+        if held is None or not given:
+            return Ok()
+        lasting = request.reason == "environment" or (
+            request.reason == "weights" and held.pinned is not None
+        )
+        if lasting:
+            self.book.record(records.Failed(group_id=held.group_id, members=given))
+            failures = held.failures
+            if held.pinned is None:
+                failures = self.book.state.tasks.cursor.failures[held.task.task_id]
+            if failures >= self.config.buffer.max_attempts:
+                self._give_up(held, request.reason)
+        return Ok()
+
+    def offer(self, request: Offer) -> Reply:
+        for task in request.tasks:
+            if task.origin != "synthetic" or task.split != "train":
+                return Reject(
+                    reason=f"tasks: {task.task_id} is not a synthetic task of the train split"
+                )
+            if task.task_id.startswith(f"{task.env}/train/"):
+                return Reject(reason=f"tasks: {task.task_id} is the name of a numbered task")
+        tasks = self.book.state.tasks
+        offered = {task.task_id: task for task in request.tasks}
+        new = [task for task_id, task in offered.items() if task_id not in tasks.known]
+        if request.tasks:
+            duplicates = len(request.tasks) - len(new)
+            room = max(0, self.config.questioning.max_tasks - tasks.pool_size())
+            self.book.record(records.Offered(tasks=new[:room], duplicates=duplicates))
+        return Ok()
+
+    def _heard(self, peer: str, weights: WeightId | None, now: float) -> None:
+        """An actor speaks, and says which weights it holds. Evaluations pin older ones."""
+        oldest = self.book.replay.oldest_allowed()
+        behind = oldest is not None and (weights is None or weights < oldest)
+        if behind:
+            groups = self.book.replay.at.groups
+            held = [lease.group_id for lease in self.book.leases if lease.peer == peer]
+            behind = all(groups[group_id].pinned is None for group_id in held)
+        self.activity.works(peer).hold(weights, behind, now)
+
+    def _give_up(self, held: Held, reason: str) -> None:
+        if held.pinned is None:
+            self.book.record(records.Quarantined(task_id=held.task.task_id, reason=reason))
+        self.book.evict([held.group_id], reason)
+
+    def _evaluate(self, peer: str) -> Ticket | None:
+        evaluation = self.book.state.evaluations.next()
+        if evaluation is None:
+            return None
+        source = self.book.state.sources[evaluation.stage]
+        task = held_out_task(source, evaluation.granted)
+        return self._grant(peer, task, "eval", [0], evaluation.weights)
+
+    def _reissue(self, peer: str, room: int) -> Ticket | None:
+        for group_id, vacant in self.book.leases.vacant.items():
+            # an actor has at most one ticket of a group
+            if len(vacant) <= room and self.book.leases.held(peer, group_id) is None:
+                members = sorted(vacant)
+                self.book.record(records.Reissued(group_id=group_id, members=members, actor=peer))
+                return self._ticket(self.book.replay.at.groups[group_id], members)
+        return None
+
+    def _explore(self, peer: str, room: int) -> Ticket | None:
+        """A group that looks for new tasks. It is not trained, so admission does not count it."""
+        size = self.book.replay.numbers.group_size
+        if size > room or not self._exploration_due() or self.disk.obstacle():
+            return None
+        task = self.book.state.tasks.next_exploration()
+        if task is None:
+            return None
+        return self._grant(peer, task, "explore", list(range(size)), None)
+
+    def _exploration_due(self) -> bool:
+        config, replay, tasks = self.config, self.book.replay, self.book.state.tasks
+        questioning = config.questioning
+        if (
+            questioning.kind == "none"
+            or replay.numbers.kind != "rollout"
+            or replay.at.head is None
+            or tasks.pool_size() >= questioning.max_tasks
+            or len(replay.live("explore")) >= questioning.groups
+        ):
+            return False
+        wanting = config.tasks.synthetic > 0 and not tasks.pool_size()
+        return wanting or tasks.cursor.since_exploration >= questioning.every
+
+    def _queued(self) -> Queued | None:
+        """The task of the next new group. Demonstrations are of the given tasks alone."""
+        rollout = self.book.replay.numbers.kind == "rollout"
+        return self.book.state.tasks.peek(self.config.tasks.synthetic if rollout else 0.0)
+
+    def _new(self, peer: str, room: int) -> Ticket | None:
+        numbers = self.book.replay.numbers
+        if numbers.group_size > room or not self.book.replay.room() or self._obstacle():
+            return None
+        queued = self._queued()
+        assert queued is not None, "no obstacle, so there is a task"
+        wait = numbers.kind == "rollout" and (numbers.wait or queued.wait)
+        members = list(range(numbers.group_size))
+        return self._grant(peer, queued.task, numbers.kind, members, None, wait)
+
+    def _obstacle(self) -> str | None:
+        """What forbids new groups apart from admission.
+
+        Bytes do so only while a whole take is ready, so that the learner can always make room.
+        """
+        obstacle = self.disk.obstacle()
+        if obstacle:
+            return obstacle
+        buffer = self.config.buffer
+        ready = len(self.book.replay.by_state["ready"])
+        if ready >= self.book.replay.numbers.groups_per_step:
+            size = self.book.replay.bytes
+            if size >= buffer.limit_bytes:
+                return f"groups hold {size} bytes of buffer.limit_bytes={buffer.limit_bytes}"
+        if self._queued() is None:
+            if self.config.tasks.synthetic == 1 and not self.book.state.tasks.pool_size():
+                return "no synthetic task yet: exploration is to find some"
+            return "every task is quarantined"
+        return None
+
+    def _grant(
+        self,
+        peer: str,
+        task: Task,
+        kind: Kind,
+        members: list[int],
+        pinned: WeightId | None,
+        wait: bool = False,
+    ) -> Ticket:
+        group_id = self.book.replay.at.next_group
+        self.book.record(
+            records.Granted(
+                group_id=group_id,
+                task=task,
+                kind=kind,
+                members=members,
+                actor=peer,
+                wait=wait,
+                pinned=pinned,
+            )
+        )
+        return self._ticket(self.book.replay.at.groups[group_id], members)
+
+    def _ticket(self, held: Held, members: list[int]) -> Ticket:
+        config, seed = self.stages[held.stage], self.config.run.seed
+        rollout = config.rollout
+        # An evaluation meets the same episodes whatever its weights.
+        draws = held.task.task_id if held.kind == "eval" else held.group_id
+        guided = set(self._guided(config, held))
+        temperature = {"eval": config.eval.temperature, "explore": config.questioning.temperature}
+        return Ticket(
+            group_id=held.group_id,
+            task=held.task,
+            kind=held.kind,
+            stage=held.stage,
+            members=members,
+            guided=[member for member in members if member in guided],
+            dynamics_seed=key(seed, "dynamics", held.kind, draws),
+            attempt=held.attempt,
+            weights=held.pinned or self.book.replay.oldest_allowed(),
+            lease_s=config.buffer.lease_s,
+            sampling=Sampling(
+                temperature=temperature.get(held.kind, rollout.temperature),
+                max_tokens=rollout.max_tokens,
+            ),
+        )
+
+    def _guided(self, config: Config, held: Held) -> list[int]:
+        """The members that experience guides: exactly round(share x G), drawn for the group."""
+        if config.experience.kind == "none" or held.kind not in ("rollout", "demo"):
+            return []
+        size = config.rollout.group_size
+        count = round(config.rollout.guided_fraction * size)
+        draw = random.Random(key(config.run.seed, "guided", held.group_id))
+        return draw.sample(range(size), count)

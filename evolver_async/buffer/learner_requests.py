@@ -1,0 +1,316 @@
+"""The learner's side of the buffer: takes, what became of them, new lineages, what may go.
+
+A take is recorded before its groups leave, so the same key always gets the same groups.
+"""
+
+import logging
+
+from evolver_async.buffer.log.capacity import Disk
+from evolver_async.buffer.log.store import Book
+from evolver_async.buffer.monitor.peers import Activity
+from evolver_async.buffer.monitor.status import Status
+from evolver_async.buffer.state import records
+from evolver_async.buffer.state.groups import FORK
+from evolver_async.protocol.messages import (
+    Done,
+    Fenced,
+    Groups,
+    Kept,
+    Ok,
+    Part,
+    Reject,
+    Reply,
+    Resume,
+    Resumed,
+    Sample,
+    Wait,
+)
+from evolver_async.schema import EvalResult, Group, WeightId
+
+ROLLED_BACK = "rolled_back"  # why groups are evicted whose takes a RESUME discards
+
+log = logging.getLogger(__name__)
+
+
+class Taking:
+    """Answers SAMPLE, DONE, RESUME and KEPT."""
+
+    def __init__(
+        self, book: Book, disk: Disk, activity: Activity, status: Status, stages: int
+    ) -> None:
+        self.book = book
+        self.disk = disk
+        self.activity = activity
+        self.status = status
+        self.stages = stages
+        self._delivered: set[WeightId] = set()
+
+    def sample(self, peer: str, request: Sample, now: float) -> list[Reply]:
+        at = self.book.replay.at
+        self.activity.learner = peer
+        fenced = self._fenced(request.lineage)
+        if fenced:
+            return [fenced]
+        if request.take in at.takes and at.takes[request.take].lineage == at.lineage:
+            return self._groups(request.take)
+        if request.take > at.next_take:
+            return [Reject(reason=self.gap(request.lineage, request.take))]
+        if request.take < at.next_take:
+            return [Reject(reason=f"take: {request.take}, the next one is {at.next_take}")]
+        if not 0 <= request.stage < self.stages:
+            return [Reject(reason=f"stage: {request.stage} of {self.stages}")]
+        before = at.takes.get(request.take - 1)
+        if before is not None and not before.reported:
+            return [self._wait(peer, f"take {request.take - 1} is not reported yet", now)]
+        if request.stage != at.stage:
+            self.book.record(records.Switched(stage=request.stage))
+            self._evict_other_stages()
+        groups = self._repeated(request) or self.book.replay.choose()
+        if not groups and self.book.replay.gives_up():
+            return [Reject(reason=self.status.refills())]
+        if not groups and (reason := self.status.hopeless(now)):
+            return [Reject(reason=reason)]
+        if not groups:
+            return [self._wait(peer, self.status.take(now), now)]
+        self.book.record(records.Taken(take=request.take, stage=request.stage, groups=groups))
+        self.activity.served(peer, "sample")
+        return self._groups(request.take)
+
+    def _repeated(self, request: Sample) -> list[int]:
+        """The groups that an abandoned lineage had for this take; none where they must change."""
+        replay = self.book.replay
+        taken = replay.to_repeat(request.take)
+        if taken is None:
+            return []
+        reason = replay.unrepeatable(request.take, request.stage)
+        if not reason:
+            return taken.groups
+        log.warning("take %d and later ones are not repeated: %s", request.take, reason)
+        self.book.record(records.LetGo(take=request.take, reason=reason))
+        self._evict_other_stages()
+        self.book.sweep(FORK)
+        return []
+
+    def done(self, peer: str, request: Done, now: float) -> Reply:
+        """What became of a take. A repeated DONE changes nothing."""
+        at = self.book.replay.at
+        self.activity.learner = peer
+        fenced = self._fenced(request.lineage)
+        if fenced:
+            return fenced
+        taken = at.takes.get(request.take)
+        if taken is None or taken.lineage != at.lineage:
+            return Reject(reason=f"take: {request.take} was never given to lineage {at.lineage}")
+        if not taken.reported:
+            fates = _fates(request)
+            problem = _mismatch(fates, taken.groups, request, at.head)
+            if problem:
+                return Reject(reason=problem)
+            self.book.record(
+                records.Reported(
+                    take=request.take,
+                    version=request.version,
+                    fates={group: fates.get(group, "skipped") for group in taken.groups},
+                    episodes=request.episodes,
+                    delivered=sorted(self._delivered),
+                )
+            )
+            self._delivered.clear()
+            for group_id in taken.groups:
+                if at.groups[group_id].state == "closed":
+                    self.book.forget(group_id)
+            self.book.sweep()
+        return Ok(
+            evals=self._results(),
+            counters=self.status.counters(now),
+            checkpoint=self.disk.wants_checkpoint(),
+            failures=self.status.failures.totals(),
+        )
+
+    def resume(self, peer: str, request: Resume) -> Reply:
+        """Begin a new lineage, unless this process began one before."""
+        at = self.book.replay.at
+        begun = at.begun.get(request.process)
+        if begun is not None and begun == at.lineage:
+            return self._resumed()
+        if begun is not None:
+            return Fenced(reason=f"this process began lineage {begun}, the newest is {at.lineage}")
+        if request.incarnation < at.incarnation:
+            return Fenced(
+                reason=f"incarnation {request.incarnation}: lineage {at.lineage} was begun by "
+                f"incarnation {at.incarnation}"
+            )
+        self.activity.learner = peer
+        refusal = self._unknown(request)
+        if refusal:
+            return Reject(reason=refusal)
+        if request.version < 0:
+            return Reject(reason=f"version: {request.version}")
+        if request.episodes < 0:
+            return Reject(reason=f"episodes: {request.episodes}")
+        if not 0 <= request.stage < self.stages:
+            return Reject(reason=f"stage: {request.stage} of {self.stages}")
+        undone = sorted(
+            {
+                group_id
+                for number, taken in at.takes.items()
+                if number >= request.take
+                for group_id in taken.groups
+            }
+        )
+        self.book.record(
+            records.Resumed(
+                lineage=at.lineage + 1,
+                parent=request.lineage,
+                take=request.take,
+                version=request.version,
+                episodes=request.episodes,
+                stage=request.stage,
+                discard=request.discard,
+                process=request.process,
+                incarnation=request.incarnation,
+            )
+        )
+        self.book.evict(undone if request.discard else [], ROLLED_BACK)
+        self._delivered.clear()
+        self.book.forget_gone()
+        for group_id in self.book.replay.by_state["closed"]:
+            self.book.forget(group_id)
+        self._evict_other_stages()
+        self.book.sweep(FORK)
+        return self._resumed()
+
+    def _resumed(self) -> Resumed:
+        at = self.book.replay.at
+        forks = [at.forks[lineage] for lineage in sorted(at.forks)]
+        return Resumed(lineage=at.lineage, forks=forks)
+
+    def _unknown(self, request: Resume) -> str:
+        """The reason for which the run cannot go on from the learner's state; "" if it can."""
+        at = self.book.replay.at
+        if request.lineage < 0:
+            return f"lineage: {request.lineage}"
+        gap = self.gap(request.lineage, 0 if request.discard else request.take)
+        if gap:
+            return gap
+        if request.take < at.kept and not request.discard:
+            return f"take: {request.take}, the journal has takes {at.kept} to {at.next_take}"
+        if request.lineage == 0 and at.reports:
+            return f"lineage: 0, a fresh start, but the run has trained {at.reports} takes"
+        return ""
+
+    def gap(self, lineage: int, take: int = 0) -> str:
+        """The gap of the journal for a learner of `lineage` before `take`; "" if there is none."""
+        at, end = self.book.replay.at, self.book.journal.end()
+        if lineage > at.lineage:
+            return f"lineage: {end} ends in lineage {at.lineage}, lineage {lineage} is missing"
+        if take > at.next_take:
+            return (
+                f"take: {end} ends before take {at.next_take}, all up to take {take - 1} is missing"
+            )
+        return ""
+
+    def kept(self, peer: str, request: Kept, now: float) -> Reply:
+        replay = self.book.replay
+        self._pause(peer, request.paused, now)
+        if not 0 <= request.take <= replay.at.next_take:
+            return Reject(reason=f"take: {request.take}, the next one is {replay.at.next_take}")
+        at = replay.at
+        if request.take > at.kept or request.bytes != at.checkpoint_bytes:
+            self.book.record(records.Kept(take=request.take, bytes=request.bytes))
+            self.book.spare = True
+        return Ok(evals=self._results(), evaluating=self._evaluating())
+
+    def _results(self) -> list[EvalResult]:
+        """The results of evaluations; repeated until a DONE says that these were received."""
+        results = self.book.state.evaluations.results
+        self._delivered |= {result.weights for result in results}
+        return list(results)
+
+    def _evaluating(self) -> dict[int, int]:
+        """Progress by group of the leases that an evaluation needs.
+
+        An episode that no actor has yet needs all leases: one of them must end first.
+        """
+        groups, leases = self.book.replay.at.groups, self.book.leases
+        running = {group_id for group_id, held in groups.items() if held.kind == "eval"}
+        waits = self.book.state.evaluations.next() is not None or running & leases.vacant.keys()
+        return {
+            lease.group_id: lease.progress for lease in leases if waits or lease.group_id in running
+        }
+
+    def _pause(self, peer: str, reason: str, now: float) -> None:
+        """A paused learner says so again and again, for people to see."""
+        if reason:
+            self.activity.waits(peer, "pause", f"paused: {reason}", now)
+        else:
+            self.activity.served(peer, "pause")
+
+    def _fenced(self, lineage: int) -> Fenced | Reject | None:
+        newest = self.book.replay.at.lineage
+        if lineage == newest:
+            return None
+        if lineage > newest:
+            return Reject(reason=self.gap(lineage))
+        return Fenced(reason=f"lineage {lineage}: the newest is {newest}")
+
+    def _wait(self, peer: str, reason: str, now: float) -> Wait:
+        self.activity.waits(peer, "sample", reason, now)
+        return Wait(reason=reason, failures=self.status.failures.totals())
+
+    def _evict_other_stages(self) -> None:
+        replay = self.book.replay
+        left = [
+            held.group_id
+            for state in ("open", "ready")
+            for held in replay.by_state[state].values()
+            if held.stage != replay.at.stage and held.kind != "eval"
+        ]
+        self.book.evict(left, "stage")
+
+    def _groups(self, take: int) -> list[Reply]:
+        replay = self.book.replay
+        replies: list[Reply] = []
+        taken = replay.at.takes[take]
+        for group_id in taken.groups:
+            held = replay.at.groups[group_id]
+            group = Group(
+                group_id=group_id,
+                task=held.task,
+                kind=held.kind,
+                stage=held.stage,
+                use=replay.uses_before(held, take),
+                head=taken.head,
+                trajectories=self.book.trajectories(held),
+            )
+            replies.append(Part(group=group))
+        return [*replies, Groups(count=len(replies))]
+
+
+def _fates(request: Done) -> dict[int, str]:
+    fates = dict.fromkeys(request.trained, "trained")
+    for reason, groups in request.filtered.items():
+        fates |= dict.fromkeys(groups, reason)
+    return fates
+
+
+def _mismatch(
+    fates: dict[int, str], taken: list[int], request: Done, head: WeightId | None
+) -> str | None:
+    """What a DONE gets wrong about its take. Only a skipped one may leave groups out."""
+    count = len(request.trained) + sum(len(groups) for groups in request.filtered.values())
+    if count != len(fates):
+        return f"trained, filtered: a group twice in take {request.take}"
+    if "trained" in request.filtered:
+        return "filtered: 'trained' is no reason"
+    foreign = sorted(fates.keys() - set(taken))
+    if foreign:
+        return f"trained, filtered: groups {foreign} are not of take {request.take}"
+    left_out = sorted(set(taken) - fates.keys())
+    if left_out and not request.skipped:
+        return f"trained, filtered: groups {left_out} of take {request.take} are missing"
+    if head is not None and request.version < head.step:
+        return f"version: {request.version}, it was {head.step}"
+    if request.episodes < 0:
+        return f"episodes: {request.episodes}"
+    return None

@@ -1,0 +1,1 @@
+"""The durable log of the buffer: segments, journal, free space, and the store on top."""

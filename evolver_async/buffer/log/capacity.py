@@ -1,0 +1,81 @@
+"""What the space left on the disk allows: new groups, then arrivals; when a checkpoint would help.
+
+Why nothing stands still for want of space that a checkpoint could free. Grants stop early, while
+two checkpoints and two segments fit, but only while the learner has a whole take to wait for or to
+train; where it would starve, groups are still granted until only one checkpoint and one segment
+fit. So the learner goes on, every DONE asks it for a checkpoint, and with KEPT old segments go.
+What is granted beyond `limit_bytes` this way is a few takes at most. Where even one checkpoint and
+one segment do not fit, arrivals are told to come again, and everybody waits for space.
+"""
+
+import math
+
+from evolver_async.buffer.log.journal import Journal
+from evolver_async.buffer.state.replay import Replay
+
+
+class Disk:
+    """Reads the journal's numbers. `limit_bytes`: size of the journal at which grants stop."""
+
+    def __init__(self, replay: Replay, journal: Journal, limit_bytes: int) -> None:
+        self.replay = replay
+        self.journal = journal
+        self.limit_bytes = limit_bytes
+
+    def full(self) -> str | None:
+        """Why nothing that is large may come in; None where it may."""
+        return self.journal.problem or self._lacks(self._reserve())
+
+    def scarce(self) -> str | None:
+        """Why the journal should not grow much further; None while it may."""
+        size = self.journal.size
+        if size >= self.limit_bytes:
+            return (
+                f"the journal holds {size} bytes of buffer.disk_limit_bytes={self.limit_bytes}; "
+                "a checkpoint lets old segments go"
+            )
+        return self._lacks(2 * self._reserve())
+
+    def obstacle(self) -> str | None:
+        """Why no new group may be granted; None where one may."""
+        return self.full() or (self.scarce() if self._supplied() else None)
+
+    def wants_checkpoint(self) -> bool:
+        """Whether a checkpoint would let segments go that are in the way."""
+        if not (self.full() or self.scarce()):
+            return False
+        if self.journal.archive_bytes == math.inf and self.journal.size < self.limit_bytes:
+            return False  # they would only move
+        used = [
+            segment
+            for held in self.replay.at.groups.values()
+            if held.state != "closed"
+            for segment in held.segments
+        ]
+        return min(self.journal.sizes) < min(used, default=self.journal.newest)
+
+    def _reserve(self) -> int:
+        """A checkpoint is written beside those that are kept; a segment begins with a snapshot."""
+        return self.replay.at.checkpoint_bytes + self.journal.segment_bytes
+
+    def _lacks(self, needed: int) -> str | None:
+        free = self.journal.free
+        if free >= needed:
+            return None
+        return (
+            f"{self.journal.directory}: only {free} bytes of disk are free, {needed} are wanted "
+            "for checkpoints and segments"
+        )
+
+    def _supplied(self) -> bool:
+        """Whether the learner is at work or will be, without any new group."""
+        replay = self.replay
+        if replay.by_state["taken"]:
+            return True
+        kind = replay.numbers.kind
+        coming = sum(
+            held.kind == kind
+            for state in ("open", "ready")
+            for held in replay.by_state[state].values()
+        )
+        return coming >= replay.numbers.groups_per_step

@@ -1,0 +1,378 @@
+"""The write-ahead log: what was committed is there after a kill or a power cut, or a start says so.
+
+A journal is a directory of numbered segments (`segment` has their bytes); what the records mean is
+the caller's. A commit is written with one call and synced before anybody is answered, so it is on
+disk as a whole or was never promised.
+
+What a start reads. The first record of a segment is a snapshot of everything before it, with the
+place and checksum of every body that may still be asked for, and the sizes of the segments sealed
+until then: the index of them all. So a start reads the newest segment alone and looks at the sizes
+of the others. A sealed segment that is missing or short is found at once (its last commit says that
+there is a next one); a changed body when it is read, by its checksum.
+
+What is refused. A commit that is torn at the end of the newest segment is cut off. Any other damage
+is a JournalError: the segment is copied to quarantine/ with a note of what is wrong, and neither
+moved nor changed. A disk that is full is DiskFull: the same commit can be tried again. A sync that
+fails is neither, as nobody knows then what is on disk: see SyncError.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import math
+import os
+import shutil
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from evolver_async.buffer.log import segment
+
+SEALED = struct.Struct("<IQ")  # number and bytes of a sealed segment
+REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+Location = tuple[int, int, int, int]  # of a body: segment, offset, bytes, crc32
+
+log = logging.getLogger(__name__)
+
+
+class JournalError(RuntimeError):
+    """The journal cannot be used; names file and offset."""
+
+
+class DiskFull(RuntimeError):
+    """Nothing of the commit is on disk; it can be tried again after `measure`."""
+
+
+class SyncError(RuntimeError):
+    """Nobody knows what is on disk: this process must end, the next one reads what is there."""
+
+
+def archive_bytes(archive: str) -> float:
+    """How much the archive may hold, from `buffer.archive`: none, all or a number of bytes."""
+    return {"none": 0, "all": math.inf}[archive] if archive in ("none", "all") else int(archive)
+
+
+class Journal:
+    """One process appends. `replay` must be read to its end before the first `append`.
+
+    Segments that are needed no more are deleted, or kept in archive/, `archive_bytes` at most.
+    """
+
+    def __init__(self, directory: Path, segment_bytes: int, archive_bytes: float = 0) -> None:
+        self.directory = directory
+        self.segment_bytes = segment_bytes
+        self.archive_bytes = archive_bytes
+        if not directory.exists():
+            directory.mkdir(parents=True)
+            _sync_directory(directory.parent)
+        self._lock = open(directory / "lock", "w")  # noqa: SIM115 (held until close)
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise JournalError(f"{directory}: in use by another process") from error
+        self.sizes = {int(path.stem): path.stat().st_size for path in directory.glob("*.log")}
+        self.newest = max(self.sizes, default=0)
+        self.problem = ""  # why the last commit was refused
+        self._sealed: dict[int, int] = {}
+        self._snapshot_bytes = 0
+        self._counted_from = 0
+        self._fd = -1
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+        self._waits = False  # until the disk is measured again
+        self._broken = False
+        self.free = self._free()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all segments."""
+        return sum(self.sizes.values())
+
+    @property
+    def full_segment(self) -> bool:
+        """Whether so much was written since its snapshot that another one hardly counts."""
+        written = self.sizes[self.newest] - self._counted_from
+        return written >= max(self.segment_bytes, 4 * self._snapshot_bytes)
+
+    def replay(self) -> Iterator[tuple[memoryview, Location]]:
+        """The newest segment's snapshot and every record since: its head, and its body's place.
+
+        Cuts off a torn commit at the very end. Raises JournalError for other damage.
+        """
+        begun = self._begun()
+        number, offset = self.newest, 0
+        data = memoryview(self._path(number).read_bytes() if number else b"")
+        while offset < len(data):
+            end = self._payload_end(number, data, offset)
+            start = offset + segment.COMMIT.size
+            if end is None:
+                self._cut(number, offset, len(data))
+                break
+            if end == start:
+                raise self._lacks_next(number, begun)
+            if offset == 0:
+                self._snapshot_bytes = self._counted_from = end + segment.END.size
+                _, (table, table_bytes, _) = next(segment.records(data, start, end))
+                self._sealed = dict(SEALED.iter_unpack(data[table : table + table_bytes]))
+            for head, place in segment.records(data, start, end):
+                yield head, (number, *place)
+            offset = end + segment.END.size
+        if begun:
+            log.warning("%s: removed, its first commit is unfinished", self._path(begun))
+            self._path(begun).unlink()
+        if self.sizes:
+            self._fd = os.open(self._path(number), os.O_WRONLY | os.O_APPEND)
+            # what a killed process wrote may have been read from memory: no DUP before it is synced
+            self._sync(self._fd, self.sizes[number])
+
+    def check_sealed(self, first: int) -> None:
+        """JournalError unless the segments from `first` on are there in full."""
+        for number in range(first, self.newest):
+            size, sealed = self.sizes.get(number, 0), self._sealed.get(number, 1)
+            if not size:
+                raise JournalError(f"{self._path(number)}: missing")
+            if size < sealed:
+                raise self._damage(number, size, f"damaged, {sealed - size} bytes are missing")
+
+    def append(self, head: bytes, body: bytes = b"", crc: int | None = None) -> Location:
+        """Adds a record to the next commit; returns where its body will lie.
+
+        `crc`: the CRC32 of the body, from whoever knows it already.
+        """
+        crc = zlib.crc32(body) if crc is None else crc
+        parts = segment.record(head, body, crc)
+        start = self.sizes[self.newest] + segment.COMMIT.size + self._pending_bytes
+        self._pending += parts
+        self._pending_bytes += sum(map(len, parts))
+        return self.newest, start + len(parts[0]), len(body), crc
+
+    def commit(self) -> None:
+        """Writes and syncs what was appended. DiskFull where there is no room for it."""
+        if not self._pending:
+            return
+        if self._broken:
+            raise SyncError(f"{self._path(self.newest)}: not to be written after a failure")
+        if self._waits:
+            raise DiskFull(self.problem)
+        data = segment.commit(self._pending)
+        size = self.sizes[self.newest]
+        try:
+            self._write(self._fd, data, size)
+        except DiskFull as refusal:
+            self._refused(str(refusal))
+            raise
+        self._sync(self._fd, size)
+        self.sizes[self.newest] += len(data)
+        self._pending, self._pending_bytes = [], 0
+        self.free = self._free()
+        if self.problem:
+            log.warning("%s: there is room again", self.directory)
+            self.problem = ""
+
+    def roll(self, snapshot: bytes) -> None:
+        """Begins a new segment with this record. Everything appended must be committed.
+
+        DiskFull where there is no room for it; the old segment goes on then, and is full again when
+        as much has been written once more.
+        """
+        assert not self._pending, "roll between commits only"
+        self._counted_from = self.sizes.get(self.newest, 0)
+        sealed = b"".join(SEALED.pack(*sizes) for sizes in sorted(self.sizes.items()))
+        data = segment.commit(segment.record(snapshot, sealed, zlib.crc32(sealed)))
+        path = self._path(self.newest + 1)
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        except OSError as error:
+            raise self._full(error) from error
+        try:
+            self._write(fd, data, 0)
+        except DiskFull:
+            os.close(fd)
+            path.unlink()
+            raise
+        self._sync(fd, 0)
+        _sync_directory(self.directory)
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):  # what it says is checked, not needed
+                os.write(self._fd, segment.SEAL)
+            os.close(self._fd)
+        self._fd = fd
+        self.newest += 1
+        self.sizes[self.newest] = self._snapshot_bytes = self._counted_from = len(data)
+
+    def drop(self, before: int) -> None:
+        """Deletes the segments older than `before`, or moves them to archive/."""
+        for number in sorted(self.sizes):
+            if number >= min(before, self.newest):
+                break
+            path = self._path(number)
+            if self.archive_bytes:
+                (self.directory / "archive").mkdir(exist_ok=True)
+                path.rename(self.directory / "archive" / path.name)
+            else:
+                path.unlink()
+            del self.sizes[number]
+        if self.archive_bytes not in (0, math.inf):
+            self._trim_archive()
+
+    def read(self, location: Location) -> bytes:
+        """The body at a location of a committed record; JournalError unless it is as written."""
+        number, offset, size, crc = location
+        try:
+            fd = os.open(self._path(number), os.O_RDONLY)
+        except FileNotFoundError:
+            raise JournalError(f"{self._path(number)} at {offset}: the file is missing") from None
+        try:
+            data = os.pread(fd, size, offset)
+        finally:
+            os.close(fd)
+        if len(data) != size:
+            raise self._damage(number, offset, f"damaged, {len(data)} of {size} bytes are there")
+        if zlib.crc32(data) != crc:
+            raise self._damage(
+                number, offset, f"damaged, a body of {size} bytes has the wrong checksum"
+            )
+        return data
+
+    def measure(self) -> None:
+        """Looks again how much space the disk has; a refused commit may be tried again."""
+        self.free = self._free()
+        self._waits = False
+
+    def end(self) -> str:
+        """The newest segment and its size, for people."""
+        return f"{self._path(self.newest)} with {self.sizes[self.newest]} bytes"
+
+    def where(self, location: Location) -> str:
+        """File and offset, for people."""
+        return f"{self._path(location[0])} at {location[1]}"
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._lock.close()
+
+    def _begun(self) -> int:
+        """The newest segment where its snapshot was never committed, which is none any more; or 0.
+
+        JournalError where it cannot be one that a crash left unfinished.
+        """
+        number = self.newest
+        if not number:
+            return 0
+        data = memoryview(self._path(number).read_bytes())
+        if self._payload_end(number, data, 0) is not None:
+            return 0
+        del self.sizes[number]
+        self.newest = max(self.sizes, default=0)
+        if self.newest != number - 1:
+            raise self._damage(number, 0, "damaged, its first commit is cut short")
+        return number
+
+    def _lacks_next(self, number: int, begun: int) -> JournalError:
+        if begun:
+            return self._damage(begun, 0, "damaged, its first commit is cut short")
+        name = self._path(number).name
+        return JournalError(f"{self._path(number + 1)}: missing, {name} says that it was begun")
+
+    def _payload_end(self, number: int, data: memoryview, offset: int) -> int | None:
+        try:
+            return segment.payload_end(data, offset)
+        except segment.Damage as damage:
+            raise self._damage(number, damage.offset, str(damage)) from None
+
+    def _damage(self, number: int, offset: int, cause: str) -> JournalError:
+        """Keeps a copy of the segment as it is now, with a note; returns the error to raise."""
+        path = self._path(number)
+        words = f"{path} at {offset}: {cause}"
+        copy = self.directory / "quarantine" / path.name
+        try:
+            copy.parent.mkdir(exist_ok=True)
+            if not copy.exists():
+                try:
+                    shutil.copyfile(path, copy)
+                except OSError:
+                    copy.unlink(missing_ok=True)
+                    os.link(path, copy)  # needs no room
+            with open(copy.with_suffix(".txt"), "a", encoding="utf-8") as note:
+                note.write(NOTE.format(words=words, copy=copy, path=path, offset=offset))
+        except OSError as error:
+            log.error("%s: could not be quarantined: %s", path, error)
+        return JournalError(f"{words}; a copy is in {copy.parent}")
+
+    def _cut(self, number: int, offset: int, end: int) -> None:
+        path = self._path(number)
+        log.warning("%s: cut off an unfinished commit, %d bytes at %d", path, end - offset, offset)
+        os.truncate(path, offset)
+        self.sizes[number] = offset
+
+    def _write(self, fd: int, data: bytes, size: int) -> None:
+        """All of it at the end of a file of `size` bytes, or the file is as before."""
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[os.write(fd, left) :]
+        except OSError as error:
+            self._broken = True
+            os.ftruncate(fd, size)
+            refusal = self._full(error)
+            self._broken = False
+            raise refusal from error
+
+    def _sync(self, fd: int, size: int) -> None:
+        """`size`: the bytes of the file that were synced before."""
+        try:
+            os.fdatasync(fd)
+        except OSError as error:
+            self._broken = True
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, size)  # nobody may take for durable what is only in memory
+            raise SyncError(f"{self.directory}: could not be synced: {error}") from error
+
+    def _full(self, error: OSError) -> DiskFull:
+        """Raises the error itself where it says anything but that there is no room."""
+        if error.errno not in REFUSED:
+            raise error
+        return DiskFull(f"{self.directory}: {os.strerror(error.errno or 0).lower()}")
+
+    def _refused(self, problem: str) -> None:
+        if problem != self.problem:
+            log.error("%s; nothing is acknowledged until there is room", problem)
+        self.problem, self.free, self._waits = problem, 0, True
+
+    def _trim_archive(self) -> None:
+        paths = sorted((self.directory / "archive").glob("*.log"))
+        size = sum(path.stat().st_size for path in paths)
+        for path in paths:
+            if size <= self.archive_bytes:
+                return
+            size -= path.stat().st_size
+            path.unlink()
+
+    def _free(self) -> int:
+        disk = os.statvfs(self.directory)
+        return disk.f_bavail * disk.f_frsize
+
+    def _path(self, number: int) -> Path:
+        return self.directory / f"{number:08d}.log"
+
+
+NOTE = """{words}
+{copy} is the file as it was found. The run does not start with this file as it is. Put an intact
+copy in its place if there is one. Only where the machine lost its power in the very last commit of
+the newest segment, nobody was told of that commit, and it can be cut off:
+    truncate -s {offset} {path}
+"""
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

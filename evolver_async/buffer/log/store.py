@@ -1,0 +1,171 @@
+"""The durable state with its journal: what is recorded is applied, what is read back is the same.
+
+Also keeps the trajectories of live groups in memory; others are read from the journal when asked
+for.
+"""
+
+import logging
+
+import msgspec
+
+from evolver_async.buffer.log.journal import DiskFull, Journal, JournalError
+from evolver_async.buffer.state import records
+from evolver_async.buffer.state.censoring import Censoring, Change
+from evolver_async.buffer.state.groups import ZERO_SPREAD, Held, Location, end_of
+from evolver_async.buffer.state.groups import State as GroupState
+from evolver_async.buffer.state.leases import Leases
+from evolver_async.buffer.state.machine import State
+from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
+from evolver_async.schema import Trajectory
+
+NO_BODY = Parcel(b"", 0)
+
+log = logging.getLogger(__name__)
+
+
+class Book:
+    """State, journal and leases of one buffer. Opens the journal and replays it.
+
+    Leases begin anew at `now`: to whomever a missing member was granted last.
+    """
+
+    def __init__(self, state: State, journal: Journal, leases: Leases, now: float) -> None:
+        self.state = state
+        self.replay = state.replay
+        self.journal = journal
+        self.leases = leases
+        self.bodies: dict[int, dict[int, Trajectory]] = {}
+        self.censoring = Censoring()
+        self.now = now  # when what is being recorded happens
+        self.spare = True  # whether segments may have become dispensable since the last commit
+        for head, location in journal.replay():
+            try:
+                state.apply(records.decode(head), location)
+            except (msgspec.DecodeError, ValueError, KeyError, IndexError, AssertionError) as error:
+                raise JournalError(f"{journal.where(location)}: {error}") from error
+        if not journal.sizes:
+            journal.roll(records.encode(state.snapshot()))
+        journal.check_sealed(self._needed())
+        state.check()
+        for held in self.replay.by_state["open"].values():
+            self._lease_again(held, now)
+
+    def record(self, record: records.AnyRecord, trajectory: Trajectory | None = None) -> None:
+        """Appends to the journal and applies; durable after the next `commit`."""
+        body = NO_BODY if trajectory is None else wrap(trajectory)
+        location = self.journal.append(records.encode(record), *body)
+        before = self._concerned(record)
+        self.state.apply(record, location)
+        self._note_changes(before, record)
+        if trajectory is not None:
+            group = self.bodies.setdefault(trajectory.group_id, {})
+            group[trajectory.member] = trajectory
+
+    def commit(self) -> None:
+        """Puts everything recorded so far on disk; then segments begin and go as they must.
+
+        DiskFull: nothing of it is there, and it can be tried again.
+        """
+        self.journal.commit()
+        if self.journal.full_segment:
+            try:
+                self.journal.roll(records.encode(self.state.snapshot()))
+            except DiskFull as refusal:
+                log.warning("%s; no new segment for now", refusal)
+            self.spare = True
+        if self.spare:
+            self.journal.drop(self._needed())
+            self.spare = False
+
+    def evict(self, groups: list[int], reason: str) -> None:
+        """These groups end here."""
+        if groups:
+            self.record(records.Evicted(groups=groups, reason=reason))
+        for group_id in groups:
+            self.forget(group_id)
+
+    def forget(self, group_id: int) -> None:
+        """Nobody works on a group any more and nobody is about to train it."""
+        self.leases.close(group_id)
+        self.bodies.pop(group_id, None)
+
+    def sweep(self, cause: str = "") -> None:
+        """Evicts what has become too old: open groups for their age, ready ones as stale, or both
+        for a `cause` that is not the tasks'. And what dynamic sampling leaves out, where the record
+        that said so was lost."""
+        replay = self.replay
+        for groups, reason, falls in (
+            (replay.by_state["open"], cause or "age", replay.too_old),
+            (replay.by_state["ready"], cause or "stale", replay.too_old),
+            (replay.by_state["ready"], ZERO_SPREAD, replay.pointless),
+        ):
+            self.evict([g for g, held in groups.items() if falls(held)], reason)
+
+    def forget_gone(self) -> None:
+        """Forgets the groups that are held no more."""
+        known = {*self.bodies, *self.leases.vacant, *(lease.group_id for lease in self.leases)}
+        for group_id in known - self.replay.at.groups.keys():
+            self.forget(group_id)
+
+    def trajectories(self, held: Held) -> list[Trajectory]:
+        """The members of a group in order, from memory or from the journal."""
+        bodies = self.bodies.get(held.group_id, {})
+        return [
+            bodies[member] if member in bodies else self._read(held.arrived[member].location)
+            for member in sorted(held.arrived)
+        ]
+
+    def _read(self, location: Location) -> Trajectory:
+        *_, crc = location
+        return unwrap(Parcel(self.journal.read(location), crc))
+
+    def _concerned(self, record: records.AnyRecord) -> dict[int, tuple[Held, GroupState]]:
+        """The groups that a record may end or bring back, each with its state before it."""
+        at = self.replay.at
+        match record:
+            case records.Evicted():
+                groups = record.groups
+            case records.Reported():
+                groups = at.takes[record.take].groups
+            case records.Resumed():
+                groups = [group_id for taken in at.takes.values() for group_id in taken.groups]
+            case _:
+                return {}
+        return {group_id: (at.groups[group_id], at.groups[group_id].state) for group_id in groups}
+
+    def _note_changes(
+        self, before: dict[int, tuple[Held, GroupState]], record: records.AnyRecord
+    ) -> None:
+        """For the censoring report."""
+        evicted_for = record.reason if isinstance(record, records.Evicted) else ""
+        for held, state in before.values():
+            if held.kind != "rollout" or (state == "closed") == (held.state == "closed"):
+                continue
+            fate, reason = None, ""
+            if held.state == "closed":
+                fate, reason = end_of(held, evicted_for)
+            leases = self.leases.of_group(held.group_id)
+            change = Change(
+                group_id=held.group_id,
+                env=held.task.env,
+                fate=fate,
+                reason=reason,
+                missing=len(held.missing),
+                leased_s=[self.now - lease.since for lease in leases for _ in lease.members],
+            )
+            self.censoring.follow(change)
+
+    def _lease_again(self, held: Held, now: float) -> None:
+        tickets: dict[tuple[str, int], list[int]] = {}
+        for member in held.missing:
+            owner = held.owners[member]
+            tickets.setdefault((owner.actor, owner.attempt), []).append(member)
+        for (actor, attempt), members in tickets.items():
+            self.leases.grant(actor, held.group_id, attempt, members, now)
+
+    def _needed(self) -> int:
+        """The segment with the oldest trajectory of a group that is held or may come back."""
+        return min(
+            (segment for held in self.replay.at.groups.values() for segment in held.segments),
+            default=self.journal.newest,
+        )

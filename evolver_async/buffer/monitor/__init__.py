@@ -1,0 +1,1 @@
+"""Monitoring of the buffer: peers, failures, stalls and the STATUS reply."""

@@ -1,0 +1,134 @@
+"""Who makes no progress, why, and for how long: what STATUS, the log and the metrics say of it.
+
+Pure: time is an argument. Members, actors, weights and the learner are looked at; whoever is not
+named here either moves or waits for somebody who is.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from evolver_async.buffer.monitor.peers import GONE_S, Activity
+from evolver_async.buffer.state.leases import Leases
+from evolver_async.buffer.state.replay import Replay
+
+REPEAT_S = 60.0
+WAITS = {"sample": "waits for fresh data: "}
+PARKED_S = 6.0  # a parked LEASE may speak of weights that its sender has replaced since
+
+
+class Stall(msgspec.Struct, frozen=True):
+    """Something that has not moved for `for_s` seconds.
+
+    `who`: the process that would have to move. `about`: group, weights, take or life; it tells
+    apart what one process is late with.
+    """
+
+    who: str
+    about: str
+    what: str
+    for_s: float
+
+    @property
+    def text(self) -> str:
+        return f"{self.who} has made no progress for {self.for_s:.0f} s: {self.what}"
+
+
+def find(
+    replay: Replay, leases: Leases, activity: Activity, now: float, warn_s: float
+) -> list[Stall]:
+    """Everybody who has made no progress for longer than `warn_s`, the longest first."""
+    found = [
+        *_actors(leases, activity, now, warn_s),
+        *_learner(replay, activity, now, warn_s),
+    ]
+    late = [stall for stall in found if stall.for_s > warn_s]
+    return sorted(late, key=lambda stall: -stall.for_s)
+
+
+def _actors(leases: Leases, activity: Activity, now: float, warn_s: float) -> Iterable[Stall]:
+    silent = set()
+    groups: dict[str, list[str]] = {}
+    for lease in leases:
+        groups.setdefault(lease.peer, []).append(f"group {lease.group_id}")
+    for name in sorted(activity.actors):
+        peer = activity.peers[name]
+        if not peer.left and warn_s < now - peer.seen < GONE_S:
+            silent.add(name)
+            held = groups.get(name, [])
+            what = f"not heard; holds {', '.join(held) or 'no group any more'}"
+            if peer.doing is not None:
+                what += f"; {now - peer.doing[1]:.0f} s ago {peer.doing[0]}"
+            yield Stall(name, "life", what, now - peer.seen)
+        elif peer.behind_since is not None and now - peer.behind_since > PARKED_S:
+            what = f"holds weights {peer.weights}, which are too old, and newer ones do not come"
+            yield Stall(name, "weights", what, now - peer.behind_since)
+    for lease in leases:
+        if lease.peer not in silent:
+            what = f"group {lease.group_id} waits for members {sorted(lease.members)}"
+            if lease.doing:
+                what = f"{what}: {lease.doing}"
+            yield Stall(lease.peer, f"group {lease.group_id}", what, now - lease.still_since)
+
+
+def _learner(replay: Replay, activity: Activity, now: float, warn_s: float) -> Iterable[Stall]:
+    at, name = replay.at, activity.learner or "learner"
+    seen, waits = activity.began, {}
+    if activity.learner is not None:
+        seen, waits = activity.peers[name].seen, activity.peers[name].waits
+    if now - seen <= warn_s:
+        for about, (reason, since) in waits.items():
+            yield Stall(name, about, f"{WAITS.get(about, '')}{reason}", now - since)
+        return
+    taken = at.takes.get(at.next_take - 1)
+    if taken is not None and not taken.reported:
+        what = f"take {at.next_take - 1} is out and nothing is heard: stopped, or stuck in a step"
+    elif activity.learner is None:
+        what = "has not been heard yet"
+    else:
+        what = "neither asks for a take nor reports one: stopped, or writing a checkpoint"
+    yield Stall(name, "life", what, now - seen)
+
+
+class Stalls:
+    """The stalls of one buffer, followed: which deserve a line now, which there were in a step."""
+
+    def __init__(self, replay: Replay, leases: Leases, activity: Activity, warn_s: float) -> None:
+        self._of = (replay, leases, activity)
+        self._warn_s = warn_s
+        self._said: dict[tuple[str, str], tuple[Stall, float]] = {}
+        self._longest: dict[tuple[str, str], float] = {}  # since the last `counters`
+
+    def find(self, now: float) -> list[Stall]:
+        """The stalls of this moment."""
+        found = find(*self._of, now, self._warn_s)
+        for stall in found:
+            place = (stall.who, stall.about)
+            self._longest[place] = max(stall.for_s, self._longest.get(place, 0.0))
+        return found
+
+    def lines(self, now: float) -> list[str]:
+        """What is worth a line: a stall when it is found, then once a minute, and its end."""
+        found = {(stall.who, stall.about): stall for stall in self.find(now)}
+        lines = []
+        for place, stall in found.items():
+            _, said_at = self._said.get(place, (stall, now - REPEAT_S))
+            if now - said_at >= REPEAT_S:
+                lines.append(stall.text)
+                said_at = now
+            self._said[place] = (stall, said_at)
+        still = {stall.who for stall in found.values()}
+        for place in self._said.keys() - found.keys():
+            stall, _ = self._said.pop(place)
+            if stall.who not in still:  # else it has only got worse
+                lines.append(f"{stall.who} goes on after {stall.for_s:.0f} s: {stall.what}")
+        return lines
+
+    def counters(self, now: float) -> dict[str, float]:
+        """How many stalls there were since the last call, and the longest of them in seconds."""
+        self.find(now)
+        longest, self._longest = self._longest, {}
+        return {
+            "supervision/stalled": float(len(longest)),
+            "supervision/longest_s": max(longest.values(), default=0.0),
+        }

@@ -1,0 +1,262 @@
+"""What the buffer says about itself: why somebody waits, the STATUS reply, the counters."""
+
+from collections import Counter
+
+import msgspec
+
+from evolver_async.buffer.log.journal import Journal
+from evolver_async.buffer.monitor.failures import Failures
+from evolver_async.buffer.monitor.peers import Activity
+from evolver_async.buffer.monitor.stalls import Stalls
+from evolver_async.buffer.state.censoring import Censoring
+from evolver_async.buffer.state.groups import Held
+from evolver_async.buffer.state.leases import Leases
+from evolver_async.buffer.state.ledger import CLOSED, DOOR, Amount
+from evolver_async.buffer.state.machine import State
+
+SHOWN = 32  # groups, evaluations and environments
+PEERS_SHOWN = 256  # also stalls and quarantined tasks; the newest heard
+TEXT_CHARS = 500
+
+
+class Status:
+    """Reads the parts of the service; changes nothing."""
+
+    def __init__(
+        self,
+        state: State,
+        leases: Leases,
+        journal: Journal,
+        activity: Activity,
+        censoring: Censoring,
+        stalls: Stalls,
+        failures: Failures,
+        lease_s: float,
+    ) -> None:
+        self.state = state
+        self.leases = leases
+        self.journal = journal
+        self.activity = activity
+        self.censoring = censoring
+        self.stalls = stalls
+        self.failures = failures
+        self.lease_s = lease_s
+        self._sampled_before = state.ledger.sampled_tokens()  # in the journal, by whomever
+
+    def admission(self, now: float) -> str:
+        """Why no further group fits, and who can change that."""
+        replay = self.state.replay
+        if replay.numbers.kind == "rollout" and replay.at.head is None:
+            return "no learner has announced itself yet"
+        return (
+            f"full: {replay.outstanding()} of {replay.limit()} uses outstanding "
+            f"({self._occupancy()}); waits for {self._bottleneck(now)}"
+        )
+
+    def take(self, now: float) -> str:
+        """What the learner's next take lacks, from whom, for how long."""
+        replay = self.state.replay
+        lacking = f"{self._occupancy()} of {replay.numbers.groups_per_step} needed"
+        stragglers = replay.stragglers()
+        if len(replay.by_state["ready"]) >= replay.numbers.groups_per_step and stragglers:
+            return f"{lacking}; waits for the stragglers of {self.group(stragglers[0], now)}"
+        opened = [held for held in replay.by_state["open"].values() if held.kind != "eval"]
+        if opened:
+            return f"{lacking}; waits for {self.group(opened[0], now)}"
+        actors = self.activity.alive(now, self.lease_s)
+        refused = [
+            f"{name} was refused: {reason}"
+            for name in sorted(self.activity.actors)
+            for reason, _ in [self.activity.peers[name].waits.get("lease", ("", 0.0))]
+            if reason
+        ]
+        return f"{lacking}; {actors} actors alive{''.join('; ' + text for text in refused[:1])}"
+
+    def refills(self) -> str:
+        """Why dynamic sampling gives up."""
+        replay = self.state.replay
+        ready = len(replay.by_state["ready"])
+        return (
+            f"selection.max_refills: {replay.at.zero_spread} groups since the last take had equal"
+            f" rewards throughout, and only {ready} of {replay.numbers.groups_per_step} had not:"
+            " the tasks are too easy or too hard for this policy"
+        )
+
+    def hopeless(self, now: float) -> str:
+        """The reason for which waiting for data is in vain; "" while it is not."""
+        playing = sum(len(lease.members) for lease in self.leases)
+        if verdict := self.failures.verdict(playing, now):
+            return verdict
+        replay, tasks = self.state.replay, self.state.tasks
+        if playing or replay.by_state["open"] or not tasks.exhausted():
+            return ""
+        reasons = sorted(set(tasks.cursor.quarantined.values()))
+        return (
+            f"every task is quarantined ({', '.join(reasons)}; see buffer.max_attempts) and no"
+            f" group is left: {self.failures.last}"
+        )
+
+    def group(self, held: Held, now: float) -> str:
+        """Which members of a group are missing, with whom they are, for how long."""
+        parts = [
+            f"members {sorted(lease.members)} from {lease.peer} for {now - lease.since:.1f} s"
+            for lease in self.leases.of_group(held.group_id)
+        ]
+        vacant = sorted(self.leases.vacant.get(held.group_id, ()))
+        if vacant:
+            parts.append(f"members {vacant} to be granted again")
+        return f"group {held.group_id}: {', '.join(parts)}"[:TEXT_CHARS]
+
+    def full(self, now: float) -> dict[str, object]:
+        """The STATUS reply: plain nested values, bounded whatever arrives."""
+        replay, at = self.state.replay, self.state.replay.at
+        opened = sorted(replay.by_state["open"].values(), key=lambda held: held.group_id)
+        heard = reversed(self.activity.peers.items())  # the last heard first
+        actors = [name for name, _ in heard if name in self.activity.actors][:PEERS_SHOWN]
+        waiting = [name for name, peer in reversed(self.activity.peers.items()) if peer.waits]
+        leases = Counter(lease.peer for lease in self.leases)
+        quarantined = self.state.tasks.cursor.quarantined
+        return {
+            "stalled": [
+                {"who": stall.who, "what": stall.what[:TEXT_CHARS], "for_s": stall.for_s}
+                for stall in self.stalls.find(now)[:PEERS_SHOWN]
+            ],
+            "failures": self.failures.report(now),
+            "stage": at.stage,
+            "head": str(at.head) if at.head else None,
+            "take": at.next_take,
+            "kept": at.kept,
+            "repeats": dict(at.repeats),
+            "outstanding": replay.outstanding(),
+            "limit": replay.limit(),
+            "groups": {state: len(groups) for state, groups in replay.by_state.items()},
+            "ledger": self._ledger(),
+            "censoring": self.censoring.report(),
+            "actors": {name: self._peer(name, leases[name], now) for name in sorted(actors)},
+            "actors_not_shown": len(self.activity.actors) - len(actors),
+            "learner": self.activity.learner_waits(now),
+            "waiting": {
+                name: {
+                    request: {"reason": reason, "for_s": now - since}
+                    for request, (reason, since) in peer.waits.items()
+                }
+                for name in sorted(waiting[:PEERS_SHOWN])
+                for peer in [self.activity.peers[name]]
+            },
+            "open": [self.group(held, now) for held in opened[:SHOWN]],
+            "evaluations": [
+                f"{e.weights}: {e.arrived} of {e.episodes} episodes, {e.granted} granted"
+                for e in self.state.evaluations.running[:SHOWN]
+            ],
+            "quarantined": {
+                name[:TEXT_CHARS]: quarantined[name] for name in list(quarantined)[-PEERS_SHOWN:]
+            },
+            "questioning": self._questioning(),
+            "journal": {
+                "bytes": self.journal.size,
+                "segments": len(self.journal.sizes),
+                "disk_free_bytes": self.journal.free,
+                "problem": self.journal.problem,
+            },
+        }
+
+    def _ledger(self) -> dict[str, object]:
+        """Amounts by kind for what was received, is held and has ended; counts of the door."""
+        ledger = self.state.ledger
+        ended = {
+            fate: {
+                kind: _plain(fates[fate]) for kind, fates in ledger.closed.items() if fate in fates
+            }
+            for fate in CLOSED
+        }
+        return {
+            "received": _plain(ledger.received),
+            "held": _plain(self.state.held()),
+            **ended,
+            "door": _plain(ledger.door),
+            **self._generated(),
+        }
+
+    def counters(self, now: float) -> dict[str, float]:
+        """The metrics that go to the learner with every reply to DONE.
+
+        `ledger/*`: trajectories, where the name does not say tokens.
+        """
+        replay, ledger = self.state.replay, self.state.ledger
+        kind = replay.numbers.kind
+        counters: dict[str, float] = {
+            f"buffer/{state}": float(len(replay.by_state[state]))
+            for state in ("open", "ready", "taken")
+        }
+        counters["buffer/bytes"] = float(replay.bytes)
+        for outcome, takes in replay.at.repeats.items():
+            counters[f"buffer/repeats/{outcome}"] = float(takes)
+        counters["buffer/outstanding"] = float(replay.outstanding())
+        counters["actors/alive"] = float(self.activity.alive(now, self.lease_s))
+        received = ledger.received.get(kind, Amount())
+        counters["ledger/received"] = float(received.trajectories)
+        for fate in CLOSED:
+            counters[f"ledger/{fate}"] = float(ledger.total(kind, fate).trajectories)
+        for fate in DOOR:
+            counters[f"ledger/{fate}"] = float(ledger.door[fate].trajectories)
+        for name, tokens in self._generated().items():
+            counters[f"ledger/{name}"] = float(tokens)
+        if "explore" in ledger.received or self.state.tasks.known:
+            values = self._questioning()
+            counters |= {f"questioning/{name}": value for name, value in values.items()}
+        told = self.activity.counters()  # nobody's may stand for one of the buffer's own
+        counters |= self.failures.counters()
+        return told | counters | self.censoring.counters() | self.stalls.counters(now)
+
+    def _questioning(self) -> dict[str, float]:
+        """The pool of synthetic tasks: how large it is, what was offered, what its tasks are like.
+
+        `tried`: tasks of which a group was whole; `useful`: those of them that some members of the
+        newest group solved and some did not.
+        """
+        tasks = self.state.tasks
+        cursor = tasks.cursor
+        tried = [value for name, value in cursor.success.items() if name in tasks.known]
+        explored = self.state.ledger.received.get("explore", Amount())
+        return {
+            "explored": float(explored.trajectories),
+            "pool_size": float(tasks.pool_size()),
+            "offered": float(len(cursor.pool) + cursor.duplicates),
+            "duplicates": float(cursor.duplicates),
+            "tried": float(len(tried)),
+            "useful": float(sum(0 < value < 1 for value in tried)),
+        }
+
+    def _generated(self) -> dict[str, int]:
+        """Tokens that actors sampled since this buffer started, and those of them never taken in.
+
+        The latter died with an actor, were refused at the door, or are under way; actors speak of
+        them with each LEASE, so the count runs behind and may for a while be negative.
+        """
+        generated = self.activity.generated()
+        received = self.state.ledger.sampled_tokens() - self._sampled_before
+        return {"generated_tokens": generated, "unacknowledged_tokens": generated - received}
+
+    def _occupancy(self) -> str:
+        by_state = self.state.replay.by_state
+        return ", ".join(f"{len(by_state[state])} {state}" for state in ("open", "taken", "ready"))
+
+    def _bottleneck(self, now: float) -> str:
+        replay = self.state.replay
+        if len(replay.by_state["ready"]) >= replay.numbers.groups_per_step:
+            return self.activity.learner_waits(now)
+        opened = list(replay.by_state["open"].values())
+        return self.group(opened[0], now) if opened else self.activity.learner_waits(now)
+
+    def _peer(self, name: str, leases: int, now: float) -> dict[str, float]:
+        trajectories, tokens = self.activity.peers[name].rates(now)
+        return {
+            "trajectories_per_s": trajectories,
+            "tokens_per_s": tokens,
+            "seen_s_ago": now - self.activity.peers[name].seen,
+            "leases": leases,
+        }
+
+
+def _plain(value: object) -> object:
+    return msgspec.to_builtins(value)

@@ -1,0 +1,1 @@
+"""The state of the buffer: a pure function of the records in its log."""

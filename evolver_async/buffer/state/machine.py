@@ -1,0 +1,193 @@
+"""The buffer's durable state: replay, ledger, tasks and evaluations, changed by records alone.
+
+The live service and a restart run the same `apply`, so a restart ends where the service stood.
+"""
+
+from evolver_async.buffer.state import records
+from evolver_async.buffer.state.evaluations import Evaluations
+from evolver_async.buffer.state.groups import FORK, UNTRAINED, Held, Location, Member, end_of
+from evolver_async.buffer.state.ledger import HELD, Amount, Ledger
+from evolver_async.buffer.state.replay import Numbers, Replay
+from evolver_async.buffer.tasks.stream import Source, Tasks
+
+NOWHERE: Location = (0, 0, 0, 0)  # of a trajectory that is not kept
+
+
+class State:
+    """`stages` and `sources` hold one entry a stage of the run."""
+
+    def __init__(
+        self, run_id: str, seed: int, stages: list[Numbers], sources: list[Source]
+    ) -> None:
+        self.run_id = run_id
+        self.sources = sources
+        self.replay = Replay(stages)
+        self.ledger = Ledger()
+        self.tasks = Tasks(seed, sources[0])
+        self.evaluations = Evaluations()
+
+    def snapshot(self) -> records.Snapshot:
+        return records.Snapshot(
+            run_id=self.run_id,
+            position=self.replay.at,
+            ledger=self.ledger,
+            cursor=self.tasks.cursor,
+            evaluations=self.evaluations,
+        )
+
+    def restore(self, snapshot: records.Snapshot) -> None:
+        """Raises ValueError when the snapshot is of another run."""
+        if snapshot.run_id != self.run_id:
+            raise ValueError(f"belongs to run {snapshot.run_id!r}, not to {self.run_id!r}")
+        self.replay.restore(snapshot.position)
+        self.ledger = snapshot.ledger
+        self.evaluations = snapshot.evaluations
+        self.tasks.switch(self.sources[snapshot.position.stage])
+        self.tasks.restore(snapshot.cursor)
+
+    def held(self) -> dict[str, dict[str, Amount]]:
+        """What is open, ready and taken, by kind, counted from the groups themselves."""
+        held: dict[str, dict[str, Amount]] = {}
+        for state in HELD:
+            for group in self.replay.by_state[state].values():
+                amounts = held.setdefault(group.kind, {name: Amount() for name in HELD})
+                amounts[state].add(_amount(group))
+        return held
+
+    def check(self) -> None:
+        """AssertionError where the ledger does not close."""
+        self.ledger.check(self.held())
+
+    def apply(self, record: records.AnyRecord, location: Location = NOWHERE) -> None:
+        """`location`: where the trajectory of an Arrived lies."""
+        match record:
+            case records.Granted():
+                self._granted(record)
+            case records.Reissued():
+                self.replay.reissue(record.group_id, record.members, record.actor)
+            case records.Arrived():
+                self._arrived(record, location)
+            case records.Failed():
+                held = self.replay.at.groups[record.group_id]
+                held.failures += 1
+                if held.pinned is None:
+                    self.tasks.failed(held.task)
+            case records.Evicted():
+                for group_id in record.groups:
+                    self._evicted(group_id, record.reason)
+            case records.Quarantined():
+                self.tasks.quarantine(record.task_id, record.reason)
+            case records.Offered():
+                self.tasks.offer(record.tasks, record.duplicates)
+            case records.Switched():
+                self._enter_stage(record.stage)
+            case records.Taken():
+                self.replay.take(record.take, record.stage, record.groups)
+                for group_id in record.groups:
+                    self.tasks.taken(self.replay.at.groups[group_id].task)
+            case records.LetGo():
+                self.replay.let_go(record.take, record.reason)
+            case records.Reported():
+                self._reported(record)
+            case records.Resumed():
+                self._resumed(record)
+            case records.Kept():
+                self.replay.keep(record.take, record.bytes)
+            case records.Snapshot():
+                self.restore(record)
+
+    def _granted(self, record: records.Granted) -> None:
+        if record.pinned is None:
+            stage = self.replay.at.stage
+            use = self.tasks.explore if record.kind == "explore" else self.tasks.take
+            use(record.task)
+        else:
+            stage = self.evaluations.stage_of(record.pinned)
+            self.evaluations.granted(record.pinned)
+        self.replay.open(
+            record.group_id,
+            record.task,
+            record.kind,
+            stage,
+            record.members,
+            record.actor,
+            record.wait,
+            record.pinned,
+        )
+        self.ledger.receive(record.kind, Amount(groups=1))
+
+    def _arrived(self, record: records.Arrived, location: Location) -> None:
+        facts = Member(
+            attempt=record.attempt,
+            tokens=record.tokens,
+            bytes=record.bytes,
+            reward=record.reward,
+            success=record.success,
+            oldest=record.oldest,
+            location=location,
+        )
+        held = self.replay.arrive(record.group_id, record.member, facts)
+        self.ledger.receive(held.kind, Amount(trajectories=1, tokens=record.tokens))
+        if held.missing:
+            return
+        if held.pinned is None:
+            successes = sum(member.success for member in held.arrived.values())
+            learned = held.kind == "rollout"
+            self.tasks.completed(held.task, successes / len(held.members) if learned else None)
+        else:
+            self.evaluations.arrived(held.pinned, record.success, record.reward, record.turns)
+        if held.kind in UNTRAINED:
+            reason = "explored" if held.pinned is None else "evaluated"
+            self.ledger.close(held.kind, "filtered", reason, _amount(held))
+            self.replay.evict(record.group_id)
+
+    def _evicted(self, group_id: int, reason: str) -> None:
+        held = self.replay.evict(group_id, reason)
+        fate, why = end_of(held, reason)
+        self.ledger.close(held.kind, fate, why, _amount(held))
+        if fate == "evicted" and reason == FORK:
+            self.tasks.queue_again(held.task)
+        elif fate == "evicted" and reason in ("age", "stale"):
+            self.tasks.requeue(held.task, complete=reason == "stale")
+        if held.pinned is not None and reason != "lineage":
+            self.evaluations.lost(held.pinned)
+
+    def _reported(self, record: records.Reported) -> None:
+        for held in self.replay.report(record.take, record.version, record.fates):
+            self.ledger.close(held.kind, *held.fate, _amount(held))
+        self.evaluations.confirm(record.delivered)
+        head = self.replay.at.head
+        if record.episodes and head is not None:
+            stage = self.replay.at.takes[record.take].stage
+            self.evaluations.request(head, record.take, stage, record.episodes)
+
+    def _resumed(self, record: records.Resumed) -> None:
+        before = self.replay.at.stage
+        for held in self.replay.settle(record.take):
+            self.ledger.close(held.kind, *held.fate, _amount(held))
+        for held, fate, reason in self.replay.resume(
+            record.lineage, record.parent, record.take, record.version, discard=record.discard
+        ):
+            self.ledger.reopen(held.kind, fate, reason, _amount(held))
+        self.replay.at.incarnation = record.incarnation
+        if record.process:
+            self.replay.at.begun[record.process] = record.lineage
+        for held in [held for held in self.replay.live("eval") if held.pinned]:
+            self._evicted(held.group_id, "lineage")
+        self.evaluations.abandon(record.lineage)
+        head = self.replay.at.head
+        if record.episodes and head is not None:
+            self.evaluations.request(head, record.take - 1, record.stage, record.episodes)
+        if self.replay.at.stage != before:
+            self.tasks.switch(self.sources[self.replay.at.stage])
+
+    def _enter_stage(self, stage: int) -> None:
+        at = self.replay.at
+        at.stage = stage
+        at.zero_spread = 0
+        at.floor = at.head.step if at.head is not None else 0
+        self.tasks.switch(self.sources[stage])
+
+
+def _amount(held: Held) -> Amount:
+    return Amount(groups=1, trajectories=len(held.arrived), tokens=held.tokens)

@@ -1,0 +1,79 @@
+"""The state of groups, takes and lineages: the part of the buffer's state that snapshots hold.
+
+Also what follows from it alone: how old a group is, which takes are to be repeated after a RESUME.
+"""
+
+import msgspec
+
+from evolver_async.buffer.state.groups import Held, Take
+from evolver_async.schema import Fork, WeightId, version_lag
+
+
+class Position(msgspec.Struct):
+    """Groups, takes and lineages.
+
+    `kept`: the oldest take that may come back. `checkpoint_bytes`: the size of the newest
+    checkpoint. `floor`: the version with which the stage began; what is older was not trained to
+    act in it and samples nothing for it. `zero_spread`: groups that dynamic sampling left out since
+    the last take. `reports`: DONEs, those of repeated takes included. `repeats`: takes that a
+    RESUME had undone, by what became of them: "same", or the reason why they were not repeated.
+    `begun`: the lineage that each learner process began; `incarnation`: of the last.
+
+    A take from `next_take` on is of an abandoned lineage and is to be repeated.
+    """
+
+    stage: int = 0
+    floor: int = 0
+    lineage: int = 0
+    head: WeightId | None = None
+    forks: dict[int, Fork] = {}
+    next_group: int = 0
+    next_order: int = 0
+    next_take: int = 0
+    kept: int = 0
+    checkpoint_bytes: int = 0
+    zero_spread: int = 0
+    groups: dict[int, Held] = {}
+    takes: dict[int, Take] = {}
+    reports: int = 0
+    repeats: dict[str, int] = {}
+    begun: dict[str, int] = {}
+    incarnation: int = 0
+
+    def lag(self, held: Held, head: WeightId | None) -> int:
+        """Versions from the oldest weights of a group, members under way included, to `head`."""
+        sampled = [member.oldest for member in held.arrived.values()]
+        sampled += [held.owners[member].head for member in held.missing]
+        if head is None:
+            return 0
+        return max(
+            (version_lag(head, weights, self.forks) for weights in set(sampled) if weights),
+            default=0,
+        )
+
+    def promised(self, group_id: int) -> bool:
+        """True if a take that is under way, or to be repeated, holds the group."""
+        return any(group_id in taken.groups for taken in self.takes.values() if not taken.reported)
+
+    def unrepeatable(self, take: int, stage: int, max_staleness: int) -> str:
+        """The reason for which `take` cannot be repeated in `stage`; "" if it can.
+
+        Their staleness is that of the first time, as long as the takes before were repeated.
+        """
+        taken = self.takes[take]
+        if taken.stage != stage:
+            return "stage"
+        held = [self.groups[group_id] for group_id in taken.groups]
+        head = taken.head or self.head
+        if any(one.kind == "rollout" and self.lag(one, head) > max_staleness for one in held):
+            return "stale"
+        return ""
+
+    def diverge(self, take: int) -> None:
+        """The takes after `take` train other weights than the first time: their lag is new."""
+        for number, taken in self.takes.items():
+            if number > take:
+                taken.head = taken.version = None
+
+    def count_repeat(self, outcome: str) -> None:
+        self.repeats[outcome] = self.repeats.get(outcome, 0) + 1

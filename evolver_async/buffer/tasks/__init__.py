@@ -1,0 +1,1 @@
+"""The task stream: which task is rolled out next."""

@@ -1,0 +1,1 @@
+"""Checkpoints: atomic directories, their tensors and their history."""

@@ -1,0 +1,158 @@
+"""The checkpoints of a run as its history: evaluated, chosen by step or success, gone back to.
+
+Beside its own files a checkpoint may hold `evaluation.json`, what its policy reached on held-out
+tasks, which is known only after it was written. Files are moved here, tensors are never seen.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from evolver_async.checkpoint import directory as checkpoint
+from evolver_async.checkpoint.directory import CheckpointError, Manifest
+
+STATE = "state.json"  # the learner's numbers
+EVALUATION = "evaluation.json"
+BEST = "best"
+
+Found = tuple[Path, Manifest]
+
+
+class Evaluation(msgspec.Struct, kw_only=True, frozen=True):
+    """The success of a checkpoint's policy; `tasks` is equal where it was asked the same tasks."""
+
+    success: float
+    episodes: int
+    tasks: int
+
+
+def numbers(path: Path) -> dict[str, Any]:
+    """The learner's numbers in a checkpoint, empty where there are none or they are damaged."""
+    try:
+        return json.loads((path / STATE).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def note(path: Path, evaluation: Evaluation) -> None:
+    """Write down beside a checkpoint what its policy reached."""
+    part = path / f".{EVALUATION}"
+    part.write_bytes(msgspec.json.encode(evaluation))
+    part.replace(path / EVALUATION)
+
+
+def evaluation_of(path: Path) -> Evaluation | None:
+    """The note on a checkpoint, None if there is none or it cannot be read."""
+    try:
+        return msgspec.json.decode((path / EVALUATION).read_bytes(), type=Evaluation)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def best(found: Iterable[Found]) -> list[Path]:
+    """The evaluated checkpoints, best first, of equal ones the newer; copies count once.
+
+    Only those asked the tasks of the newest evaluation: success on others says nothing about them.
+    """
+    listed = list(found)
+    notes = {path: note for path, _ in listed if (note := evaluation_of(path)) is not None}
+    # the note of a checkpoint is not beside a copy that a later start has made
+    evaluated = [
+        (path, notes[path]) for path, _ in distinct(one for one in listed if one[0] in notes)
+    ]
+    if not evaluated:
+        return []
+    tasks = evaluated[-1][1].tasks
+    alike = [(path, note.success) for path, note in evaluated if note.tasks == tasks]
+    alike.reverse()
+    return [path for path, _ in sorted(alike, key=lambda one: -one[1])]
+
+
+def distinct(found: Iterable[Found]) -> list[Found]:
+    """Without copies: of checkpoints of one step with the same files the newest, oldest first.
+
+    Every start of a learner writes what it resumed from once more; only its numbers differ.
+    """
+    last = {}
+    for path, manifest in found:
+        contents = {name: file.sha256 for name, file in manifest.files.items() if name != STATE}
+        key = (manifest.step, frozenset(contents.items()))
+        last.pop(key, None)
+        last[key] = path, manifest
+    return list(last.values())
+
+
+def choose(directory: Path, run_id: str, step: int | str | None) -> Found:
+    """The verified checkpoint of a step, the `best`, or with None the newest.
+
+    CheckpointError, which says what there is, where there is no such one.
+    """
+    if step is None:
+        return checkpoint.load_newest(directory, run_id)
+    found = checkpoint.valid(directory)
+    if step == BEST:
+        chosen = best(found)[:1]
+        if not chosen:
+            raise CheckpointError(f"{directory}: no checkpoint was evaluated, so none is best")
+    else:
+        chosen = [path for path, manifest in found if manifest.step == step][-1:]
+    if not chosen:
+        steps = ", ".join(map(str, sorted({manifest.step for _, manifest in found})))
+        raise CheckpointError(
+            f"{directory}: there is no checkpoint of step {step}, only of {steps or 'none'}"
+        )
+    return chosen[0], checkpoint.verify(chosen[0], run_id)
+
+
+def go_back(directory: Path, source: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """Make a copy of an earlier checkpoint the newest; those between are left, none is deleted.
+
+    `change` gets the learner's numbers, which then also say that what was taken since is discarded.
+    """
+
+    def discarding(state: dict[str, Any]) -> None:
+        state["discard"] = True
+        change(state)
+
+    manifest = checkpoint.verify(source, directory.parent.name)
+    made = copy(source, manifest.files, directory, manifest.run_id, discarding)
+    checkpoint.leave(directory, source, made)
+    return made
+
+
+def copy(
+    source: Path,
+    files: Iterable[str],
+    directory: Path,
+    run_id: str,
+    change: Callable[[dict[str, Any]], None],
+) -> Path:
+    """Make a copy of `source` the newest checkpoint of a run, with its numbers changed.
+
+    Files are linked where the file system can do that: they are never written to again.
+    """
+    state = numbers(source)
+    change(state)
+
+    def write(made: Path) -> None:
+        for name in files:
+            (made / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(source / name, made / name)
+            except OSError:
+                shutil.copyfile(source / name, made / name)
+        (made / STATE).unlink()  # else the link would be written through
+        (made / STATE).write_text(json.dumps(state, indent=1))
+
+    everything = [path for path, _ in checkpoint.valid(directory)]
+    made = checkpoint.save(
+        directory, state["take"], write, run_id=run_id, keep=1, lasting=everything
+    )
+    if (evaluation := evaluation_of(source)) is not None:
+        note(made, evaluation)
+    return made

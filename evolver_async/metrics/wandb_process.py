@@ -1,0 +1,201 @@
+"""The process that sends metrics.jsonl to Weights & Biases, as the learner sees it.
+
+W&B can die, hang or refuse: it runs in a process of its own (`wandb_upload`) that follows the files
+of the run directory, so that nothing of it reaches the learner. A process that ended or does not
+move is replaced; its successor sends every row again, so that a row is missing only while no
+process works. `evolver-async wandb RUN` sends the rows that are missing at the end.
+"""
+
+import contextlib
+import json
+import logging
+import netrc
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+STATE = "wandb.json"  # id of the W&B run, and how far its process has come
+ALERTS = "alerts.jsonl"
+SERVER = "https://api.wandb.ai"
+STUCK_S = 90.0  # without progress while rows wait: more than an attempt to reach W&B takes
+CLOSE_S = 15.0  # for the rest of the rows, when the run ends
+PAUSE_S = 5.0  # before the first restart, doubled each time
+LONGEST_PAUSE_S = 600.0
+HEALTHY_S = 600.0  # a process that ran this long has the first pause again
+
+log = logging.getLogger(__name__)
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """The W&B state of a run directory: its run's `id` at least. Made where it cannot be read."""
+    path = directory / STATE
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        log.warning("%s: %s; W&B gets a new run", path, error)
+    state = {"id": secrets.token_hex(4)}
+    write_state(directory, state)
+    return state
+
+
+def write_state(directory: Path, state: dict[str, Any]) -> None:
+    """Replace the W&B state of a run directory."""
+    part = directory / f".{STATE}"
+    part.write_text(json.dumps(state))
+    part.replace(directory / STATE)
+
+
+def online(mode: str) -> bool:
+    """True if rows go to a server; `auto` does where there is a key."""
+    return mode == "online" or (mode == "auto" and has_key())
+
+
+def has_key() -> bool:
+    """True if there is a key for W&B's server, in the environment or in ~/.netrc."""
+    return bool(os.environ.get("WANDB_API_KEY")) or _in_netrc()
+
+
+def _in_netrc() -> bool:
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", SERVER)).hostname or ""
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except FileNotFoundError:
+        return False
+    except (OSError, netrc.NetrcParseError) as error:
+        log.warning("%s: %s", Path.home() / ".netrc", error)
+        return False
+
+
+def url_of(directory: Path) -> str | None:
+    """The page of the run at W&B; None while there is none."""
+    try:
+        return json.loads((directory / STATE).read_text()).get("url")
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+class Monitor:
+    """Starts the process, watches it by handle and ends it; no call waits, except `close`."""
+
+    def __init__(self, directory: Path, mode: str) -> None:
+        self.directory = directory
+        self.mode = mode
+        self.restarts = 0
+        self.pause_s = PAUSE_S
+        self.due = 0.0
+        self.started = 0.0
+        self.moved = (0, 0.0)  # rows sent, and since when it is so many
+        self.process: subprocess.Popen[bytes] | None = None
+        read_state(directory)
+        self._start()
+
+    def sent(self) -> int:
+        """Rows that the running process has given to W&B."""
+        state = read_state(self.directory)
+        here = self.process is not None and state.get("pid") == self.process.pid
+        return state.get("rows", 0) if here else 0
+
+    def tend(self, rows: int) -> dict[str, float]:
+        """Replace the process if it ended or hangs; returns metrics. `rows`: those written."""
+        now = time.monotonic()
+        sent = self.sent()
+        if sent != self.moved[0] or sent >= rows:
+            self.moved = (sent, now)
+        if self.process is None:
+            if now >= self.due:
+                self.restarts += 1
+                self._start()
+        elif self.process.poll() is not None:
+            self._plan(f"ended with exit code {self.process.returncode}", rows, now)
+        elif now - self.moved[1] > STUCK_S:
+            self._kill()
+            self._plan(f"did not move for {STUCK_S:.0f} s", rows, now)
+        return {"wandb/missing": float(max(0, rows - sent)), "wandb/restarts": float(self.restarts)}
+
+    def close(self, rows: int) -> None:
+        """Let the process send what is left, for `CLOSE_S` at most."""
+        if self.process is None or self.process.poll() is not None:
+            self._start()
+        if self._ended() != 0:
+            missing = rows - self.sent()
+            log.warning(
+                "W&B does not have all of %d rows (%d were not given to it); to send them:"
+                " evolver-async wandb %s",
+                rows,
+                missing,
+                self.directory,
+            )
+
+    def _ended(self) -> int | None:
+        """The exit code of the process, whose end this waits for; None if it had to be killed."""
+        if self.process is None:
+            return None
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            return self.process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            return None
+
+    def _start(self) -> None:
+        """Start the process, later where there is no room for it now."""
+        self.started = time.monotonic()
+        self.moved = (0, self.started)
+        try:
+            self.process = self._spawn()
+        except OSError as error:
+            self._plan(f"could not be started ({error})", 0, self.started)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        """Its output goes to logs/wandb.log; it ends when its stdin is closed, or with us."""
+        logs = self.directory / "logs"
+        logs.mkdir(exist_ok=True)
+        with open(logs / "wandb.log", "ab") as output:
+            return subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "evolver_async.cli", "wandb", str(self.directory)),
+                    *("--follow", "--mode", self.mode, "--parent", str(os.getpid())),
+                ],
+                start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _plan(self, how: str, rows: int, now: float) -> None:
+        if now - self.started > HEALTHY_S:
+            self.pause_s = PAUSE_S
+        log.warning(
+            "the process that sends metrics to W&B %s; %d rows wait; the run goes on, the next"
+            " attempt is in %.0f s (%s)",
+            how,
+            rows,
+            self.pause_s,
+            self.directory / "logs" / "wandb.log",
+        )
+        self.process, self.due = None, now + self.pause_s
+        self.pause_s = min(LONGEST_PAUSE_S, 2 * self.pause_s)
+
+    def _kill(self) -> None:
+        """Kill the process and W&B's own helper, which a stopped one would leave behind."""
+        assert self.process is not None
+        pid = self.process.pid
+        helpers: list[str] = []
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                helpers += children.read_text().split()
+        self.process.kill()
+        self.process.wait()
+        for helper in helpers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(helper), signal.SIGKILL)

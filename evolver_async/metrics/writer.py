@@ -1,0 +1,104 @@
+"""Where measurements go: JSONL always, Weights & Biases when asked; timers.
+
+numpy only: the caller turns tensors into arrays first. The JSONL file is the source of truth.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evolver_async.metrics.wandb_process import ALERTS, Monitor
+
+
+class JsonlWriter:
+    """Appends one JSON object a line and flushes it; opening cuts off a line torn by a kill.
+
+    `count`: the rows of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.file = open(path, "ab+")  # noqa: SIM115 (closed by close)
+        self.file.seek(0)
+        content = self.file.read()
+        self.file.truncate(content.rfind(b"\n") + 1)
+        self.count = content.count(b"\n")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Writes one row of numbers and strings.
+
+        JSON has no NaN: non-finite numbers are written as null and named under `non_finite`.
+        """
+        plain = {
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in row.items()
+        }
+        bad = [name for name, value in plain.items() if _non_finite(value)]
+        plain |= dict.fromkeys(bad)
+        if bad:
+            plain["non_finite"] = bad
+        self.file.write(json.dumps(plain, allow_nan=False).encode() + b"\n")
+        self.file.flush()
+        self.count += 1
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _non_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+class Metrics:
+    """The one place a process logs to: <directory>/metrics.jsonl. W&B follows it unless disabled.
+
+    `lineage`, set by the learner, stands in every row: with the step it tells rows apart.
+    """
+
+    def __init__(self, directory: Path, *, wandb: str = "disabled") -> None:
+        self.lineage = 0
+        self.rows = JsonlWriter(directory / "metrics.jsonl")
+        self.alerts = directory / ALERTS
+        self.monitor = Monitor(directory, wandb) if wandb != "disabled" else None
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write one row; `step` counts takes, the version is a column of its own."""
+        about = {} if self.monitor is None else self.monitor.tend(self.rows.count)
+        self.rows.write({"step": step, "lineage": self.lineage, **values, **about})
+
+    def alert(self, title: str, text: str) -> None:
+        """Have W&B notify people, where it is on."""
+        if self.monitor is not None:
+            with open(self.alerts, "a", encoding="utf-8") as file:
+                file.write(f"{json.dumps({'title': title, 'text': text})}\n")
+
+    def close(self) -> None:
+        self.rows.close()
+        if self.monitor is not None:
+            self.monitor.close(self.rows.count)
+
+
+class Timers:
+    """Wall seconds by phase: `with timers("train"): …` adds to `time/train_s`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
+
+    def drain(self) -> dict[str, float]:
+        """The seconds since the last call, as metrics."""
+        seconds, self.seconds = self.seconds, {}
+        return {f"time/{phase}_s": value for phase, value in seconds.items()}

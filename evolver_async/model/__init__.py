@@ -1,0 +1,1 @@
+"""The policy model: its loading, log-probs, attention, adapters and tokenizer."""

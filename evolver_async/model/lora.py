@@ -1,0 +1,165 @@
+"""Low-rank adapters: linears W of a model become W + (alpha / rank) · B·A, of which W stays frozen.
+
+arXiv 2106.09685. What is trained, published and kept in checkpoints is then A and B alone; who runs
+the model merges them into the weights that they were made for. Knows models, not channels or runs.
+
+Shapes: `I` inputs and `O` outputs of a linear, `R` rank.
+"""
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from evolver_async.model.policy import ModelError, split_model, state_tensors
+from evolver_async.schema import key
+
+DOWN, UP = "lora_A", "lora_B"  # PEFT's names
+BASE = "lora_base"  # the buffer that tells which weights the adapters belong to
+FINGERPRINT_BYTES = 16
+SAMPLED = 256  # elements of each weight that its fingerprint reads
+
+
+class LoraLinear(nn.Linear):
+    """A linear with an adapter; shares weight and bias, now frozen, with the one it replaces.
+
+    lora_A [R, I] is uniform in ±1/√I by `seed`, lora_B [O, R] zero: it begins as the plain linear.
+    Both are float32, whatever the base's type, and take part in its type.
+    """
+
+    def __init__(self, plain: nn.Linear, *, rank: int, scale: float, seed: int) -> None:
+        super().__init__(plain.in_features, plain.out_features, bias=False, device="meta")
+        self.weight, self.bias = plain.weight, plain.bias
+        for parameter in plain.parameters():
+            parameter.requires_grad_(False)
+        self.scale = scale
+        draws = torch.Generator().manual_seed(seed)
+        bound = plain.in_features**-0.5
+        down_RI = torch.empty(rank, plain.in_features).uniform_(-bound, bound, generator=draws)
+        device = plain.weight.device
+        self.lora_A = nn.Parameter(down_RI.to(device))
+        self.lora_B = nn.Parameter(torch.zeros(plain.out_features, rank, device=device))
+
+    def forward(self, input: Tensor) -> Tensor:
+        low = F.linear(input, self.lora_A.to(input.dtype))
+        change = F.linear(low, self.lora_B.to(input.dtype))
+        return F.linear(input, self.weight, self.bias) + self.scale * change
+
+
+def inject(
+    model: nn.Module, *, rank: int, alpha: float, targets: Sequence[str], seed: int
+) -> list[str]:
+    """Freezes the model and gives its target linears adapters; returns their names.
+
+    `targets` are last parts of names (`q_proj`, `mlp.up_proj`); none means all linears of the
+    decoder. ModelError for a target that names none. `state_tensors` are the adapters from here on,
+    and a fingerprint of the weights under them.
+    """
+    decoder, _ = split_model(model)
+    inside = set(decoder.modules())
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module in inside
+    }
+    for target in targets:
+        if not any(_meant(name, target) for name in linears):
+            raise ModelError(f"policy.lora.targets: no linear of the decoder is named {target}")
+    chosen = [name for name in linears if not targets or any(_meant(name, one) for one in targets)]
+    if not chosen:
+        raise ModelError("policy.lora.rank: the model's decoder has no linear that could adapt")
+    base = fingerprint(state_tensors(model))
+    model.requires_grad_(False)
+    for name in chosen:
+        adapted = LoraLinear(
+            linears[name], rank=rank, scale=alpha / rank, seed=key(seed, "lora", name)
+        )
+        model.set_submodule(name, adapted)
+    model.register_buffer(BASE, base.to(next(model.parameters()).device))
+    return chosen
+
+
+def _meant(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+@torch.no_grad()
+def fingerprint(tensors: Mapping[str, Tensor]) -> Tensor:
+    """uint8[16] by which two processes compare their base weights, whatever type they load them in.
+
+    Reads names, shapes and a sample of the numbers.
+    """
+    digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
+    for name, tensor in sorted(tensors.items()):
+        flat_N = tensor.reshape(-1)
+        sample = flat_N[:: max(1, len(flat_N) // SAMPLED)].to(torch.bfloat16)
+        digest.update(f"{name} {list(tensor.shape)}".encode())
+        digest.update(sample.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return torch.tensor(list(digest.digest()), dtype=torch.uint8)
+
+
+@torch.no_grad()
+def merge(
+    base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], scale: float
+) -> dict[str, Tensor]:
+    """Whole weights: `base` with the adapters in it, in its types and on its devices.
+
+    Only adapted weights are new tensors. ModelError where the adapters belong to other weights.
+    """
+    adapters = dict(adapters)
+    named = adapters.pop(BASE, None)
+    if named is None or not torch.equal(named.cpu().to(torch.uint8), fingerprint(base)):
+        raise ModelError("policy.path: the adapters belong to other weights than those found there")
+    merged = dict(base)
+    for name in [name for name in adapters if name.endswith(f".{DOWN}")]:
+        linear = name.removesuffix(f".{DOWN}")
+        weight_OI = base.get(f"{linear}.weight")
+        down_RI, up_OR = adapters.pop(name), adapters.pop(f"{linear}.{UP}", None)
+        if weight_OI is None or up_OR is None:
+            raise ModelError(f"weight {linear} of the adapters is unknown or not whole")
+        if (up_OR.shape[0], down_RI.shape[1]) != weight_OI.shape or len(down_RI) != up_OR.shape[1]:
+            raise ModelError(f"adapter of {linear} does not fit {list(weight_OI.shape)}")
+        down_RI, up_OR = (part.to(weight_OI.device).float() for part in (down_RI, up_OR))
+        whole_OI = torch.addmm(weight_OI.float(), up_OR, down_RI, alpha=scale)
+        merged[f"{linear}.weight"] = whole_OI.to(weight_OI.dtype)
+    for name in adapters:
+        raise ModelError(f"weight {name} of the adapters is unknown")
+    return merged
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy with trained weights of its own over the same frozen ones, which take no memory."""
+    frozen = {id(one): one for one in model.parameters() if not one.requires_grad}
+    return copy.deepcopy(model, memo=frozen)
+
+
+def save_peft(
+    directory: Path, adapters: Mapping[str, Tensor], *, rank: int, alpha: float, base: str
+) -> None:
+    """Write the adapters as a directory that the `peft` library loads on the model at `base`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    linears = sorted({name.rpartition(".")[0] for name in adapters if name != BASE})
+    tensors = {
+        f"base_model.model.{linear}.{part}.weight": adapters[f"{linear}.{part}"].contiguous().cpu()
+        for linear in linears
+        for part in (DOWN, UP)
+    }
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": linears,
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2))

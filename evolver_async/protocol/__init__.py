@@ -1,0 +1,1 @@
+"""The protocol between processes: messages, their envelope, and trajectories as bytes."""

@@ -1,0 +1,231 @@
+"""How messages become bytes: a msgpack header and the trajectories it carries, never pickle.
+
+A message is a list of frames: `[header, trajectory, trajectory, …]`. The header is a CRC32 (uint32)
+and a map of protocol, run, sender, incarnation, nonce, id, schema hash, body and the CRC32 of each
+of the other frames, which are parcels (see `parcel.py`): a PUSH has one, a PART those of its
+group, and their place in the body is left out. Decoding is bounded before it is typed: frame sizes,
+then msgpack limits, then plain values only, then a strict typed conversion (where the schema types
+check their values). Whatever is wrong is a `WireError` naming the field.
+
+The untyped half of decoding is in `plain.py`, sockets live in `transport.py`.
+"""
+
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import msgspec
+
+from evolver_async.protocol.bounded import WireError, convert, parse_plain
+from evolver_async.protocol.messages import Part, Push, Reply, Request
+from evolver_async.protocol.trajectories import PARCEL_BYTES, Parcel, unwrap, wrap
+from evolver_async.schema import Trajectory
+
+PROTOCOL = 3
+
+NAME_BYTES = 255  # of a run, a sender or a nonce
+
+
+class MismatchError(WireError):
+    """The other side speaks another protocol version or has other message types."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is refused before anything is interpreted. Sizes in bytes."""
+
+    header_bytes: int = 1 << 20
+    parcels: int = 4096
+    parcel_bytes: int = PARCEL_BYTES
+    message_bytes: int = 256 << 20
+
+
+LIMITS = Limits()
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    """One message with its sender; a reply carries the `message_id` of its request.
+
+    `nonce` tells apart processes of one name and incarnation.
+    """
+
+    run_id: str
+    sender: str
+    incarnation: int
+    message_id: int
+    message: Request | Reply
+    nonce: str = ""
+
+
+class _Preamble(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A header without its body. `parcels`: the CRC32 of each."""
+
+    protocol: int
+    run: str
+    sender: str
+    incarnation: int
+    nonce: str
+    id: int
+    schema: str
+    parcels: list[int]
+
+
+class _Header(msgspec.Struct, kw_only=True):
+    protocol: int
+    run: str
+    sender: str
+    incarnation: int
+    nonce: str
+    id: int
+    schema: str
+    body: Any
+    parcels: list[int]
+
+
+def schema_hash() -> str:
+    """A hash of every message type's fields and their types; documentation does not count."""
+
+    def without_text(node: Any) -> Any:
+        if isinstance(node, dict):
+            kept = {k: v for k, v in node.items() if not (k == "description" and type(v) is str)}
+            return {k: without_text(v) for k, v in kept.items()}
+        return [without_text(item) for item in node] if isinstance(node, list) else node
+
+    schema = msgspec.json.schema(Request | Reply, schema_hook=lambda kind: {"array": kind.__name__})
+    text = json.dumps(without_text(schema), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+SCHEMA_HASH = schema_hash()
+TYPES: dict[str, type] = {
+    kind.__struct_config__.tag: kind for kind in (*get_args(Request), *get_args(Reply))
+}
+
+
+def pack(envelope: Envelope, limits: Limits = LIMITS) -> list[bytes]:
+    """The frames of a message. WireError if it is over the limits."""
+    body, trajectories = _apart(envelope.message)
+    parcels = [wrap(trajectory) for trajectory in trajectories]
+    header = _Header(
+        protocol=PROTOCOL,
+        run=envelope.run_id,
+        sender=envelope.sender,
+        incarnation=envelope.incarnation,
+        nonce=envelope.nonce,
+        id=envelope.message_id,
+        schema=SCHEMA_HASH,
+        body=body,
+        parcels=[parcel.crc for parcel in parcels],
+    )
+    data = msgspec.msgpack.encode(header, enc_hook=_refuse)
+    frames = [struct.pack("<I", zlib.crc32(data)) + data, *(parcel.data for parcel in parcels)]
+    _check_sizes(frames, limits)
+    return frames
+
+
+def unpack(frames: Sequence[Any], limits: Limits = LIMITS) -> Envelope:
+    """The message of these frames; its arrays are read-only views on them.
+
+    Raises WireError, and nothing else, whatever the frames hold; MismatchError if both sides are
+    of different versions.
+    """
+    _check_sizes(frames, limits)
+    head, *parcels = map(bytes, frames)  # copies nothing that is bytes
+    if len(head) < 4 or struct.unpack_from("<I", head)[0] != zlib.crc32(head[4:]):
+        raise WireError("header: the data is damaged")
+    header = parse_plain(head[4:])
+    message_id = header.get("id")
+    try:
+        return _open(header, parcels)
+    except WireError as error:
+        # lets a refusal be matched to its request
+        error.message_id = message_id if type(message_id) is int and message_id >= 0 else 0
+        raise
+
+
+def _apart(message: Request | Reply) -> tuple[Any, list[Trajectory]]:
+    """What goes into the header, and the trajectories, which do not."""
+    if isinstance(message, Push):
+        return {"type": "push"}, [message.trajectory]
+    if isinstance(message, Part):
+        group = msgspec.structs.asdict(message.group)
+        trajectories = group.pop("trajectories")
+        return {"type": "part", "group": group}, trajectories
+    return message, []
+
+
+def _together(body: dict[Any, Any], kind: type, trajectories: list[Trajectory]) -> None:
+    """Puts the trajectories back where `_apart` took them from."""
+    home, found = body, {}
+    if kind is Push and len(trajectories) == 1:
+        found = {"trajectory": trajectories[0]}
+    elif kind is Part and type(body.get("group")) is dict:
+        home, found = body["group"], {"trajectories": trajectories}
+    elif trajectories:
+        raise WireError(f"parcels: {len(trajectories)} in a {body['type']}")
+    if not found.keys().isdisjoint(home):
+        raise WireError(f"{min(found)}: in the header")
+    home.update(found)
+
+
+def _refuse(value: Any) -> None:
+    raise WireError(f"body: {type(value).__name__} {value!r:.80} has no place on the wire")
+
+
+def _check_sizes(frames: Sequence[Any], limits: Limits) -> None:
+    if not frames:
+        raise WireError("header: missing")
+    head, *parcels = map(len, frames)
+    if head > limits.header_bytes:
+        raise WireError(f"header: {head} bytes, the limit is {limits.header_bytes}")
+    if len(parcels) > limits.parcels:
+        raise WireError(f"parcels: {len(parcels)}, the limit is {limits.parcels}")
+    if parcels and max(parcels) > limits.parcel_bytes:
+        raise WireError(f"trajectory: {max(parcels)} bytes, the limit is {limits.parcel_bytes}")
+    if head + sum(parcels) > limits.message_bytes:
+        size = head + sum(parcels)
+        raise WireError(f"message: {size} bytes, the limit is {limits.message_bytes}")
+
+
+def _open(header: dict[Any, Any], parcels: list[bytes]) -> Envelope:
+    """Preamble first: another version's body must be a mismatch, not a puzzle of fields."""
+    body = header.pop("body", None)
+    for name, ours in (("protocol", PROTOCOL), ("schema", SCHEMA_HASH)):
+        theirs = header.get(name)
+        if theirs != ours:
+            raise MismatchError(f"{name}: the sender has {theirs!r:.80}, this side has {ours!r}")
+    preamble = convert(header, _Preamble)
+    if preamble.incarnation < 0 or preamble.id < 0:
+        raise WireError(f"incarnation, id: negative ({preamble.incarnation}, {preamble.id})")
+    named = (("run", preamble.run), ("sender", preamble.sender), ("nonce", preamble.nonce))
+    for name, text in named:
+        if len(text.encode()) > NAME_BYTES:
+            raise WireError(f"{name}: longer than {NAME_BYTES} bytes")
+    name = body.get("type") if type(body) is dict else None
+    kind = TYPES.get(name) if type(name) is str else None
+    if kind is None:
+        raise WireError(f"type: {name!r:.80} is no message")
+    _together(body, kind, _unwrap_all(preamble.parcels, parcels))
+    return Envelope(
+        run_id=preamble.run,
+        sender=preamble.sender,
+        incarnation=preamble.incarnation,
+        message_id=preamble.id,
+        message=convert(body, kind),
+        nonce=preamble.nonce,
+    )
+
+
+def _unwrap_all(crcs: list[int], parcels: list[bytes]) -> list[Trajectory]:
+    if len(crcs) != len(parcels):
+        raise WireError(f"parcels: {len(crcs)} declared, {len(parcels)} came")
+    trajectories = []
+    for index, (crc, data) in enumerate(zip(crcs, parcels, strict=True)):
+        if zlib.crc32(data) != crc:
+            raise WireError(f"parcels[{index}].crc: the data is damaged")
+        trajectories.append(unwrap(Parcel(data, crc)))
+    return trajectories

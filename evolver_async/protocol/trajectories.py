@@ -1,0 +1,133 @@
+"""A trajectory as one piece of bytes: wrapped by its actor, carried unchanged, opened to be read.
+
+    [header bytes u32][header][padding] [array][padding] [array][padding] …
+
+The header is msgpack of the trajectory, in which an array is its dtype and length. The arrays
+follow in the same order, little-endian, each at a multiple of 8 bytes, and are read where they lie.
+
+A parcel has no checksum inside: whoever carries one carries its CRC32 beside it, in the header of a
+message or in a record of the journal. So one checksum, computed by the actor, guards the same bytes
+on the wire, on the disk and on the wire again.
+
+Decoding is bounded by the size of the header and, as it is typed at once and has nothing that may
+be anything, by what the types can hold.
+"""
+
+import operator
+import struct
+import sys
+import weakref
+import zlib
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from evolver_async.protocol.bounded import NOT_PLAIN, REASON, WireError
+from evolver_async.schema import Trajectory
+
+HEADER_BYTES = 64 << 10
+PARCEL_BYTES = 64 << 20
+ALIGNMENT = 8
+DTYPES = {name: np.dtype(name) for name in ("int8", "uint8", "int16", "int32", "float32")}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+assert sys.byteorder == "little", "arrays travel in the byte order of the host"
+
+
+class Parcel(NamedTuple):
+    """The bytes of a trajectory and their CRC32."""
+
+    data: bytes
+    crc: int
+
+
+# What a trajectory was opened from, and its arrays, for as long as it is there.
+_opened: weakref.WeakKeyDictionary[Trajectory, tuple[Parcel, list[np.ndarray]]]
+_opened = weakref.WeakKeyDictionary()
+
+
+def wrap(trajectory: Trajectory) -> Parcel:
+    """The trajectory as bytes: those it was opened from, if any and if it has not been changed.
+
+    Its whole rewards and seconds become fractions. WireError if it is too large or holds what has
+    no place in it.
+    """
+    trajectory.reward = _fraction(trajectory.reward)
+    trajectory.timing = {phase: _fraction(taken) for phase, taken in trajectory.timing.items()}
+    header, arrays = _encode(trajectory)
+    if trajectory in _opened:
+        parcel, its_arrays = _opened[trajectory]
+        if parcel.data.startswith(header, 4) and all(map(operator.is_, arrays, its_arrays)):
+            return parcel
+    parts: list[Any] = [struct.pack("<I", len(header)), header, _padding(4 + len(header))]
+    for array in arrays:
+        parts += (np.ascontiguousarray(array).data, _padding(array.nbytes))
+    data = b"".join(parts)
+    _header_end(data)
+    return Parcel(data, zlib.crc32(data))
+
+
+def unwrap(parcel: Parcel) -> Trajectory:
+    """The trajectory; its arrays are read-only views on the data, whose CRC32 was compared.
+
+    Raises WireError, and nothing else, whatever the data is.
+    """
+    data = parcel.data
+    end = _header_end(data)
+    header = data[4:end]
+    arrays: list[np.ndarray] = []
+
+    def place(_: type, spec: Any) -> np.ndarray:
+        nonlocal end
+        name, length = spec if type(spec) is list else ("", 0)
+        dtype = DTYPES.get(name)
+        if dtype is None or type(length) is not int or length < 0:
+            raise ValueError(f"{spec!r:.80} is no array")
+        start = end + -end % ALIGNMENT
+        end = start + length * dtype.itemsize
+        arrays.append(np.frombuffer(data, dtype, length, start))
+        return arrays[-1]
+
+    try:
+        trajectory = msgspec.msgpack.decode(header, type=Trajectory, dec_hook=place)
+        if _encode(trajectory)[0] != header:  # or a whole number instead of another
+            raise WireError(NOT_PLAIN)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise WireError(str(error)[:REASON]) from error
+    if end + -end % ALIGNMENT != len(data):
+        raise WireError(f"arrays: {end} bytes declared in a trajectory of {len(data)}")
+    _opened[trajectory] = (parcel, arrays)
+    return trajectory
+
+
+def _fraction(number: float) -> float:
+    """A sum of no rewards is an int in Python; on the wire each number has one form."""
+    return float(number) if type(number) is int else number
+
+
+def _encode(trajectory: Trajectory) -> tuple[bytes, list[np.ndarray]]:
+    """The header, and the arrays in the order in which they are in it."""
+    arrays: list[np.ndarray] = []
+
+    def lift(value: Any) -> tuple[str, int]:
+        name = NAMES.get(value.dtype) if isinstance(value, np.ndarray) else None
+        if name is None or value.ndim != 1:
+            raise WireError(f"body: {type(value).__name__} {value!r:.80} has no place on the wire")
+        arrays.append(value)
+        return name, len(value)
+
+    return msgspec.msgpack.encode(trajectory, enc_hook=lift), arrays
+
+
+def _header_end(data: bytes) -> int:
+    """Where the header ends; WireError where it or the whole is too large, or cut short."""
+    if not 4 <= len(data) <= PARCEL_BYTES:
+        raise WireError(f"trajectory: {len(data)} bytes, the limit is {PARCEL_BYTES}")
+    size = struct.unpack_from("<I", data)[0]
+    if size > min(HEADER_BYTES, len(data) - 4):
+        raise WireError(f"header: {size} bytes of {len(data)}, the limit is {HEADER_BYTES}")
+    return 4 + size
+
+
+def _padding(size: int) -> bytes:
+    return bytes(-size % ALIGNMENT)

@@ -1,0 +1,1 @@
+"""Transport of messages: delivery rules, sessions, sockets, encryption and keys."""

@@ -1,0 +1,173 @@
+"""The state of runs: the last lines of a launch, and the list of a directory's runs."""
+
+import contextlib
+import fcntl
+import itertools
+import json
+import re
+import shlex
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from evolver_async.checkpoint.directory import CheckpointError, load_newest
+from evolver_async.config.load import load
+from evolver_async.launch.run_directory import last_lines
+from evolver_async.metrics.lineages import current_rows
+from evolver_async.metrics.wandb_process import url_of
+from evolver_async.watch.view import Tail
+
+END = "end.json"  # how the newest launch ended
+SEARCHED_LINES = 100  # of the launcher's log, for the reason of a failure
+RECORD = re.compile(r"[\d:,-]+( [\d:,]+)? [A-Z]+ [\w.]+: ")  # what a line of a log begins with
+
+
+@dataclass(frozen=True)
+class Ending:
+    """End of a launch; `state` is finished, stopped or failed."""
+
+    state: str
+    code: int
+    reason: str
+    time: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a run, from its metrics: the newest step, its last and its best evaluation."""
+
+    step: int
+    last: float | None
+    best: float | None
+    best_step: int | None
+
+
+def begin(run_dir: Path) -> None:
+    """Forget how an earlier launch ended."""
+    (run_dir / END).unlink(missing_ok=True)
+
+
+def end(run_dir: Path, code: int, reason: str = "") -> Ending:
+    """Note how the launch ended: with exit code `code`, and why if it failed."""
+    if code == 0:
+        state = "finished"
+    elif code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        state, reason = "stopped", signal.Signals(code - 128).name
+    else:
+        state, reason = "failed", reason or _logged_reason(run_dir)
+    ending = Ending(state, code, reason, time.time())
+    (run_dir / END).write_text(json.dumps(asdict(ending)))
+    return ending
+
+
+def _logged_reason(run_dir: Path) -> str:
+    """The last error of the launcher's log with the lines that belong to it, or its last line."""
+    lines = last_lines(run_dir / "logs" / "launcher.log", SEARCHED_LINES).splitlines()
+    errors = [index for index, line in enumerate(lines) if " ERROR " in line]
+    if not errors:
+        return lines[-1] if lines else "no reason is in the logs"
+    first, *rest = lines[errors[-1] :]
+    said = [first, *itertools.takewhile(lambda line: not RECORD.match(line), rest)]
+    return RECORD.sub("", "\n".join(said))
+
+
+def last_words(run_dir: Path, ending: Ending) -> list[str]:
+    """Lines for people at the end of a launch: how it ended, and what comes next."""
+    run = shlex.quote(_short(run_dir))
+    resume = f"go on: evolver-async train --resume {run}"
+    if ending.state == "failed":
+        said = [f"failed with exit code {ending.code}: {ending.reason}", f"logs: {run}/logs"]
+        return [*said, resume]
+    progress = progress_of(run_dir)
+    said = [f"{ending.state} at step {progress.step}{_successes(progress)}"]
+    with contextlib.suppress(CheckpointError):
+        newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
+        said.append(f"checkpoint: {_short(newest)}")
+    if url := url_of(run_dir):
+        said.append(f"W&B: {url}")
+    if ending.state == "stopped":
+        return [*said, resume]
+    stage = load(run_dir / "config.yaml").stages[-1]
+    last = len(load(run_dir / "config.yaml").stages) - 1
+    if stage.steps:
+        said.append(f"extend: {resume[7:]} stages.{last}.steps={2 * stage.steps}")
+    return [*said, f"export: evolver-async export {run} OUT"]
+
+
+def progress_of(run_dir: Path) -> Progress:
+    """Read from the rows of the newest lineage."""
+    rows = current_rows(Tail(run_dir / "metrics.jsonl").rows())
+    evaluated = [
+        (row["eval/success"], row["step"]) for row in rows if row.get("eval/success") is not None
+    ]
+    best, best_step = max(evaluated, default=(None, None))
+    return Progress(
+        step=max((row["step"] for row in rows), default=0),
+        last=evaluated[-1][0] if evaluated else None,
+        best=best,
+        best_step=best_step,
+    )
+
+
+def _successes(progress: Progress) -> str:
+    if progress.last is None:
+        return ", not evaluated"
+    return (
+        f", eval success {progress.last:.3f} (best {progress.best:.3f} at step"
+        f" {progress.best_step})"
+    )
+
+
+def listed(directory: Path) -> list[dict[str, Any]]:
+    """The runs of a directory, the newest last: name, state, step, success, and when it changed.
+
+    The state of a run whose files do not say all of this is "unreadable".
+    """
+    runs = []
+    for path in directory.glob("*/config.yaml"):
+        try:
+            runs.append(_summary(path.parent))
+        except (OSError, ValueError, KeyError, TypeError):
+            changed = path.stat().st_mtime
+            nothing = {"state": "unreadable", "step": 0, "success": None, "time": changed}
+            runs.append({"name": path.parent.name} | nothing)
+    return sorted(runs, key=lambda run: run["time"])
+
+
+def _summary(run_dir: Path) -> dict[str, Any]:
+    progress = progress_of(run_dir)
+    state, metrics = "killed", run_dir / "metrics.jsonl"
+    changed = (metrics if metrics.exists() else run_dir / "config.yaml").stat().st_mtime
+    with contextlib.suppress(FileNotFoundError):
+        ending = Ending(**json.loads((run_dir / END).read_text()))
+        state, changed = ending.state, ending.time
+    if _running(run_dir):
+        state = "running"
+    return {
+        "name": run_dir.name,
+        "state": state,
+        "step": progress.step,
+        "success": progress.last,
+        "time": changed,
+    }
+
+
+def _running(run_dir: Path) -> bool:
+    """True if a launcher holds the run directory."""
+    try:
+        with open(run_dir / "lock") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _short(path: Path) -> str:
+    """The path from the working directory on, where it is below it."""
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)

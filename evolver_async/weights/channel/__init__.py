@@ -1,0 +1,1 @@
+"""The interface of every weight channel, and the parts that all channels share."""

@@ -1,0 +1,1 @@
+"""Weights by broadcast over gloo or NCCL: sender, receiver, process groups, event log."""

@@ -1,0 +1,175 @@
+"""Weights over the network: broadcast to every receiver by gloo or NCCL, whoever comes and goes.
+
+The learner's end has a thread that sends what `publish` staged, each receiver has one that takes it
+in; what they say to each other is in `casting`. So a publish overlaps with the next step, and a
+silent or dead actor holds up the thread for at most `deadline_s` and a roll call, the step never. A
+receiver's versions are whole and verified; a cast that fails, and a group that is built anew, leave
+them as they are. What travels is neither encrypted nor authenticated.
+"""
+
+import logging
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+from torch import Tensor
+
+from evolver_async.process.private_directories import claim
+from evolver_async.schema import WeightId
+from evolver_async.weights.channel.publisher import StagedPublisher
+from evolver_async.weights.channel.snapshot import Snapshot
+from evolver_async.weights.collective.event_log import Served, visit
+from evolver_async.weights.collective.process_group import first_line, sweep
+from evolver_async.weights.collective.receiver import Follower
+from evolver_async.weights.collective.sender import Sender
+from evolver_async.weights.collective.versions import Holdings
+
+JOIN_POLL_S = 0.1  # how soon an idle learner sees that somebody has joined
+RETRY_S = 0.2  # between attempts to reach a learner that is not there
+
+log = logging.getLogger(__name__)
+
+
+class CollectivePublisher(StagedPublisher):
+    """Publishes to whoever has joined at `address`: tcp://host:port, or a private directory, which
+    holds the address of a store on this host.
+
+    Keeps the newest `keep` versions and the retained ones for late joiners. `device`: a GPU for
+    NCCL, where every member has one of its own.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        keep: int = 2,
+        *,
+        deadline_s: float = 30.0,
+        bucket_bytes: int = 64 << 20,
+        deltas: bool = False,
+        device: str = "",
+    ) -> None:
+        assert keep >= 2, "the version before is what a delta is based on"
+        self._claim = None if address.startswith("tcp://") else claim(Path(address))
+        super().__init__(address, keep)
+        self._held: dict[WeightId, Snapshot] = {}  # in the order of publishing
+        self._sender = Sender(
+            Served(address, deadline_s),
+            deadline_s=deadline_s,
+            bucket_bytes=bucket_bytes,
+            deltas=deltas,
+            device=device,
+            closing=lambda: self._closed,
+        )
+        self._thread = threading.Thread(target=self._work, name="publish", daemon=True)
+        self._thread.start()
+
+    @property
+    def casts(self) -> int:
+        """Versions sent so far, to whomever and however often."""
+        return self._sender.casts
+
+    def release(self, weights: WeightId) -> None:
+        with self._changed:
+            self._retained.discard(weights)
+
+    def close(self) -> None:
+        self._end()
+        self._thread.join()
+        self._sender.close()
+        if self._claim is not None:
+            self._claim.release()
+
+    def _work(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._waiting or self._closed, JOIN_POLL_S)
+                    if self._closed:
+                        return
+                    self._take()
+                if self._busy or (self._held and self._sender.newcomers()):
+                    self._sender.send(dict(self._held), list(self._held)[-1])
+                sweep()
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+        except Exception as error:
+            self._fail(error)
+
+    def _take(self) -> None:
+        """Hold what has waited longest, and no longer what nobody can ask for any more."""
+        if not self._waiting:
+            return
+        weights, snapshot = self._waiting.pop(0)
+        self._busy = True
+        dropped = [self._held.pop(weights)] if weights in self._held else []
+        self._held[weights] = snapshot
+        kept = {*list(self._held)[-self.keep :], *self._retained}
+        dropped += [self._held.pop(other) for other in [*self._held] if other not in kept]
+        base = self._sender.base
+        self._spare += [one for one in dropped if base is None or one is not base[1]]
+        del self._spare[1:]
+
+
+class CollectiveReceiver:
+    """Holds what a CollectivePublisher at `address` sends; a thread follows it, and its successor.
+
+    `name`: how the learner's log calls this receiver. `device`: a GPU for NCCL.
+    """
+
+    def __init__(
+        self, address: str, *, deadline_s: float = 30.0, device: str = "", name: str = ""
+    ) -> None:
+        self.address = address
+        self._deadline_s = deadline_s
+        self._device = device
+        self._name = name or f"{socket.gethostname()}:{os.getpid()}"
+        self._holdings = Holdings()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="weights", daemon=True)
+        self._thread.start()
+
+    def head(self) -> WeightId | None:
+        return self._holdings.head
+
+    def available(self) -> list[WeightId]:
+        return self._holdings.available()
+
+    def fetch(self, weights: WeightId) -> dict[str, Tensor]:
+        return self._holdings.fetch(weights)
+
+    def close(self) -> None:
+        self._closed = True
+        self._thread.join(timeout=1.0)  # building a group may take longer
+
+    def _work(self) -> None:
+        said = ""
+        while not self._closed:
+            try:
+                self._follow()
+                said = ""
+            except (OSError, RuntimeError) as error:  # the learner is gone, or not there yet
+                if said != (said := first_line(error)):
+                    log.warning("weights at %s: %s; trying again", self.address, said)
+            except Exception:
+                log.exception("the weights at %s cannot be followed", self.address)
+            time.sleep(RETRY_S)
+
+    def _follow(self) -> None:
+        store, host = visit(self.address, self._deadline_s)
+        follower = Follower(
+            self._holdings,
+            store,
+            host=host,
+            name=self._name,
+            deadline_s=self._deadline_s,
+            device=self._device,
+            closing=lambda: self._closed,
+        )
+        log.info("joined the weights at %s", self.address)
+        try:
+            follower.follow()
+        finally:
+            follower.give_up()

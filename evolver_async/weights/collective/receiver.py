@@ -1,0 +1,177 @@
+"""A receiver's side of a broadcast: it does what the learner's log says (see `casting`)."""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from evolver_async.schema import WeightId
+from evolver_async.weights.collective import delta
+from evolver_async.weights.collective.event_log import Reader
+from evolver_async.weights.collective.process_group import (
+    IN_FLIGHT,
+    LOOK_S,
+    CastFailed,
+    Group,
+    Part,
+    buckets,
+    checksum,
+    checksums,
+    first_line,
+    gpu_id,
+    sweep,
+)
+from evolver_async.weights.collective.versions import Holdings, Received
+
+log = logging.getLogger(__name__)
+
+
+class Follower:
+    """One connection of a receiver to a learner."""
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        store: Store,
+        *,
+        host: str,
+        name: str,
+        deadline_s: float,
+        device: str,
+        closing: Callable[[], bool],
+    ) -> None:
+        self._holdings = holdings
+        self._store = store
+        self._host = host
+        self._deadline_s = deadline_s
+        self._device = device
+        self._closing = closing
+        self._about = json.dumps({"name": name, "device": gpu_id(device)})
+        self._reader = Reader(store)
+        self._group: Group | None = None
+        self._last: Received | None = None
+        self._number = 0
+        self._join()
+
+    def follow(self) -> None:
+        """Until the learner leaves, is gone, which raises RuntimeError, or the receiver closes."""
+        while not self._closing():
+            event = self._reader.wait(2 * LOOK_S)
+            sweep()
+            if event is None:
+                continue
+            kind = event["kind"]
+            if kind == "end":
+                return
+            if kind == "roll":
+                self.give_up()
+                self._store.set(f"here/{event['number']}/{self._number}", "")
+            elif kind == "epoch" and self._number in event["members"]:
+                self._enter(event)
+            elif kind == "epoch" and self._number in event["asked"]:
+                self._join()
+            elif kind == "cast" and self._group is not None:
+                self._take_in(event)
+
+    def give_up(self) -> None:
+        """Leave the group and whatever it was doing."""
+        if self._group is not None:
+            self._group.abandon()
+        self._group = self._last = None
+
+    def _join(self) -> None:
+        self.give_up()
+        self._number = self._store.add("numbers", 1)
+        self._store.set(f"member/{self._number}", self._about)
+
+    def _enter(self, event: dict[str, Any]) -> None:
+        members = event["members"]
+        try:
+            self._group = Group(
+                self._store,
+                event["number"],
+                1 + members.index(self._number),
+                1 + len(members),
+                host=self._host,
+                device=self._device if event["nccl"] else "",
+                deadline_s=self._deadline_s,
+            )
+        except RuntimeError as error:
+            log.warning("no group of receivers came about: %s", first_line(error))
+
+    def _take_in(self, cast: dict[str, Any]) -> None:
+        """Receive, verify, commit and acknowledge one version; a failure leaves all as it was."""
+        received = Received(cast["number"], self._holdings.buffer(cast["bytes"]), cast["tensors"])
+        try:
+            found = self._receive(cast, received.bytes_N)
+        except (CastFailed, RuntimeError) as error:
+            log.warning("a version of the weights did not come: %s", first_line(error))
+            self.give_up()
+            return
+        sums = self._sums()
+        if sums is None or sums["number"] != cast["number"]:
+            return  # given up by the learner; what it does next is in the log
+        if found != sums["checksums"]:
+            log.error("weights %s do not match their checksums", _weights(cast["weights"]))
+            self._store.set(f"ack/{cast['number']}/{self._number}", "bad")
+            return
+        held = {_weights(other) for other in cast["held"]}
+        self._holdings.commit(_weights(cast["weights"]), received, held, _weights(cast["head"]))
+        self._last = received
+        self._store.set(f"ack/{cast['number']}/{self._number}", "ok")
+
+    def _receive(self, cast: dict[str, Any], out_N: Tensor) -> list[int] | None:
+        """Fill `out_N`; its checksums, or None where the delta's base is not here."""
+        runs, bucket_bytes = cast["runs"], cast["bucket_bytes"]
+        payload_N = out_N
+        if runs is not None:
+            payload_N = torch.empty(delta.size(runs, cast["bytes"]), dtype=torch.uint8)
+        sums: list[int] = []
+        under_way: list[tuple[Part, Tensor]] = []
+
+        def finish() -> None:
+            part, bucket_N = under_way.pop(0)
+            self._finish(part)
+            if runs is None:
+                sums.append(checksum(bucket_N))
+
+        assert self._group is not None
+        for bucket_N in buckets(payload_N, bucket_bytes):
+            under_way.append((self._group.broadcast(bucket_N), bucket_N))
+            if len(under_way) == IN_FLIGHT:
+                finish()
+        while under_way:
+            finish()
+        if runs is None:
+            return sums
+        if self._last is None or self._last.cast != cast["based_on"]:
+            return None
+        delta.apply(self._last.bytes_N, runs, payload_N, out_N)
+        return checksums(out_N, bucket_bytes)
+
+    def _finish(self, part: Part) -> None:
+        until = time.monotonic() + self._deadline_s
+        while not part.done(LOOK_S):
+            following = self._reader.peek()
+            if following is not None and following["kind"] != "sums":
+                raise CastFailed("given up by the learner")
+            if time.monotonic() > until or self._closing():
+                raise CastFailed("no progress")
+
+    def _sums(self) -> dict[str, Any] | None:
+        """The event after a cast; None where the learner has given it up."""
+        until = time.monotonic() + self._deadline_s
+        while (event := self._reader.peek(LOOK_S)) is None:
+            if time.monotonic() > until or self._closing():
+                return None
+        return self._reader.wait(LOOK_S) if event["kind"] == "sums" else None
+
+
+def _weights(plain: list[int]) -> WeightId:
+    lineage, step = plain
+    return WeightId(lineage=lineage, step=step)

@@ -1,0 +1,246 @@
+"""The learner's side of a broadcast; `following` is the other one.
+
+The learner writes a log of events into the store where they meet (see `rendezvous`), and every
+receiver reads it, so that all call the same collectives in one order:
+
+    roll   R            who is there says so; whatever was under way is given up
+    epoch  E, members   these build a new group; who was asked and is not among them joins anew
+    cast   I, version   the members receive its buckets into memory of their own
+    sums   I, checksums they compare, commit the version whole or not at all, and acknowledge
+    end                 the learner leaves
+
+An epoch begins when somebody has joined or a cast has failed, with a full cast of everything that
+is kept: so late joiners and those that failed catch up. Nobody waits longer than `deadline_s` for a
+peer that makes no progress, and a roll call lasts ROLL_S: who is silent then is left out.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+
+from torch import Tensor
+
+from evolver_async.schema import WeightId
+from evolver_async.weights.channel.snapshot import Snapshot, aligned
+from evolver_async.weights.collective import delta
+from evolver_async.weights.collective.event_log import Log, Served
+from evolver_async.weights.collective.process_group import (
+    IN_FLIGHT,
+    LOOK_S,
+    CastFailed,
+    Group,
+    Part,
+    apart,
+    buckets,
+    checksum,
+    checksums,
+    first_line,
+    gpu_id,
+)
+
+ROLL_S = 3.0  # of the 5 s that a lost actor may cost beside the deadline
+ATTEMPTS = 4  # epochs for one version, before it is left to the next one
+
+log = logging.getLogger(__name__)
+
+
+class Sender:
+    """What the learner's thread does: keeps the group of receivers and casts versions to it."""
+
+    def __init__(
+        self,
+        served: Served,
+        *,
+        deadline_s: float,
+        bucket_bytes: int,
+        deltas: bool,
+        device: str,
+        closing: Callable[[], bool],
+    ) -> None:
+        self._served = served
+        self._store = served.store
+        self._log = Log(served.store)
+        self._deadline_s = deadline_s
+        self._bucket_bytes = aligned(bucket_bytes)
+        self._deltas = deltas
+        self._device = device
+        self._closing = closing
+        self._members: dict[int, dict[str, str]] = {}
+        self._numbers = 0  # of those that were handed out to receivers, the highest known
+        self._unmet: set[int] = set()
+        self._rolls = self._epochs = 0
+        self.casts = 0
+        self._group: Group | None = None
+        self.base: tuple[int, Snapshot] | None = None  # what every member holds, and its cast
+
+    def newcomers(self) -> list[int]:
+        """Who has joined and holds nothing yet."""
+        highest = self._store.add("numbers", 0)
+        self._unmet |= set(range(self._numbers + 1, highest + 1))
+        self._numbers = highest
+        return [number for number in self._unmet if self._store.check([f"member/{number}"])]
+
+    def send(self, held: dict[WeightId, Snapshot], head: WeightId) -> None:
+        """Bring `head` to every member, and all that is held to who may lack it."""
+        for _ in range(ATTEMPTS):
+            if self._closing():
+                return
+            try:
+                if self._group is not None and not self.newcomers():
+                    self._cast(head, held, head)
+                    return
+                if not self._begin_epoch():
+                    return
+                for weights in held:
+                    self._cast(weights, held, head)
+                return
+            except CastFailed as failure:
+                log.warning("weights %s did not reach every actor: %s", head, failure)
+                self._give_up()
+        log.error("weights %s are given up after %d attempts", head, ATTEMPTS)
+
+    def close(self) -> None:
+        self._give_up()
+        self._log.write({"kind": "end"})
+        self._served.close()
+
+    def _give_up(self) -> None:
+        if self._group is not None:
+            self._group.abandon()
+        self._group = self.base = None
+
+    def _begin_epoch(self) -> bool:
+        """A new group of all who answer; False where there is nobody."""
+        self._give_up()
+        asked = self._asked()
+        self._members = self._roll_call(asked)
+        devices = [member["device"] for member in self._members.values()]
+        nccl = apart([gpu_id(self._device), *devices])
+        self._epochs += 1
+        numbers = list(self._members)
+        epoch = {"number": self._epochs, "members": numbers, "asked": list(asked), "nccl": nccl}
+        self._log.write({"kind": "epoch"} | epoch)
+        if not numbers:
+            return False
+        log.info("weights go to %s", ", ".join(one["name"] for one in self._members.values()))
+        try:
+            self._group = Group(
+                self._store,
+                self._epochs,
+                0,
+                1 + len(numbers),
+                host=self._served.host,
+                device=self._device if nccl else "",
+                deadline_s=self._deadline_s,
+            )
+        except RuntimeError as error:
+            raise CastFailed(f"no group came about: {first_line(error)}") from None
+        return True
+
+    def _asked(self) -> dict[int, dict[str, str]]:
+        """Members and newcomers."""
+        asked = dict(self._members)
+        for number in self.newcomers():
+            asked[number] = json.loads(self._store.get(f"member/{number}"))
+            self._unmet.discard(number)
+        return asked
+
+    def _roll_call(self, asked: dict[int, dict[str, str]]) -> dict[int, dict[str, str]]:
+        """Those that answer in time."""
+        self._rolls += 1
+        self._log.write({"kind": "roll", "number": self._rolls})
+        here: set[int] = set()
+        until = time.monotonic() + ROLL_S
+        while len(here) < len(asked) and time.monotonic() < until and not self._closing():
+            time.sleep(0.002)
+            for number in asked.keys() - here:
+                if self._store.check([f"here/{self._rolls}/{number}"]):
+                    here.add(number)
+        for number in here:
+            self._store.delete_key(f"here/{self._rolls}/{number}")
+        for number in asked.keys() - here:
+            name = asked[number]["name"]
+            log.warning("%s is silent: it gets no weights until it joins again", name)
+        return {number: member for number, member in asked.items() if number in here}
+
+    def _cast(self, weights: WeightId, held: dict[WeightId, Snapshot], head: WeightId) -> None:
+        """Send one version to the group. CastFailed where a member did not take it in."""
+        snapshot = held[weights]
+        number, self.casts = self.casts, self.casts + 1
+        runs, based_on = self._changes(snapshot)
+        payload_N = snapshot.bytes_N if runs is None else delta.gathered(snapshot.bytes_N, runs)
+        self._log.write(
+            {
+                "kind": "cast",
+                "number": number,
+                "weights": _plain(weights),
+                "head": _plain(head),
+                "held": [_plain(other) for other in held],
+                "tensors": snapshot.tensors,
+                "bytes": len(snapshot.bytes_N),
+                "bucket_bytes": self._bucket_bytes,
+                "runs": runs,
+                "based_on": based_on,
+            }
+        )
+        sums = self._broadcast(payload_N, sums=runs is None)
+        if runs is not None:
+            sums = checksums(snapshot.bytes_N, self._bucket_bytes)
+        self._log.write({"kind": "sums", "number": number, "checksums": sums})
+        self._await_acknowledgements(number)
+        self.base = (number, snapshot)
+
+    def _changes(self, snapshot: Snapshot) -> tuple[list[tuple[int, int]] | None, int | None]:
+        """The runs to send and the cast that they are based on; None for the whole version."""
+        if not self._deltas or self.base is None or self.base[1].tensors != snapshot.tensors:
+            return None, None
+        return delta.changed(snapshot.bytes_N, self.base[1].bytes_N), self.base[0]
+
+    def _broadcast(self, payload_N: Tensor, sums: bool) -> list[int]:
+        """Send the bytes; with `sums` their checksums, computed while they travel."""
+        assert self._group is not None
+        found: list[int] = []
+        under_way: list[Part] = []
+        try:
+            for bucket_N in buckets(payload_N, self._bucket_bytes):
+                under_way.append(self._group.broadcast(bucket_N))
+                if sums:
+                    found.append(checksum(bucket_N))
+                if len(under_way) == IN_FLIGHT:
+                    self._finish(under_way.pop(0))
+            for part in under_way:
+                self._finish(part)
+        except RuntimeError as error:
+            raise CastFailed(first_line(error)) from None
+        return found
+
+    def _finish(self, part: Part) -> None:
+        until = time.monotonic() + self._deadline_s
+        while not part.done(LOOK_S):
+            if time.monotonic() > until:
+                raise CastFailed(f"no progress in {self._deadline_s:g} s")
+            if self._closing():
+                raise CastFailed("the learner leaves")
+
+    def _await_acknowledgements(self, number: int) -> None:
+        missing, until = set(self._members), time.monotonic() + self._deadline_s
+        while missing:
+            for member in list(missing):
+                name = f"ack/{number}/{member}"
+                if not self._store.check([name]):
+                    continue
+                if self._store.get(name) != b"ok":
+                    raise CastFailed(f"{self._members[member]['name']} received other bytes")
+                self._store.delete_key(name)
+                missing.remove(member)
+            if missing and time.monotonic() > until:
+                silent = ", ".join(self._members[member]["name"] for member in missing)
+                raise CastFailed(f"{silent} did not confirm it in {self._deadline_s:g} s")
+            if missing and self._closing():
+                raise CastFailed("the learner leaves")
+            time.sleep(0.001 if missing else 0)
+
+
+def _plain(weights: WeightId) -> list[int]:
+    return [weights.lineage, weights.step]

@@ -1,0 +1,1 @@
+"""Advantages: group-relative estimators, GAE, the critic, shaping and assignment to tokens."""

@@ -1,0 +1,1 @@
+"""Groups to batches: selection, resampling, collation and micro-batches."""

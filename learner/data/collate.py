@@ -1,0 +1,196 @@
+"""Groups to a batch: the only place where lists of trajectories become arrays.
+
+Stripping happens here: the EXPERIENCE tokens of a guided trajectory leave its rows, and the context
+that it was sampled in is kept beside them for whoever has to compare the two.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from evolver_async.schema import (
+    Array,
+    Fork,
+    Group,
+    Role,
+    Sequence,
+    Trajectory,
+    WeightId,
+    uniform,
+    version_lag,
+)
+from learner.data.batch import Batch
+
+
+@dataclass(frozen=True)
+class Lag:
+    """The version lag of a token. `abandoned`: its weights are past the fork of a lineage that was
+    abandoned, so no line of versions leads from them to the present."""
+
+    versions: int
+    abandoned: bool = False
+
+
+def lag_table(groups: list[Group], now: WeightId, forks: dict[int, Fork]) -> dict[WeightId, Lag]:
+    """The lag of every weight id that sampled a token of `groups`, which are of one take.
+
+    It counts from the weights that the take was first chosen for, which for a new one are `now`.
+    """
+    head = groups[0].head or now
+    sampled = {
+        run.weights
+        for group in groups
+        for trajectory in group.trajectories
+        for sequence in trajectory.sequences
+        for run in sequence.versions
+    }
+    return {weights: _lag(head, weights, forks) for weights in sampled}
+
+
+def _lag(head: WeightId, weights: WeightId, forks: dict[int, Fork]) -> Lag:
+    versions = version_lag(head, weights, forks)
+    return Lag(versions, abandoned=versions != head.step - weights.step)
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Which guided trajectories lose their experience: `mode` always, never or fraction.
+
+    The draw for a fraction belongs to the group and the member: every use of a group, and every
+    repetition of a step, strips the same ones.
+    """
+
+    mode: str
+    fraction: float
+    seed: int
+
+    def __call__(self, trajectory: Trajectory) -> bool:
+        if self.mode == "never" or not guided(trajectory):
+            return False
+        if self.mode == "always":
+            return True
+        assert self.mode == "fraction", self.mode
+        draw = uniform(self.seed, "strip", trajectory.group_id, trajectory.member)
+        return draw < self.fraction
+
+
+def guided(trajectory: Trajectory) -> bool:
+    """Whether experience was in a context of the trajectory: a fact of its tokens."""
+    return any(sequence.guided for sequence in trajectory.sequences)
+
+
+def collate(groups: list[Group], lags: dict[WeightId, Lag], strip: Strip) -> Batch:
+    """Strips and flattens the sequences of `groups` (at least one group).
+
+    `lags`: the version lag of every weight id that sampled a token (`lag_table`); tokens of a
+    scripted policy have lag 0 and behaviour log-prob 0.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    stripped_P = np.array([strip(trajectory) for trajectory in trajectories], bool)
+    rows = [
+        row
+        for index, trajectory in enumerate(trajectories)
+        for sequence in trajectory.sequences
+        if (row := _row(sequence, lags, index, bool(stripped_P[index]))) is not None
+    ]
+    facts = {
+        "group_P": np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups]),
+        "reward_P": np.array([trajectory.reward for trajectory in trajectories], np.float64),
+        "stripped_P": stripped_P,
+        "truncated_P": np.array([trajectory.truncated for trajectory in trajectories], bool),
+        "turn_start_P": _starts([len(trajectory.turn_rewards) for trajectory in trajectories]),
+        "turn_reward_U": _joined([one.turn_rewards for one in trajectories], np.float64),
+        "label_U": _joined([trajectory.labels for trajectory in trajectories], np.int8),
+    }
+    batch = Batch(**_layout(rows, len(trajectories)), **facts)
+    contexts = [row.sampled for row in rows if row.sampled is not None]
+    if contexts:
+        batch.sampled = Batch(**_layout(contexts, len(trajectories)), **facts)
+    return batch
+
+
+@dataclass
+class _Row:
+    """One sequence: tokens[L], action[L]; of its N ACTION tokens mu, lag, turn, and whether
+    abandoned weights sampled them.
+
+    `sampled`: the same before it was stripped, where it was.
+    """
+
+    tokens: Array
+    action: Array
+    mu_N: Array
+    lag_N: Array
+    abandoned_N: Array
+    turn_N: Array
+    trajectory: int
+    sampled: "_Row | None" = None
+
+
+def _row(
+    sequence: Sequence, lags: dict[WeightId, Lag], trajectory: int, strip: bool
+) -> _Row | None:
+    """None where there is nothing to train."""
+    written = sequence.roles == Role.ACTION
+    if not written.any():
+        return None
+    trained = sequence.stripped() if strip else sequence
+    action = trained.roles == Role.ACTION if strip else written
+    if sequence.versions:
+        tokens = [run.tokens for run in sequence.versions]
+        found = [lags[run.weights] for run in sequence.versions]
+        lag_N = np.repeat(np.array([lag.versions for lag in found], np.int64), tokens)
+        abandoned_N = np.repeat(np.array([lag.abandoned for lag in found], bool), tokens)
+    else:
+        lag_N = np.zeros(int(action.sum()), np.int64)
+        abandoned_N = np.zeros(len(lag_N), bool)
+    if action[0]:  # nothing stands before it, so nothing predicts it
+        written[written.argmax()] = False
+        action[0] = False
+        lag_N, abandoned_N = lag_N[1:], abandoned_N[1:]
+        if not len(lag_N):
+            return None
+    row = _Row(
+        tokens=trained.tokens,
+        action=action,
+        mu_N=trained.logprobs[action],
+        lag_N=lag_N,
+        abandoned_N=abandoned_N,
+        turn_N=trained.turns[action].astype(np.int64),
+        trajectory=trajectory,
+    )
+    if strip:
+        row.sampled = replace(row, tokens=sequence.tokens, action=written)
+    return row
+
+
+def _layout(rows: list[_Row], trajectories: int) -> dict[str, Array]:
+    """The rows as the arrays of a `Batch` that follow from them."""
+    counts_R = np.array([len(row.mu_N) for row in rows], np.int64)
+    trajectory_R = np.array([row.trajectory for row in rows], np.int64)
+    trajectory_N = np.repeat(trajectory_R, counts_R)
+    lag_N = _joined([row.lag_N for row in rows], np.int64)
+    lag_P = np.zeros(trajectories, np.int64)
+    np.maximum.at(lag_P, trajectory_N, lag_N)
+    return {
+        "tokens": _joined([row.tokens for row in rows], np.int32),
+        "action": _joined([row.action for row in rows], np.bool_),
+        "row_start_R": _starts([len(row.tokens) for row in rows]),
+        "action_start_R": _starts(counts_R.tolist()),
+        "trajectory_R": trajectory_R,
+        "mu_N": _joined([row.mu_N for row in rows], np.float32),
+        "lag_N": lag_N,
+        "abandoned_N": _joined([row.abandoned_N for row in rows], np.bool_),
+        "turn_N": _joined([row.turn_N for row in rows], np.int64),
+        "trajectory_N": trajectory_N,
+        "length_P": np.bincount(trajectory_N, minlength=trajectories),
+        "lag_P": lag_P,
+    }
+
+
+def _joined(arrays: list[Array], dtype: type) -> Array:
+    return np.concatenate([*arrays, np.zeros(0, dtype)]).astype(dtype)
+
+
+def _starts(lengths: list[int]) -> Array:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -1,0 +1,1 @@
+"""Diagnostics of a step: off-policyness, rollouts, alarms, stop rules and samples."""

@@ -1,0 +1,106 @@
+"""What is done when learning goes wrong: alarms heeded, and runs ended that learn from nothing."""
+
+import logging
+import math
+from collections import Counter
+from pathlib import Path
+
+from evolver_async.config import Config
+from evolver_async.launch import run_directory
+from evolver_async.launch.roles import TrainingError
+from evolver_async.metrics.writer import Metrics
+from evolver_async.schema import FailureTotal, Group
+from learner.diagnostics.alarms import Alarm, group_signals, judge
+from learner.diagnostics.rollouts import NON_FINITE, Outcome
+from learner.state import State
+
+log = logging.getLogger(__name__)
+
+MASKED_STEPS = 5  # nearly everything masked: so many in a row end the run
+
+
+class Guard:
+    """Looks at every step of the stages that may train nothing; its memory is in `State`."""
+
+    def __init__(self, run_dir: Path, metrics: Metrics) -> None:
+        self.run_dir = run_dir
+        self.metrics = metrics
+        self.told: set[tuple[str, str]] = set()  # kinds and names of failures
+
+    def watch(
+        self, stage: Config, state: State, groups: list[Group], outcome: Outcome
+    ) -> list[Alarm]:
+        """Raise alarms about a step of an rl stage and add its signals to its metrics.
+
+        Returns those that begin; a pause begins before the next take.
+        """
+        signals, found = group_signals(groups), outcome.metrics
+        signals["format_errors"] = found["train/format_errors"]
+        if "loss/entropy" in found:
+            signals["entropy"] = found["loss/entropy"]
+        if found.get("loss/grad_norm", 0.0) > 0:
+            signals["log_grad_norm"] = math.log(found["loss/grad_norm"])
+        metrics, alarms = judge(state.watched, signals, found["train/success"], stage.safety)
+        found |= metrics
+        begun = [alarm for alarm in alarms if alarm.begins]
+        for alarm in begun:
+            self._tell(alarm, state.take)
+        if begun and stage.safety.action == "pause":
+            run_directory.pause(self.run_dir, f"take {state.take}: {'; '.join(map(str, begun))}")
+        if stage.safety.action == "rollback":
+            found["safety/rollbacks"] = float(state.rollbacks)
+        return begun
+
+    def allow_rollback(self, stage: Config, state: State, begun: list[Alarm]) -> None:
+        """Raise TrainingError, with the reason, where no further rollback is allowed."""
+        reasons = "; ".join(map(str, begun))
+        if state.rollbacks >= stage.safety.rollbacks:
+            raise TrainingError(
+                f"{reasons}; after {state.rollbacks} rollbacks of the stage; to go on:"
+                f" train --resume {self.run_dir} --step best, with other settings"
+            )
+        changes = f"learner.lr times {stage.safety.rollback_lr:g}"
+        if stage.safety.rollback:
+            changes += f" and {stage.safety.rollback}"
+        text = f"rollback {state.rollbacks + 1} of {stage.safety.rollbacks}, with {changes}"
+        log.warning("step %d: %s", state.take, text)
+        self.metrics.alert("rollback", f"step {state.take}: {text}: {reasons}")
+
+    def tell_failures(self, failures: list[FailureTotal], take: int) -> None:
+        """Tell people once, and the metrics, of each thing that fails in the actors."""
+        new = [one for one in failures if (one.kind, one.name) not in self.told]
+        for failure in new:
+            self.told.add((failure.kind, failure.name))
+            log.warning("take %d: %s", take, failure)
+            self.metrics.alert(f"{failure.kind} fails", str(failure))
+        if new:
+            counts = Counter[str]()
+            for failure in failures:
+                counts[f"failures/{failure.kind}"] += failure.count
+            self.metrics.log(take, {name: float(count) for name, count in counts.items()})
+
+    def check(self, stage: Config, state: State, outcome: Outcome) -> None:
+        """Stop a run that no longer learns from anything, with the reason."""
+        if state.empty_steps >= stage.selection.max_empty:
+            raise TrainingError(
+                f"{state.empty_steps} steps in a row had nothing to train on"
+                f" ({', '.join(outcome.filtered) or 'no ACTION tokens'})"
+            )
+        masked = outcome.metrics.get("offpolicy/masked", 0.0)
+        if state.masked_steps:
+            log.warning("%.0f %% of the tokens are masked", 100 * masked)
+        if state.masked_steps >= MASKED_STEPS:
+            raise TrainingError(
+                f"{MASKED_STEPS} steps in a row had {masked:.0%} of their tokens masked"
+            )
+
+    def count(self, stage: Config, state: State, outcome: Outcome) -> None:
+        """Count the steps in a row that had nothing to train, or next to nothing."""
+        empty = not outcome.trained and NON_FINITE not in outcome.filtered
+        masked = outcome.metrics.get("offpolicy/masked", 0.0) > stage.correction.max_masked
+        state.empty_steps = state.empty_steps + 1 if empty else 0
+        state.masked_steps = state.masked_steps + 1 if masked else 0
+
+    def _tell(self, alarm: Alarm, take: int) -> None:
+        log.warning("take %d: alarm %s", take, alarm)
+        self.metrics.alert(f"alarm {alarm.name}", f"take {take}: {alarm}")

@@ -1,0 +1,1 @@
+"""Losses: policy objective, off-policy corrections, preferences and supervised."""

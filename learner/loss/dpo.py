@@ -1,0 +1,101 @@
+"""Preferences: which members of groups are compared, and the loss of a comparison (DPO). Pure.
+
+Formulas: algorithms §4.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import logsigmoid
+
+from evolver_async.schema import Group, Role, Trajectory
+from learner.data.batch import Batch, MicroBatch, Minibatch
+from learner.data.selection import Selected, reward_spread
+from learner.diagnostics.offpolicy import Accounting
+
+
+def pairs(groups: list[Group]) -> Selected:
+    """Each group with its best and its worst member alone, the first of equals.
+
+    Left out: `zero_spread`, all rewards the same; `no_tokens`, one of the two has none to train.
+    """
+    kept: list[Group] = []
+    filtered: dict[str, list[int]] = {}
+    for group in groups:
+        ranked = sorted(group.trajectories, key=lambda one: (-one.reward, one.member))
+        best = ranked[0]
+        worst = min(group.trajectories, key=lambda one: (one.reward, one.member))
+        if reward_spread(group) == 0:
+            filtered.setdefault("zero_spread", []).append(group.group_id)
+        elif not (_trains(best) and _trains(worst)):
+            filtered.setdefault("no_tokens", []).append(group.group_id)
+        else:
+            kept.append(
+                Group(
+                    group_id=group.group_id,
+                    task=group.task,
+                    kind=group.kind,
+                    stage=group.stage,
+                    use=group.use,
+                    head=group.head,
+                    trajectories=sorted((best, worst), key=lambda one: one.member),
+                )
+            )
+    return Selected(kept, filtered)
+
+
+def _trains(trajectory: Trajectory) -> bool:
+    """Whether some ACTION token has a context, with experience or without."""
+    contexts = (s.roles[s.roles != Role.EXPERIENCE] for s in trajectory.sequences)
+    return any((roles[1:] == Role.ACTION).any() for roles in contexts)
+
+
+def mark_pairs(batch: Batch) -> None:
+    """Makes advantages of a batch of pairs: 1 on the tokens of the better one, -1 on the others."""
+    low_G = np.full(int(batch.group_P.max()) + 1, np.inf)
+    np.minimum.at(low_G, batch.group_P, batch.reward_P)
+    sign_P = np.where(batch.reward_P > low_G[batch.group_P], 1, -1)
+    batch.advantage_N = sign_P[batch.trajectory_N].astype(np.float32)
+    batch.whole_groups = True
+
+
+@dataclass(frozen=True)
+class Preference:
+    """The loss of the pairs in a micro-batch, as a mean over those of the update."""
+
+    beta: float
+
+    def __call__(
+        self,
+        theta_N: torch.Tensor,
+        entropy_N: torch.Tensor,
+        micro: MicroBatch,
+        minibatch: Minibatch,
+        accounting: Accounting,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss and its terms. The margin is that of better over worse, times beta.
+
+        dpo/better, dpo/worse: how much likelier than by the reference each became, in nats.
+        """
+        sign_N, gained_N = micro.advantage_N, theta_N - micro.reference_N
+        pair_N = micro.trajectory_N // 2
+        count = int(pair_N.max()) + 1
+        gained_C = torch.zeros(count, device=theta_N.device).index_add(0, pair_N, sign_N * gained_N)
+        share = 2 / minibatch.trajectories
+        margin_C = self.beta * gained_C
+        loss = share * dpo_loss(margin_C)
+        held_N = gained_N.detach()
+        return loss, {
+            "loss/policy": loss.detach(),
+            "loss/entropy": entropy_N.detach().sum() / minibatch.tokens,
+            "dpo/margin": share * margin_C.detach().sum(),
+            "dpo/accuracy": share * (margin_C.detach() > 0).float().sum(),
+            "dpo/better": share * held_N[sign_N > 0].sum(),
+            "dpo/worse": share * held_N[sign_N < 0].sum(),
+        }
+
+
+def dpo_loss(margin_C: torch.Tensor) -> torch.Tensor:
+    """Σ -log σ(margin) over pairs: log 2 each at margin 0."""
+    return -logsigmoid(margin_C).sum()

@@ -1,0 +1,132 @@
+"""AdamW with gradient clipping and a guard against non-finite steps; the learning-rate schedule.
+
+The only place where weights change.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from learner.ranks.process_group import whole_tensor
+
+
+def lr_at(
+    step: int,
+    *,
+    lr: float,
+    warmup_steps: int,
+    steps: int,
+    decay: str,
+    decay_start: float,
+    lr_final: float,
+) -> float:
+    """The learning rate of learner step `step` (counted from 0) of a stage of `steps` steps.
+
+    Rises linearly to `lr` over `warmup_steps`, stays, and from `decay_start · steps` on falls
+    (`linear` or `cosine`) to `lr_final · lr` at the stage's last step. `none`, or a stage without a
+    bound (`steps` 0), never decays.
+    """
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    if decay == "none" or steps == 0:
+        return lr
+    begin = max(warmup_steps, int(decay_start * steps)) - 1  # the last step at the full rate
+    share = min(max((step - begin) / max(steps - 1 - begin, 1), 0.0), 1.0)
+    if decay == "cosine":
+        share = (1 - math.cos(math.pi * share)) / 2
+    else:
+        assert decay == "linear", decay
+    return lr * (1 - share * (1 - lr_final))
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer update did; grad_norm is the norm before clipping."""
+
+    applied: bool
+    grad_norm: float
+
+
+def make_adamw(
+    parameters: Iterable[torch.nn.Parameter],
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> torch.optim.AdamW:
+    """A fresh AdamW over the trainable ones of `parameters`, or over the masters of the short ones.
+
+    Only matrices decay: norms and biases have no scale to hold back.
+    """
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    short = [parameter for parameter in trainable if parameter.dtype != torch.float32]
+    for parameter in short:
+        _give_master(parameter)
+    masters = [master(parameter) for parameter in trainable]
+    matrices = [parameter for parameter in masters if parameter.ndim > 1]
+    vectors = [parameter for parameter in masters if parameter.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        betas=betas,
+        eps=eps,
+        fused=True,
+    )
+    if short:
+        optimizer.register_step_post_hook(lambda *_: follow(short))
+    return optimizer
+
+
+def master(weight: torch.Tensor) -> torch.Tensor:
+    """The float32 copy of a weight that is optimized in its place, if it has one, else itself."""
+    return getattr(weight, "master", weight)
+
+
+@torch.no_grad()
+def follow(parameters: Iterable[torch.Tensor]) -> None:
+    """Round masters to the parameters that are copies of them, where those have any."""
+    for parameter in parameters:
+        if master(parameter) is not parameter:
+            parameter.copy_(master(parameter))
+
+
+def _give_master(parameter: torch.nn.Parameter) -> None:
+    """A float32 copy, which takes every gradient over as soon as it is accumulated."""
+    twin = torch.nn.Parameter(parameter.detach().float())
+
+    def take(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        grad = weight.grad.float()
+        twin.grad = grad if twin.grad is None else twin.grad.add_(grad)
+        weight.grad = None
+
+    parameter.register_post_accumulate_grad_hook(take)
+    setattr(parameter, "master", twin)  # noqa: B010
+
+
+def update(
+    moves: Sequence[tuple[torch.optim.Optimizer, float]], *, loss: float, grad_clip: float
+) -> list[Update]:
+    """Clips gradients, moves the weights, clears the gradients: of each optimizer, at its rate.
+
+    Each is clipped by its own norm, over all ranks. `loss` is that of the whole update. If it or
+    any gradient is not finite, only the clearing happens: `applied` is False for all, weights and
+    moments stay untouched.
+    """
+    norms = []
+    for optimizer, _ in moves:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
+        norms.append(float(whole_tensor(norm)))
+    applied = math.isfinite(loss) and all(map(math.isfinite, norms))
+    for optimizer, lr in moves:
+        if applied:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return [Update(applied, norm) for norm in norms]

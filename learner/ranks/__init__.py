@@ -1,0 +1,1 @@
+"""The ranks of a learner: their process group and what they compute together."""

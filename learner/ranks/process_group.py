@@ -1,0 +1,303 @@
+"""The ranks of a learner: processes that share one model, its optimizer and every batch.
+
+Weights, gradients and moments are sharded over them by FSDP2: a layer's weights are gathered where
+it is computed and dropped behind it. All ranks hold the same batch and compute what is not on the
+GPU alike; forward passes are divided among them, gradients summed. So the loss is that of a single
+rank. Rank 0 alone knows the rest of the run (see `follow`).
+
+All of it is collective: every rank makes the same calls in the same order. One that dies or stays
+away longer than the deadline ends the others with an error.
+"""
+
+import os
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from evolver_async.config.check import ConfigError
+from evolver_async.model import policy
+from evolver_async.model.attention import Borders
+from evolver_async.schema import Array
+from evolver_async.weights.collective.process_group import gpu_id
+
+T = TypeVar("T")
+
+ENDLESS = timedelta(days=365)  # for the next call of rank 0, which waits for the whole run
+GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among `count` ranks; without a mesh it is alone and all calls are trivial.
+
+    `host` carries what is in host memory, within the deadline; `calls` the calls of rank 0.
+    """
+
+    device: torch.device
+    rank: int = 0
+    count: int = 1
+    mesh: DeviceMesh | None = None
+    host: dist.ProcessGroup | None = None
+    calls: dist.ProcessGroup | None = None
+
+    def shard(
+        self, model: torch.nn.Module, *, master: bool, dtype: str, drops: bool = False
+    ) -> torch.nn.Module:
+        """Spread a model's weights over the ranks, a decoder layer at a time; nothing if alone.
+
+        `master`: trained weights are kept in float32 and take part in `dtype`, gradients are summed
+        in float32; otherwise, and where they are frozen, they are kept as they are. `drops`: what
+        lies outside of the layers is dropped behind a forward pass, too; else by `within`.
+        """
+        if self.mesh is None:
+            return model
+        mixed = MixedPrecisionPolicy()
+        if master and dtype != "float32":
+            mixed = MixedPrecisionPolicy(
+                param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32
+            )
+        layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+        setattr(model, "within", types.MethodType(_within, model))  # noqa: B010
+        for module in (*layers, model):
+            for weight in module.parameters():
+                if master and weight.requires_grad and weight.dtype != torch.float32:
+                    weight.data = weight.data.float()
+            fully_shard(
+                module,
+                mesh=self.mesh,
+                mp_policy=mixed,
+                reshard_after_forward=True if drops else None,
+            )
+            assert isinstance(module, FSDPModule)
+            module.set_gradient_divide_factor(1.0)  # losses are shares of the update: sum them
+            module.set_force_sum_reduction_for_comms(True)
+        register_fsdp_forward_method(model, "within")
+        return model
+
+    def share(self, parts: Iterator[T]) -> Iterator[T | None]:
+        """This rank's share of `parts`, as many for every rank: None where it has none."""
+        while taken := [part for _, part in zip(range(self.count), parts, strict=False)]:
+            yield taken[self.rank] if self.rank < len(taken) else None
+
+    def budget(self, length_R: Array, limit: int) -> int:
+        """Tokens of a forward pass over such rows that leaves none of the ranks without any.
+
+        `limit` at most, unless a row is longer.
+        """
+        if self.count == 1 or not len(length_R):
+            return limit
+        return min(limit, int(length_R.sum()) // self.count + int(length_R.max()) // 2)
+
+    def sum(self, *arrays: Array) -> None:
+        """Replaces arrays by their sums over ranks."""
+        if self.host is not None:
+            for array in arrays:
+                dist.all_reduce(torch.from_numpy(array), group=self.host)
+
+    def largest(self, value: int) -> int:
+        """The largest of the values that the ranks have."""
+        if self.host is None:
+            return value
+        found = torch.tensor([value])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.host)
+        return int(found)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What every rank has, in their order, for every rank."""
+        if self.host is None:
+            return [data]
+        size = torch.tensor([len(data)])
+        sizes = [torch.zeros_like(size) for _ in range(self.count)]
+        dist.all_gather(sizes, size, group=self.host)
+        padded = torch.zeros(max(1, *(int(one) for one in sizes)), dtype=torch.uint8)
+        padded[: len(data)] = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+        found = [torch.zeros_like(padded) for _ in range(self.count)]
+        dist.all_gather(found, padded, group=self.host)
+        return [part[: int(one)].numpy().tobytes() for part, one in zip(found, sizes, strict=True)]
+
+    def tell(self, data: bytes) -> None:
+        """Rank 0's word to the others, who `hear` it."""
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, 0, group=self.calls)
+        dist.broadcast(torch.from_numpy(np.frombuffer(data, np.uint8).copy()), 0, group=self.host)
+
+    def hear(self) -> bytes:
+        """The next word of rank 0, however long it takes; RuntimeError when rank 0 is gone."""
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, 0, group=self.calls)
+        data = torch.zeros(int(size), dtype=torch.uint8)
+        dist.broadcast(data, 0, group=self.host)
+        return data.numpy().tobytes()
+
+    def whole(self, model: torch.nn.Module, dtype: str) -> dict[str, torch.Tensor]:
+        """A sharded model's tensors in host memory, weights in `dtype`: for rank 0, {} for others.
+
+        Gathered one by one, so that no GPU holds more than one of them.
+        """
+        found = {}
+        for name, tensor in policy.state_tensors(model).items():
+            kept = getattr(torch, dtype) if tensor.is_floating_point() else tensor.dtype
+            full = whole_tensor(tensor.to(kept))
+            if self.rank == 0:
+                found[name] = full.cpu()
+        return found
+
+    def leave(self, *, failed: bool = False) -> None:
+        """Take the groups down, after which nothing here works any more.
+
+        Also when something `failed`, then without waiting for the others: a process that ends with
+        a broken group may crash while it ends, and then its exit code no longer says why.
+        """
+        if self.mesh is not None and failed:
+            dist.distributed_c10d._abort_process_group()
+        elif self.mesh is not None:
+            dist.destroy_process_group()
+
+
+def alone(device: str) -> Ranks:
+    """The only rank of a learner, on `device` (`auto`: CUDA, if there)."""
+    return Ranks(_device(device, 0))
+
+
+def join(
+    meeting: Path,
+    rank: int,
+    count: int,
+    *,
+    device: str,
+    deadline_s: float,
+    nccl_leaves: bool = False,
+) -> Ranks:
+    """Meet the other ranks at a file that the launcher chose for them, in a private directory.
+
+    They talk through this host's loopback interface by gloo, and on GPUs directly by NCCL: there
+    gloo has not all that FSDP2 needs. `nccl_leaves`: this process will use NCCL to reach other
+    hosts, too. NCCL keeps to the interface that it has used first, which is then left to it, or to
+    NCCL_SOCKET_IFNAME.
+    """
+    where = _device(device, rank)
+    nccl = where.type == "cuda"
+    deadline = timedelta(seconds=deadline_s)
+    if nccl:
+        torch.cuda.set_device(where)
+    store = dist.FileStore(str(meeting), count)  # pyright: ignore[reportPrivateImportUsage]
+    store.set_timeout(deadline)
+    if nccl:
+        check_apart(store, rank, count, gpu_id(str(where)))
+    names = [GLOO_INTERFACE] if nccl_leaves else [GLOO_INTERFACE, NCCL_INTERFACE]
+    with _on_loopback(names):
+        dist.init_process_group(
+            "nccl" if nccl else "gloo",
+            store=store,
+            rank=rank,
+            world_size=count,
+            timeout=deadline,
+            device_id=where if nccl else None,
+        )
+        host = dist.new_group(backend="gloo", timeout=deadline)
+        calls = dist.new_group(backend="gloo", timeout=ENDLESS)
+    assert isinstance(host, dist.ProcessGroup) and isinstance(calls, dist.ProcessGroup)
+    # Of this very group: init_device_mesh may make another, which knows no deadline.
+    ranks = dist.group.WORLD
+    assert ranks is not None
+    mesh = DeviceMesh.from_group(ranks, where.type)
+    return Ranks(where, rank, count, mesh, host, calls)
+
+
+def check_apart(store: Store, rank: int, count: int, gpu: str) -> None:
+    """Raises ConfigError where `gpu` is another rank's, too: NCCL would fail, and not say why."""
+    store.set(f"gpu/{rank}", gpu)
+    for other in range(count):
+        if other != rank and store.get(f"gpu/{other}") == gpu.encode():
+            raise ConfigError(
+                f"launch.gpus.learner: ranks {min(rank, other)} and {max(rank, other)} see the same"
+                " GPU; NCCL wants one for each"
+            )
+
+
+def within(model: torch.nn.Module, compute: Callable[[], T]) -> T:
+    """What `compute` returns, which may use a sharded model and parts of it as if it were whole.
+
+    A backward pass may begin at any tensor in what it returns, once.
+    """
+    if not isinstance(model, FSDPModule):
+        return compute()
+    found = getattr(model, "within")(compute)  # noqa: B009
+    if not torch.is_grad_enabled() and hasattr(model, "reset_iter_state"):  # not in torch 2.11
+        # With gradients the backward pass drops what lies outside of the layers, and FSDP2's notes
+        # on every forward pass, which otherwise would grow for ever.
+        model.reset_iter_state()
+    return found
+
+
+def idle(model: torch.nn.Module, device: torch.device, *, packed: bool) -> None:
+    """Take part in a forward pass of the other ranks that only looks."""
+    within(model, lambda: nothing(model, device, packed=packed))
+
+
+def nothing(
+    model: torch.nn.Module, device: torch.device, *, packed: bool
+) -> tuple[torch.Tensor, torch.Tensor, Borders | None]:
+    """Two tokens, their hidden states plus 0 times what all weights make of them, their borders."""
+    tokens_BT = torch.zeros(1, 2, dtype=torch.long, device=device)
+    borders = Borders.of([2], device) if packed else None
+    hidden_BTD = policy.hidden_states(model, tokens_BT, borders)
+    _, head = policy.split_model(model)
+    return tokens_BT, hidden_BTD + 0 * head(hidden_BTD).sum(), borders
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor gathered from all ranks, any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _within(_: torch.nn.Module, compute: Callable[[], T]) -> T:
+    return compute()
+
+
+def _device(name: str, rank: int) -> torch.device:
+    """Rank r computes on the r-th GPU that it sees, or on the only one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":  # a process group wants the number, too
+        return torch.device("cuda", rank if torch.cuda.device_count() > 1 else 0)
+    return torch.device(name)
+
+
+@contextmanager
+def _on_loopback(names: list[str]) -> Iterator[None]:
+    """Groups made meanwhile use the loopback interface, as far as these variables say which."""
+    name = next(
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(one.address == "127.0.0.1" for one in addresses)
+    )
+    before = {key: os.environ.get(key) for key in names}
+    os.environ.update(dict.fromkeys(names, name))
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value

@@ -1,0 +1,128 @@
+"""The learner's side of evaluations: when one is due, which are outstanding, what they found.
+
+The episodes themselves are granted and counted by the buffer. What is outstanding is part of
+`State`, so that a resumed learner asks again for what only its own weights can answer.
+"""
+
+import logging
+from pathlib import Path
+
+from evolver_async.metrics.writer import Metrics
+from evolver_async.schema import EvalResult, WeightId
+from evolver_async.weights.channel.base import Publisher
+from learner.state import Asked, State
+
+log = logging.getLogger(__name__)
+
+
+class Standstill:
+    """Deadline of evaluations, in seconds on the caller's clock.
+
+    It is `timeout_s` away. A new group, or progress of one beyond its best so far, moves it.
+    """
+
+    def __init__(self, timeout_s: float, now: float) -> None:
+        self.timeout_s = timeout_s
+        self.deadline = now + timeout_s
+        self.best: dict[int, int] = {}
+
+    def reached(self, progress: dict[int, int], now: float) -> bool:
+        """True if the deadline has passed without progress."""
+        better = {
+            group_id: count
+            for group_id, count in progress.items()
+            if group_id not in self.best or count > self.best[group_id]
+        }
+        if better:
+            self.best |= better
+            self.deadline = now + self.timeout_s
+        return now > self.deadline
+
+
+class Evaluations:
+    """`every`: versions between evaluations (0: only at a stage's end), of `episodes` episodes."""
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        metrics: Metrics,
+        *,
+        every: int,
+        episodes: int,
+        final_episodes: int,
+    ) -> None:
+        self.publisher = publisher
+        self.metrics = metrics
+        self.every = every
+        self.episodes = episodes
+        self.final_episodes = final_episodes
+
+    def due(self, version: int, *, over: bool, last: bool, changed: bool) -> int:
+        """Episodes to ask for after a step; `over`: it ends its stage, `last`: the final one."""
+        if over and last:
+            return self.final_episodes
+        due = self.every > 0 and changed and version % self.every == 0
+        return self.episodes if over or due else 0
+
+    def ask(self, state: State, stage: int, episodes: int) -> None:
+        """The newest version is about to be evaluated, on the tasks of `stage`."""
+        asked = Asked(version=state.version, stage=stage, episodes=episodes)
+        state.pending = [other for other in state.pending if other.version != asked.version]
+        state.pending.append(asked)
+
+    def ask_again(self, state: State) -> Asked | None:
+        """After a resume: what is to be evaluated once more. The weights of the rest are gone."""
+        again = [asked for asked in state.pending if asked.version == state.version]
+        lost = [asked.version for asked in state.pending if asked.version != state.version]
+        if lost:
+            log.warning("the outstanding evaluations of versions %s are lost", lost)
+        state.pending = again
+        return again[0] if again else None
+
+    def abandon(self, state: State) -> None:
+        """Ask for nothing more: the weights of what is outstanding are no longer needed."""
+        for asked in state.pending:
+            self.publisher.release(WeightId(lineage=state.lineage, step=asked.version))
+        state.pending = []
+
+    def report_lost(self, state: State, still_s: float, run_dir: Path) -> None:
+        """Log which evaluations stood still after the last step."""
+        log.error(
+            "training is done, but the evaluations of versions %s are lost: no progress for %g s"
+            " (eval.timeout_s); to repeat them: evolver-async train --resume %s",
+            [asked.version for asked in state.pending],
+            still_s,
+            run_dir,
+        )
+
+    def take_in(
+        self, state: State, results: list[EvalResult], seconds: float
+    ) -> list[tuple[EvalResult, int]]:
+        """Log results, each once: the buffer repeats them. Their weights are no longer needed.
+
+        Returns those with episodes, each with its stage.
+        """
+        taken_in = []
+        outstanding = {WeightId(lineage=state.lineage, step=a.version): a for a in state.pending}
+        for result in results:
+            asked = outstanding.get(result.weights)
+            if asked is None:
+                continue
+            state.pending.remove(asked)
+            self.publisher.release(result.weights)
+            if result.episodes == 0:
+                log.warning("no episode of the evaluation of %s could be run", result.weights)
+                continue
+            taken_in.append((result, asked.stage))
+            if asked.stage == state.stage and not state.finished:
+                state.eval_success = result.success
+            values = {
+                "eval/success": result.success,
+                "eval/reward_mean": result.reward_mean,
+                "eval/turns_mean": result.turns_mean,
+                "eval/episodes": float(result.episodes),
+                "eval/version": float(result.weights.step),
+                "time_s": seconds,
+            }
+            self.metrics.log(result.step + 1, values)
+        return taken_in

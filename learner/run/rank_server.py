@@ -1,0 +1,214 @@
+"""Ranks in step: rank 0 makes every call of the updater on all of them, the others answer.
+
+A call travels as msgpack from rank 0 to the others, groups as the parcels that they came in. What
+it changes in `State` only rank 0 keeps; a rank that is told nothing waits.
+"""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import torch
+
+from evolver_async.config import Config
+from evolver_async.config.channels import leaves_host
+from evolver_async.config.check import ConfigError
+from evolver_async.launch.roles import RoleArgs
+from evolver_async.metrics.writer import Timers
+from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
+from evolver_async.schema import Fork, Group, Kind, Task, WeightId
+from learner.diagnostics.rollouts import Outcome
+from learner.loss.sft import Stages
+from learner.ranks.process_group import Ranks, join
+from learner.state import State
+from learner.step import Updater
+
+END = "end"
+
+
+class Taken(msgspec.Struct, array_like=True):
+    """A group with its trajectories as parcels."""
+
+    group_id: int
+    task: Task
+    kind: Kind
+    stage: int
+    use: int
+    head: WeightId | None
+    parcels: list[Parcel]
+
+
+class Call(msgspec.Struct, kw_only=True):
+    """A method of `Updater` and its arguments, as far as it has them."""
+
+    method: str
+    stage: int = 0
+    steps: int = 0
+    path: str = ""
+    state: State = msgspec.field(default_factory=State)
+    forks: dict[int, Fork] = {}
+    groups: list[Taken] = []
+
+
+class Leader:
+    """The updater of rank 0, whose calls all ranks make."""
+
+    def __init__(self, updater: Updater, ranks: Ranks) -> None:
+        self.updater = updater
+        self.ranks = ranks
+
+    def begin_stage(self, stage: Config, index: int) -> None:
+        self._tell(Call(method="begin_stage", stage=index))
+        self.updater.begin_stage(stage, index)
+
+    def ensure_reference(self, stage: Config, index: int) -> None:
+        self._tell(Call(method="ensure_reference", stage=index))
+        self.updater.ensure_reference(stage, index)
+
+    def save(self, directory: Path, state: State) -> None:
+        self._tell(Call(method="save", path=str(directory), state=state))
+        self.updater.save(directory, state)
+
+    def restore(self, directory: Path) -> State:
+        self._tell(Call(method="restore", path=str(directory)))
+        return self.updater.restore(directory)
+
+    def published(self) -> dict[str, torch.Tensor]:
+        self._tell(Call(method="published"))
+        return self.updater.published()
+
+    def rl(
+        self, stage: Config, groups: list[Group], state: State, forks: dict[int, Fork], steps: int
+    ) -> Outcome:
+        self._train("rl", groups, state, forks, steps)
+        return self.updater.rl(stage, groups, state, forks, steps)
+
+    def dpo(
+        self, stage: Config, groups: list[Group], state: State, forks: dict[int, Fork], steps: int
+    ) -> Outcome:
+        self._train("dpo", groups, state, forks, steps)
+        return self.updater.dpo(stage, groups, state, forks, steps)
+
+    def sft(self, stage: Config, groups: list[Group], state: State, steps: int) -> Outcome:
+        self._train("sft", groups, state, {}, steps)
+        return self.updater.sft(stage, groups, state, steps)
+
+    def end(self) -> None:
+        """Let the other ranks go."""
+        self._tell(Call(method=END))
+
+    def _train(
+        self,
+        method: str,
+        groups: list[Group],
+        state: State,
+        forks: dict[int, Fork],
+        steps: int,
+    ) -> None:
+        taken = [_taken(group) for group in groups]
+        self._tell(
+            Call(
+                method=method,
+                stage=state.stage,
+                steps=steps,
+                state=state,
+                forks=forks,
+                groups=taken,
+            )
+        )
+
+    def _tell(self, call: Call) -> None:
+        self.ranks.tell(msgspec.msgpack.encode(call))
+
+
+def follow(updater: Updater, stages: Callable[[int, int], Config], ranks: Ranks) -> None:
+    """Make the calls of rank 0 until it lets go; RuntimeError where it dies before.
+
+    `stages`: the configuration of a stage after so many rollbacks.
+    """
+    restored = State()
+    while True:
+        call = msgspec.msgpack.decode(ranks.hear(), type=Call)
+        if call.method == END:
+            return
+        if call.method == "restore":
+            restored = updater.restore(Path(call.path))
+            continue
+        rollbacks = restored.rollbacks if call.stage == restored.stage else 0
+        _make(updater, stages(call.stage, rollbacks), call)
+
+
+@contextmanager
+def meeting(config: Config, args: RoleArgs) -> Iterator[Ranks | None]:
+    """The ranks of this learner, which are left afterwards; None where it has only one."""
+    learner = config.learner
+    if learner.ranks == 1:
+        yield None
+        return
+    if args.meeting is None:
+        raise ConfigError("learner.ranks: several ranks are started by the launcher, together")
+    ranks = join(
+        args.meeting,
+        args.rank,
+        learner.ranks,
+        device=learner.device,
+        deadline_s=learner.deadline_s,
+        nccl_leaves=leaves_host(config),
+    )
+    try:
+        yield ranks
+    except BaseException:
+        with suppress(RuntimeError):  # says less than what has failed before
+            ranks.leave(failed=True)
+        raise
+    ranks.leave()
+
+
+def attend(config: Config, run_dir: Path, ranks: Ranks) -> int:
+    """Be a rank other than the first, until that lets go; signals are heeded by the first alone."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    follow(Updater(config, run_dir, Timers(), ranks), Stages(config), ranks)
+    return 0
+
+
+def _make(updater: Updater, stage: Config, call: Call) -> None:
+    groups = [_group(taken) for taken in call.groups]
+    match call.method:
+        case "begin_stage":
+            updater.begin_stage(stage, call.stage)
+        case "ensure_reference":
+            updater.ensure_reference(stage, call.stage)
+        case "save":
+            updater.save(Path(call.path), call.state)
+        case "published":
+            updater.published()
+        case "rl":
+            updater.rl(stage, groups, call.state, call.forks, call.steps)
+        case "dpo":
+            updater.dpo(stage, groups, call.state, call.forks, call.steps)
+        case "sft":
+            updater.sft(stage, groups, call.state, call.steps)
+        case method:
+            raise ValueError(f"unknown call {method}")
+
+
+def _taken(group: Group) -> Taken:
+    parcels = [wrap(one) for one in group.trajectories]
+    return Taken(
+        group.group_id, group.task, group.kind, group.stage, group.use, group.head, parcels
+    )
+
+
+def _group(taken: Taken) -> Group:
+    return Group(
+        group_id=taken.group_id,
+        task=taken.task,
+        kind=taken.kind,
+        stage=taken.stage,
+        use=taken.use,
+        head=taken.head,
+        trajectories=[unwrap(parcel) for parcel in taken.parcels],
+    )

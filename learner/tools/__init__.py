@@ -1,0 +1,1 @@
+"""Commands on checkpoints: `prepare` before a run and `export` after it."""

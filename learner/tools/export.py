@@ -1,0 +1,42 @@
+"""Writes a Hugging Face directory out of a run's checkpoint.
+
+The actors' side, which knows how a turn is written, writes how to ask the policy (chat template,
+generation settings, README).
+"""
+
+from pathlib import Path
+
+from evolver_async.checkpoint import history, shards
+from evolver_async.config.load import load, stage_config
+from evolver_async.launch.roles import resolve
+from evolver_async.model import lora, policy
+from evolver_async.weights.lora_receiver import whole
+
+
+def export(run_dir: Path, out: Path, step: int | str | None = None) -> str:
+    """Write config, weights, tokenizer and how to ask the policy to `out`; describe it in a line.
+
+    Adapters are merged into the weights, and also written by themselves to `out`/adapter, as the
+    `peft` library reads them.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out}: exists and is not empty")
+    config = load(run_dir / "config.yaml", [])
+    settings = config.policy
+    chosen, manifest = history.choose(run_dir / "checkpoints", run_dir.name, step)
+    model = policy.load_model(settings.path, dtype=settings.dtype, device="cpu")
+    tensors = shards.read(chosen, "model")
+    policy.load_state(model, whole(tensors, settings))
+    policy.export(model, out, settings.path)
+    resolve("manual")(stage_config(config, len(config.stages) - 1), out)
+    line = f"wrote {out}: the policy after step {manifest.step} of {run_dir}"
+    if not settings.lora.rank:
+        return line
+    lora.save_peft(
+        out / "adapter",
+        tensors,
+        rank=settings.lora.rank,
+        alpha=settings.lora.alpha,
+        base=settings.path,
+    )
+    return f"{line}; its adapters alone are in {out / 'adapter'}"
