@@ -24,7 +24,7 @@ test-vllm: $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm --durations=5 $(ARGS)
 
 test-adapters: $(ADAPTERS_INSTALLED)
-	OMP_NUM_THREADS=1 $(ADAPTERS)/bin/python -m pytest tests/test_adapters.py -rs $(ARGS)
+	OMP_NUM_THREADS=1 $(ADAPTERS)/bin/python -m pytest tests/actors/envs/test_adapters.py -rs $(ARGS)
 
 faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults --durations=20 $(ARGS)

@@ -50,7 +50,7 @@ SETTINGS = {"trust_remote_code": False, "weights_only": True, "allow_pickle": Fa
 
 # ---- what the code never does
 
-# runs what a model wrote: that is what it is for, shut in as tests/test_sandbox.py proves
+# runs what a model wrote, confined; tests/actors/sandbox/test_sandbox.py proves how well
 CONFINED = {"actors/sandbox/guest.py": ["exec"]}
 
 

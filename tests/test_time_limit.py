@@ -32,7 +32,8 @@ def test_a_hanging_test_fails_by_name_and_the_next_one_runs(tmp_path: Path, hang
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "time_limit", "-p", "no:cacheprovider", written],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent), "TEST_LIMIT_S": "1"},
+        env=os.environ
+        | {"PYTHONPATH": str(Path(__file__).parent / "support"), "TEST_LIMIT_S": "1"},
         capture_output=True,
         text=True,
         timeout=120,

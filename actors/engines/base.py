@@ -3,7 +3,7 @@
     loop      produces                      consumes             waits for     unblocked by
     step      tokens, log-probs, versions   requests, weights    a request     `generate`
 
-Every engine passes `tests/engine_conformance.py`.
+Every engine passes `tests/support/engine_conformance.py`.
 """
 
 from dataclasses import dataclass, field

@@ -8,6 +8,7 @@ on the disk where `runs/` is. A trajectory counts when its ACK, which follows th
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -18,12 +19,14 @@ from typing import Any
 
 import numpy as np
 import psutil
-from producers import BYTES_PER_TOKEN, Context, Crowd, config
 
 from evolver_async.buffer.service import Service
 from evolver_async.launch.roles import collect_rarely
 from evolver_async.protocol.messages import Welcome as WelcomeMessage
 from evolver_async.transport.sockets import Server
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from producers import BYTES_PER_TOKEN, Context, Crowd, config
 
 PRODUCERS, TOKENS = 3, 744  # 8 KiB
 WARMUP_S, SECONDS, TIMEOUT_S = 2.0, 10.0, 20.0

@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 
 import numpy as np
-from producers import BYTES_PER_TOKEN, BufferProcess, Crowd, config
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "faults"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from invariants import check_run  # noqa: E402 (its folder is no package)
+from producers import BYTES_PER_TOKEN, BufferProcess, Crowd, config  # noqa: E402
 
 PRODUCERS, TOKENS = 3, 1862  # 20 KiB
 WARMUP_S = 5.0  # four interpreters start first

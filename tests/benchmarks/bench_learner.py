@@ -12,6 +12,7 @@ import asyncio
 import json
 import multiprocessing
 import shutil
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -20,7 +21,6 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from producers import member_of
 
 from evolver_async.buffer.service import Service
 from evolver_async.config import Config, Stage
@@ -31,6 +31,9 @@ from evolver_async.protocol.messages import Ack, Lease, Push, Tickets
 from evolver_async.schema import Role, Sequence, Ticket, Trajectory, VersionRun, key
 from evolver_async.transport.sockets import DealerClient, Server
 from learner.train import Learner, build
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from producers import member_of
 
 STEPS, SKIPPED = 28, 3  # the first steps warm up; a checkpoint falls into the rest
 PROMPT, TURN, SAMPLED = 60, 15, 3  # tokens of the first prompt, of a turn, sampled in a turn

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # where the launches are
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from invariants import check_leaks, traces
 from launches import Launch, launching
@@ -41,6 +41,7 @@ OVERRIDES = (
     "rollout.guided_fraction=0.25",
     "loss.boost=0",  # no clip binds with one update a step
     "env.latency.median_s=2.0",  # bound by the environment, as rollouts of agents are
+    "actors.groups=2",
     "buffer.archive=all",
 )
 
@@ -127,7 +128,7 @@ def main() -> int:
     print(f"seed {args.seed}", flush=True)
     directory = Path(tempfile.mkdtemp(prefix="soak-", dir="/tmp"))  # short, for the socket
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # where the environment is
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1] / "support")
     before = traces()
     try:
         with launching() as start:

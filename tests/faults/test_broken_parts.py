@@ -60,7 +60,7 @@ class Console:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., "Iterator[Console]"]:
     """Begins a run with these changes to the recipe and ends it at the end of the block."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # where broken is
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))  # where broken is
     monkeypatch.setenv(broken.DIRECTORY, str(tmp_path))
     recipe, printed = tmp_path / "recipe.yaml", tmp_path / "console"
     recipe.write_text(

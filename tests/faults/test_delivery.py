@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.producers import GROUP_SIZE, BufferProcess, config, learn, produce
 from buffer_world import World, trajectory
 from buffer_world import config as small_config
 from invariants import check_leaks, check_named, check_run, traces
 from launches import COMMAND, wait_for
+from producers import GROUP_SIZE, BufferProcess, config, learn, produce
 
 from evolver_async.buffer.service import Service
 from evolver_async.protocol import messages

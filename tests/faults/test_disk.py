@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.producers import BufferProcess
 from buffer_world import World, config, trajectory
 from invariants import check_journal, check_named
 from power import cut_at_every_sync
+from producers import BufferProcess
 
 from evolver_async.buffer.log.journal import Journal, JournalError, SyncError
 from evolver_async.launch.roles import USER_ERROR

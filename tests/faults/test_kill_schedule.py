@@ -30,7 +30,7 @@ ANCHORS = (  # interpolation is undefined for guided tokens
 @pytest.fixture(scope="module")
 def start() -> Iterator[Callable[..., Launch]]:
     with pytest.MonkeyPatch.context() as patch, launching() as start:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # where moody is
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))  # where moody is
         yield start
 
 

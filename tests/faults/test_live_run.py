@@ -34,7 +34,7 @@ ROLES = {"buffer", "learner", "actor-0", "actor-1"}
 @pytest.fixture(scope="module")
 def start() -> Iterator[Callable[..., Launch]]:
     with pytest.MonkeyPatch.context() as patch, launching() as start:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # where moody is
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))  # where moody is
         yield start
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from buffer_world import World, config, trajectory
 from invariants import check_journal, check_named
-from test_resume import Run, episode
-from test_update import FORKS, groups, updater
-from test_update import config as settings_of
+from killed_runs import Run, episode
+from updates import FORKS, groups, updater
+from updates import config as settings_of
 
 from evolver_async.config import Selection, Stage
 from evolver_async.config.load import stage_config

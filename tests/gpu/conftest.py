@@ -4,13 +4,13 @@ A test that takes `device` runs twice, in small on the CPU and whole on the GPU:
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from figures import Figure
 
-Figure = Callable[[str, float, str], None]
 FIGURES = pytest.StashKey[list[tuple[str, str, float, str]]]()
 FOLDER = "GPU_FOLDER"  # of the suite, where figures go as they come
 

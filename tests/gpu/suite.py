@@ -63,7 +63,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def files() -> list[str]:
     """Every file with a test that needs a GPU."""
-    found = [*HERE.glob("test_*.py"), *(ROOT / "tests").glob("test_*.py")]
+    elsewhere = ("faults", "vllm")
+    tests = ROOT / "tests"
+    found = [p for p in tests.rglob("test_*.py") if p.relative_to(tests).parts[0] not in elsewhere]
     marked = [path for path in found if "mark.gpu" in path.read_text() or path.parent == HERE]
     return sorted(str(path.relative_to(ROOT)) for path in marked)
 
@@ -99,7 +101,12 @@ def main(folder: Path, arguments: list[str]) -> int:
     for name in ("codes.tsv", "tests.jsonl", "figures.tsv", "stacks.txt"):
         (folder / name).unlink(missing_ok=True)
     os.environ[FOLDER] = str(folder)
-    paths = [str(HERE), str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        str(HERE),
+        str(ROOT / "tests" / "support"),
+        str(ROOT),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     named = [one for one in arguments if one.partition("::")[0].endswith(".py")]
     options = [one for one in arguments if one not in named]

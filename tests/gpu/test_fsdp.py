@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
+from alike import assert_alike
 from parallel_world import STEPS, be_rank, make_policies, read, train
-from test_parallel import assert_alike
 
 from evolver_async.checkpoint import shards
 from learner.ranks.process_group import alone

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from conftest import Figure
+from figures import Figure
 from torch import distributed as dist
 
 from evolver_async.weights.collective.process_group import CastFailed, Group

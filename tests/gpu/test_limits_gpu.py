@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import Figure
-from test_parity_gpu import HALF_BILLION, SMALL, TOKENIZER, model_on
+from figures import Figure
+from gpu_models import HALF_BILLION, SMALL, TOKENIZER, model_on
 
 from evolver_async.model import policy
 from evolver_async.model.attention import NAME as PACKED

@@ -4,8 +4,8 @@ import time
 
 import pytest
 import torch
-from conftest import Figure
-from test_parity_gpu import BOUNDS, TOKENIZER, model_on
+from figures import Figure
+from gpu_models import BOUNDS, TOKENIZER, model_on
 
 from evolver_async.model import lora, policy
 from learner.optimize.adamw import make_adamw, update

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from episodes import episode
-from test_parity_gpu import HALF_BILLION, SMALL, TOKENIZER
+from gpu_models import HALF_BILLION, SMALL, TOKENIZER
 from transformers.models.auto import AutoModelForCausalLM
 
 from evolver_async.config import Advantage, Config, Learner, Metrics, Policy, Stage

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_conformance import V0, V1
-from test_parity_gpu import TOKENIZER, assert_close, differences, model_on, requests
+from gpu_models import TOKENIZER, assert_close, differences, model_on, requests
 
 from actors.engines.base import Engine, Generation
 from actors.engines.factory import load_engine

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 from engine_conformance import CONFORMANCE, RUNNER, V0, V1, V2, Setting, request, setting
-from engines import TOKENIZER, engine_of, lend, make_model, save, settings
 from launches import alive, wait_for
+from vllm_engines import TOKENIZER, engine_of, lend, make_model, save, settings
 
 from actors.engines.base import Generation
 from actors.engines.vllm_core import CPU_BLOCK, EngineDied, VllmCore

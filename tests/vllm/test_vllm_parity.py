@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 from engine_conformance import RUNNER
-from engines import engine_of, settings
-from test_parity import (
+from parity import (
     CASES,
     LENGTH,
     WEIGHTS,
     Taught,
     test_the_learner_gives_every_token_the_log_prob_it_was_sampled_with,
 )
+from vllm_engines import engine_of, settings
 
 from actors.engines.base import Engine
 from actors.engines.vllm_core import VllmCore

@@ -1,0 +1,632 @@
+"""Episodes: what is recorded is what the engine saw and sampled; failures, deadlines, limits."""
+
+import asyncio
+import logging
+import math
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import msgspec
+import numpy as np
+import pytest
+from rollouts import (
+    CHAT,
+    LEFT,
+    OLD,
+    RIGHT,
+    TOKENIZER,
+    Adviser,
+    Corridor,
+    FakeEngine,
+    Hanging,
+    corridor,
+    play,
+    roll_out,
+    say,
+    setting,
+)
+
+from actors.engines.base import Generation, Request
+from actors.envs.base import EnvironmentFailure, Info, Step
+from actors.progress import Progress
+from actors.rollout.environment import World
+from actors.rollout.episode import EpisodeLate, Finished
+from actors.rollout.group import run_group, run_members
+from actors.scripted.expert import demonstrate_group
+from evolver_async.schema import (
+    Kind,
+    Role,
+    Task,
+    Trajectory,
+    Turn,
+    TurnFlag,
+)
+
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+
+
+class Stuck(Corridor):
+    """Blocks in its first step until `free` is set."""
+
+    blocking = True
+    free = threading.Event()
+
+    def step(self, action: str) -> Step:
+        self.free.wait(10)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("end", ["", "<|im_end|>"])
+def test_recorded_tokens_are_what_the_engine_saw_and_sampled(end: str) -> None:
+    said = say(*(text + end for text in (LEFT, RIGHT, "nonsense", RIGHT, RIGHT, RIGHT)))
+    engine = FakeEngine({"0/0/0": said})
+    (trajectory,) = roll_out(corridor(), setting(), engine)
+    (sequence,) = trajectory.sequences
+    tokens = sequence.tokens.tolist()
+    action = sequence.roles == Role.ACTION
+    for turn, (request, sampled) in enumerate(zip(engine.requests, said, strict=True)):
+        where = np.flatnonzero(action & (sequence.turns == turn))
+        assert request.tokens == tokens[: where[0]]
+        assert tokens[where[0] : where[-1] + 1] == sampled
+        expected = [-0.25 - index for index in range(len(sampled))]
+        assert sequence.logprobs[where].tolist() == expected
+    assert tokens == engine.requests[-1].tokens + said[-1]
+    assert action.sum() == sum(len(sampled) for sampled in said) == trajectory.action_tokens
+    assert (sequence.turns[~action] == -1).all()
+    assert sequence.versions[0].weights == OLD and sequence.versions[0].tokens == 1
+    assert trajectory.oldest == OLD and trajectory.policy == "learned"
+    assert engine.released == ["0/0/0"]
+    messages = [("system", "walk reply with <answer> action</answer>"), ("user", "at 0")]
+    for answer, shown in (
+        (LEFT, "at -1"),
+        (RIGHT, "at 0"),
+        ("nonsense", "invalid answer\nat 0"),
+        (RIGHT, "at 1"),
+        (RIGHT, "at 2"),
+    ):
+        messages += [("assistant", f"<answer>{answer}"), ("user", shown)]
+    text = TOKENIZER.apply_chat_template(
+        [{"role": role, "content": content} for role, content in messages],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert engine.requests[-1].tokens == CHAT.tokens_of(text + "<answer>")
+
+
+def test_end_of_turn_is_an_observation_unless_it_was_sampled() -> None:
+    """After a stop string the template's end-of-turn token is appended, and never trained."""
+    for end, role in (("", Role.OBSERVATION), ("<|im_end|>", Role.ACTION)):
+        engine = FakeEngine({"0/0/0": say(RIGHT + end, RIGHT + end)})
+        (trajectory,) = roll_out(corridor(length=2), setting(), engine)
+        (sequence,) = trajectory.sequences
+        first = int(np.flatnonzero(sequence.turns == 0)[0]) + len(CHAT.tokens_of(RIGHT))
+        assert sequence.tokens[first] == END and sequence.roles[first] == role
+        assert sequence.tokens[first + 1] != END
+        assert Role.PROMPT not in sequence.roles[first:]
+
+
+def test_rewards_flags_and_success_line_up() -> None:
+    engine = FakeEngine({"0/0/0": say(RIGHT, "huh", " fly</answer>", RIGHT)})
+    (trajectory,) = roll_out(corridor(length=2), setting(), engine)
+    assert trajectory.turn_rewards.tolist() == pytest.approx([0, -0.1, -0.1, 1])
+    error = TurnFlag.FORMAT_ERROR
+    assert trajectory.turn_flags.tolist() == [0, error, error, 0]
+    assert trajectory.reward == pytest.approx(0.8)
+    assert (trajectory.success, trajectory.terminated, trajectory.truncated) == (True, True, False)
+    assert set(trajectory.timing) == {"env_s", "generate_s", "total_s"}
+
+
+def test_so_many_format_errors_end_an_episode() -> None:
+    said = say(RIGHT, "huh", RIGHT, "huh", RIGHT)
+    for limit, turns in ((0, 5), (1, 2), (2, 4)):
+        engine = FakeEngine({"0/0/0": said})
+        limited = setting(format_errors=limit, max_turns=5)
+        (trajectory,) = roll_out(corridor(length=5), limited, engine)
+        assert len(trajectory.turn_rewards) == turns
+        assert (trajectory.truncated, trajectory.terminated) == (True, False)
+
+
+def test_several_actions_of_a_turn_stop_at_the_end() -> None:
+    engine = FakeEngine({"0/0/0": say(" right || right || right</answer>")})
+    (trajectory,) = roll_out(corridor(length=2), setting(actions_per_turn=3), engine)
+    assert trajectory.success and trajectory.turn_rewards.tolist() == [1.0]
+
+
+def test_episode_is_truncated_at_max_turns_and_by_the_environment() -> None:
+    engine = FakeEngine({"0/0/0": say(*[RIGHT] * 2)})
+    (trajectory,) = roll_out(corridor(length=5), setting(max_turns=2), engine)
+    assert (trajectory.truncated, trajectory.terminated) == (True, False)
+    assert trajectory.sequences[0].roles[-1] == Role.ACTION
+    engine = FakeEngine({"0/0/0": say(*[RIGHT] * 2)})
+    (trajectory,) = roll_out(corridor(length=5, at=1, what="truncate"), setting(), engine)
+    assert trajectory.truncated and len(trajectory.turn_rewards) == 2
+
+
+def test_no_turn_begins_without_room_for_all_its_tokens() -> None:
+    lengths = set()
+    for max_length in range(150, 230, 7):
+        engine = FakeEngine({"0/0/0": say(*[LEFT] * 10)})
+        (trajectory,) = roll_out(corridor(length=50), setting(max_length=max_length), engine)
+        (sequence,) = trajectory.sequences
+        assert trajectory.truncated and sequence.roles[-1] == Role.ACTION
+        assert all(len(request.tokens) + 24 <= max_length for request in engine.requests)
+        lengths.add(len(engine.requests))
+    assert len(lengths) > 1
+
+
+def test_prompt_that_leaves_no_turn_is_a_failure() -> None:
+    with pytest.raises(EnvironmentFailure, match="max_length"):
+        roll_out(corridor(), setting(max_length=60), FakeEngine({}))
+
+
+@pytest.mark.parametrize(
+    ("what", "named"), [("raise", "OSError: the floor fell in"), ("param", "env.params.what")]
+)
+def test_failed_environment_names_itself_and_the_cause(what: str, named: str) -> None:
+    params: dict[str, Any] = {"at": 1, "what": what} if what == "raise" else {"what": 3}
+    engine = FakeEngine({"0/0/0": say(RIGHT, RIGHT, RIGHT)})
+    with pytest.raises(EnvironmentFailure, match=named) as caught:
+        roll_out(corridor(**params), setting(), engine)
+    assert "Corridor" in str(caught.value)
+
+
+class Strange(Corridor):
+    """Every step's reward is `reward`, and what it shows no UTF-8 can hold."""
+
+    def __init__(self, *, reward: float = 0.0) -> None:
+        super().__init__()
+        self.reward = reward
+
+    def step(self, action: str) -> Step:
+        return Step("at \ud800", self.reward, False, False, Info())
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_is_the_environments_failure(reward: float) -> None:
+    engine = FakeEngine({"0/0/0": say(RIGHT)})
+    with pytest.raises(EnvironmentFailure, match=f"Strange.*a reward of {reward}"):
+        roll_out(corridor(env="Strange", reward=reward), setting(), engine)
+
+
+def test_text_that_no_tokenizer_reads_is_shown_without_it() -> None:
+    engine = FakeEngine({"0/0/0": say(RIGHT, RIGHT)})
+    how = setting(max_turns=2, recorded=True)
+    (finished,) = play(corridor(env="Strange"), how, engine)
+    assert finished.ending == "at ?" and finished.transcript.turns[1].observation == "at ?"
+    assert TOKENIZER.decode(engine.requests[1].tokens).count("at ?") == 1
+    assert CHAT.plain("at \ud800") == "at ?"
+
+
+class Weighed(Corridor):
+    """Pays nothing by itself; says how far one has come where somebody else ends the episode."""
+
+    verdicts = 0
+
+    def verdict(self) -> tuple[float, bool]:
+        type(self).verdicts += 1
+        return self.position / self.length, False
+
+
+@pytest.mark.parametrize(
+    ("said", "changes", "params", "reward"),
+    [
+        ((RIGHT, RIGHT), {"max_turns": 2}, {}, 2 / 3),
+        ((RIGHT, "huh"), {"format_errors": 1}, {}, 1 / 3 - 0.1),
+        ((RIGHT,), {"max_length": 100}, {}, 1 / 3),
+        ((RIGHT,) * 3, {"max_turns": 3}, {}, None),
+        ((RIGHT,), {}, {"at": 0, "what": "truncate"}, None),
+    ],
+    ids=["turns", "format", "room", "its own end", "its own limit"],
+)
+def test_an_episode_that_the_rollout_ends_is_worth_what_the_environment_says(
+    said: tuple[str, ...], changes: dict[str, Any], params: dict[str, Any], reward: float | None
+) -> None:
+    """Else what it has done so far would be worth nothing, and nobody would be told."""
+    before = Weighed.verdicts
+    engine = FakeEngine({"0/0/0": say(*said)})
+    how = setting(truncated_reward=-1.0, **changes)
+    (one,) = roll_out(corridor(env="Weighed", **params), how, engine)
+    assert Weighed.verdicts - before == (reward is not None)
+    if reward is not None:
+        assert one.truncated and one.reward == pytest.approx(reward - 1)
+
+
+def test_other_members_are_delivered_before_a_failure_is_raised() -> None:
+    """Only the first member takes the step that fails; the others end later, or never act."""
+    broken = corridor(members=3, length=2, at=1, what="raise")
+    script = {
+        "0/0/0": say(" right || right</answer>"),
+        "0/1/0": say("pause", "pause", RIGHT),
+        "0/2/0": say("pause", "pause", "pause", "pause"),
+    }
+    done: list[Trajectory] = []
+
+    def deliver(finished: Finished) -> None:
+        done.append(finished.trajectory)
+
+    engine = FakeEngine(script)
+    with pytest.raises(EnvironmentFailure):
+        asyncio.run(
+            run_group(broken, setting(max_turns=3, actions_per_turn=2), engine, Progress(), deliver)
+        )
+    assert [trajectory.member for trajectory in done] == [1, 2]
+    assert sorted(engine.released) == ["0/0/0", "0/1/0", "0/2/0"]
+
+
+@pytest.mark.parametrize("limit", ["step_timeout_s", "episode_timeout_s"])
+def test_missed_deadline_is_an_environment_failure(limit: str) -> None:
+    slow = setting(latency="fixed", latency_median_s=5.0, **{limit: 0.02})
+    with pytest.raises(EnvironmentFailure, match="TimeoutError"):
+        roll_out(corridor(), slow, FakeEngine({"0/0/0": say(RIGHT)}))
+
+
+@pytest.fixture
+def hanging() -> Iterator[None]:
+    """What hangs goes on after the test."""
+    Hanging.free.clear()
+    yield
+    Hanging.free.set()
+
+
+@pytest.mark.parametrize(
+    ("hangs", "named"), [("reset", "reset"), ("step", "step"), ("close", "environment close")]
+)
+@pytest.mark.usefixtures("hanging")
+def test_a_call_that_never_returns_is_named_with_member_and_time(
+    hangs: str, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine({"0/0/0": say(RIGHT, RIGHT)})
+    began = time.monotonic()
+    with pytest.raises(EnvironmentFailure), caplog.at_level(logging.WARNING):
+        roll_out(corridor(env="Hanging", hangs=hangs), setting(step_timeout_s=1.0), engine)
+    took_s = time.monotonic() - began
+    assert took_s < 5, "nobody waits for its end"
+    (record,) = caplog.records
+    where = f"group 0: environment {__name__}:Hanging, task t, member 0: {named} for"
+    cause = "TimeoutError: env.step_timeout_s is 1"
+    found = re.fullmatch(rf"{where} (\d+\.\d) s: {re.escape(cause)}", record.message)
+    assert found, record.message
+    assert 1.0 <= float(found[1]) <= took_s + 0.05
+
+
+@pytest.mark.usefixtures("hanging")
+def test_an_episode_names_what_it_was_doing_at_its_deadline() -> None:
+    how = setting(step_timeout_s=9.0, episode_timeout_s=1.0)
+    with pytest.raises(
+        EnvironmentFailure, match=r"member 0: step for \d+\.\d s: .*episode_timeout_s"
+    ):
+        roll_out(corridor(env="Hanging", hangs="step"), how, FakeEngine({"0/0/0": say(RIGHT)}))
+
+
+def test_a_slow_engine_is_not_the_environments_failure() -> None:
+    class Sleepy(FakeEngine):
+        async def generate(self, request: Request) -> Generation:
+            await asyncio.sleep(9.0)
+            raise AssertionError
+
+    with pytest.raises(EpisodeLate, match="member 0: generation of turn 0 for"):
+        roll_out(corridor(), setting(episode_timeout_s=1.0), Sleepy({}))
+
+
+def test_a_slow_explorer_is_not_the_environments_failure() -> None:
+    """Who explores by an endpoint samples nothing, and the time is the endpoint's all the same."""
+
+    class Endpoint:
+        kind: Literal["learned", "scripted"] = "scripted"
+
+        async def write(self, world: World, context: list[int], turn: int) -> Generation:
+            await asyncio.sleep(9.0)
+            raise AssertionError
+
+        def close(self) -> None: ...
+
+    async def explore(kind: Kind) -> None:
+        asked, how = msgspec.structs.replace(corridor(), kind=kind), setting(episode_timeout_s=1.0)
+        await run_members(asked, how, lambda _: Endpoint(), Progress(), lambda _: None)  # type: ignore[arg-type]
+
+    with pytest.raises(EpisodeLate, match="generation of turn 0 for"):
+        asyncio.run(explore("explore"))
+    with pytest.raises(EnvironmentFailure, match="generation of turn 0 for"):
+        asyncio.run(explore("demo"))
+
+
+def test_a_step_that_holds_up_everybody_is_late_as_well() -> None:
+    held = corridor(env="Holding")
+    with pytest.raises(EnvironmentFailure, match=r"step for [1-9]\d*\.\d s: TimeoutError"):
+        roll_out(held, setting(step_timeout_s=0.5), FakeEngine({"0/0/0": say(RIGHT)}))
+
+
+class Holding(Corridor):
+    """Does not say that it blocks."""
+
+    def step(self, action: str) -> Step:
+        time.sleep(1.0)
+        return super().step(action)
+
+
+def test_a_failing_close_is_a_failure_but_hides_no_other() -> None:
+    script = {"0/0/0": say(RIGHT, RIGHT)}
+    with pytest.raises(EnvironmentFailure, match=r"environment close .* the door is stuck"):
+        roll_out(corridor(env="Hanging", closes=False), setting(), FakeEngine(script))
+    broken = corridor(env="Hanging", closes=False, at=0, what="raise")
+    with pytest.raises(EnvironmentFailure, match="the floor fell in"):
+        roll_out(broken, setting(), FakeEngine({"0/0/0": say(RIGHT)}))
+
+
+def test_a_process_ends_though_an_environment_hangs_in_its_thread() -> None:
+    program = """
+import threading
+from rollouts import RIGHT, FakeEngine, Hanging, corridor, roll_out, say, setting
+
+Hanging.call = lambda self, name: name == "step" and threading.Event().wait()
+how = setting(step_timeout_s=0.1)
+roll_out(corridor(env="Hanging"), how, FakeEngine({"0/0/0": say(RIGHT)}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[2] / "support",
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1 and "env.step_timeout_s is 0.1" in done.stderr
+
+
+def test_blocking_environment_stops_nobody_else() -> None:
+    """A step that hangs in its thread misses its deadline while the loop goes on."""
+    Stuck.free.clear()
+    engine = FakeEngine({"0/0/0": say(RIGHT)})
+
+    def deliver(finished: Finished) -> None: ...
+
+    async def run() -> int:
+        ticks = 0
+        how = setting(step_timeout_s=0.1)
+        task = asyncio.create_task(
+            run_group(corridor(env="Stuck"), how, engine, Progress(), deliver)
+        )
+        while not task.done():
+            await asyncio.sleep(0.001)
+            ticks += 1
+        Stuck.free.set()
+        with pytest.raises(EnvironmentFailure, match="TimeoutError"):
+            task.result()
+        return ticks
+
+    assert asyncio.run(run()) > 5
+
+
+class Undeclared:
+    """Its class says nothing of whether it blocks, and its step does."""
+
+    instructions = "wait"
+    free = threading.Event()
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        return "here"
+
+    def step(self, action: str) -> Step:
+        self.free.wait(60)
+        return Step("", 0.0, True, False, Info())
+
+    def close(self) -> None: ...
+
+
+def test_an_environment_that_says_nothing_of_blocking_stops_nobody_else() -> None:
+    Undeclared.free.clear()
+    how = setting(step_timeout_s=0.2)
+    try:
+        with pytest.raises(EnvironmentFailure, match=r"step for .* env\.step_timeout_s is 0\.2"):
+            roll_out(corridor(env="Undeclared"), how, FakeEngine({"0/0/0": say(RIGHT)}))
+    finally:
+        Undeclared.free.set()
+    (total,) = how.failures.totals()
+    assert total.name == f"{__name__}:Undeclared" and total.count == 1
+    assert total.error == "step: TimeoutError: env.step_timeout_s is 0.2"
+
+
+class Awaited:
+    """Walks like a corridor, on the loop; one of its calls may take for ever, or fail."""
+
+    instructions = "walk"
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, *, hangs: str = "", length: int = 2) -> None:
+        self.hangs, self.length, self.position = hangs, length, 0
+
+    async def call(self, name: str) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        await asyncio.sleep(3600 if self.hangs == name else 0.001)
+        self.log.append(name)
+
+    async def reset(self, task: Task, dynamics_seed: int) -> str:
+        await self.call("reset")
+        return "at 0"
+
+    async def step(self, action: str) -> Step:
+        await self.call("step")
+        self.position += 1
+        done = self.position == self.length
+        return Step(f"at {self.position}", float(done), done, False, Info(success=done))
+
+    async def close(self) -> None:
+        await self.call("close")
+
+
+def test_an_async_environment_is_awaited() -> None:
+    Awaited.log.clear()
+    how = setting()
+    (trajectory,) = roll_out(corridor(env="Awaited"), how, FakeEngine({"0/0/0": say(RIGHT, RIGHT)}))
+    assert trajectory.success and trajectory.reward == 1.0
+    assert Awaited.log == ["reset", "step", "step", "close"]
+
+
+@pytest.mark.parametrize("call", ["reset", "step"])
+def test_an_async_environment_that_hangs_is_late_and_is_closed(call: str) -> None:
+    Awaited.log.clear()
+    how = setting(step_timeout_s=0.2)
+
+    async def play() -> None:
+        engine = FakeEngine({"0/0/0": say(RIGHT)})
+        ticket = corridor(env="Awaited", hangs=call)
+        with pytest.raises(EnvironmentFailure, match=f"{call} for"):
+            await run_group(ticket, how, engine, Progress(), lambda _: None)
+        async with asyncio.timeout(30):
+            while "close" not in Awaited.log:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(play())
+
+
+class Together(Corridor):
+    """Every call returns once all members are in one, and says which thread it was in."""
+
+    blocking = True
+    all_there: ClassVar = threading.Barrier(64)
+    threads: ClassVar[dict[str, set[int]]] = {}
+
+    def __init__(self, *, name: str = "") -> None:
+        super().__init__(length=2)
+        self.note("init")
+
+    def note(self, call: str) -> None:
+        self.threads.setdefault(call, set()).add(threading.get_ident())
+        self.all_there.wait(30)
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        self.note("reset")
+        return super().reset(task, dynamics_seed)
+
+    def step(self, action: str) -> Step:
+        self.note("step")
+        return super().step(action)
+
+    def actions(self) -> list[str]:
+        self.note("actions")
+        return ["left", "right"]
+
+    def solve(self) -> list[str]:
+        self.note("solve")
+        return ["right"]
+
+    def close(self) -> None:
+        self.note("close")
+        super().close()
+
+
+@pytest.mark.parametrize("expert", [0.0, 1.0])
+def test_blocking_environments_do_not_wait_for_each_other(expert: float) -> None:
+    """Many more than asyncio has threads, none of which gets on before all are there."""
+    Together.threads.clear()
+    Together.all_there.reset()
+    done: list[Trajectory] = []
+
+    def deliver(finished: Finished) -> None:
+        done.append(finished.trajectory)
+
+    how = setting(step_timeout_s=40.0, episode_timeout_s=200.0, max_turns=2)
+    many = corridor(members=64, env="Together")
+    asyncio.run(demonstrate_group(many, how, expert, Progress(), deliver))
+    assert len(done) == 64
+    script = "solve" if expert else "actions"
+    assert set(Together.threads) == {"init", "reset", "step", "close", script}
+    for threads in Together.threads.values():
+        assert threading.get_ident() not in threads and len(threads) == 64
+
+
+def test_environments_are_closed_however_the_episode_ends() -> None:
+    Corridor.closed = 0
+    engine = FakeEngine({"0/0/0": say(*[RIGHT] * 3)})
+    roll_out(corridor(), setting(), engine)
+    with pytest.raises(EnvironmentFailure):
+        roll_out(corridor(at=0, what="raise"), setting(), FakeEngine({"0/0/0": say(RIGHT)}))
+    assert Corridor.closed == 2
+
+
+def test_latency_is_keyed_and_counted_as_environment_time() -> None:
+    def env_s(seed: int) -> list[float]:
+        script = {f"0/{member}/0": say(RIGHT) for member in range(2)}
+        how = setting(latency="lognormal", latency_median_s=0.02, latency_sigma=1.0, seed=seed)
+        done = roll_out(corridor(members=2, length=1), how, FakeEngine(script))
+        assert all(one.timing["total_s"] >= one.timing["env_s"] > 0 for one in done)
+        return [one.member for one in done]  # the one with the smaller draw comes first
+
+    orders = [env_s(seed) for seed in range(6)]
+    assert [0, 1] in orders and [1, 0] in orders
+    assert env_s(0) == orders[0]
+
+
+def test_draws_have_their_own_key_and_progress_counts_tokens_and_steps() -> None:
+    script = {f"0/{member}/0": say(RIGHT, RIGHT) for member in range(4)}
+    engine = FakeEngine(script)
+    progress = Progress()
+    done = roll_out(corridor(members=4, length=2), setting(), engine, progress)
+    assert len({request.seed for request in engine.requests}) == 8
+    assert progress.count == sum(one.action_tokens for one in done) + 8
+
+
+class Mapped(Corridor):
+    """A corridor that says where one is and how far one has come."""
+
+    def state(self) -> str:
+        return f"cell {self.position}"
+
+    def score(self) -> float:
+        return float(self.position)
+
+
+def test_a_guided_member_sees_experience_and_stripped_it_is_the_others_prompt() -> None:
+    both = msgspec.structs.replace(corridor(members=2, env="Mapped"), guided=[1])
+    script = {f"0/{member}/0": say(RIGHT, RIGHT, RIGHT) for member in (0, 1)}
+    guide = Adviser()
+    plain, guided = [
+        finished.trajectory for finished in play(both, setting(), FakeEngine(script), guide)
+    ]
+    assert guide.asked == ["at 0"]
+    assert (plain.experience_ids, guided.experience_ids) == ([], [7, 9])
+    (unguided,), (shown,) = plain.sequences, guided.sequences
+    assert not unguided.guided and shown.guided
+    assert shown.stripped().tokens.tolist() == unguided.tokens.tolist()
+    assert shown.stripped().roles.tolist() == unguided.roles.tolist()
+    experience = shown.tokens[shown.roles == Role.EXPERIENCE].tolist()
+    assert experience == CHAT.experience("go right <|im_end|>")
+    first = int((shown.roles == Role.EXPERIENCE).argmax())
+    before = TOKENIZER.decode(shown.tokens[:first].tolist())
+    assert before.endswith("<|im_start|>user\n")
+    assert TOKENIZER.decode(shown.tokens[first + len(experience) :].tolist()).startswith("at 0")
+
+
+@pytest.mark.parametrize("text", ["", "word " * 2000])
+def test_experience_that_is_not_there_or_too_long_leaves_a_member_unguided(text: str) -> None:
+    one = msgspec.structs.replace(corridor(), guided=[0])
+    script = {"0/0/0": say(RIGHT, RIGHT, RIGHT)}
+    (finished,) = play(one, setting(max_length=600), FakeEngine(script), Adviser(text))
+    assert not finished.trajectory.sequences[0].guided
+    assert finished.trajectory.experience_ids == []
+
+
+def test_what_is_wanted_of_an_episode_is_kept_in_words_and_scores() -> None:
+    script = {"0/0/0": say(RIGHT, "nonsense", " right</answer>", RIGHT)}
+    one = corridor(env="Mapped")
+    (finished,) = play(one, setting(recorded=True, scored=True), FakeEngine(script), Adviser())
+    assert finished.query == "at 0"
+    assert finished.scores == [0.0, 1.0, 1.0, 2.0, 3.0]
+    assert finished.transcript.turns == [
+        Turn(observation="at 0", state="cell 0", action="right", text=RIGHT),
+        Turn(observation="at 1", state="cell 1", action="", text="nonsense"),
+        Turn(observation="at 1", state="cell 1", action="right", text=RIGHT),
+        Turn(observation="at 2", state="cell 2", action="right", text=RIGHT),
+    ]
+    assert finished.transcript.success and finished.transcript.trajectory_id == "0/0/0"
+    script = {"0/0/0": say(RIGHT, RIGHT, RIGHT)}
+    (bare,) = play(one, setting(), FakeEngine(script), Adviser())
+    assert bare.transcript.turns == [] and bare.scores == []

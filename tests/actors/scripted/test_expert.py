@@ -1,0 +1,113 @@
+"""Demonstrations: the form of learned episodes, written by an expert or by chance."""
+
+import asyncio
+import re
+
+import msgspec
+import numpy as np
+import pytest
+from demonstrations import demonstrated
+from rollouts import TOKENIZER, FakeEngine, setting, ticket
+
+from actors.checks.config import check
+from actors.envs.base import make_env
+from actors.progress import Progress
+from actors.rollout.episode import Finished
+from actors.rollout.group import run_group
+from evolver_async.config.load import load
+from evolver_async.schema import Role, Trajectory, key
+
+
+def test_experts_reach_the_goal() -> None:
+    for slippery in (False, True):
+        params = {"slippery": slippery, "success_rate": 0.98}
+        for trajectory in demonstrated(ticket(params, members=8), setting(max_turns=30), 1.0):
+            assert trajectory.success and trajectory.terminated and trajectory.reward == 1.0
+            assert not trajectory.turn_flags.any()
+
+
+def test_expert_fraction_is_kept_over_many_episodes() -> None:
+    successes = [
+        trajectory.success
+        for group_id in range(10)
+        for trajectory in demonstrated(
+            ticket({"placement": "corners"}, members=16, group_id=group_id), setting(), 0.3
+        )
+    ]
+    # The random share succeeds in about 1.5 % of these maps.
+    assert 0.2 < np.mean(successes) < 0.42
+
+
+def test_demonstrations_are_the_same_for_the_same_seed() -> None:
+    def tokens() -> list[list[int]]:
+        group = demonstrated(ticket(members=6), setting(), 0.5)
+        return [trajectory.sequences[0].tokens.tolist() for trajectory in group]
+
+    assert tokens() == tokens()
+    assert len({tuple(line) for line in tokens()}) > 1
+
+
+def test_scripted_sequence_has_the_shape_of_a_learned_one() -> None:
+    """A learned policy that samples what the script wrote leaves the very same tokens and roles."""
+    for think, count in ((False, 1), (True, 2)):
+        how = setting(think=think, actions_per_turn=count)
+        (scripted,) = demonstrated(ticket(members=1), how, 0.0)
+        (sequence,) = scripted.sequences
+        assert scripted.policy == "scripted"
+        assert sequence.versions == [] and not sequence.logprobs.any()
+        turns = [
+            sequence.tokens[(sequence.roles == Role.ACTION) & (sequence.turns == turn)].tolist()
+            for turn in range(len(scripted.turn_rewards))
+        ]
+        learned: list[Trajectory] = []
+
+        def deliver(finished: Finished, into: list[Trajectory] = learned) -> None:
+            into.append(finished.trajectory)
+
+        engine = FakeEngine({"0/0/0": turns})
+        asyncio.run(run_group(ticket(members=1), how, engine, Progress(), deliver))
+        (twin,) = learned[0].sequences
+        assert twin.tokens.tolist() == sequence.tokens.tolist()
+        assert twin.roles.tolist() == sequence.roles.tolist()
+        assert twin.turns.tolist() == sequence.turns.tolist()
+        assert learned[0].turn_rewards.tolist() == scripted.turn_rewards.tolist()
+
+
+def test_a_guided_demonstration_follows_what_it_is_told_and_tells_no_skill() -> None:
+    told_moves, other_moves = [], []
+    tickets = [
+        msgspec.structs.replace(ticket(members=12, group_id=group_id), guided=list(range(0, 12, 2)))
+        for group_id in range(6)
+    ]
+    shown = [(one, t) for one in tickets for t in demonstrated(one, setting(max_turns=6), 0.0)]
+    for one, trajectory in shown:
+        (sequence,) = trajectory.sequences
+        assert sequence.guided == (trajectory.member in one.guided)
+        if not sequence.guided:
+            continue
+        text = TOKENIZER.decode(sequence.tokens[sequence.roles == Role.EXPERIENCE].tolist())
+        hints = dict(re.findall(r"- (row \d column \d) (\w+) not \w+", text))
+        assert 1 <= len(hints) <= 8
+        env = make_env("frozen_lake", {})
+        env.reset(one.task, key(one.dynamics_seed, trajectory.member))
+        for turn in range(len(trajectory.turn_rewards)):
+            written = sequence.tokens[(sequence.roles == Role.ACTION) & (sequence.turns == turn)]
+            move = TOKENIZER.decode(written.tolist()).split("<")[0].strip()
+            best = env.solve()[:1] == [move]
+            if env.state() in hints:
+                assert move == hints[env.state()]
+                told_moves.append(best)
+            else:
+                other_moves.append(best)
+            if env.step(move).terminated:
+                break
+    assert len(told_moves) > 100 and len(other_moves) > 5
+    assert 0.1 < np.mean(told_moves) < 0.6  # what it is told gives away no skill
+
+
+def test_guided_demonstrations_need_an_environment_that_can_be_rewound() -> None:
+    sft = ["env.name=bandit", "experience.kind=contrast", "stages=[{kind: sft, steps: 1}]"]
+    with pytest.raises(ValueError, match=r"^rollout\.guided_fraction: bandit has no"):
+        check(load(None, sft))
+    check(load(None, [*sft, "rollout.guided_fraction=0"]))
+    check(load(None, [*sft[1:]]))

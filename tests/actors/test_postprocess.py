@@ -1,0 +1,189 @@
+"""What comes after an episode: judged, graded, handed in, learned from, and nothing of it lost."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from workers import Buffer, Walker, granted, run, version
+
+from actors.judge.judge import Judged
+from actors.postprocess import Mechanisms
+from actors.questioning.grade import Grade
+from actors.rollout.group import run_group
+from evolver_async.protocol import messages
+from evolver_async.schema import Task
+
+__all__ = ["run"]  # the fixture
+
+
+class Court:
+    """A judge that takes its time; `finds` nothing where it is told so."""
+
+    generated = 0
+
+    def __init__(self, seconds: float = 0.0, finds: bool = True) -> None:
+        self.seconds, self.finds = seconds, finds
+        self.heard: list[Judged] = []
+
+    async def label(self, episode: Judged) -> tuple[list[int], str]:
+        self.heard.append(episode)
+        await asyncio.sleep(self.seconds)
+        return ([1, -1, 1], "rule") if self.finds else ([], "")
+
+    def counters(self) -> dict[str, float]:
+        return {"judge/heard": float(len(self.heard))}
+
+    async def close(self) -> None: ...
+
+
+class Teacher(Court):
+    """Questions, grades and guides: all that a run may ask for."""
+
+    def __init__(self, *grades: Grade | None) -> None:
+        super().__init__()
+        self.given = iter(grades)
+        self.contributed: list[Any] = []
+        self.graded: list[tuple[int, str]] = []
+
+    async def explore(self, ticket, setting, engine, progress, deliver) -> None:
+        await run_group(ticket, setting, engine, progress, deliver)
+
+    async def questions(self, ticket, finished, progress) -> list[Task]:
+        await asyncio.sleep(50.0)
+        made = replace(ticket.task, split="train", origin="synthetic")
+        return [replace(made, task_id=f"made/{i}") for i in range(len(finished) * 10)]
+
+    def grades(self, task: Task) -> bool:
+        return bool(task.query)
+
+    async def grade(self, task, turns, ending) -> Grade | None:
+        self.graded.append((len(turns), ending))
+        return next(self.given)
+
+    def contribute(self, task, query, transcripts) -> None:
+        self.contributed.append((task.task_id, query, transcripts))
+
+
+def test_labels_travel_with_the_trajectory(run: Callable[..., None]) -> None:
+    buffer, court = Buffer((0.0, granted())), Court()
+    run(buffer, Walker(), 60.0, Mechanisms(judge=court))
+    pushed = [push.trajectory for push in buffer.seen(messages.Push)]
+    assert [trajectory.labels.tolist() for trajectory in pushed] == [[1, -1, 1]] * 2
+    assert {trajectory.label_source for trajectory in pushed} == {"rule"}
+    assert [episode.success for episode in court.heard] == [True, True]
+    assert buffer.seen(messages.Counters)[-1].values == {"judge/heard": 2.0}
+
+
+def test_an_episode_that_is_not_judged_has_a_zero_for_every_turn(run: Callable[..., None]) -> None:
+    buffer = Buffer((0.0, granted()))
+    run(buffer, Walker(), 60.0, Mechanisms(judge=Court(finds=False)))
+    for push in buffer.seen(messages.Push):
+        assert push.trajectory.labels.tolist() == [0, 0, 0]
+        assert push.trajectory.label_source == ""
+
+
+def test_only_rollouts_are_judged(run: Callable[..., None]) -> None:
+    court = Court()
+    run(Buffer((0.0, granted({"kind": "eval"}))), Walker(), 60.0, Mechanisms(judge=court))
+    assert court.heard == []
+
+
+def test_a_slow_judge_holds_up_no_other_group(run: Callable[..., None]) -> None:
+    """One group at a time: the second is played while the first is still being judged."""
+    court = Court(seconds=40.0)
+    buffer = Buffer((0.0, granted()), (1.0, granted({"group_id": 1})))
+    run(buffer, Walker(), 30.0, Mechanisms(judge=court), groups=1)
+    assert len(court.heard) == 4
+
+
+def test_what_is_being_judged_when_the_actor_leaves_is_handed_in(run: Callable[..., None]) -> None:
+    buffer = Buffer((0.0, granted()))
+    run(buffer, Walker(), 10.0, Mechanisms(judge=Court(seconds=1000.0)))
+    pushed = [push.trajectory for push in buffer.seen(messages.Push)]
+    assert sorted(trajectory.member for trajectory in pushed) == [0, 1]
+    assert all(trajectory.label_source == "" for trajectory in pushed)
+    assert buffer.seen(messages.Release) == []
+
+
+def test_a_graded_episode_is_worth_its_grade_wherever_it_goes(run: Callable[..., None]) -> None:
+    ticket = granted()
+    ticket = replace(ticket, task=replace(ticket.task, query="walk", origin="synthetic"))
+    buffer, teacher = Buffer((0.0, ticket)), Teacher(Grade(0.8, True), Grade(0.25, False))
+    run(buffer, Walker(), 60.0, Mechanisms(guide=teacher, questioner=teacher))  # type: ignore[arg-type]
+    pushed = {push.trajectory.member: push.trajectory for push in buffer.seen(messages.Push)}
+    assert [(pushed[m].reward, pushed[m].success) for m in (0, 1)] == [(0.8, True), (0.25, False)]
+    ((task_id, query, transcripts),) = teacher.contributed
+    assert (task_id, query) == ("t", "walk\nat 0")
+    assert sorted((one.reward, one.success) for one in transcripts) == [(0.25, False), (0.8, True)]
+    assert [ending for _, ending in teacher.graded] == ["at 3", "at 3"]
+
+
+def test_an_episode_without_a_grade_is_played_again(run: Callable[..., None]) -> None:
+    ticket = granted()
+    ticket = replace(ticket, task=replace(ticket.task, query="walk", origin="synthetic"))
+    buffer = Buffer((0.0, ticket))
+    run(buffer, Walker(), 60.0, Mechanisms(questioner=Teacher(None, Grade(1.0, True))))  # type: ignore[arg-type]
+    (push,) = buffer.seen(messages.Push)
+    (release,) = buffer.seen(messages.Release)
+    assert release.reason == "grade"
+    assert [push.trajectory.member, *release.members] in ([0, 1], [1, 0])
+
+
+def test_of_an_episode_without_a_grade_nothing_is_learned(run: Callable[..., None]) -> None:
+    ticket = granted()
+    ticket = replace(ticket, task=replace(ticket.task, query="walk", origin="synthetic"))
+    teacher = Teacher(None, Grade(0.8, True))
+    run(Buffer((0.0, ticket)), Walker(), 60.0, Mechanisms(guide=teacher, questioner=teacher))  # type: ignore[arg-type]
+    ((_, _, transcripts),) = teacher.contributed
+    assert [(one.reward, one.success) for one in transcripts] == [(0.8, True)]
+
+
+def test_what_exploration_suggests_is_offered_before_it_is_handed_in(
+    run: Callable[..., None],
+) -> None:
+    buffer = Buffer((0.0, granted({"kind": "explore"})))
+    run(buffer, Walker(), 100.0, Mechanisms(questioner=Teacher()))  # type: ignore[arg-type]
+    order = [type(r) for r in buffer.requests if isinstance(r, messages.Offer | messages.Push)]
+    assert order == [messages.Offer, messages.Offer, messages.Push, messages.Push]
+    assert [len(offer.tasks) for offer in buffer.seen(messages.Offer)] == [16, 4]
+
+
+@pytest.mark.parametrize("leaves_s", [10.0, 200.0])
+def test_exploration_is_handed_in_though_its_actor_leaves(
+    run: Callable[..., None], leaves_s: float
+) -> None:
+    buffer = Buffer((0.0, granted({"kind": "explore"})))
+    run(buffer, Walker(), leaves_s, Mechanisms(questioner=Teacher()))  # type: ignore[arg-type]
+    assert len(buffer.seen(messages.Push)) == 2
+    assert bool(buffer.seen(messages.Offer)) == (leaves_s > 50.0)
+
+
+class Reluctant(Buffer):
+    """Takes trajectories only from some time on."""
+
+    def handle(self, peer: str, request: Any, now: float) -> list[messages.Reply]:
+        if isinstance(request, messages.Push) and now < 53.0:
+            return [messages.Retry(seconds=0.5)]
+        return super().handle(peer, request, now)
+
+
+def test_an_exploration_on_its_way_is_handed_in_though_its_actor_leaves(
+    run: Callable[..., None],
+) -> None:
+    buffer = Reluctant((0.0, granted({"kind": "explore"})))
+    run(buffer, Walker(), 51.0, Mechanisms(questioner=Teacher()))  # type: ignore[arg-type]
+    assert len(buffer.seen(messages.Push)) == 2
+    assert buffer.seen(messages.Release) == []
+
+
+def test_no_evaluation_waits_for_an_endpoint_that_explores(run: Callable[..., None]) -> None:
+    class Slow(Teacher):
+        async def explore(self, ticket, setting, engine, progress, deliver) -> None:
+            await asyncio.sleep(1000.0)
+
+    evaluation = granted({"kind": "eval", "group_id": 1, "weights": version(1)})
+    buffer = Buffer((0.0, granted({"kind": "explore"})), (1.0, evaluation))
+    run(buffer, Walker(), 60.0, Mechanisms(questioner=Slow()), questioning="llm")  # type: ignore[arg-type]
+    assert [push.trajectory.group_id for push in buffer.seen(messages.Push)] == [1, 1]

@@ -1,0 +1,403 @@
+"""The actor's loops: what ends them, what is given back, which weights they hold."""
+
+import asyncio
+import contextlib
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launches import COMMAND, DEADLINE_S
+from msgspec.structs import replace
+from openai_server import closed_url
+from rollouts import Corridor, Hanging, corridor
+from workers import Buffer, Walker, granted, run, version, worker_of
+
+from actors.engines.base import Generation, Request
+from actors.envs.adapters.service_client import drain
+from actors.postprocess import Mechanisms
+from actors.worker import Displaced
+from evolver_async.config import Stage
+from evolver_async.config.load import dump, load
+from evolver_async.model.tokenizer import tokenizer_hash
+from evolver_async.protocol import messages
+from evolver_async.protocol.envelope import SCHEMA_HASH
+from evolver_async.schema import Task, Ticket, WeightId
+from evolver_async.transport.sockets import DealerClient, LocalClient, LocalServer, Rejected, Server
+from evolver_async.weights.shm import ShmPublisher
+
+__all__ = ["run"]  # the fixture
+
+
+class Unsolvable(Corridor):
+    """Its solver fails."""
+
+    def actions(self) -> list[str]:
+        return ["left", "right"]
+
+    def solve(self) -> list[str]:
+        raise KeyError("no way")
+
+
+def test_credit_is_in_members_whatever_the_size_of_a_stages_groups(
+    tmp_path: Path, run: Callable[..., None]
+) -> None:
+    buffer = Buffer((0.0, granted()), (0.0, granted({"group_id": 1})))
+    run(buffer, Walker(pause_s=1.0), 60.0, groups=3)
+    assert buffer.credits[:2] == [6, 2] and set(buffer.credits) == {6, 2}
+    publisher = ShmPublisher(tmp_path / "stages", background=False)
+    stages = [
+        Stage(kind="sft", steps=1),
+        Stage(kind="sft", steps=1, override={"rollout": {"group_size": 32}}),
+    ]
+    for groups, members in ((1, 32), (8, 64)):  # the base size is 8; one group of any stage fits
+        client = LocalClient(LocalServer(buffer, "run"), "actor-0")
+        worker = worker_of(client, Walker(), publisher, groups=groups, stages=stages)
+        assert worker.free() == members
+        worker.receiver.close()
+    publisher.close()
+
+
+def test_a_rejected_trajectory_ends_the_worker_and_the_ticket_is_given_back(
+    run: Callable[..., None],
+) -> None:
+    buffer = Buffer((0.0, granted()), refuses="tokens: wrong")
+    with pytest.raises(Rejected, match="tokens: wrong"):
+        run(buffer, Walker(), 60.0)
+    (release,) = buffer.seen(messages.Release)
+    assert release.reason == "error" and release.members == [0, 1]
+
+
+def test_a_failing_engine_ends_the_worker_and_other_tickets_are_given_back(
+    run: Callable[..., None],
+) -> None:
+    other = granted({"kind": "demo", "group_id": 1}, length=10**6)
+    buffer = Buffer((0.0, granted()), (0.0, other))
+    with pytest.raises(ExceptionGroup) as caught:
+        run(buffer, Walker(FloatingPointError("logits"), pause_s=0.0), 60.0)
+    assert caught.group_contains(FloatingPointError)
+    reasons = {release.group_id: release.reason for release in buffer.seen(messages.Release)}
+    assert reasons[0] == "error"
+
+
+def test_what_was_sampled_never_falls_while_the_policy_judges(tmp_path: Path) -> None:
+    """A judge's words are known to be its own only when they are complete."""
+
+    class Counting(Walker):
+        sampled = 100.0
+
+        def stats(self) -> dict[str, float]:
+            return {"generated": self.sampled}
+
+    class Own:
+        generated = 0
+
+    engine, judge = Counting(), Own()
+    worker = worker_of(None, engine, ShmPublisher(tmp_path / "w", background=False))
+    worker.mechanisms = Mechanisms(judge=judge)  # type: ignore[arg-type]
+    assert worker.generated() == 100
+    engine.sampled, judge.generated = 110.0, 60
+    assert worker.generated() == 100
+    engine.sampled = 200.0
+    assert worker.generated() == 140
+
+
+def test_a_failing_solver_is_the_environments_failure(run: Callable[..., None]) -> None:
+    ticket = granted({"kind": "demo"})
+    ticket = replace(ticket, task=replace(ticket.task, env=f"{__name__}:Unsolvable"))
+    buffer = Buffer((0.0, ticket))
+    run(buffer, Walker(), 5.0)
+    (release,) = buffer.seen(messages.Release)
+    assert release.reason == "environment" and release.members == [0, 1]
+
+
+def test_a_group_granted_anew_replaces_its_older_attempt(run: Callable[..., None]) -> None:
+    again = granted({"attempt": 1}, length=1)
+    buffer = Buffer((0.0, granted(length=1)), (1.0, again))
+    run(buffer, Walker(pause_s=3.0), 10.0)
+    pushed = [push.trajectory for push in buffer.seen(messages.Push)]
+    assert sorted((one.attempt, one.member) for one in pushed) == [(1, 0), (1, 1)]
+    assert buffer.seen(messages.Release) == []
+
+
+def test_a_forced_lag_never_goes_behind_what_tickets_allow(tmp_path: Path) -> None:
+    publisher = ShmPublisher(tmp_path / "w", keep=9, background=False)
+    for step in range(3):
+        publisher.publish(version(step), {"w": torch.zeros(1)})
+    worker = worker_of(None, Walker(), publisher, lag=2)
+    assert worker.adoption.target() == version(0)
+
+    async def start() -> None:
+        worker.start(granted())  # allows any weights
+        assert worker.adoption.target() == version(0)
+        worker.start(granted({"weights": version(1)}))
+        assert worker.adoption.target() == version(1)
+        publisher.publish(version(4), {"w": torch.zeros(1)})  # 3 was overtaken
+        assert worker.adoption.target() == version(2)
+        worker.start(granted({"weights": version(3)}))
+        assert worker.adoption.target() == version(4)
+        for _, _, task in worker.running.values():
+            task.cancel()
+
+    asyncio.run(start())
+    publisher.close()
+
+
+def test_an_actor_goes_on_while_new_weights_are_fetched(tmp_path: Path) -> None:
+    publisher = ShmPublisher(tmp_path / "w", background=False)
+    publisher.publish(version(1), {"w": torch.zeros(1)})
+    worker = worker_of(None, Walker(), publisher)
+    adoption, begun, go_on = worker.adoption, threading.Event(), threading.Event()
+    fetch = adoption.receiver.fetch
+
+    def slow(weights: WeightId) -> dict[str, torch.Tensor]:
+        begun.set()
+        assert go_on.wait(DEADLINE_S), "the loop stands still meanwhile"
+        return fetch(weights)
+
+    adoption.receiver.fetch = slow
+
+    async def play() -> None:
+        adopting = asyncio.create_task(adoption.adopt())
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        go_on.set()
+        await adopting
+
+    worker.engine.weights = None
+    asyncio.run(play())
+    assert worker.engine.weights == version(1)
+    publisher.close()
+
+
+def test_weights_that_a_cancelled_ticket_was_waiting_for_are_fetched_once(tmp_path: Path) -> None:
+    publisher = ShmPublisher(tmp_path / "w", background=False)
+    publisher.publish(version(1), {"w": torch.zeros(1)})
+    worker = worker_of(None, Walker(), publisher)
+    adoption, go_on, fetched = worker.adoption, threading.Event(), []
+    fetch = adoption.receiver.fetch
+
+    def slow(weights: WeightId) -> dict[str, torch.Tensor]:
+        fetched.append(weights)
+        assert go_on.wait(DEADLINE_S)
+        return fetch(weights)
+
+    adoption.receiver.fetch = slow
+
+    async def play() -> None:
+        fenced = asyncio.create_task(adoption.adopt())
+        async with asyncio.timeout(DEADLINE_S):
+            while not fetched:
+                await asyncio.sleep(0.001)
+        fenced.cancel()
+        await asyncio.wait([fenced])
+        other = asyncio.create_task(adoption.adopt())
+        await asyncio.sleep(0.05)
+        go_on.set()
+        await other
+        assert worker.engine.weights == version(1)
+        await adoption.close()
+
+    worker.engine.weights = None
+    asyncio.run(play())
+    assert fetched == [version(1)]
+    publisher.close()
+
+
+class Busy(Buffer):
+    """Has no room for trajectories before a certain time."""
+
+    def __init__(self, *tickets: tuple[float, Ticket], until: float) -> None:
+        super().__init__(*tickets)
+        self.until = until
+        self.taken: list[int] = []
+
+    def handle(self, peer: str, request: Any, now: float) -> list[messages.Reply]:
+        if isinstance(request, messages.Push) and now < self.until:
+            return [messages.Retry(seconds=0.5)]
+        if isinstance(request, messages.Push):
+            self.taken.append(request.trajectory.member)
+        return super().handle(peer, request, now)
+
+
+class OneWalks(Walker):
+    """Only the first member gets anywhere."""
+
+    async def generate(self, request: Request) -> Generation:
+        await asyncio.sleep(0.0 if "/0/" in request.session else 1000.0)
+        return await super().generate(request)
+
+
+def test_a_drained_actor_hands_in_what_is_finished_and_gives_back_the_rest(
+    run: Callable[..., None],
+) -> None:
+    buffer = Busy((0.0, granted(length=1)), until=3.0)
+    run(buffer, OneWalks(), 1.0)
+    assert buffer.taken == [0]
+    release, leave = buffer.requests[-2:]
+    assert isinstance(release, messages.Release) and isinstance(leave, messages.Lease)
+    assert (release.members, release.reason) == ([1], "drain")
+
+
+def test_a_drained_actor_does_not_wait_for_ever(run: Callable[..., None]) -> None:
+    buffer = Busy((0.0, granted(length=1)), until=1e9)
+    run(buffer, Walker(), 1.0)
+    (release,) = buffer.seen(messages.Release)
+    assert (release.members, release.reason) == ([0, 1], "drain")
+
+
+def test_renewals_say_what_holds_up_each_ticket(run: Callable[..., None]) -> None:
+    evaluation = granted({"kind": "eval", "group_id": 1, "weights": version(1)})
+    buffer = Buffer((0.0, granted(length=100)), (1.0, evaluation))
+    run(buffer, Walker(pause_s=20.0), 60.0)
+    first, *others = [renewal for renewal in buffer.seen(messages.Renew) if 1 in renewal.progress]
+    assert first.doing[0] == "member 0: generation of turn 0 for 7.5 s"
+    assert first.still_s[0] == pytest.approx(7.5) and first.weights == version(1)
+    assert first.doing[1] == "waiting for other tickets to leave the engine for 6.5 s"
+    shown = [(one.progress[0], one.progress[1]) for one in others]
+    assert len(set(shown)) > 2
+    assert all(waiting == running for running, waiting in shown), "it moves as they do"
+
+
+def test_troubles_with_an_environment_service_are_told(run: Callable[..., None]) -> None:
+    drain()
+    params = {"url": closed_url().removesuffix("/v1"), "env_type": "shop", "name": "a"}
+    nowhere = Task(
+        task_id="t", env="agentevolver", split="train", map_seed=0, params={**params, "retries": 1}
+    )
+    buffer = Buffer((0.0, granted({"task": nowhere})))
+    run(buffer, Walker(), 60.0)
+    assert buffer.seen(messages.Release)[0].reason == "environment"
+    assert buffer.seen(messages.Counters)[-1].values == {
+        "env_service/create/connection": 4.0,  # two members, two attempts each
+        "env_service/retries": 2.0,
+        "env_service/given_up": 2.0,
+    }
+
+
+def test_an_engine_too_slow_for_an_episode_is_not_the_tasks_fault(
+    run: Callable[..., None],
+) -> None:
+    buffer = Buffer((0.0, granted(length=100)))
+    run(buffer, Walker(pause_s=400.0), 700.0)
+    (release,) = buffer.seen(messages.Release)
+    assert (release.members, release.reason) == ([0, 1], "engine")
+
+
+@pytest.mark.parametrize("kind", ["rollout", "eval", "demo"])
+@pytest.mark.parametrize("hangs", ["reset", "step", "close"])
+def test_an_environment_that_never_returns_gives_its_ticket_back(
+    tmp_path: Path, kind: str, hangs: str
+) -> None:
+    Hanging.free.clear()
+    publisher = ShmPublisher(tmp_path / "w", background=False)
+    publisher.publish(version(1), {"w": torch.zeros(1)})
+    ticket = corridor(env="Hanging", hangs=hangs)
+    buffer = Buffer((0.0, replace(ticket, kind=kind, weights=version(1))))
+
+    async def play() -> None:
+        server = LocalServer(buffer, "run")
+        server.start()
+        worker = worker_of(LocalClient(server, "actor-0"), Walker(), publisher, step_timeout_s=0.1)
+        working = asyncio.create_task(worker.run())
+        while not buffer.seen(messages.Release):
+            await asyncio.sleep(0.01)
+        worker.stop.set()
+        await working
+        server.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
+    finally:
+        Hanging.free.set()
+        publisher.close()
+    (release,) = buffer.seen(messages.Release)
+    assert (release.members, release.reason) == ([0], "environment")
+    assert buffer.seen(messages.Push) == []
+
+
+def test_a_second_actor_of_a_name_is_told_who_holds_it_and_ends(tmp_path: Path) -> None:
+    """Its connection leaves that of the first alone; who has gone holds its name no longer."""
+    sockets, stop = Path(tempfile.mkdtemp()), threading.Event()
+    buffer = Buffer()
+    server = Server(buffer, f"ipc://{sockets}/s", "run")
+    thread = threading.Thread(target=server.serve, args=(stop,))
+    thread.start()
+    first = DealerClient(server.address, "run", "x")
+    later = DealerClient(server.address, "run", "x")
+
+    async def hello(client: DealerClient) -> object:
+        request = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, host="alpha", pid=7)
+        return await client.request(request, DEADLINE_S)
+
+    async def until_free(client: DealerClient) -> None:
+        while True:
+            with contextlib.suppress(Rejected):
+                await hello(client)
+                return
+            await asyncio.sleep(0.02)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, sockets)
+        stack.callback(server.close)
+        stack.callback(thread.join)
+        stack.callback(stop.set)
+        stack.callback(later.close)
+        closing = stack.enter_context(contextlib.ExitStack())
+        closing.callback(first.close)
+        asyncio.run(hello(first))
+        command = [*COMMAND, "actor", "--connect", server.address, "--name", "x"]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=DEADLINE_S
+        )
+        (line,) = [line for line in done.stderr.splitlines() if " ERROR " in line]
+        assert "--connect: the name x is held by process 7 on alpha (incarnation 0," in line
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert isinstance(asyncio.run(hello(first)), messages.Ok), "still connected"
+        closing.close()
+        asyncio.run(asyncio.wait_for(until_free(later), DEADLINE_S))
+
+
+def test_an_actor_that_lost_its_name_ends_and_says_to_whom(run: Callable[..., None]) -> None:
+    class Taken(Buffer):
+        def handle(self, peer: str, request: Any, now: float) -> list[messages.Reply]:
+            if isinstance(request, messages.Lease) and request.credit > 0 and now > 1.0:
+                return [messages.Fenced(reason="the name actor-0 is held by process 7 on alpha")]
+            return super().handle(peer, request, now)
+
+    with pytest.raises(Displaced, match="held by process 7 on alpha"):
+        run(Taken(), Walker(), 60.0)
+
+
+def test_the_buffer_refuses_the_first_actor_with_another_tokenizer(
+    tmp_path: Path,
+) -> None:
+    policy, sockets = tmp_path / "policy", Path(tempfile.mkdtemp())
+    policy.mkdir()
+    (policy / "tokenizer.json").write_text("{}")
+    dump(load(None, ["stages.0.steps=5", f"policy.path={policy}"]), tmp_path / "config.yaml")
+    address = f"ipc://{sockets}/s"
+    command = [*COMMAND, "buffer", "--connect", address, "--run", str(tmp_path)]
+    buffer = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+    async def join(tokenizer: str) -> object:
+        client = DealerClient(address, sender="actor-9")
+        try:
+            hello = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, tokenizer=tokenizer)
+            return await client.request(hello, DEADLINE_S)
+        finally:
+            client.close()
+
+    try:
+        with pytest.raises(Rejected, match="tokenizer: actor-9 has another"):
+            asyncio.run(join("another"))
+        assert isinstance(asyncio.run(join(tokenizer_hash(policy))), messages.Welcome)
+    finally:
+        buffer.terminate()
+        buffer.wait(DEADLINE_S)
+        shutil.rmtree(sockets)

@@ -1,0 +1,84 @@
+"""Every recipe fits the hardware that it names, with its real model; `doctor` is who says so."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machines import GB, machine
+
+from evolver_async.config import Config
+from evolver_async.config.load import load
+from evolver_async.doctor.probes import Found, model
+from evolver_async.doctor.recipe_check import gpus_of, verdicts
+
+ROOT = Path(__file__).parents[3]
+MODELS = ROOT / "tests" / "data" / "models"
+RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
+HOST_BYTES = 2000 * GB  # of a node with eight GPUs
+SMALL_HOST_BYTES = 16 * GB
+TUNED = "-sft"  # what a cold start makes of a public model has its shape
+
+
+@cache
+def shape(path: str, *dotlist: str) -> Found:
+    return model(path, *dotlist)
+
+
+def real_model(recipe: Path, config: Config) -> Found:
+    """What `doctor` finds where the recipe's model has been put."""
+    if not config.policy.path:
+        return shape(str(recipe))
+    name = Path(config.policy.path).name.removesuffix(TUNED)
+    return shape(str(ROOT / "configs" / "gpu_single.yaml"), f"policy.path={MODELS / name}")
+
+
+def machine_of(config: Config) -> dict[str, Found]:
+    """As bare as `run.hardware` says: without GPUs it is a small one."""
+    if not config.run.hardware:
+        return machine(host_bytes=SMALL_HOST_BYTES)
+    count, size = gpus_of(config.run.hardware)
+    return machine(*[{"bytes": size, "capability": [9, 0]}] * count, host_bytes=HOST_BYTES)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_can_run_on_the_hardware_that_it_names(recipe: Path) -> None:
+    config = load(recipe)
+    found = machine_of(config) | {"model": real_model(recipe, config)}
+    said = verdicts(config, found)
+    assert [(one.key, one.why) for one in said if not one.works] == []
+
+
+GPU_RECIPES = [path for path in RECIPES if load(path).run.hardware]
+
+
+def test_a_recipe_that_asks_for_gpus_names_its_hardware() -> None:
+    asks = [
+        path for path in RECIPES if "cuda" in (one := load(path)).engine.device + one.learner.device
+    ]
+    assert asks == GPU_RECIPES and len(asks) >= 10
+
+
+@pytest.mark.parametrize("recipe", GPU_RECIPES, ids=lambda path: path.stem)
+def test_a_gpu_recipe_says_its_hardware_in_its_head_and_uses_all_of_it(recipe: Path) -> None:
+    config = load(recipe)
+    head = [line for line in recipe.read_text().splitlines() if line.startswith("#")]
+    assert any("Hardware: " in line for line in head)
+    gpus = config.launch.gpus
+    assert {*gpus.actors, *gpus.learner} == {*range(gpus_of(config.run.hardware)[0])}
+
+
+@pytest.mark.parametrize(
+    ("dotlist", "key"),
+    [
+        (["engine.kind=torch", "engine.tensor_parallel=1", "actors.count=2"], "engine.slots"),
+        (["learner.ranks=4", "launch.gpus.learner=[2, 3, 4, 5]"], "learner.ranks"),
+        (["learner.gradient_checkpointing=false"], "learner.ranks"),
+        (["policy.max_length=140000", "learner.token_budget=140000"], "policy.max_length"),
+    ],
+)
+def test_what_does_not_fit_there_is_named(dotlist: list[str], key: str) -> None:
+    recipe = ROOT / "configs" / "gpu" / "dapo.yaml"
+    config = load(recipe, dotlist)
+    found: dict[str, Any] = machine_of(config) | {"model": real_model(recipe, config)}
+    assert key in [one.key for one in verdicts(config, found) if one.works is False]

@@ -1,0 +1,157 @@
+"""The serial launcher: learns, gives the same numbers for the same seed, sets the lag exactly.
+
+Every run is the whole system, in this process; one is shared by all tests that can share it.
+"""
+
+import asyncio
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from serial_recipe import RECIPE
+from serial_runs import Finished, trainer
+
+from actors.envs.bandit import Bandit
+from actors.evaluate import evaluate
+from evolver_async.buffer.log.journal import JournalError
+from evolver_async.buffer.service import Service
+from evolver_async.config.load import dump, load
+from evolver_async.launch.serial import VirtualLoop
+from evolver_async.process.private_directories import PREFIX
+from evolver_async.schema import Task
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished]:
+    return trainer(tmp_path_factory.mktemp("serial"), RECIPE)
+
+
+@pytest.fixture(scope="module")
+def plain(train: Callable[..., Finished]) -> Finished:
+    return train("plain")
+
+
+@contextmanager
+def loop_of(loop: asyncio.AbstractEventLoop) -> Iterator[asyncio.AbstractEventLoop]:
+    try:
+        yield loop
+    finally:
+        loop.close()
+
+
+def test_it_learns_the_better_arm_from_demonstrations_of_the_format_alone(plain: Finished) -> None:
+    success = plain.rl("train/success")
+    assert success[0] < 0.8, "the demonstrations must not have taught the arm"
+    assert sum(success[-5:]) / 5 >= 0.9
+    assert plain.rl("train/format_errors")[0] < 0.1
+    last = [row for row in plain.rows if "eval/success" in row][-1]
+    assert last["eval/success"] >= 0.9
+    assert last["eval/episodes"] == 64
+
+
+def test_equal_seeds_give_bit_identical_runs_and_others_do_not(
+    plain: Finished, train: Callable[..., Finished]
+) -> None:
+    again = train("again")
+    assert again.numbers() == plain.numbers()
+    assert again.tensors.keys() == plain.tensors.keys()
+    for name, tensor in plain.tensors.items():
+        assert torch.equal(tensor, again.tensors[name]), name
+    other = train("other", "run.seed=1", "stages.1.steps=2")
+    assert other.numbers()[0] != plain.numbers()[0]
+    assert other.rl("train/reward_mean") != plain.rl("train/reward_mean")[:2]
+    assert any(not torch.equal(t, other.tensors[name]) for name, t in plain.tensors.items())
+
+
+def test_a_run_that_learns_raises_no_alarm(plain: Finished) -> None:
+    alarms = {name for row in plain.rows for name in row if name.startswith("alarm/")}
+    assert len(alarms) == 7 and not any(sum(plain.rl(name)) for name in alarms)
+
+
+def test_a_forced_weight_lag_is_exact(train: Callable[..., Finished]) -> None:
+    lagged = train("lagged", "actors.weight_lag=2", "stages.0.steps=3", "stages.1.steps=10")
+    mean, largest = lagged.rl("staleness/mean"), lagged.rl("staleness/max")
+    # The stage begins with the version that the demonstrations made: nothing older acts in it.
+    assert mean == largest == [0, 1] + 8 * [2]
+    families = {name.split("/")[0] for row in lagged.rows for name in row if "lag_" in name}
+    assert families == {"lag_0", "lag_1", "lag_2"}
+    assert lagged.rl("ledger/evicted")[-1] == 0
+
+
+def test_latency_of_the_environment_costs_no_real_time(train: Callable[..., Finished]) -> None:
+    slow = train(
+        "slow",
+        "env.latency={kind: lognormal, median_s: 5, sigma: 1}",
+        "env.step_timeout_s=500",
+        "buffer.stall_s=600",
+        "eval.timeout_s=600",
+        "buffer.max_staleness=0",
+        "stages.0.steps=3",
+        "stages.1.steps=10",
+    )
+    assert len(slow.rl("staleness/max")) == 10
+    # Synchronous steps follow each other, and each waits for the slowest of its 32 episodes.
+    assert slow.wall_s < 10 * 5
+
+
+class Broken(Bandit):
+    """Cannot begin any task."""
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        raise KeyError(task.task_id)
+
+
+def test_an_evaluation_with_failing_episodes_says_so(plain: Finished, tmp_path: Path) -> None:
+    run_dir = shutil.copytree(plain.run_dir, tmp_path / "plain")
+    config = load(run_dir / "config.yaml", [f"env.name={__name__}:Broken", "engine.threads=2"])
+    dump(config, run_dir / "config.yaml")
+    before = torch.get_num_threads()
+    with pytest.raises(ValueError, match=r"4 of 4 episodes failed, .*Broken/test/\d.*KeyError"):
+        evaluate(run_dir, 4)
+    assert torch.get_num_threads() == 2, "engine.threads holds wherever an engine runs"
+    torch.set_num_threads(before)
+
+
+def test_a_run_that_cannot_begin_leaves_no_weights_directory(
+    train: Callable[..., Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise JournalError("the newest segment is cut")
+
+    monkeypatch.setattr(Service, "of_run", refuse)
+    with pytest.raises(JournalError):
+        train("refused", f"weights.dir={tmp_path}")
+    assert list(tmp_path.glob(f"{PREFIX}*")) == []
+
+
+def test_the_virtual_clock_moves_by_what_is_slept() -> None:
+    with loop_of(VirtualLoop()) as loop:
+        start = time.perf_counter()
+        loop.run_until_complete(asyncio.sleep(3600))
+        assert loop.time() == pytest.approx(3600, abs=1)
+        assert time.perf_counter() - start < 60
+
+
+def test_who_waits_for_the_last_instant_of_a_deadline_gets_there() -> None:
+    async def reaches(deadline: float) -> bool:
+        loop = asyncio.get_running_loop()
+        for _ in range(100):
+            if loop.time() >= deadline:
+                return True
+            loop.call_soon(int)  # somebody else is ready, so the clock need not move
+            await asyncio.sleep(deadline - loop.time())
+        return False
+
+    with loop_of(VirtualLoop()) as loop:
+        loop.run_until_complete(asyncio.sleep(65.0))
+        assert loop.run_until_complete(reaches(math.nextafter(loop.time(), math.inf)))
+
+
+def test_a_loop_that_nobody_can_wake_says_so() -> None:
+    with loop_of(VirtualLoop()) as loop, pytest.raises(RuntimeError, match="stands still"):
+        loop.run_until_complete(loop.create_future())

@@ -1,0 +1,361 @@
+"""The command line: what it refuses, in one sentence, before anything is started or overwritten."""
+
+import contextlib
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from launches import COMMAND, DEADLINE_S, alive, wait_for
+
+from evolver_async.checkpoint.directory import save
+from evolver_async.cli import main
+from evolver_async.config import Config, Stage
+from evolver_async.config.check import ConfigError
+from evolver_async.config.load import dump, load
+from evolver_async.launch.run_directory import announce, create, locked, resume
+
+RECIPE = "stages: [{kind: rl, steps: 5}]\n"
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Runs a command that must be refused; returns what it says."""
+
+    def run(*arguments: object) -> str:
+        assert main([str(argument) for argument in arguments]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("\n") == 1, "one sentence"
+        return captured.err.removeprefix("evolver-async: ").strip()
+
+    return run
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run directory as an earlier launch leaves it, without checkpoints."""
+    path = tmp_path / "runs" / "earlier"
+    path.mkdir(parents=True)
+    dump(Config(stages=[Stage(steps=5)]), path / "config.yaml")
+    return path
+
+
+def test_help_imports_neither_torch_nor_the_wings() -> None:
+    program = (
+        "import sys; from evolver_async.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformers', 'zmq', 'actors', 'learner', 'wandb')"
+        " if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "COMMAND" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["learner.lrr=1"], "learner.lrr: unknown key, did you mean learner.lr?"),
+        (["learner.minibatches=many"], "learner.minibatches: "),
+        (["learner.lr=nan"], "learner.lr: is not a number"),
+        (["policy.layers=-1"], "policy.layers: must not be negative"),
+        (["buffer.max_staleness=2", "actors.weight_lag=1", "buffer.reuse=3"], "buffer.reuse: "),
+        (["rollout.group_size=1"], "rollout.group_size: advantage.kind=grpo"),
+        (["env.name=frozen_lak"], "env.name: "),
+        (["env.name=no_package.no_module:Env"], "env.name: "),
+        (["env.params.sise=4"], "env.params.sise: "),
+        (["env.params.size=large"], "env.params.size: "),
+        (["rollout.format=telegram"], "rollout.format: "),
+        (["policy.path=/nowhere"], "policy.path: /nowhere is not a directory"),
+        (["weights.dir=/nowhere"], "weights.dir: /nowhere is not a directory"),
+        (["buffer.address=tcp://0.0.0.0:4000"], "buffer.address: 0.0.0.0 is not a loopback"),
+        (["buffer.address=tcp://127.0.0.1:70000"], "buffer.address: 70000 is not a port"),
+        (["buffer.address=ipc:///nowhere/socket"], "buffer.address: /nowhere is not a directory"),
+    ],
+)
+def test_a_bad_configuration_starts_nothing(
+    refused: Refused, recipe: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    assert refused("train", recipe, f"run.dir={tmp_path}/runs", *arguments).startswith(message)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_missing_recipe_is_named(refused: Refused, tmp_path: Path) -> None:
+    assert "no.yaml" in refused("train", tmp_path / "no.yaml")
+    assert "needs a recipe" in refused("train")
+
+
+def test_a_port_in_use_starts_nothing(refused: Refused, recipe: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        said = refused("train", recipe, f"buffer.address={address}", f"run.dir={tmp_path}/runs")
+    assert said == f"buffer.address: {address}: address already in use"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_without_tokenizer_starts_nothing(
+    refused: Refused, recipe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    said = refused("train", recipe, f"policy.path={tmp_path}", f"run.dir={tmp_path}/runs")
+    assert said == f"policy.path: {tmp_path} has no tokenizer.json"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_broken_model_leaves_no_run_directory(
+    refused: Refused, recipe: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "tokenizer.json").write_text("not json")
+    runs = tmp_path / "runs"
+    said = refused("train", recipe, f"policy.path={model}", f"run.dir={runs}", "run.name=x")
+    assert said.startswith("policy.path: ")
+    assert not (runs / "x").exists()
+
+
+def test_an_existing_run_is_not_overwritten(
+    refused: Refused, recipe: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    before = {path: path.read_bytes() for path in run_dir.iterdir()}
+    said = refused("train", recipe, f"run.dir={tmp_path}/runs", "run.name=earlier")
+    assert said.startswith(f"run.name: {run_dir} exists")
+    assert {path: path.read_bytes() for path in run_dir.iterdir()} == before
+
+
+def test_resume_needs_a_run_with_a_valid_checkpoint_of_its_own(
+    refused: Refused, run_dir: Path, tmp_path: Path
+) -> None:
+    assert "is no run directory" in refused("train", "--resume", tmp_path)
+
+    def write(directory: Path) -> None:
+        (directory / "model").write_text("weights")
+
+    newest = save(run_dir / "checkpoints", 1, write, run_id="other", keep=2)
+    said = refused("train", "--resume", run_dir)
+    assert said == f"{newest}: belongs to run other, not to earlier"
+    (newest / "model").write_text("w")
+    assert f"{newest}: model is torn" in refused("train", "--resume", run_dir)
+    assert not (run_dir / "logs").exists()
+    config = (run_dir / "config.yaml").read_bytes()
+    assert "learner.lrr" in refused("train", "--resume", run_dir, "learner.lrr=1")
+    assert (run_dir / "config.yaml").read_bytes() == config
+
+
+def test_a_recipe_beside_resume_is_refused(refused: Refused, recipe: Path, run_dir: Path) -> None:
+    assert f"{recipe}: --resume goes on with" in refused("train", recipe, "--resume", run_dir)
+
+
+OVERRIDE = "stages.0.override."
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "run.seed=9",
+        "tasks.train=7",
+        "rollout.temperature=0.5",
+        f"{OVERRIDE}rollout.temperature=0.5",
+    ],
+)
+def test_a_run_that_has_begun_keeps_what_made_its_data(
+    refused: Refused, run_dir: Path, change: str
+) -> None:
+    before = (run_dir / "config.yaml").read_text()
+    said = refused("train", "--resume", str(run_dir), change)
+    assert said.startswith(f"{change.rpartition('=')[0].removeprefix(OVERRIDE)}: a run that has")
+    assert (run_dir / "config.yaml").read_text() == before
+
+
+def test_a_finished_run_is_not_resumed(refused: Refused, run_dir: Path) -> None:
+    def write(directory: Path) -> None:
+        state = {"stage": 0, "stage_take": 0, "take": 5, "stage_tokens": 9, "stage_seconds": 1.0}
+        state |= {"eval_success": -1.0, "finished": True, "pending": []}
+        (directory / "state.json").write_text(json.dumps(state))
+
+    save(run_dir / "checkpoints", 1, write, run_id="earlier", keep=2)
+    assert refused("train", "--resume", run_dir).startswith(f"{run_dir}: is finished")
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("x = (", "SyntaxError: "),
+        ("1 / 0", "ZeroDivisionError: "),
+        (
+            "class Env:\n def __init__(self, *, a: 'Nowhere' = 0): pass\n"
+            " reset = step = close = None",
+            "NameError: name 'Nowhere'",
+        ),
+    ],
+)
+def test_a_broken_environment_module_is_one_sentence(
+    refused: Refused, recipe: Path, tmp_path: Path, module: str, said: str
+) -> None:
+    name = f"broken_{len(module)}"
+    (tmp_path / f"{name}.py").write_text(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        message = refused("train", recipe, f"run.dir={tmp_path}/runs", f"env.name={name}:Env")
+    assert message.startswith("env.name: ") and said in message
+
+
+def test_a_context_shorter_than_the_first_prompt_is_refused(
+    refused: Refused, recipe: Path, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    said = refused("train", recipe, f"run.dir={runs}", "policy.max_length=20", "run.name=x")
+    assert said.startswith("policy.max_length: 20 is too short for a first prompt of ")
+    assert not (runs / "x").exists()
+
+
+def test_addresses_that_are_none_are_one_sentence(refused: Refused) -> None:
+    assert refused("status", "foo://x").startswith("foo://x: no address to connect to")
+    done = subprocess.run(
+        [sys.executable, "-m", "evolver_async.cli", "actor", "--connect", "nonsense"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "--connect: nonsense: no address to connect to" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_new_run_knows_the_exact_values_of_its_maps(tmp_path: Path) -> None:
+    config = Config(stages=[Stage(steps=5)])
+    config.run.dir = str(tmp_path)
+    config.eval.final_episodes = 16
+    _, made = create(config, None)
+    exact = json.loads((made / "exact.json").read_text())
+    assert 0 < exact["random"] < 0.5 < exact["optimal"] <= 1.0 and exact["episodes"] == 16
+
+
+def preparing(tmp_path: Path) -> tuple["subprocess.Popen[str]", psutil.Process]:
+    """A `train` whose policy is just being prepared, and the process that does."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    options = (recipe, f"run.dir={tmp_path}/runs", "run.name=cut", "eval.final_episodes=4")
+    train = subprocess.Popen(
+        [*COMMAND, "train", *map(str, options)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+    def child() -> psutil.Process | None:
+        for one in psutil.Process(train.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "prepare" in one.cmdline():
+                    return one
+        return None
+
+    return train, wait_for(child, "the process that prepares the policy")
+
+
+def test_a_killed_preparation_is_named_with_its_likely_cause(tmp_path: Path) -> None:
+    train, prepare = preparing(tmp_path)
+    prepare.kill()
+    _, errors = train.communicate(timeout=DEADLINE_S)
+    assert train.returncode == 2
+    assert "was killed by SIGKILL; most likely memory ran out" in errors
+    assert errors.count("\n") == 1 and "INFO" not in errors
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_sigterm_while_a_run_is_created_leaves_nothing(tmp_path: Path) -> None:
+    train, prepare = preparing(tmp_path)
+    train.terminate()
+    train.communicate(timeout=DEADLINE_S)
+    assert train.returncode == 128 + signal.SIGTERM
+    assert not alive(prepare)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_run_whose_creation_was_killed_is_resumed_or_taken_over(tmp_path: Path) -> None:
+    train, prepare = preparing(tmp_path)
+    train.kill()
+    train.communicate(timeout=DEADLINE_S)
+    wait_for(lambda: not alive(prepare), "the end of the preparation")
+    run_dir = tmp_path / "runs" / "cut"
+    (run_dir / "policy").mkdir(exist_ok=True)
+    (run_dir / "policy" / "torn").touch()
+    copy = tmp_path / "runs" / "copy"
+    shutil.copytree(run_dir, copy)
+    config = resume(run_dir, ["learner.lr=1e-3"])
+    assert config.learner.lr == load(run_dir / "config.yaml").learner.lr == 1e-3
+    assert "model.safetensors" in (made := {path.name for path in (run_dir / "policy").iterdir()})
+    assert "torn" not in made and (run_dir / "exact.json").exists()
+
+    config.run.name = copy.name
+    config.policy.path = ""
+    assert create(config, None)[1] == copy
+    assert {path.name for path in (copy / "policy").iterdir()} == made
+    with pytest.raises(ConfigError, match=r"run\.name: .* exists"):
+        create(config, None)
+
+
+def test_a_run_without_a_checkpoint_starts_at_its_beginning(run_dir: Path) -> None:
+    before = (run_dir / "config.yaml").read_bytes()
+    config = resume(run_dir, [])
+    assert config.stages[0].steps == 5 and (run_dir / "config.yaml").read_bytes() == before
+
+
+def test_a_running_run_is_not_resumed(refused: Refused, run_dir: Path) -> None:
+    with locked(run_dir):
+        assert "is already running" in refused("train", "--resume", run_dir)
+
+
+def test_commands_on_a_run_need_a_run_directory(refused: Refused, tmp_path: Path) -> None:
+    for command in (["eval"], ["watch"], ["status"], ["export", "out"]):
+        assert "is no run directory" in refused(command[0], tmp_path, *command[1:])
+
+
+def test_status_says_when_nobody_answers(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(run_dir)]) == 2
+    assert "was never launched" in capsys.readouterr().err
+    announce(run_dir, f"ipc://{run_dir}/nobody")
+    assert main(["status", str(run_dir)]) == 1
+    assert f"nobody answers at ipc://{run_dir}/nobody" in capsys.readouterr().err
+
+
+def test_watch_shows_what_a_run_wrote(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = {"lineage": 1, "step": 1}
+    rows = [one | {"time_s": 1.0}, one | {"eval/success": 0.5, "eval/episodes": 8}]
+    (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert main(["watch", "--once", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert "step 1/5" in out and "eval success 0.500 over 8 episodes" in out
+
+
+@pytest.mark.parametrize("arguments", [["train", "--fast"], ["status", "a", "b=c"], []])
+def test_unknown_arguments_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
+def test_a_run_directory_that_cannot_be_made_is_named_by_its_key(capsys):
+    recipe = str(Path(__file__).parents[2] / "configs" / "frozen_lake.yaml")
+    assert main(["train", recipe, "run.dir=/proc/x", "run.name=y"]) == 2
+    said = capsys.readouterr().err
+    assert "run.dir: /proc/x/y cannot be made: No such file or directory" in said

@@ -1,0 +1,188 @@
+"""Minibatches and micro-batches against the batches they are cut from."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from collated_groups import VOCABULARY, collated, make_groups
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evolver_async.config import Correction
+from evolver_async.schema import Role
+from learner.data.batch import Batch
+from learner.loss.correction import correct
+from learner.loss.policy import clipped_objective, policy_loss, token_scale
+
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 5), st.integers(1, 6))
+def test_minibatches_partition_the_trajectories_evenly(seed, count, members, updates):
+    batch = collated(make_groups(seed, count, members))
+    trains = np.flatnonzero(batch.length_P).tolist()
+    minibatches = batch.minibatches(updates, key=seed)
+    assert sorted(m for minibatch in minibatches for m in minibatch.members) == trains
+    assert len(minibatches) == min(updates, len(trains))
+    assert all(minibatch.trajectories > 0 for minibatch in minibatches)
+    assert sum(minibatch.tokens for minibatch in minibatches) == len(batch.mu_N)
+    groups = [set(batch.group_P[minibatch.members]) for minibatch in minibatches]
+    if len(set(batch.group_P[trains])) >= updates:
+        assert sum(map(len, groups)) == len(set().union(*groups))  # groups stay whole
+    if len(trains) == count * members and count % updates == 0:
+        assert {m.trajectories for m in minibatches} == {count * members // updates}
+
+
+def test_minibatch_order_is_keyed():
+    batch = collated(make_groups(1, 8, 2))
+
+    def order(key: int) -> list[list[int]]:
+        return [minibatch.members.tolist() for minibatch in batch.minibatches(4, key)]
+
+    assert order(5) == order(5)
+    assert order(5) != order(6)
+
+
+def test_a_batch_without_action_tokens_has_no_minibatches():
+    groups = make_groups(0, 1, 1, sequences=1)
+    sequence = groups[0].trajectories[0].sequences[0]
+    sequence.roles[:] = Role.PROMPT
+    sequence.logprobs[:] = 0
+    sequence.versions.clear()
+    batch = collated(groups)
+    assert batch.minibatches(4, key=0) == []
+    assert list(batch.whole().micro_batches(64, CPU)) == []
+    assert batch.lag_P.tolist() == [0] and len(batch.reward_P) == 1
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 10**6), st.integers(1, 200))
+def test_micro_batches_fit_the_budget_and_hold_every_token_once(seed, budget):
+    batch = collated(make_groups(seed, 3, 3))
+    batch.anchor_N = np.arange(len(batch.mu_N), dtype=np.float32)
+    if seed % 2:
+        batch.old_N = batch.mu_N + 1
+    micro_batches = list(batch.whole().micro_batches(budget, CPU))
+    index = torch.cat([micro.index_N for micro in micro_batches]).numpy()
+    assert sorted(index) == list(range(len(batch.mu_N)))
+    widths = [micro.tokens_BT.shape[1] for micro in micro_batches]
+    assert all(a >= b for a, b in pairwise(widths))
+    labels = batch.tokens[batch.action]
+    seen: set[int] = set()
+    for micro in micro_batches:
+        at = micro.index_N.numpy()
+        own = set(batch.trajectory_N[at].tolist())
+        assert not own & seen  # trajectories are never split
+        seen |= own
+        assert micro.tokens_BT.numel() <= budget or len(own) == 1
+        assert micro.attention_BT.sum(1).max() == micro.tokens_BT.shape[1]
+        assert not (micro.action_BT & ~micro.attention_BT).any()
+        assert micro.tokens_BT[micro.action_BT].tolist() == labels[at].tolist()
+        assert micro.mu_N.tolist() == batch.mu_N[at].tolist()
+        assert micro.anchor_N.tolist() == at.tolist()
+        assert micro.old_N.tolist() == batch.old_N[at].tolist()
+        assert micro.stripped_N.tolist() == batch.stripped_P[batch.trajectory_N[at]].tolist()
+        assert micro.length_N.tolist() == batch.length_P[batch.trajectory_N[at]].tolist()
+        assert sorted(own) == torch.tensor(sorted(own))[micro.trajectory_N.unique()].tolist()
+
+
+class Bigram(torch.nn.Module):
+    """Log-probs that depend on the previous token only: a policy small enough to see through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.table = torch.nn.Parameter(
+            torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64)
+        )
+
+    def forward(self, contexts_BT: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+        logprobs_BTV = self.table.log_softmax(-1)[contexts_BT[:, :-1]]
+        found = logprobs_BTV.gather(-1, labels_BT[:, 1:, None])[..., 0]
+        return torch.nn.functional.pad(found, (1, 0))
+
+
+def update_loss(
+    batch: Batch, budget: int, aggregation: str, level: str, noise: int | None = None
+) -> tuple[float, torch.Tensor]:
+    """Loss and gradient of one optimizer update; `noise` perturbs the labels of other tokens."""
+    model = Bigram()
+    total = 0.0
+    (minibatch,) = batch.minibatches(1, key=0)
+    for micro in minibatch.micro_batches(budget, CPU):
+        labels_BT = micro.tokens_BT
+        if noise is not None:
+            labels_BT = torch.where(
+                micro.action_BT, labels_BT, (labels_BT + noise).remainder(VOCABULARY)
+            )
+        theta_N = model(micro.tokens_BT, labels_BT)[micro.action_BT]
+        corrected = correct(
+            theta_N,
+            micro.old_N,
+            micro.anchor_N,
+            micro.advantage_N,
+            micro.trajectory_N,
+            Correction(kind="decoupled", level=level, w_max=5.0),
+        )
+        clipped = clipped_objective(
+            corrected.ratio_N, micro.advantage_N, clip_low=0.9, clip_high=2.0, dual_clip=3.0
+        )
+        scale_N = token_scale(
+            aggregation,
+            micro.length_N,
+            tokens=minibatch.tokens,
+            trajectories=minibatch.trajectories,
+            norm_tokens=100,
+        )
+        loss, _ = policy_loss(
+            corrected.weight_N * clipped.objective_N,
+            scale_N,
+            kl_N=None,
+            kl_coef=0.0,
+            entropy_N=-theta_N,
+            entropy_coef=0.01,
+        )
+        loss.backward()
+        total += float(loss.detach())
+    assert model.table.grad is not None
+    return total, model.table.grad
+
+
+def scored(seed: int) -> Batch:
+    batch = collated(make_groups(seed, 4, 3))
+    rng = np.random.default_rng(seed)
+    batch.anchor_N = batch.mu_N + rng.normal(0, 0.3, len(batch.mu_N)).astype(np.float32)
+    batch.spread_advantages(rng.normal(size=len(batch.turn_reward_U)))
+    return batch
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum_norm"])
+@pytest.mark.parametrize("level", ["token", "trajectory"])
+def test_the_token_budget_changes_neither_loss_nor_gradient(aggregation, level):
+    batch = scored(3)
+    loss, gradient = update_loss(batch, 10**6, aggregation, level)
+    for budget in (1, 40, 150):
+        other_loss, other_gradient = update_loss(batch, budget, aggregation, level)
+        assert other_loss == pytest.approx(loss, rel=1e-5, abs=1e-7)
+        torch.testing.assert_close(other_gradient, gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_other_tokens_than_actions_leave_the_loss_bit_identical():
+    batch = scored(4)
+    loss, gradient = update_loss(batch, 100, "token_mean", "token")
+    for noise in (1, 5, 11):
+        other_loss, other_gradient = update_loss(batch, 100, "token_mean", "token", noise)
+        assert other_loss == loss
+        assert torch.equal(other_gradient, gradient)
+
+
+def test_advantages_reach_the_tokens_of_their_turn():
+    batch = collated(make_groups(2, 3, 2))
+    batch.spread_advantages(np.arange(float(len(batch.turn_reward_U))))
+    expected = [
+        batch.turn_start_P[p] + k for p, k in zip(batch.trajectory_N, batch.turn_N, strict=True)
+    ]
+    assert batch.advantage_N.tolist() == expected
+    assert len(set(zip(batch.trajectory_N, batch.turn_N, strict=True))) == len(set(expected))

@@ -1,0 +1,134 @@
+"""Which groups are kept, against the rule said in loops."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from selectable_groups import make_group
+
+from evolver_async.config import Selection
+from evolver_async.schema import Group, TurnFlag
+from learner.data.selection import Selected, reward_spread, select
+
+
+def make_groups(rewards: list[list[float]]) -> list[Group]:
+    return [make_group(100 + i, member_rewards) for i, member_rewards in enumerate(rewards)]
+
+
+groups_of_rewards = st.lists(
+    st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0]), min_size=3, max_size=3), min_size=1, max_size=8
+)
+
+
+def left_out(selected: Selected) -> list[int]:
+    return [group_id for ids in selected.filtered.values() for group_id in ids]
+
+
+@given(groups_of_rewards, st.sampled_from([0.25, 0.5, 1.0]), st.booleans())
+def test_spread_keeps_the_groups_with_the_largest_std(rewards, keep, drop_zero):
+    groups = make_groups(rewards)
+    selected = select(groups, Selection(kind="spread", keep=keep, drop_zero=drop_zero), seed=0)
+
+    kept_ids = [group.group_id for group in selected.groups]
+    assert sorted(kept_ids + left_out(selected)) == [group.group_id for group in groups]
+    assert kept_ids == sorted(kept_ids)  # in the order they came
+    spread = {group.group_id: reward_spread(group) for group in groups}
+    nonzero = sum(value > 0 for value in spread.values())
+    count = max(1, round(keep * len(groups)))
+    assert len(kept_ids) == (min(count, nonzero) if drop_zero else count)
+    assert all(spread[a] >= spread[b] for a in kept_ids for b in left_out(selected))
+    if drop_zero:
+        assert all(spread[group_id] > 0 for group_id in kept_ids)
+        zeros = [group_id for group_id, value in spread.items() if value == 0]
+        assert selected.filtered.get("zero_spread", []) == zeros
+
+
+@given(
+    groups_of_rewards,
+    st.sampled_from(["top_p", "top_k", "min_p", "dynamic", "resample_on_correct"]),
+    st.sampled_from([0.1, 0.5, 0.9, 1.0]),
+    st.integers(1, 9),
+    st.booleans(),
+)
+def test_every_kind_keeps_what_its_rule_says(rewards, kind, p, k, drop_zero):
+    groups = make_groups(rewards)
+    settings = Selection(kind=kind, p=p, k=k, drop_zero=drop_zero, scale="sqrt")
+    selected = select(groups, settings, seed=0)
+    spreads = [reward_spread(group) for group in groups]
+    expected = slow_kept(spreads, kind, p, k, drop_zero)
+    assert [group.group_id for group in selected.groups] == [100 + i for i in sorted(expected)]
+    assert sorted(left_out(selected)) == [100 + i for i in range(len(groups)) if i not in expected]
+    assert set(selected.filtered) <= {"zero_spread", kind}
+    for group_id in selected.filtered.get("zero_spread", []):
+        assert spreads[group_id - 100] == 0
+    share = len(expected) / len(groups)
+    assert selected.scale == math.sqrt(share)
+    assert selected.metrics["selection/kept_share"] == share
+
+
+def slow_kept(spreads: list[float], kind: str, p: float, k: int, drop_zero: bool) -> set[int]:
+    """Group by group, largest spread first, until the rule is fulfilled."""
+    ranked = sorted(enumerate(spreads), key=lambda pair: -pair[1])
+    kept: set[int] = set()
+    taken = 0.0
+    for i, spread in ranked:
+        if kind == "top_p" and (spread == 0 or taken >= p * sum(spreads) - 1e-6):
+            break
+        if kind == "top_k" and len(kept) == k:
+            break
+        if kind == "min_p" and spread < p * ranked[0][1] - 1e-6:
+            break
+        if spread == 0 and (drop_zero or kind not in ("top_k", "min_p")):
+            break
+        kept.add(i)
+        taken += spread
+    return kept
+
+
+def test_top_p_is_a_share_of_the_summed_spread():
+    """Spreads 0.5, 0.3, 0.1, 0.1, 0: 90 % needs three, 80 % two, 100 % four."""
+    rewards = [[0.2, 0.0], [0.6, 0.0], [0.5, 0.5], [1.0, 0.0], [0.2, 0.0]]
+    for p, expected in ((0.8, [101, 103]), (0.9, [100, 101, 103]), (1.0, [100, 101, 103, 104])):
+        selected = select(make_groups(rewards), Selection(kind="top_p", p=p), seed=0)
+        assert [group.group_id for group in selected.groups] == expected
+        assert selected.filtered["zero_spread"] == [102]
+
+
+def test_advantages_are_scaled_by_the_share_that_is_left():
+    rewards = [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.5, 0.5]]
+    for scale, expected in (("none", 1.0), ("linear", 0.25), ("sqrt", 0.5)):
+        selected = select(make_groups(rewards), Selection(kind="dynamic", scale=scale), seed=0)
+        assert selected.scale == expected
+
+
+def test_members_are_resampled_where_a_group_has_both_outcomes():
+    groups = make_groups([[1.0] * 4 + [0.0] * 4, [1.0] * 8])
+    for one in groups[0].trajectories[:2]:
+        one.turn_flags = np.array([TurnFlag.FORMAT_ERROR], np.uint8)
+    settings = Selection(kind="resample_on_correct", members=4)
+    selected = select(groups, settings, seed=0)
+    assert selected.filtered == {"zero_spread": [101]}
+    (group,) = selected.groups
+    assert [one.member for one in group.trajectories if one.reward] == [2, 3]
+    assert len(group.trajectories) == 4 and len(groups[0].trajectories) == 8
+    assert selected.metrics["selection/members_left_out"] == 4
+    assert selected.metrics["selection/penalty_all"] == 1.0  # no tool was called: 0.5, +1 for two
+    assert selected.metrics["selection/penalty_kept"] == 0.5
+
+
+def test_equal_rewards_have_exactly_zero_spread():
+    assert reward_spread(make_group(0, [0.1, 0.1, 0.1])) == 0
+
+
+def test_all_keeps_everything():
+    groups = [make_group(0, [1.0, 1.0]), make_group(1, [0.0, 1.0])]
+    selected = select(groups, Selection(kind="all", scale="sqrt"), seed=0)
+    assert selected.groups == groups and selected.filtered == {} and selected.scale == 1
+
+
+@pytest.mark.parametrize("kind", ["spread", "top_p", "top_k", "min_p", "resample_on_correct"])
+def test_nothing_is_left_of_a_step_without_spread(kind):
+    selected = select([make_group(7, [1.0, 1.0])], Selection(kind=kind), seed=0)
+    assert selected.groups == [] and selected.filtered == {"zero_spread": [7]}

@@ -1,0 +1,297 @@
+"""The corrections against loops in the notation of the algorithms page, and identities."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from corrections import KINDS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evolver_async.config import Correction, Loss
+from evolver_async.config.learner import by_kind
+from learner.loss.correction import (
+    Corrected,
+    correct,
+    guided_old,
+    interpolated_anchor,
+    log_rho,
+    needs_anchor_pass,
+    trajectory_mean,
+    trajectory_sum,
+)
+from learner.loss.policy import clipped_objective, unclipped_objective
+
+CLIPPED = [(kind, level) for kind, level in KINDS if kind not in ("cispo", "topr")]
+LOW, HIGH, DUAL = 0.2, 0.28, 3.0
+
+
+def draw(seed: int, tokens: int = 40) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    mu_N = -torch.rand(tokens, generator=generator, dtype=torch.float64) * 4
+    anchor_N = mu_N + 0.4 * torch.randn(tokens, generator=generator, dtype=torch.float64)
+    theta_N = anchor_N + 0.4 * torch.randn(tokens, generator=generator, dtype=torch.float64)
+    return {
+        "theta_N": theta_N.requires_grad_(),
+        "old_N": mu_N,
+        "anchor_N": anchor_N,
+        "trajectory_N": torch.randint(0, 5, (tokens,), generator=generator),
+    }
+
+
+def advantage(seed: int, tokens: int = 40) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + 1)
+    return torch.randn(tokens, generator=generator, dtype=torch.float64)
+
+
+def gradient(objective: torch.Tensor, theta_N: torch.Tensor) -> torch.Tensor:
+    (found,) = torch.autograd.grad(objective.sum(), theta_N)
+    return found
+
+
+def objective(
+    data: dict[str, torch.Tensor], A_N: torch.Tensor, settings: Correction
+) -> tuple[torch.Tensor, Corrected]:
+    """The objective of every token, and what the correction made of it."""
+    settings, _ = by_kind(settings, Loss())
+    corrected = correct(
+        data["theta_N"],
+        data["old_N"],
+        data["anchor_N"],
+        A_N,
+        data["trajectory_N"],
+        settings,
+    )
+    if corrected.clips:
+        clipped = clipped_objective(
+            corrected.ratio_N, A_N, clip_low=LOW, clip_high=HIGH, dual_clip=DUAL
+        )
+    else:
+        clipped = unclipped_objective(corrected.ratio_N, A_N)
+    return corrected.weight_N * clipped.objective_N, corrected
+
+
+def L(x: float, A: float) -> float:
+    value = min(x * A, min(max(x, 1 - LOW), 1 + HIGH) * A)
+    return max(value, DUAL * A) if A < 0 else value
+
+
+def slow(settings: Correction, t: int, A: float, theta, mu, anchor, member) -> tuple[float, float]:
+    """The objective of token t and its derivative by theta_t, from the table of algorithms §2."""
+    own = [u for u in range(len(theta)) if member[u] == member[t]]
+    r, q = math.exp(theta[t] - anchor[t]), math.exp(theta[t] - mu[t])
+    w = math.exp(anchor[t] - mu[t])
+    W = math.prod(math.exp(anchor[u] - mu[u]) for u in own)
+    Q = math.prod(math.exp(theta[u] - mu[u]) for u in own)
+    geo = W ** (1 / len(own))
+    s = math.exp(sum(theta[u] - anchor[u] for u in own) / len(own))
+
+    def of_L(weight: float, x: float) -> tuple[float, float]:
+        free = (A > 0 and x <= 1 + HIGH) or (A < 0 and 1 - LOW <= x <= DUAL)
+        return weight * L(x, A), weight * x * A if free else 0.0
+
+    def of_theta(weight: float) -> tuple[float, float]:
+        return weight * A * theta[t], weight * A
+
+    inside = settings.low <= (w if settings.kind == "icepop" else geo) <= settings.high
+    whole = settings.level == "trajectory"
+    return {
+        "none": lambda: of_L(1, r),
+        "ppo": lambda: of_L(1, q),
+        "decoupled": lambda: of_L(min(W if whole else w, settings.w_max), r),
+        "icepop": lambda: of_L(inside * w, r),
+        "geo_mask": lambda: of_L(inside, r),
+        "gspo": lambda: of_L(min(geo, settings.w_max), s),
+        "cispo": lambda: of_theta(min(q, 1 + settings.epsilon)),
+        "topr": lambda: of_theta(1 if A > 0 else min(Q if whole else q, 1)),
+    }[settings.kind]()
+
+
+@pytest.mark.parametrize(("kind", "level"), KINDS)
+@given(
+    seed=st.integers(0, 10**6),
+    w_max=st.sampled_from([1.2, 2.0, math.inf]),
+    bounds=st.sampled_from([(0.5, 5.0), (0.8, 1.25), (0.99, 1.01), (1.0, math.inf)]),
+    epsilon=st.sampled_from([0.0, 0.3, 4.0]),
+)
+@settings(max_examples=25)
+def test_objective_and_gradient_match_the_loop(kind, level, seed, w_max, bounds, epsilon):
+    data, A_N = draw(seed), advantage(seed)
+    low, high = bounds
+    correction = Correction(
+        kind=kind, level=level, w_max=w_max, low=low, high=high, epsilon=epsilon
+    )
+    found_N, corrected = objective(data, A_N, correction)
+    gradient_N = gradient(found_N, data["theta_N"])
+    theta, mu, anchor, member = (values.tolist() for values in data.values())
+    for t in range(len(theta)):
+        value, slope = slow(correction, t, float(A_N[t]), theta, mu, anchor, member)
+        assert float(found_N[t].detach()) == pytest.approx(value, rel=1e-9)
+        assert float(gradient_N[t]) == pytest.approx(slope, rel=1e-9)
+        q, unanchored = math.exp(theta[t] - mu[t]), kind in ("ppo", "cispo", "topr")
+        w, r = math.exp(anchor[t] - mu[t]), math.exp(theta[t] - anchor[t])
+        assert float(corrected.w_N[t]) == pytest.approx(q if unanchored else w)
+        assert float(corrected.r_N[t]) == pytest.approx(q if unanchored else r)
+    assert not corrected.weight_N.requires_grad
+
+
+def test_without_lag_all_corrections_of_the_token_ratio_are_the_same():
+    data, A_N = draw(0), advantage(0)
+    data["anchor_N"] = data["old_N"]
+    results = []
+    for kind, level in CLIPPED:
+        if kind != "gspo":  # its ratio is the trajectory's
+            correction = Correction(kind=kind, level=level, w_max=math.inf)
+            objective_N, _ = objective(data, A_N, correction)
+            results.append((objective_N.detach(), gradient(objective_N, data["theta_N"])))
+    for objective_N, gradient_N in results[1:]:
+        assert torch.equal(objective_N, results[0][0])
+        assert torch.equal(gradient_N, results[0][1])
+
+
+def test_ratio_one_gives_the_plain_policy_gradient():
+    data, A_N = draw(1), advantage(1)
+    data["anchor_N"] = data["old_N"] = data["theta_N"].detach()
+    for kind, level in KINDS:
+        objective_N, _ = objective(data, A_N, Correction(kind=kind, level=level))
+        plain = gradient(A_N * data["theta_N"], data["theta_N"])
+        assert torch.equal(gradient(objective_N, data["theta_N"]), plain)
+
+
+def test_gspo_has_the_gradient_of_the_clipped_ratio_of_whole_sequences():
+    """Summed over a trajectory's tokens and divided by their number: d/dtheta of L(s) itself."""
+    data, A_N = draw(3), advantage(3)
+    data["anchor_N"] = data["old_N"]
+    member_N = data["trajectory_N"]
+    A_N = A_N[member_N]  # one advantage a trajectory
+    length_N = trajectory_sum(torch.ones_like(A_N), member_N)
+    found_N, _ = objective(data, A_N, Correction(kind="gspo"))
+    found = gradient(found_N / length_N, data["theta_N"])
+    whole = torch.zeros((), dtype=torch.float64)
+    for p in member_N.unique():
+        own = member_N == p
+        s = (data["theta_N"] - data["anchor_N"])[own].mean().exp()[None]
+        whole = (
+            whole
+            + clipped_objective(
+                s, A_N[own][:1], clip_low=LOW, clip_high=HIGH, dual_clip=DUAL
+            ).objective_N.sum()
+        )
+    torch.testing.assert_close(found, gradient(whole, data["theta_N"]))
+
+
+def test_a_mask_takes_tokens_or_whole_trajectories():
+    """Lag moves one token of the first trajectory far, both of the second a little."""
+    mu_N = torch.full((4,), -1.0)
+    anchor_N = mu_N + torch.tensor([0.0, 2.0, 0.1, 0.1])
+    data = {
+        "theta_N": anchor_N.clone().requires_grad_(),
+        "old_N": mu_N,
+        "anchor_N": anchor_N,
+        "trajectory_N": torch.tensor([0, 0, 1, 1]),
+    }
+    _, token = objective(data, torch.ones(4), Correction(kind="icepop"))
+    torch.testing.assert_close(
+        token.weight_N, torch.tensor([1.0, 0.0, 1.1052, 1.1052]), atol=1e-4, rtol=0
+    )
+    _, whole = objective(data, torch.ones(4), Correction(kind="geo_mask", low=0.8, high=1.25))
+    assert whole.weight_N.tolist() == [0, 0, 1, 1]
+
+
+def test_unbounded_decoupled_weights_give_the_importance_weighted_gradient():
+    data, A_N = draw(2), advantage(2)
+    _, corrected = objective(data, A_N, Correction(w_max=math.inf))
+    found = gradient(corrected.weight_N * corrected.ratio_N * A_N, data["theta_N"])
+    q_N = (data["theta_N"] - data["old_N"]).detach().exp()
+    torch.testing.assert_close(found, q_N * A_N)
+
+
+def test_interpolated_anchor_follows_the_lag():
+    theta_N = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    mu_N = torch.tensor([-2.0, -2.0, -2.0])
+    anchor_N = interpolated_anchor(theta_N, mu_N, torch.tensor([0, 1, 3]))
+    torch.testing.assert_close(anchor_N, torch.tensor([-2.0, -1.5, -1.25]))
+    assert not anchor_N.requires_grad
+
+
+def test_weights_carry_no_gradient_and_extremes_stay_finite():
+    theta_N = torch.tensor([0.0, -500.0], requires_grad=True)
+    mu_N = torch.tensor([-500.0, 0.0])
+    member_N = torch.zeros(2, dtype=torch.int64)
+    A_N = torch.tensor([-1.0, -1.0])
+    for kind, level in KINDS:
+        for anchor_N in (theta_N.detach(), mu_N):
+            data = {
+                "theta_N": theta_N,
+                "old_N": mu_N,
+                "anchor_N": anchor_N,
+                "trajectory_N": member_N,
+            }
+            objective_N, corrected = objective(data, A_N, Correction(kind=kind, level=level))
+            assert not corrected.weight_N.requires_grad
+            assert torch.isfinite(gradient(objective_N, theta_N)).all()
+
+
+def test_trajectory_sums_reach_every_token():
+    sums_N = trajectory_sum(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 1, 0]))
+    assert sums_N.tolist() == [5, 2, 5]
+    means_N = trajectory_mean(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 1, 0]))
+    assert means_N.tolist() == [2.5, 2, 2.5]
+
+
+def test_only_recomputed_anchors_that_are_read_cost_a_forward_pass():
+    assert needs_anchor_pass("decoupled", "recompute") and needs_anchor_pass("none", "recompute")
+    assert not needs_anchor_pass("decoupled", "interpolate")
+    for kind in ("ppo", "cispo", "topr"):
+        assert not needs_anchor_pass(kind, "recompute")
+    for kind in ("icepop", "geo_mask", "gspo"):
+        assert needs_anchor_pass(kind, "recompute")
+
+
+def test_log_rho_is_constant_and_bounded():
+    theta_N = torch.tensor([-1.0, 0.0], requires_grad=True)
+    found = log_rho(theta_N, torch.tensor([-1.5, -500.0]))
+    assert found.tolist() == [0.5, 20.0] and not found.requires_grad
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=25)
+def test_the_weight_of_a_guided_token_is_what_its_kind_says(seed):
+    """algorithms §2: stale w = exp(anchor_e - mu), anchor w = 1, behaviour w = exp(anchor - mu)."""
+    rng = np.random.default_rng(seed)
+    mu, anchor, anchor_e, theta = -rng.exponential(1, (4, 20))
+    expected = {
+        "stale": np.exp(anchor_e - mu),
+        "anchor": np.ones(20),
+        "behaviour": np.exp(anchor - mu),
+    }
+    for kind, w in expected.items():
+        old = torch.from_numpy(guided_old(kind, mu, anchor, anchor_e))
+        theta_N, anchor_N = torch.from_numpy(theta), torch.from_numpy(anchor)
+        data = {
+            "theta_N": theta_N,
+            "old_N": old,
+            "anchor_N": anchor_N,
+            "trajectory_N": torch.zeros(20, dtype=torch.int64),
+        }
+        A_N = torch.ones(20)
+        _, found = objective(data, A_N, Correction(kind="decoupled", w_max=math.inf))
+        np.testing.assert_allclose(found.weight_N.numpy(), w)
+        np.testing.assert_allclose(found.ratio_N.numpy(), np.exp(theta - anchor))
+        # ppo bounds q = r w: the lag is in its ratio, the removed context is not under `stale`
+        _, q = objective(data, A_N, Correction(kind="ppo"))
+        np.testing.assert_allclose(q.ratio_N.numpy(), np.exp(theta - anchor) * w)
+        _, ignored = objective(data, A_N, Correction(kind="none"))
+        assert (ignored.weight_N == 1).all()
+
+
+def test_removing_the_context_of_a_good_token_holds_it_back_only_as_behaviour():
+    """0.9 with experience, 0.09 without it, sampled by the anchor itself: w = 0.1 or 1."""
+    mu = anchor_e = np.log(np.array([0.9]))
+    anchor = np.log(np.array([0.09]))
+    w = {
+        kind: float(np.exp(anchor - guided_old(kind, mu, anchor, anchor_e))[0])
+        for kind in ("stale", "anchor", "behaviour")
+    }
+    assert w == pytest.approx({"stale": 1.0, "anchor": 1.0, "behaviour": 0.1})

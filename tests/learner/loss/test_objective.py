@@ -1,0 +1,215 @@
+"""The loss of a whole rl update against a loop over tokens in the notation of algorithms §2, §4."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from collated_groups import collated, make_groups
+from corrections import KINDS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evolver_async.config import Correction, Loss
+from evolver_async.config.learner import by_kind
+from learner.data.batch import Batch
+from learner.data.collate import Strip
+from learner.diagnostics.offpolicy import Accounting
+from learner.loss.correction import guided_old
+from learner.loss.objective import Objective
+from learner.loss.policy import token_scale
+
+CPU = torch.device("cpu")
+UNCLIPPED = ("cispo", "topr")
+
+
+def filled(seed: int, strip: Strip, guided: str) -> tuple[Batch, dict[str, np.ndarray]]:
+    """A batch with random log-probs, and these by name: mu, anchor, anchor_e, theta, A."""
+    batch = collated(make_groups(seed, 3, 3), strip)
+    rng = np.random.default_rng(seed)
+    mu = batch.mu_N.astype(np.float64)
+    shape = mu.shape
+    anchor, anchor_e = mu + rng.normal(0, 0.3, shape), mu + rng.normal(0, 0.3, shape)
+    theta = anchor + rng.normal(0, 0.4, shape)
+    stripped_N = batch.stripped_N
+    batch.anchor_N, batch.old_N = anchor, mu.copy()
+    batch.old_N[stripped_N] = guided_old(
+        guided, mu[stripped_N], anchor[stripped_N], anchor_e[stripped_N]
+    )
+    batch.spread_advantages(rng.normal(size=len(batch.turn_reward_U)))
+    A = batch.advantage_N.astype(np.float64)
+    return batch, {"mu": mu, "anchor": anchor, "anchor_e": anchor_e, "theta": theta, "A": A}
+
+
+def expected_loss(
+    batch: Batch, data: dict[str, np.ndarray], correction: Correction, loss: Loss, tokens: list[int]
+) -> float:
+    """-Σ objective / tokens, token by token."""
+
+    def w(t: int) -> float:
+        mu, anchor, anchor_e = (float(data[name][t]) for name in ("mu", "anchor", "anchor_e"))
+        if not batch.stripped_P[batch.trajectory_N[t]] or correction.guided == "behaviour":
+            return math.exp(anchor - mu)
+        return math.exp(anchor_e - mu) if correction.guided == "stale" else 1.0
+
+    total = 0.0
+    for t in tokens:
+        A, stripped = float(data["A"][t]), batch.stripped_P[batch.trajectory_N[t]]
+        r = math.exp(data["theta"][t] - data["anchor"][t])
+        high = loss.boost if stripped and loss.boost else loss.clip_high
+
+        def L(x: float, A: float = A, high: float = high) -> float:
+            value = min(x * A, min(max(x, 1 - loss.clip_low), 1 + high) * A)
+            return max(value, loss.dual_clip * A) if A < 0 else value
+
+        own = [u for u in tokens if batch.trajectory_N[u] == batch.trajectory_N[t]]
+        W = math.prod(w(u) for u in own)
+        R = math.prod(math.exp(data["theta"][u] - data["anchor"][u]) for u in own)
+        geo, q = W ** (1 / len(own)), r * w(t)
+        whole = correction.level == "trajectory"
+        inside = correction.low <= (w(t) if correction.kind == "icepop" else geo) <= correction.high
+        theta = float(data["theta"][t])
+        total += {
+            "none": L(r),
+            "ppo": L(q),
+            "decoupled": min(W if whole else w(t), correction.w_max) * L(r),
+            "icepop": inside * w(t) * L(r),
+            "geo_mask": inside * L(r),
+            "gspo": min(geo, correction.w_max) * L(R ** (1 / len(own))),
+            "cispo": min(q, 1 + correction.epsilon) * A * theta,
+            "topr": (1 if A > 0 else min(R * W if whole else q, 1)) * A * theta,
+        }[correction.kind]
+    return -total / len(tokens)
+
+
+@pytest.mark.parametrize(("kind", "level"), KINDS)
+@pytest.mark.parametrize("guided", ["stale", "anchor", "behaviour"])
+@given(
+    seed=st.integers(0, 10**6),
+    boost=st.sampled_from([0.0, 0.6]),
+    strip=st.sampled_from(["always", "never", "fraction"]),
+)
+@settings(max_examples=15)
+def test_an_update_over_mixed_data_matches_the_loop(kind, level, guided, seed, boost, strip):
+    batch, data = filled(seed, Strip(strip, 0.5, 0), guided)
+    correction = Correction(
+        kind=kind, level=level, guided=guided, w_max=1.5, low=0.8, high=1.25, epsilon=0.2
+    )
+    loss = Loss(clip_low=0.2, clip_high=0.28, boost=0.0 if kind in UNCLIPPED else boost)
+    boost = loss.boost
+    boosts = batch.sampled is not None and boost > 0
+    objective = Objective(correction, loss, interpolates=False, boosts=boosts)
+    accounting = Accounting()
+    for minibatch in batch.minibatches(2, key=seed):
+        total, tokens = 0.0, []
+        for micro in minibatch.micro_batches(60, CPU):
+            at = micro.index_N.numpy()
+            tokens += at.tolist()
+            theta_N = torch.from_numpy(data["theta"][at])
+            value, terms = objective(theta_N, -theta_N, micro, minibatch, accounting)
+            assert float(value) == pytest.approx(float(terms["loss/policy"]))
+            total += float(value)
+        expected = expected_loss(batch, data, correction, loss, tokens)
+        assert total == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    check_accounting(accounting.metrics(), batch, data, correction, loss)
+
+
+def check_accounting(
+    found: dict[str, float],
+    batch: Batch,
+    data: dict[str, np.ndarray],
+    correction: Correction,
+    loss: Loss,
+) -> None:
+    """KL(mu||theta) and r of guided and unguided tokens apart; what became of boosted tokens."""
+    stripped_N = batch.stripped_N
+    if not len(stripped_N):
+        return
+    unanchored = correction.kind in ("ppo", *UNCLIPPED)
+    r = np.exp(data["theta"] - (batch.old_N if unanchored else data["anchor"]))
+    log_rho = data["theta"] - data["mu"]
+    sides = {"offpolicy": np.ones_like(stripped_N)}
+    if stripped_N.any():
+        sides |= {"offpolicy_guided": stripped_N, "offpolicy_unguided": ~stripped_N}
+    for family, inside in sides.items():
+        if inside.any():
+            kl = float((np.exp(log_rho) - 1 - log_rho)[inside].mean())
+            assert found[f"{family}/kl"] == pytest.approx(kl, rel=1e-4, abs=1e-6)
+            assert found[f"{family}/r_mean"] == pytest.approx(float(r[inside].mean()), rel=1e-4)
+            assert found[f"{family}/tokens"] == inside.sum()
+    if not stripped_N.any():
+        assert not any("guided" in name for name in found)
+    good = stripped_N & (data["A"] > 0)
+    if not loss.boost or not good.any():
+        assert not any(name.startswith("boost/") for name in found)
+        return
+    x = r
+    if correction.kind == "gspo":  # what is clipped is the geometric mean over the trajectory
+        lengths = np.bincount(batch.trajectory_N)
+        x = np.exp(np.bincount(batch.trajectory_N, weights=np.log(r)) / np.maximum(lengths, 1))
+        x = x[batch.trajectory_N]
+    bound = (x[good] > 1 + loss.boost).mean()
+    freed = ((x[good] > 1 + loss.clip_high) & (x[good] <= 1 + loss.boost)).mean()
+    assert found["boost/tokens"] == good.sum()
+    assert found["boost/bound_fraction"] == pytest.approx(float(bound))
+    assert found["boost/freed_fraction"] == pytest.approx(float(freed))
+
+
+def test_bounds_left_open_never_reach_the_loss():
+    closed, _ = by_kind(Correction(), Loss())
+    for one in ((Correction(), Loss(clip_low=0.2, clip_high=0.28)), (closed, Loss())):
+        with pytest.raises(AssertionError, match="stage_config"):
+            Objective(*one, interpolates=False, boosts=False)
+
+
+def test_masked_tokens_are_those_that_no_gradient_reaches():
+    batch, data = filled(11, Strip("always", 0.0, 0), "stale")
+    settings = by_kind(Correction(), Loss(boost=0.6))
+    objective = Objective(*settings, interpolates=False, boosts=True)
+    accounting = Accounting()
+    (minibatch,) = batch.minibatches(1, key=0)
+    (micro,) = minibatch.micro_batches(10**6, CPU)
+    theta_N = torch.from_numpy(data["theta"][micro.index_N.numpy()]).requires_grad_()
+    value, _ = objective(theta_N, -theta_N, micro, minibatch, accounting)
+    (gradient_N,) = torch.autograd.grad(value, theta_N)
+    masked = accounting.metrics()["offpolicy/masked"]
+    assert 0 < masked == pytest.approx(float((gradient_N == 0).double().mean()))
+
+
+@pytest.mark.parametrize("kind", ["icepop", "geo_mask"])
+def test_masked_tokens_stay_in_the_denominator_and_are_counted(kind):
+    """With every weight out of bounds the loss is 0 and all is masked; with wider bounds not."""
+    batch, data = filled(5, Strip("never", 0.0, 0), "stale")
+    (minibatch,) = batch.minibatches(1, key=0)
+    (micro,) = minibatch.micro_batches(10**6, CPU)
+    theta_N = torch.from_numpy(data["theta"][micro.index_N.numpy()])
+
+    def masked(low: float, high: float) -> tuple[float, float]:
+        accounting = Accounting()
+        settings = by_kind(Correction(kind=kind, low=low, high=high), Loss())
+        objective = Objective(*settings, interpolates=False, boosts=False)
+        value, _ = objective(theta_N, -theta_N, micro, minibatch, accounting)
+        return float(value), accounting.metrics()["offpolicy/masked"]
+
+    assert masked(1.0, 1.0) == (0.0, 1.0)
+    value, share = masked(0.9, 1.1)
+    assert value != 0 and 0 < share < 1
+
+
+def test_a_trajectory_in_several_contexts_counts_once():
+    """`sequence_mean`: splitting one sequence's tokens over two contexts leaves every weight."""
+    groups = make_groups(21, 2, 3, sequences=3)
+    batch = collated(groups, Strip("never", 0.0, 0))
+    (minibatch,) = batch.minibatches(1, key=0)
+    (micro,) = minibatch.micro_batches(10**6, CPU)
+    shares = np.zeros(len(batch.length_P))
+    scale_N = token_scale(
+        "sequence_mean",
+        micro.length_N,
+        tokens=minibatch.tokens,
+        trajectories=minibatch.trajectories,
+        norm_tokens=1,
+    )
+    np.add.at(shares, batch.trajectory_N[micro.index_N.numpy()], scale_N.numpy())
+    assert len(batch.trajectory_R) > len(minibatch.members)  # some have several rows
+    np.testing.assert_allclose(shares[minibatch.members], 1 / minibatch.trajectories, rtol=1e-5)

@@ -1,0 +1,333 @@
+"""One step on a tiny model: the KL reference, non-finite updates, the optimizer and its state."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from updates import FORKS, config, groups, guided_config, guided_groups, same, step, tiny, updater
+
+from evolver_async.config import (
+    Advantage,
+    Judge,
+    Loss,
+    Stage,
+)
+from evolver_async.config.load import stage_config
+from evolver_async.model import policy
+from evolver_async.schema import (
+    Group,
+    Role,
+)
+from learner.optimize import updates as under_test
+from learner.state import Asked, State, load_optimizer, save
+from learner.step import Updater
+
+__all__ = ["tiny"]  # the fixture
+
+
+def drift(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+
+
+def test_the_reference_is_taken_where_the_first_stage_with_a_kl_begins(tiny, tmp_path):
+    stages = [
+        Stage(kind="sft", steps=1),
+        Stage(kind="rl", steps=1),
+        Stage(kind="rl", steps=1),
+        Stage(kind="rl", steps=1, refresh_reference=True),
+    ]
+    settings = config(tiny, stages, kl_coef=0.1)
+    made = updater(settings, tmp_path)
+    made.begin_stage(stage_config(settings, 0), 0)
+    assert made.reference is None
+    drift(made.model)
+    made.begin_stage(stage_config(settings, 1), 1)
+    assert made.reference is not None and same(made.reference, made.model)
+    drift(made.model)
+    made.begin_stage(stage_config(settings, 2), 2)
+    made.ensure_reference(stage_config(settings, 2), 2)
+    assert not same(made.reference, made.model)
+    made.begin_stage(stage_config(settings, 3), 3)
+    assert same(made.reference, made.model)
+
+
+def test_a_kl_switched_on_at_a_resume_gets_a_reference(tiny, tmp_path):
+    settings = config(tiny, [Stage(kind="rl", steps=1)], kl_coef=0.1)
+    made = updater(settings, tmp_path)
+    stage = stage_config(settings, 0)
+    with pytest.raises(AssertionError, match="reference"):
+        made.rl(stage, groups(2), State(lineage=1), FORKS, 1)
+    made.ensure_reference(stage, 0)  # the stage itself began without a KL
+    outcome = made.rl(stage, groups(2), State(lineage=1), FORKS, 1)
+    assert outcome.metrics["loss/kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_kl_in_the_reward_is_that_of_the_present_policy(tiny, tmp_path):
+    settings = config(tiny, [Stage(kind="rl", steps=1)], kl="k1", kl_coef=0.1, kl_place="reward")
+    settings.correction.kind = "ppo"  # which needs no anchor of its own
+    made = updater(settings, tmp_path)
+    stage = stage_config(settings, 0)
+    made.ensure_reference(stage, 0)
+    outcome = made.rl(stage, groups(2), State(lineage=1), FORKS, 1)
+    # policy and reference are the same weights, although mu is far from them
+    assert outcome.metrics["loss/kl"] == pytest.approx(0.0, abs=1e-6)
+    drift(made.model)
+    outcome = made.rl(stage, groups(2), State(lineage=1), FORKS, 1)
+    assert outcome.batch is not None
+    expected = (outcome.batch.anchor_N - outcome.batch.reference_N).mean()
+    assert outcome.metrics["loss/kl"] == pytest.approx(float(expected), rel=1e-4)
+    assert abs(expected) > 1e-4
+
+
+def test_groups_without_an_applied_update_are_reported_and_not_measured(
+    tiny, tmp_path, monkeypatch
+):
+    settings = config(tiny, [Stage(kind="rl", steps=1)], minibatches=2)
+    made = updater(settings, tmp_path)
+    calls = []
+    original = under_test.update
+
+    def second_is_not_finite(*arguments: Any, loss: float, **options: Any) -> Any:
+        calls.append(loss)
+        return original(*arguments, loss=loss if len(calls) == 1 else np.nan, **options)
+
+    monkeypatch.setattr(under_test, "update", second_is_not_finite)
+    state = State(lineage=1)
+    outcome = made.rl(stage_config(settings, 0), groups(4), state, FORKS, 1)
+    assert outcome.updates == 1 and state.bad_steps == 1
+    left_out = outcome.filtered["non_finite"]
+    assert len(left_out) == len(outcome.trained) == 2
+    assert sorted(left_out + outcome.trained) == [10, 11, 12, 13]
+    assert outcome.tokens == outcome.metrics["offpolicy/tokens"] == 2 * 3
+    assert outcome.metrics["loss/policy"] == pytest.approx(calls[0], rel=1e-4)
+    assert list((tmp_path / "bad").glob("*.npz"))
+
+
+def test_when_nothing_is_applied_everything_is_left_out(tiny, tmp_path):
+    settings = config(tiny, [Stage(kind="rl", steps=1)])
+    made = updater(settings, tmp_path)
+    with torch.no_grad():
+        next(made.model.parameters()).fill_(float("nan"))
+    outcome = made.rl(stage_config(settings, 0), groups(2), State(lineage=1), FORKS, 1)
+    assert (outcome.trained, outcome.tokens, outcome.updates) == ([], 0, 0)
+    assert outcome.filtered == {"non_finite": [10, 11]}
+    assert "loss/policy" not in outcome.metrics and "offpolicy/ess" not in outcome.metrics
+
+
+def test_a_checkpoint_gives_back_numbers_and_moments(tiny, tmp_path):
+    settings = config(tiny, [Stage(kind="rl", steps=1)])
+    made = updater(settings, tmp_path)
+    state = State(lineage=1, take=3, pending=[Asked(version=2, stage=0, episodes=8)])
+    assert made.rl(stage_config(settings, 0), groups(2), state, FORKS, 1).updates == 1
+    (tmp_path / "c").mkdir()
+    made.save(tmp_path / "c", state)
+    again = updater(settings, tmp_path)
+    assert again.restore(tmp_path / "c") == state
+    for one, other in zip(made.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+        for slot, value in made.optimizer.state[one].items():
+            assert torch.equal(value, again.optimizer.state[other][slot])
+
+
+def test_moments_are_restored_to_the_device_of_their_parameter(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    save(tmp_path, State(), model, optimizer, None, None)
+    elsewhere = torch.nn.Linear(2, 2, device="meta")  # any device but the file's
+    target = torch.optim.AdamW(elsewhere.parameters())
+    load_optimizer(elsewhere, target, tmp_path, "optimizer")
+    slots = target.state[elsewhere.weight]
+    assert {name: slot.device.type for name, slot in slots.items()} == {
+        "exp_avg": "meta",
+        "exp_avg_sq": "meta",
+        "step": "meta",
+    }
+
+
+# ---- guided members, labels, process rewards
+
+
+def stripped_by_hand(data: list[Group]) -> list[Group]:
+    for group in data:
+        for one in group.trajectories:
+            one.sequences = [sequence.stripped() for sequence in one.sequences]
+    return data
+
+
+def test_scorer_and_stepper_work_at_the_temperature_of_the_rollout(tiny, tmp_path):
+    """Sampled by the very weights that are trained, every token has the weight and the ratio 1."""
+    settings = config(tiny, [Stage(kind="rl", steps=3)])
+    settings.rollout.temperature = 0.6
+    made, data = updater(settings, tmp_path), groups(4)
+    for group in data:
+        (sequence,) = group.trajectories[0].sequences
+        with torch.no_grad():
+            tokens_BT = torch.from_numpy(sequence.tokens.astype(np.int64))[None]
+            logps_TV = (made.model(tokens_BT).logits[0] / 0.6).log_softmax(-1)
+        acts = np.flatnonzero(sequence.roles == Role.ACTION)
+        sequence.logprobs[acts] = logps_TV[acts - 1, sequence.tokens[acts]].numpy()
+    metrics = step(made, data).metrics
+    for name in ("w_q05", "w_q95", "r_q05", "r_q95"):
+        assert metrics[f"offpolicy/{name}"] == pytest.approx(1.0, abs=1e-3), name
+    assert metrics["offpolicy/kl"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_anchor_for_guided_tokens_is_training_on_the_stripped_text_without_a_weight(tiny, tmp_path):
+    """What AgentEvolver does: experience removed, mu forgotten. Bit for bit `none` by hand."""
+    data = guided_groups(4)
+    for group in data:
+        group.trajectories = [one for one in group.trajectories if one.member % 2 == 0]
+    ours = updater(guided_config(tiny, "always", guided="anchor"), tmp_path)
+    ours.config.loss.boost = 0.0
+    step(ours, data)
+    theirs = updater(guided_config(tiny, "always", kind="none"), tmp_path)
+    step(theirs, stripped_by_hand(data))
+    assert same(ours.model, theirs.model)
+
+
+def test_boost_reaches_the_weights_only_through_stripped_tokens(tiny, tmp_path):
+    def weights_after(data: list[Group], boost: float) -> Updater:
+        settings = guided_config(tiny, "always", minibatches=4, guided="anchor")
+        settings.loss = Loss(clip_high=1e-4, boost=boost)
+        settings.learner.lr = 0.05
+        made = updater(settings, tmp_path)
+        outcome = step(made, data)
+        if boost and made.config.experience.strip == "always":
+            counted = outcome.metrics.get("boost/tokens", 0.0)
+            assert (counted > 0) == any(
+                s.guided for g in data for t in g.trajectories for s in t.sequences
+            )
+        return made
+
+    boosted, usual = (weights_after(guided_groups(8), boost) for boost in (0.6, 0.0))
+    assert not same(boosted.model, usual.model)
+    boosted, usual = (
+        weights_after(stripped_by_hand(guided_groups(8)), boost) for boost in (0.6, 0.0)
+    )
+    assert same(boosted.model, usual.model)
+
+
+def test_never_strip_keeps_the_experience_in_the_context(tiny, tmp_path):
+    kept = updater(guided_config(tiny, "never"), tmp_path)
+    outcome = step(kept, guided_groups(4))
+    assert not any(name.startswith(("boost/", "offpolicy_guided/")) for name in outcome.metrics)
+    assert outcome.metrics["experience/retrieved_share"] == 0.5
+    as_prompt = guided_groups(4)
+    for group in as_prompt:
+        for one in group.trajectories:
+            roles = one.sequences[0].roles
+            roles[roles == Role.EXPERIENCE] = Role.PROMPT
+    prompted = updater(guided_config(tiny, "never"), tmp_path)
+    step(prompted, as_prompt)
+    assert same(kept.model, prompted.model)
+
+
+def test_guided_and_unguided_data_is_measured_apart(tiny, tmp_path):
+    outcome = step(updater(guided_config(tiny, "always"), tmp_path), guided_groups(4))
+    found = outcome.metrics
+    assert found["offpolicy_guided/tokens"] == found["offpolicy_unguided/tokens"] == 4 * 2 * 4
+    assert found["offpolicy_guided/trajectories"] == 8
+    assert found["experience/guided_success"] == found["experience/unguided_success"] == 0.5
+    assert found["experience/guided_gain"] == 0.0
+    assert not any("guided" in name or "experience" in name for name in unguided_metrics(tiny))
+
+
+def unguided_metrics(tiny: Path) -> dict[str, float]:
+    settings = config(tiny, [Stage(kind="rl", steps=1)])
+    return (
+        updater(settings, tiny)
+        .rl(stage_config(settings, 0), groups(2), State(lineage=1), FORKS, 1)
+        .metrics
+    )
+
+
+def test_unguided_data_costs_no_pass_beside_the_updates(tiny, tmp_path):
+    """Whatever is configured; guided data costs one for its anchor and one in its own context."""
+
+    def rows_scored(data: list[Group], **correction: Any) -> int:
+        settings = guided_config(tiny, "always", **correction)
+        settings.rollout.guided_fraction = 0.0  # guided data is left from before
+        made = updater(settings, tmp_path)
+        rows = []
+
+        def count(module: Any, inputs: Any, output: Any) -> None:
+            if not torch.is_grad_enabled():
+                rows.append(output.last_hidden_state.shape[0])
+
+        policy.split_model(made.model)[0].register_forward_hook(count)
+        step(made, data)
+        return sum(rows)
+
+    plain = stripped_by_hand(guided_groups(4))
+    assert rows_scored(plain, kind="ppo") == 0
+    assert rows_scored(plain, anchor="interpolate") == 0
+    assert rows_scored(plain) == 16
+    assert rows_scored(guided_groups(4), kind="ppo") == 8 + 8
+    assert rows_scored(guided_groups(4), kind="ppo", guided="anchor") == 8
+    assert rows_scored(guided_groups(4), kind="ppo", guided="behaviour") == 0
+    assert rows_scored(guided_groups(4)) == 16 + 8
+    # no line of versions leads from one context to the other, so interpolation steps back
+    assert rows_scored(guided_groups(4), anchor="interpolate") == 16 + 8
+
+
+def test_demonstrations_lose_their_experience_unless_told_otherwise(tiny, tmp_path):
+    def trained(strip: str, data: list[Group]) -> Updater:
+        settings = guided_config(tiny, strip)
+        settings.stages = [Stage(kind="sft", steps=3)]
+        made = updater(settings, tmp_path)
+        outcome = made.sft(stage_config(settings, 0), data, State(lineage=1), 3)
+        assert outcome.updates == 2
+        return made
+
+    def demos() -> list[Group]:
+        return guided_groups(4, policy_kind="scripted")
+
+    by_hand = trained("always", stripped_by_hand(demos()))
+    assert same(trained("always", demos()).model, by_hand.model)
+    assert not same(trained("never", demos()).model, by_hand.model)
+
+
+def test_labels_and_their_outage_are_measured_and_alpha_falls(tiny, tmp_path):
+    settings = guided_config(tiny, "always")
+    settings.advantage = Advantage(kind="adca", alpha=0.4, alpha_final=0.0)
+    settings.judge = Judge(kind="rule")
+    data = guided_groups(4)
+    found = step(updater(settings, tmp_path), data).metrics
+    assert found["judge/labelled_share"] == 1 and found["judge/good_share"] == 5 / 8
+    assert found["advantage/unlabelled_groups"] == 0 and found["advantage/alpha"] == 0.4
+    data[1].trajectories[2].labels[:] = 0
+    made = updater(settings, tmp_path)
+    outcome = step(made, data, take=1)
+    assert outcome.metrics["advantage/unlabelled_groups"] == 1
+    assert outcome.metrics["advantage/alpha"] == pytest.approx(0.2)
+    batch = outcome.batch
+    assert batch is not None
+    by_turn = {}
+    for p, k, A in zip(batch.trajectory_N, batch.turn_N, batch.advantage_N, strict=True):
+        by_turn.setdefault((int(p), int(k)), set()).add(float(A))
+    assert all(len(values) == 1 for values in by_turn.values())  # one a turn
+    for p in range(16):
+        falls_back = batch.group_P[p] == 1
+        assert (by_turn[p, 0] == by_turn[p, 1]) == falls_back
+        if falls_back:
+            (found_A,) = by_turn[p, 1]
+            assert found_A == pytest.approx(1.0 if p % 4 > 1 else -1.0, rel=1e-4)
+
+
+def test_a_resume_repeats_a_guided_step_bit_for_bit(tiny, tmp_path):
+    settings = guided_config(tiny, "fraction")
+    settings.advantage = Advantage(kind="grpo_process")
+    made = updater(settings, tmp_path)
+    step(made, guided_groups(4))
+    (tmp_path / "c").mkdir()
+    made.save(tmp_path / "c", State())
+    again = updater(settings, tmp_path)
+    again.restore(tmp_path / "c")
+    results = [step(one, guided_groups(4), take=1).metrics for one in (made, again)]
+    assert results[0] == results[1] and same(made.model, again.model)

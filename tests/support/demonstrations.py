@@ -1,0 +1,19 @@
+"""Scripted episodes as tests want them."""
+
+import asyncio
+
+from actors.progress import Progress
+from actors.rollout.episode import Finished
+from actors.rollout.episode_config import Setting
+from actors.scripted.expert import demonstrate_group
+from evolver_async.schema import Ticket, Trajectory
+
+
+def demonstrated(ticket: Ticket, setting: Setting, expert_fraction: float) -> list[Trajectory]:
+    done: list[Trajectory] = []
+
+    def deliver(finished: Finished) -> None:
+        done.append(finished.trajectory)
+
+    asyncio.run(demonstrate_group(ticket, setting, expert_fraction, Progress(), deliver))
+    return sorted(done, key=lambda trajectory: trajectory.member)

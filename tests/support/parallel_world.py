@@ -1,0 +1,204 @@
+"""Short trainings that a learner of one rank and one of several must do alike."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from critic_groups import data as crossed_groups
+from critic_groups import ppo
+from preference_groups import data as pairs
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
+from updates import FORKS, config, guided_config, guided_groups
+
+from evolver_async.config import Config, Lora, Stage
+from evolver_async.config.load import stage_config
+from evolver_async.metrics.writer import Timers
+from evolver_async.model import policy
+from evolver_async.schema import Group
+from learner.optimize import token_budget
+from learner.ranks.process_group import Ranks, join
+from learner.run.rank_server import Leader, follow
+from learner.state import State
+from learner.step import Updater
+
+STEPS = 6
+SAVED = 3  # steps before the checkpoint
+DEADLINE_S = 240.0
+
+
+@dataclass
+class Trained:
+    """What a training left behind: metrics by step, the weights published at its end."""
+
+    rows: list[dict[str, float]] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    filtered: list[dict[str, list[int]]] = field(default_factory=list)
+    passes: int = 0  # of the reference that FSDP2 still remembers
+
+
+def make_policies(directory: Path) -> None:
+    """One with a projection of its own, `plain`, and one whose embedding is its projection."""
+    for name in ("plain", "tied"):
+        policy.make_tiny(
+            directory / name,
+            seed=0,
+            hidden_size=16,
+            layers=2,
+            heads=2,
+            intermediate_size=32,
+            max_length=64,
+        )
+    tied = directory / "tied"
+    about = json.loads((tied / "config.json").read_text())
+    (tied / "config.json").write_text(json.dumps(about | {"tie_word_embeddings": True}))
+    (file,) = tied.glob("*.safetensors")
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def settings_of(name: str, directory: Path) -> tuple[Config, str, list[Group]]:
+    """A training's configuration, the updater's method, and what it takes each time."""
+    plain = directory / "plain"
+    if name in ("rl", "bf16", "poisoned"):
+        settings = guided_config(plain, "always", kind="decoupled")
+        settings.loss.kl_coef = 0.1
+        settings.policy.dtype = "bfloat16" if name == "bf16" else "float32"
+        settings.learner.max_bad_steps = 99
+        return settings, "rl", guided_groups(5)
+    if name == "sft":
+        settings = config(directory / "tied", [Stage(kind="sft", steps=STEPS)])
+        settings.learner.packing = settings.learner.gradient_checkpointing = True
+        settings.learner.token_budget = 64
+        settings.learner.logprob_chunk = 3
+        return settings, "sft", guided_groups(9, policy_kind="scripted")
+    if name == "dpo":
+        settings = config(plain, [Stage(kind="dpo", steps=STEPS)], 2)
+        return settings, "dpo", pairs()
+    assert name in ("ppo", "apart", "apart_lora", "apart_bf16", "measured"), name
+    settings = ppo(plain, "shared" if name == "ppo" else "separate", warmup=2)
+    settings.policy.max_length = 64
+    if name == "measured":
+        settings.learner.token_budget = 0
+    if name == "apart_lora":
+        settings.policy.lora = Lora(rank=2, alpha=4.0)
+        settings.learner.gradient_checkpointing = settings.learner.packing = True
+        settings.loss.kl_coef = 0.1
+    if name == "apart_bf16":
+        settings.policy.dtype = "bfloat16"
+    return settings, "rl", crossed_groups()
+
+
+def train(
+    name: str,
+    directory: Path,
+    out: Path,
+    ranks: Ranks | None = None,
+    resume: Path | None = None,
+    device: str = "cpu",
+) -> Trained:
+    """Take `STEPS` steps, or what is left of them after the checkpoint `resume`; saves one.
+
+    With `ranks` the result is of rank 0 alone.
+    """
+    settings, method, data = settings_of(name, directory)
+    settings.learner.device = device if settings.learner.token_budget else "auto"
+    out.mkdir(parents=True)
+    updater = Updater(settings, out, Timers(), ranks)
+    stage = stage_config(settings, 0)
+    if ranks is not None and ranks.rank > 0:
+        if name == "poisoned":
+            poison(updater)
+        follow(updater, lambda *_: stage, ranks)
+        return Trained()
+    leader = updater if ranks is None else Leader(updater, ranks)
+    state = State(lineage=1) if resume is None else leader.restore(resume)
+    if resume is None:
+        leader.begin_stage(stage, 0)
+    else:
+        leader.ensure_reference(stage, 0)
+    done = Trained()
+    while state.take < STEPS:
+        arguments: list[Any] = [stage, data, state, FORKS, STEPS]
+        if method == "sft":
+            arguments.remove(FORKS)
+        outcome = getattr(leader, method)(*arguments)
+        done.rows.append(outcome.metrics)
+        done.filtered.append(outcome.filtered)
+        state.take += 1
+        if state.take == SAVED and resume is None:
+            (out / "checkpoint").mkdir()
+            leader.save(out / "checkpoint", state)
+    done.weights = {name: one.clone() for name, one in leader.published().items()}
+    if isinstance(leader, Leader):
+        if isinstance(updater.reference, FSDPModule):
+            done.passes = len(updater.reference._get_fsdp_state()._comm_ctx.post_forward_order)
+        leader.end()
+    return done
+
+
+def poison(updater: Updater) -> None:
+    """From here on the loss of this rank is not a number."""
+    whole = updater.stepper._loss
+
+    def poisoned(*arguments: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        value, terms = whole(*arguments)
+        return value * float("nan"), terms
+
+    updater.stepper._loss = poisoned
+
+
+class Faked:
+    """The memory of a GPU that this rank of two has: the second's has less free, and a token takes
+    more of it. Neither shares it."""
+
+    def __init__(self, rank: int) -> None:
+        self.id, self.gave_back = f"GPU-{rank}", False
+        self.by_token, self.room = [(512, 2_000_000), (1024, 1_000_000)][rank]
+
+    def needed(self, pass_: Callable[[int], None], tokens: int) -> int:
+        pass_(tokens)
+        return self.by_token * tokens
+
+    def give_back(self) -> None:
+        self.gave_back = True
+
+    def free(self) -> int:
+        assert self.gave_back
+        return self.room
+
+
+def be_rank(
+    rank: int,
+    count: int,
+    directory: Path,
+    plan: list[tuple[str, str | None]],
+    device: str = "cpu",
+) -> None:
+    """One of `count` spawned ranks: the trainings of `plan`, one after another.
+
+    Each is a name and the checkpoint that it goes on from; rank 0 writes down what comes out.
+    """
+    torch.set_num_threads(1)
+    if device == "cpu":
+        token_budget.Gpu = lambda _: Faked(rank)
+    for number, (name, resume) in enumerate(plan):
+        meeting = directory / f"meeting-{number}"
+        ranks = join(meeting, rank, count, device=device, deadline_s=DEADLINE_S)
+        out = directory / f"{name}-{'resumed' if resume else 'whole'}-{rank}"
+        done = train(name, directory, out, ranks, Path(resume) if resume else None)
+        if rank == 0:
+            numbers = {"rows": done.rows, "filtered": done.filtered, "passes": done.passes}
+            (out / "done.json").write_text(json.dumps(numbers))
+            save_file(done.weights, out / "weights.safetensors")
+        ranks.leave()
+
+
+def read(out: Path) -> Trained:
+    """What rank 0 wrote down."""
+    numbers = json.loads((out / "done.json").read_text())
+    return Trained(weights=load_file(out / "weights.safetensors"), **numbers)
