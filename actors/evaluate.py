@@ -7,6 +7,7 @@ from pathlib import Path
 from actors.endpoint.runner import Unjudged, make_agents
 from actors.engines.factory import load_engine
 from actors.envs.base import EnvironmentFailure, exact
+from actors.formats.chat import Chat
 from actors.progress import Progress
 from actors.rollout.episode import EpisodeLate, Finished
 from actors.rollout.episode_config import setting_of
@@ -51,7 +52,8 @@ async def play_all(
 ) -> list[Trajectory]:
     """One greedy episode a task."""
     held = WeightId(lineage=0, step=0)
-    engine, chat = load_engine(config, held, weights)
+    engine, tokenizer = load_engine(config, held, weights)
+    chat = Chat(tokenizer)
     setting = setting_of(config, chat, "eval", 0)
     agents = make_agents(config, engine, chat)
     finished: list[Trajectory] = []

@@ -10,6 +10,7 @@ from actors.endpoint.runner import make_agents
 from actors.engines.factory import load_engine
 from actors.experience.guide import make_guide
 from actors.failures import FailureCounts
+from actors.formats.chat import Chat
 from actors.judge.judge import make_judge
 from actors.postprocess import Mechanisms
 from actors.questioning.questioner import make_questioner
@@ -19,8 +20,9 @@ from evolver_async.config import Config
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import from_dict, stage_config
 from evolver_async.config.secrets import reveal
-from evolver_async.launch.roles import USER_ERROR, RoleArgs, collect_rarely
+from evolver_async.errors import USER_ERROR
 from evolver_async.model import policy
+from evolver_async.process.setup import RoleArgs, collect_rarely
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.transport.sockets import Client, DealerClient, Rejected
@@ -42,7 +44,8 @@ def build(
 
     `experience`: a client of the experience service, where there is one.
     """
-    engine, chat = load_engine(config)
+    engine, tokenizer = load_engine(config)
+    chat = Chat(tokenizer)
     receiver = merging(channel.receiver(config, weights_address, name), config.policy)
     failures = FailureCounts()
     mechanisms = Mechanisms(

@@ -10,11 +10,9 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from evolver_async.buffer.log.journal import JournalError
-from evolver_async.checkpoint.directory import CheckpointError
 from evolver_async.checkpoint.history import BEST
-from evolver_async.config.check import ConfigError
-from evolver_async.launch.roles import PROCESSES, TRAINING_ERROR, USER_ERROR, TrainingError, resolve
+from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
+from evolver_async.launch.registry import PROCESSES, resolve
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         args.positional += overrides  # those after an option
     try:
         return resolve(f"evolver_async.commands.{args.function}")(args)
-    except (ConfigError, CheckpointError, JournalError) as error:
+    except Unrecoverable as error:
         print(f"evolver-async: {error}", file=sys.stderr)
         return USER_ERROR
     except TrainingError as error:

@@ -19,16 +19,12 @@ import torch
 from evolver_async.checkpoint.directory import CheckpointError
 from evolver_async.config import Config
 from evolver_async.config.load import load
+from evolver_async.errors import EVALUATION_LOST, TrainingError
 from evolver_async.launch import run_directory
-from evolver_async.launch.roles import (
-    EVALUATION_LOST,
-    RoleArgs,
-    TrainingError,
-    collect_rarely,
-    weights_address,
-)
 from evolver_async.metrics.writer import Metrics, Timers
 from evolver_async.model import policy
+from evolver_async.process.addresses import weights_address
+from evolver_async.process.setup import RoleArgs, collect_rarely
 from evolver_async.protocol import messages
 from evolver_async.schema import Fork, Group, WeightId
 from evolver_async.transport.sockets import Client, DealerClient, Rejected

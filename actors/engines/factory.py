@@ -6,7 +6,6 @@ from transformers import PreTrainedTokenizerBase
 
 from actors.engines.base import Engine
 from actors.engines.torch_engine import TorchEngine
-from actors.formats.chat import Chat
 from evolver_async.config import Config
 from evolver_async.model import policy
 from evolver_async.schema import WeightId
@@ -14,8 +13,8 @@ from evolver_async.schema import WeightId
 
 def load_engine(
     config: Config, weights: WeightId | None = None, tensors: dict[str, Tensor] | None = None
-) -> tuple[Engine, Chat]:
-    """The engine and its tokenizer's conversations; holds `tensors` where they are given.
+) -> tuple[Engine, PreTrainedTokenizerBase]:
+    """Return the engine and its tokenizer. The engine holds `tensors` if they are given.
 
     Without `weights` the first update brings them. `engine.threads` becomes the number of threads
     of this process' torch.
@@ -26,7 +25,7 @@ def load_engine(
         engine = _vllm_engine(config, weights, tensors)
     else:
         engine = _torch_engine(config, tokenizer, weights, tensors)
-    return engine, Chat(tokenizer)
+    return engine, tokenizer
 
 
 def _torch_engine(

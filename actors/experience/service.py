@@ -26,7 +26,8 @@ from actors.experience.store import FILE, Store
 from actors.failures import FailureCounts
 from evolver_async.config import Config, Experience
 from evolver_async.config.load import load
-from evolver_async.launch.roles import RoleArgs, collect_rarely, experience_address
+from evolver_async.process.addresses import experience_address
+from evolver_async.process.setup import RoleArgs, collect_rarely
 from evolver_async.protocol import messages
 from evolver_async.protocol.messages import Reply, Request
 from evolver_async.transport.sockets import DealerClient, Rejected, Server

@@ -34,13 +34,9 @@ from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.checkpoint import history
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config, to_dict
-from evolver_async.launch.roles import (
-    RoleArgs,
-    collect_rarely,
-    experience_address,
-    weights_address,
-)
 from evolver_async.model.tokenizer import tokenizer_hash
+from evolver_async.process.addresses import experience_address, weights_address
+from evolver_async.process.setup import RoleArgs, collect_rarely
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.protocol.messages import Reply, Request

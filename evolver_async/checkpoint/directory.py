@@ -20,6 +20,8 @@ from pathlib import Path
 
 import msgspec
 
+from evolver_async.errors import Unrecoverable
+
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
@@ -30,7 +32,7 @@ TEMPORARY = ".tmp-"  # the prefix of a checkpoint that is being written
 CHUNK_BYTES = 64 << 20  # read, or synced to disk, between two signs of progress
 
 
-class CheckpointError(ValueError):
+class CheckpointError(Unrecoverable, ValueError):
     """There is no checkpoint that may be used; the message names the directory and why."""
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from evolver_async.commands.checked import run_directory, user_mistakes
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
-from evolver_async.launch import roles
 from evolver_async.launch import run_directory as directory
+from evolver_async.launch.registry import resolve
+from evolver_async.process.addresses import experience_address, keys_of
 from evolver_async.protocol.messages import Purge
 from evolver_async.transport.keys import make
 from evolver_async.transport.sockets import DealerClient, Rejected
@@ -36,10 +37,10 @@ def purge(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as held, user_mistakes():
         try:
             held.enter_context(directory.locked(run_dir))
-            count = roles.resolve("purge")(config, run_dir, args.source)
+            count = resolve("purge")(config, run_dir, args.source)
         except directory.Locked:
-            address = roles.experience_address(config, directory.address_of(run_dir))
-            keys = args.keys or roles.keys_of(config)
+            address = experience_address(config, directory.address_of(run_dir))
+            keys = args.keys or keys_of(config)
             try:
                 count = asyncio.run(ask(address, keys))
             except Rejected as error:

@@ -3,9 +3,11 @@
 import argparse
 import os
 import socket
+from functools import partial
 from pathlib import Path
 
-from evolver_async.launch.roles import RoleArgs, run_process
+from evolver_async.launch.registry import resolve
+from evolver_async.process.setup import RoleArgs, run_process
 
 
 def role(args: argparse.Namespace) -> int:
@@ -21,6 +23,5 @@ def role(args: argparse.Namespace) -> int:
         rank=args.rank,
         meeting=args.meeting,
     )
-    return run_process(
-        args.command, role_args, args.run / "logs" / f"{name}.log" if args.run else None
-    )
+    log_file = args.run / "logs" / f"{name}.log" if args.run else None
+    return run_process(args.command, partial(resolve, args.command), role_args, log_file)

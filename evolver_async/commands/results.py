@@ -6,9 +6,10 @@ import sys
 from evolver_async.commands.checked import run_directory, user_mistakes
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
-from evolver_async.launch.roles import die_with, resolve
+from evolver_async.launch.registry import resolve
 from evolver_async.metrics import wandb_upload
 from evolver_async.metrics.wandb_process import online
+from evolver_async.process.setup import die_with
 
 
 def evaluate(args: argparse.Namespace) -> int:

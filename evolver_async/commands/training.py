@@ -7,13 +7,14 @@ import signal
 import sys
 from pathlib import Path
 
-from evolver_async.buffer.log.journal import JournalError
-from evolver_async.checkpoint.directory import CheckpointError
 from evolver_async.commands.checked import run_directory, user_mistakes
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
-from evolver_async.launch import forking, roles
+from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
+from evolver_async.launch import forking
 from evolver_async.launch import run_directory as directory
+from evolver_async.launch.registry import resolve
+from evolver_async.process.setup import set_up_logging
 from evolver_async.watch import runs, view
 
 
@@ -43,15 +44,15 @@ def train(args: argparse.Namespace) -> int:
                 held.enter_context(directory.locked(run_dir))
         print(run_dir, flush=True)
         held.enter_context(view.shown(run_dir, config, config.metrics.panel))
-        roles.set_up_logging(run_dir / "logs" / "launcher.log", logging.WARNING)
+        set_up_logging(run_dir / "logs" / "launcher.log", logging.WARNING)
         runs.begin(run_dir)
         reason = ""
         try:
-            code = roles.resolve(f"evolver_async.launch.{config.launch.kind}:run")(config, run_dir)
-        except roles.TrainingError as error:
-            code, reason = roles.TRAINING_ERROR, str(error)
-        except (ConfigError, CheckpointError, JournalError) as error:
-            code, reason = roles.USER_ERROR, str(error)
+            code = resolve(f"evolver_async.launch.{config.launch.kind}:run")(config, run_dir)
+        except TrainingError as error:
+            code, reason = TRAINING_ERROR, str(error)
+        except Unrecoverable as error:
+            code, reason = USER_ERROR, str(error)
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
         except Exception as error:

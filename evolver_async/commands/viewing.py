@@ -10,8 +10,8 @@ from pathlib import Path
 from evolver_async.commands.checked import run_directory
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
-from evolver_async.launch.roles import keys_of
 from evolver_async.launch.run_directory import address_of
+from evolver_async.process.addresses import keys_of
 from evolver_async.transport.sockets import Rejected
 from evolver_async.watch.runs import listed
 from evolver_async.watch.status_text import lines

@@ -8,12 +8,13 @@ from typing import Any
 
 from evolver_async.config import Config
 from evolver_async.config.learner import by_kind
+from evolver_async.errors import Unrecoverable
 
 # The text that shows what came from the environment: a reference, by each form of its value.
 references: dict[str, str] = {}
 
 
-class ConfigError(ValueError):
+class ConfigError(Unrecoverable, ValueError):
     """One sentence that names the key (or file) and what is wrong with it.
 
     Where it would hold a value that a configuration took from the environment, it holds the

@@ -207,7 +207,7 @@ def ray() -> Found:
 
 def sandbox() -> Found:
     """A confined interpreter, which checks its walls from within."""
-    from evolver_async.launch.roles import resolve
+    from evolver_async.launch.registry import resolve
 
     ways: Any = resolve("actors.sandbox.pool:WAYS")
     pool = resolve("actors.sandbox.pool:Pool")(size=1)
@@ -330,7 +330,7 @@ def recipe(path: str, *dotlist: str) -> Found:
     """What the start of this recipe would refuse: paths, the wings' checks, addresses."""
     from evolver_async.config.check import check_paths
     from evolver_async.config.load import load
-    from evolver_async.launch.roles import check_wings
+    from evolver_async.launch.registry import check_wings
     from evolver_async.launch.run_directory import check_addresses
 
     config = load(path, dotlist)

@@ -8,7 +8,7 @@
               after `launch.drain_s`, or at once at the second signal; a checkpoint that is being
               written has `launch.drain_s` from its last progress
 
-No child outlives this process, however it ends: the kernel kills them too (see `roles.die_with`).
+No child outlives this process, however it ends: the kernel kills them too (see `die_with`).
 """
 
 import asyncio
@@ -25,16 +25,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evolver_async.config import Config
+from evolver_async.errors import EVALUATION_LOST, TRAINING_ERROR, USER_ERROR
 from evolver_async.launch.gpus import VISIBLE, number_of, seen_by
 from evolver_async.launch.patience import Patience
-from evolver_async.launch.roles import (
-    EVALUATION_LOST,
-    TRAINING_ERROR,
-    USER_ERROR,
-    keys_of,
-    make_weights_dir,
-)
 from evolver_async.launch.run_directory import announce, last_lines
+from evolver_async.process.addresses import keys_of, make_weights_dir
 from evolver_async.process.private_directories import PREFIX, Claim, claim, sweep
 from evolver_async.protocol.messages import Status
 from evolver_async.transport.sockets import DealerClient, Rejected

@@ -29,9 +29,11 @@ from evolver_async.config.channels import host_and_port
 from evolver_async.config.check import ConfigError, check_paths
 from evolver_async.config.load import dump, load, stage_config
 from evolver_async.config.stages import limit_reached
+from evolver_async.errors import USER_ERROR
 from evolver_async.launch.gpus import VISIBLE, check_seen
-from evolver_async.launch.roles import USER_ERROR, check_wings, keys_of, resolve
+from evolver_async.launch.registry import check_wings, resolve
 from evolver_async.metrics.wandb_process import has_key
+from evolver_async.process.addresses import keys_of
 from evolver_async.transport.keys import KeysError, check_keys
 from evolver_async.transport.sockets import check_address
 from evolver_async.weights.channel.base import listen

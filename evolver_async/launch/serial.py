@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 from evolver_async.buffer.service import Service
 from evolver_async.config import Config
-from evolver_async.launch import roles
+from evolver_async.launch.registry import resolve
 from evolver_async.model.tokenizer import tokenizer_hash
+from evolver_async.process.addresses import make_weights_dir
 from evolver_async.process.private_directories import claim, sweep
 from evolver_async.protocol.messages import Counters
 from evolver_async.transport.sockets import LocalClient, LocalServer
@@ -59,7 +60,7 @@ class Navigating:
     def __init__(self, config: Config, run_dir: Path, buffer: LocalServer) -> None:
         self._to_buffer = LocalClient(buffer, "experience")
         self._telling: set[asyncio.Task[Any]] = set()
-        self._service = roles.resolve("serial_experience")(config, run_dir, self._tell)
+        self._service = resolve("serial_experience")(config, run_dir, self._tell)
         self._server = LocalServer(self._service, run_dir.name)
 
     def client(self, name: str) -> LocalClient:
@@ -80,7 +81,7 @@ class Navigating:
 def run(config: Config, run_dir: Path) -> int:
     """Train in this process, in a run directory made by `directory.create`; the exit code."""
     sweep(Path(config.weights.dir))
-    claimed = claim(roles.make_weights_dir(config, run_dir))
+    claimed = claim(make_weights_dir(config, run_dir))
     try:
         return _train(config, run_dir)
     finally:
@@ -94,8 +95,8 @@ def _train(config: Config, run_dir: Path) -> int:
     address = service.welcome.weights_address
     server = LocalServer(service, run_dir.name)
     navigating = None if config.experience.kind == "none" else Navigating(config, run_dir, server)
-    build_actor = roles.resolve("serial_actor")
-    build_learner = roles.resolve("serial_learner")
+    build_actor = resolve("serial_actor")
+    build_learner = resolve("serial_learner")
 
     async def start() -> list[asyncio.Task[Any]]:
         server.start()

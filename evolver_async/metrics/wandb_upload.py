@@ -20,8 +20,8 @@ from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load, to_dict
 from evolver_async.config.secrets import without_secrets
 from evolver_async.metrics.lineages import Mark, current, mark
+from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import ALERTS, online, read_state, write_state
-from evolver_async.watch.view import Tail
 
 POLL_S = 0.5
 SAVE_S = 1.0  # between two notes of how far it has come

@@ -16,8 +16,8 @@ from evolver_async.checkpoint.directory import CheckpointError, load_newest
 from evolver_async.config.load import load
 from evolver_async.launch.run_directory import last_lines
 from evolver_async.metrics.lineages import current_rows
+from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import url_of
-from evolver_async.watch.view import Tail
 
 END = "end.json"  # how the newest launch ended
 SEARCHED_LINES = 100  # of the launcher's log, for the reason of a failure

@@ -23,10 +23,11 @@ from rich.table import Table
 from rich.text import Text
 
 from evolver_async.config import Config
-from evolver_async.launch.roles import keys_of
 from evolver_async.launch.run_directory import EXACT
 from evolver_async.metrics.lineages import Mark, current_rows, mark, supersedes
+from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import url_of
+from evolver_async.process.addresses import keys_of
 from evolver_async.protocol.messages import Status
 from evolver_async.schema import FailureTotal
 from evolver_async.transport.sockets import DealerClient, Rejected
@@ -39,25 +40,6 @@ SHOWN = 4  # failures, and processes that wait, in a panel
 LINE_S = 2.0  # of the run's time between two lines
 BARS = "▁▂▃▄▅▆▇█"
 SPARKS = 40
-
-
-class Tail:
-    """The rows of a JSONL file as they are completed; the file may not exist yet."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offset = 0
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The complete rows written since the last call."""
-        if not self.path.exists():
-            return []
-        with open(self.path, "rb") as file:
-            file.seek(self.offset)
-            content = file.read()
-        complete = content[: content.rfind(b"\n") + 1]
-        self.offset += len(complete)
-        return [json.loads(line) for line in complete.splitlines()]
 
 
 class View:

@@ -6,8 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 from evolver_async.config import Config
+from evolver_async.errors import TrainingError
 from evolver_async.launch import run_directory
-from evolver_async.launch.roles import TrainingError
 from evolver_async.metrics.writer import Metrics
 from evolver_async.schema import FailureTotal, Group
 from learner.diagnostics.alarms import Alarm, group_signals, judge

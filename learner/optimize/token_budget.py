@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
-from evolver_async.launch.roles import TrainingError
+from evolver_async.errors import TrainingError
 from evolver_async.weights.collective.process_group import gpu_id
 from learner.ranks.process_group import Ranks
 

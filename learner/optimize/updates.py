@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from evolver_async.config import Config
-from evolver_async.launch.roles import TrainingError
+from evolver_async.errors import TrainingError
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
 from evolver_async.model.attention import Borders

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from evolver_async.launch.roles import TrainingError
+from evolver_async.errors import TrainingError
 from evolver_async.protocol import messages
 from evolver_async.transport.sockets import Client
 

@@ -12,7 +12,7 @@ from evolver_async.checkpoint import history
 from evolver_async.checkpoint.history import Evaluation
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
-from evolver_async.launch.roles import TrainingError
+from evolver_async.errors import TrainingError
 from evolver_async.schema import EvalResult
 from learner.state import State
 

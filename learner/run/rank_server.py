@@ -15,8 +15,8 @@ import torch
 from evolver_async.config import Config
 from evolver_async.config.channels import leaves_host
 from evolver_async.config.check import ConfigError
-from evolver_async.launch.roles import RoleArgs
 from evolver_async.metrics.writer import Timers
+from evolver_async.process.setup import RoleArgs
 from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
 from evolver_async.schema import Fork, Group, Kind, Task, WeightId
 from learner.diagnostics.rollouts import Outcome

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from evolver_async.checkpoint import history, shards
 from evolver_async.config.load import load, stage_config
-from evolver_async.launch.roles import resolve
+from evolver_async.launch.registry import resolve
 from evolver_async.model import lora, policy
 from evolver_async.weights.lora_receiver import whole
 

@@ -4,8 +4,9 @@ import torch
 
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
-from evolver_async.launch.roles import RoleArgs, resolve
+from evolver_async.launch.registry import resolve
 from evolver_async.model import policy
+from evolver_async.process.setup import RoleArgs
 from learner.optimize import model
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 from evolver_async.buffer.service import Service
-from evolver_async.launch.roles import collect_rarely
+from evolver_async.process.setup import collect_rarely
 from evolver_async.protocol.messages import Welcome as WelcomeMessage
 from evolver_async.transport.sockets import Server
 

@@ -25,8 +25,9 @@ import psutil
 from evolver_async.buffer.service import Service
 from evolver_async.config import Config, Stage
 from evolver_async.config.load import dump, load
-from evolver_async.launch.roles import collect_rarely, weights_dir
 from evolver_async.model import policy
+from evolver_async.process.addresses import weights_dir
+from evolver_async.process.setup import collect_rarely
 from evolver_async.protocol.messages import Ack, Lease, Push, Tickets
 from evolver_async.schema import Role, Sequence, Ticket, Trajectory, VersionRun, key
 from evolver_async.transport.sockets import DealerClient, Server

@@ -21,7 +21,7 @@ from power import cut_at_every_sync
 from producers import BufferProcess
 
 from evolver_async.buffer.log.journal import Journal, JournalError, SyncError
-from evolver_async.launch.roles import USER_ERROR
+from evolver_async.errors import USER_ERROR
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import Envelope, pack, unpack
 from evolver_async.protocol.trajectories import wrap

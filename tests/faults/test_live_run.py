@@ -23,7 +23,7 @@ from live import child, status, stopped, story
 
 from evolver_async.checkpoint.directory import valid
 from evolver_async.config.load import load
-from evolver_async.launch.roles import weights_dir
+from evolver_async.process.addresses import weights_dir
 from evolver_async.weights.channel.base import read_head
 
 LEASE_S = 2.0

@@ -16,7 +16,7 @@ from updates import config as settings_of
 
 from evolver_async.config import Selection, Stage
 from evolver_async.config.load import stage_config
-from evolver_async.launch.roles import TrainingError
+from evolver_async.errors import TrainingError
 from evolver_async.model import policy
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import Envelope, WireError, pack, unpack

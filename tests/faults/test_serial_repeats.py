@@ -7,8 +7,9 @@ import pytest
 from live import check_repeats
 
 from evolver_async.config.load import dump, load
-from evolver_async.launch.roles import RoleArgs, resolve
+from evolver_async.launch.registry import resolve
 from evolver_async.launch.serial import run
+from evolver_async.process.setup import RoleArgs
 from learner.train import Learner
 
 RECIPE = """

@@ -11,7 +11,7 @@ from serial_runs import Finished, trainer
 from evolver_async.buffer.log.journal import Journal
 from evolver_async.buffer.state import records
 from evolver_async.config import Safety
-from evolver_async.launch.roles import TrainingError
+from evolver_async.errors import TrainingError
 
 LAKE = """
 env: {name: frozen_lake, params: {size: 3, grid: first}}

@@ -14,9 +14,11 @@ from evolver_async.buffer.service import Service
 from evolver_async.checkpoint.directory import load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import dump, load
-from evolver_async.launch.roles import EVALUATION_LOST, RoleArgs, TrainingError, resolve
+from evolver_async.errors import EVALUATION_LOST, TrainingError
+from evolver_async.launch.registry import resolve
 from evolver_async.launch.serial import VirtualLoop, run
 from evolver_async.metrics.writer import Metrics
+from evolver_async.process.setup import RoleArgs
 from evolver_async.schema import EvalResult, WeightId
 from evolver_async.transport.sockets import DealerClient, LocalClient, LocalServer
 from evolver_async.weights.shm import ShmPublisher

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from evolver_async.checkpoint.directory import load_newest
 from evolver_async.config.load import dump, load
-from evolver_async.launch.roles import RoleArgs, resolve
+from evolver_async.launch.registry import resolve
 from evolver_async.launch.serial import run
+from evolver_async.process.setup import RoleArgs
 
 WALL_TIME = ("time_s", "time/", "throughput/", "weights/publish_s")
 

@@ -8,7 +8,7 @@ from agents import LENGTH, make_policy
 from launches import launching
 
 from evolver_async.cli import main
-from evolver_async.watch.view import Tail
+from evolver_async.metrics.tail import Tail
 
 STEPS = 24
 RECIPE = """

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from launches import alive, launching, wait_for
 
-from evolver_async.watch.view import Tail
+from evolver_async.metrics.tail import Tail
 
 pytestmark = pytest.mark.vllm
 

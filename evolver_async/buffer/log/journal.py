@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from evolver_async.buffer.log import segment
+from evolver_async.errors import Unrecoverable
 
 SEALED = struct.Struct("<IQ")  # number and bytes of a sealed segment
 REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -38,7 +39,7 @@ Location = tuple[int, int, int, int]  # of a body: segment, offset, bytes, crc32
 log = logging.getLogger(__name__)
 
 
-class JournalError(RuntimeError):
+class JournalError(Unrecoverable):
     """The journal cannot be used; names file and offset."""
 
 

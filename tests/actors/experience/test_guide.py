@@ -24,9 +24,9 @@ from actors.rollout.episode import Advice
 from evolver_async.cli import main
 from evolver_async.config import Config, Experience, Stage
 from evolver_async.config.load import dump
-from evolver_async.launch.roles import experience_address
 from evolver_async.launch.run_directory import announce, locked
 from evolver_async.launch.serial import VirtualLoop
+from evolver_async.process.addresses import experience_address
 from evolver_async.protocol import messages
 from evolver_async.schema import Task
 from evolver_async.transport.keys import make as make_keys

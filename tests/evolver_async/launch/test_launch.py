@@ -14,20 +14,12 @@ from launches import COMMAND, DEADLINE_S, Launch, alive, launching, wait_for
 from evolver_async.checkpoint.directory import load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import load
+from evolver_async.errors import EVALUATION_LOST, TRAINING_ERROR, USER_ERROR
 from evolver_async.launch.local import Child, Launcher, RunFailed, run
-from evolver_async.launch.roles import (
-    CHECKS,
-    EVALUATION_LOST,
-    PROCESSES,
-    ROLES,
-    TRAINING_ERROR,
-    USER_ERROR,
-    make_weights_dir,
-    resolve,
-    weights_dir,
-)
+from evolver_async.launch.registry import CHECKS, PROCESSES, ROLES, resolve
 from evolver_async.launch.run_directory import address_of, last_lines
-from evolver_async.watch.view import Tail
+from evolver_async.metrics.tail import Tail
+from evolver_async.process.addresses import make_weights_dir, weights_dir
 
 RECIPE = """
 env: {name: bandit}
@@ -165,14 +157,15 @@ def test_training_that_cannot_go_on_is_not_started_again(tmp_path: Path) -> None
     program = """
 import sys
 from pathlib import Path
-from evolver_async.launch import roles
+from evolver_async.errors import TrainingError
+from evolver_async.process.setup import RoleArgs, run_process
 
 def give_up(args):
-    raise roles.TrainingError("five steps in a row had nothing to train on")
+    raise TrainingError("five steps in a row had nothing to train on")
 
-roles.resolve = lambda role: give_up
-args = roles.RoleArgs(address="", name="learner", incarnation=0, run_dir=Path(sys.argv[1]))
-sys.exit(roles.run_process("learner", args, args.run_dir / "logs" / "learner.log"))
+args = RoleArgs(address="", name="learner", incarnation=0, run_dir=Path(sys.argv[1]))
+log_file = args.run_dir / "logs" / "learner.log"
+sys.exit(run_process("learner", lambda: give_up, args, log_file))
 """
     process = python(program, tmp_path)
     assert process.wait(DEADLINE_S) == TRAINING_ERROR

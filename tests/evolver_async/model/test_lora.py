@@ -26,9 +26,9 @@ from evolver_async.checkpoint import shards
 from evolver_async.config import Advantage, Config, Critic, Lora, Loss, Policy, Stage
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import dump, load, stage_config
-from evolver_async.launch.roles import RoleArgs
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import lora, policy
+from evolver_async.process.setup import RoleArgs
 from evolver_async.schema import Group, WeightId
 from evolver_async.weights.lora_receiver import MergingReceiver, merging, whole
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver

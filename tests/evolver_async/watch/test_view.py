@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from evolver_async.config import Config
-from evolver_async.watch.view import Tail, View, watch
+from evolver_async.metrics.tail import Tail
+from evolver_async.watch.view import View, watch
 
 ROW = {
     "lineage": 1,

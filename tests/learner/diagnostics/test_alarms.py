@@ -20,7 +20,7 @@ from evolver_async import cli
 from evolver_async.checkpoint.directory import valid
 from evolver_async.config import Checkpoint, Launch, Safety, Stage
 from evolver_async.config.load import dump
-from evolver_async.launch.roles import TrainingError
+from evolver_async.errors import TrainingError
 from evolver_async.launch.run_directory import PAUSED, pause_reason
 from evolver_async.protocol import messages
 from learner.diagnostics.alarms import Alarm, input_dependence, judge

@@ -29,11 +29,12 @@ from updates import FORKS, config, updater
 from evolver_async.config import Advantage, Config, Correction, Critic, Stage
 from evolver_async.config.load import dump, load, stage_config
 from evolver_async.config.values import ConfigError
-from evolver_async.launch.roles import RoleArgs, TrainingError
+from evolver_async.errors import TrainingError
 from evolver_async.model import attention, policy
 from evolver_async.model.attention import ALIKE, Borders
 from evolver_async.model.attention import NAME as PACKED
 from evolver_async.model.tokenizer import ModelError
+from evolver_async.process.setup import RoleArgs
 from learner.optimize import token_budget, updates
 from learner.optimize.logprobs import Scorer
 from learner.ranks.process_group import Ranks, alone

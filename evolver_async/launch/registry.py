@@ -1,0 +1,45 @@
+"""Registry of roles: the functions of the wings by name.
+
+A name is resolved where a process starts, so that nothing below imports a wing.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from evolver_async.config import Config
+
+# Processes: main(RoleArgs) -> exit code.
+PROCESSES = {
+    "buffer": "evolver_async.buffer.service:main",
+    "learner": "learner.train:main",
+    "actor": "actors.main:main",
+    "experience": "actors.experience.service:main",
+    "prepare": "learner.tools.prepare:main",
+}
+# Everything else that a wing offers by name.
+ROLES = PROCESSES | {
+    "eval": "actors.evaluate:evaluate",  # (run_dir, episodes, step) -> one line
+    "exact": "actors.envs.base:exact",  # (tasks, max_turns) -> random and optimal, or None
+    "check_prompts": "actors.checks.prompts:check",  # (config) -> None
+    "export": "learner.tools.export:export",  # (run_dir, out, step) -> one line
+    "manual": "actors.export_manual:write_manual",  # (config of a stage, directory) -> None
+    "purge": "actors.experience.service:purge_files",  # (config, run_dir, source) -> entries
+    "serial_actor": "actors.main:build",
+    "serial_experience": "actors.experience.service:build",
+    "serial_learner": "learner.train:build",
+}
+# Each raises ValueError, naming the key, for what only its wing can tell about a configuration.
+CHECKS = ("actors.checks.config:check",)
+
+
+def resolve(entry_point: str) -> Callable[..., Any]:
+    """The function behind a role's name or behind `module:function`."""
+    module, _, function = ROLES.get(entry_point, entry_point).partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def check_wings(config: Config) -> None:
+    """Raises ValueError, naming the key, for what one of the wings refuses."""
+    for check in CHECKS:
+        resolve(check)(config)

@@ -1,0 +1,108 @@
+"""Set-up of a process: arguments, logging, garbage collection, death with the parent."""
+
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from evolver_async.config.secrets import mask
+from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
+from evolver_async.process.logs import Repeats
+
+SET_PDEATHSIG = 1  # of prctl
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleArgs:
+    """What a process is told on its command line; WELCOME and the run directory have the rest.
+
+    `run_dir` of an actor that joined by hand is its working directory.
+    """
+
+    address: str
+    name: str
+    incarnation: int
+    run_dir: Path
+    parent_pid: int | None = None
+    keys: Path | None = None
+    rank: int = 0  # of a learner of several ranks, which find each other at the file `meeting`
+    meeting: Path | None = None
+
+
+Main = Callable[[RoleArgs], int]  # returns the exit code
+
+
+def run_process(
+    role: str, load_main: Callable[[], Main], args: RoleArgs, log_file: Path | None
+) -> int:
+    """Run a role's main function, which `load_main` imports, as this process.
+
+    Errors are logged and give an exit code from 1 to 3.
+    """
+    set_up_logging(log_file, logging.ERROR)
+    if args.parent_pid is not None:
+        die_with(args.parent_pid)
+    log.info("%s %s, incarnation %d, pid %d", role, args.name, args.incarnation, os.getpid())
+    try:
+        return load_main()(args)
+    except Unrecoverable as error:
+        log.error("%s", error)
+        return USER_ERROR
+    except TrainingError as error:
+        log.error("%s", error)
+        return TRAINING_ERROR
+    except Exception:
+        log.exception("%s failed", args.name)
+        return 1
+
+
+def collect_rarely() -> None:
+    """Make the cyclic garbage collector of this process run seldom, after its set-up.
+
+    Live trajectories are many small objects and part of no cycle, models are many and stay; walking
+    them all again and again takes a fifth of the buffer's time and a tenth of the learner's.
+    """
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
+def die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit(f"parent {parent_pid} is gone")
+
+
+def set_up_logging(log_file: Path | None, stderr_level: int) -> None:
+    """Log to `log_file` from INFO on, and to stderr from `stderr_level` on unless it is that file.
+
+    Without a file everything goes to stderr.
+    """
+    handlers: list[logging.Handler] = []
+    if log_file is not None:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
+    if log_file is None or not os.path.samestat(os.fstat(2), os.stat(log_file)):
+        stderr = logging.StreamHandler()
+        stderr.setLevel(stderr_level if log_file is not None else logging.INFO)
+        handlers.append(stderr)
+    repeats = Repeats()
+    for handler in handlers:
+        handler.setFormatter(_Masked("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.addFilter(repeats)
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
+
+
+class _Masked(logging.Formatter):
+    """Lines and tracebacks without the environment's secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return mask(super().format(record))
