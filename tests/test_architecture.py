@@ -1,10 +1,11 @@
-"""The shape of the code: who may import whom, which library lives where, how large rooms may be.
+"""The structure of the code: who imports whom, where a library lives, how large a file may be.
 
 Reads the syntax trees, so that imports inside functions and under TYPE_CHECKING count as well.
 """
 
 import ast
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -13,111 +14,24 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("evolver_async", "actors", "learner")
-FILE_LINES, FUNCTION_LINES, LOOP_LINES = 400, 80, 60
+FILE_LINES, FUNCTION_LINES, FOLDER_FILES = 300, 60, 15
+QUESTIONS = ("What", "Who", "Whom", "Whose", "Whether", "Where", "How", "Which", "When", "Why")
 
-# Ground floor: what a module (or everything below it) may import from ours, itself aside. The first
-# match counts. `roles` names the wings without importing them, so that mains can take its RoleArgs.
-PURE_BUFFER = ("evolver_async.schema", "evolver_async.buffer.state.groups")
-WIRE = ("evolver_async.schema", "evolver_async.protocol.messages", "evolver_async.config")
-TRANSPORT = (
-    *WIRE,
-    "evolver_async.metrics.writer",
-    "evolver_async.protocol.envelope",
-    "evolver_async.transport.sessions",
-    "evolver_async.transport.delivery",
+# Floors of `evolver_async`, the lowest first. A folder imports only from lower floors.
+FLOORS = (
+    ("errors", "schema", "randomness"),
+    ("config", "protocol", "model", "checkpoint"),
+    ("process", "transport", "metrics"),
+    ("weights", "buffer"),
+    ("launch",),
+    ("watch", "doctor"),
+    ("commands",),
+    ("cli",),
 )
-ALLOWED: dict[str, tuple[str, ...]] = {
-    "evolver_async.schema": (),
-    "evolver_async.protocol.messages": ("evolver_async.schema",),
-    "evolver_async.config": (),
-    "evolver_async.metrics.writer": ("evolver_async.metrics.wandb_process",),
-    "evolver_async.metrics.wandb_process": (),
-    "evolver_async.metrics.lineages": (),
-    "evolver_async.protocol.bounded": (),
-    "evolver_async.protocol.trajectories": (
-        "evolver_async.schema",
-        "evolver_async.protocol.bounded",
-    ),
-    "evolver_async.protocol.envelope": (
-        *WIRE,
-        "evolver_async.metrics.writer",
-        "evolver_async.protocol.trajectories",
-        "evolver_async.protocol.bounded",
-    ),
-    "evolver_async.transport.sessions": (*WIRE, "evolver_async.protocol.envelope"),
-    "evolver_async.transport.delivery": (
-        *WIRE,
-        "evolver_async.protocol.envelope",
-        "evolver_async.transport.sessions",
-    ),
-    "evolver_async.transport.addresses": (),
-    "evolver_async.transport.keys": (),
-    "evolver_async.transport.curve": ("evolver_async.transport.keys",),
-    "evolver_async.transport.sockets": (
-        *TRANSPORT,
-        "evolver_async.transport.addresses",
-        "evolver_async.transport.curve",
-    ),
-    "evolver_async.buffer.state.position": PURE_BUFFER,
-    "evolver_async.buffer.state.replay": (*PURE_BUFFER, "evolver_async.buffer.state.position"),
-    "evolver_async.buffer.state.ledger": PURE_BUFFER,
-    "evolver_async.buffer.tasks.stream": PURE_BUFFER,
-    "evolver_async.buffer.state.censoring": (),
-    "evolver_async.buffer.monitor.failures": PURE_BUFFER,
-    "evolver_async.buffer.state.groups": PURE_BUFFER,
-    "evolver_async.buffer.log.segment": (),
-    "evolver_async.buffer.log.journal": ("evolver_async.buffer.log.segment",),
-    "evolver_async.buffer.service": (
-        *TRANSPORT,
-        "evolver_async.transport.sockets",
-        "evolver_async.buffer",
-        "evolver_async.checkpoint.directory",
-        "evolver_async.checkpoint.history",
-        "evolver_async.launch.roles",
-        "evolver_async.model.tokenizer",
-    ),
-    "evolver_async.buffer": (
-        *WIRE,
-        "evolver_async.protocol.trajectories",
-        "evolver_async.protocol.envelope",
-        "evolver_async.buffer",
-    ),
-    "evolver_async.model.tokenizer": (),
-    "evolver_async.model.tiny": ("evolver_async.model.tokenizer",),
-    "evolver_async.model.attention": (),
-    "evolver_async.model.policy": (
-        "evolver_async.model.attention",
-        "evolver_async.model.tokenizer",
-        "evolver_async.model.tiny",
-    ),
-    "evolver_async.weights.factory": ("evolver_async.config", "evolver_async.weights"),
-    "evolver_async.model.lora": ("evolver_async.model.policy", "evolver_async.schema"),
-    "evolver_async.weights.lora_receiver": (
-        "evolver_async.schema",
-        "evolver_async.config",
-        "evolver_async.model.lora",
-        "evolver_async.model.policy",
-        "evolver_async.weights.channel.base",
-    ),
-    "evolver_async.weights": ("evolver_async.schema",),
-    "evolver_async.checkpoint.directory": (),
-    "evolver_async.checkpoint.history": ("evolver_async.checkpoint.directory",),
-    "evolver_async.checkpoint.shards": (),
-    "evolver_async.launch.roles": (
-        "evolver_async.config",
-        "evolver_async.checkpoint.directory",
-        "evolver_async.process.private_directories",
-        "evolver_async.buffer.log.journal",
-        "evolver_async.process.logs",
-    ),
-    "evolver_async.process.logs": (),
-}
-TOP = {  # rises on everything below it, never the other way round
-    "evolver_async.launch": ("evolver_async.study", "evolver_async.commands", "evolver_async.cli"),
-    "evolver_async.study": ("evolver_async.commands", "evolver_async.cli"),
-    "evolver_async.commands": ("evolver_async.cli",),
-    "evolver_async.cli": (),
-}
+
+# Folders of pure functions: time and randomness are arguments.
+PURE = ("evolver_async.buffer.state", "learner.loss", "learner.advantage", "learner.data")
+IMPURE = ("asyncio", "random", "socket", "threading", "time", "zmq")
 
 # Outside libraries with one home each.
 HOMES: dict[str, tuple[str, ...]] = {
@@ -155,7 +69,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     ),
 }
 
-PROBES = "evolver_async.doctor.probes"  # asks every library whether it works, none to work with it
+PROBES = "evolver_async.doctor.probes"  # imports every library to see if it works
 
 
 @cache
@@ -216,32 +130,62 @@ def test_the_wings_do_not_import_each_other() -> None:
 
 
 @pytest.mark.parametrize("module", [name for name in of("evolver_async") if "." in name])
-def test_the_ground_floor_imports_only_what_lies_below(module: str) -> None:
-    for upper, forbidden in TOP.items():
-        if within(module, (upper,)) and module not in ALLOWED:
-            assert [i for i in ours(module) if within(i, forbidden)] == []
-            return
-    home = next((home for home in ALLOWED if within(module, (home,))), None)
-    assert home is not None, f"{module}: say in ALLOWED what it may import"
-    seen = [i for i in ours(module) if not within(i, (*ALLOWED[home], home))]
-    assert seen == []
+def folder(module: str) -> str:
+    """The folder of a module. A file directly in a package is a folder of its own."""
+    path = modules()[module].relative_to(ROOT)
+    parts = path.parent.parts
+    return ".".join(parts) if len(parts) > 1 else module
 
 
-def test_imports_form_no_cycle() -> None:
+@cache
+def floors() -> dict[str, int]:
+    return {name: level for level, floor in enumerate(FLOORS) for name in floor}
+
+
+@pytest.mark.parametrize("module", [name for name in of("evolver_async") if "." in name])
+def test_a_folder_imports_only_from_lower_floors(module: str) -> None:
+    room = module.split(".")[1]
+    assert room in floors(), f"{module}: its folder has no floor in FLOORS"
+    others = {name.split(".")[1] for name in ours(module) if "." in name} - {room}
+    assert [name for name in others if floors()[name] >= floors()[room]] == []
+
+
+def cycle(arrows: dict[str, set[str]]) -> str:
+    """The first cycle found, as text; "" if there is none."""
     done: set[str] = set()
 
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, " → ".join((*path[path.index(module) :], module))
-        if module in done:
-            return
-        for name in ours(module):
-            # a package's __init__ that gathers its own modules is read before them, not a cycle
-            if name in modules() and not within(module, (name,)):
-                visit(name, (*path, module))
-        done.add(module)
+    def visit(node: str, path: tuple[str, ...]) -> str:
+        if node in path:
+            return " → ".join((*path[path.index(node) :], node))
+        if node in done:
+            return ""
+        found = next(filter(None, (visit(n, (*path, node)) for n in sorted(arrows[node]))), "")
+        done.add(node)
+        return found
 
+    return next(filter(None, (visit(node, ()) for node in sorted(arrows))), "")
+
+
+def test_imports_of_files_form_no_cycle() -> None:
+    arrows: dict[str, set[str]] = defaultdict(set)
     for module in modules():
-        visit(module, ())
+        # a package's __init__ that gathers its own modules is read before them, not a cycle
+        arrows[module] = {n for n in ours(module) if n in modules() and not within(module, (n,))}
+    assert cycle(arrows) == ""
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_of_folders_form_no_cycle(package: str) -> None:
+    arrows: dict[str, set[str]] = defaultdict(set)
+    for module in of(package):
+        inside = {name for name in ours(module) if within(name, (package,)) and name in modules()}
+        arrows[folder(module)] |= {folder(name) for name in inside} - {folder(module)}
+    assert cycle(arrows) == ""
+
+
+@pytest.mark.parametrize("module", [name for name in modules() if within(name, PURE)])
+def test_pure_folders_read_no_clock_and_open_no_socket(module: str) -> None:
+    assert [name for name in imports(module) if within(name, IMPURE)] == []
 
 
 @pytest.mark.parametrize("library", HOMES)
@@ -281,24 +225,44 @@ def functions(module: str) -> Iterator[tuple[str, int]]:
             yield f"{module}.{node.name}", node.end_lineno - node.lineno + 1
 
 
-def test_rooms_are_small() -> None:
+def test_files_are_short() -> None:
     lines = {module: len(path.read_text().splitlines()) for module, path in modules().items()}
-    print("largest files:", sorted(lines.items(), key=lambda item: -item[1])[:5])
     assert {module: count for module, count in lines.items() if count > FILE_LINES} == {}
 
 
 def test_functions_are_short() -> None:
     lengths = dict(length for module in modules() for length in functions(module))
-    print("longest functions:", sorted(lengths.items(), key=lambda item: -item[1])[:5])
     assert {name: count for name, count in lengths.items() if count > FUNCTION_LINES} == {}
 
 
-def test_the_training_loop_reads_like_pseudo_code() -> None:
-    lengths = dict(functions("learner.train"))
-    assert {name: count for name, count in lengths.items() if count > LOOP_LINES} == {}
+def test_folders_are_small() -> None:
+    files: dict[Path, int] = defaultdict(int)
+    for path in modules().values():
+        files[path.parent.relative_to(ROOT)] += path.name != "__init__.py"
+    assert {str(path): count for path, count in files.items() if count > FOLDER_FILES} == {}
 
 
-def test_every_module_says_what_lives_there() -> None:
+def test_a_class_name_exists_once() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for module in modules():
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(module)
+    assert {name: places for name, places in homes.items() if len(places) > 1} == {}
+
+
+def test_no_docstring_begins_with_a_question_word() -> None:
+    riddles = []
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for module in modules():
+        for node in ast.walk(tree(module)):
+            text = (ast.get_docstring(node) or "") if isinstance(node, kinds) else ""
+            if text.split(" ", 1)[0].rstrip(":,.") in QUESTIONS:
+                riddles.append(f"{module}: {text.splitlines()[0]}")
+    assert riddles == []
+
+
+def test_every_module_has_a_docstring() -> None:
     silent = [module for module in modules() if not ast.get_docstring(tree(module))]
     assert silent == []
 
