@@ -8,7 +8,7 @@ from evolver_async.config.check import ConfigError
 
 
 @contextlib.contextmanager
-def user_mistakes() -> Iterator[None]:
+def as_config_errors() -> Iterator[None]:
     """Turn what the wings and the file system refuse into a ConfigError."""
     try:
         yield

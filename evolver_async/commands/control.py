@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from evolver_async.commands.checked import run_directory, user_mistakes
+from evolver_async.commands.checked import as_config_errors, run_directory
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch import run_directory as directory
@@ -34,7 +34,7 @@ def purge(args: argparse.Namespace) -> int:
     config = load(run_dir / "config.yaml")
     if config.experience.kind == "none":
         raise ConfigError(f"{run_dir}: experience.kind is none, so there is nothing to purge")
-    with contextlib.ExitStack() as held, user_mistakes():
+    with contextlib.ExitStack() as held, as_config_errors():
         try:
             held.enter_context(directory.locked(run_dir))
             count = resolve("purge")(config, run_dir, args.source)
@@ -54,7 +54,7 @@ def purge(args: argparse.Namespace) -> int:
 
 def make_keys(args: argparse.Namespace) -> int:
     """Make the keys of a run and of clients on other hosts."""
-    with user_mistakes():
+    with as_config_errors():
         for made in make(args.directory, args.names):
             print(f"copy {made} to its host, for: actor --connect ADDRESS --keys DIR")
     print(f"train with security.keys={args.directory}; clients are listed in its allowed/")

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from evolver_async.commands.checked import run_directory, user_mistakes
+from evolver_async.commands.checked import as_config_errors, run_directory
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch.registry import resolve
@@ -15,7 +15,7 @@ from evolver_async.process.setup import die_with
 def evaluate(args: argparse.Namespace) -> int:
     """Print how well a checkpoint does on held-out tasks."""
     run_dir = run_directory(args.run_dir)
-    with user_mistakes():
+    with as_config_errors():
         episodes = args.episodes or load(run_dir / "config.yaml").eval.final_episodes
         print(resolve("eval")(run_dir, episodes, args.step))
     return 0
@@ -24,7 +24,7 @@ def evaluate(args: argparse.Namespace) -> int:
 def export(args: argparse.Namespace) -> int:
     """Write a Hugging Face directory out of a checkpoint."""
     run_dir = run_directory(args.run_dir)
-    with user_mistakes():
+    with as_config_errors():
         print(resolve("export")(run_dir, args.out, args.step))
     return 0
 

@@ -104,7 +104,7 @@ PARTS = (
 )
 
 
-def examined(console: Console) -> bool:
+def show_machine(console: Console) -> bool:
     """Show the table; whether the embedded default can run here."""
     found = examine({part.probe: () for part in PARTS})
     console.print(machine_table(found))
@@ -113,7 +113,7 @@ def examined(console: Console) -> bool:
     return not missing
 
 
-def recipe_examined(console: Console, config: Config, recipe: Path, dotlist: Sequence[str]) -> bool:
+def show_recipe(console: Console, config: Config, recipe: Path, dotlist: Sequence[str]) -> bool:
     """Show what a recipe needs, key by key; whether it can run here."""
     asked: dict[str, tuple[str, ...]] = {part.probe: () for part in PARTS if part.always}
     asked |= {"shared memory": (config.weights.dir,), "disk": (config.run.dir,), "cuda": ()}

@@ -73,7 +73,7 @@ def _logged_reason(run_dir: Path) -> str:
     return RECORD.sub("", "\n".join(said))
 
 
-def last_words(run_dir: Path, ending: Ending) -> list[str]:
+def summary(run_dir: Path, ending: Ending) -> list[str]:
     """Lines for people at the end of a launch: how it ended, and what comes next."""
     run = shlex.quote(_short(run_dir))
     resume = f"go on: evolver-async train --resume {run}"
