@@ -1,8 +1,8 @@
-"""The types that two processes must agree on: tasks, tickets, sequences, trajectories, groups.
+"""Types that two processes must agree on: tasks, tickets, sequences, trajectories, groups.
 
-Facts only: nothing here is a judgement (advantage, ratio, staleness of a batch), nothing does I/O.
-The requests and replies that carry these types are in `messages.py`; how they become bytes, in
-`wire.py`.
+They hold facts only; advantages, ratios and staleness are derived elsewhere, and nothing here does
+I/O. `protocol/messages.py` has the requests and replies that carry these types,
+`protocol/envelope.py` their encoding.
 
 `L` is the length of a sequence in tokens, `K` the number of agent turns of a trajectory.
 """
@@ -17,14 +17,17 @@ import numpy as np
 
 Array = np.ndarray
 Kind = Literal["rollout", "demo", "branch", "explore", "eval"]
-SCRIPTED: tuple[Kind, ...] = ("demo", "branch")  # kinds whose episodes no policy writes
+SCRIPTED: tuple[Kind, ...] = (
+    "demo",
+    "branch",
+)  # kinds whose episodes are not sampled from a policy
 FailureKind = Literal[
-    "agent",  # an agent of one's own: it raised, was late, or returned no reward
-    "agent_call",  # a call of such an agent that was refused
+    "agent",  # an agent of the user: it raised, was late, or returned no reward
+    "agent_call",  # a refused call of such an agent
     "environment",
-    "late",  # an episode that missed its deadline because of the policy
-    "policy",  # a group of which no turn could be read
-    "judge",  # from here on: an endpoint, or what it answered
+    "late",  # an episode that missed its deadline by the policy's fault
+    "policy",  # a group without a readable turn
+    "judge",  # this and the following: an endpoint or its answer
     "experience",
     "questioning",
     "reflection",
@@ -33,7 +36,7 @@ NAME_CHARS, ERROR_CHARS = 200, 400  # of a failure
 
 
 class Role(enum.IntEnum):
-    """What a token is; only ACTION tokens were written by the policy and only they are trained."""
+    """Role of a token; only ACTION tokens are sampled from the policy, and trained."""
 
     PROMPT = 0
     EXPERIENCE = 1
@@ -41,26 +44,26 @@ class Role(enum.IntEnum):
     OBSERVATION = 3
 
 
-# Plain numbers: looking up an enum's member costs more than comparing a whole array with it.
+# Plain numbers: the lookup of an enum's member costs more than the comparison of an array.
 _ACTION, _LAST_ROLE = int(Role.ACTION), max(map(int, Role))
 _INT8, _UINT8, _INT16, _INT32 = map(np.dtype, (np.int8, np.uint8, np.int16, np.int32))
 _FLOAT32 = np.dtype(np.float32)
-_min, _max = np.minimum.reduce, np.maximum.reduce  # half the time of .min() on a short array
-LEAST_LOGPROB = -1e4  # nobody samples what is less likely; ratios with it would overflow
+_min, _max = np.minimum.reduce, np.maximum.reduce  # half the time of .min() for a short array
+LEAST_LOGPROB = -1e4  # less likely tokens are never sampled; their ratios would overflow
 
 
 class TurnFlag(enum.IntFlag):
-    """What went wrong in a turn."""
+    """Errors of a turn."""
 
     FORMAT_ERROR = 1
     TOOL_ERROR = 2
 
 
 class WeightId(msgspec.Struct, kw_only=True, frozen=True, order=True, forbid_unknown_fields=True):
-    """The name of a set of weights, ordered lexicographically.
+    """Identity of a set of weights, ordered lexicographically.
 
-    `lineage` is handed out by the buffer and grows with every learner start, so step 105 before a
-    crash and step 105 after it are different weights. `step` counts publishes.
+    `lineage` is assigned by the buffer and grows with every start of the learner, so step 105
+    before a crash and step 105 after it are different weights. `step` counts published versions.
     """
 
     lineage: int
@@ -71,7 +74,7 @@ class WeightId(msgspec.Struct, kw_only=True, frozen=True, order=True, forbid_unk
 
 
 class Fork(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Where a lineage began: it continues `parent` from version `step`."""
+    """Start of a lineage: it continues lineage `parent` from version `step`."""
 
     lineage: int
     parent: int
@@ -79,11 +82,11 @@ class Fork(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
 
 
 def version_lag(head: WeightId, sampled: WeightId, forks: dict[int, Fork]) -> int:
-    """Versions between the sampling weights and `head`: up to their common ancestor and down again.
+    """Count the versions between `sampled` and `head`, by way of their common ancestor.
 
     Within one lineage this is `head.step - sampled.step`; across a fork at step f it is
     `(head.step - f) + (sampled.step - f)`, or `head.step - sampled.step` where `sampled` is an
-    ancestor. Parents have smaller numbers than their children and lineage 0 is everybody's root.
+    ancestor. Parents have smaller numbers than their children, and lineage 0 is the root.
     """
     ancestor = min(head.step, sampled.step)
     ours, theirs = head.lineage, sampled.lineage
@@ -95,10 +98,9 @@ def version_lag(head: WeightId, sampled: WeightId, forks: dict[int, Fork]) -> in
 
 
 class Sampling(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """How tokens are drawn. Temperature 0 is greedy; `max_tokens` bounds one turn.
+    """Sampling of tokens. Temperature 0 is greedy; `max_tokens` is the limit of one turn.
 
-    Training needs the log-probs of the distribution that was sampled from, so there is no top_p and
-    no top_k.
+    Training needs the log-probs of the sampled distribution, so there is no top_p and no top_k.
     """
 
     temperature: float
@@ -114,7 +116,7 @@ class Sampling(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 
 
 class FailureTotal(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """The failures of one thing since their sender's start. `error`: the last one, in words."""
+    """Failures of one kind and name since their sender's start; `error` describes the last one."""
 
     kind: FailureKind
     name: Annotated[str, msgspec.Meta(max_length=NAME_CHARS)]
@@ -131,7 +133,7 @@ class Task(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
 
     `map_seed` numbers the maps of a split: the environment draws maps from it until one's content
     hashes into `split`, so the same map never appears in two splits. `reference` is a solution, if
-    one is known. `query`: what is asked for, where the environment does not say it itself.
+    one is known. `query` is the request, if the environment does not state it itself.
     """
 
     task_id: str
@@ -148,9 +150,9 @@ class Task(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
 
 
 class Ticket(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Permission to run the named members of one group; it goes to one actor whole.
+    """Permission for one actor to run the named members of one group.
 
-    `weights`: the oldest weights allowed; for `eval` tickets exactly these. `attempt` counts
+    `weights` are the oldest allowed ones; for `eval` tickets exactly these. `attempt` counts
     reissues.
     """
 
@@ -172,20 +174,20 @@ class Ticket(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
 
 class VersionRun(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A run of consecutive ACTION tokens sampled by the same weights."""
+    """Run of consecutive ACTION tokens that the same weights sampled."""
 
     weights: WeightId
     tokens: int
 
 
 class Sequence(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
-    """One append-only token stream, exactly as the model saw it.
+    """One append-only token stream, exactly as the model processed it.
 
     tokens int32[L]; roles uint8[L] (`Role`); turns int16[L] (agent turn index, -1 outside a turn);
-    logprobs float32[L] (of the sampled distribution, 0 where the role is not ACTION; at most 0 but
+    logprobs float32[L] (of the sampled distribution, 0 if the role is not ACTION; at most 0 except
     for rounding, at least LEAST_LOGPROB);
     versions: run-length weights over the ACTION tokens (empty for a scripted policy).
-    Raises ValueError, naming the field, when these do not fit together.
+    Raises ValueError, naming the field, if these do not fit together.
     """
 
     tokens: Array
@@ -220,11 +222,11 @@ class Sequence(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=Tru
 
     @property
     def guided(self) -> bool:
-        """Whether experience was in the context: a fact of the tokens."""
+        """True if experience was in the context."""
         return bool((self.roles == Role.EXPERIENCE).any())
 
     def stripped(self) -> "Sequence":
-        """The same sequence without its EXPERIENCE tokens."""
+        """Return the sequence without its EXPERIENCE tokens."""
         keep = self.roles != Role.EXPERIENCE
         return Sequence(
             tokens=self.tokens[keep],
@@ -299,15 +301,17 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, weakref=True, forbid_un
 
     @property
     def oldest(self) -> WeightId | None:
-        """The oldest weights among the ACTION tokens; None for a scripted policy."""
+        """Oldest weights of the ACTION tokens, None for a scripted policy."""
         return min(
             (run.weights for sequence in self.sequences for run in sequence.versions), default=None
         )
 
 
 class Turn(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One turn in words: what the agent saw, where it then was (a short key of the state), what it
-    did ("" where that could not be read), and all that it wrote."""
+    """One turn as text: observation, short key of the state, action and all of the policy's text.
+
+    `action` is "" if it could not be read.
+    """
 
     observation: str
     state: str
@@ -316,12 +320,12 @@ class Turn(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
 
     @property
     def said(self) -> str:
-        """All that it wrote, where that is known, else what it did."""
+        """The policy's text if it is known, else the action."""
         return self.text or self.action
 
 
 class Transcript(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One finished episode in words, for whoever learns from it outside the policy."""
+    """One finished episode as text, from which experience and judges learn."""
 
     trajectory_id: str
     reward: float
@@ -331,11 +335,11 @@ class Transcript(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
 
 
 class Group(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
-    """All members of one ticket, in member order, as the learner gets them.
+    """All members of one ticket in member order, as the learner receives them.
 
-    `use` counts from 0 under reuse. `head`: the newest weights when the learner's take was chosen;
-    a take that is repeated after a RESUME keeps them, so its lags are those of the first time. None
-    stands for the weights that the learner has now.
+    `use` counts from 0 under reuse. `head` are the newest weights at the choice of the learner's
+    take; a take that is repeated after a RESUME keeps them, so that its lags are unchanged. None
+    stands for the learner's present weights.
     """
 
     group_id: int
@@ -352,7 +356,7 @@ class Group(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
 
 
 class EvalResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What one evaluation of exact weights found, over `episodes` held-out episodes."""
+    """Result of one evaluation of exact weights over `episodes` held-out episodes."""
 
     weights: WeightId
     step: int
@@ -363,14 +367,14 @@ class EvalResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
 
 
 def key(seed: int, *parts: int | str) -> int:
-    """A 63-bit seed that belongs to its parts: every random draw is keyed by what it is for."""
+    """Hash a seed and the purpose of a random draw to a 63-bit seed of its own."""
     text = "/".join(str(part) for part in (seed, *parts))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def uniform(seed: int, *parts: int | str) -> float:
-    """A number in [0, 1) that belongs to its parts."""
+    """Draw a number in [0, 1) that depends only on the seed and the parts."""
     return key(seed, *parts) / (1 << 63)
 
 

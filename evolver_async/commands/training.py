@@ -15,10 +15,12 @@ from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
 from evolver_async.launch import forking
-from evolver_async.launch import run_directory as directory
+from evolver_async.launch.creation import create
 from evolver_async.launch.registry import resolve
+from evolver_async.launch.resumption import resume
+from evolver_async.launch.run_directory import locked
 from evolver_async.process.setup import set_up_logging
-from evolver_async.watch import runs, view
+from evolver_async.watch import live, runs
 
 
 def train(args: argparse.Namespace) -> int:
@@ -27,7 +29,7 @@ def train(args: argparse.Namespace) -> int:
         with as_config_errors():
             config, run_dir = _prepare(args, held)
         print(run_dir, flush=True)
-        held.enter_context(view.shown(run_dir, config, config.metrics.panel))
+        held.enter_context(live.shown(run_dir, config, config.metrics.panel))
         set_up_logging(run_dir / "logs" / "launcher.log", logging.WARNING)
         runs.begin(run_dir)
         reason = ""
@@ -52,16 +54,16 @@ def _prepare(args: argparse.Namespace, held: contextlib.ExitStack) -> tuple[Conf
     """The configuration and the directory of the run to train, which `held` keeps locked."""
     recipe, dotlist = _recipe_of(args)
     if args.resume is None:
-        config, run_dir = directory.create(load(recipe, dotlist), recipe)
-        held.enter_context(directory.locked(run_dir))
+        config, run_dir = create(load(recipe, dotlist), recipe)
+        held.enter_context(locked(run_dir))
         return config, run_dir
     run_dir = run_directory(args.resume)
     if args.fork is not None:
         config, run_dir = forking.fork(run_dir, args.fork, dotlist, args.step)
-        held.enter_context(directory.locked(run_dir))
+        held.enter_context(locked(run_dir))
         return config, run_dir
-    held.enter_context(directory.locked(run_dir))
-    return directory.resume(run_dir, dotlist, args.step), run_dir
+    held.enter_context(locked(run_dir))
+    return resume(run_dir, dotlist, args.step), run_dir
 
 
 def _recipe_of(args: argparse.Namespace) -> tuple[Path | None, Sequence[str]]:

@@ -136,7 +136,7 @@ def test_the_last_lines_say_how_it_ended_and_what_comes_next(run_dir: Path) -> N
     assert any("stages.0.steps=10" in line for line in said)
     said = runs.summary(run_dir, runs.end(run_dir, 130))
     assert said[0].startswith("stopped at step 5")
-    assert said[-1] == f"go on: evolver-async train --resume {run_dir}"
+    assert said[-1] == f"continue: evolver-async train --resume {run_dir}"
     (run_dir / "logs").mkdir()
     moment = "2026-01-01 12:00:00,123"
     lines = (
@@ -152,7 +152,7 @@ def test_the_last_lines_say_how_it_ended_and_what_comes_next(run_dir: Path) -> N
             f"{moment} ERROR launch: actor-0 is not started again:\n  line 3\nKeyError: 'x'\n"
         )
     assert runs.end(run_dir, 1).reason == "actor-0 is not started again:\n  line 3\nKeyError: 'x'"
-    assert said[-1] == f"go on: evolver-async train --resume {run_dir}"
+    assert said[-1] == f"continue: evolver-async train --resume {run_dir}"
 
 
 def test_a_recipe_is_found_by_name_and_by_path(recipe: Path) -> None:
