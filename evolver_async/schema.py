@@ -8,9 +8,8 @@ I/O. `protocol/messages.py` has the requests and replies that carry these types,
 """
 
 import enum
-import hashlib
 import math
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -21,18 +20,6 @@ SCRIPTED: tuple[Kind, ...] = (
     "demo",
     "branch",
 )  # kinds whose episodes are not sampled from a policy
-FailureKind = Literal[
-    "agent",  # an agent of the user: it raised, was late, or returned no reward
-    "agent_call",  # a refused call of such an agent
-    "environment",
-    "late",  # an episode that missed its deadline by the policy's fault
-    "policy",  # a group without a readable turn
-    "judge",  # this and the following: an endpoint or its answer
-    "experience",
-    "questioning",
-    "reflection",
-]
-NAME_CHARS, ERROR_CHARS = 200, 400  # of a failure
 
 
 class Role(enum.IntEnum):
@@ -73,30 +60,6 @@ class WeightId(msgspec.Struct, kw_only=True, frozen=True, order=True, forbid_unk
         return f"{self.lineage}.{self.step}"
 
 
-class Fork(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Start of a lineage: it continues lineage `parent` from version `step`."""
-
-    lineage: int
-    parent: int
-    step: int
-
-
-def version_lag(head: WeightId, sampled: WeightId, forks: dict[int, Fork]) -> int:
-    """Count the versions between `sampled` and `head`, by way of their common ancestor.
-
-    Within one lineage this is `head.step - sampled.step`; across a fork at step f it is
-    `(head.step - f) + (sampled.step - f)`, or `head.step - sampled.step` where `sampled` is an
-    ancestor. Parents have smaller numbers than their children, and lineage 0 is the root.
-    """
-    ancestor = min(head.step, sampled.step)
-    ours, theirs = head.lineage, sampled.lineage
-    while ours != theirs:
-        fork = forks[max(ours, theirs)]
-        ancestor = min(ancestor, fork.step)
-        ours, theirs = (fork.parent, theirs) if ours > theirs else (ours, fork.parent)
-    return (head.step - ancestor) + (sampled.step - ancestor)
-
-
 class Sampling(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Sampling of tokens. Temperature 0 is greedy; `max_tokens` is the limit of one turn.
 
@@ -113,19 +76,6 @@ class Sampling(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
             self.temperature,
         )
         _require(self.max_tokens > 0, "max_tokens", self.max_tokens)
-
-
-class FailureTotal(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Failures of one kind and name since their sender's start; `error` describes the last one."""
-
-    kind: FailureKind
-    name: Annotated[str, msgspec.Meta(max_length=NAME_CHARS)]
-    error: Annotated[str, msgspec.Meta(max_length=ERROR_CHARS)]
-    count: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
-
-    def __str__(self) -> str:
-        times = "once" if self.count == 1 else f"{self.count:,} times"
-        return f"{self.kind.replace('_', ' ')} {self.name} failed {times}, last: {self.error}"
 
 
 class Task(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -307,33 +257,6 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, weakref=True, forbid_un
         )
 
 
-class Turn(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One turn as text: observation, short key of the state, action and all of the policy's text.
-
-    `action` is "" if it could not be read.
-    """
-
-    observation: str
-    state: str
-    action: str
-    text: str = ""
-
-    @property
-    def said(self) -> str:
-        """The policy's text if it is known, else the action."""
-        return self.text or self.action
-
-
-class Transcript(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One finished episode as text, from which experience and judges learn."""
-
-    trajectory_id: str
-    reward: float
-    success: bool
-    experience_ids: list[int]
-    turns: list[Turn]
-
-
 class Group(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
     """All members of one ticket in member order, as the learner receives them.
 
@@ -364,18 +287,6 @@ class EvalResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     success: float
     reward_mean: float
     turns_mean: float
-
-
-def key(seed: int, *parts: int | str) -> int:
-    """Hash a seed and the purpose of a random draw to a 63-bit seed of its own."""
-    text = "/".join(str(part) for part in (seed, *parts))
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def uniform(seed: int, *parts: int | str) -> float:
-    """Draw a number in [0, 1) that depends only on the seed and the parts."""
-    return key(seed, *parts) / (1 << 63)
 
 
 def _require(holds: bool, field: str, value: object) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from evolver_async.model.policy import ModelError, split_model, state_tensors
-from evolver_async.schema import key
+from evolver_async.randomness import key
 
 DOWN, UP = "lora_A", "lora_B"  # PEFT's names
 BASE = "lora_base"  # buffer with the fingerprint of the weights under the adapters

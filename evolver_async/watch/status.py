@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from evolver_async.protocol.failures import FailureTotal
 from evolver_async.protocol.messages import Status
-from evolver_async.schema import FailureTotal
 from evolver_async.transport.sockets import DealerClient
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evolver_async.metrics.lineages import RowKey, key_of, supersedes
-from evolver_async.schema import FailureTotal
+from evolver_async.protocol.failures import FailureTotal
 from evolver_async.watch.status import failures_of, longest_stall, waits_of
 
 REPEAT_S = 30.0  # until a repeated failure is printed again

@@ -18,7 +18,7 @@ from evolver_async.metrics.writer import Metrics
 from evolver_async.process.logs import FIRST, WINDOW_S, RepeatFilter
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
-from evolver_async.schema import ERROR_CHARS, FailureKind, FailureTotal
+from evolver_async.protocol.failures import ERROR_CHARS, FailureKind, FailureTotal
 from evolver_async.watch.view import REPEAT_S, View
 from learner.diagnostics.stop_rules import Guard
 

@@ -10,7 +10,8 @@ from evolver_async.buffer.log.journal import JournalError
 from evolver_async.config import Questioning
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
-from evolver_async.schema import FailureTotal, Ticket, WeightId
+from evolver_async.protocol.failures import FailureTotal
+from evolver_async.schema import Ticket, WeightId
 from evolver_async.watch.status import status_lines
 
 GIB = 1 << 30

@@ -169,14 +169,14 @@ def test_rounding_of_a_short_type_is_not_taken_for_mixing(monkeypatch):
         Qwen2Config(**shape, vocab_size=50), attn_implementation="sdpa"
     )
     model = model.to(torch.bfloat16).eval()
-    whole = attention._by_runs
+    whole = attention._by_blocks
     off = torch.Generator().manual_seed(0)
 
     def rounded(*given: Any) -> torch.Tensor:
         out = whole(*given)
         return out * (1 + 2**-8 * torch.randn(out.shape, generator=off)).to(out.dtype)
 
-    monkeypatch.setattr(attention, "_by_runs", rounded)
+    monkeypatch.setattr(attention, "_by_blocks", rounded)
     policy.check_packing(model)
     mixed = [9]  # all sequences as one
     monkeypatch.setattr(
@@ -186,7 +186,7 @@ def test_rounding_of_a_short_type_is_not_taken_for_mixing(monkeypatch):
             torch.tensor([0, 9], dtype=torch.int32),
             torch.arange(9)[None],
             9,
-            (attention._run(mixed, device),),
+            (attention._block(mixed, device),),
         ),
     )
     with pytest.raises(ModelError, match=r"learner\.packing"):
