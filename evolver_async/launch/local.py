@@ -227,14 +227,14 @@ class Launcher:
 
     def wait_for_end(self, role: str, running: list[subprocess.Popen[bytes]]) -> None:
         """Return when these have ended, at their deadline, or at the second signal."""
-        begun, drain_s, warned = time.monotonic(), self.config.launch.drain_s, False
+        began, drain_s, warned = time.monotonic(), self.config.launch.drain_s, False
         checkpoints = self.run_dir / "checkpoints" if role == "learner" else None
-        deadline = DrainDeadline(drain_s, begun, checkpoints)
+        deadline = DrainDeadline(drain_s, began, checkpoints)
         while any(process.poll() is None for process in running):
             now = time.monotonic()
             if len(self.signals) > 1 or deadline.passed(now):
                 return
-            if now > begun + drain_s and not warned:
+            if now > began + drain_s and not warned:
                 warned = True
                 log.warning("the learner is still writing its checkpoint; a second signal kills it")
             time.sleep(POLL_S / 2)

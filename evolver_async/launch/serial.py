@@ -33,7 +33,7 @@ class _JumpSelector(selectors.SelectSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
             raise RuntimeError(
-                "the serial run stands still: no timer is set and no task can continue"
+                "the serial run cannot continue: no timer is set and every task waits"
             )
         self.now += max(TICK_S, timeout)
         return super().select(0)
