@@ -165,7 +165,7 @@ def probe(name: str, *arguments: str, deadline_s: float = DEADLINE_S) -> ProbeRe
             command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=deadline_s
         )
     except subprocess.TimeoutExpired:
-        return ProbeResult(False, f"no result within {deadline_s:g} s")
+        return ProbeResult(False, f"no result within {deadline_s:g} s (is the machine busy?)")
     if done.returncode < 0:
         return ProbeResult(False, f"crashed: {signal.Signals(-done.returncode).name}")
     if done.returncode > 0:
