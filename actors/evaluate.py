@@ -17,7 +17,8 @@ from evolver_async.buffer.tasks.stream import held_out_task
 from evolver_async.checkpoint import history, shards
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config
-from evolver_async.schema import Sampling, Task, Ticket, Trajectory, WeightId, key
+from evolver_async.randomness import key
+from evolver_async.schema import Sampling, Task, Ticket, Trajectory, WeightId
 from evolver_async.weights.lora_receiver import whole
 
 

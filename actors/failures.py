@@ -8,14 +8,8 @@ import asyncio
 
 from actors.formats.chat import Chat
 from evolver_async.config.secrets import mask
-from evolver_async.schema import (
-    ERROR_CHARS,
-    NAME_CHARS,
-    FailureKind,
-    FailureTotal,
-    Trajectory,
-    TurnFlag,
-)
+from evolver_async.protocol.failures import ERROR_CHARS, NAME_CHARS, FailureKind, FailureTotal
+from evolver_async.schema import Trajectory, TurnFlag
 
 EXCERPT = 80  # characters of a turn that are shown
 MOST_NAMES = 64  # things that are told apart; those beyond are not counted

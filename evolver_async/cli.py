@@ -1,4 +1,4 @@
-"""The command line. A command's own module is imported when it runs, so that `--help` is quick.
+"""The command line. The module of a command is imported when it runs, so that `--help` is fast.
 
 A mistake of the user is one sentence on stderr and exit code 2, before anything is started.
 """
@@ -7,17 +7,18 @@ import argparse
 import difflib
 import os
 import sys
-from importlib.metadata import version
 from pathlib import Path
+from typing import TypeAlias
 
-from evolver_async.checkpoint.history import BEST
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
 from evolver_async.launch.registry import PROCESSES, resolve
 
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
-    sys.path.insert(0, os.getcwd())  # where a user's own environments are, by import path
+    """Run one command and return its exit code."""
+    sys.path.insert(0, os.getcwd())  # environments and agents of the user are modules there
     parser, public = _parser()
     first = next(iter(sys.argv[1:] if arguments is None else arguments), "-")
     if not first.startswith("-") and first not in (*public, *PROCESSES):
@@ -25,12 +26,12 @@ def main(arguments: list[str] | None = None) -> int:
         hint = f", did you mean {close[0]}?" if close else ""
         parser.error(f"{first}: unknown command{hint}")
     args, rest = parser.parse_known_args(arguments)
-    takes = args.command in ("train", "doctor", "config")
-    overrides = [text for text in rest if takes and not text.startswith("-")]
-    if overrides != rest:
+    takes_changes = args.command in ("train", "doctor", "config")
+    changes = [text for text in rest if takes_changes and not text.startswith("-")]
+    if changes != rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if takes:
-        args.positional += overrides  # those after an option
+    if takes_changes:
+        args.positional += changes  # those after an option
     try:
         return resolve(f"evolver_async.commands.{args.function}")(args)
     except Unrecoverable as error:
@@ -44,85 +45,127 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
-    """The parser, and the names of the commands that people use."""
+    """Return the parser and the names of the commands that it lists."""
     parser = argparse.ArgumentParser(
         prog="evolver-async",
         description="Asynchronous actor-learner reinforcement learning for language-model agents.",
     )
-    parser.add_argument(
-        "--version", action="version", version=f"evolver-async {version('evolver_async')}"
-    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    command = commands.add_parser("train", help="train by a recipe, or go on with an earlier run")
-    command.add_argument(
-        "positional",
-        nargs="*",
-        metavar="CONFIG key=value …",
-        help="a YAML recipe (not with --resume), then changes like learner.lr=3e-4",
-    )
-    command.add_argument("--resume", type=Path, metavar="RUN_DIR", help="the run to go on with")
-    _add_step(command, "with --resume: go back to the checkpoint of this step")
-    command.add_argument("--fork", metavar="NAME", help="with --resume: go on as a new run instead")
-    command.set_defaults(function="training:train")
-
+    _add_recipes(commands)
     _add_actor(commands)
-    _add_tools(commands)
-    _add_looks(commands)
+    _add_results(commands)
+    _add_control(commands)
+    _add_views(commands)
     public = list(commands.choices)
     for name in PROCESSES:
-        if name != "actor":  # without a help text the command is not listed
-            _add_process_options(commands.add_parser(name), name)
+        if name != "actor":
+            _add_process_options(_add(commands, name, "processes:role", None), name)
     return parser, public
 
 
+class _Version(argparse.Action):
+    """Option that reads the package's metadata only if it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"evolver-async {version('evolver_async')}")
+        parser.exit()
+
+
+def _add_recipes(commands: Commands) -> None:
+    """Add the commands that take a recipe, and the list of recipes."""
+    command = _add(commands, "train", "training:train", "train a recipe, or continue a run")
+    _add_recipe(command, "not with --resume")
+    command.add_argument("--resume", type=Path, metavar="RUN_DIR", help="the run to continue")
+    _add_step(command, "with --resume: go back to the checkpoint of this step")
+    command.add_argument("--fork", metavar="NAME", help="with --resume: continue as a new run")
+
+    _add(commands, "recipes", "recipes:list_recipes", "list the recipes that are shipped")
+
+    about = "print a recipe with all its keys, and the processes and steps that it would run"
+    command = _add(commands, "config", "examination:show", about)
+    _add_recipe(command, "or the config.yaml of a run; nothing is started")
+
+    about = "check what this machine can run, or whether it can run a recipe"
+    command = _add(commands, "doctor", "examination:examine", about)
+    _add_recipe(command, "exit code 1 if it cannot run here")
+
+
+def _add(
+    commands: Commands, name: str, function: str, about: str | None
+) -> argparse.ArgumentParser:
+    """Add a command that runs `function` of `commands/`; without a help text it is not listed."""
+    # argparse lists a command whose help is given at all, even as None.
+    command = commands.add_parser(name, **({} if about is None else {"help": about}))
+    command.set_defaults(function=function)
+    return command
+
+
+def _add_recipe(command: argparse.ArgumentParser, note: str) -> None:
+    """Add the recipe and its changes as positional arguments."""
+    command.add_argument(
+        "positional",
+        nargs="*",
+        metavar="RECIPE key=value …",
+        help=f"a recipe's name or YAML file ({note}), then changes like learner.lr=3e-4",
+    )
+
+
+def _add_run(command: argparse.ArgumentParser) -> None:
+    """Add the run directory as a positional argument."""
+    command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
+
+
 def _add_step(command: argparse.ArgumentParser, about: str) -> None:
-    """The option that names a checkpoint by its step, or the best evaluated one."""
+    """Add the option that names a checkpoint by its step, or the best evaluated one."""
 
     def step(text: str) -> int | str:
-        return text if text == BEST else int(text)
+        return text if text == "best" else int(text)
 
-    command.add_argument("--step", type=step, metavar=f"N|{BEST}", help=about)
+    command.add_argument("--step", type=step, metavar="N|best", help=about)
 
 
-def _add_actor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The one process of a run that people start too."""
-    command = commands.add_parser("actor", help="one more actor for a running job")
+def _add_actor(commands: Commands) -> None:
+    """Add the one process of a run that people start themselves too."""
+    command = _add(commands, "actor", "processes:role", "add an actor to a running job")
     _add_process_options(command, "actor")
 
 
 def _add_process_options(command: argparse.ArgumentParser, name: str) -> None:
-    """Options of every process of a run; the launcher alone gives those without a help text."""
+    """Add the options of every process of a run; only the launcher sets those without a help."""
     command.add_argument(
-        "--connect", metavar="ADDRESS", required=name != "prepare", default="", help="buffer"
+        "--connect",
+        metavar="ADDRESS",
+        required=name != "prepare",
+        default="",
+        help="address of the buffer, as evolver-async status RUN_DIR uses it",
     )
     command.add_argument("--name", default="", help="unique within the run")
-    command.add_argument("--keys", type=Path, metavar="DIR", help="of this client")
+    command.add_argument("--keys", type=Path, metavar="DIR", help="directory of this client's keys")
     hidden = argparse.SUPPRESS
     command.add_argument("--run", type=Path, required=name != "actor", help=hidden)
     command.add_argument("--incarnation", type=int, default=0, help=hidden)
-    command.add_argument("--parent", type=int, help=hidden)  # end when it ends
+    command.add_argument("--parent", type=int, help=hidden)  # pid with which this process ends
     command.add_argument("--rank", type=int, default=0, help=hidden)  # of a learner of several
-    command.add_argument("--meeting", type=Path, help=hidden)  # the file where ranks meet
-    command.set_defaults(function="processes:role")
+    command.add_argument("--meeting", type=Path, help=hidden)  # file by which ranks find each other
 
 
-def _add_tools(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """What people use beside and after a run."""
-    command = commands.add_parser("eval", help="evaluate a checkpoint on held-out tasks")
-    command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+def _add_results(commands: Commands) -> None:
+    """Add the commands that take results out of a run."""
+    command = _add(commands, "eval", "results:evaluate", "evaluate a checkpoint on held-out tasks")
+    _add_run(command)
     command.add_argument("--episodes", type=int, default=0, help="default: eval.final_episodes")
     _add_step(command, "default: the newest")
-    command.set_defaults(function="results:evaluate")
 
-    command = commands.add_parser("export", help="write a checkpoint as a model directory")
-    command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    command.add_argument("out", type=Path, metavar="OUT")
+    command = _add(commands, "export", "results:export", "write a checkpoint as a model directory")
+    _add_run(command)
+    command.add_argument("out", type=Path, metavar="OUT", help="directory to write")
     _add_step(command, "default: the newest")
-    command.set_defaults(function="results:export")
 
-    command = commands.add_parser("wandb", help="send a run's metrics to Weights & Biases")
-    command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    command = _add(commands, "wandb", "results:wandb", "send a run's metrics to Weights & Biases")
+    _add_run(command)
     command.add_argument(
         "--mode",
         choices=("auto", "online", "offline"),
@@ -131,58 +174,46 @@ def _add_tools(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     command.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)
     command.add_argument("--parent", type=int, metavar="PID", help=argparse.SUPPRESS)
-    command.set_defaults(function="results:wandb")
 
-    command = commands.add_parser("config", help="print a recipe as it would be run")
-    command.add_argument(
-        "positional",
-        nargs="*",
-        metavar="CONFIG key=value …",
-        help="a YAML recipe or a run's config.yaml, then changes; starts nothing",
-    )
-    command.set_defaults(function="recipes:show")
 
-    command = commands.add_parser("doctor", help="what this machine can do, or what a recipe needs")
-    command.add_argument(
-        "positional",
-        nargs="*",
-        metavar="CONFIG key=value …",
-        help="a YAML recipe, then changes; exit code 1 when it cannot run here",
-    )
-    command.set_defaults(function="recipes:examine")
+def _add_control(commands: Commands) -> None:
+    """Add the commands that change a run or prepare one for other hosts."""
+    about = "let a run continue that an alarm has paused"
+    _add_run(_add(commands, "unpause", "control:unpause", about))
 
-    command = commands.add_parser("unpause", help="let a run go on that an alarm paused")
-    command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    command.set_defaults(function="control:unpause")
-
-    command = commands.add_parser("purge", help="delete what a source put into the experience")
-    command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    command.add_argument("source", metavar="SOURCE", help="a contributor's name, like actor-0")
+    about = "delete what one contributor put into the experience"
+    command = _add(commands, "purge", "control:purge", about)
+    _add_run(command)
+    command.add_argument("source", metavar="SOURCE", help="name of the contributor, like actor-0")
     command.add_argument("--keys", type=Path, metavar="DIR", help="default: security.keys")
-    command.set_defaults(function="control:purge")
 
-    command = commands.add_parser("keys", help="make the keys that let other hosts take part")
+    about = "make the keys with which actors on other hosts connect"
+    command = _add(commands, "keys", "control:make_keys", about)
     command.add_argument("directory", type=Path, metavar="DIR", help="new, or to add clients to")
-    command.add_argument("--names", nargs="+", default=[], metavar="NAME", help="one a client")
-    command.set_defaults(function="control:make_keys")
+    command.add_argument("--names", nargs="+", default=[], metavar="NAME", help="one per client")
 
 
-def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Commands that show runs and change nothing."""
-    command = commands.add_parser("runs", help="list the runs of a directory")
-    command.add_argument("directory", type=Path, nargs="?", default=Path("runs"), metavar="DIR")
-    command.set_defaults(function="viewing:list_runs")
+def _add_views(commands: Commands) -> None:
+    """Add the commands that show runs and change nothing."""
+    command = _add(commands, "runs", "viewing:list_runs", "list the runs of a directory")
+    command.add_argument(
+        "directory",
+        type=Path,
+        nargs="?",
+        default=Path("runs"),
+        metavar="DIR",
+        help="default: runs",
+    )
 
-    command = commands.add_parser("watch", help="show a running job")
-    command.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    command.add_argument("--once", action="store_true", help="print what there is and end")
-    command.set_defaults(function="viewing:watch_run")
+    command = _add(commands, "watch", "viewing:watch_run", "show the progress of a run")
+    _add_run(command)
+    command.add_argument("--once", action="store_true", help="print the present state and exit")
 
-    command = commands.add_parser("status", help="occupancy, ledger, and who waits for whom")
-    command.add_argument("where", metavar="ADDRESS|RUN_DIR")
-    command.add_argument("--keys", type=Path, metavar="DIR", help="for an ADDRESS that wants some")
-    command.add_argument("--json", action="store_true", help="all of it, for programs")
-    command.set_defaults(function="viewing:status")
+    about = "show the buffer's groups, actors, waiting processes and failures"
+    command = _add(commands, "status", "viewing:status", about)
+    command.add_argument("where", metavar="ADDRESS|RUN_DIR", help="of a running job")
+    command.add_argument("--keys", type=Path, metavar="DIR", help="for an ADDRESS that needs keys")
+    command.add_argument("--json", action="store_true", help="print all of it, for programs")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Exit codes of a process, and the errors that end one for good."""
+"""Exit codes of a process, and the errors after which it is not restarted."""
 
-# Exit codes of ends that starting again would only repeat.
+# Exit codes of errors that a restart would repeat.
 USER_ERROR = 2
 TRAINING_ERROR = 3
-EVALUATION_LOST = 4  # all was trained and written, but an evaluation stood still
+EVALUATION_LOST = 4  # training is complete and saved, but an evaluation made no progress
 
 
 class Unrecoverable(Exception):

@@ -1,39 +1,29 @@
-"""The types that two processes must agree on: tasks, tickets, sequences, trajectories, groups.
+"""Types that two processes must agree on: tasks, tickets, sequences, trajectories, groups.
 
-Facts only: nothing here is a judgement (advantage, ratio, staleness of a batch), nothing does I/O.
-The requests and replies that carry these types are in `messages.py`; how they become bytes, in
-`wire.py`.
+They hold facts only; advantages, ratios and staleness are derived elsewhere, and nothing here does
+I/O. `protocol/messages.py` has the requests and replies that carry these types,
+`protocol/envelope.py` their encoding.
 
 `L` is the length of a sequence in tokens, `K` the number of agent turns of a trajectory.
 """
 
 import enum
-import hashlib
 import math
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 Array = np.ndarray
 Kind = Literal["rollout", "demo", "branch", "explore", "eval"]
-SCRIPTED: tuple[Kind, ...] = ("demo", "branch")  # kinds whose episodes no policy writes
-FailureKind = Literal[
-    "agent",  # an agent of one's own: it raised, was late, or returned no reward
-    "agent_call",  # a call of such an agent that was refused
-    "environment",
-    "late",  # an episode that missed its deadline because of the policy
-    "policy",  # a group of which no turn could be read
-    "judge",  # from here on: an endpoint, or what it answered
-    "experience",
-    "questioning",
-    "reflection",
-]
-NAME_CHARS, ERROR_CHARS = 200, 400  # of a failure
+SCRIPTED: tuple[Kind, ...] = (
+    "demo",
+    "branch",
+)  # kinds whose episodes are not sampled from a policy
 
 
 class Role(enum.IntEnum):
-    """What a token is; only ACTION tokens were written by the policy and only they are trained."""
+    """Role of a token; only ACTION tokens are sampled from the policy, and trained."""
 
     PROMPT = 0
     EXPERIENCE = 1
@@ -41,26 +31,26 @@ class Role(enum.IntEnum):
     OBSERVATION = 3
 
 
-# Plain numbers: looking up an enum's member costs more than comparing a whole array with it.
+# Plain numbers: the lookup of an enum's member costs more than the comparison of an array.
 _ACTION, _LAST_ROLE = int(Role.ACTION), max(map(int, Role))
 _INT8, _UINT8, _INT16, _INT32 = map(np.dtype, (np.int8, np.uint8, np.int16, np.int32))
 _FLOAT32 = np.dtype(np.float32)
-_min, _max = np.minimum.reduce, np.maximum.reduce  # half the time of .min() on a short array
-LEAST_LOGPROB = -1e4  # nobody samples what is less likely; ratios with it would overflow
+_min, _max = np.minimum.reduce, np.maximum.reduce  # half the time of .min() for a short array
+LEAST_LOGPROB = -1e4  # less likely tokens are never sampled; their ratios would overflow
 
 
 class TurnFlag(enum.IntFlag):
-    """What went wrong in a turn."""
+    """Errors of a turn."""
 
     FORMAT_ERROR = 1
     TOOL_ERROR = 2
 
 
 class WeightId(msgspec.Struct, kw_only=True, frozen=True, order=True, forbid_unknown_fields=True):
-    """The name of a set of weights, ordered lexicographically.
+    """Identity of a set of weights, ordered lexicographically.
 
-    `lineage` is handed out by the buffer and grows with every learner start, so step 105 before a
-    crash and step 105 after it are different weights. `step` counts publishes.
+    `lineage` is assigned by the buffer and grows with every start of the learner, so step 105
+    before a crash and step 105 after it are different weights. `step` counts published versions.
     """
 
     lineage: int
@@ -70,35 +60,10 @@ class WeightId(msgspec.Struct, kw_only=True, frozen=True, order=True, forbid_unk
         return f"{self.lineage}.{self.step}"
 
 
-class Fork(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Where a lineage began: it continues `parent` from version `step`."""
-
-    lineage: int
-    parent: int
-    step: int
-
-
-def version_lag(head: WeightId, sampled: WeightId, forks: dict[int, Fork]) -> int:
-    """Versions between the sampling weights and `head`: up to their common ancestor and down again.
-
-    Within one lineage this is `head.step - sampled.step`; across a fork at step f it is
-    `(head.step - f) + (sampled.step - f)`, or `head.step - sampled.step` where `sampled` is an
-    ancestor. Parents have smaller numbers than their children and lineage 0 is everybody's root.
-    """
-    ancestor = min(head.step, sampled.step)
-    ours, theirs = head.lineage, sampled.lineage
-    while ours != theirs:
-        fork = forks[max(ours, theirs)]
-        ancestor = min(ancestor, fork.step)
-        ours, theirs = (fork.parent, theirs) if ours > theirs else (ours, fork.parent)
-    return (head.step - ancestor) + (sampled.step - ancestor)
-
-
 class Sampling(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """How tokens are drawn. Temperature 0 is greedy; `max_tokens` bounds one turn.
+    """Sampling of tokens. Temperature 0 is greedy; `max_tokens` is the limit of one turn.
 
-    Training needs the log-probs of the distribution that was sampled from, so there is no top_p and
-    no top_k.
+    Training needs the log-probs of the sampled distribution, so there is no top_p and no top_k.
     """
 
     temperature: float
@@ -113,25 +78,12 @@ class Sampling(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
         _require(self.max_tokens > 0, "max_tokens", self.max_tokens)
 
 
-class FailureTotal(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """The failures of one thing since their sender's start. `error`: the last one, in words."""
-
-    kind: FailureKind
-    name: Annotated[str, msgspec.Meta(max_length=NAME_CHARS)]
-    error: Annotated[str, msgspec.Meta(max_length=ERROR_CHARS)]
-    count: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
-
-    def __str__(self) -> str:
-        times = "once" if self.count == 1 else f"{self.count:,} times"
-        return f"{self.kind.replace('_', ' ')} {self.name} failed {times}, last: {self.error}"
-
-
 class Task(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """One problem for an environment.
 
     `map_seed` numbers the maps of a split: the environment draws maps from it until one's content
     hashes into `split`, so the same map never appears in two splits. `reference` is a solution, if
-    one is known. `query`: what is asked for, where the environment does not say it itself.
+    one is known. `query` is the request, if the environment does not state it itself.
     """
 
     task_id: str
@@ -148,9 +100,9 @@ class Task(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
 
 
 class Ticket(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Permission to run the named members of one group; it goes to one actor whole.
+    """Permission for one actor to run the named members of one group.
 
-    `weights`: the oldest weights allowed; for `eval` tickets exactly these. `attempt` counts
+    `weights` are the oldest allowed ones; for `eval` tickets exactly these. `attempt` counts
     reissues.
     """
 
@@ -172,20 +124,20 @@ class Ticket(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
 
 class VersionRun(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A run of consecutive ACTION tokens sampled by the same weights."""
+    """Run of consecutive ACTION tokens that the same weights sampled."""
 
     weights: WeightId
     tokens: int
 
 
 class Sequence(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
-    """One append-only token stream, exactly as the model saw it.
+    """One append-only token stream, exactly as the model processed it.
 
     tokens int32[L]; roles uint8[L] (`Role`); turns int16[L] (agent turn index, -1 outside a turn);
-    logprobs float32[L] (of the sampled distribution, 0 where the role is not ACTION; at most 0 but
+    logprobs float32[L] (of the sampled distribution, 0 if the role is not ACTION; at most 0 except
     for rounding, at least LEAST_LOGPROB);
     versions: run-length weights over the ACTION tokens (empty for a scripted policy).
-    Raises ValueError, naming the field, when these do not fit together.
+    Raises ValueError, naming the field, if these do not fit together.
     """
 
     tokens: Array
@@ -220,11 +172,11 @@ class Sequence(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=Tru
 
     @property
     def guided(self) -> bool:
-        """Whether experience was in the context: a fact of the tokens."""
+        """True if experience was in the context."""
         return bool((self.roles == Role.EXPERIENCE).any())
 
     def stripped(self) -> "Sequence":
-        """The same sequence without its EXPERIENCE tokens."""
+        """Return the sequence without its EXPERIENCE tokens."""
         keep = self.roles != Role.EXPERIENCE
         return Sequence(
             tokens=self.tokens[keep],
@@ -299,43 +251,18 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, weakref=True, forbid_un
 
     @property
     def oldest(self) -> WeightId | None:
-        """The oldest weights among the ACTION tokens; None for a scripted policy."""
+        """Oldest weights of the ACTION tokens, None for a scripted policy."""
         return min(
             (run.weights for sequence in self.sequences for run in sequence.versions), default=None
         )
 
 
-class Turn(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One turn in words: what the agent saw, where it then was (a short key of the state), what it
-    did ("" where that could not be read), and all that it wrote."""
-
-    observation: str
-    state: str
-    action: str
-    text: str = ""
-
-    @property
-    def said(self) -> str:
-        """All that it wrote, where that is known, else what it did."""
-        return self.text or self.action
-
-
-class Transcript(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One finished episode in words, for whoever learns from it outside the policy."""
-
-    trajectory_id: str
-    reward: float
-    success: bool
-    experience_ids: list[int]
-    turns: list[Turn]
-
-
 class Group(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
-    """All members of one ticket, in member order, as the learner gets them.
+    """All members of one ticket in member order, as the learner receives them.
 
-    `use` counts from 0 under reuse. `head`: the newest weights when the learner's take was chosen;
-    a take that is repeated after a RESUME keeps them, so its lags are those of the first time. None
-    stands for the weights that the learner has now.
+    `use` counts from 0 under reuse. `head` are the newest weights at the choice of the learner's
+    take; a take that is repeated after a RESUME keeps them, so that its lags are unchanged. None
+    stands for the learner's present weights.
     """
 
     group_id: int
@@ -352,7 +279,7 @@ class Group(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
 
 
 class EvalResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What one evaluation of exact weights found, over `episodes` held-out episodes."""
+    """Result of one evaluation of exact weights over `episodes` held-out episodes."""
 
     weights: WeightId
     step: int
@@ -360,18 +287,6 @@ class EvalResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     success: float
     reward_mean: float
     turns_mean: float
-
-
-def key(seed: int, *parts: int | str) -> int:
-    """A 63-bit seed that belongs to its parts: every random draw is keyed by what it is for."""
-    text = "/".join(str(part) for part in (seed, *parts))
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def uniform(seed: int, *parts: int | str) -> float:
-    """A number in [0, 1) that belongs to its parts."""
-    return key(seed, *parts) / (1 << 63)
 
 
 def _require(holds: bool, field: str, value: object) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from evolver_async.config import Config
+from evolver_async.lineages import Fork
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import lora, policy
-from evolver_async.schema import Fork, Group, WeightId
+from evolver_async.schema import Group, WeightId
 from learner import state as files
 from learner.advantage.assign import give_credit, penalises, rewards_of
 from learner.advantage.critic import Critic

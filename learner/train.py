@@ -21,12 +21,13 @@ from evolver_async.config import Config
 from evolver_async.config.load import load
 from evolver_async.errors import EVALUATION_LOST, TrainingError
 from evolver_async.launch import run_directory
+from evolver_async.lineages import Fork
 from evolver_async.metrics.writer import Metrics, Timers
 from evolver_async.model import policy
 from evolver_async.process.addresses import weights_address
 from evolver_async.process.setup import RoleArgs, collect_rarely
 from evolver_async.protocol import messages
-from evolver_async.schema import Fork, Group, WeightId
+from evolver_async.schema import Group, WeightId
 from evolver_async.transport.sockets import Client, DealerClient, Rejected
 from evolver_async.weights import factory as channel
 from evolver_async.weights.channel.base import Publisher

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from evolver_async.doctor import probes
+from evolver_async.doctor.probes import libraries
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -79,6 +79,6 @@ def test_the_gpu_command_of_the_readme_uses_its_constraints() -> None:
 
 def test_two_owners_of_faiss_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     owners = {"faiss": ["faiss-cpu", "faiss-gpu"]}
-    monkeypatch.setattr(probes, "packages_distributions", lambda: owners)
-    found = probes.faiss()
-    assert not found.works and "faiss-cpu, faiss-gpu" in found.said
+    monkeypatch.setattr(libraries, "packages_distributions", lambda: owners)
+    found = libraries.faiss()
+    assert not found.works and "faiss-cpu, faiss-gpu" in found.summary

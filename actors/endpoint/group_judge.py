@@ -14,7 +14,7 @@ from actors.endpoint.request import Message
 from actors.endpoint.tools import written
 from actors.llm.asking import Asker, convert, cut, shown
 from actors.llm.client import Endpoint, Unavailable
-from evolver_async.schema import key
+from evolver_async.randomness import key
 
 SYSTEM = (
     "You compare several attempts of an agent at the same task. Judge how well each of them does"

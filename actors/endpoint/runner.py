@@ -26,7 +26,9 @@ from actors.rollout.episode import Deliver, EpisodeLate, Finished
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import side_by_side
 from evolver_async.config import Config
-from evolver_async.schema import Ticket, Trajectory, Transcript, TurnFlag, key
+from evolver_async.protocol.transcripts import Transcript
+from evolver_async.randomness import key
+from evolver_async.schema import Ticket, Trajectory, TurnFlag
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,9 @@ from actors.endpoint.tools import Said, parse
 from actors.engines.base import Engine, Generation, Request
 from actors.progress import Progress
 from actors.rollout.episode_config import Setting
-from evolver_async.schema import Ticket, Turn, TurnFlag, key
+from evolver_async.protocol.transcripts import Turn
+from evolver_async.randomness import key
+from evolver_async.schema import Ticket, TurnFlag
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from actors.engines.base import Engine
 from actors.progress import Progress
 from evolver_async.config import Actors
-from evolver_async.schema import SCRIPTED, Ticket, WeightId, key
+from evolver_async.randomness import key
+from evolver_async.schema import SCRIPTED, Ticket, WeightId
 from evolver_async.weights.channel.base import Receiver, WeightsGone
 
 

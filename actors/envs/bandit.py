@@ -7,7 +7,8 @@ order in which the arms are named is random. Success is having chosen the dragon
 import random
 
 from actors.envs.base import Exact, Info, Step
-from evolver_async.schema import Task, key
+from evolver_async.randomness import key
+from evolver_async.schema import Task
 
 LOW, HIGH = "phoenix", "dragon"
 INSTRUCTIONS = "pull the arm that pays more on average ."

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import msgspec
 
 from evolver_async.config.secrets import mask, reveal
-from evolver_async.schema import FailureKind, Task
+from evolver_async.protocol.failures import FailureKind
+from evolver_async.schema import Task
 
 REGISTRY = {
     "agentevolver": "actors.envs.adapters.agentevolver_service:AgentEvolver",

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from actors.envs.base import Exact
-from evolver_async.schema import key, uniform
+from evolver_async.randomness import key, uniform
 
 Outcome = tuple[float, Hashable, float, bool]  # probability, next state, reward, terminated
 Model = Callable[[Hashable, int], Iterable[Outcome]]

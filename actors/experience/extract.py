@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from actors.experience.pool import Item
 from actors.experience.templates import contrast
-from evolver_async.schema import Transcript, Turn
+from evolver_async.protocol.transcripts import Transcript, Turn
 
 MOST = 8  # items of one group
 

@@ -17,7 +17,8 @@ from actors.llm.quoting import quoted
 from actors.rollout.episode import Advice
 from evolver_async.config import Experience
 from evolver_async.protocol import messages
-from evolver_async.schema import Task, Transcript, Turn
+from evolver_async.protocol.transcripts import Transcript, Turn
+from evolver_async.schema import Task
 from evolver_async.transport.sockets import Client, Rejected
 
 QUERY_CHARS = 20_000

@@ -6,7 +6,7 @@ Episodes, tasks and lessons are shown as JSON strings: records of what happened,
 import json
 from collections.abc import Sequence
 
-from evolver_async.schema import Transcript
+from evolver_async.protocol.transcripts import Transcript
 
 PROMPT_CHARS = 24_000  # of the episodes in one question
 

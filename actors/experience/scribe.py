@@ -27,7 +27,7 @@ from actors.llm.client import Endpoint, Unavailable
 from actors.llm.quoting import plain
 from evolver_async.config import Experience
 from evolver_async.protocol import messages
-from evolver_async.schema import Transcript
+from evolver_async.protocol.transcripts import Transcript
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from actors.llm.client import Endpoint, Unavailable
 from actors.llm.self_client import OwnEngine
 from evolver_async.config import Config
 from evolver_async.config import Judge as JudgeConfig
-from evolver_async.schema import Turn
+from evolver_async.protocol.transcripts import Turn
 
 ATTEMPTS = 2  # at an answer that can be read
 QUEUEING = 0.5  # of `timeout_s`, at most: who is asked late would only be asked in vain

@@ -25,7 +25,8 @@ from actors.llm.budget import Breaker, Budget
 from evolver_async.config import Llm
 from evolver_async.config.check import ConfigError
 from evolver_async.config.secrets import mask, secret
-from evolver_async.schema import FailureKind, uniform
+from evolver_async.protocol.failures import FailureKind
+from evolver_async.randomness import uniform
 
 PAUSE_S = 0.5  # before the first retry, on average; twice as long before each further one
 LONGEST_PAUSE_S = 30.0  # an endpoint that wants to be left alone for longer is not asked again

@@ -9,7 +9,8 @@ from actors.formats.chat import Chat
 from actors.llm.budget import Budget
 from actors.llm.client import Unavailable
 from evolver_async.config import Config
-from evolver_async.schema import WeightId, key
+from evolver_async.randomness import key
+from evolver_async.schema import WeightId
 
 log = logging.getLogger(__name__)
 

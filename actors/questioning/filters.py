@@ -10,7 +10,8 @@ import numpy as np
 from actors.experience.embed import embed
 from actors.questioning.replay import Played
 from actors.questioning.synthesize import Candidate
-from evolver_async.schema import Task, key
+from evolver_async.randomness import key
+from evolver_async.schema import Task
 
 MAPS = 4096  # of which the known tasks are remembered; the buffer knows the ids of all
 WORD = re.compile(r"\w+")

@@ -19,7 +19,8 @@ import numpy as np
 
 from actors.llm.asking import Asker, convert, cut, shown, steps_shown
 from actors.questioning.prompts import GRADE
-from evolver_async.schema import Task, Trajectory, Turn
+from evolver_async.protocol.transcripts import Turn
+from evolver_async.schema import Task, Trajectory
 
 ACHIEVED, FAILED = 60, 40  # the least score of a success, the most of a failure
 REPEATS, REPEATED = 3, 20  # so often the same caps the score at this

@@ -33,7 +33,9 @@ from actors.rollout.episode import Deliver, Finished, Policy
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import run_group, run_members
 from evolver_async.config import Config
-from evolver_async.schema import Task, Ticket, Turn, key
+from evolver_async.protocol.transcripts import Turn
+from evolver_async.randomness import key
+from evolver_async.schema import Task, Ticket
 
 COUNTED = ("candidates", "accepted", "dropped_known", "dropped_infeasible")
 OF_WORDS = (  # counted where a language model takes part

@@ -10,7 +10,8 @@ from actors.questioning.explore import parse_choice
 from actors.questioning.grade import grade
 from actors.questioning.prompts import SOLVE
 from actors.rollout.environment import World
-from evolver_async.schema import Task, Turn
+from evolver_async.protocol.transcripts import Turn
+from evolver_async.schema import Task
 
 
 async def solve_again(

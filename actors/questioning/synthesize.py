@@ -15,7 +15,8 @@ from actors.formats.turns import SEPARATOR
 from actors.llm.asking import convert, cut, shown, steps_shown
 from actors.questioning.prompts import SYNTHESIS
 from actors.questioning.replay import Played
-from evolver_async.schema import Task, Turn
+from evolver_async.protocol.transcripts import Turn
+from evolver_async.schema import Task
 
 QUERY_CHARS = 1_000
 SOLUTION_CHARS = 4_000  # all actions together: tasks travel, and are kept, with their solution

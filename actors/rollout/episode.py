@@ -25,16 +25,10 @@ from actors.progress import Progress
 from actors.rollout.conversation import Conversation, system_message, tool_names
 from actors.rollout.environment import World
 from actors.rollout.episode_config import Setting
-from evolver_async.schema import (
-    SCRIPTED,
-    FailureKind,
-    Ticket,
-    Trajectory,
-    Transcript,
-    Turn,
-    TurnFlag,
-    key,
-)
+from evolver_async.protocol.failures import FailureKind
+from evolver_async.protocol.transcripts import Transcript, Turn
+from evolver_async.randomness import key
+from evolver_async.schema import SCRIPTED, Ticket, Trajectory, TurnFlag
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from actors.progress import Progress
 from actors.rollout.environment import World
 from actors.rollout.episode import Advice, Deliver, EpisodeLate, Guide, Policy, run_episode
 from actors.rollout.episode_config import Setting
-from evolver_async.schema import Ticket, key
+from evolver_async.randomness import key
+from evolver_async.schema import Ticket
 
 log = logging.getLogger(__name__)
 

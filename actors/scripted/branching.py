@@ -26,7 +26,8 @@ from actors.rollout.group import run_members
 from actors.scripted.expert import Scripted
 from actors.scripted.reflection import Reflector
 from evolver_async.config import Stage
-from evolver_async.schema import Role, Sequence, Ticket, key
+from evolver_async.randomness import key
+from evolver_async.schema import Role, Sequence, Ticket
 
 REASON = "{bad} then {bad_outcome} . {good} then {good_outcome} . choose {good}"
 DONE, WON, LOST = "done", "success", "failed"  # how an outcome says that it is the last

@@ -16,7 +16,8 @@ from actors.rollout.environment import World
 from actors.rollout.episode import Advice, Deliver, Policy
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import run_members
-from evolver_async.schema import Ticket, key
+from evolver_async.randomness import key
+from evolver_async.schema import Ticket
 
 MOST_HINTS = 8
 TOLD = 0.8  # of the states on the way, about

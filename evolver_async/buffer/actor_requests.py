@@ -31,7 +31,8 @@ from evolver_async.protocol.messages import (
     Wait,
 )
 from evolver_async.protocol.messages import Lease as LeaseRequest
-from evolver_async.schema import Kind, Sampling, Task, Ticket, WeightId, key
+from evolver_async.randomness import key
+from evolver_async.schema import Kind, Sampling, Task, Ticket, WeightId
 
 TICKETS: dict[str, Literal["rollout", "demo", "branch"]] = {
     "sft": "demo",

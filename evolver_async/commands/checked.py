@@ -1,4 +1,4 @@
-"""Checks of what a command is given: every mistake of the user becomes a ConfigError."""
+"""Checks of a command's arguments: every mistake of the user becomes a ConfigError."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ from evolver_async.config.check import ConfigError
 
 
 @contextlib.contextmanager
-def user_mistakes() -> Iterator[None]:
-    """Turn what the wings and the file system refuse into a ConfigError."""
+def as_config_errors() -> Iterator[None]:
+    """Turn errors of the wings and the file system into a ConfigError."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -17,7 +17,7 @@ def user_mistakes() -> Iterator[None]:
 
 
 def run_directory(path: Path) -> Path:
-    """The absolute path of a run directory. ConfigError for any other path."""
+    """Return the absolute path of a run directory. ConfigError for any other path."""
     if not (path / "config.yaml").is_file():
-        raise ConfigError(f"{path}: is no run directory (it has no config.yaml)")
+        raise ConfigError(f"{path}: is not a run directory: it has no config.yaml")
     return path.resolve()

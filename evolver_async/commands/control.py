@@ -1,4 +1,4 @@
-"""`purge`, `keys` and `unpause`: what a run is told or given by hand."""
+"""`purge`, `keys` and `unpause`: changes of a run by hand."""
 
 import argparse
 import asyncio
@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from evolver_async.commands.checked import run_directory, user_mistakes
+from evolver_async.commands.checked import as_config_errors, run_directory
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch import run_directory as directory
@@ -17,7 +17,7 @@ from evolver_async.protocol.messages import Purge
 from evolver_async.transport.keys import make
 from evolver_async.transport.sockets import DealerClient, Rejected
 
-PURGE_S = 30.0  # for the answer of an experience service that may just have been killed
+PURGE_S = 30.0  # for the answer of an experience service that may be restarting
 
 
 def purge(args: argparse.Namespace) -> int:
@@ -33,8 +33,8 @@ def purge(args: argparse.Namespace) -> int:
     run_dir = run_directory(args.run_dir)
     config = load(run_dir / "config.yaml")
     if config.experience.kind == "none":
-        raise ConfigError(f"{run_dir}: experience.kind is none, so there is nothing to purge")
-    with contextlib.ExitStack() as held, user_mistakes():
+        raise ConfigError(f"{run_dir}: has no experience to purge (experience.kind=none)")
+    with contextlib.ExitStack() as held, as_config_errors():
         try:
             held.enter_context(directory.locked(run_dir))
             count = resolve("purge")(config, run_dir, args.source)
@@ -46,22 +46,27 @@ def purge(args: argparse.Namespace) -> int:
             except Rejected as error:
                 raise ConfigError(str(error)) from None
             except TimeoutError:
-                print(f"evolver-async: nobody answers at {address}", file=sys.stderr)
+                print(
+                    f"evolver-async: no experience service answers at {address};"
+                    " see the run's logs/experience.log",
+                    file=sys.stderr,
+                )
                 return 1
-    print(f"{count} entries of {args.source} are gone")
+    print(f"entries of {args.source} deleted: {count}")
     return 0
 
 
 def make_keys(args: argparse.Namespace) -> int:
     """Make the keys of a run and of clients on other hosts."""
-    with user_mistakes():
+    with as_config_errors():
         for made in make(args.directory, args.names):
-            print(f"copy {made} to its host, for: actor --connect ADDRESS --keys DIR")
-    print(f"train with security.keys={args.directory}; clients are listed in its allowed/")
+            print(f"copy {made} to its host, for: evolver-async actor --connect ADDRESS --keys DIR")
+    print(f"train with security.keys={args.directory}; its allowed/ lists the clients")
     return 0
 
 
 def unpause(args: argparse.Namespace) -> int:
-    """Let a paused learner go on."""
-    print(f"goes on; it was paused: {directory.unpause(run_directory(args.run_dir))}")
+    """Let a paused learner continue."""
+    reason = directory.unpause(run_directory(args.run_dir))
+    print(f"the run continues; it was paused because: {reason}")
     return 0

@@ -1,32 +1,69 @@
-"""`doctor` and `config`: what a recipe needs and what it would run; nothing is started."""
+"""Recipes by name: the search for the one that a command names, and `evolver-async recipes`.
+
+The files are those of the repository's `configs/`: `evolver_async/recipes` is a link to it in a
+checkout, and holds copies in a wheel.
+"""
 
 import argparse
+import difflib
+import itertools
+from importlib.resources import files
 from pathlib import Path
 
 from evolver_async.config.check import ConfigError
-from evolver_async.config.load import load, to_yaml
-from evolver_async.config.plan import plan
-from evolver_async.config.secrets import mask
-from evolver_async.doctor import report
+
+RECIPES = Path(str(files("evolver_async"))) / "recipes"
 
 
-def examine(args: argparse.Namespace) -> int:
-    """Print what this machine can do, or what a recipe needs; 0 when it can run here, else 1."""
-    if not args.positional:
-        return 0 if report.examined(report.screen()) else 1
-    recipe, dotlist = Path(args.positional[0]), args.positional[1:]
-    if "=" in args.positional[0]:
-        raise ConfigError("doctor needs a recipe (configs/….yaml) before its changes")
-    config = load(recipe, dotlist)
-    return 0 if report.recipe_examined(report.screen(), config, recipe, dotlist) else 1
+def recipe_path(text: str) -> Path:
+    """Return the file of a recipe: a path, or the name of one that is shipped.
+
+    Raises ConfigError, with the names that are close, if there is neither.
+    """
+    path = Path(text)
+    if path.is_file():
+        return path
+    named = _recipes()
+    if text in named:
+        return named[text]
+    hint = " or ".join(_close(text, named))
+    raise ConfigError(
+        f"{text}: is neither a file nor the name of a recipe"
+        f"{f', did you mean {hint}?' if hint else ''} (evolver-async recipes lists the names)"
+    )
 
 
-def show(args: argparse.Namespace) -> int:
-    """Print the resolved recipe as YAML, and in comments what it would run."""
-    if not args.positional or "=" in args.positional[0]:
-        raise ConfigError("config needs a recipe (configs/….yaml) before its changes")
-    config = load(Path(args.positional[0]), args.positional[1:])
-    print(mask(to_yaml(config)), end="")
-    for line in plan(config):
-        print(f"# {mask(line)}")
+def list_recipes(_: argparse.Namespace) -> int:
+    """Print the name of every recipe with the head of its first comment, then their directory."""
+    named = _recipes()
+    width = max(map(len, named))
+    for name, path in named.items():
+        print(f"{name:{width}}  {_headline(path)}")
+    print(
+        f"\nTrain one by its name: evolver-async train NAME. The files are in {RECIPES.resolve()}."
+    )
     return 0
+
+
+def _recipes() -> dict[str, Path]:
+    """Files of the shipped recipes by name; those of the top directory come first."""
+    paths = [*sorted(RECIPES.glob("*.yaml")), *sorted(RECIPES.glob("*/*.yaml"))]
+    return {path.relative_to(RECIPES).with_suffix("").as_posix(): path for path in paths}
+
+
+def _close(text: str, names: dict[str, Path]) -> list[str]:
+    """Names that end like `text`, else those that are spelled alike."""
+    wanted = text.removesuffix(".yaml").removeprefix("configs/")
+    last = wanted.rpartition("/")[2]
+    same = [name for name in names if name.rpartition("/")[2] == last]
+    alike = (difflib.get_close_matches(one, names, n=3) for one in (wanted, last))
+    return same or list(dict.fromkeys(itertools.chain(*alike)))[:3]
+
+
+def _headline(path: Path) -> str:
+    """The first line of a recipe's comment, cut after its last whole sentence if it has one."""
+    line = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
+    sentences, _, _ = line.rpartition(". ")
+    if line.endswith("."):
+        return line
+    return f"{sentences}." if sentences else f"{line} …"

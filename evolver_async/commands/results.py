@@ -1,9 +1,9 @@
-"""`eval`, `export` and `wandb`: what came out of a run."""
+"""`eval`, `export` and `wandb`: results of a run."""
 
 import argparse
 import sys
 
-from evolver_async.commands.checked import run_directory, user_mistakes
+from evolver_async.commands.checked import as_config_errors, run_directory
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch.registry import resolve
@@ -13,31 +13,31 @@ from evolver_async.process.setup import die_with
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Print how well a checkpoint does on held-out tasks."""
+    """Evaluate a checkpoint on held-out tasks and print the result."""
     run_dir = run_directory(args.run_dir)
-    with user_mistakes():
+    with as_config_errors():
         episodes = args.episodes or load(run_dir / "config.yaml").eval.final_episodes
         print(resolve("eval")(run_dir, episodes, args.step))
     return 0
 
 
 def export(args: argparse.Namespace) -> int:
-    """Write a Hugging Face directory out of a checkpoint."""
+    """Write a checkpoint as a Hugging Face directory."""
     run_dir = run_directory(args.run_dir)
-    with user_mistakes():
+    with as_config_errors():
         print(resolve("export")(run_dir, args.out, args.step))
     return 0
 
 
 def wandb(args: argparse.Namespace) -> int:
-    """Send the metrics of a run to W&B, or write them where `wandb sync` takes them."""
+    """Send the metrics of a run to W&B, or write them for `wandb sync`."""
     if args.follow:
         die_with(args.parent)
         wandb_upload.follow(args.run_dir, args.mode, args.parent)
         return 0
     run_dir = run_directory(args.run_dir)
     if not (run_dir / "metrics.jsonl").exists():
-        raise ConfigError(f"{run_dir}: has no metrics yet")
+        raise ConfigError(f"{run_dir}: has no metrics yet (metrics.jsonl is missing)")
     try:
         print(wandb_upload.send(run_dir, online(args.mode)))
     except wandb_upload.UploadError as error:

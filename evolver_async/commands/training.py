@@ -5,45 +5,31 @@ import contextlib
 import logging
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from evolver_async.commands.checked import run_directory, user_mistakes
+from evolver_async.commands.checked import as_config_errors, run_directory
+from evolver_async.commands.recipes import recipe_path
+from evolver_async.config import Config
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
 from evolver_async.launch import forking
-from evolver_async.launch import run_directory as directory
+from evolver_async.launch.creation import create
 from evolver_async.launch.registry import resolve
+from evolver_async.launch.resumption import resume
+from evolver_async.launch.run_directory import locked
 from evolver_async.process.setup import set_up_logging
-from evolver_async.watch import runs, view
+from evolver_async.watch import live, runs
 
 
 def train(args: argparse.Namespace) -> int:
     """Start or resume a run and show it."""
-    recipe, dotlist = None, args.positional
-    if dotlist and "=" not in dotlist[0]:
-        recipe, dotlist = Path(dotlist[0]), dotlist[1:]
-    if args.resume is not None and recipe is not None:
-        raise ConfigError(f"{recipe}: --resume goes on with the run's own recipe; leave this out")
-    for option in ("step", "fork"):
-        if args.resume is None and getattr(args, option) is not None:
-            raise ConfigError(f"--{option} needs the run that it is about: --resume RUN_DIR")
-    if args.resume is None and recipe is None:
-        raise ConfigError("train needs a recipe (configs/….yaml) or --resume RUN_DIR")
     with contextlib.ExitStack() as held:
-        with user_mistakes():
-            if args.resume is not None:
-                run_dir = run_directory(args.resume)
-                if args.fork is not None:
-                    config, run_dir = forking.fork(run_dir, args.fork, dotlist, args.step)
-                held.enter_context(directory.locked(run_dir))
-                if args.fork is None:
-                    config = directory.resume(run_dir, dotlist, args.step)
-            else:
-                config, run_dir = directory.create(load(recipe, dotlist), recipe)
-                held.enter_context(directory.locked(run_dir))
+        with as_config_errors():
+            config, run_dir = _prepare(args, held)
         print(run_dir, flush=True)
-        held.enter_context(view.shown(run_dir, config, config.metrics.panel))
+        held.enter_context(live.shown(run_dir, config, config.metrics.panel))
         set_up_logging(run_dir / "logs" / "launcher.log", logging.WARNING)
         runs.begin(run_dir)
         reason = ""
@@ -60,5 +46,37 @@ def train(args: argparse.Namespace) -> int:
             raise
         ending = runs.end(run_dir, code, reason)
     stream = sys.stderr if ending.state == "failed" else sys.stdout
-    print("\n".join(runs.last_words(run_dir, ending)), file=stream, flush=True)
+    print("\n".join(runs.summary(run_dir, ending)), file=stream, flush=True)
     return code
+
+
+def _prepare(args: argparse.Namespace, held: contextlib.ExitStack) -> tuple[Config, Path]:
+    """The configuration and the directory of the run to train, which `held` keeps locked."""
+    recipe, dotlist = _recipe_of(args)
+    if args.resume is None:
+        config, run_dir = create(load(recipe, dotlist), recipe)
+        held.enter_context(locked(run_dir))
+        return config, run_dir
+    run_dir = run_directory(args.resume)
+    if args.fork is not None:
+        config, run_dir = forking.fork(run_dir, args.fork, dotlist, args.step)
+        held.enter_context(locked(run_dir))
+        return config, run_dir
+    held.enter_context(locked(run_dir))
+    return resume(run_dir, dotlist, args.step), run_dir
+
+
+def _recipe_of(args: argparse.Namespace) -> tuple[Path | None, Sequence[str]]:
+    """The recipe, None with --resume, and the changes. Raises ConfigError for a wrong mixture."""
+    resumes, first = args.resume is not None, next(iter(args.positional), "=")
+    named = "=" not in first
+    if resumes and named:
+        raise ConfigError(f"{first}: --resume continues the run's own recipe; leave this one out")
+    for option in ("step", "fork"):
+        if not resumes and getattr(args, option) is not None:
+            raise ConfigError(f"--{option}: needs the run to start from; add --resume RUN_DIR")
+    if not resumes and not named:
+        raise ConfigError(
+            "train: needs a recipe (evolver-async recipes lists them) or --resume RUN_DIR"
+        )
+    return (recipe_path(first), args.positional[1:]) if named else (None, args.positional)

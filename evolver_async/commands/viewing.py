@@ -1,4 +1,4 @@
-"""`watch`, `status` and `runs`: what runs are doing."""
+"""`watch`, `status` and `runs`: the progress of runs."""
 
 import argparse
 import asyncio
@@ -13,9 +13,9 @@ from evolver_async.config.load import load
 from evolver_async.launch.run_directory import address_of
 from evolver_async.process.addresses import keys_of
 from evolver_async.transport.sockets import Rejected
+from evolver_async.watch.live import watch
 from evolver_async.watch.runs import listed
-from evolver_async.watch.status_text import lines
-from evolver_async.watch.view import ask, watch
+from evolver_async.watch.status import ask, status_lines
 
 
 def watch_run(args: argparse.Namespace) -> int:
@@ -26,26 +26,29 @@ def watch_run(args: argparse.Namespace) -> int:
 
 
 def status(args: argparse.Namespace) -> int:
-    """Print the buffer's STATUS, in short or as JSON."""
+    """Print the buffer's STATUS as a short text or as JSON."""
     address, keys = args.where, args.keys
     if "://" not in address:
         run_dir = run_directory(Path(address))
         address, keys = address_of(run_dir), keys or keys_of(load(run_dir / "config.yaml"))
     try:
-        said = asyncio.run(ask(address, keys))
+        answer = asyncio.run(ask(address, keys))
     except (ValueError, Rejected) as error:
         raise ConfigError(str(error)) from None
     except TimeoutError:
-        print(f"evolver-async: nobody answers at {address}", file=sys.stderr)
+        print(
+            f"evolver-async: no buffer answers at {address}; see the run's logs/buffer.log",
+            file=sys.stderr,
+        )
         return 1
-    print(json.dumps(said, indent=2) if args.json else "\n".join(lines(said)))
+    print(json.dumps(answer, indent=2) if args.json else "\n".join(status_lines(answer)))
     return 0
 
 
 def list_runs(args: argparse.Namespace) -> int:
-    """Print the runs of a directory, a line each, the newest last."""
+    """Print one line per run of a directory, the newest last."""
     if not args.directory.is_dir():
-        raise ConfigError(f"{args.directory}: is not a directory")
+        raise ConfigError(f"{args.directory}: is not a directory; name the one that holds the runs")
     runs = listed(args.directory)
     width = max((len(run["name"]) for run in runs), default=0)
     for run in runs:

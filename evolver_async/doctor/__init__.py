@@ -1,1 +1,1 @@
-"""The `doctor` command: what this machine can run, and whether it can run a recipe."""
+"""The `doctor` command: capabilities of this machine, and requirements of a recipe."""

@@ -1,6 +1,6 @@
-"""Whether a recipe can run on a machine, key by key: what each wants, against what probes found.
+"""Check of a recipe against a machine: the requirements of its keys, and if they are met.
 
-Pure: the machine is what `doctor.py` found out about it. Sizes are those of `sizes.py`.
+Pure: the machine is given by the results of its probes. Sizes are computed by `sizes.py`.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 from evolver_async.config import Config
 from evolver_async.config.channels import channel, versions_kept
-from evolver_async.doctor.probes import FLASH_CAPABILITY, Found, gib
+from evolver_async.doctor.probes.result import FLASH_CAPABILITY, ProbeResult, gib
 from evolver_async.doctor.sizes import (
     MASTER_BYTES,
     Shape,
@@ -23,38 +23,38 @@ from evolver_async.doctor.sizes import (
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """True if what a key asks for is there, None if unknown; `why` says what it needs or gets."""
+class Requirement:
+    """Requirement of a key: `met` is None if unknown; `why` names what it needs and gets."""
 
     key: str
-    works: bool | None
+    met: bool | None
     why: str
 
 
-def verdicts(config: Config, found: Mapping[str, Found]) -> list[Verdict]:
-    """About every key that wants something special of the machine.
+def requirements(config: Config, results: Mapping[str, ProbeResult]) -> list[Requirement]:
+    """Check every key that requires something special of the machine.
 
-    `found`: by the names of `probes.PROBES`, with `shared memory` of `weights.dir`, `disk` of
-    `run.dir` and `model` of the policy.
+    `results` are by the names of `probes.run.PROBES`: `shared memory` is that of `weights.dir`,
+    `disk` that of `run.dir`, `model` that of the policy.
     """
-    machine, model = Machine(config, found), found["model"]
-    rules = (_hardware, _devices, _gpus, _engine, _learner, _weights, _outside)
-    said = [verdict for rule in rules for verdict in rule(config, machine)]
+    machine, model = Machine(config, results), results["model"]
+    rules = (_hardware, _devices, _gpus, _engine, _learner, _weights, _keys)
+    rows = [row for rule in rules for row in rule(config, machine)]
     if not model.works:
         keys = ("policy.max_length", "engine.memory", "learner.ranks", "weights.dir", "run.dir")
-        return said + [Verdict(key, None, f"unknown: {model.said}") for key in keys]
+        return rows + [Requirement(key, None, f"unknown: {model.summary}") for key in keys]
     shape = Shape(**model.facts)
-    for sized in (_context, _gpu_memory, _host_memory, _room):
-        said += sized(config, machine, shape)
-    return said
+    for rule in (_context, _gpu_memory, _host_memory, _free_space):
+        rows += rule(config, machine, shape)
+    return rows
 
 
 class Machine:
-    """What was found, and which of its GPUs the roles of a recipe would use ([]: the CPU)."""
+    """A machine by its probes' results, and the GPUs that a recipe's roles use ([]: the CPU)."""
 
-    def __init__(self, config: Config, found: Mapping[str, Found]) -> None:
-        self.found = found
-        self.devices: list[dict[str, Any]] = found["cuda"].facts.get("devices", [])
+    def __init__(self, config: Config, results: Mapping[str, ProbeResult]) -> None:
+        self.results = results
+        self.devices: list[dict[str, Any]] = results["cuda"].facts.get("devices", [])
         gpus = config.launch.gpus
         self.engine = self._used(config.engine.device, gpus.actors, config.engine.tensor_parallel)
         self.learner = self._used(config.learner.device, gpus.learner, config.learner.ranks)
@@ -65,30 +65,29 @@ class Machine:
         first = int(device.partition(":")[2] or 0)
         return numbers or list(range(first, first + count))
 
-    def has(self, key: str, probe: str, unless: str = "") -> Verdict:
-        """Whether a probe found what a key needs; `unless`: what else is wrong with it."""
-        one = self.found[probe]
-        return Verdict(key, one.works and not unless, unless if one.works and unless else one.said)
+    def has(self, key: str, probe: str) -> Requirement:
+        """Require the success of a probe."""
+        return Requirement(key, self.results[probe].works, self.results[probe].summary)
 
 
-def _hardware(config: Config, machine: Machine) -> Iterator[Verdict]:
-    """A smaller machine may do where the recipe's keys are changed, so that this refuses none."""
+def _hardware(config: Config, machine: Machine) -> Iterator[Requirement]:
+    """Never unmet: with other values of its keys a recipe can run on a smaller machine."""
     if not config.run.hardware:
         return
     count, size = gpus_of(config.run.hardware)
-    here = [gib(one["bytes"]) for one in machine.devices]
+    sizes = [gib(one["bytes"]) for one in machine.devices]
     enough = len([one for one in machine.devices if one["bytes"] >= size]) >= count
-    said = f"written for {count} x {gib(size)}, here: {', '.join(here) or 'no GPU'}"
-    yield Verdict("run.hardware", True if enough else None, said)
+    why = f"is written for {count} x {gib(size)}, found: {', '.join(sizes) or 'no GPU'}"
+    yield Requirement("run.hardware", True if enough else None, why)
 
 
 def gpus_of(hardware: str) -> tuple[int, int]:
-    """Number of GPUs that `run.hardware` names, and the bytes of each."""
+    """Return the number of GPUs that `run.hardware` names, and the bytes of each."""
     count, size = re.findall(r"\d+", hardware)
     return int(count), int(size) * 10**9
 
 
-def _devices(config: Config, machine: Machine) -> Iterator[Verdict]:
+def _devices(config: Config, machine: Machine) -> Iterator[Requirement]:
     for key, device in (
         ("engine.device", config.engine.device),
         ("learner.device", config.learner.device),
@@ -98,14 +97,14 @@ def _devices(config: Config, machine: Machine) -> Iterator[Verdict]:
     used = [i for i in {*machine.engine, *machine.learner} if i < len(machine.devices)]
     if config.policy.dtype == "bfloat16" and used:
         least = min(tuple(machine.devices[i]["capability"]) for i in used)
-        yield Verdict(
+        yield Requirement(
             "policy.dtype=bfloat16",
             least >= FLASH_CAPABILITY,
             f"needs compute capability 8.0 or more, has {least[0]}.{least[1]}",
         )
 
 
-def _gpus(config: Config, machine: Machine) -> Iterator[Verdict]:
+def _gpus(config: Config, machine: Machine) -> Iterator[Requirement]:
     gpus, count = config.launch.gpus, len(machine.devices)
     for key, named, used in (
         ("launch.gpus.actors", gpus.actors, machine.engine),
@@ -113,23 +112,24 @@ def _gpus(config: Config, machine: Machine) -> Iterator[Verdict]:
     ):
         if named or len(used) > 1:
             shown = key if named else _SPREAD[key]
-            why = f"needs {max(used, default=0) + 1} GPUs, there are {count}"
-            yield Verdict(shown, bool(used) and max(used) < count, why)
+            why = f"needs {max(used, default=0) + 1} GPUs, found {count}"
+            yield Requirement(shown, bool(used) and max(used) < count, why)
 
 
 _SPREAD = {"launch.gpus.actors": "engine.tensor_parallel", "launch.gpus.learner": "learner.ranks"}
 
 
-def _engine(config: Config, machine: Machine) -> Iterator[Verdict]:
+def _engine(config: Config, machine: Machine) -> Iterator[Requirement]:
     if config.engine.kind != "vllm":
         return
-    wanted = "cuda" if machine.engine else "cpu"
-    built = machine.found["vllm"].facts.get("device")
-    other = f"{machine.found['vllm'].said}; engine.device={config.engine.device} wants {wanted}"
-    yield machine.has("engine.kind=vllm", "vllm", "" if built == wanted else other)
+    vllm, needed = machine.results["vllm"], "cuda" if machine.engine else "cpu"
+    fits, why = vllm.facts.get("device") == needed, vllm.summary
+    if vllm.works and not fits:
+        why += f"; engine.device={config.engine.device} needs a build for {needed}"
+    yield Requirement("engine.kind=vllm", vllm.works and fits, why)
 
 
-def _learner(config: Config, machine: Machine) -> Iterator[Verdict]:
+def _learner(config: Config, machine: Machine) -> Iterator[Requirement]:
     learner = config.learner
     if learner.ranks > 1:
         yield machine.has(f"learner.ranks={learner.ranks}", "nccl" if machine.learner else "gloo")
@@ -137,37 +137,35 @@ def _learner(config: Config, machine: Machine) -> Iterator[Verdict]:
         yield machine.has("learner.packing", "varlen")
 
 
-def _weights(config: Config, machine: Machine) -> Iterator[Verdict]:
+def _weights(config: Config, machine: Machine) -> Iterator[Requirement]:
     kind = channel(config)
     if kind == "collective":
         yield machine.has("weights.kind=collective", "gloo")
     if kind == "cuda_ipc":
-        one = len({*machine.engine, *machine.learner}) == 1 and machine.engine and machine.learner
-        apart = "" if one else "learner and engines are not on one GPU"
-        yield machine.has("weights.kind=cuda_ipc", "cuda", apart)
+        yield machine.has("weights.kind=cuda_ipc", "cuda")
 
 
-def _context(config: Config, machine: Machine, shape: Shape) -> Iterator[Verdict]:
+def _context(config: Config, machine: Machine, shape: Shape) -> Iterator[Requirement]:
     longest = config.policy.max_length
     if longest > shape.positions:
-        why = f"the model has {shape.positions} positions, {longest} are wanted"
-        yield Verdict("policy.max_length", False, why)
+        why = f"is {longest}, but the model has {shape.positions} positions"
+        yield Requirement("policy.max_length", False, why)
 
 
-def _gpu_memory(config: Config, machine: Machine, shape: Shape) -> Iterator[Verdict]:
-    """About every GPU that the recipe uses."""
+def _gpu_memory(config: Config, machine: Machine, shape: Shape) -> Iterator[Requirement]:
+    """Check every GPU that the recipe uses."""
     used = {*machine.engine, *machine.learner}
     for index in sorted(index for index in used if index < len(machine.devices)):
         total = machine.devices[index]["bytes"]
         engines = machine.engine.count(index)
         if not config.launch.gpus.actors and engines:
-            engines = config.actors.count  # they all see the same GPUs
+            engines = config.actors.count  # all of them use the same GPUs
         share = _engine_bytes(config, shape)
         if config.engine.kind == "vllm" and engines:
             reserved = config.engine.memory * total
             if share > reserved:
-                why = f"{gib(reserved)} cannot hold {gib(share)} of weights and KV cache"
-                yield Verdict("engine.memory", False, why)
+                why = f"reserves {gib(reserved)}, but weights and KV cache need {gib(share)}"
+                yield Requirement("engine.memory", False, why)
             share = reserved
         held = 0.0
         if index in machine.learner:
@@ -176,16 +174,16 @@ def _gpu_memory(config: Config, machine: Machine, shape: Shape) -> Iterator[Verd
             if not config.policy.lora.rank and channel(config) == "cuda_ipc":
                 held += versions_kept(config) * weight_bytes(config, shape)
         key = "engine.memory" if config.engine.kind == "vllm" else "engine.slots"
-        yield Verdict(
+        yield Requirement(
             key if engines else "learner.ranks",
             engines * share + held <= total,
-            f"GPU {index}: {gib(engines * share)} for engines and at least {gib(held)} for the"
-            f" learner, of {gib(total)}",
+            f"GPU {index}: engines need {gib(engines * share)}, the learner at least {gib(held)},"
+            f" of {gib(total)}",
         )
 
 
 def _engine_bytes(config: Config, shape: Shape) -> float:
-    """On one GPU: weights and KV cache; vLLM's holds one whole context at least."""
+    """Bytes of weights and KV cache on one GPU; vLLM caches at least one whole context."""
     kv = cache_bytes(config, shape)
     if config.engine.kind == "vllm":
         longest = config.policy.max_length * token_bytes(config, shape)
@@ -193,8 +191,8 @@ def _engine_bytes(config: Config, shape: Shape) -> float:
     return weight_bytes(config, shape) / config.engine.tensor_parallel + kv
 
 
-def _host_memory(config: Config, machine: Machine, shape: Shape) -> Iterator[Verdict]:
-    """About what computes on the CPU."""
+def _host_memory(config: Config, machine: Machine, shape: Shape) -> Iterator[Requirement]:
+    """Check the host's memory for the roles that compute on the CPU."""
     engines = 0 if machine.engine else config.actors.count
     if config.launch.kind == "serial":
         engines = min(engines, 1)
@@ -203,41 +201,39 @@ def _host_memory(config: Config, machine: Machine, shape: Shape) -> Iterator[Ver
         need += training_bytes(config, shape) + config.learner.ranks * activation_bytes(
             config, shape
         )
-    total = machine.found["python"].facts["memory_bytes"]
+    total = machine.results["python"].facts["memory_bytes"]
     if need:
-        why = f"at least {gib(need)} of the host's memory for what has no GPU, of {gib(total)}"
-        yield Verdict("engine.slots" if engines else "learner.device", need <= total, why)
+        why = f"roles without a GPU need at least {gib(need)} of the host's memory, of {gib(total)}"
+        yield Requirement("engine.slots" if engines else "learner.device", need <= total, why)
 
 
-def _room(config: Config, machine: Machine, shape: Shape) -> Iterator[Verdict]:
+def _free_space(config: Config, machine: Machine, shape: Shape) -> Iterator[Requirement]:
     snapshot = weight_bytes(config, shape)
-    memory, disk = machine.found["shared memory"], machine.found["disk"]
+    memory, disk = machine.results["shared memory"], machine.results["disk"]
     copies = 0
     if channel(config) == "shm" and not config.policy.lora.rank:
-        copies += versions_kept(config) + 1  # and one that is being written
+        copies += versions_kept(config) + 1  # one of them is being written
     if config.engine.kind == "vllm":
-        copies += 2 * config.actors.count  # each brings its workers what they have, and what is new
+        copies += 2 * config.actors.count  # the present and the next weights of each one's workers
     if copies:
         free = memory.facts.get("free_bytes", 0)
-        yield Verdict(
+        yield Requirement(
             "weights.dir",
             memory.works and free >= copies * snapshot,
-            f"needs {gib(copies * snapshot)} for {copies} copies of the weights; {memory.said}",
+            f"needs {gib(copies * snapshot)} for {copies} copies of the weights; {memory.summary}",
         )
     trained = (
         0 if config.policy.lora.rank else shape.parameters * (MASTER_BYTES - 4)
     )  # no gradients
     need = (config.checkpoint.keep + 1) * trained + config.buffer.segment_bytes
     free = disk.facts.get("free_bytes", 0)
-    yield Verdict(
+    yield Requirement(
         "run.dir",
         disk.works and free >= need,
-        f"needs {gib(need)} for checkpoints and the journal; {disk.said}",
+        f"needs {gib(need)} for checkpoints and the journal; {disk.summary}",
     )
 
 
-def _outside(config: Config, machine: Machine) -> Iterator[Verdict]:
+def _keys(config: Config, machine: Machine) -> Iterator[Requirement]:
     if config.security.keys:
         yield machine.has("security.keys", "encryption")
-    if config.metrics.wandb == "online":
-        yield machine.has("metrics.wandb=online", "wandb")

@@ -1,4 +1,4 @@
-"""`doctor`: what this machine can do and how to get what it lacks, and whether a recipe can run.
+"""Tables of `doctor`: the capabilities of this machine, and the requirements of a recipe.
 
 Every probe runs in a process of its own with a deadline, a few at a time: a library that crashes or
 hangs is one row of the table.
@@ -18,17 +18,20 @@ from rich.table import Table
 from rich.text import Text
 
 from evolver_async.config import Config
-from evolver_async.doctor.probes import Found
-from evolver_async.doctor.recipe_check import Verdict, verdicts
+from evolver_async.doctor.probes.result import ProbeResult
+from evolver_async.doctor.recipe_check import Requirement, requirements
 
 DEADLINE_S = 120.0  # of one probe; vLLM takes half a minute to import on a busy machine
 AT_ONCE = 3
-PLAIN_WIDTH = 120  # where the output is no terminal
+PLAIN_WIDTH = 120  # columns if the output is not a terminal
 
 
 @dataclass(frozen=True)
-class Part:
-    """One row: a probe, what needs it, and how to get it. `always`: whatever is trained."""
+class Capability:
+    """One row: a probe, the keys that need it, and how to get it.
+
+    `always` is True if every run needs it.
+    """
 
     probe: str
     title: str
@@ -37,179 +40,186 @@ class Part:
     always: bool = False
 
 
-PARTS = (
-    Part("python", "Python", "", "Python 3.11 or newer", always=True),
-    Part("torch", "torch", "", "pip install -c constraints.txt -e .", always=True),
-    Part(
+CAPABILITIES = (
+    Capability("python", "Python", "", "Python 3.11 or newer", always=True),
+    Capability("torch", "torch", "", "pip install -c constraints.txt -e .", always=True),
+    Capability(
         "shared memory",
         "shared memory",
         "weights.dir",
-        "mount -o remount,size=8G /dev/shm, or weights.dir=DIR",
+        "mount -o remount,size=8G /dev/shm, or set weights.dir=DIR",
         always=True,
     ),
-    Part(
+    Capability(
         "sockets",
         "sockets",
         "buffer.address",
-        "a writable /tmp (TMPDIR) and a loopback interface",
+        "needs a writable /tmp (TMPDIR) and a loopback interface",
         always=True,
     ),
-    Part("disk", "disk", "run.dir", "free some, or run.dir=DIR elsewhere", always=True),
-    Part("files", "open files", "buffer, many actors", "ulimit -n 65536", always=True),
-    Part(
+    Capability(
+        "disk", "disk", "run.dir", "free some space, or set run.dir=DIR elsewhere", always=True
+    ),
+    Capability("files", "open files", "buffer, many actors", "ulimit -n 65536", always=True),
+    Capability(
         "cuda",
         "GPUs",
         "engine.device, learner.device",
-        "an NVIDIA driver, and torch of a CUDA build: README.md, GPUs",
+        "needs an NVIDIA driver and torch for CUDA: pip install -c constraints-gpu.txt torch",
     ),
-    Part(
+    Capability(
         "varlen",
         "flash attention",
         "learner.packing",
-        "a GPU of compute capability 8.0 or more; without it packing is exact, not faster",
+        "needs compute capability 8.0 or more; without it packing is exact but not faster",
     ),
-    Part("nccl", "NCCL", "learner.ranks", "comes with torch's CUDA build; on CPUs gloo does it"),
-    Part(
+    Capability("nccl", "NCCL", "learner.ranks", "comes with torch's CUDA build; CPUs use gloo"),
+    Capability(
         "gloo",
         "gloo",
         "weights.kind=collective, learner.ranks",
-        "a loopback interface; GLOO_SOCKET_IFNAME names another one",
+        "needs a loopback interface, or set GLOO_SOCKET_IFNAME to another one",
     ),
-    Part(
+    Capability(
         "vllm",
         "vLLM",
         "engine.kind=vllm",
-        "pip install -c constraints-gpu.txt -e '.[gpu]'; on CPUs `make test-vllm` makes .venv-vllm",
+        "pip install -c constraints-gpu.txt -e '.[gpu]'; on CPUs: make test-vllm",
     ),
-    Part(
+    Capability(
         "sandbox",
         "sandbox",
         "env.name=code",
-        "bubblewrap, root, or user namespaces (sysctl user.max_user_namespaces)",
+        "needs bubblewrap, root, or user namespaces (sysctl user.max_user_namespaces)",
     ),
-    Part(
+    Capability(
         "faiss",
         "faiss",
         "experience, large pools",
-        "pip install -e '.[faiss]'; '.[gpu]' has the one for GPUs",
+        "pip install -e '.[faiss]', or '.[gpu]' for GPUs",
     ),
-    Part("encryption", "encryption", "security.keys", "pip install pyzmq (its wheels have CURVE)"),
-    Part(
+    Capability(
+        "encryption", "encryption", "security.keys", "pip install pyzmq: its wheels have CURVE"
+    ),
+    Capability(
         "wandb",
         "W&B",
         "metrics.wandb=online",
-        "wandb login, or WANDB_API_KEY; offline needs neither",
+        "wandb login, or set WANDB_API_KEY; offline needs neither",
     ),
-    Part("ray", "Ray", "clusters", "pip install -e '.[ray]'"),
+    Capability("ray", "Ray", "clusters", "pip install -e '.[ray]'"),
 )
 
 
-def examined(console: Console) -> bool:
-    """Show the table; whether the embedded default can run here."""
-    found = examine({part.probe: () for part in PARTS})
-    console.print(machine_table(found))
-    missing = [part.title for part in PARTS if part.always and not found[part.probe].works]
+def show_machine(console: Console) -> bool:
+    """Show the capabilities of this machine. Return False if the default recipe cannot run."""
+    results = run_probes({row.probe: () for row in CAPABILITIES})
+    console.print(machine_table(results))
+    missing = [row.title for row in CAPABILITIES if row.always and not results[row.probe].works]
     _conclude(console, "The default recipe", missing)
     return not missing
 
 
-def recipe_examined(console: Console, config: Config, recipe: Path, dotlist: Sequence[str]) -> bool:
-    """Show what a recipe needs, key by key; whether it can run here."""
-    asked: dict[str, tuple[str, ...]] = {part.probe: () for part in PARTS if part.always}
-    asked |= {"shared memory": (config.weights.dir,), "disk": (config.run.dir,), "cuda": ()}
-    asked |= dict.fromkeys(("recipe", "model"), (str(recipe), *dotlist))
-    found = Examined(examine(asked))
-    said = [_of_part(part, found[part.probe]) for part in PARTS if part.always]
-    said += verdicts(config, found)
-    said += _of_start(found["recipe"])
-    console.print(recipe_table(recipe, said))
-    wrong = [verdict.key for verdict in said if verdict.works is False]
-    _conclude(console, str(recipe), wrong)
-    return not wrong
+def show_recipe(console: Console, config: Config, recipe: Path, dotlist: Sequence[str]) -> bool:
+    """Show what a recipe needs, key by key. Return False if it cannot run here."""
+    probes: dict[str, tuple[str, ...]] = {row.probe: () for row in CAPABILITIES if row.always}
+    probes |= {"shared memory": (config.weights.dir,), "disk": (config.run.dir,), "cuda": ()}
+    probes |= dict.fromkeys(("recipe", "model"), (str(recipe), *dotlist))
+    results = LazyResults(run_probes(probes))
+    rows = [_of_capability(row, results[row.probe]) for row in CAPABILITIES if row.always]
+    rows += requirements(config, results)
+    rows += _of_start(results["recipe"])
+    console.print(recipe_table(recipe, rows))
+    missing = [row.key for row in rows if row.met is False]
+    _conclude(console, str(recipe), missing)
+    return not missing
 
 
-def _conclude(console: Console, what: str, wrong: Sequence[str]) -> None:
-    ends = f"cannot run here: {', '.join(dict.fromkeys(wrong))}" if wrong else "can run here"
-    console.print(Text(f"{what} {ends}."), soft_wrap=True)
+def _conclude(console: Console, subject: str, missing: Sequence[str]) -> None:
+    end = "can run here"
+    if missing:
+        end = f"cannot run here; change or provide: {', '.join(dict.fromkeys(missing))}"
+    console.print(Text(f"{subject} {end}."), soft_wrap=True)
 
 
-def examine(asked: Mapping[str, tuple[str, ...]]) -> dict[str, Found]:
-    """What the probes of these names found, each given its arguments."""
+def run_probes(probes: Mapping[str, tuple[str, ...]]) -> dict[str, ProbeResult]:
+    """Run the probes of these names, each with its arguments."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = pool.map(lambda name: probe(name, *asked[name]), asked)
-        return dict(zip(asked, answers, strict=True))
+        results = pool.map(lambda name: probe(name, *probes[name]), probes)
+        return dict(zip(probes, results, strict=True))
 
 
-class Examined(dict[str, Found]):
-    """Findings by probe; one that nobody has asked for yet is run when somebody does."""
+class LazyResults(dict[str, ProbeResult]):
+    """Results by probe; a missing one is obtained at its first use."""
 
-    def __missing__(self, name: str) -> Found:
+    def __missing__(self, name: str) -> ProbeResult:
         self[name] = probe(name)
         return self[name]
 
 
-def probe(name: str, *arguments: str, deadline_s: float = DEADLINE_S) -> Found:
-    """What one probe found; its death or silence is a finding too."""
-    command = [sys.executable, "-m", "evolver_async.doctor.probes", name, *arguments]
+def probe(name: str, *arguments: str, deadline_s: float = DEADLINE_S) -> ProbeResult:
+    """Run one probe in a process of its own; a crash or a timeout is a result too."""
+    command = [sys.executable, "-m", "evolver_async.doctor.probes.run", name, *arguments]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=deadline_s
         )
     except subprocess.TimeoutExpired:
-        return Found(False, f"no answer within {deadline_s:g} s")
+        return ProbeResult(False, f"no result within {deadline_s:g} s (is the machine busy?)")
     if done.returncode < 0:
-        return Found(False, f"crashed: {signal.Signals(-done.returncode).name}")
+        return ProbeResult(False, f"crashed: {signal.Signals(-done.returncode).name}")
     if done.returncode > 0:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no output"]
-        return Found(False, f"ended with exit code {done.returncode}: {lines[-1]}")
+        return ProbeResult(False, f"ended with exit code {done.returncode}: {lines[-1]}")
     if not done.stdout:
-        return Found(False, "ended without an answer")
-    return Found(**json.loads(done.stdout))
+        return ProbeResult(False, "ended without a result")
+    return ProbeResult(**json.loads(done.stdout))
 
 
-def machine_table(found: Mapping[str, Found]) -> Table:
-    """One row a part; the remedy only where something is missing."""
-    table = Table("", "part", "found", "for", "how to get it", show_edge=False)
-    for part in PARTS:
-        one = found[part.probe]
-        purpose = "every run" if part.always else part.purpose
-        remedy = "" if one.works else part.remedy
-        mark = _mark(one.works, part.always)
-        table.add_row(mark, part.title, Text(one.said), purpose, Text(remedy))
+def machine_table(results: Mapping[str, ProbeResult]) -> Table:
+    """Make a table with one row per capability, and a remedy for those that are missing."""
+    table = Table("", "capability", "found", "needed by", "how to get it", show_edge=False)
+    for row in CAPABILITIES:
+        result = results[row.probe]
+        purpose = "every run" if row.always else row.purpose
+        remedy = "" if result.works else row.remedy
+        mark = _mark(result.works, row.always)
+        table.add_row(mark, row.title, Text(result.summary), purpose, Text(remedy))
     return table
 
 
-def recipe_table(recipe: Path, said: Sequence[Verdict]) -> Table:
-    """One row a key that wants something of the machine."""
-    table = Table("", "key", "", title=Text(str(recipe)), title_justify="left", show_edge=False)
-    for verdict in said:
-        table.add_row(_mark(verdict.works, True), Text(verdict.key), Text(verdict.why))
+def recipe_table(recipe: Path, rows: Sequence[Requirement]) -> Table:
+    """Make a table with one row per key that requires something of the machine."""
+    title = Text(str(recipe))
+    table = Table("", "key", "requirement", title=title, title_justify="left", show_edge=False)
+    for row in rows:
+        table.add_row(_mark(row.met, True), Text(row.key), Text(row.why))
     return table
 
 
 def screen() -> Console:
-    """A console as wide as the terminal, or wide enough for a file."""
+    """Make a console as wide as the terminal, or wide enough for a file."""
     console = Console()
     return console if console.is_terminal else Console(width=PLAIN_WIDTH)
 
 
-def _mark(works: bool | None, needed: bool) -> Text:
-    if works is None:
+def _mark(met: bool | None, needed: bool) -> Text:
+    if met is None:
         return Text("?", "yellow")
-    if works:
+    if met:
         return Text("yes", "green")
     return Text("NO", "red") if needed else Text("no", "yellow")
 
 
-def _of_part(part: Part, found: Found) -> Verdict:
-    remedy = "" if found.works else f"; {part.remedy}"
-    return Verdict(part.purpose or part.title, found.works, f"{found.said}{remedy}")
+def _of_capability(row: Capability, result: ProbeResult) -> Requirement:
+    remedy = "" if result.works else f"; {row.remedy}"
+    return Requirement(row.purpose or row.title, result.works, f"{result.summary}{remedy}")
 
 
-def _of_start(found: Found) -> list[Verdict]:
-    """What the recipe's own start would refuse; where that died, that is what is said."""
-    problems = found.facts.get("problems", [found.said])
+def _of_start(result: ProbeResult) -> list[Requirement]:
+    """Requirements for which the recipe's start would be refused, or the failure of that probe."""
+    problems = result.facts.get("problems", [result.summary])
     split = [problem.partition(": ") for problem in problems]
-    return [Verdict(key, False, why) for key, _, why in split] or [
-        Verdict("environments, paths, addresses", True, "are what they must be")
+    return [Requirement(key, False, why) for key, _, why in split] or [
+        Requirement("environments, paths, addresses", True, "valid")
     ]

@@ -1,1 +1,1 @@
-"""How a run is started: the run directory, the roles by name, and the launchers that place them."""
+"""Launchers, the run directory, the registry of roles and the checks before a start."""

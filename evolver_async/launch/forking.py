@@ -1,4 +1,4 @@
-"""A new run out of a checkpoint of another one, which is left as it is."""
+"""Fork: a new run from a checkpoint of another run, which stays as it is."""
 
 import shutil
 from collections.abc import Sequence
@@ -10,62 +10,69 @@ from evolver_async.checkpoint import history
 from evolver_async.config import Config, Env, Tasks
 from evolver_async.config.check import ConfigError, check_name
 from evolver_async.config.load import load, stage_config
-from evolver_async.launch.run_directory import check_goes_on, create
+from evolver_async.launch.creation import create
+from evolver_async.launch.resumption import check_continues
 
-MAY_CHANGE = ("path", "max_length")  # of the policy; the rest shapes what the checkpoint holds
+MAY_CHANGE = (
+    "path",
+    "max_length",
+)  # of the policy; the other keys shape the weights of the checkpoint
 
 
 def fork(
     run_dir: Path, name: str, dotlist: Sequence[str], step: int | str | None
 ) -> tuple[Config, Path]:
-    """A new run directory beside `run_dir` (or in `run.dir`), with its configuration.
+    """Make a run directory beside `run_dir` (or in `run.dir`); return its configuration and path.
 
     It starts with the chosen checkpoint, the policy, the tasks and the experience of the old run.
-    Its journal is new: takes, versions and lineages count from 0 again, stages go on where they
+    Its journal is new: takes, versions and lineages count from 0 again; stages continue where they
     were. Raises ConfigError or CheckpointError.
     """
     before = load(run_dir / "config.yaml")
     config = load(run_dir / "config.yaml", [f"run.dir={run_dir.parent}", *dotlist])
     check_name("--fork", name)
     if config.run.name != before.run.name:
-        raise ConfigError("run.name: --fork names the new run")
+        raise ConfigError("run.name: cannot be set with --fork, which names the new run")
     old, new = asdict(before.policy), asdict(config.policy)
     for key in old:
         if key not in MAY_CHANGE and old[key] != new[key]:
-            raise ConfigError(f"policy.{key}: a fork keeps its {old[key]}")
+            raise ConfigError(
+                f"policy.{key}: cannot change in a fork: the run was started with {old[key]},"
+                f" got {new[key]}"
+            )
     chosen, manifest = history.choose(run_dir / "checkpoints", run_dir.name, step)
-    check_goes_on(run_dir, before, config, history.numbers(chosen))
-    own = config.policy.path == str(run_dir / "policy")
+    check_continues(run_dir, before, config, history.numbers(chosen))
+    own_policy = config.policy.path == str(run_dir / "policy")
     pairs = zip(_tasks_of(before), _tasks_of(config), strict=False)
-    asked_alike = all(old == new for old, new in pairs)
+    same_tasks = all(old == new for old, new in pairs)
 
-    def bring(made: Path) -> None:
-        if own:
+    def fill(made: Path) -> None:
+        if own_policy:
             shutil.copytree(run_dir / "policy", made / "policy")
         if (run_dir / "experience").is_dir():
             shutil.copytree(run_dir / "experience", made / "experience")
         first = history.copy(chosen, manifest.files, made / "checkpoints", made.name, _start_anew)
-        if not asked_alike:
+        if not same_tasks:
             (first / history.EVALUATION).unlink(missing_ok=True)
 
     return create(
         replace(
             config,
             run=replace(config.run, name=name),
-            policy=replace(config.policy, path="" if own else config.policy.path),
+            policy=replace(config.policy, path="" if own_policy else config.policy.path),
         ),
         None,
-        bring,
+        fill,
     )
 
 
 def _tasks_of(config: Config) -> list[tuple[Env, Tasks]]:
-    """Environment and tasks of every stage, on which its evaluations are."""
+    """Return environment and tasks of every stage, by which it is evaluated."""
     stages = [stage_config(config, index) for index in range(len(config.stages))]
     return [(stage.env, stage.tasks) for stage in stages]
 
 
 def _start_anew(state: dict[str, Any]) -> None:
-    """Make a learner's numbers those of a run that has taken nothing yet."""
+    """Reset a learner's numbers to those of a run that has taken no groups yet."""
     taken = state["take"] - state["stage_take"]
     state.update(lineage=0, take=0, version=0, stage_take=-taken, pending=[], rollbacks=0)

@@ -1,4 +1,4 @@
-"""Which GPUs a child of the launcher sees."""
+"""GPUs that are visible to the processes of a launch."""
 
 from evolver_async.config import Config
 from evolver_async.config.check import ConfigError
@@ -6,38 +6,40 @@ from evolver_async.config.check import ConfigError
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def seen_by(config: Config, role: str, index: int, here: str | None) -> dict[str, str]:
-    """What to set in the environment of process `index` (from 0) of a role; {}: nothing.
+def visible_gpus(config: Config, role: str, index: int, own: str | None) -> dict[str, str]:
+    """Return the variable to set in the environment of process `index` (from 0) of a role, if any.
 
-    `here` is the launcher's own CUDA_VISIBLE_DEVICES, None where it has none: `launch.gpus` counts
-    within it. Raises ConfigError for a GPU that is not in it.
+    `own` is the launcher's CUDA_VISIBLE_DEVICES or None: `launch.gpus` counts within it. Raises
+    ConfigError for a GPU that is not in it.
     """
     gpus, wide = config.launch.gpus, config.engine.tensor_parallel
     if role == "actor":
-        key, mine = "launch.gpus.actors", gpus.actors[index * wide : (index + 1) * wide]
+        key, given = "launch.gpus.actors", gpus.actors[index * wide : (index + 1) * wide]
     elif role == "learner":
-        key, mine = "launch.gpus.learner", gpus.learner[index : index + 1]
+        key, given = "launch.gpus.learner", gpus.learner[index : index + 1]
     else:
         return {}
-    if not mine:
+    if not given:
         return {}
-    if here is None:
-        return {VISIBLE: ",".join(map(str, mine))}
-    there = [entry.strip() for entry in here.split(",") if entry.strip()]
-    if max(mine) >= len(there):
-        raise ConfigError(f"{key}: {max(mine)} is not within {VISIBLE}={here}")
-    return {VISIBLE: ",".join(there[number] for number in mine)}
+    if own is None:
+        return {VISIBLE: ",".join(map(str, given))}
+    devices = [entry.strip() for entry in own.split(",") if entry.strip()]
+    if max(given) >= len(devices):
+        raise ConfigError(
+            f"{key}: {max(given)} is not within {VISIBLE}={own}; numbers count its entries from 0"
+        )
+    return {VISIBLE: ",".join(devices[number] for number in given)}
 
 
-def number_of(name: str) -> int:
-    """The number of a process within its role: 3 of actor-3, 0 of a name without."""
+def index_of(name: str) -> int:
+    """Return the index of a process within its role: 3 for actor-3, 0 for a name without one."""
     number = name.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
 
-def check_seen(config: Config, here: str | None) -> None:
-    """Raises ConfigError for GPUs of `launch.gpus` that this process cannot give away."""
+def check_visible(config: Config, own: str | None) -> None:
+    """Raise ConfigError if `launch.gpus` names a GPU that is not visible to this process."""
     for index in range(config.actors.count):
-        seen_by(config, "actor", index, here)
+        visible_gpus(config, "actor", index, own)
     for index in range(config.learner.ranks):
-        seen_by(config, "learner", index, here)
+        visible_gpus(config, "learner", index, own)

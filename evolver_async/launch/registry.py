@@ -1,13 +1,14 @@
 """Registry of roles: the functions of the wings by name.
 
-A name is resolved where a process starts, so that nothing below imports a wing.
+A name is resolved where a process starts, so that nothing in `evolver_async` imports a wing.
 """
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from evolver_async.config import Config
+if TYPE_CHECKING:  # the command line imports this module and must start fast
+    from evolver_async.config import Config
 
 # Processes: main(RoleArgs) -> exit code.
 PROCESSES = {
@@ -29,17 +30,17 @@ ROLES = PROCESSES | {
     "serial_experience": "actors.experience.service:build",
     "serial_learner": "learner.train:build",
 }
-# Each raises ValueError, naming the key, for what only its wing can tell about a configuration.
+# Checks of a configuration that need a wing: each raises ValueError and names the key.
 CHECKS = ("actors.checks.config:check",)
 
 
 def resolve(entry_point: str) -> Callable[..., Any]:
-    """The function behind a role's name or behind `module:function`."""
+    """Import and return the function of a role's name, or of `module:function`."""
     module, _, function = ROLES.get(entry_point, entry_point).partition(":")
     return getattr(importlib.import_module(module), function)
 
 
-def check_wings(config: Config) -> None:
-    """Raises ValueError, naming the key, for what one of the wings refuses."""
+def check_wings(config: "Config") -> None:
+    """Raise ValueError, naming the key, if one of the wings refuses the configuration."""
     for check in CHECKS:
         resolve(check)(config)

@@ -1,8 +1,8 @@
 """The whole system in one cooperative loop under a virtual clock: same seed, same numbers.
 
-Buffer, actors and learner are the same code as in the other launchers, joined by the in-process
-twin of the transport. Time stands still while anything computes and jumps to the next timer when
-nothing does, so environment latency, leases and deadlines behave as always and cost nothing.
+Buffer, actors and learner are the same code as in the local launcher, connected by the in-process
+transport. The clock does not move while anything computes, and jumps to the next timer when nothing
+does: environment latency, leases and deadlines behave as always and cost no real time.
 """
 
 import asyncio
@@ -22,26 +22,27 @@ from evolver_async.transport.sockets import LocalClient, LocalServer
 
 T = TypeVar("T")
 
-
-TICK_S = 1e-9  # asyncio lets a timer go this early: who then waits for the rest must get there
+TICK_S = 1e-9  # asyncio may fire a timer early by this much; waiting for the rest must end as well
 
 
 class _JumpSelector(selectors.SelectSelector):
-    """A selector that never sleeps: waiting for `timeout` seconds moves the clock by as much."""
+    """Selector that never sleeps: waiting for `timeout` seconds moves the clock by that much."""
 
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise RuntimeError("serial run stands still: no timer is set and nobody can move")
+            raise RuntimeError(
+                "the serial run cannot continue: no timer is set and every task waits"
+            )
         self.now += max(TICK_S, timeout)
         return super().select(0)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop whose `time()` is virtual, in seconds from 0.
+    """Asyncio loop whose `time()` is virtual, in seconds from 0.
 
-    It waits for no thread, so who would call one asks for `virtual` and makes the call itself.
+    It cannot wait for threads: code that would use one tests `virtual` and makes the call itself.
     """
 
     virtual = True
@@ -54,17 +55,17 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._clock.now
 
 
-class Navigating:
-    """The experience service in this loop; the buffer hears its counters whenever they change."""
+class InProcessExperience:
+    """The experience service in this loop; it sends the buffer its counters at every change."""
 
     def __init__(self, config: Config, run_dir: Path, buffer: LocalServer) -> None:
         self._to_buffer = LocalClient(buffer, "experience")
-        self._telling: set[asyncio.Task[Any]] = set()
-        self._service = resolve("serial_experience")(config, run_dir, self._tell)
+        self._sending: set[asyncio.Task[Any]] = set()
+        self._service = resolve("serial_experience")(config, run_dir, self._send)
         self._server = LocalServer(self._service, run_dir.name)
 
     def client(self, name: str) -> LocalClient:
-        """A connection for the actor of this name."""
+        """Return a connection for the actor of this name."""
         return LocalClient(self._server, name)
 
     def close(self) -> None:
@@ -72,14 +73,14 @@ class Navigating:
         self._service.close()
         self._to_buffer.close()
 
-    def _tell(self, counters: Counters) -> None:
+    def _send(self, counters: Counters) -> None:
         task = asyncio.create_task(self._to_buffer.request(counters))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
 
 
 def run(config: Config, run_dir: Path) -> int:
-    """Train in this process, in a run directory made by `directory.create`; the exit code."""
+    """Train in this process, in a run directory made by `creation.create`; return the exit code."""
     sweep(Path(config.weights.dir))
     claimed = claim(make_weights_dir(config, run_dir))
     try:
@@ -94,7 +95,9 @@ def _train(config: Config, run_dir: Path) -> int:
     service = Service.of_run(config, run_dir, tokenizer_hash(config.policy.path), now=0.0)
     address = service.welcome.weights_address
     server = LocalServer(service, run_dir.name)
-    navigating = None if config.experience.kind == "none" else Navigating(config, run_dir, server)
+    experience = (
+        None if config.experience.kind == "none" else InProcessExperience(config, run_dir, server)
+    )
     build_actor = resolve("serial_actor")
     build_learner = resolve("serial_learner")
 
@@ -103,15 +106,15 @@ def _train(config: Config, run_dir: Path) -> int:
         tasks = []
         for index in range(config.actors.count):
             name = f"actor-{index}"
-            experience = None if navigating is None else navigating.client(name)
-            worker = build_actor(config, LocalClient(server, name), address, name, 0, experience)
+            own = None if experience is None else experience.client(name)
+            worker = build_actor(config, LocalClient(server, name), address, name, 0, own)
             tasks.append(asyncio.create_task(worker.run(), name=name))
         return tasks
 
     tasks: list[asyncio.Task[Any]] = []
 
     def call(request: Coroutine[Any, Any, T]) -> T:
-        """Run the loop until the learner's request is answered; an actor that died ends the run."""
+        """Run the loop until the learner's request is answered. An ended actor ends the run."""
         answer = loop.run_until_complete(request)
         for task in tasks:
             if task.done():
@@ -119,7 +122,7 @@ def _train(config: Config, run_dir: Path) -> int:
                 raise RuntimeError(f"{task.get_name()} ended before the learner did")
         return answer
 
-    # not lower than that of a learner that another launcher started
+    # at least the incarnation of a learner that another launcher started
     client = LocalClient(server, "learner", service.book.replay.at.incarnation)
     learner = build_learner(config, run_dir, client, call)
     try:
@@ -130,8 +133,8 @@ def _train(config: Config, run_dir: Path) -> int:
             task.cancel()
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         learner.close()
-        if navigating is not None:
-            navigating.close()
+        if experience is not None:
+            experience.close()
         server.close()
         service.close()
         loop.close()

@@ -6,14 +6,14 @@ from typing import Any
 
 
 class Tail:
-    """The rows of a JSONL file as they are completed; the file may not exist yet."""
+    """Position in a JSONL file; the file may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.offset = 0
 
     def rows(self) -> list[dict[str, Any]]:
-        """The complete rows written since the last call."""
+        """Return the complete rows that were written since the last call."""
         if not self.path.exists():
             return []
         with open(self.path, "rb") as file:

@@ -1,9 +1,9 @@
-"""The process that sends metrics.jsonl to Weights & Biases, as the learner sees it.
+"""Supervision of the process that sends metrics.jsonl to Weights & Biases, by the learner.
 
-W&B can die, hang or refuse: it runs in a process of its own (`wandb_upload`) that follows the files
-of the run directory, so that nothing of it reaches the learner. A process that ended or does not
-move is replaced; its successor sends every row again, so that a row is missing only while no
-process works. `evolver-async wandb RUN` sends the rows that are missing at the end.
+W&B can crash, hang or refuse rows. It runs in a process of its own (`wandb_upload`) that follows
+the files of the run directory, so that its failures do not reach the learner. A process that ended
+or makes no progress is replaced; its successor sends every row again, so rows are missing only
+while no process works. `evolver-async wandb RUN` sends rows that are missing at the end.
 """
 
 import contextlib
@@ -20,27 +20,27 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-STATE = "wandb.json"  # id of the W&B run, and how far its process has come
+STATE = "wandb.json"  # id of the W&B run, and the progress of its process
 ALERTS = "alerts.jsonl"
 SERVER = "https://api.wandb.ai"
 STUCK_S = 90.0  # without progress while rows wait: more than an attempt to reach W&B takes
 CLOSE_S = 15.0  # for the rest of the rows, when the run ends
-PAUSE_S = 5.0  # before the first restart, doubled each time
+PAUSE_S = 5.0  # before the first restart, doubled for each further one
 LONGEST_PAUSE_S = 600.0
-HEALTHY_S = 600.0  # a process that ran this long has the first pause again
+HEALTHY_S = 600.0  # a process that ran this long resets the pause
 
 log = logging.getLogger(__name__)
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """The W&B state of a run directory: its run's `id` at least. Made where it cannot be read."""
+    """Read the W&B state of a run directory, at least its `id`; make it if it is unreadable."""
     path = directory / STATE
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        log.warning("%s: %s; W&B gets a new run", path, error)
+        log.warning("%s: cannot be read (%s); the rows go to a new W&B run", path, error)
     state = {"id": secrets.token_hex(4)}
     write_state(directory, state)
     return state
@@ -54,7 +54,7 @@ def write_state(directory: Path, state: dict[str, Any]) -> None:
 
 
 def online(mode: str) -> bool:
-    """True if rows go to a server; `auto` does where there is a key."""
+    """True if rows go to a server; `auto` means: if there is a key."""
     return mode == "online" or (mode == "auto" and has_key())
 
 
@@ -70,20 +70,20 @@ def _in_netrc() -> bool:
     except FileNotFoundError:
         return False
     except (OSError, netrc.NetrcParseError) as error:
-        log.warning("%s: %s", Path.home() / ".netrc", error)
+        log.warning("%s: cannot be read: %s", Path.home() / ".netrc", error)
         return False
 
 
 def url_of(directory: Path) -> str | None:
-    """The page of the run at W&B; None while there is none."""
+    """Return the page of the run at W&B, None if there is none."""
     try:
         return json.loads((directory / STATE).read_text()).get("url")
     except (FileNotFoundError, ValueError):
         return None
 
 
-class Monitor:
-    """Starts the process, watches it by handle and ends it; no call waits, except `close`."""
+class UploadSupervisor:
+    """Supervisor of the upload process by its handle; no call waits, except `close`."""
 
     def __init__(self, directory: Path, mode: str) -> None:
         self.directory = directory
@@ -92,50 +92,49 @@ class Monitor:
         self.pause_s = PAUSE_S
         self.due = 0.0
         self.started = 0.0
-        self.moved = (0, 0.0)  # rows sent, and since when it is so many
+        self.progress = (0, 0.0)  # rows sent, and the time of the last change
         self.process: subprocess.Popen[bytes] | None = None
         read_state(directory)
         self._start()
 
     def sent(self) -> int:
-        """Rows that the running process has given to W&B."""
+        """Return the number of rows that the running process has sent to W&B."""
         state = read_state(self.directory)
         here = self.process is not None and state.get("pid") == self.process.pid
         return state.get("rows", 0) if here else 0
 
-    def tend(self, rows: int) -> dict[str, float]:
-        """Replace the process if it ended or hangs; returns metrics. `rows`: those written."""
+    def supervise(self, rows: int) -> dict[str, float]:
+        """Replace the process if it ended or hangs; return metrics. `rows` are those written."""
         now = time.monotonic()
         sent = self.sent()
-        if sent != self.moved[0] or sent >= rows:
-            self.moved = (sent, now)
+        if sent != self.progress[0] or sent >= rows:
+            self.progress = (sent, now)
         if self.process is None:
             if now >= self.due:
                 self.restarts += 1
                 self._start()
         elif self.process.poll() is not None:
-            self._plan(f"ended with exit code {self.process.returncode}", rows, now)
-        elif now - self.moved[1] > STUCK_S:
+            self._plan_restart(f"ended with exit code {self.process.returncode}", rows, now)
+        elif now - self.progress[1] > STUCK_S:
             self._kill()
-            self._plan(f"did not move for {STUCK_S:.0f} s", rows, now)
+            self._plan_restart(f"made no progress for {STUCK_S:.0f} s", rows, now)
         return {"wandb/missing": float(max(0, rows - sent)), "wandb/restarts": float(self.restarts)}
 
     def close(self, rows: int) -> None:
-        """Let the process send what is left, for `CLOSE_S` at most."""
+        """Let the process send the remaining rows, for at most `CLOSE_S`."""
         if self.process is None or self.process.poll() is not None:
             self._start()
-        if self._ended() != 0:
+        if self._end() != 0:
             missing = rows - self.sent()
             log.warning(
-                "W&B does not have all of %d rows (%d were not given to it); to send them:"
-                " evolver-async wandb %s",
-                rows,
+                "W&B lacks %d of %d rows; send them with: evolver-async wandb %s",
                 missing,
+                rows,
                 self.directory,
             )
 
-    def _ended(self) -> int | None:
-        """The exit code of the process, whose end this waits for; None if it had to be killed."""
+    def _end(self) -> int | None:
+        """Wait for the end of the process; return its exit code, None if it had to be killed."""
         if self.process is None:
             return None
         assert self.process.stdin is not None
@@ -148,16 +147,16 @@ class Monitor:
             return None
 
     def _start(self) -> None:
-        """Start the process, later where there is no room for it now."""
+        """Start the process, or plan a later attempt if that fails."""
         self.started = time.monotonic()
-        self.moved = (0, self.started)
+        self.progress = (0, self.started)
         try:
             self.process = self._spawn()
         except OSError as error:
-            self._plan(f"could not be started ({error})", 0, self.started)
+            self._plan_restart(f"could not be started ({error})", 0, self.started)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        """Its output goes to logs/wandb.log; it ends when its stdin is closed, or with us."""
+        """Start the process with its output in logs/wandb.log; it ends when its stdin is closed."""
         logs = self.directory / "logs"
         logs.mkdir(exist_ok=True)
         with open(logs / "wandb.log", "ab") as output:
@@ -172,12 +171,12 @@ class Monitor:
                 stderr=subprocess.STDOUT,
             )
 
-    def _plan(self, how: str, rows: int, now: float) -> None:
+    def _plan_restart(self, how: str, rows: int, now: float) -> None:
         if now - self.started > HEALTHY_S:
             self.pause_s = PAUSE_S
         log.warning(
-            "the process that sends metrics to W&B %s; %d rows wait; the run goes on, the next"
-            " attempt is in %.0f s (%s)",
+            "the process that sends metrics to W&B %s; %d rows wait; training continues, the next"
+            " attempt is in %.0f s (see %s)",
             how,
             rows,
             self.pause_s,
@@ -187,7 +186,7 @@ class Monitor:
         self.pause_s = min(LONGEST_PAUSE_S, 2 * self.pause_s)
 
     def _kill(self) -> None:
-        """Kill the process and W&B's own helper, which a stopped one would leave behind."""
+        """Kill the process and W&B's own helper, which would outlive it."""
         assert self.process is not None
         pid = self.process.pid
         helpers: list[str] = []

@@ -1,8 +1,8 @@
-"""The rows of a run directory as a Weights & Biases run: followed while it trains, or sent at once.
+"""Upload of a run's rows to Weights & Biases: during training, or all at once.
 
-A W&B run is written from its first row on every time: W&B replaces a run of the same id that is not
-resumed. So it holds what metrics.jsonl holds, whatever died in between and wherever the parts were
-written, and of a resumed run the newest lineage alone.
+Every upload writes the W&B run from its first row on: W&B replaces a run of the same id that is not
+resumed. The W&B run therefore equals metrics.jsonl after any crash, and after a resume it holds the
+newest lineage only.
 """
 
 import contextlib
@@ -19,25 +19,25 @@ from typing import Any
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load, to_dict
 from evolver_async.config.secrets import without_secrets
-from evolver_async.metrics.lineages import Mark, current, mark
+from evolver_async.metrics.lineages import RowKey, current, key_of
 from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import ALERTS, online, read_state, write_state
 
 POLL_S = 0.5
-SAVE_S = 1.0  # between two notes of how far it has come
+SAVE_S = 1.0  # between two records of the progress
 INIT_S = 15.0  # with a key but no network wandb would stall for 100 s
-LOCK_S = 10.0  # for the process before this one to be gone
+LOCK_S = 10.0  # until the previous process must have ended
 
 
 class UploadError(RuntimeError):
-    """W&B does not take the rows; says why."""
+    """W&B refuses the rows; the message says why."""
 
 
 class Upload:
-    """One W&B run and how much of a run directory it holds.
+    """One W&B run, and the rows of a run directory that it holds.
 
-    `fallback`: go on offline when the server cannot be reached. `parent`: the pid that W&B's system
-    metrics are about.
+    `fallback`: continue offline if the server cannot be reached. `parent`: pid of the process whose
+    system metrics W&B records.
     """
 
     def __init__(self, run_dir: Path, to_server: bool, fallback: bool, parent: int) -> None:
@@ -53,29 +53,29 @@ class Upload:
         self._open()
 
     def _open(self) -> None:
-        """Begin the W&B run anew; nothing of the run directory is in it yet."""
+        """Start the W&B run again, without any rows."""
         self.rows = Tail(self.run_dir / "metrics.jsonl")
-        self.marks: list[Mark] = []
-        self.given: list[int] = []  # positions of the rows that W&B has
+        self.keys: list[RowKey] = []
+        self.sent: list[int] = []  # positions of the rows that W&B has
         try:
             self.run = self._init("online" if self.to_server else "offline")
         except self.wandb.Error as error:
             if not self.fallback or not self.to_server:
                 raise UploadError(str(error)) from error
-            print(f"W&B cannot be reached, rows are kept offline: {error}", flush=True)
+            print(f"W&B cannot be reached; the rows are kept offline: {error}", flush=True)
             self.to_server = False
             self.run = self._init("offline")
         self.alerts = Tail(self.run_dir / ALERTS)
-        self.alerts_seen = 0
-        # People are notified once. A directory made offline is to hold all there is.
-        self.known = self.state.get("alerts", 0) if self.to_server else 0
+        self.alerts_read = 0
+        # People are notified once, but an offline directory must hold all alerts.
+        self.alerts_sent = self.state.get("alerts", 0) if self.to_server else 0
         self.run.define_metric("*", step_metric="step")  # late evaluations have smaller steps
         self.state["rows"] = 0
         self.state["url"] = self.run.url if self.to_server else None
         self._save()
 
     def _init(self, mode: str) -> Any:
-        self._wait_for_a_new_second()
+        self._wait_for_free_name()
         settings = self.wandb.Settings(
             init_timeout=INIT_S, console="off", x_stats_pid=self.parent, disable_code=True
         )
@@ -89,34 +89,34 @@ class Upload:
             config=without_secrets(to_dict(self.config)),
         )
 
-    def _wait_for_a_new_second(self) -> None:
-        """W&B names its directories by the second; two must not share one."""
+    def _wait_for_free_name(self) -> None:
+        """Wait for a second without a directory: W&B names its directories by the second."""
         while any((self.run_dir / "wandb").glob(f"*run-{time.strftime('%Y%m%d_%H%M%S')}-*")):
             time.sleep(0.1)
 
-    def take_in(self) -> int:
-        """Send the rows and alerts written since the last call; returns how many rows."""
+    def send_new(self) -> int:
+        """Send the rows and alerts written since the last call; return the number of rows."""
         rows = self.rows.rows()
-        before, newest = len(self.marks), self.marks[-1].lineage if self.marks else 0
-        added = [mark(row) for row in rows]
-        self.marks += added
-        # Nothing is superseded but by a new lineage, or by a row beside the takes of one.
-        goes_on = all(one.lineage == newest and one.kind == "take" for one in added)
-        kept = set(range(before, len(self.marks)) if goes_on else current(self.marks))
-        if not goes_on and not kept.issuperset(self.given):
+        before, newest = len(self.keys), self.keys[-1].lineage if self.keys else 0
+        added = [key_of(row) for row in rows]
+        self.keys += added
+        # Only a new lineage, or a row that is not of a take, can supersede another row.
+        continues = all(one.lineage == newest and one.kind == "take" for one in added)
+        kept = set(range(before, len(self.keys)) if continues else current(self.keys))
+        if not continues and not kept.issuperset(self.sent):
             self.run.finish()
             self._open()
-            return self.take_in()
+            return self.send_new()
         for index, row in enumerate(rows, before):
             if index in kept:
                 self.run.log(row)
-                self.given.append(index)
+                self.sent.append(index)
             self.state["rows"] += 1
             self._save(SAVE_S)
-        self.state["alerts"] = max(self.known, self.alerts_seen)  # W&B still lives
+        self.state["alerts"] = max(self.alerts_sent, self.alerts_read)  # W&B has not failed
         for alert in self.alerts.rows():
-            self.alerts_seen += 1
-            if self.alerts_seen > self.known:
+            self.alerts_read += 1
+            if self.alerts_read > self.alerts_sent:
                 self.run.alert(title=alert["title"], text=alert["text"])
         self._save()
         return len(rows)
@@ -132,14 +132,14 @@ class Upload:
         self._save()
 
     @property
-    def place(self) -> Path:
-        """The directory of the W&B run on this machine."""
+    def directory(self) -> Path:
+        """Directory of the W&B run on this machine."""
         return Path(self.run.settings.sync_dir)
 
 
 @contextlib.contextmanager
-def alone(run_dir: Path, wait_s: float) -> Iterator[None]:
-    """Hold the run's upload for this process. ConfigError if another one does after `wait_s`."""
+def exclusive(run_dir: Path, wait_s: float) -> Iterator[None]:
+    """Hold the run's upload for this process. ConfigError if another one has it after `wait_s`."""
     deadline = time.monotonic() + wait_s
     with open(run_dir / "wandb.lock", "w") as file:
         while True:
@@ -149,33 +149,33 @@ def alone(run_dir: Path, wait_s: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        f"{run_dir}: a process of the run sends its metrics to W&B by itself"
+                        f"{run_dir}: another process sends its metrics to W&B; wait until it ends"
                     ) from None
                 time.sleep(POLL_S / 5)
         yield
 
 
 def follow(run_dir: Path, mode: str, parent: int) -> None:
-    """Send what is written until stdin is closed, then the rest."""
-    with alone(run_dir, LOCK_S):
+    """Send rows as they are written until stdin is closed, then the rest."""
+    with exclusive(run_dir, LOCK_S):
         upload = Upload(run_dir, online(mode), fallback=mode == "auto", parent=parent)
         closed = False
         while not closed:
             closed = bool(select.select([sys.stdin], [], [], POLL_S)[0])
-            upload.take_in()
+            upload.send_new()
         upload.finish()
 
 
 def send(run_dir: Path, to_server: bool) -> str:
-    """Send a whole run now; returns one sentence that says where it is."""
-    with alone(run_dir, 0.0):
+    """Send a whole run now; return a sentence that says where it is."""
+    with exclusive(run_dir, 0.0):
         try:
             upload = Upload(run_dir, to_server, fallback=False, parent=os.getpid())
-            upload.take_in()
+            upload.send_new()
             upload.finish()
-        except OSError as error:  # W&B's helper process died
+        except OSError as error:  # W&B's helper process ended
             raise UploadError(str(error)) from error
-    said = f"{len(upload.given)} of {len(upload.marks)} rows are"
+    sent = f"{len(upload.sent)} of {len(upload.keys)} rows are"
     if to_server:
-        return f"{said} at {upload.state['url']}"
-    return f"{said} in {upload.place}; to upload them: wandb sync {upload.place}"
+        return f"{sent} at {upload.state['url']}"
+    return f"{sent} in {upload.directory}; to upload them: wandb sync {upload.directory}"

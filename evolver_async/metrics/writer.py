@@ -1,6 +1,6 @@
-"""Where measurements go: JSONL always, Weights & Biases when asked; timers.
+"""Writer of metrics: JSONL always, Weights & Biases if wanted; timers of phases.
 
-numpy only: the caller turns tensors into arrays first. The JSONL file is the source of truth.
+Numbers and numpy values only, no tensors. The JSONL file is the source of truth.
 """
 
 import json
@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from evolver_async.metrics.wandb_process import ALERTS, Monitor
+from evolver_async.metrics.wandb_process import ALERTS, UploadSupervisor
 
 
 class JsonlWriter:
-    """Appends one JSON object a line and flushes it; opening cuts off a line torn by a kill.
+    """Writer of one JSON object per line, flushed; opening cuts off a line torn by a kill.
 
-    `count`: the rows of the file.
+    `count` is the number of rows in the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,9 +30,9 @@ class JsonlWriter:
         self.count = content.count(b"\n")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Writes one row of numbers and strings.
+        """Write one row of numbers and strings.
 
-        JSON has no NaN: non-finite numbers are written as null and named under `non_finite`.
+        JSON has no NaN: non-finite numbers become null and are named under `non_finite`.
         """
         plain = {
             name: value.item() if isinstance(value, np.generic) else value
@@ -55,36 +55,36 @@ def _non_finite(value: object) -> bool:
 
 
 class Metrics:
-    """The one place a process logs to: <directory>/metrics.jsonl. W&B follows it unless disabled.
+    """Log of a run's metrics, <directory>/metrics.jsonl; W&B follows it unless disabled.
 
-    `lineage`, set by the learner, stands in every row: with the step it tells rows apart.
+    `lineage`, set by the learner, is part of every row: with the step it identifies the row.
     """
 
     def __init__(self, directory: Path, *, wandb: str = "disabled") -> None:
         self.lineage = 0
         self.rows = JsonlWriter(directory / "metrics.jsonl")
         self.alerts = directory / ALERTS
-        self.monitor = Monitor(directory, wandb) if wandb != "disabled" else None
+        self.upload = UploadSupervisor(directory, wandb) if wandb != "disabled" else None
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write one row; `step` counts takes, the version is a column of its own."""
-        about = {} if self.monitor is None else self.monitor.tend(self.rows.count)
-        self.rows.write({"step": step, "lineage": self.lineage, **values, **about})
+        """Write one row; `step` counts takes, the version is another column."""
+        upload = {} if self.upload is None else self.upload.supervise(self.rows.count)
+        self.rows.write({"step": step, "lineage": self.lineage, **values, **upload})
 
     def alert(self, title: str, text: str) -> None:
-        """Have W&B notify people, where it is on."""
-        if self.monitor is not None:
+        """Let W&B notify people, if it is enabled."""
+        if self.upload is not None:
             with open(self.alerts, "a", encoding="utf-8") as file:
                 file.write(f"{json.dumps({'title': title, 'text': text})}\n")
 
     def close(self) -> None:
         self.rows.close()
-        if self.monitor is not None:
-            self.monitor.close(self.rows.count)
+        if self.upload is not None:
+            self.upload.close(self.rows.count)
 
 
 class Timers:
-    """Wall seconds by phase: `with timers("train"): …` adds to `time/train_s`."""
+    """Wall-clock seconds by phase: `with timers("train"): …` adds to `time/train_s`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -99,6 +99,6 @@ class Timers:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
 
     def drain(self) -> dict[str, float]:
-        """The seconds since the last call, as metrics."""
+        """Return the seconds since the last call as metrics, and start from 0."""
         seconds, self.seconds = self.seconds, {}
         return {f"time/{phase}_s": value for phase, value in seconds.items()}

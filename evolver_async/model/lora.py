@@ -1,7 +1,7 @@
-"""Low-rank adapters: linears W of a model become W + (alpha / rank) · B·A, of which W stays frozen.
+"""Low-rank adapters: linears W of a model become W + (alpha / rank) · B·A, with W frozen.
 
-arXiv 2106.09685. What is trained, published and kept in checkpoints is then A and B alone; who runs
-the model merges them into the weights that they were made for. Knows models, not channels or runs.
+arXiv 2106.09685. Only A and B are trained, published and saved in checkpoints; an engine merges
+them into the weights for which they were made. Channels and runs do not live here.
 
 Shapes: `I` inputs and `O` outputs of a linear, `R` rank.
 """
@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from evolver_async.model.policy import ModelError, split_model, state_tensors
-from evolver_async.schema import key
+from evolver_async.randomness import key
 
 DOWN, UP = "lora_A", "lora_B"  # PEFT's names
-BASE = "lora_base"  # the buffer that tells which weights the adapters belong to
+BASE = "lora_base"  # buffer with the fingerprint of the weights under the adapters
 FINGERPRINT_BYTES = 16
 SAMPLED = 256  # elements of each weight that its fingerprint reads
 
 
 class LoraLinear(nn.Linear):
-    """A linear with an adapter; shares weight and bias, now frozen, with the one it replaces.
+    """Linear with an adapter; it shares weight and bias, now frozen, with the linear it replaces.
 
-    lora_A [R, I] is uniform in ±1/√I by `seed`, lora_B [O, R] zero: it begins as the plain linear.
-    Both are float32, whatever the base's type, and take part in its type.
+    lora_A [R, I] is uniform in ±1/√I by `seed`, lora_B [O, R] zero: at first it equals the plain
+    linear. Both are float32 for any type of the base, and are cast to the type of the input.
     """
 
     def __init__(self, plain: nn.Linear, *, rank: int, scale: float, seed: int) -> None:
@@ -55,11 +55,11 @@ class LoraLinear(nn.Linear):
 def inject(
     model: nn.Module, *, rank: int, alpha: float, targets: Sequence[str], seed: int
 ) -> list[str]:
-    """Freezes the model and gives its target linears adapters; returns their names.
+    """Freeze the model and add adapters to its target linears; return their names.
 
-    `targets` are last parts of names (`q_proj`, `mlp.up_proj`); none means all linears of the
-    decoder. ModelError for a target that names none. `state_tensors` are the adapters from here on,
-    and a fingerprint of the weights under them.
+    `targets` are last parts of names (`q_proj`, `mlp.up_proj`); without any, all linears of the
+    decoder are targets. ModelError for a target that names no linear. From then on `state_tensors`
+    returns the adapters and a fingerprint of the weights under them.
     """
     decoder, _ = split_model(model)
     inside = set(decoder.modules())
@@ -69,11 +69,13 @@ def inject(
         if isinstance(module, nn.Linear) and module in inside
     }
     for target in targets:
-        if not any(_meant(name, target) for name in linears):
+        if not any(_matches(name, target) for name in linears):
             raise ModelError(f"policy.lora.targets: no linear of the decoder is named {target}")
-    chosen = [name for name in linears if not targets or any(_meant(name, one) for one in targets)]
+    chosen = [
+        name for name in linears if not targets or any(_matches(name, one) for one in targets)
+    ]
     if not chosen:
-        raise ModelError("policy.lora.rank: the model's decoder has no linear that could adapt")
+        raise ModelError("policy.lora.rank: must be 0, as the model's decoder has no linear")
     base = fingerprint(state_tensors(model))
     model.requires_grad_(False)
     for name in chosen:
@@ -85,15 +87,15 @@ def inject(
     return chosen
 
 
-def _meant(name: str, target: str) -> bool:
+def _matches(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
 @torch.no_grad()
 def fingerprint(tensors: Mapping[str, Tensor]) -> Tensor:
-    """uint8[16] by which two processes compare their base weights, whatever type they load them in.
+    """Compute uint8[16] by which two processes compare their base weights, of any type.
 
-    Reads names, shapes and a sample of the numbers.
+    It covers names, shapes and a sample of the numbers.
     """
     digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
     for name, tensor in sorted(tensors.items()):
@@ -108,21 +110,23 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> Tensor:
 def merge(
     base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], scale: float
 ) -> dict[str, Tensor]:
-    """Whole weights: `base` with the adapters in it, in its types and on its devices.
+    """Merge adapters into `base`; return whole weights in its types and on its devices.
 
-    Only adapted weights are new tensors. ModelError where the adapters belong to other weights.
+    Only adapted weights are new tensors. ModelError if the adapters belong to other weights.
     """
     adapters = dict(adapters)
-    named = adapters.pop(BASE, None)
-    if named is None or not torch.equal(named.cpu().to(torch.uint8), fingerprint(base)):
-        raise ModelError("policy.path: the adapters belong to other weights than those found there")
+    expected = adapters.pop(BASE, None)
+    if expected is None or not torch.equal(expected.cpu().to(torch.uint8), fingerprint(base)):
+        raise ModelError(
+            "policy.path: holds other weights than those that the adapters were trained on"
+        )
     merged = dict(base)
     for name in [name for name in adapters if name.endswith(f".{DOWN}")]:
         linear = name.removesuffix(f".{DOWN}")
         weight_OI = base.get(f"{linear}.weight")
         down_RI, up_OR = adapters.pop(name), adapters.pop(f"{linear}.{UP}", None)
         if weight_OI is None or up_OR is None:
-            raise ModelError(f"weight {linear} of the adapters is unknown or not whole")
+            raise ModelError(f"weight {linear} of the adapters is unknown or incomplete")
         if (up_OR.shape[0], down_RI.shape[1]) != weight_OI.shape or len(down_RI) != up_OR.shape[1]:
             raise ModelError(f"adapter of {linear} does not fit {list(weight_OI.shape)}")
         down_RI, up_OR = (part.to(weight_OI.device).float() for part in (down_RI, up_OR))
@@ -134,7 +138,7 @@ def merge(
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A copy with trained weights of its own over the same frozen ones, which take no memory."""
+    """Copy the trained weights of a model; the copy shares the frozen ones."""
     frozen = {id(one): one for one in model.parameters() if not one.requires_grad}
     return copy.deepcopy(model, memo=frozen)
 

@@ -1,21 +1,19 @@
 """The policy: loading a causal language model, its log-probs, its weights as named tensors.
 
-Works on any Hugging Face causal-LM directory; the preset made from scratch is in `tiny.py`, and
-nothing here can tell the two apart. Actors and learner share this file, so that both sides mean the
-same by "log-prob". How tokens are sampled is in `actors/engines`, what is trained in `learner`.
+It takes any Hugging Face causal-LM directory, also that of the preset of `tiny.py`. Actors and
+learner share this file, so that "log-prob" means the same on both sides. Sampling lives in
+`actors/engines`, training in `learner`.
 
 Shapes: `B` sequences, `T` tokens, `N` selected positions, `D` hidden size, `V` vocabulary.
 """
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -23,6 +21,7 @@ from transformers.utils import logging
 
 from evolver_async.model.attention import NAME as PACKED
 from evolver_async.model.attention import Borders
+from evolver_async.model.projection import project, summing_head
 from evolver_async.model.tiny import make_tiny
 from evolver_async.model.tokenizer import (
     TOKENIZER_FILES,
@@ -48,20 +47,20 @@ __all__ = [
     "tokenizer_hash",
 ]
 
-logging.disable_progress_bar()  # transformers' own would tear the run's live panel
+logging.disable_progress_bar()  # that of transformers would break the run's live panel
 
-APART = {torch.float32: 1e-3}  # of hidden states: how far packed ones may be off
-APART_SHORT = 0.1  # in a short type: kernels round differently, layer after layer
-LOGITS = 1 << 25  # of one chunk at most: 128 MiB in float32, five times that at the peak
+TOLERANCE = {torch.float32: 1e-3}  # relative difference of packed hidden states
+SHORT_TOLERANCE = 0.1  # of a short type: kernels round differently in every layer
+LOGITS = 1 << 25  # per chunk at most: 128 MiB in float32, five times that at the peak
 
 
 def load_model(
     directory: str | Path, *, dtype: str, device: str, attention: str = "sdpa"
 ) -> PreTrainedModel:
-    """A causal language model in evaluation mode; ModelError, naming the file, for a bad directory.
+    """Load a causal language model in evaluation mode. ModelError names the file that is wrong.
 
-    Only models whose logits are a plain projection of the last hidden states are taken, because
-    log-probs are computed from the hidden states in chunks. Device "auto" is CUDA, if there.
+    The logits must be a plain projection of the last hidden states, because log-probs are computed
+    from the hidden states in chunks. Device "auto" is CUDA if it is available.
     """
     root = Path(directory)
     if not (root / "config.json").is_file():
@@ -95,7 +94,7 @@ def load_model(
 
 
 def split_model(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The part that computes hidden states, and the projection to the vocabulary."""
+    """Return the part that computes hidden states, and the projection to the vocabulary."""
     assert isinstance(model, PreTrainedModel)
     head = model.get_output_embeddings()
     if head is None:
@@ -104,18 +103,18 @@ def split_model(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def hidden_states(model: nn.Module, tokens_BT: Tensor, borders: Borders | None = None) -> Tensor:
-    """The last hidden states of rows padded on the right, hidden_BTD. Differentiable.
+    """Compute the last hidden states of rows padded on the right, hidden_BTD. Differentiable.
 
-    With `borders` they are of one packed row (B = 1).
+    With `borders` there is one packed row (B = 1).
     """
     return decode(split_model(model)[0], tokens_BT, borders)
 
 
 def decode(decoder: nn.Module, tokens_BT: Tensor, borders: Borders | None = None) -> Tensor:
-    """`hidden_states` by a model's first part alone; packed rows switch its attention for good."""
+    """Compute `hidden_states` by a model's first part; packed rows switch its attention."""
     packed = {}
     if borders is not None:
-        config = getattr(decoder, "config")  # noqa: B009 (a Module says any attribute is a Tensor)
+        config = getattr(decoder, "config")  # noqa: B009 (a Module types any attribute as a Tensor)
         config._attn_implementation = PACKED
         packed = {"position_ids": borders.position_1T, "borders": borders}
     return decoder(input_ids=tokens_BT, use_cache=False, **packed).last_hidden_state
@@ -123,32 +122,33 @@ def decode(decoder: nn.Module, tokens_BT: Tensor, borders: Borders | None = None
 
 @torch.no_grad()
 def check_packing(model: PreTrainedModel) -> None:
-    """ModelError where the model does not keep the sequences of a packed row apart."""
+    """Raise ModelError if the model mixes the sequences of a packed row."""
     lengths = [3, 1, 5]
     tokens_1T = torch.arange(sum(lengths), device=model.device)[None] % model.config.vocab_size
     parts = tokens_1T.split(lengths, dim=1)
     alone_1TD = torch.cat([hidden_states(model, one_1T) for one_1T in parts], 1).float()
     packed_1TD = hidden_states(model, tokens_1T, Borders.of(lengths, model.device)).float()
-    off = float((packed_1TD - alone_1TD).norm() / alone_1TD.norm())
-    if not off <= APART.get(model.dtype, APART_SHORT):
+    difference = float((packed_1TD - alone_1TD).norm() / alone_1TD.norm())
+    if not difference <= TOLERANCE.get(model.dtype, SHORT_TOLERANCE):
         raise ModelError(
-            f"learner.packing: {type(model).__name__} does not keep packed sequences apart"
+            f"learner.packing: must be false, as {type(model).__name__} mixes packed sequences"
         )
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Keep only what goes into each decoder layer and compute the rest again in the backward pass.
+    """Keep only the input of each decoder layer; recompute the rest in the backward pass.
 
-    Gradients stay as they are, bit by bit; a copy of the model does the same. ModelError where the
-    model has no layers that can.
+    Gradients stay bitwise equal; a copy of the model does the same. ModelError if the model has no
+    layers that can.
     """
     layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(
-            f"learner.gradient_checkpointing: {type(model).__name__} has no layers to recompute"
+            f"learner.gradient_checkpointing: must be false, as no layer of {type(model).__name__}"
+            " can be recomputed"
         )
     for layer in layers:
-        # Models are in evaluation mode throughout: no random numbers are drawn that could differ.
+        # Models are always in evaluation mode: no random numbers are drawn that could differ.
         layer.forward = partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
         )
@@ -167,20 +167,20 @@ def token_logprobs(
     with_entropy: bool = False,
     entropy_top_k: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each selected token given the tokens before it, and the entropy it was drawn at.
+    """Compute the log-prob of each selected token, and the entropy of the distribution it is from.
 
-    tokens_BT int; mask_BT true on real tokens, which stand on the left (padding on the right, so
-    causal attention alone keeps it out of sight and positions are column numbers). Returns float32
-    logprobs_BT and entropy_BT (zero unless `with_entropy`); index t is about token t, index 0 and
-    everything not selected is 0. `select_BT` defaults to the real tokens. Only selected positions
-    are projected to the vocabulary, `chunk` at a time and never more than `LOGITS` values, and
-    chunks are recomputed in the backward pass: memory for logits is bounded, whatever the
-    vocabulary and the number of tokens. Temperature 0 is greedy decoding: log-probs are
-    then those of temperature 1. `entropy_top_k` > 0 leaves the entropy's value as it is and
-    gives it the gradient of the entropy among the k likeliest tokens (AEnt, arXiv 2509.03493), so
-    that a bonus on it keeps alternatives alive without raising every token of the vocabulary.
-    `hidden_BTD`: the rows' `hidden_states`, where they are known already; else `borders` says
-    whether they are packed (no sequence's first token may be selected then). Differentiable.
+    tokens_BT int; mask_BT true on real tokens, with padding on the right only: causal attention
+    ignores it, and positions are column numbers. Returns float32 logprobs_BT and entropy_BT (zero
+    unless `with_entropy`); index t belongs to token t; index 0 and all that is not selected are 0.
+    `select_BT` defaults to the real tokens. Only selected positions are projected to the
+    vocabulary, `chunk` at a time and at most `LOGITS` values, and chunks are recomputed in the
+    backward pass: memory for logits is bounded for any vocabulary and any number of tokens.
+    Temperature 0 is greedy decoding: log-probs are then those of temperature 1. `entropy_top_k` > 0
+    keeps the value of the entropy and gives it the gradient of the entropy among the k likeliest
+    tokens (AEnt, arXiv 2509.03493): a bonus on it preserves alternatives without raising every
+    token of the vocabulary. `hidden_BTD` are the rows' `hidden_states` if they are known already;
+    else `borders` are given for packed rows (whose sequences' first tokens cannot be selected).
+    Differentiable.
     """
     select_BT = mask_BT.bool() if select_BT is None else select_BT.bool()
     rows_N, columns_N = select_BT[:, 1:].nonzero(as_tuple=True)
@@ -192,100 +192,30 @@ def token_logprobs(
 
     blank_BT = torch.zeros(tokens_BT.shape, dtype=torch.float32, device=tokens_BT.device)
     if not len(targets_N):
-        # Still a function of the weights: a micro-batch without actions must not break backward().
+        # Still a function of the weights: backward() must work for a micro-batch without actions.
         return blank_BT + 0.0 * hidden_BTD.float().sum(), blank_BT
     assert isinstance(model, PreTrainedModel)
     chunk = max(1, min(chunk, LOGITS // model.config.vocab_size))
-    # A single chunk is as large as memory may get anyway; recomputing it would only cost time.
-    again = torch.is_grad_enabled() and len(targets_N) > chunk
-    project = partial(
-        _project, _summing(head) if again else head, temperature, with_entropy, entropy_top_k
+    # A single chunk is within the bound of memory; recomputing it would only cost time.
+    recompute = torch.is_grad_enabled() and len(targets_N) > chunk
+    project_chunk = partial(
+        project, summing_head(head) if recompute else head, temperature, with_entropy, entropy_top_k
     )
     parts = [
-        checkpoint(project, *pieces, use_reentrant=False, preserve_rng_state=False)
-        if again
-        else project(*pieces)
+        checkpoint(project_chunk, *pieces, use_reentrant=False, preserve_rng_state=False)
+        if recompute
+        else project_chunk(*pieces)
         for pieces in zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True)
     ]
-    place = rows_N, columns_N + 1
+    index = rows_N, columns_N + 1
     logprobs_N, entropy_N = (torch.cat(part) for part in zip(*parts, strict=True))
-    return blank_BT.index_put(place, logprobs_N), blank_BT.index_put(place, entropy_N)
-
-
-class _Wide(torch.autograd.Function):
-    """Where chunks' gradients of weights in a short type meet, to be added in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, weight_VD: Tensor) -> Tensor:
-        """Of the weights' shape; holds no memory, as nobody reads it."""
-        ctx.dtype = weight_VD.dtype
-        return torch.zeros((), dtype=torch.float32, device=weight_VD.device).expand_as(weight_VD)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0].to(ctx.dtype)
-
-
-class _Linear(torch.autograd.Function):
-    """A projection, the gradient of whose weights goes to `_Wide` in their place."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, _: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        ctx.save_for_backward(hidden_ND, weight_VD)
-        return F.linear(hidden_ND, weight_VD, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor, Tensor | None]:
-        hidden_ND, weight_VD = ctx.saved_tensors
-        (gradient_NV,) = gradients
-        wide_VD = (gradient_NV.T @ hidden_ND).float()
-        bias = gradient_NV.sum(0) if ctx.needs_input_grad[3] else None
-        return gradient_NV @ weight_VD, None, wide_VD, bias
-
-
-def _summing(head: nn.Module) -> Callable[[Tensor], Tensor]:
-    """A projection that is computed chunk by chunk: its gradient is rounded to its type once."""
-    assert isinstance(head, nn.Linear)
-    weight_VD, bias = head.weight, head.bias
-    if weight_VD.element_size() >= torch.float32.itemsize or not weight_VD.requires_grad:
-        return head
-    wide_VD = _Wide.apply(weight_VD)
-    return lambda hidden_ND: _Linear.apply(hidden_ND, weight_VD.detach(), wide_VD, bias)
-
-
-def _project(
-    head: Callable[[Tensor], Tensor],
-    temperature: float,
-    with_entropy: bool,
-    entropy_top_k: int,
-    hidden_ND: Tensor,
-    targets_N: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Log-probs of a chunk of targets, and entropies where they are wanted, else 0."""
-    logps_NV = _scaled(head(hidden_ND), temperature).log_softmax(-1)
-    picked_N = logps_NV.gather(-1, targets_N[:, None]).squeeze(-1)
-    if not with_entropy:
-        return picked_N, torch.zeros_like(picked_N)
-    entropy_N = -(logps_NV.exp() * logps_NV).sum(-1)
-    if entropy_top_k:
-        size = min(entropy_top_k, logps_NV.shape[-1])
-        likeliest_NK = logps_NV.topk(size).values.log_softmax(-1)
-        among_N = -(likeliest_NK.exp() * likeliest_NK).sum(-1)
-        entropy_N = among_N + (entropy_N - among_N).detach()
-    return picked_N, entropy_N
-
-
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    logits = logits.float()
-    return logits if temperature in (0.0, 1.0) else logits / temperature
+    return blank_BT.index_put(index, logprobs_N), blank_BT.index_put(index, entropy_N)
 
 
 def state_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's weights by stable name, tied ones once; views, not copies.
+    """Return the model's weights by stable name, tied ones once; views, not copies.
 
-    Where some parameters are trained and others frozen, as under adapters, without the frozen ones.
+    If some parameters are trained and others frozen, as with adapters, these are left out.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
@@ -302,9 +232,9 @@ def state_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy weights, as `state_tensors` names them, into the model; all of them or, on error, none.
+    """Copy weights, named as by `state_tensors`, into the model; all of them, or none on error.
 
-    Raises ModelError naming the tensor that is missing, unknown or of another shape.
+    Raises ModelError, naming the tensor that is missing, unknown or of another shape.
     """
     own = state_tensors(model)
     for name in own.keys() ^ tensors.keys():

@@ -1,7 +1,7 @@
 """The `tiny` preset: a small Qwen3-shaped model and its tokenizer, made from scratch.
 
-Every word of `WORDS` is one token, alone and after a space; everything else falls back to bytes, so
-every string can be written and read back. Saved as an ordinary Hugging Face directory.
+Every word of `WORDS` is one token, alone and after a space; all other text falls back to bytes, so
+every string can be encoded and decoded. It is saved as an ordinary Hugging Face directory.
 """
 
 from pathlib import Path
@@ -53,14 +53,14 @@ TAGS = [
     for opening in ("<", "</")
 ]
 SPECIAL = ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
-# Two tokens a message: a small model spends most of its time on reading.
+# Two tokens per message: a small model spends most of its time on prompts.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# A word, digit or mark takes the space before it; a newline or a further space stands alone.
+# A word, digit or mark includes the space before it; a newline or another space is one token.
 PRETOKEN = r" ?\|\|| ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]|\s"
 
 
@@ -74,12 +74,14 @@ def make_tiny(
     intermediate_size: int,
     max_length: int,
 ) -> None:
-    """Write the preset's model (random weights of `seed`) and tokenizer to a directory.
+    """Write the preset's model (random weights by `seed`) and tokenizer to a directory.
 
-    `max_length` is the context in tokens. Raises ModelError when the sizes do not fit together.
+    `max_length` is the context in tokens. Raises ModelError if the sizes do not fit together.
     """
     if hidden_size % (2 * heads):
-        raise ModelError(f"policy.hidden_size {hidden_size} is no even multiple of {heads} heads")
+        raise ModelError(
+            f"policy.hidden_size: must be an even multiple of {heads} heads, is {hidden_size}"
+        )
     tokenizer = make_tokenizer(max_length)
     config = tiny_shape(
         tokenizer,
@@ -103,7 +105,7 @@ def tiny_shape(
     heads: int,
     intermediate_size: int,
 ) -> Qwen3Config:
-    """The preset's model configuration, for the tokenizer's vocabulary and context."""
+    """Make the preset's model configuration for the tokenizer's vocabulary and context."""
     ids = tokenizer.get_vocab()
     return Qwen3Config(
         vocab_size=len(tokenizer),
@@ -123,14 +125,14 @@ def tiny_shape(
 
 
 def make_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
-    """The preset's tokenizer: whole words, ids in the order bytes, words, tags, special tokens."""
+    """Make the preset's tokenizer; ids are in the order bytes, words, tags, special tokens."""
     words = dict.fromkeys(WORDS.split())
     words |= dict.fromkeys(word.capitalize() for word in CAPITALISED.split())
     words |= dict.fromkeys([*SEPARATORS, "||"])
-    space = "Ġ"  # how the byte-level alphabet writes a space
+    space = "Ġ"  # a space in the byte-level alphabet
     pieces = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
     pieces |= dict.fromkeys(form for word in words for form in (word, space + word))
-    # Without merges a piece of text is one token if it is in the vocabulary, and bytes if not.
+    # Without merges a piece of text is one token if it is in the vocabulary, else bytes.
     vocab = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

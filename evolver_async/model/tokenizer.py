@@ -1,6 +1,6 @@
-"""The tokenizer of a model directory, and the fingerprint by which two processes compare theirs.
+"""Tokenizer of a model directory, and the fingerprint by which two processes compare theirs.
 
-Importing this imports no torch, so that processes without a model can compare fingerprints.
+This module does not import torch, so that processes without a model can compare fingerprints.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ TOKENIZER_FILES = (
 
 
 class ModelError(ValueError):
-    """A model directory or weights that cannot be used; the message names what is wrong."""
+    """A model directory or weights that cannot be used; the message names the fault."""
 
 
 def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerFast":
-    """The tokenizer of a Hugging Face directory; ModelError if it has none or no chat template."""
+    """Load the tokenizer of a Hugging Face directory. ModelError if it is incomplete."""
     from transformers import AutoTokenizer  # imports torch
 
     path = _tokenizer_json(directory)
@@ -34,9 +34,9 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerFast":
 
 
 def tokenizer_hash(directory: str | Path) -> str:
-    """A fingerprint of the directory's tokenizer and chat template, 32 hexadecimal digits."""
+    """Compute a fingerprint of tokenizer and chat template, 32 hexadecimal digits."""
     digest = hashlib.blake2b(_tokenizer_json(directory).read_bytes(), digest_size=16)
-    # The template lies in a file of its own or, in older directories, in tokenizer_config.json.
+    # The template has a file of its own or, in older directories, is in tokenizer_config.json.
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         path = Path(directory) / name
         if path.is_file():

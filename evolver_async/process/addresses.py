@@ -6,23 +6,23 @@ from pathlib import Path
 from evolver_async.config import Config
 from evolver_async.process.private_directories import PREFIX
 
-WEIGHTS = "weights"  # file of the run directory with the path of the weights directory
+WEIGHTS = "weights"  # file of the run directory that holds the path of the weights directory
 
 
 def keys_of(config: Config) -> Path | None:
-    """The directory of the run's keys, where it has some."""
+    """Return the directory of the run's keys, None if it has none."""
     return Path(config.security.keys).expanduser() if config.security.keys else None
 
 
 def experience_address(config: Config, buffer_address: str) -> str:
-    """Where the experience service of a run is reached, which has its buffer there; "" for none."""
+    """Return the address of the run's experience service, "" if it has none."""
     if config.experience.kind == "none":
         return ""
     return config.experience.address or f"{buffer_address}.experience"
 
 
 def make_weights_dir(config: Config, run_dir: Path) -> Path:
-    """A new private directory for the weights of this launch; the run directory records its path.
+    """Make a private directory for the weights of this launch and record its path.
 
     Its name is random, so that no other user can make it first.
     """
@@ -35,9 +35,9 @@ def make_weights_dir(config: Config, run_dir: Path) -> Path:
 
 
 def weights_dir(config: Config, run_dir: Path) -> Path:
-    """The directory through which the weights of this run travel on this host, as recorded.
+    """Return the recorded directory for the weights of this run on this host.
 
-    Made where there is no record, as in a run without a launcher.
+    Without a record, as in a run without a launcher, the directory is made.
     """
     try:
         return Path((run_dir / WEIGHTS).read_text(encoding="utf-8"))
@@ -46,6 +46,5 @@ def weights_dir(config: Config, run_dir: Path) -> Path:
 
 
 def weights_address(config: Config, run_dir: Path) -> str:
-    """Where the weights of this run are published, as WELCOME says it: a directory of this host, or
-    tcp://host:port."""
+    """Return the place where the weights are published: a directory of this host, or tcp://host:port."""
     return config.weights.address or str(weights_dir(config, run_dir))

@@ -1,11 +1,11 @@
-"""Logs of bounded growth: what comes again and again is written a few times, then counted."""
+"""Filter of repeated log records: some are written, the others only counted."""
 
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-FIRST = 20  # lines of one place in the code that are written within WINDOW_S
+FIRST = 20  # records of one source line that are written within WINDOW_S
 WINDOW_S = 60.0
 
 
@@ -13,12 +13,15 @@ WINDOW_S = 60.0
 class _Window:
     began: float
     written: int = 0
-    left_out: int = 0
+    omitted: int = 0
 
 
-class Repeats(logging.Filter):
-    """Passes the first FIRST records of a place in every WINDOW_S. The next window's first record
-    says how many were left out. Several handlers share one: it decides once about a record."""
+class RepeatFilter(logging.Filter):
+    """Filter that passes the first FIRST records of a source line in every WINDOW_S.
+
+    The first record of the next window has the number of the omitted ones. Several handlers share
+    one filter: it decides once about a record.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -31,17 +34,17 @@ class Repeats(logging.Filter):
         return record.passes  # pyright: ignore[reportAttributeAccessIssue]
 
     def _passes(self, record: logging.LogRecord) -> bool:
-        now, place = self._clock(), (record.pathname, record.lineno)
-        window = self._windows.get(place)
+        now, source = self._clock(), (record.pathname, record.lineno)
+        window = self._windows.get(source)
         if window is None or now - window.began >= WINDOW_S:
-            if window is not None and window.left_out:
+            if window is not None and window.omitted:
                 past_s = now - window.began
-                _add(record, f"{window.left_out:,} more of these were left out in {past_s:.0f} s")
-            window = self._windows[place] = _Window(now)
+                _add(record, f"{window.omitted:,} more of these were omitted in {past_s:.0f} s")
+            window = self._windows[source] = _Window(now)
         window.written += 1
         if window.written == FIRST:
-            _add(record, f"from now on these are only counted for {WINDOW_S:.0f} s")
-        window.left_out += window.written > FIRST
+            _add(record, f"further ones are only counted for {WINDOW_S:.0f} s")
+        window.omitted += window.written > FIRST
         return window.written <= FIRST
 
 

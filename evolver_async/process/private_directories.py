@@ -22,7 +22,7 @@ from pathlib import Path
 PREFIX = "evolver-"
 OWNER = "owner.json"
 LOCK = "lock"
-YOUNG_S = 60.0  # a directory without owner that is younger may be about to be claimed
+YOUNG_S = 60.0  # a younger directory without owner may be claimed soon
 UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # of flock
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -52,13 +52,13 @@ class Claim:
         self.release()
 
     def release(self) -> None:
-        """Give up the locks."""
+        """Release the locks."""
         while self._locks:
             os.close(self._locks.pop())
 
 
 def claim(directory: Path) -> Claim:
-    """Make `directory` for this process and its user alone. A living owner keeps it.
+    """Make `directory` private to this process and its user. A running owner keeps it.
 
     Raises PermissionError if another user owns the directory or may enter it.
     """
@@ -79,9 +79,9 @@ def claim(directory: Path) -> Claim:
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
-            log.warning("%s: cannot be locked (%s); no other run removes it", directory, error)
+            log.warning("%s: cannot be locked (%s); other runs do not remove it", directory, error)
         break
-    with suppress(OSError):  # systemd-tmpfiles leaves a locked directory and its files alone
+    with suppress(OSError):  # systemd-tmpfiles does not remove a locked directory
         locks.append(_lock(directory, os.O_DIRECTORY))
     part = directory / f".{OWNER}"
     part.write_text(json.dumps({"host": socket.gethostname(), "boot": _boot(), "pid": os.getpid()}))
@@ -92,12 +92,12 @@ def claim(directory: Path) -> Claim:
 def sweep(parent: Path) -> None:
     """Remove this user's channel directories in `parent` whose owner has ended.
 
-    Others whose names begin alike stay: ours are private and hold `owner.json`, or nothing yet.
+    Other directories with this prefix stay: ours are private, and hold `owner.json` or are empty.
     """
     for directory in sorted(parent.glob(f"{PREFIX}*")):
         with suppress(FileNotFoundError):  # another process sweeps as well
             found = directory.lstat()
-            if found.st_uid == os.getuid() and _private(found) and _ours(directory):
+            if found.st_uid == os.getuid() and _private(found) and _is_claimed(directory):
                 _sweep(directory)
 
 
@@ -113,7 +113,7 @@ def owned(directory: Path) -> bool:
 
 
 def owner_of(directory: Path) -> dict[str, str | int]:
-    """Content of `owner.json`; empty if it is missing or cannot be read as that."""
+    """Return the content of `owner.json`, empty if it is missing or damaged."""
     try:
         owner = json.loads((directory / OWNER).read_bytes())
     except (OSError, ValueError):
@@ -122,7 +122,7 @@ def owner_of(directory: Path) -> dict[str, str | int]:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove a directory of this user unless it is locked, or young and without owner."""
+    """Remove a directory of this user, unless it is locked, or young and without owner."""
     owner = owner_of(directory)
     try:
         lock = _lock(directory / LOCK)
@@ -133,7 +133,10 @@ def _sweep(directory: Path) -> None:
     except OSError as error:
         host = owner.get("host", "unknown")
         log.warning(
-            "%s: is left alone; its lock cannot be had (%s); host %s", directory, error, host
+            "%s: is not removed, as it cannot be locked (%s); its owner is on host %s",
+            directory,
+            error,
+            host,
         )
         return
     if owner or time.time() - directory.lstat().st_mtime > YOUNG_S:
@@ -145,7 +148,9 @@ def _sweep(directory: Path) -> None:
 def _check_private(directory: Path) -> None:
     found = directory.lstat()
     if found.st_uid != os.getuid():
-        raise PermissionError(f"{directory}: belongs to user {_user(found.st_uid)}; choose another")
+        raise PermissionError(
+            f"{directory}: belongs to user {_user(found.st_uid)}; choose another directory"
+        )
     if not _private(found):
         raise PermissionError(f"{directory}: must be a directory private to this user (mode 0700)")
 
@@ -155,14 +160,14 @@ def _private(found: os.stat_result) -> bool:
     return stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o700
 
 
-def _ours(directory: Path) -> bool:
-    """True if a process claimed the directory, or made it and was killed before it could."""
+def _is_claimed(directory: Path) -> bool:
+    """True if a process claimed the directory, or made it and was killed before its claim."""
     names = {path.name for path in directory.iterdir()}
     return OWNER in names or names <= {LOCK, f".{OWNER}"}
 
 
 def _remove(directory: Path) -> None:
-    """Remove a directory; `owner.json` goes last, so that a later sweep knows what is left."""
+    """Remove a directory, `owner.json` last: a later sweep recognizes the rest by it."""
     with suppress(FileNotFoundError):
         for path in directory.iterdir():
             if path.name in (OWNER, LOCK):
@@ -176,7 +181,7 @@ def _remove(directory: Path) -> None:
 
 
 def _lock(path: Path, flags: int = 0) -> int:
-    """Descriptor of the locked file. BlockingIOError if another process holds the lock."""
+    """Lock a file and return its descriptor. BlockingIOError if another process holds the lock."""
     access = os.O_RDONLY if flags & os.O_DIRECTORY else os.O_RDWR
     descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
     try:
@@ -188,7 +193,7 @@ def _lock(path: Path, flags: int = 0) -> int:
 
 
 def _boot() -> str:
-    """Identity of this start of the kernel; empty if the system tells none."""
+    """Return the identity of this boot of the kernel, "" if it is unknown."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:

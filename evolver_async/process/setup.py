@@ -12,7 +12,7 @@ from pathlib import Path
 
 from evolver_async.config.secrets import mask
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
-from evolver_async.process.logs import Repeats
+from evolver_async.process.logs import RepeatFilter
 
 SET_PDEATHSIG = 1  # of prctl
 
@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RoleArgs:
-    """What a process is told on its command line; WELCOME and the run directory have the rest.
+    """Arguments of a process on its command line; WELCOME and the run directory hold the rest.
 
-    `run_dir` of an actor that joined by hand is its working directory.
+    The `run_dir` of an actor that was started by hand is its working directory.
     """
 
     address: str
@@ -32,7 +32,7 @@ class RoleArgs:
     run_dir: Path
     parent_pid: int | None = None
     keys: Path | None = None
-    rank: int = 0  # of a learner of several ranks, which find each other at the file `meeting`
+    rank: int = 0  # of a learner of several ranks, which find each other by the file `meeting`
     meeting: Path | None = None
 
 
@@ -64,27 +64,27 @@ def run_process(
 
 
 def collect_rarely() -> None:
-    """Make the cyclic garbage collector of this process run seldom, after its set-up.
+    """Let the cyclic garbage collector of this process run seldom, after its set-up.
 
-    Live trajectories are many small objects and part of no cycle, models are many and stay; walking
-    them all again and again takes a fifth of the buffer's time and a tenth of the learner's.
+    Trajectories are many small objects without cycles, and models are permanent: repeated
+    traversals cost a fifth of the buffer's time and a tenth of the learner's.
     """
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
 
 def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends."""
+    """Let the kernel kill this process when its parent ends for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
-        sys.exit(f"parent {parent_pid} is gone")
+        sys.exit(f"the parent process {parent_pid} has ended")
 
 
 def set_up_logging(log_file: Path | None, stderr_level: int) -> None:
-    """Log to `log_file` from INFO on, and to stderr from `stderr_level` on unless it is that file.
+    """Log to `log_file` from INFO on, and to stderr from `stderr_level` on unless that is the file.
 
-    Without a file everything goes to stderr.
+    Without a file all records go to stderr.
     """
     handlers: list[logging.Handler] = []
     if log_file is not None:
@@ -94,7 +94,7 @@ def set_up_logging(log_file: Path | None, stderr_level: int) -> None:
         stderr = logging.StreamHandler()
         stderr.setLevel(stderr_level if log_file is not None else logging.INFO)
         handlers.append(stderr)
-    repeats = Repeats()
+    repeats = RepeatFilter()
     for handler in handlers:
         handler.setFormatter(_Masked("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handler.addFilter(repeats)
@@ -102,7 +102,7 @@ def set_up_logging(log_file: Path | None, stderr_level: int) -> None:
 
 
 class _Masked(logging.Formatter):
-    """Lines and tracebacks without the environment's secrets."""
+    """Formatter that masks the environment's secrets in lines and tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return mask(super().format(record))

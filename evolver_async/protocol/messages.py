@@ -7,17 +7,10 @@ from typing import Any
 
 import msgspec
 
-from evolver_async.schema import (
-    EvalResult,
-    FailureTotal,
-    Fork,
-    Group,
-    Task,
-    Ticket,
-    Trajectory,
-    Transcript,
-    WeightId,
-)
+from evolver_async.lineages import Fork
+from evolver_async.protocol.failures import FailureTotal
+from evolver_async.protocol.transcripts import Transcript
+from evolver_async.schema import EvalResult, Group, Task, Ticket, Trajectory, WeightId
 
 LOSING = ("environment", "engine", "grade")
 

@@ -36,7 +36,8 @@ from evolver_async.protocol.messages import (
     Wait,
     Welcome,
 )
-from evolver_async.schema import Group, key
+from evolver_async.randomness import key
+from evolver_async.schema import Group
 from evolver_async.transport.sessions import Sessions
 
 PARK_S = 5.0  # how long LEASE and SAMPLE may wait for something to change

@@ -1,4 +1,4 @@
-"""The state of runs: the last lines of a launch, and the list of a directory's runs."""
+"""States of runs: the end of a launch with its summary, and the runs of a directory."""
 
 import contextlib
 import fcntl
@@ -19,9 +19,9 @@ from evolver_async.metrics.lineages import current_rows
 from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import url_of
 
-END = "end.json"  # how the newest launch ended
+END = "end.json"  # end of the newest launch
 SEARCHED_LINES = 100  # of the launcher's log, for the reason of a failure
-RECORD = re.compile(r"[\d:,-]+( [\d:,]+)? [A-Z]+ [\w.]+: ")  # what a line of a log begins with
+RECORD = re.compile(r"[\d:,-]+( [\d:,]+)? [A-Z]+ [\w.]+: ")  # the head of a log line
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """Progress of a run, from its metrics: the newest step, its last and its best evaluation."""
 
     step: int
@@ -45,12 +45,12 @@ class Progress:
 
 
 def begin(run_dir: Path) -> None:
-    """Forget how an earlier launch ended."""
+    """Delete the record of an earlier launch's end."""
     (run_dir / END).unlink(missing_ok=True)
 
 
 def end(run_dir: Path, code: int, reason: str = "") -> Ending:
-    """Note how the launch ended: with exit code `code`, and why if it failed."""
+    """Record the end of the launch: its exit code, and the reason if it failed."""
     if code == 0:
         state = "finished"
     elif code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
@@ -63,47 +63,47 @@ def end(run_dir: Path, code: int, reason: str = "") -> Ending:
 
 
 def _logged_reason(run_dir: Path) -> str:
-    """The last error of the launcher's log with the lines that belong to it, or its last line."""
+    """Return the last error of the launcher's log with all its lines, else the last line."""
     lines = last_lines(run_dir / "logs" / "launcher.log", SEARCHED_LINES).splitlines()
     errors = [index for index, line in enumerate(lines) if " ERROR " in line]
     if not errors:
-        return lines[-1] if lines else "no reason is in the logs"
+        return lines[-1] if lines else "no error is in the logs"
     first, *rest = lines[errors[-1] :]
-    said = [first, *itertools.takewhile(lambda line: not RECORD.match(line), rest)]
-    return RECORD.sub("", "\n".join(said))
+    record = [first, *itertools.takewhile(lambda line: not RECORD.match(line), rest)]
+    return RECORD.sub("", "\n".join(record))
 
 
-def last_words(run_dir: Path, ending: Ending) -> list[str]:
-    """Lines for people at the end of a launch: how it ended, and what comes next."""
+def summary(run_dir: Path, ending: Ending) -> list[str]:
+    """Return lines for people at the end of a launch: its end, and the next commands."""
     run = shlex.quote(_short(run_dir))
-    resume = f"go on: evolver-async train --resume {run}"
+    resume = f"continue: evolver-async train --resume {run}"
     if ending.state == "failed":
-        said = [f"failed with exit code {ending.code}: {ending.reason}", f"logs: {run}/logs"]
-        return [*said, resume]
+        lines = [f"failed with exit code {ending.code}: {ending.reason}", f"logs: {run}/logs"]
+        return [*lines, resume]
     progress = progress_of(run_dir)
-    said = [f"{ending.state} at step {progress.step}{_successes(progress)}"]
+    lines = [f"{ending.state} at step {progress.step}{_successes(progress)}"]
     with contextlib.suppress(CheckpointError):
         newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
-        said.append(f"checkpoint: {_short(newest)}")
+        lines.append(f"checkpoint: {_short(newest)}")
     if url := url_of(run_dir):
-        said.append(f"W&B: {url}")
+        lines.append(f"W&B: {url}")
     if ending.state == "stopped":
-        return [*said, resume]
+        return [*lines, resume]
     stage = load(run_dir / "config.yaml").stages[-1]
     last = len(load(run_dir / "config.yaml").stages) - 1
     if stage.steps:
-        said.append(f"extend: {resume[7:]} stages.{last}.steps={2 * stage.steps}")
-    return [*said, f"export: evolver-async export {run} OUT"]
+        lines.append(f"extend: {resume.partition(': ')[2]} stages.{last}.steps={2 * stage.steps}")
+    return [*lines, f"export: evolver-async export {run} OUT"]
 
 
-def progress_of(run_dir: Path) -> Progress:
-    """Read from the rows of the newest lineage."""
+def progress_of(run_dir: Path) -> RunProgress:
+    """Read the progress of a run from the rows of its newest lineage."""
     rows = current_rows(Tail(run_dir / "metrics.jsonl").rows())
     evaluated = [
         (row["eval/success"], row["step"]) for row in rows if row.get("eval/success") is not None
     ]
     best, best_step = max(evaluated, default=(None, None))
-    return Progress(
+    return RunProgress(
         step=max((row["step"] for row in rows), default=0),
         last=evaluated[-1][0] if evaluated else None,
         best=best,
@@ -111,7 +111,7 @@ def progress_of(run_dir: Path) -> Progress:
     )
 
 
-def _successes(progress: Progress) -> str:
+def _successes(progress: RunProgress) -> str:
     if progress.last is None:
         return ", not evaluated"
     return (
@@ -121,9 +121,9 @@ def _successes(progress: Progress) -> str:
 
 
 def listed(directory: Path) -> list[dict[str, Any]]:
-    """The runs of a directory, the newest last: name, state, step, success, and when it changed.
+    """List the runs of a directory by time: name, state, step, success, time of the last change.
 
-    The state of a run whose files do not say all of this is "unreadable".
+    The state of a run whose files lack some of this is "unreadable".
     """
     runs = []
     for path in directory.glob("*/config.yaml"):
@@ -167,7 +167,7 @@ def _running(run_dir: Path) -> bool:
 
 
 def _short(path: Path) -> str:
-    """The path from the working directory on, where it is below it."""
+    """Shorten a path below the working directory to a relative one."""
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)

@@ -1,51 +1,32 @@
-"""The live view of a run: a panel on a terminal, else lines, fed from metrics.jsonl.
+"""The view of a run: a panel or lines of text, from the rows of its metrics and from STATUS.
 
-It follows the file, so it works the same inside the launcher and attached to a running job. The
-buffer is asked for failures, and while no new step comes also for who waits for what.
+Pure but for rich's objects; `live.py` reads the file, asks the buffer and prints.
 """
 
-import asyncio
 import contextlib
-import json
 import math
-import os
-import sys
-import threading
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from evolver_async.config import Config
-from evolver_async.launch.run_directory import EXACT
-from evolver_async.metrics.lineages import Mark, current_rows, mark, supersedes
-from evolver_async.metrics.tail import Tail
-from evolver_async.metrics.wandb_process import url_of
-from evolver_async.process.addresses import keys_of
-from evolver_async.protocol.messages import Status
-from evolver_async.schema import FailureTotal
-from evolver_async.transport.sockets import DealerClient, Rejected
+from evolver_async.metrics.lineages import RowKey, key_of, supersedes
+from evolver_async.protocol.failures import FailureTotal
+from evolver_async.watch.status import failures_of, longest_stall, waits_of
 
-POLL_S = 0.5
-ASK_S = 2.0  # between two questions to the buffer
-QUIET_S = 5.0  # without a new row, what is going on is shown
-REPEAT_S = 30.0  # until a failure that goes on is printed again
-SHOWN = 4  # failures, and processes that wait, in a panel
+REPEAT_S = 30.0  # until a repeated failure is printed again
+SHOWN = 4  # failures, and waiting processes, in a panel
 LINE_S = 2.0  # of the run's time between two lines
 BARS = "▁▂▃▄▅▆▇█"
 SPARKS = 40
 
 
 class View:
-    """What is known of a run from its rows. `steps`: learner steps of all stages, 0 = unknown.
+    """State of a run by its rows and by STATUS.
 
-    `exact`: the success of the `random` and of the `optimal` policy on the evaluation's tasks.
+    `steps`: learner steps of all stages, 0 if unknown. `exact`: success of the `random` and of the
+    `optimal` policy on the evaluation's tasks.
     """
 
     def __init__(self, name: str, steps: int, exact: dict[str, float] | None = None) -> None:
@@ -53,28 +34,30 @@ class View:
         self.steps = steps
         self.exact = exact
         self.row: dict[str, Any] = {}
-        self.marked: list[tuple[Mark, float]] = []  # evaluations, none superseded
-        self.stalled = ""  # who has made no progress for longest
+        self.evaluations: list[tuple[RowKey, float]] = []  # none superseded
+        self.stalled = ""  # the longest stall
         self.waiting: list[str] = []
-        self.url: str | None = None  # of the run at W&B
+        self.url: str | None = None  # page at W&B
         self.failures: list[FailureTotal] = []  # the newest first
-        self._printed: dict[tuple[str, str], tuple[int, float]] = {}  # count and time, by thing
+        self._printed: dict[
+            tuple[str, str], tuple[int, float]
+        ] = {}  # count and time by kind and name
         self.line_due_s = 0.0
         self.first: tuple[int, float] | None = None
 
     def feed(self, row: dict[str, Any]) -> str | None:
-        """Take in a row; returns the line to print for it, where it deserves one."""
-        new = mark(row)
-        self.marked = [entry for entry in self.marked if not supersedes(new, entry[0])]
+        """Add a row. Return the line to print for it, None if it needs none."""
+        new = key_of(row)
+        self.evaluations = [one for one in self.evaluations if not supersedes(new, one[0])]
         if "eval/success" in row:
-            self.marked.append((new, row["eval/success"]))
+            self.evaluations.append((new, row["eval/success"]))
             return (
                 f"step {row['step']}  eval success {_number(row['eval/success'])}"
-                f" over {_number(row.get('eval/episodes'))} episodes{self._beside()}"
+                f" over {_number(row.get('eval/episodes'))} episodes{self._exact_values()}"
             )
         if "time_s" not in row:
             return None
-        if self.row and self.row["lineage"] != row["lineage"]:  # its clock went back
+        if self.row and self.row["lineage"] != row["lineage"]:  # a resume sets the clock back
             self.first, self.line_due_s = None, 0.0
         self.row, self.waiting = row, []
         if not self.stalls:
@@ -87,43 +70,40 @@ class View:
 
     @property
     def evals(self) -> list[float]:
-        """The success rates of the newest lineage's evaluations."""
-        return [success for _, success in self.marked]
+        """Success rates of the newest lineage's evaluations."""
+        return [success for _, success in self.evaluations]
 
     @property
     def stalls(self) -> int:
-        """How many stalls the newest step knows of."""
+        """Number of stalls that the newest step reports."""
         return int(self.row.get("supervision/stalled") or 0)
 
     def line(self) -> str:
-        """The newest step in one line."""
+        """Format the newest step as one line."""
         return "  ".join(f"{name} {value}" for name, value in self._cells())
 
     def feed_status(self, status: dict[str, Any]) -> None:
-        """Who makes no progress and who waits for what, from the buffer's STATUS."""
+        """Add the longest stall and the waiting processes of the buffer's STATUS."""
         self.stalled = longest_stall(status)
-        self.waiting = [
-            f"{name} waits {wait['for_s']:.0f} s: {wait['reason']}"
-            for name, waits in status["waiting"].items()
-            for wait in waits.values()
-        ]
+        self.waiting = waits_of(status)
 
     def feed_failures(self, status: dict[str, Any], now: float) -> list[str]:
-        """Take in the failures of the buffer's STATUS; returns the lines to print for them.
+        """Add the failures of the buffer's STATUS. Return the lines to print for them.
 
-        One that is new gets a line, one that goes on every REPEAT_S.
+        A new failure gets a line, a repeated one another line every REPEAT_S.
         """
         self.failures = failures_of(status)
         lines = []
         for failure in reversed(self.failures):
-            thing = (failure.kind, failure.name)
-            count, at = self._printed.get(thing, (0, -math.inf))
+            source = (failure.kind, failure.name)
+            count, at = self._printed.get(source, (0, -math.inf))
             if failure.count > count and now - at >= REPEAT_S:
-                self._printed[thing] = (failure.count, now)
+                self._printed[source] = (failure.count, now)
                 lines.append(str(failure))
         return lines
 
     def panel(self) -> Panel:
+        """Format the newest step, the evaluations and what is wrong as a panel."""
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim")
         grid.add_column()
@@ -131,7 +111,7 @@ class View:
             grid.add_row(name, value)
         if self.evals:
             spark = "".join(BARS[round(v * (len(BARS) - 1))] for v in self.evals[-SPARKS:])
-            grid.add_row("eval success", f"{spark} {self.evals[-1]:.3f}{self._beside()}")
+            grid.add_row("eval success", f"{spark} {self.evals[-1]:.3f}{self._exact_values()}")
         if self.url:
             grid.add_row("W&B", self.url)
         if self.stalled:
@@ -143,7 +123,7 @@ class View:
         return Panel(grid, title=self.name, border_style="cyan", expand=False)
 
     def _cells(self) -> list[tuple[str, str]]:
-        """The newest step as names and texts; values the row lacks are left out."""
+        """Format the newest step as names and texts, without the values that the row lacks."""
         if not self.row:
             return []
         total = f"/{self.steps}" if self.steps else ""
@@ -173,132 +153,23 @@ class View:
         return cells
 
     def _eta_s(self) -> float | None:
-        """Seconds to go at the pace seen so far."""
+        """Estimate the remaining seconds by the pace so far."""
         if self.first is None or not self.steps:
             return None
         steps, seconds = self.row["step"] - self.first[0], self.row["time_s"] - self.first[1]
         return (self.steps - self.row["step"]) * seconds / steps if steps > 0 else None
 
-    def _beside(self) -> str:
+    def _exact_values(self) -> str:
         if self.exact is None:
             return ""
         return " (random policy {random:.3f}, optimal {optimal:.3f})".format_map(self.exact)
 
 
 class _Numbers(dict[str, Any]):
-    """Formats every number of a row the same way."""
+    """Row whose values are formatted numbers."""
 
     def __getitem__(self, name: str) -> str:
         return _number(super().__getitem__(name))
-
-
-@contextlib.contextmanager
-def shown(run_dir: Path, config: Config, mode: str) -> Iterator[None]:
-    """Show the run while the block runs. `mode`: auto, panel, lines or none."""
-    if mode == "none":
-        yield
-        return
-    stop = threading.Event()
-    console = Console()
-    live = None
-    if mode == "panel" or (mode == "auto" and console.is_terminal):
-        live = Live(console=console, refresh_per_second=4, transient=False)
-        live.start()
-    thread = threading.Thread(
-        target=_show, args=(run_dir, config, live, stop, True), name="watch", daemon=True
-    )
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-        if live is not None:
-            live.stop()
-
-
-def watch(run_dir: Path, config: Config, follow: bool) -> None:
-    """Show a run from its beginning; with `follow` until interrupted."""
-    stop = threading.Event()
-    if not follow:
-        stop.set()
-    console = Console()
-    live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
-    with live or contextlib.nullcontext():
-        _show(run_dir, config, live, stop, False)
-
-
-def _show(
-    run_dir: Path, config: Config, live: Live | None, stop: threading.Event, embedded: bool
-) -> None:
-    """Follow the metrics until `stop`, and once more after it."""
-    tail = Tail(run_dir / "metrics.jsonl")
-    measured = run_dir / EXACT
-    exact = json.loads(measured.read_text()) if measured.exists() else None
-    view = View(run_dir.name, _steps(config), exact)
-    if embedded:
-        for row in current_rows(tail.rows()):  # of the launches before
-            view.feed(row)
-    quiet_since = asked = time.monotonic()
-    last = False
-    while not last:
-        last = stop.wait(POLL_S)
-        if view.url is None and (url := url_of(run_dir)) is not None:
-            view.url = url
-            if live is None:
-                print(f"W&B: {url}", flush=True)
-        for row in current_rows(tail.rows()):
-            line = view.feed(row)
-            if not view.stalls:  # else the buffer knows who it is
-                quiet_since = time.monotonic()
-            if line and live is None:
-                print(line, flush=True)
-        if not last and config.launch.kind == "local" and time.monotonic() - asked > ASK_S:
-            lines = []
-            with contextlib.suppress(OSError, TimeoutError, ValueError, Rejected):
-                address = json.loads((run_dir / "run.json").read_text())["address"]
-                status = asyncio.run(ask(address, keys_of(config)))
-                lines = view.feed_failures(status, time.monotonic())
-                if time.monotonic() - quiet_since > QUIET_S:
-                    quiet_since = time.monotonic()
-                    view.feed_status(status)
-                    lines += filter(None, (view.stalled, *view.waiting))
-            asked = time.monotonic()
-            if live is None:
-                for text in lines:
-                    print(text, file=sys.stderr, flush=True)
-        if live is not None:
-            live.update(view.panel())
-        elif last and view.row:
-            print(view.line(), flush=True)
-
-
-def longest_stall(status: dict[str, Any]) -> str:
-    """Who has made no progress for longest and why, from STATUS; empty where everybody moves."""
-    for stall in status["stalled"][:1]:
-        return f"{stall['who']} stands still for {stall['for_s']:.0f} s: {stall['what']}"
-    return ""
-
-
-def failures_of(status: dict[str, Any]) -> list[FailureTotal]:
-    """What fails, from STATUS, the newest first."""
-    names = FailureTotal.__struct_fields__
-    return [FailureTotal(**{name: one[name] for name in names}) for one in status["failures"]]
-
-
-async def ask(address: str, keys: Path | None = None, timeout_s: float = 2.0) -> dict[str, Any]:
-    """The buffer's STATUS. TimeoutError when nobody answers at `address`, Rejected when not us."""
-    client = DealerClient(address, "", f"watch-{os.getpid()}", keys=keys)
-    try:
-        return (await client.request(Status(), timeout_s=timeout_s)).status
-    finally:
-        client.close()
-
-
-def _steps(config: Config) -> int:
-    """All learner steps; 0 when some stage has another limit alone."""
-    steps = [stage.steps for stage in config.stages]
-    return sum(steps) if all(steps) else 0
 
 
 def _number(value: float | None) -> str:

@@ -8,17 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from evolver_async.schema import (
-    Array,
-    Fork,
-    Group,
-    Role,
-    Sequence,
-    Trajectory,
-    WeightId,
-    uniform,
-    version_lag,
-)
+from evolver_async.lineages import Fork, version_lag
+from evolver_async.randomness import uniform
+from evolver_async.schema import Array, Group, Role, Sequence, Trajectory, WeightId
 from learner.data.batch import Batch
 
 

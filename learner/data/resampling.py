@@ -7,7 +7,8 @@ the fewest mistakes on their way. Formulas: algorithms §8.
 import numpy as np
 from msgspec.structs import replace
 
-from evolver_async.schema import Array, Group, Trajectory, TurnFlag, key
+from evolver_async.randomness import key
+from evolver_async.schema import Array, Group, Trajectory, TurnFlag
 
 LEAST = 2  # members of either side that are kept where there are so many
 NO_TOOL = 0.5  # the error ratio of who called no tool

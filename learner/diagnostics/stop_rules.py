@@ -9,7 +9,8 @@ from evolver_async.config import Config
 from evolver_async.errors import TrainingError
 from evolver_async.launch import run_directory
 from evolver_async.metrics.writer import Metrics
-from evolver_async.schema import FailureTotal, Group
+from evolver_async.protocol.failures import FailureTotal
+from evolver_async.schema import Group
 from learner.diagnostics.alarms import Alarm, group_signals, judge
 from learner.diagnostics.rollouts import NON_FINITE, Outcome
 from learner.state import State

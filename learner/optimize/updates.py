@@ -17,7 +17,7 @@ from evolver_async.errors import TrainingError
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
 from evolver_async.model.attention import Borders
-from evolver_async.schema import key
+from evolver_async.randomness import key
 from learner.advantage.critic import Critic
 from learner.data.batch import Batch, MicroBatch, Minibatch
 from learner.diagnostics.offpolicy import Accounting

@@ -15,10 +15,11 @@ import torch
 from evolver_async.config import Config
 from evolver_async.config.channels import leaves_host
 from evolver_async.config.check import ConfigError
+from evolver_async.lineages import Fork
 from evolver_async.metrics.writer import Timers
 from evolver_async.process.setup import RoleArgs
 from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
-from evolver_async.schema import Fork, Group, Kind, Task, WeightId
+from evolver_async.schema import Group, Kind, Task, WeightId
 from learner.diagnostics.rollouts import Outcome
 from learner.loss.sft import Stages
 from learner.ranks.process_group import Ranks, join

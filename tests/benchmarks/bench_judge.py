@@ -32,7 +32,8 @@ from actors.progress import Progress
 from actors.rollout.episode import Finished
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import run_group
-from evolver_async.schema import Sampling, Task, Ticket, Turn, WeightId
+from evolver_async.protocol.transcripts import Turn
+from evolver_async.schema import Sampling, Task, Ticket, WeightId
 
 LATENCY_S = 0.05
 REQUIRED = 2.0  # percent of rollout time, at most

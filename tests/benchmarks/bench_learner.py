@@ -29,7 +29,8 @@ from evolver_async.model import policy
 from evolver_async.process.addresses import weights_dir
 from evolver_async.process.setup import collect_rarely
 from evolver_async.protocol.messages import Ack, Lease, Push, Tickets
-from evolver_async.schema import Role, Sequence, Ticket, Trajectory, VersionRun, key
+from evolver_async.randomness import key
+from evolver_async.schema import Role, Sequence, Ticket, Trajectory, VersionRun
 from evolver_async.transport.sockets import DealerClient, Server
 from learner.train import Learner, build
 

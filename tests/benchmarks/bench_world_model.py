@@ -29,7 +29,8 @@ from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config
 from evolver_async.model import policy
-from evolver_async.schema import Role, Sampling, Sequence, Ticket, key
+from evolver_async.randomness import key
+from evolver_async.schema import Role, Sampling, Sequence, Ticket
 
 LEAST = 0.95
 

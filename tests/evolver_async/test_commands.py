@@ -8,10 +8,13 @@ import pytest
 
 from evolver_async.checkpoint.directory import save
 from evolver_async.cli import main
+from evolver_async.commands.recipes import recipe_path
 from evolver_async.config import Config, Stage
 from evolver_async.config.load import dump, load
 from evolver_async.launch.run_directory import locked
 from evolver_async.watch import runs
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -126,14 +129,14 @@ def test_the_last_lines_say_how_it_ended_and_what_comes_next(run_dir: Path) -> N
     ]
     (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     newest = save(run_dir / "checkpoints", 5, lambda path: None, run_id="earlier", keep=2)
-    said = runs.last_words(run_dir, runs.end(run_dir, 0))
+    said = runs.summary(run_dir, runs.end(run_dir, 0))
     assert said[0] == "finished at step 5, eval success 0.500 (best 0.750 at step 2)"
     assert said[1] == f"checkpoint: {newest}"
     assert f"evolver-async export {run_dir} OUT" in said[-1]
     assert any("stages.0.steps=10" in line for line in said)
-    said = runs.last_words(run_dir, runs.end(run_dir, 130))
+    said = runs.summary(run_dir, runs.end(run_dir, 130))
     assert said[0].startswith("stopped at step 5")
-    assert said[-1] == f"go on: evolver-async train --resume {run_dir}"
+    assert said[-1] == f"continue: evolver-async train --resume {run_dir}"
     (run_dir / "logs").mkdir()
     moment = "2026-01-01 12:00:00,123"
     lines = (
@@ -141,7 +144,7 @@ def test_the_last_lines_say_how_it_ended_and_what_comes_next(run_dir: Path) -> N
         f"{moment} INFO launch: ended\n"
     )
     (run_dir / "logs" / "launcher.log").write_text(lines)
-    said = runs.last_words(run_dir, runs.end(run_dir, 2))
+    said = runs.summary(run_dir, runs.end(run_dir, 2))
     assert said[0] == "failed with exit code 2: actor-0 cannot go on: no tokenizer"
     assert said[1] == f"logs: {run_dir}/logs"
     with open(run_dir / "logs" / "launcher.log", "a") as log:
@@ -149,4 +152,34 @@ def test_the_last_lines_say_how_it_ended_and_what_comes_next(run_dir: Path) -> N
             f"{moment} ERROR launch: actor-0 is not started again:\n  line 3\nKeyError: 'x'\n"
         )
     assert runs.end(run_dir, 1).reason == "actor-0 is not started again:\n  line 3\nKeyError: 'x'"
-    assert said[-1] == f"go on: evolver-async train --resume {run_dir}"
+    assert said[-1] == f"continue: evolver-async train --resume {run_dir}"
+
+
+def test_a_recipe_is_found_by_name_and_by_path(recipe: Path) -> None:
+    assert recipe_path("frozen_lake").samefile(ROOT / "configs" / "frozen_lake.yaml")
+    assert recipe_path("gpu/grpo_roc").samefile(ROOT / "configs" / "gpu" / "grpo_roc.yaml")
+    assert recipe_path(str(recipe)) == recipe
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("frozen_lak", "did you mean frozen_lake?"),
+        ("gpu/grpo_rok", "did you mean gpu/grpo_roc or "),
+        ("configs/n.yaml", "did you mean ablations/n?"),
+        ("zzzz", "the name of a recipe (evolver-async recipes lists the names)"),
+    ],
+)
+def test_a_wrong_recipe_gets_the_names_that_are_close(
+    given: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", given]) == 2
+    assert meant in capsys.readouterr().err
+
+
+def test_recipes_are_listed_with_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    *lines, _, where = capsys.readouterr().out.splitlines()
+    assert len(lines) == len([*(ROOT / "configs").rglob("*.yaml")])
+    assert all(line.split()[1:] and line.endswith((".", "…")) for line in lines)
+    assert str(ROOT / "configs") in where

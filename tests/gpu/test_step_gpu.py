@@ -19,8 +19,9 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from evolver_async.config import Advantage, Config, Learner, Metrics, Policy, Stage
 from evolver_async.config.load import stage_config
+from evolver_async.lineages import Fork
 from evolver_async.metrics.writer import Timers
-from evolver_async.schema import Fork, Group, Role, Sequence, Task, VersionRun, WeightId
+from evolver_async.schema import Group, Role, Sequence, Task, VersionRun, WeightId
 from learner.state import State
 from learner.step import Updater
 

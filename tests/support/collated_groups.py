@@ -2,16 +2,8 @@
 
 import numpy as np
 
-from evolver_async.schema import (
-    Fork,
-    Group,
-    Role,
-    Sequence,
-    Task,
-    Trajectory,
-    VersionRun,
-    WeightId,
-)
+from evolver_async.lineages import Fork
+from evolver_async.schema import Group, Role, Sequence, Task, Trajectory, VersionRun, WeightId
 from learner.data.batch import Batch
 from learner.data.collate import Lag, Strip, collate, lag_table
 

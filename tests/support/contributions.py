@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from evolver_async.protocol import messages
-from evolver_async.schema import Transcript, Turn
+from evolver_async.protocol.transcripts import Transcript, Turn
 
 
 def episode(*steps: str, success: bool, number: int = 0, used: tuple[int, ...] = ()) -> Transcript:

@@ -21,7 +21,8 @@ from evolver_async.checkpoint import shards
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config
 from evolver_async.model.tokenizer import load_tokenizer
-from evolver_async.schema import Role, Task, Trajectory, key
+from evolver_async.randomness import key
+from evolver_async.schema import Role, Task, Trajectory
 from evolver_async.weights.lora_receiver import whole
 from learner.tools.export import export
 

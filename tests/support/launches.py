@@ -13,7 +13,7 @@ import psutil
 
 from evolver_async.launch.run_directory import address_of, last_lines
 from evolver_async.metrics.tail import Tail
-from evolver_async.watch.view import ask
+from evolver_async.watch.status import ask
 
 DEADLINE_S = 120.0
 COMMAND = [sys.executable, "-m", "evolver_async.cli"]

@@ -1,20 +1,21 @@
-"""Machines for `doctor`'s verdicts: what its probes would have found there."""
+"""Machines for the checks of `doctor`: the results that its probes would have there."""
 
 from typing import Any
 
-from evolver_async.doctor.probes import PROBES, Found
+from evolver_async.doctor.probes.result import ProbeResult
+from evolver_async.doctor.probes.run import PROBES
 
 GIB, GB = 1 << 30, 10**9
 
 
 def machine(
-    *gpus: dict[str, Any], host_bytes: int = 512 * GIB, **changes: Found
-) -> dict[str, Found]:
+    *gpus: dict[str, Any], host_bytes: int = 512 * GIB, **changes: ProbeResult
+) -> dict[str, ProbeResult]:
     """A machine with everything, of which `changes` are otherwise."""
-    found = {name: Found(True, f"{name} is there") for name in PROBES}
-    found["python"] = Found(True, "3.11", {"memory_bytes": host_bytes})
-    found["shared memory"] = Found(True, "/dev/shm", {"free_bytes": host_bytes // 4 * 3})
-    found["disk"] = Found(True, "runs", {"free_bytes": 2000 * GIB})
-    found["vllm"] = Found(True, "vLLM", {"device": "cuda" if gpus else "cpu"})
-    found["cuda"] = Found(bool(gpus), f"{len(gpus)} GPUs", {"devices": list(gpus)})
+    found = {name: ProbeResult(True, f"{name} is there") for name in PROBES}
+    found["python"] = ProbeResult(True, "3.11", {"memory_bytes": host_bytes})
+    found["shared memory"] = ProbeResult(True, "/dev/shm", {"free_bytes": host_bytes // 4 * 3})
+    found["disk"] = ProbeResult(True, "runs", {"free_bytes": 2000 * GIB})
+    found["vllm"] = ProbeResult(True, "vLLM", {"device": "cuda" if gpus else "cpu"})
+    found["cuda"] = ProbeResult(bool(gpus), f"{len(gpus)} GPUs", {"devices": list(gpus)})
     return found | changes

@@ -20,10 +20,10 @@ from evolver_async.config import (
     Stage,
 )
 from evolver_async.config.load import stage_config
+from evolver_async.lineages import Fork
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
 from evolver_async.schema import (
-    Fork,
     Group,
     Role,
     Sampling,

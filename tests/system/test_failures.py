@@ -15,10 +15,10 @@ from actors.failures import MOST_NAMES, FailureCounts
 from evolver_async.buffer.monitor import failures as module
 from evolver_async.buffer.monitor.failures import MOST_KEPT, PATIENCE_S, Failures
 from evolver_async.metrics.writer import Metrics
-from evolver_async.process.logs import FIRST, WINDOW_S, Repeats
+from evolver_async.process.logs import FIRST, WINDOW_S, RepeatFilter
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
-from evolver_async.schema import ERROR_CHARS, FailureKind, FailureTotal
+from evolver_async.protocol.failures import ERROR_CHARS, FailureKind, FailureTotal
 from evolver_async.watch.view import REPEAT_S, View
 from learner.diagnostics.stop_rules import Guard
 
@@ -299,7 +299,7 @@ def lines() -> tuple[Callable[[float, str], None], list[str]]:
             written.append(record.getMessage())
 
     logger, handler = logging.Logger("repeats"), Handler()
-    repeats, other = Repeats(lambda: now[0]), logging.NullHandler()
+    repeats, other = RepeatFilter(lambda: now[0]), logging.NullHandler()
     for each in (handler, other):
         each.addFilter(repeats)
         logger.addHandler(each)
@@ -320,6 +320,6 @@ def test_a_line_that_comes_again_and_again_is_counted(
     assert len(written) == FIRST and written[0] == "line 0"
     assert written[-1].count("only counted for 60 s") == 1
     log(WINDOW_S, "line 1000")
-    assert written[-1] == "line 1000 (980 more of these were left out in 60 s)"
+    assert written[-1] == "line 1000 (980 more of these were omitted in 60 s)"
     log(WINDOW_S + 1, "line 1001")
     assert written[-1] == "line 1001"

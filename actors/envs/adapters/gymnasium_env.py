@@ -17,7 +17,8 @@ from gymnasium import spaces
 
 from actors.envs.base import Exact, Info, Step, split_of
 from actors.envs.tabular import Outcome, Process, best_values, exact_of, tabulate
-from evolver_async.schema import Task, key
+from evolver_async.randomness import key
+from evolver_async.schema import Task
 
 COLOURED = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
 COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")

@@ -10,7 +10,8 @@ import json
 from typing import Any
 
 from actors.envs.base import Info, Step
-from evolver_async.schema import Task, key
+from evolver_async.randomness import key
+from evolver_async.schema import Task
 
 CUT = " ... (cut)"
 LARGEST_SEED = 1 << 31

@@ -9,7 +9,8 @@ import importlib
 from typing import Any
 
 from actors.envs.base import Info, Step, split_of
-from evolver_async.schema import Task, key
+from evolver_async.randomness import key
+from evolver_async.schema import Task
 
 MAX_DRAWS = 200  # of questions, until one belongs to the split
 # What scorers raise that cannot read every text.

@@ -27,7 +27,7 @@ import httpx
 import msgspec
 
 from evolver_async.config.secrets import mask
-from evolver_async.schema import uniform
+from evolver_async.randomness import uniform
 
 PAUSE_S = 0.2  # before the first retry, on average; twice as long before each further one
 RELEASE_S = 5.0  # an episode does not wait for longer to give its instance back

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from actors.envs.base import Info, Step, split_of
-from evolver_async.schema import Task, key
+from evolver_async.randomness import key
+from evolver_async.schema import Task
 
 MAX_DRAWS = 200  # of games, until one belongs to the split
 PLAYER = 0

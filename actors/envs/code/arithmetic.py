@@ -4,7 +4,7 @@ import random
 
 from actors.envs.base import split_of
 from actors.envs.code.problems import Problem
-from evolver_async.schema import key
+from evolver_async.randomness import key
 
 MODULUS = 1000
 QUESTION = "{a} * {b} % 1000 = ?"

@@ -16,7 +16,8 @@ from actors.envs.code.programs import draw_program
 from actors.formats.tool_calls import ANSWER_TOOL, CODE_TOOL, Call, called, canonical, unfenced
 from actors.sandbox.pool import Pool, shared
 from actors.sandbox.process import Interior, Limits, Result, SandboxUnavailable
-from evolver_async.schema import Task, key
+from evolver_async.randomness import key
+from evolver_async.schema import Task
 
 INSTRUCTIONS = {
     "arithmetic": "answer the question with a number .",

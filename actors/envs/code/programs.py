@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from actors.envs.base import split_of
 from actors.envs.code.problems import Problem
-from evolver_async.schema import key
+from evolver_async.randomness import key
 
 QUESTION = "write f(x) for a list x of integers: {first}, then {second}, and return {last}.{cases}"
 EXAMPLES, TESTS = 2, 8

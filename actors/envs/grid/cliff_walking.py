@@ -17,7 +17,8 @@ import numpy as np
 from actors.envs.base import Exact, Info, Step, split_of
 from actors.envs.grid.cells import ARRIVED, bearing, place, rows_of
 from actors.envs.tabular import Outcome, Process, best_values, exact_of, happening, learn, tabulate
-from evolver_async.schema import Task, key
+from evolver_async.randomness import key
+from evolver_async.schema import Task
 
 INSTRUCTIONS = "walk from P to the goal G . O is a cliff that you must avoid . actions {} ."
 PLAYER, GROUND, CLIFF, GOAL = "P", "_", "O", "G"

@@ -15,7 +15,8 @@ from typing import Any, Literal
 from actors.envs.base import Exact, Info, Step, split_of
 from actors.envs.grid.cells import ARRIVED, bearing, place, rows_of
 from actors.envs.tabular import Outcome, Process, best_values, exact_of, happening, tabulate
-from evolver_async.schema import Task, key
+from evolver_async.randomness import key
+from evolver_async.schema import Task
 
 INSTRUCTIONS = "walk over the ice from P to the goal G . O is a hole . actions left down right up ."
 PLAYER, ICE, HOLE, GOAL = "P", "_", "O", "G"

@@ -13,7 +13,7 @@ from typing import Literal
 
 from actors.envs.base import split_of
 from actors.envs.grid.cells import rows_of
-from evolver_async.schema import key
+from evolver_async.randomness import key
 
 State = tuple[int, tuple[int, ...]]  # the player's cell, the boxes' cells
 

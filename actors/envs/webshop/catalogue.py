@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from actors.envs.webshop.search import Index
-from evolver_async.schema import key
+from evolver_async.randomness import key
 
 SHIPPED = "products.jsonl"
 UNBOUNDED = 1_000_000.0  # the price where a goal names none

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from actors.envs.webshop.catalogue import Catalogue, Product, Wish, shipped
-from evolver_async.schema import key
+from evolver_async.randomness import key
 
 DEFAULT_PRICE = 100.0  # of a product without one
 NO_ATTRIBUTES = ("DUMMY_ATTR",)  # WebShop's; like no attribute that is asked for

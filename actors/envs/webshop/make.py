@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from actors.envs.webshop.catalogue import SHIPPED, Entry, Product, Wish
-from evolver_async.schema import key
+from evolver_async.randomness import key
 
 PER_KIND = 42
 ATTRIBUTES = 5  # of a product

@@ -6,7 +6,7 @@ kind and name, with the last error of each. Everything kept is bounded, whatever
 
 import msgspec
 
-from evolver_async.schema import FailureTotal
+from evolver_async.protocol.failures import FailureTotal
 
 MOST_KEPT = 32  # things with failures of their own; the one that failed longest ago goes
 MOST_TOLD = 4096  # totals of single processes

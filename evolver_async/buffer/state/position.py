@@ -6,7 +6,8 @@ Also what follows from it alone: how old a group is, which takes are to be repea
 import msgspec
 
 from evolver_async.buffer.state.groups import Held, Take
-from evolver_async.schema import Fork, WeightId, version_lag
+from evolver_async.lineages import Fork, version_lag
+from evolver_async.schema import WeightId
 
 
 class Position(msgspec.Struct):

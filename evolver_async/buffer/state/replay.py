@@ -24,7 +24,8 @@ from evolver_async.buffer.state.groups import (
     Take,
 )
 from evolver_async.buffer.state.position import Position
-from evolver_async.schema import SCRIPTED, Fork, Kind, Task, WeightId
+from evolver_async.lineages import Fork
+from evolver_async.schema import SCRIPTED, Kind, Task, WeightId
 
 KINDS = get_args(Kind)
 SAME, DIVERGED = "same", "diverged"  # repeated takes, and those after one that was not repeated

@@ -13,7 +13,8 @@ import msgspec
 
 from evolver_async.config.check import ConfigError
 from evolver_async.config.values import check_params
-from evolver_async.schema import Task, key
+from evolver_async.randomness import key
+from evolver_async.schema import Task
 
 MAX_BYTES = 32_768  # of a line: a task travels in the head of a message
 HELD_OUT = 8  # about one task in so many is for testing

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from evolver_async.schema import Task, key, uniform
+from evolver_async.randomness import key, uniform
+from evolver_async.schema import Task
 
 GOLDEN = (math.sqrt(5) - 1) / 2  # the number whose multiples spread most evenly
 PATIENT_AFTER = 2  # evictions for age before a task is issued with patience; one more and it goes

@@ -16,7 +16,8 @@ from actors.envs.grid.cliff_walking import (
     draw_cliff,
     expert_values,
 )
-from evolver_async.schema import Task, uniform
+from evolver_async.randomness import uniform
+from evolver_async.schema import Task
 
 SMALL: dict[str, Any] = {"rows": 4, "columns": 5, "layout": "drawn"}
 

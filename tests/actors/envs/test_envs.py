@@ -29,7 +29,8 @@ from actors.envs.base import (
 )
 from actors.envs.grid.frozen_lake import ACTIONS, FrozenLake, Lake, draw_lake
 from evolver_async.config import Config, Stage
-from evolver_async.schema import Task, key, uniform
+from evolver_async.randomness import key, uniform
+from evolver_async.schema import Task
 
 
 def task(map_seed: int = 0, split: str = "train", env: str = "frozen_lake", **params: Any) -> Task:

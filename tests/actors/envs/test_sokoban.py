@@ -33,7 +33,7 @@ from actors.envs.grid.sokoban_level import (
 from evolver_async.buffer.actor_requests import source_of
 from evolver_async.buffer.tasks.stream import held_out_task
 from evolver_async.config import Config, Stage
-from evolver_async.launch.run_directory import create
+from evolver_async.launch.creation import create
 from evolver_async.schema import Task
 
 OPEN: dict[str, Any] = {"size": 4, "layout": "open", "max_solution": 3}

@@ -29,7 +29,7 @@ from actors.llm.quoting import plain, quoted
 from evolver_async.config import Experience
 from evolver_async.model.tiny import make_tokenizer
 from evolver_async.protocol import messages
-from evolver_async.schema import Transcript
+from evolver_async.protocol.transcripts import Transcript
 
 LIMITS = {"capacity": 1000, "per_source": 500, "retire_uses": 4, "retire_utility": 0.3}
 

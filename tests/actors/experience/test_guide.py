@@ -347,11 +347,11 @@ def test_a_source_is_purged_from_a_running_service_and_from_files(
         contribute("evil", WON, LOST)
         contribute("good", episode("c=up", success=True), episode("c=in", success=False, number=9))
         assert main(["purge", str(run_dir), "evil"]) == 0
-        assert capsys.readouterr().out == "1 entries of evil are gone\n"
+        assert capsys.readouterr().out == "entries of evil deleted: 1\n"
         assert main(["purge", str(run_dir), "evil"]) == 0
-        assert capsys.readouterr().out == "0 entries of evil are gone\n"
+        assert capsys.readouterr().out == "entries of evil deleted: 0\n"
     assert main(["purge", str(run_dir), "good"]) == 0
-    assert capsys.readouterr().out == "1 entries of good are gone\n"
+    assert capsys.readouterr().out == "entries of good deleted: 1\n"
 
 
 def test_a_run_without_experience_has_nothing_to_purge(

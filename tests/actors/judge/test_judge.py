@@ -41,7 +41,8 @@ from actors.llm import client
 from evolver_async.config import Config
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
-from evolver_async.schema import Task, Turn, WeightId
+from evolver_async.protocol.transcripts import Turn
+from evolver_async.schema import Task, WeightId
 
 TOKENIZER = make_tokenizer()
 CHAT = Chat(TOKENIZER)

@@ -41,7 +41,9 @@ from actors.rollout.episode_config import setting_of
 from evolver_async.config import Config, Llm, Questioning, Stage
 from evolver_async.config.check import ConfigError
 from evolver_async.model.tiny import make_tokenizer as make_tiny_tokenizer
-from evolver_async.schema import Sampling, Task, Ticket, Trajectory, Turn, WeightId, key
+from evolver_async.protocol.transcripts import Turn
+from evolver_async.randomness import key
+from evolver_async.schema import Sampling, Task, Ticket, Trajectory, WeightId
 
 CHAT = Chat(make_tokenizer())
 HEAD = WeightId(lineage=1, step=0)

@@ -40,14 +40,8 @@ from actors.rollout.environment import World
 from actors.rollout.episode import EpisodeLate, Finished
 from actors.rollout.group import run_group, run_members
 from actors.scripted.expert import demonstrate_group
-from evolver_async.schema import (
-    Kind,
-    Role,
-    Task,
-    Trajectory,
-    Turn,
-    TurnFlag,
-)
+from evolver_async.protocol.transcripts import Turn
+from evolver_async.schema import Kind, Role, Task, Trajectory, TurnFlag
 
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 

@@ -25,7 +25,8 @@ from actors.scripted.branching import State, Tried, branch_group, reflect_rows, 
 from actors.scripted.reflection import Reflector
 from evolver_async.config import Llm, Reflection, Stage
 from evolver_async.config.load import load
-from evolver_async.schema import Role, Sampling, Sequence, Task, Ticket, Trajectory, key
+from evolver_async.randomness import key
+from evolver_async.schema import Role, Sampling, Sequence, Task, Ticket, Trajectory
 
 LONG = 11  # a map of four by four whose shortest way has several moves
 

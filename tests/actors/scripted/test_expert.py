@@ -15,7 +15,8 @@ from actors.progress import Progress
 from actors.rollout.episode import Finished
 from actors.rollout.group import run_group
 from evolver_async.config.load import load
-from evolver_async.schema import Role, Trajectory, key
+from evolver_async.randomness import key
+from evolver_async.schema import Role, Trajectory
 
 
 def test_experts_reach_the_goal() -> None:

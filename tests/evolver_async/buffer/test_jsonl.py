@@ -20,7 +20,7 @@ from evolver_async.buffer.tasks.stream import Cursor, Part, Source, Tasks, held_
 from evolver_async.config import Tasks as TasksSection
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import dump, from_dict, load, to_dict
-from evolver_async.launch import run_directory
+from evolver_async.launch import creation
 
 BOTH = [{"query": "a", "split": "train"}, {"query": "b", "split": "test"}]
 STAGE = "stages=[{steps: 1}]"
@@ -110,11 +110,11 @@ def test_a_stage_meets_every_row_of_its_file_once_a_pass(tmp_path):
 
 
 def test_a_run_keeps_its_own_copy_of_its_tasks(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_directory, "_prepare_policy", lambda run_dir: None)
+    monkeypatch.setattr(creation, "_prepare_policy", lambda run_dir: None)
     one, two = written(tmp_path / "one", BOTH), written(tmp_path / "two", BOTH)
     stages = f"[{{steps: 1}}, {{steps: 1, override: {{tasks: {{path: {two}}}}}}}]"
     arguments = ["env.name=bandit", f"tasks.path={one}", f"stages={stages}"]
-    config, run_dir = run_directory.create(
+    config, run_dir = creation.create(
         load(None, [*arguments, f"run.dir={tmp_path}", "run.name=r"]), None
     )
     one.write_text("changed")

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from evolver_async.buffer.state.groups import UNTRAINED, ZERO_SPREAD, Member
 from evolver_async.buffer.state.replay import KINDS, SAME, Numbers, Replay
 from evolver_async.config import Questioning
+from evolver_async.lineages import version_lag
 from evolver_async.protocol import messages
-from evolver_async.schema import Task, Ticket, WeightId, version_lag
+from evolver_async.schema import Task, Ticket, WeightId
 
 SHM = Path("/dev/shm")
 

@@ -10,8 +10,9 @@ from evolver_async.buffer.log.journal import JournalError
 from evolver_async.config import Questioning
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
-from evolver_async.schema import FailureTotal, Ticket, WeightId
-from evolver_async.watch.status_text import lines
+from evolver_async.protocol.failures import FailureTotal
+from evolver_async.schema import Ticket, WeightId
+from evolver_async.watch.status import status_lines
 
 GIB = 1 << 30
 
@@ -591,7 +592,7 @@ def test_status_in_short_says_what_fails(world):
     world.one("actor-0", messages.Counters(values={}, failures=[failed]))
     reply = world.one("you", messages.Status())
     assert isinstance(reply, messages.StatusReply)
-    assert "agent my:play failed 7 times, last: KeyError: 'map'" in lines(reply.status)
+    assert "agent my:play failed 7 times, last: KeyError: 'map'" in status_lines(reply.status)
 
 
 def test_status_shows_rates_leases_and_who_waits_for_what(world):
@@ -604,7 +605,7 @@ def test_status_shows_rates_leases_and_who_waits_for_what(world):
     assert isinstance(reply, messages.StatusReply)
     status = reply.status
     assert status["groups"] == {"open": 1, "ready": 0, "taken": 0, "closed": 0}
-    said = "\n".join(lines(status))
+    said = "\n".join(status_lines(status))
     for part in (
         "groups: 1 open",
         "1 received",

@@ -204,15 +204,15 @@ def test_a_finished_run_says_how_it_can_go_on(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused(capsys, "train", "--resume", finished)
-    assert "is finished; to go on, lengthen its last stage (stages.1.steps=…)" in said
+    assert "is finished; to continue, lengthen its last stage (stages.1.steps=…)" in said
     for change in ("stages.0.steps=9", "stages=[{kind: rl, steps: 9}]"):
-        assert "stages[0]: is over at step 8" in refused(
+        assert "stages[0]: cannot change, as it is over at step 8" in refused(
             capsys, "train", "--resume", finished, change
         )
-    assert "--fork names the new run" in refused(
+    assert "with --fork, which names the new run" in refused(
         capsys, "train", "--resume", finished, "--fork", "x", "run.name=y"
     )
-    assert "policy.layers: a fork keeps its 1" in refused(
+    assert "policy.layers: cannot change in a fork: the run was started with 1" in refused(
         capsys, "train", "--resume", finished, "--fork", "x", "policy.layers=2"
     )
     for name in ("a/b", "..", ""):

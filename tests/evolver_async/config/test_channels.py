@@ -7,7 +7,7 @@ import pytest
 from evolver_async.config.channels import channel
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
-from evolver_async.launch.run_directory import check_addresses
+from evolver_async.launch.start_checks import check_addresses
 
 STEPS = "stages=[{kind: rl, steps: 1}]"
 ONE_GPU = "launch.gpus={actors: [0], learner: [0]}"

@@ -1,4 +1,4 @@
-"""`doctor`: probes hurt nobody, verdicts follow from what was found, and the table says it all."""
+"""`doctor`: probes in processes of their own, requirements of recipes, and the tables."""
 
 import io
 import re
@@ -17,10 +17,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from evolver_async.cli import main
 from evolver_async.config import Config
 from evolver_async.config.load import load
-from evolver_async.doctor import probes, report
-from evolver_async.doctor.probes import PROBES, Found
-from evolver_async.doctor.recipe_check import verdicts
-from evolver_async.doctor.report import PARTS, machine_table, probe
+from evolver_async.doctor import report
+from evolver_async.doctor.probes.recipe import model
+from evolver_async.doctor.probes.result import ProbeResult
+from evolver_async.doctor.probes.run import PROBES
+from evolver_async.doctor.recipe_check import requirements
+from evolver_async.doctor.report import CAPABILITIES, machine_table, probe
 from evolver_async.doctor.sizes import Shape, activation_bytes, cache_bytes, training_bytes
 from evolver_async.model.policy import checkpoint_layers, hidden_states
 
@@ -38,7 +40,7 @@ def gpu(size_gib: int, capability: tuple[int, int] = (9, 0)) -> dict[str, Any]:
     return {"name": "GPU", "bytes": free, "free_bytes": free, "capability": list(capability)}
 
 
-def machine(*gpus: dict[str, Any], **changes: Found) -> dict[str, Found]:
+def machine(*gpus: dict[str, Any], **changes: ProbeResult) -> dict[str, ProbeResult]:
     return bare(*gpus, host_bytes=1000 * GIB) | changes
 
 
@@ -58,32 +60,34 @@ def node(**changes: Any) -> Config:
     return config
 
 
-def wrong(config: Config, found: dict[str, Found], shape: Shape = SEVEN) -> list[str]:
+def wrong(config: Config, found: dict[str, ProbeResult], shape: Shape = SEVEN) -> list[str]:
     """The keys that cannot have what they want, without their values."""
-    said = verdicts(config, found | {"model": Found(True, "a model", asdict(shape))})
-    return [one.key.partition("=")[0] for one in said if one.works is False]
+    said = requirements(config, found | {"model": ProbeResult(True, "a model", asdict(shape))})
+    return [one.key.partition("=")[0] for one in said if one.met is False]
 
 
 EIGHT = [gpu(80)] * 8
 LACKS = [
     (node(), machine(*EIGHT), []),
     (node(), machine(*EIGHT[:7]), ["launch.gpus.learner"]),
-    (node(), machine(*EIGHT, vllm=Found(False, "not installed")), ["engine.kind"]),
-    (node(), machine(*EIGHT, vllm=Found(True, "vLLM", {"device": "cpu"})), ["engine.kind"]),
-    (node(), machine(*EIGHT, nccl=Found(False, "no NCCL")), ["learner.ranks"]),
-    (node(), machine(*EIGHT, varlen=Found(False, "old")), ["learner.packing"]),
+    (node(), machine(*EIGHT, vllm=ProbeResult(False, "not installed")), ["engine.kind"]),
+    (node(), machine(*EIGHT, vllm=ProbeResult(True, "vLLM", {"device": "cpu"})), ["engine.kind"]),
+    (node(), machine(*EIGHT, nccl=ProbeResult(False, "no NCCL")), ["learner.ranks"]),
+    (node(), machine(*EIGHT, varlen=ProbeResult(False, "old")), ["learner.packing"]),
     (node(), machine(*[gpu(80, (7, 0))] * 8), ["policy.dtype"]),
     (node(), machine(*[gpu(24)] * 8), ["learner.ranks"]),
     (node(), machine(*[gpu(12)] * 8), ["engine.memory", "learner.ranks"]),
-    (node(weights__kind="cuda_ipc"), machine(*EIGHT), ["weights.kind"]),
-    (node(metrics__wandb="online"), machine(*EIGHT, wandb=Found(False, "")), ["metrics.wandb"]),
-    (node(security__keys="k"), machine(*EIGHT, encryption=Found(False, "")), ["security.keys"]),
+    (
+        node(security__keys="k"),
+        machine(*EIGHT, encryption=ProbeResult(False, "")),
+        ["security.keys"],
+    ),
     (
         node(),
-        machine(*EIGHT, **{"shared memory": Found(True, "", {"free_bytes": 100 * GIB})}),
+        machine(*EIGHT, **{"shared memory": ProbeResult(True, "", {"free_bytes": 100 * GIB})}),
         ["weights.dir"],
     ),
-    (node(), machine(*EIGHT, disk=Found(True, "", {"free_bytes": 200 * GIB})), ["run.dir"]),
+    (node(), machine(*EIGHT, disk=ProbeResult(True, "", {"free_bytes": 200 * GIB})), ["run.dir"]),
 ]
 
 
@@ -93,7 +97,7 @@ def test_the_key_that_lacks_something_is_named(config, found, expected):
 
 
 def test_without_a_gpu_everything_that_asks_for_one_is_named():
-    found = machine(nccl=Found(False, ""), varlen=Found(False, ""))
+    found = machine(nccl=ProbeResult(False, ""), varlen=ProbeResult(False, ""))
     assert wrong(node(), found) == [
         "engine.device",
         "learner.device",
@@ -129,19 +133,13 @@ def test_only_a_single_rank_shares_what_adapters_leave_frozen():
     assert training_bytes(config, SEVEN) == 2 * 2 * SEVEN_B
 
 
-def test_cuda_ipc_is_refused_to_an_engine_on_another_gpu():
-    config = node(actors__count=2, learner__ranks=1, weights__kind="cuda_ipc", engine__memory=0.3)
-    config.launch.gpus.actors, config.launch.gpus.learner = [0, 1], [0]
-    assert wrong(config, machine(*EIGHT), SMALL) == ["weights.kind"]
-
-
 def test_shared_memory_holds_the_copies_of_every_reader():
     """14.2 GiB each: three of the channel, and two more of each of the four vLLM actors."""
     room = machine(*EIGHT)
     for kind, copies in (("torch", 3), ("vllm", 11)):
-        room["shared memory"] = Found(True, "", {"free_bytes": copies * 2 * SEVEN_B})
+        room["shared memory"] = ProbeResult(True, "", {"free_bytes": copies * 2 * SEVEN_B})
         assert "weights.dir" not in wrong(node(engine__kind=kind), room)
-        room["shared memory"] = Found(True, "", {"free_bytes": copies * 2 * SEVEN_B - 1})
+        room["shared memory"] = ProbeResult(True, "", {"free_bytes": copies * 2 * SEVEN_B - 1})
         assert "weights.dir" in wrong(node(engine__kind=kind), room)
 
 
@@ -153,17 +151,17 @@ def test_actors_that_see_the_same_gpu_take_their_memory_from_it_together():
     assert wrong(config, machine(gpu(80), gpu(80))) == []
 
 
-def test_every_part_has_a_probe_and_a_remedy():
-    assert {part.probe for part in PARTS} == PROBES.keys() - {"recipe", "model"}
-    assert all(part.remedy and (part.always or part.purpose) for part in PARTS)
+def test_every_capability_has_a_probe_and_a_remedy():
+    assert {row.probe for row in CAPABILITIES} == PROBES.keys() - {"recipe", "model"}
+    assert all(row.remedy and (row.always or row.purpose) for row in CAPABILITIES)
 
 
 @pytest.mark.parametrize(
     ("body", "said"),
     [
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crashed: SIGSEGV"),
-        ("import time; time.sleep(60)", "no answer within 3 s"),
-        ("import sys; sys.exit(0)", "ended without an answer"),
+        ("import time; time.sleep(60)", "no result within 3 s"),
+        ("import sys; sys.exit(0)", "ended without a result"),
         ("import sys; print('out'); sys.exit('broken at once')", "exit code 1: broken at once"),
     ],
 )
@@ -173,13 +171,13 @@ def test_a_probe_that_dies_or_hangs_is_a_finding(tmp_path, monkeypatch, body, sa
     stand_in.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(stand_in))
     found = probe("sockets", deadline_s=3.0)
-    assert not found.works and said in found.said
+    assert not found.works and said in found.summary
 
 
 def test_an_error_within_a_probe_is_a_finding(tmp_path):
     found = probe("shared memory", str(tmp_path / "nowhere"))
-    assert not found.works and "No such file or directory" in found.said
-    assert probe("no such probe").said.startswith("KeyError")
+    assert not found.works and "No such file or directory" in found.summary
+    assert probe("no such probe").summary.startswith("KeyError")
 
 
 def test_probes_of_this_machine_use_what_they_are_about(tmp_path):
@@ -187,8 +185,8 @@ def test_probes_of_this_machine_use_what_they_are_about(tmp_path):
         ("python", "torch", "gloo", "sockets", "encryption", "sandbox"), ()
     )
     asked |= {"shared memory": (str(tmp_path),), "disk": (str(tmp_path / "runs"),)}
-    found = report.examine(asked)
-    assert {name: one.said for name, one in found.items() if not one.works} == {}
+    found = report.run_probes(asked)
+    assert {name: one.summary for name, one in found.items() if not one.works} == {}
     assert found["disk"].facts["free_bytes"] > 0
 
 
@@ -255,7 +253,7 @@ def test_activations_are_at_least_what_is_reckoned(recomputed):
 
 
 def test_a_model_is_measured_by_its_configuration_alone(tmp_path):
-    found = probes.model(str(ROOT / "configs" / "gpu_single.yaml"), f"policy.path={MODEL}")
+    found = model(str(ROOT / "configs" / "gpu_single.yaml"), f"policy.path={MODEL}")
     assert found.facts == {
         "parameters": 1_543_714_304,
         "layers": 28,
@@ -265,41 +263,43 @@ def test_a_model_is_measured_by_its_configuration_alone(tmp_path):
         "inner": 8960,
         "positions": 32768,
     }
-    preset = probes.model(str(ROOT / "configs" / "frozen_lake.yaml"))
+    preset = model(str(ROOT / "configs" / "frozen_lake.yaml"))
     assert 100_000 < preset.facts["parameters"] < 1_000_000
 
 
 def test_a_model_that_is_not_there_has_no_size(monkeypatch, capsys):
     recipe = ROOT / "configs" / "gpu_node.yaml"
-    missing = probes.model(str(recipe), "policy.path=/nowhere")
-    assert not missing.works and missing.said == "path missing: /nowhere"
-    said = verdicts(load(recipe), machine(*EIGHT) | {"model": missing})
-    unknown = {one.key: one.why for one in said if one.works is None}
+    missing = model(str(recipe), "policy.path=/nowhere")
+    assert not missing.works and missing.summary == "policy.path: /nowhere is not a directory"
+    said = requirements(load(recipe), machine(*EIGHT) | {"model": missing})
+    unknown = {one.key: one.why for one in said if one.met is None}
     assert unknown.keys() >= {"engine.memory", "learner.ranks", "weights.dir", "run.dir"}
-    assert set(unknown.values()) == {"unknown: path missing: /nowhere"}
-    assert all(one.works for one in said if one.key not in unknown)
+    assert set(unknown.values()) == {"unknown: policy.path: /nowhere is not a directory"}
+    assert all(one.met for one in said if one.key not in unknown)
 
 
 def test_the_table_says_how_to_get_what_is_missing_and_nothing_else():
-    found = machine(ray=Found(False, "not installed"))
-    found["cuda"] = Found(True, "0: GPU [80 GiB]", {"devices": EIGHT})
+    found = machine(ray=ProbeResult(False, "not installed"))
+    found["cuda"] = ProbeResult(True, "0: GPU [80 GiB]", {"devices": EIGHT})
     console = Console(file=io.StringIO(), width=200)
     console.print(machine_table(found))
     text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     assert "pip install -e '.[ray]'" in text, "square brackets are text here"
     assert "0: GPU [80 GiB]" in text
     assert ".[gpu]" not in text
-    assert len(re.findall(r"\byes\b", text)) == len(PARTS) - 1
+    assert len(re.findall(r"\byes\b", text)) == len(CAPABILITIES) - 1
 
 
 def test_doctor_fails_only_where_the_default_cannot_run(monkeypatch, capsys):
-    found = machine(**{name: Found(False, "gone") for name in ("cuda", "vllm", "ray", "wandb")})
-    monkeypatch.setattr(report, "examine", lambda asked: found)
+    found = machine(
+        **{name: ProbeResult(False, "gone") for name in ("cuda", "vllm", "ray", "wandb")}
+    )
+    monkeypatch.setattr(report, "run_probes", lambda asked: found)
     assert main(["doctor"]) == 0
     assert "The default recipe can run here" in capsys.readouterr().out
-    found["shared memory"] = Found(False, "/dev/shm: No space left on device")
+    found["shared memory"] = ProbeResult(False, "/dev/shm: No space left on device")
     assert main(["doctor"]) == 1
-    assert "cannot run here: shared memory." in capsys.readouterr().out
+    assert "cannot run here; change or provide: shared memory." in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -320,7 +320,7 @@ def test_a_recipe_that_cannot_run_here_is_told_every_key(recipe, capsys, monkeyp
     wanted = ["policy.path=/nowhere", "env.name=frozen_lak", "learner.device=cuda"]
     assert main(["doctor", str(recipe), *wanted]) == 1
     last = capsys.readouterr().out.strip().splitlines()[-1]
-    assert last.endswith("cannot run here: learner.device=cuda, policy.path, env.name.")
+    assert last.endswith("change or provide: learner.device=cuda, policy.path, env.name.")
 
 
 def test_a_recipe_that_is_none_is_one_sentence(capsys):

@@ -1,4 +1,4 @@
-"""Every recipe fits the hardware that it names, with its real model; `doctor` is who says so."""
+"""Every recipe fits the hardware that it names, with its real model, by the checks of `doctor`."""
 
 from functools import cache
 from pathlib import Path
@@ -9,8 +9,9 @@ from machines import GB, machine
 
 from evolver_async.config import Config
 from evolver_async.config.load import load
-from evolver_async.doctor.probes import Found, model
-from evolver_async.doctor.recipe_check import gpus_of, verdicts
+from evolver_async.doctor.probes.recipe import model
+from evolver_async.doctor.probes.result import ProbeResult
+from evolver_async.doctor.recipe_check import gpus_of, requirements
 
 ROOT = Path(__file__).parents[3]
 MODELS = ROOT / "tests" / "data" / "models"
@@ -21,11 +22,11 @@ TUNED = "-sft"  # what a cold start makes of a public model has its shape
 
 
 @cache
-def shape(path: str, *dotlist: str) -> Found:
+def shape(path: str, *dotlist: str) -> ProbeResult:
     return model(path, *dotlist)
 
 
-def real_model(recipe: Path, config: Config) -> Found:
+def real_model(recipe: Path, config: Config) -> ProbeResult:
     """What `doctor` finds where the recipe's model has been put."""
     if not config.policy.path:
         return shape(str(recipe))
@@ -33,7 +34,7 @@ def real_model(recipe: Path, config: Config) -> Found:
     return shape(str(ROOT / "configs" / "gpu_single.yaml"), f"policy.path={MODELS / name}")
 
 
-def machine_of(config: Config) -> dict[str, Found]:
+def machine_of(config: Config) -> dict[str, ProbeResult]:
     """As bare as `run.hardware` says: without GPUs it is a small one."""
     if not config.run.hardware:
         return machine(host_bytes=SMALL_HOST_BYTES)
@@ -45,8 +46,8 @@ def machine_of(config: Config) -> dict[str, Found]:
 def test_every_recipe_can_run_on_the_hardware_that_it_names(recipe: Path) -> None:
     config = load(recipe)
     found = machine_of(config) | {"model": real_model(recipe, config)}
-    said = verdicts(config, found)
-    assert [(one.key, one.why) for one in said if not one.works] == []
+    said = requirements(config, found)
+    assert [(one.key, one.why) for one in said if not one.met] == []
 
 
 GPU_RECIPES = [path for path in RECIPES if load(path).run.hardware]
@@ -81,4 +82,4 @@ def test_what_does_not_fit_there_is_named(dotlist: list[str], key: str) -> None:
     recipe = ROOT / "configs" / "gpu" / "dapo.yaml"
     config = load(recipe, dotlist)
     found: dict[str, Any] = machine_of(config) | {"model": real_model(recipe, config)}
-    assert key in [one.key for one in verdicts(config, found) if one.works is False]
+    assert key in [one.key for one in requirements(config, found) if one.met is False]

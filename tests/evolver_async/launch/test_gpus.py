@@ -6,7 +6,7 @@ import pytest
 
 from evolver_async.config import Actors, Config, Engine, Gpus, Launch, Learner, Stage
 from evolver_async.config.check import ConfigError, check
-from evolver_async.launch.gpus import VISIBLE, check_seen, number_of, seen_by
+from evolver_async.launch.gpus import VISIBLE, check_visible, index_of, visible_gpus
 from evolver_async.launch.local import Launcher
 
 
@@ -24,7 +24,7 @@ def seen(config: Config, here: str | None = None) -> list[str | None]:
     """What every actor sees, then every rank of the learner."""
     actors = [("actor", index) for index in range(config.actors.count)]
     ranks = [("learner", index) for index in range(config.learner.ranks)]
-    return [seen_by(config, *child, here).get(VISIBLE) for child in actors + ranks]
+    return [visible_gpus(config, *child, here).get(VISIBLE) for child in actors + ranks]
 
 
 @pytest.mark.parametrize(
@@ -42,17 +42,19 @@ def seen(config: Config, here: str | None = None) -> list[str | None]:
 )
 def test_every_process_sees_the_gpus_it_was_given(config, here, expected):
     assert seen(config, here) == expected
-    assert seen_by(config, "buffer", 0, here) == seen_by(config, "experience", 0, here) == {}
+    assert (
+        visible_gpus(config, "buffer", 0, here) == visible_gpus(config, "experience", 0, here) == {}
+    )
 
 
 @pytest.mark.parametrize("here", ["", "5", "5,6,7"])
 def test_a_gpu_that_is_hidden_cannot_be_given_away(here):
     with pytest.raises(ConfigError, match=r"launch\.gpus\.learner: 3 is not within CUDA_VISIBLE"):
-        check_seen(node(actors=[], learner=[3]), here)
+        check_visible(node(actors=[], learner=[3]), here)
 
 
 def test_numbers_of_names():
-    assert [number_of(name) for name in ("learner", "actor-3", "actor-12")] == [0, 3, 12]
+    assert [index_of(name) for name in ("learner", "actor-3", "actor-12")] == [0, 3, 12]
 
 
 @pytest.mark.parametrize(

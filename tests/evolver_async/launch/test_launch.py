@@ -1,4 +1,4 @@
-"""The local launcher with real processes: who dies is replaced, who ends leaves nothing behind."""
+"""The local launcher with real processes: a dead one is replaced, and an end leaves nothing."""
 
 import os
 import signal
@@ -15,7 +15,8 @@ from evolver_async.checkpoint.directory import load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import load
 from evolver_async.errors import EVALUATION_LOST, TRAINING_ERROR, USER_ERROR
-from evolver_async.launch.local import Child, Launcher, RunFailed, run
+from evolver_async.launch.child import Child, Spawner
+from evolver_async.launch.local import Launcher, RunFailed, run
 from evolver_async.launch.registry import CHECKS, PROCESSES, ROLES, resolve
 from evolver_async.launch.run_directory import address_of, last_lines
 from evolver_async.metrics.tail import Tail
@@ -145,7 +146,7 @@ def test_a_child_whose_parent_is_gone_ends() -> None:
         check=False,
         timeout=DEADLINE_S,
     )
-    assert done.returncode == 1 and "is gone" in done.stderr
+    assert done.returncode == 1 and "has ended" in done.stderr
 
 
 def python(program: str, *arguments: object) -> "subprocess.Popen[bytes]":
@@ -172,38 +173,47 @@ sys.exit(run_process("learner", lambda: give_up, args, log_file))
     launcher = Launcher(Config(), tmp_path, "ipc:///none")
     child = Child("learner", "learner", process, 0)
     with pytest.raises(RunFailed, match=r"learner cannot go on: .*five steps") as failure:
-        launcher.tend(child, time.monotonic())
+        launcher.supervise(child, time.monotonic())
     assert failure.value.code == TRAINING_ERROR
     assert "\n" not in str(failure.value) and child.restarts == 0
 
 
-class Doomed(Launcher):
-    """Its processes say why they die, and do so at once."""
+class FailingSpawner(Spawner):
+    """Spawner of processes that write a line to their log and end at once."""
 
-    def __init__(self, run_dir: Path, exit_code: int = 7) -> None:
-        super().__init__(Config(), run_dir, "ipc:///none")
-        self.exit_code = exit_code
-        self.config.launch.restarts = 2
-        self.now = time.monotonic()
+    exit_code = 7
 
-    def spawn(self, role: str, name: str, incarnation: int) -> "subprocess.Popen[bytes]":
+    def start(
+        self, role: str, name: str, incarnation: int, rank: int = 0
+    ) -> "subprocess.Popen[bytes]":
         with open(self.log_file(name), "a") as output:
             output.write(f"life {incarnation % 1000} of {name}\n")
         process = python(f"raise SystemExit({self.exit_code})")
         process.wait(DEADLINE_S)
         return process
 
+
+class FailingLauncher(Launcher):
+    """Launcher whose processes all fail, on a clock that the test moves."""
+
+    def __init__(self, run_dir: Path, exit_code: int = 7) -> None:
+        super().__init__(Config(), run_dir, "ipc:///none")
+        self.spawner = FailingSpawner(self.config, run_dir, self.address, None, None)
+        self.spawner.exit_code = exit_code
+        self.config.launch.restarts = 2
+        self.now = time.monotonic()
+
     def live(self, child: Child, seconds: float) -> None:
-        """The process turns out to be dead after so long, and is started again when it is due."""
+        """Notice the end of the process after `seconds`, and restart it when it is due."""
         self.now = child.started + seconds
-        self.tend(child, self.now)
+        self.supervise(child, self.now)
         assert child.due is not None
         self.now = child.due
-        self.tend(child, self.now)
+        self.supervise(child, self.now)
 
 
 def test_a_process_that_keeps_dying_exhausts_its_budget_and_is_named(tmp_path: Path) -> None:
-    launcher = Doomed(tmp_path)
+    launcher = FailingLauncher(tmp_path)
     child = launcher.add("actor", "actor-3")
     for _ in range(2):
         launcher.live(child, 1.0)
@@ -218,7 +228,7 @@ def test_a_process_that_keeps_dying_exhausts_its_budget_and_is_named(tmp_path: P
 def test_a_process_that_leaves_a_running_job_is_started_again_within_its_budget(
     tmp_path: Path, role: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    launcher = Doomed(tmp_path, exit_code=0)
+    launcher = FailingLauncher(tmp_path, exit_code=0)
     child = launcher.add(role, f"{role}-0")
     for _ in range(2):
         launcher.live(child, 1.0)
@@ -243,19 +253,19 @@ def test_a_run_whose_actors_all_leave_ends_with_an_error(
 def test_a_run_goes_on_without_an_experience_service_that_cannot_be_kept_alive(
     tmp_path: Path, exit_code: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    launcher = Doomed(tmp_path, exit_code)
+    launcher = FailingLauncher(tmp_path, exit_code)
     child = launcher.add("experience", "experience")
     if exit_code == 7:
         for _ in range(2):
             launcher.live(child, 1.0)
-    launcher.tend(child, child.started + 1.0)
+    launcher.supervise(child, child.started + 1.0)
     assert launcher.children == []
     assert f"ended with exit code {exit_code} and is not started again" in caplog.text
     assert "episodes go unguided from now on: life" in caplog.text
 
 
 def test_failures_long_ago_do_not_count(tmp_path: Path) -> None:
-    launcher = Doomed(tmp_path)
+    launcher = FailingLauncher(tmp_path)
     child = launcher.add("actor", "actor-3")
     for _ in range(9):
         launcher.live(child, launcher.config.launch.healthy_s + 1)
@@ -266,9 +276,9 @@ def test_failures_long_ago_do_not_count(tmp_path: Path) -> None:
 
 
 def test_the_sentence_of_the_end_is_this_processs_own(tmp_path: Path) -> None:
-    launcher = Doomed(tmp_path, TRAINING_ERROR)
+    launcher = FailingLauncher(tmp_path, TRAINING_ERROR)
     child = launcher.add("learner", "learner")
-    log = launcher.log_file("learner")
+    log = launcher.spawner.log_file("learner")
     log.write_text(
         "t ERROR x: an old story\n"
         f"t INFO x: learner learner, incarnation 1, pid {child.process.pid}\n"
@@ -276,23 +286,23 @@ def test_the_sentence_of_the_end_is_this_processs_own(tmp_path: Path) -> None:
         "some library says good-bye\n"
     )
     with pytest.raises(RunFailed, match="learner cannot go on: t ERROR x: nothing to train on"):
-        launcher.tend(child, time.monotonic())
+        launcher.supervise(child, time.monotonic())
     log.write_text(log.read_text().replace("t ERROR x: nothing to train on\n", ""))
     with pytest.raises(RunFailed, match="cannot go on: some library says good-bye"):
-        launcher.tend(child, time.monotonic())
+        launcher.supervise(child, time.monotonic())
 
 
 def test_a_lost_evaluation_ends_the_run_with_its_sentence_and_its_own_exit_code(
     tmp_path: Path,
 ) -> None:
-    launcher = Doomed(tmp_path, EVALUATION_LOST)
+    launcher = FailingLauncher(tmp_path, EVALUATION_LOST)
     child = launcher.add("learner", "learner")
-    launcher.log_file("learner").write_text(
+    launcher.spawner.log_file("learner").write_text(
         f"t INFO x: learner learner, incarnation 1, pid {child.process.pid}\n"
         "t ERROR x: training is done, but the evaluations of versions [2] are lost\n"
     )
     with pytest.raises(RunFailed, match=r"training is done, .* \[2\] are lost$") as failure:
-        launcher.tend(child, time.monotonic())
+        launcher.supervise(child, time.monotonic())
     assert failure.value.code == EVALUATION_LOST and child.restarts == 0
 
 
@@ -375,5 +385,5 @@ def test_ranks_of_a_learner_die_together_and_the_first_to_die_is_blamed(
     ranks[dying].wait(DEADLINE_S)
     assert child.poll() == -signal.SIGTERM, "not what the others were killed by"
     assert child.poll() == -signal.SIGTERM
-    assert child.blamed == (blamed, ranks[dying].pid)
+    assert child.failed_process == (blamed, ranks[dying].pid)
     assert all(rank.returncode == -signal.SIGKILL for rank in ranks if rank is not ranks[dying])

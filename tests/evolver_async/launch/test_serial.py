@@ -153,5 +153,5 @@ def test_who_waits_for_the_last_instant_of_a_deadline_gets_there() -> None:
 
 
 def test_a_loop_that_nobody_can_wake_says_so() -> None:
-    with loop_of(VirtualLoop()) as loop, pytest.raises(RuntimeError, match="stands still"):
+    with loop_of(VirtualLoop()) as loop, pytest.raises(RuntimeError, match="cannot continue"):
         loop.run_until_complete(loop.create_future())

@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evolver_async.metrics.lineages import Mark, current, current_rows, supersedes
+from evolver_async.metrics.lineages import RowKey, current, current_rows, supersedes
 
 KINDS = st.sampled_from(("take", "eval", "other"))
-MARKS = st.lists(st.builds(Mark, st.integers(1, 4), st.integers(1, 12), KINDS), max_size=40)
+KEYS = st.lists(st.builds(RowKey, st.integers(1, 4), st.integers(1, 12), KINDS), max_size=40)
 
 
 def take(lineage: int, step: int) -> dict:
@@ -17,10 +17,10 @@ def evaluation(lineage: int, step: int) -> dict:
     return {"lineage": lineage, "step": step, "eval/success": 0.5, "eval/episodes": 4.0}
 
 
-@given(MARKS)
-def test_a_row_counts_unless_another_one_supersedes_it(marks):
-    kept = [i for i, old in enumerate(marks) if not any(supersedes(new, old) for new in marks)]
-    assert current(marks) == kept
+@given(KEYS)
+def test_a_row_counts_unless_another_one_supersedes_it(keys):
+    kept = [i for i, old in enumerate(keys) if not any(supersedes(new, old) for new in keys)]
+    assert current(keys) == kept
 
 
 def test_what_a_resumed_run_repeats_is_replaced_evaluations_included():

@@ -16,7 +16,7 @@ from evolver_async.config import Config, Stage
 from evolver_async.config.load import dump
 from evolver_async.metrics import wandb_process
 from evolver_async.metrics.wandb_process import has_key, online, read_state, url_of, write_state
-from evolver_async.metrics.wandb_upload import alone
+from evolver_async.metrics.wandb_upload import exclusive
 from evolver_async.metrics.writer import Metrics
 
 BLOCK, HEADER = 32768, 7  # LevelDB's log format, behind seven bytes of W&B's own
@@ -86,14 +86,14 @@ def newest(run_dir: Path) -> list[tuple[int, int]]:
 
 
 def sent(metrics: Metrics) -> int:
-    assert metrics.monitor is not None
-    return metrics.monitor.sent()
+    assert metrics.upload is not None
+    return metrics.upload.sent()
 
 
 def helper(metrics: Metrics) -> psutil.Process:
     """W&B's own helper process, below the one that sends the rows."""
-    assert metrics.monitor is not None and metrics.monitor.process is not None
-    ours = psutil.Process(metrics.monitor.process.pid)
+    assert metrics.upload is not None and metrics.upload.process is not None
+    ours = psutil.Process(metrics.upload.process.pid)
     return next(c for c in ours.children(recursive=True) if c.name().startswith("wandb-core"))
 
 
@@ -134,8 +134,8 @@ def test_a_killed_helper_costs_neither_the_run_nor_a_row(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(wandb_process, "PAUSE_S", 0.1)
-    assert metrics.monitor is not None
-    metrics.monitor.pause_s = 0.1
+    assert metrics.upload is not None
+    metrics.upload.pause_s = 0.1
     log(metrics, 1, 1)
     metrics.alert("first", "before the kill")
     wait_for(lambda: sent(metrics) == 1, "the first row")
@@ -148,7 +148,7 @@ def test_a_killed_helper_costs_neither_the_run_nor_a_row(
         log(metrics, 1, next(steps))
         assert time.monotonic() - started < DEADLINE_S / 2, "the learner must not wait for W&B"
         time.sleep(0.05)
-        return metrics.monitor is not None and metrics.monitor.restarts == 1
+        return metrics.upload is not None and metrics.upload.restarts == 1
 
     wait_for(another, "a restart")
     metrics.close()
@@ -164,16 +164,16 @@ def test_a_killed_helper_costs_neither_the_run_nor_a_row(
 def test_a_helper_that_hangs_is_replaced(
     metrics: Metrics, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert metrics.monitor is not None and metrics.monitor.process is not None
+    assert metrics.upload is not None and metrics.upload.process is not None
     log(metrics, 1, 1)
     wait_for(lambda: sent(metrics) == 1, "the first row")
     stopped = helper(metrics)
-    metrics.monitor.process.send_signal(signal.SIGSTOP)  # as it were in a call without an end
+    metrics.upload.process.send_signal(signal.SIGSTOP)  # as it were in a call without an end
     stopped.suspend()
-    metrics.monitor.pause_s = 0.0
+    metrics.upload.pause_s = 0.0
     monkeypatch.setattr(wandb_process, "STUCK_S", 0.2)
     log(metrics, 1, 2)
-    wait_for(lambda: log(metrics, 1, 2) or metrics.monitor.process is None, "the end of it")  # pyright: ignore[reportOptionalMemberAccess]
+    wait_for(lambda: log(metrics, 1, 2) or metrics.upload.process is None, "the end of it")  # pyright: ignore[reportOptionalMemberAccess]
     monkeypatch.setattr(wandb_process, "STUCK_S", DEADLINE_S)
     wait_for(lambda: not alive(stopped), "the end of W&B's helper")
     log(metrics, 1, 3)
@@ -187,10 +187,10 @@ def test_the_end_of_a_run_waits_for_w_and_b_only_so_long(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert metrics.monitor is not None and metrics.monitor.process is not None
+    assert metrics.upload is not None and metrics.upload.process is not None
     log(metrics, 1, 1)
     wait_for(lambda: sent(metrics) == 1, "the first row")
-    metrics.monitor.process.send_signal(signal.SIGSTOP)
+    metrics.upload.process.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(wandb_process, "CLOSE_S", 0.2)
     log(metrics, 1, 2)
     metrics.close()
@@ -258,9 +258,9 @@ def test_a_run_that_w_and_b_never_saw_is_sent_afterwards(
         f"2 of 3 rows are in {file.parent}; to upload them: wandb sync" in capsys.readouterr().out
     )
     assert newest(run_dir) == [(1, 1), (2, 2)]
-    with alone(run_dir, 0.0):
+    with exclusive(run_dir, 0.0):
         assert main(["wandb", str(run_dir)]) == 2
-    assert "sends its metrics to W&B by itself" in capsys.readouterr().err
+    assert "another process sends its metrics to W&B" in capsys.readouterr().err
 
 
 def test_online_without_a_key_is_refused_before_the_start(
@@ -273,7 +273,7 @@ def test_online_without_a_key_is_refused_before_the_start(
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_page_of_the_run_is_named_to_who_watches(
+def test_the_page_of_the_run_is_named_to_those_who_watch(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = "https://wandb.ai/someone/evolver-async/runs/abc"

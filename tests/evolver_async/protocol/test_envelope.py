@@ -15,6 +15,7 @@ from episodes import episode
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from evolver_async.lineages import Fork
 from evolver_async.protocol.envelope import (
     SCHEMA_HASH,
     TYPES,
@@ -26,6 +27,7 @@ from evolver_async.protocol.envelope import (
     schema_hash,
     unpack,
 )
+from evolver_async.protocol.failures import FailureTotal
 from evolver_async.protocol.messages import (
     Ack,
     Contribute,
@@ -60,10 +62,9 @@ from evolver_async.protocol.messages import (
     Welcome,
 )
 from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
+from evolver_async.protocol.transcripts import Transcript, Turn
 from evolver_async.schema import (
     EvalResult,
-    FailureTotal,
-    Fork,
     Group,
     Role,
     Sampling,
@@ -71,8 +72,6 @@ from evolver_async.schema import (
     Task,
     Ticket,
     Trajectory,
-    Transcript,
-    Turn,
     VersionRun,
     WeightId,
 )

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from evolver_async.config import Config
 from evolver_async.metrics.tail import Tail
-from evolver_async.watch.view import View, watch
+from evolver_async.watch.live import watch
+from evolver_async.watch.view import View
 
 ROW = {
     "lineage": 1,
@@ -105,11 +106,11 @@ def test_the_panel_shows_steps_evaluations_and_who_waits() -> None:
     text = text_of(view)
     assert "10/20 rl" in text and "▁█ 1.000" in text
     assert "learner waits 7 s: 3 of 8 ready" in text
-    assert "actor-1 stands still for 41 s: group 3 waits for members [2]" in text
+    assert "actor-1 has made no progress for 41 s: group 3 waits for members [2]" in text
     counters = {"supervision/stalled": 2.0, "supervision/longest_s": 41.5}
     view.feed(row(11, 6.0) | counters)
     assert "learner waits" not in text_of(view)
-    assert "2 (longest 42 s)" in text_of(view) and "actor-1 stands still" in text_of(view)
+    assert "2 (longest 42 s)" in text_of(view) and "actor-1 has made no progress" in text_of(view)
     view.feed(row(12, 7.0) | dict.fromkeys(counters, 0.0))
     assert "stalled" not in text_of(view) and "actor-1" not in text_of(view)
 

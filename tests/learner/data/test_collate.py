@@ -5,12 +5,8 @@ from collated_groups import ALWAYS, NEVER, collated, make_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evolver_async.schema import (
-    Fork,
-    Group,
-    Role,
-    WeightId,
-)
+from evolver_async.lineages import Fork
+from evolver_async.schema import Group, Role, WeightId
 from learner.data.collate import Lag, Strip, guided, lag_table
 
 strips = st.sampled_from([ALWAYS, NEVER, Strip("fraction", 0.5, 0), Strip("fraction", 0.5, 1)])

@@ -31,8 +31,8 @@ from evolver_async.config.load import dump, load, stage_config
 from evolver_async.config.values import ConfigError
 from evolver_async.errors import TrainingError
 from evolver_async.model import attention, policy
-from evolver_async.model.attention import ALIKE, Borders
 from evolver_async.model.attention import NAME as PACKED
+from evolver_async.model.attention import SIMILAR, Borders
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.process.setup import RoleArgs
 from learner.optimize import token_budget, updates
@@ -141,14 +141,14 @@ def test_other_sequences_of_a_row_are_out_of_sight(paths):
 def test_attention_pads_no_sequence_by_much(lengths, in_order):
     lengths = sorted(lengths, reverse=True) if in_order else lengths
     borders = Borders.of(lengths, CPU)
-    assert sum(run.rows * run.longest for run in borders.runs) * ALIKE <= sum(lengths)
-    assert sum(run.tokens for run in borders.runs) == sum(lengths)
+    assert sum(block.rows * block.longest for block in borders.blocks) * SIMILAR <= sum(lengths)
+    assert sum(block.tokens for block in borders.blocks) == sum(lengths)
     assert borders.starts_S1.diff().tolist() == lengths and borders.starts_S1[0] == 0
     assert borders.longest == max(lengths)
     expected = [position for length in lengths for position in range(length)]
     assert borders.position_1T.tolist() == [expected]
     if in_order:  # few: their lengths fall by a quarter from one to the next
-        assert len(borders.runs) <= 1 + np.log(300) / -np.log(ALIKE)
+        assert len(borders.blocks) <= 1 + np.log(300) / -np.log(SIMILAR)
 
 
 @pytest.mark.parametrize("shape", [BloomConfig, MambaConfig], ids=["bloom", "mamba"])
@@ -169,14 +169,14 @@ def test_rounding_of_a_short_type_is_not_taken_for_mixing(monkeypatch):
         Qwen2Config(**shape, vocab_size=50), attn_implementation="sdpa"
     )
     model = model.to(torch.bfloat16).eval()
-    whole = attention._by_runs
+    whole = attention._by_blocks
     off = torch.Generator().manual_seed(0)
 
     def rounded(*given: Any) -> torch.Tensor:
         out = whole(*given)
         return out * (1 + 2**-8 * torch.randn(out.shape, generator=off)).to(out.dtype)
 
-    monkeypatch.setattr(attention, "_by_runs", rounded)
+    monkeypatch.setattr(attention, "_by_blocks", rounded)
     policy.check_packing(model)
     mixed = [9]  # all sequences as one
     monkeypatch.setattr(
@@ -186,7 +186,7 @@ def test_rounding_of_a_short_type_is_not_taken_for_mixing(monkeypatch):
             torch.tensor([0, 9], dtype=torch.int32),
             torch.arange(9)[None],
             9,
-            (attention._run(mixed, device),),
+            (attention._block(mixed, device),),
         ),
     )
     with pytest.raises(ModelError, match=r"learner\.packing"):

@@ -1,29 +1,29 @@
-"""The launcher's patience with a process that was told to end."""
+"""Deadline of a process that was told to end."""
 
 from pathlib import Path
 
 from evolver_async.checkpoint import directory as checkpoint
 
 
-class Patience:
-    """Deadline of a process that was told to end, in seconds on the caller's clock.
+class DrainDeadline:
+    """Deadline `drain_s` after `now`, in seconds on the caller's clock.
 
-    It is `drain_s` away. Progress of a checkpoint in `checkpoints` moves it to `drain_s` from then.
+    Progress of a checkpoint in `checkpoints` moves it to `drain_s` after that progress.
     """
 
     def __init__(self, drain_s: float, now: float, checkpoints: Path | None = None) -> None:
         self.drain_s = drain_s
         self.deadline = now + drain_s
         self.checkpoints = checkpoints
-        self._progress = self._look()
+        self._progress = self._read_progress()
 
-    def exhausted(self, now: float) -> bool:
-        """True if the deadline has passed without progress."""
-        progress = self._look()
+    def passed(self, now: float) -> bool:
+        """True if the deadline is over and there was no progress since the last call."""
+        progress = self._read_progress()
         if progress != self._progress:
             self._progress = progress
             self.deadline = now + self.drain_s
         return now > self.deadline
 
-    def _look(self) -> tuple[int, int] | None:
+    def _read_progress(self) -> tuple[int, int] | None:
         return None if self.checkpoints is None else checkpoint.progress(self.checkpoints)

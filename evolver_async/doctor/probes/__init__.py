@@ -1,0 +1,1 @@
+"""Probes: each uses one capability of the machine once, on a small scale, in its own process."""

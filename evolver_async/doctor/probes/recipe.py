@@ -1,0 +1,53 @@
+"""Probes of a recipe: the size of its model, and the problems that its start would report."""
+
+from pathlib import Path
+from typing import Any
+
+from evolver_async.doctor.probes.result import ProbeResult
+
+
+def recipe(path: str, *dotlist: str) -> ProbeResult:
+    """List the problems for which the start of this recipe would be refused."""
+    from evolver_async.config.load import load
+    from evolver_async.launch.start_checks import problems_of
+
+    problems = problems_of(load(path, dotlist))
+    return ProbeResult(not problems, "\n".join(problems), {"problems": problems})
+
+
+def model(path: str, *dotlist: str) -> ProbeResult:
+    """Compute the sizes of a recipe's policy from its configuration; read no weights."""
+    from evolver_async.config.load import load
+
+    policy = load(path, dotlist).policy
+    if policy.path and not Path(policy.path).is_dir():
+        return ProbeResult(False, f"policy.path: {policy.path} is not a directory")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from evolver_async.model.tiny import make_tokenizer, tiny_shape
+
+    config: Any = (
+        AutoConfig.from_pretrained(policy.path, local_files_only=True)
+        if policy.path
+        else tiny_shape(
+            make_tokenizer(policy.max_length),
+            hidden_size=policy.hidden_size,
+            layers=policy.layers,
+            heads=policy.heads,
+            intermediate_size=policy.intermediate_size,
+        )
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    heads = config.num_attention_heads
+    facts = {
+        "parameters": sum(one.numel() for one in model.parameters()),
+        "layers": config.num_hidden_layers,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "hidden": config.hidden_size,
+        "inner": config.intermediate_size,
+        "positions": config.max_position_embeddings,
+    }
+    return ProbeResult(True, f"{type(model).__name__}, {facts['parameters']:,} parameters", facts)

@@ -1,0 +1,54 @@
+"""Entry point of a probe's process: `python -m evolver_async.doctor.probes.run NAME [ARG …]`.
+
+It prints one line of JSON, the ProbeResult. A library that crashes, hangs or prints affects only
+its own probe; `report.py` starts the processes, each with a deadline.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+
+from evolver_async.doctor.probes import host, libraries, recipe
+from evolver_async.doctor.probes.result import ProbeResult
+
+PROBES: dict[str, Callable[..., ProbeResult]] = {
+    "python": host.python,
+    "torch": libraries.torch_cpu,
+    "cuda": libraries.cuda,
+    "nccl": libraries.nccl,
+    "gloo": libraries.gloo,
+    "varlen": libraries.varlen,
+    "vllm": libraries.vllm,
+    "faiss": libraries.faiss,
+    "ray": libraries.ray,
+    "sandbox": host.sandbox,
+    "shared memory": host.shared_memory,
+    "sockets": host.sockets,
+    "encryption": host.encryption,
+    "wandb": host.wandb,
+    "disk": host.disk,
+    "files": host.files,
+    "recipe": recipe.recipe,
+    "model": recipe.model,
+}
+
+
+def main(name: str, *arguments: str) -> None:
+    """Run one probe; whatever libraries print goes to stderr."""
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        result = PROBES[name](*arguments)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        result = ProbeResult(False, f"{type(error).__name__}: {lines[0]}")
+    with suppress(BrokenPipeError), open(answer, "w", encoding="utf-8") as out:
+        out.write(json.dumps(asdict(result)))
+    os._exit(0)  # threads and exit handlers of a library must not delay or change the result
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

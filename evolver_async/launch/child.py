@@ -1,0 +1,152 @@
+"""Child processes of the local launcher: command line, environment, exit code and log."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from evolver_async.config import Config
+from evolver_async.errors import EVALUATION_LOST, TRAINING_ERROR, USER_ERROR
+from evolver_async.launch.gpus import VISIBLE, index_of, visible_gpus
+from evolver_async.launch.run_directory import last_lines
+
+FINAL = (USER_ERROR, TRAINING_ERROR, EVALUATION_LOST)  # exit codes that a restart would repeat
+SEARCHED_LINES = 100  # of a log, for the error that ended the process
+
+# glibc: do not return freed activations to the kernel only to fault them in again a moment later
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+
+
+@dataclass
+class Child:
+    """One role of the run and its present process, which runs since `started`.
+
+    `restarts` is the used part of its budget; `due` is the time of the next restart. A learner of
+    several ranks has `others` beside its first; all of them end together.
+    """
+
+    role: str
+    name: str
+    process: subprocess.Popen[bytes]
+    incarnation: int
+    restarts: int = 0
+    due: float | None = None
+    started: float = field(default_factory=time.monotonic)
+    others: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    failed_rank: int | None = None  # the rank whose end made the launcher kill the others
+
+    @property
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        return [self.process, *self.others]
+
+    @property
+    def failed_process(self) -> tuple[str, int]:
+        """Name and pid of the process whose log holds the cause of the end."""
+        rank = self.failed_rank or 0
+        return (f"{self.name}-{rank}" if rank else self.name), self.processes[rank].pid
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while it runs. Kill all ranks if one of several died."""
+        if not self.others:
+            return self.process.poll()
+        if self.failed_rank is None:
+            codes = [process.poll() for process in self.processes]
+            bad = [rank for rank, code in enumerate(codes) if code]
+            if not bad or codes[0] == 0:  # after the first rank is done the others only exit
+                return codes[0]
+            # A code that names the cause comes first; a rank that lost another one only says that.
+            self.failed_rank = min(bad, key=lambda i: (codes[i] not in FINAL, (codes[i] or 0) > 0))
+            for process in self.processes:
+                process.kill()
+                process.wait()
+        return self.processes[self.failed_rank].returncode
+
+
+class Spawner:
+    """Starts the processes of one launch.
+
+    `rendezvous` is a private directory in which the ranks of a learner find each other.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        address: str,
+        keys: Path | None,
+        rendezvous: Path | None,
+    ) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.address = address
+        self.keys = keys
+        self.rendezvous = rendezvous
+
+    def start(
+        self, role: str, name: str, incarnation: int, rank: int = 0
+    ) -> subprocess.Popen[bytes]:
+        """Start a process in a session of its own, so that Ctrl-C reaches the launcher alone."""
+        options = {
+            "--connect": self.address,
+            "--run": self.run_dir,
+            "--name": name,
+            "--incarnation": incarnation,
+            "--parent": os.getpid(),
+        } | ({} if self.keys is None else {"--keys": self.keys})
+        if role == "learner" and self.config.learner.ranks > 1:
+            assert self.rendezvous is not None
+            options |= {"--rank": rank, "--meeting": self.rendezvous / f"ranks-{incarnation}"}
+        with open(self.log_file(name), "ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "evolver_async.cli", role]
+                + [str(text) for option in options.items() for text in option],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | self._environment(role, name),
+            )
+
+    def start_others(self, role: str, name: str, incarnation: int) -> list[subprocess.Popen[bytes]]:
+        """Start the ranks of a learner beside its first."""
+        ranks = range(1, self.config.learner.ranks if role == "learner" else 1)
+        return [self.start(role, f"{name}-{rank}", incarnation, rank) for rank in ranks]
+
+    def _environment(self, role: str, name: str) -> dict[str, str]:
+        threads = {"actor": self.config.engine.threads, "learner": self.config.learner.threads}
+        variables = {
+            "OMP_NUM_THREADS": str(threads.get(role, 1)),
+            "TOKENIZERS_PARALLELISM": "false",
+        } | KEEP_MEMORY
+        if role == "learner" and self.rendezvous is not None:
+            # A killed W&B leaves temporary files; this directory is removed with the launch.
+            variables["TMPDIR"] = str(self.rendezvous)
+        return variables | visible_gpus(self.config, role, index_of(name), os.environ.get(VISIBLE))
+
+    def log_file(self, name: str) -> Path:
+        (self.run_dir / "logs").mkdir(exist_ok=True)
+        return self.run_dir / "logs" / f"{name}.log"
+
+    def log_tail(self, child: Child, count: int = 5) -> str:
+        """Return the last lines of the log of the process that failed."""
+        return last_lines(self.log_file(child.failed_process[0]), count)
+
+    def last_error(self, child: Child) -> str:
+        """Return the last error that the present process logged, else the last line of its log."""
+        lines = self.log_tail(child, SEARCHED_LINES).splitlines()
+        for line in reversed(lines):
+            if f"pid {child.failed_process[1]}" in line:
+                break  # earlier lines come from an earlier process of this name
+            if " ERROR " in line:
+                return line
+        return lines[-1] if lines else ""
+
+
+def ending(code: int) -> str:
+    """Describe the end of a process by its exit code, as a predicate of its name."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}" if code else "left the running job (exit code 0)"

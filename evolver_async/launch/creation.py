@@ -1,0 +1,178 @@
+"""Creation of a run directory: configuration, policy, tasks and exact values.
+
+`.creating` marks a directory that is incomplete: a creation that was interrupted is taken over by
+the next one, or completed by a resume.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from evolver_async.buffer.actor_requests import source_of
+from evolver_async.buffer.tasks.stream import held_out_task
+from evolver_async.checkpoint.directory import exists
+from evolver_async.config import Config
+from evolver_async.config.check import ConfigError
+from evolver_async.config.load import dump, stage_config
+from evolver_async.errors import USER_ERROR
+from evolver_async.launch.registry import resolve
+from evolver_async.launch.run_directory import CREATING, EXACT, LOCK, last_lines, locked
+from evolver_async.launch.start_checks import check_start
+
+
+def create(
+    config: Config, recipe: Path | None, fill: Callable[[Path], None] = lambda _: None
+) -> tuple[Config, Path]:
+    """Make a run directory with its configuration and policy; remove it if that fails.
+
+    Without `run.name` its name is that of the recipe and the time. A directory whose creation was
+    interrupted is taken over. `fill` puts into it what comes from another run.
+    """
+    check_start(config)
+    stem = recipe.stem if recipe is not None else "run"
+    name = config.run.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = (Path(config.run.dir) / name).resolve()
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot make {run_dir}: {error.strerror}") from None
+    _refuse_existing(run_dir)
+    resolved = replace(
+        config,
+        run=replace(config.run, name=name),
+        policy=replace(config.policy, path=config.policy.path or str(run_dir / "policy")),
+        security=replace(config.security, keys=_absolute(config.security.keys)),
+    )
+    with locked(run_dir), _sigterm_raises():
+        _refuse_existing(run_dir)  # another process may have made it before it was locked
+        try:
+            _clear(run_dir)
+            fill(run_dir)
+            resolved = _with_own_tasks(resolved, run_dir)
+            dump(resolved, run_dir / "config.yaml")
+            complete(resolved, run_dir)
+        except BaseException:
+            shutil.rmtree(run_dir)
+            raise
+    return resolved, run_dir
+
+
+def _refuse_existing(run_dir: Path) -> None:
+    """Raise ConfigError unless the directory is empty or its creation was interrupted."""
+    if not (run_dir / CREATING).exists() and any(one.name != LOCK for one in run_dir.iterdir()):
+        raise ConfigError(
+            f"run.name: {run_dir} exists; choose another name, or continue with --resume {run_dir}"
+        )
+
+
+def _clear(run_dir: Path) -> None:
+    """Mark the directory as incomplete; remove the files of an interrupted creation."""
+    (run_dir / CREATING).touch()
+    for left in run_dir.iterdir():
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)
+        elif left.name not in (CREATING, LOCK):
+            left.unlink()
+
+
+def complete(config: Config, run_dir: Path) -> None:
+    """Make the files that a run directory needs beside its configuration."""
+    own = run_dir / "policy"
+    copied = exists(run_dir / "checkpoints")
+    if config.policy.path == str(own) and own.exists() and not copied:
+        shutil.rmtree(own)  # perhaps incomplete: its creation was interrupted
+    _prepare_policy(run_dir)
+    measure(config, run_dir)
+    (run_dir / CREATING).unlink()
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit, so that an incomplete directory is removed."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _with_own_tasks(config: Config, run_dir: Path) -> Config:
+    """Copy the task files into the run directory, as a restart must find the same tasks."""
+    copies: dict[str, str] = {}
+
+    def copy_of(path: str) -> str:
+        if path and path not in copies:
+            copies[path] = str(run_dir / f"tasks_{len(copies)}.jsonl")
+            shutil.copyfile(path, copies[path])
+        return copies.get(path, "")
+
+    tasks, stages = replace(config.tasks, path=copy_of(config.tasks.path)), []
+    for stage in config.stages:
+        override = dict(stage.override)
+        if "path" in override.get("tasks", {}):
+            override["tasks"] = {**override["tasks"], "path": copy_of(override["tasks"]["path"])}
+        stages.append(replace(stage, override=override))
+    return replace(config, tasks=tasks, stages=stages)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().resolve()) if path else ""
+
+
+def measure(config: Config, run_dir: Path) -> None:
+    """Write the success of the random and of the optimal policy on the last evaluation's tasks.
+
+    Nothing is written if the environment cannot compute them.
+    """
+    last = stage_config(config, len(config.stages) - 1)
+    source = source_of(last)
+    episodes = config.eval.final_episodes or config.eval.episodes
+    tasks = [held_out_task(source, number) for number in range(episodes)]
+    rollout = last.rollout
+    values = resolve("exact")(tasks, rollout.max_turns * rollout.actions_per_turn)
+    (run_dir / EXACT).unlink(missing_ok=True)
+    if values is not None:
+        content = {"random": values.random, "optimal": values.optimal, "episodes": episodes}
+        if values.random_return is not None and values.optimal_return is not None:
+            content["random_return"] = values.random_return
+            content["optimal_return"] = values.optimal_return
+        (run_dir / EXACT).write_text(json.dumps(content))
+
+
+def _prepare_policy(run_dir: Path) -> None:
+    """Make or check the policy in a process of its own, as this one must not import torch.
+
+    That process ends with this one. Raises ConfigError with its sentence if it refuses the
+    configuration, and with the likely cause if it was killed.
+    """
+    log_file = run_dir / "logs" / "prepare.log"
+    log_file.parent.mkdir(exist_ok=True)
+    with open(log_file, "wb") as output:
+        command = [sys.executable, "-m", "evolver_async.cli", "prepare", "--name", "prepare"]
+        done = subprocess.run(
+            [*command, "--run", str(run_dir), "--parent", str(os.getpid())],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        cause = "; most likely memory ran out, see dmesg" if name == "SIGKILL" else ""
+        raise ConfigError(f"policy: the process that prepares it was killed by {name}{cause}")
+    if done.returncode == USER_ERROR:
+        _, _, sentence = last_lines(log_file, 1).partition(": ")  # after time, level and logger
+        raise ConfigError(sentence)
+    if done.returncode != 0:
+        raise ConfigError(f"policy.path: {last_lines(log_file, 1)}")

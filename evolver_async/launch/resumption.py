@@ -1,0 +1,103 @@
+"""Resumption of a run: changes of its configuration, its checkpoint, and what must not change."""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from evolver_async.checkpoint import history
+from evolver_async.checkpoint.directory import exists
+from evolver_async.config import Config
+from evolver_async.config.check import ConfigError
+from evolver_async.config.load import dump, load, stage_config
+from evolver_async.config.stages import limit_reached
+from evolver_async.launch.creation import complete, measure
+from evolver_async.launch.run_directory import CREATING, PAUSED
+from evolver_async.launch.start_checks import check_start
+
+
+def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None) -> Config:
+    """Write the changes of `dotlist` into the configuration of an earlier run and return it.
+
+    A run without a checkpoint starts at its beginning; `step` (or `best`) makes it go back to that
+    checkpoint and ends its pause. Raises ConfigError or CheckpointError if the run cannot continue.
+    """
+    config = load(run_dir / "config.yaml", dotlist)
+    incomplete = (run_dir / CREATING).exists()
+    no_policy = incomplete and config.policy.path == str(run_dir / "policy")
+    check_start(replace(config, policy=replace(config.policy, path="")) if no_policy else config)
+    before = load(run_dir / "config.yaml")
+    _refuse_changed_data(before, config)
+    checkpoints = run_dir / "checkpoints"
+    chosen = None
+    if step is not None or exists(checkpoints):
+        chosen, _ = history.choose(checkpoints, run_dir.name, step)
+        check_continues(run_dir, before, config, history.numbers(chosen))
+    if not incomplete:
+        measure(config, run_dir)
+    if dotlist:
+        part = run_dir / ".config.yaml"
+        dump(config, part)
+        part.replace(run_dir / "config.yaml")
+    if step is not None and chosen is not None:
+        history.go_back(checkpoints, chosen, lambda _: None)
+        (run_dir / PAUSED).unlink(missing_ok=True)
+    if incomplete:
+        complete(config, run_dir)
+    return config
+
+
+def check_continues(run_dir: Path, before: Config, after: Config, state: dict[str, Any]) -> None:
+    """Raise ConfigError if nothing is left to train from this state of a learner.
+
+    A change of a stage that is over is refused too, as it could have no effect.
+    """
+    if not state:
+        return
+    stage, taken = state["stage"], state["take"] - state["stage_take"]
+    for index, (old, new) in enumerate(zip(before.stages[:stage], after.stages, strict=False)):
+        if old != new:
+            raise ConfigError(
+                f"stages[{index}]: cannot change, as it is over at step {state['take']}"
+            )
+    if stage >= len(after.stages):
+        raise ConfigError(
+            f"stages: must keep stage {stage}, in which the run is; got {len(after.stages)} stages"
+        )
+    over = limit_reached(
+        after.stages[stage],
+        steps=taken,
+        tokens=state["stage_tokens"],
+        seconds=state["stage_seconds"],
+        success=state["eval_success"],
+    )
+    last = stage + 1 == len(after.stages)
+    if state["finished"] and over and last and not state["pending"]:
+        raise ConfigError(
+            f"{run_dir}: is finished; to continue, lengthen its last stage (stages.{stage}.steps"
+            "=…), append one (stages+={kind: rl, steps: …}) or go back (--step N)"
+        )
+
+
+def _refuse_changed_data(before: Config, after: Config) -> None:
+    """Raise ConfigError for a change of a key that shaped the data in the journal.
+
+    A restart chooses the same tasks again by seed and tasks; the learner computes log-probs at the
+    temperature at which the tokens were sampled.
+    """
+    fixed = [
+        (f"run.{item.name}", getattr(before.run, item.name), getattr(after.run, item.name))
+        for item in fields(before.run)
+    ]
+    for index in range(min(len(before.stages), len(after.stages))):
+        old, new = stage_config(before, index), stage_config(after, index)
+        fixed += [
+            (f"tasks.{item.name}", getattr(old.tasks, item.name), getattr(new.tasks, item.name))
+            for item in fields(old.tasks)
+        ]
+        fixed.append(("rollout.temperature", old.rollout.temperature, new.rollout.temperature))
+    for name, old, new in fixed:
+        if old != new:
+            raise ConfigError(
+                f"{name}: cannot change on resume: the run was started with {old}, got {new}"
+            )

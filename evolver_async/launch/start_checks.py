@@ -1,0 +1,78 @@
+"""Checks before a start that need more than the configuration: paths, wings, addresses, GPUs."""
+
+import os
+from pathlib import Path
+
+from evolver_async.config import Config
+from evolver_async.config.channels import host_and_port
+from evolver_async.config.check import ConfigError, check_paths
+from evolver_async.launch.gpus import VISIBLE, check_visible
+from evolver_async.launch.registry import check_wings
+from evolver_async.metrics.wandb_process import has_key
+from evolver_async.process.addresses import keys_of
+from evolver_async.transport.keys import KeysError, check_keys
+from evolver_async.transport.sockets import check_address
+from evolver_async.weights.channel.base import listen
+
+
+def check_start(config: Config) -> None:
+    """Raise ValueError, naming the key, for the first problem that a start would meet here."""
+    for check in CHECKS:
+        check(config)
+
+
+def problems_of(config: Config) -> list[str]:
+    """Return all problems that a start would meet here, each naming its key."""
+    problems = []
+    for check in CHECKS:
+        try:
+            check(config)
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _check_gpus(config: Config) -> None:
+    check_visible(config, os.environ.get(VISIBLE))
+
+
+def _check_wandb(config: Config) -> None:
+    if config.metrics.wandb == "online" and not has_key():
+        raise ConfigError("metrics.wandb: online needs a key; set WANDB_API_KEY or run wandb login")
+
+
+def check_addresses(config: Config) -> None:
+    """Raise ConfigError for invalid keys, and for an address that is open to others or in use."""
+    if config.launch.kind != "local":
+        return
+    keys = keys_of(config)
+    addresses = {"buffer.address": config.buffer.address}
+    if config.experience.kind != "none":
+        addresses["experience.address"] = config.experience.address
+    try:
+        if keys is not None:
+            check_keys(keys)
+        for name, address in addresses.items():
+            if address:
+                _check_address(name, address, keys)
+    except KeysError as error:
+        raise ConfigError(f"security.keys: {error}") from None
+    if config.weights.address:
+        try:
+            listen(*host_and_port(config.weights.address)).close()
+        except OSError as error:
+            raise ConfigError(str(error.strerror)) from None
+
+
+def _check_address(name: str, address: str, keys: Path | None) -> None:
+    try:
+        check_address(address, keys)
+    except KeysError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error).replace("buffer.address", name, 1)) from None
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror}") from None
+
+
+CHECKS = (check_paths, check_wings, check_addresses, _check_gpus, _check_wandb)

@@ -1,0 +1,83 @@
+"""Projection of hidden states to log-probs, for one chunk of positions.
+
+A head in a short type sums the gradients of many chunks in float32.
+
+Shapes: `N` positions, `D` hidden size, `V` vocabulary, `K` likeliest tokens.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Float32Gradient(torch.autograd.Function):
+    """Stand-in for weights of a short type, whose chunks' gradients it adds in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_VD: Tensor) -> Tensor:
+        """Return a tensor of the weights' shape without memory of its own; it is never read."""
+        ctx.dtype = weight_VD.dtype
+        return torch.zeros((), dtype=torch.float32, device=weight_VD.device).expand_as(weight_VD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].to(ctx.dtype)
+
+
+class ChunkLinear(torch.autograd.Function):
+    """Projection whose gradient of the weights goes to their `Float32Gradient` instead."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, _: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(hidden_ND, weight_VD)
+        return F.linear(hidden_ND, weight_VD, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor, Tensor | None]:
+        hidden_ND, weight_VD = ctx.saved_tensors
+        (gradient_NV,) = gradients
+        wide_VD = (gradient_NV.T @ hidden_ND).float()
+        bias = gradient_NV.sum(0) if ctx.needs_input_grad[3] else None
+        return gradient_NV @ weight_VD, None, wide_VD, bias
+
+
+def summing_head(head: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Make a projection for many chunks: the sum of their gradients is rounded only once."""
+    assert isinstance(head, nn.Linear)
+    weight_VD, bias = head.weight, head.bias
+    if weight_VD.element_size() >= torch.float32.itemsize or not weight_VD.requires_grad:
+        return head
+    wide_VD = Float32Gradient.apply(weight_VD)
+    return lambda hidden_ND: ChunkLinear.apply(hidden_ND, weight_VD.detach(), wide_VD, bias)
+
+
+def project(
+    head: Callable[[Tensor], Tensor],
+    temperature: float,
+    with_entropy: bool,
+    entropy_top_k: int,
+    hidden_ND: Tensor,
+    targets_N: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute the log-probs of a chunk of targets, and their entropies or 0."""
+    logps_NV = _scaled(head(hidden_ND), temperature).log_softmax(-1)
+    picked_N = logps_NV.gather(-1, targets_N[:, None]).squeeze(-1)
+    if not with_entropy:
+        return picked_N, torch.zeros_like(picked_N)
+    entropy_N = -(logps_NV.exp() * logps_NV).sum(-1)
+    if entropy_top_k:
+        size = min(entropy_top_k, logps_NV.shape[-1])
+        largest_NK = logps_NV.topk(size).values.log_softmax(-1)
+        top_N = -(largest_NK.exp() * largest_NK).sum(-1)
+        entropy_N = top_N + (entropy_N - top_N).detach()
+    return picked_N, entropy_N
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    logits = logits.float()
+    return logits if temperature in (0.0, 1.0) else logits / temperature

@@ -1,0 +1,31 @@
+"""Counts of failures that processes report to the buffer."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+FailureKind = Literal[
+    "agent",  # an agent of the user: it raised, was late, or returned no reward
+    "agent_call",  # a refused call of such an agent
+    "environment",
+    "late",  # an episode that missed its deadline by the policy's fault
+    "policy",  # a group without a readable turn
+    "judge",  # this and the following: an endpoint or its answer
+    "experience",
+    "questioning",
+    "reflection",
+]
+NAME_CHARS, ERROR_CHARS = 200, 400  # of a failure
+
+
+class FailureTotal(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Failures of one kind and name since their sender's start; `error` describes the last one."""
+
+    kind: FailureKind
+    name: Annotated[str, msgspec.Meta(max_length=NAME_CHARS)]
+    error: Annotated[str, msgspec.Meta(max_length=ERROR_CHARS)]
+    count: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
+
+    def __str__(self) -> str:
+        times = "once" if self.count == 1 else f"{self.count:,} times"
+        return f"{self.kind.replace('_', ' ')} {self.name} failed {times}, last: {self.error}"

@@ -1,0 +1,135 @@
+"""Live display of a run: it follows metrics.jsonl and asks the buffer for its STATUS.
+
+It reads the file, so it works alike inside the launcher and attached to a running job. STATUS gives
+the failures, and while no new step comes also the stalls and the waiting processes.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+
+from evolver_async.config import Config
+from evolver_async.launch.run_directory import EXACT
+from evolver_async.metrics.lineages import current_rows
+from evolver_async.metrics.tail import Tail
+from evolver_async.metrics.wandb_process import url_of
+from evolver_async.process.addresses import keys_of
+from evolver_async.transport.sockets import Rejected
+from evolver_async.watch.status import ask
+from evolver_async.watch.view import View
+
+POLL_S = 0.5
+ASK_S = 2.0  # between two requests for STATUS
+QUIET_S = 5.0  # without a new row, until stalls and waiting processes are shown
+
+
+@contextlib.contextmanager
+def shown(run_dir: Path, config: Config, mode: str) -> Iterator[None]:
+    """Show the run while the block runs. `mode` is auto, panel, lines or none."""
+    if mode == "none":
+        yield
+        return
+    stop = threading.Event()
+    console = Console()
+    live = None
+    if mode == "panel" or (mode == "auto" and console.is_terminal):
+        live = Live(console=console, refresh_per_second=4, transient=False)
+        live.start()
+    thread = threading.Thread(
+        target=_show, args=(run_dir, config, live, stop, True), name="watch", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        if live is not None:
+            live.stop()
+
+
+def watch(run_dir: Path, config: Config, follow: bool) -> None:
+    """Show a run from its first row on; with `follow` until interrupted."""
+    stop = threading.Event()
+    if not follow:
+        stop.set()
+    console = Console()
+    live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+    with live or contextlib.nullcontext():
+        _show(run_dir, config, live, stop, False)
+
+
+def _show(
+    run_dir: Path, config: Config, live: Live | None, stop: threading.Event, embedded: bool
+) -> None:
+    """Show the run until `stop` is set, and its last rows after that.
+
+    `embedded`: the display is part of a launch and prints no rows of earlier ones.
+    """
+    tail = Tail(run_dir / "metrics.jsonl")
+    exact_file = run_dir / EXACT
+    exact = json.loads(exact_file.read_text()) if exact_file.exists() else None
+    view = View(run_dir.name, _steps(config), exact)
+    if embedded:
+        for row in current_rows(tail.rows()):
+            view.feed(row)
+    quiet_since = asked = time.monotonic()
+    last = False
+    while not last:
+        last = stop.wait(POLL_S)
+        if view.url is None and (url := url_of(run_dir)) is not None:
+            view.url = url
+            _print([f"W&B: {url}"], live)
+        for row in current_rows(tail.rows()):
+            line = view.feed(row)
+            if not view.stalls:  # during a stall the buffer is asked about it
+                quiet_since = time.monotonic()
+            if line:
+                _print([line], live)
+        if not last and config.launch.kind == "local" and time.monotonic() - asked > ASK_S:
+            quiet = time.monotonic() - quiet_since > QUIET_S
+            lines = _feed_status(view, run_dir, config, quiet)
+            if quiet and lines is not None:
+                quiet_since = time.monotonic()
+            asked = time.monotonic()
+            _print(lines or [], live, sys.stderr)
+        if live is not None:
+            live.update(view.panel())
+        elif last and view.row:
+            _print([view.line()], live)
+
+
+def _feed_status(view: View, run_dir: Path, config: Config, quiet: bool) -> list[str] | None:
+    """Add the buffer's STATUS to the view; return the lines to print, None without an answer."""
+    try:
+        address = json.loads((run_dir / "run.json").read_text())["address"]
+        status = asyncio.run(ask(address, keys_of(config)))
+    except (OSError, TimeoutError, ValueError, Rejected):
+        return None
+    lines = view.feed_failures(status, time.monotonic())
+    if quiet:
+        view.feed_status(status)
+        lines += filter(None, (view.stalled, *view.waiting))
+    return lines
+
+
+def _print(lines: list[str], live: Live | None, stream: TextIO | None = None) -> None:
+    """Print lines, unless a panel shows them."""
+    if live is None:
+        for line in lines:
+            print(line, file=stream, flush=True)
+
+
+def _steps(config: Config) -> int:
+    """Sum the steps of all stages; 0 if a stage has only another limit."""
+    steps = [stage.steps for stage in config.stages]
+    return sum(steps) if all(steps) else 0

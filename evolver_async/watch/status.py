@@ -1,0 +1,79 @@
+"""The buffer's STATUS: the request for it, and its parts as text for people."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from evolver_async.protocol.failures import FailureTotal
+from evolver_async.protocol.messages import Status
+from evolver_async.transport.sockets import DealerClient
+
+
+async def ask(address: str, keys: Path | None = None, timeout_s: float = 2.0) -> dict[str, Any]:
+    """Ask the buffer for its STATUS. Raises TimeoutError without an answer, Rejected if refused."""
+    client = DealerClient(address, "", f"watch-{os.getpid()}", keys=keys)
+    try:
+        return (await client.request(Status(), timeout_s=timeout_s)).status
+    finally:
+        client.close()
+
+
+def failures_of(status: dict[str, Any]) -> list[FailureTotal]:
+    """Return the failures of a STATUS, the newest first."""
+    names = FailureTotal.__struct_fields__
+    return [FailureTotal(**{name: one[name] for name in names}) for one in status["failures"]]
+
+
+def longest_stall(status: dict[str, Any]) -> str:
+    """Describe the longest stall of a STATUS; "" if there is none."""
+    for stall in status["stalled"][:1]:
+        return f"{stall['who']} has made no progress for {stall['for_s']:.0f} s: {stall['what']}"
+    return ""
+
+
+def waits_of(status: dict[str, Any]) -> list[str]:
+    """Describe the processes of a STATUS that wait, and the reasons."""
+    return [
+        f"{name} waits {wait['for_s']:.0f} s: {wait['reason']}"
+        for name, waits in status["waiting"].items()
+        for wait in waits.values()
+    ]
+
+
+def status_lines(status: dict[str, Any]) -> list[str]:
+    """Describe groups, trajectories, actors, waiting processes, failures and the journal."""
+    groups = ", ".join(f"{count} {state}" for state, count in status["groups"].items())
+    lines = [
+        f"stage {status['stage']}, take {status['take']}, version {status['head'] or 'none'}",
+        f"groups: {groups}; {status['outstanding']} of {status['limit']} uses outstanding",
+        f"trajectories: {_fates(status['ledger'])}",
+    ]
+    for name, actor in status["actors"].items():
+        lines.append(
+            f"{name}: {actor['trajectories_per_s']:.2f} trajectories/s,"
+            f" {actor['tokens_per_s']:.0f} tokens/s, {actor['leases']} leases,"
+            f" last contact {actor['seen_s_ago']:.0f} s ago"
+        )
+    lines += waits_of(status)
+    lines += [f"evaluation {text}" for text in status["evaluations"]]
+    lines += map(str, failures_of(status))
+    journal = status["journal"]
+    lines.append(f"journal: {journal['bytes'] / 2**20:.1f} MiB in {journal['segments']} segments")
+    if journal["problem"]:
+        lines.append(f"journal: {journal['problem']}")
+    if status["stalled"]:
+        lines.append(longest_stall(status))
+    return lines
+
+
+def _fates(ledger: dict[str, Any]) -> str:
+    """Count the trajectories of all kinds by their fate."""
+    fates = ("received", "held", "trained", "filtered", "evicted")
+    return ", ".join(f"{_trajectories(ledger[fate])} {fate}" for fate in fates)
+
+
+def _trajectories(amounts: dict[str, Any]) -> int:
+    """Sum over kinds, and over reasons if there are any."""
+    if "trajectories" in amounts:
+        return amounts["trajectories"]
+    return sum(_trajectories(part) for part in amounts.values())
