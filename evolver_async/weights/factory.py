@@ -21,7 +21,6 @@ def publisher(config: Config, address: str, background: bool = True) -> Publishe
                 kept,
                 deadline_s=weights.deadline_s,
                 bucket_bytes=weights.bucket_bytes,
-                deltas=weights.delta,
                 device=_gpu(config.learner.device),
             )
         case "cuda_ipc":

@@ -47,10 +47,9 @@ class CollectivePublisher(StagedPublisher):
         *,
         deadline_s: float = 30.0,
         bucket_bytes: int = 64 << 20,
-        deltas: bool = False,
         device: str = "",
     ) -> None:
-        assert keep >= 2, "the version before is what a delta is based on"
+        assert keep >= 1
         self._claim = None if address.startswith("tcp://") else claim(Path(address))
         super().__init__(address, keep)
         self._held: dict[WeightId, Snapshot] = {}  # in the order of publishing
@@ -58,7 +57,6 @@ class CollectivePublisher(StagedPublisher):
             Served(address, deadline_s),
             deadline_s=deadline_s,
             bucket_bytes=bucket_bytes,
-            deltas=deltas,
             device=device,
             closing=lambda: self._closed,
         )
@@ -108,8 +106,7 @@ class CollectivePublisher(StagedPublisher):
         self._held[weights] = snapshot
         kept = {*list(self._held)[-self.keep :], *self._retained}
         dropped += [self._held.pop(other) for other in [*self._held] if other not in kept]
-        base = self._sender.base
-        self._spare += [one for one in dropped if base is None or one is not base[1]]
+        self._spare += dropped
         del self._spare[1:]
 
 

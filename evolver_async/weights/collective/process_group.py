@@ -165,11 +165,6 @@ def buckets(bytes_N: Tensor, size: int) -> list[Tensor]:
     return [bytes_N[start : start + size] for start in range(0, len(bytes_N), size)]
 
 
-def checksums(bytes_N: Tensor, bucket_bytes: int) -> list[int]:
-    """The checksum of every bucket."""
-    return [checksum(bucket_N) for bucket_N in buckets(bytes_N, bucket_bytes)]
-
-
 def checksum(bytes_N: Tensor) -> int:
     """CRC32 of the sums of 512 64-bit words each; a length that is a multiple of 8.
 

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.snapshot import Snapshot, aligned
-from evolver_async.weights.collective import delta
 from evolver_async.weights.collective.event_log import Log, Served
 from evolver_async.weights.collective.process_group import (
     IN_FLIGHT,
@@ -34,7 +33,6 @@ from evolver_async.weights.collective.process_group import (
     apart,
     buckets,
     checksum,
-    checksums,
     first_line,
     gpu_id,
 )
@@ -54,7 +52,6 @@ class Sender:
         *,
         deadline_s: float,
         bucket_bytes: int,
-        deltas: bool,
         device: str,
         closing: Callable[[], bool],
     ) -> None:
@@ -63,7 +60,6 @@ class Sender:
         self._log = Log(served.store)
         self._deadline_s = deadline_s
         self._bucket_bytes = aligned(bucket_bytes)
-        self._deltas = deltas
         self._device = device
         self._closing = closing
         self._members: dict[int, dict[str, str]] = {}
@@ -72,7 +68,6 @@ class Sender:
         self._rolls = self._epochs = 0
         self.casts = 0
         self._group: Group | None = None
-        self.base: tuple[int, Snapshot] | None = None  # what every member holds, and its cast
 
     def newcomers(self) -> list[int]:
         """Who has joined and holds nothing yet."""
@@ -108,7 +103,7 @@ class Sender:
     def _give_up(self) -> None:
         if self._group is not None:
             self._group.abandon()
-        self._group = self.base = None
+            self._group = None
 
     def _begin_epoch(self) -> bool:
         """A new group of all who answer; False where there is nobody."""
@@ -168,8 +163,6 @@ class Sender:
         """Send one version to the group. CastFailed where a member did not take it in."""
         snapshot = held[weights]
         number, self.casts = self.casts, self.casts + 1
-        runs, based_on = self._changes(snapshot)
-        payload_N = snapshot.bytes_N if runs is None else delta.gathered(snapshot.bytes_N, runs)
         self._log.write(
             {
                 "kind": "cast",
@@ -180,33 +173,21 @@ class Sender:
                 "tensors": snapshot.tensors,
                 "bytes": len(snapshot.bytes_N),
                 "bucket_bytes": self._bucket_bytes,
-                "runs": runs,
-                "based_on": based_on,
             }
         )
-        sums = self._broadcast(payload_N, sums=runs is None)
-        if runs is not None:
-            sums = checksums(snapshot.bytes_N, self._bucket_bytes)
+        sums = self._broadcast(snapshot.bytes_N)
         self._log.write({"kind": "sums", "number": number, "checksums": sums})
         self._await_acknowledgements(number)
-        self.base = (number, snapshot)
 
-    def _changes(self, snapshot: Snapshot) -> tuple[list[tuple[int, int]] | None, int | None]:
-        """The runs to send and the cast that they are based on; None for the whole version."""
-        if not self._deltas or self.base is None or self.base[1].tensors != snapshot.tensors:
-            return None, None
-        return delta.changed(snapshot.bytes_N, self.base[1].bytes_N), self.base[0]
-
-    def _broadcast(self, payload_N: Tensor, sums: bool) -> list[int]:
-        """Send the bytes; with `sums` their checksums, computed while they travel."""
+    def _broadcast(self, bytes_N: Tensor) -> list[int]:
+        """Send the bytes; return their checksums, computed while they travel."""
         assert self._group is not None
         found: list[int] = []
         under_way: list[Part] = []
         try:
-            for bucket_N in buckets(payload_N, self._bucket_bytes):
+            for bucket_N in buckets(bytes_N, self._bucket_bytes):
                 under_way.append(self._group.broadcast(bucket_N))
-                if sums:
-                    found.append(checksum(bucket_N))
+                found.append(checksum(bucket_N))
                 if len(under_way) == IN_FLIGHT:
                     self._finish(under_way.pop(0))
             for part in under_way:

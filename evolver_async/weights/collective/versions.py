@@ -14,9 +14,8 @@ from evolver_async.weights.channel.snapshot import views
 
 @dataclass(frozen=True)
 class Received:
-    """A version as it was verified; `cast` is the one that brought it."""
+    """A version as it was verified."""
 
-    cast: int
     bytes_N: Tensor
     tensors: dict[str, dict[str, Any]]
 
