@@ -83,11 +83,11 @@ class Service:
                 count = self.pool.purge(request.source)
                 log.warning("purged %d entries of %s, asked by %s", count, request.source, peer)
                 return [messages.Purged(count=count)]
-            case messages.Status():
+            case messages.StatusRequest():
                 return [messages.StatusReply(status={**self.counters()})]
             case _:
-                kind = type(request).__name__.upper()
-                return [messages.Reject(reason=f"the experience service answers no {kind}")]
+                reason = f"the experience service answers no {request.kind}"
+                return [messages.Reject(reason=reason)]
 
     def commit(self) -> None:
         """Makes what was learned durable, and tells the counters if they have changed."""

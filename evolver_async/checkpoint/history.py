@@ -23,7 +23,7 @@ BEST = "best"
 Found = tuple[Path, Manifest]
 
 
-class Evaluation(msgspec.Struct, kw_only=True, frozen=True):
+class CheckpointEvaluation(msgspec.Struct, kw_only=True, frozen=True):
     """The success of a checkpoint's policy; `tasks` is equal where it was asked the same tasks."""
 
     success: float
@@ -39,17 +39,17 @@ def numbers(path: Path) -> dict[str, Any]:
         return {}
 
 
-def note(path: Path, evaluation: Evaluation) -> None:
+def note(path: Path, evaluation: CheckpointEvaluation) -> None:
     """Write down beside a checkpoint what its policy reached."""
     part = path / f".{EVALUATION}"
     part.write_bytes(msgspec.json.encode(evaluation))
     part.replace(path / EVALUATION)
 
 
-def evaluation_of(path: Path) -> Evaluation | None:
+def evaluation_of(path: Path) -> CheckpointEvaluation | None:
     """The note on a checkpoint, None if there is none or it cannot be read."""
     try:
-        return msgspec.json.decode((path / EVALUATION).read_bytes(), type=Evaluation)
+        return msgspec.json.decode((path / EVALUATION).read_bytes(), type=CheckpointEvaluation)
     except (OSError, msgspec.MsgspecError):
         return None
 

@@ -31,7 +31,7 @@ from evolver_async.launch.patience import Patience
 from evolver_async.launch.run_directory import announce, last_lines
 from evolver_async.process.addresses import keys_of, make_weights_dir
 from evolver_async.process.private_directories import PREFIX, Claim, claim, sweep
-from evolver_async.protocol.messages import Status
+from evolver_async.protocol.messages import StatusRequest
 from evolver_async.transport.sockets import DealerClient, Rejected
 
 POLL_S = 0.1
@@ -283,7 +283,7 @@ class Launcher:
         """Whether the buffer of this very run replies within a moment."""
         client = DealerClient(self.address, self.run_dir.name, "launcher", keys=self.keys)
         try:
-            await client.request(Status(), timeout_s=5 * POLL_S)
+            await client.request(StatusRequest(), timeout_s=5 * POLL_S)
         except TimeoutError:
             return False
         except Rejected as error:

@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from evolver_async.buffer.service import Service
+from evolver_async.buffer.service import BufferService
 from evolver_async.config import Config
 from evolver_async.launch.registry import resolve
 from evolver_async.model.tokenizer import tokenizer_hash
@@ -91,7 +91,7 @@ def run(config: Config, run_dir: Path) -> int:
 def _train(config: Config, run_dir: Path) -> int:
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)
-    service = Service.of_run(config, run_dir, tokenizer_hash(config.policy.path), now=0.0)
+    service = BufferService.of_run(config, run_dir, tokenizer_hash(config.policy.path), now=0.0)
     address = service.welcome.weights_address
     server = LocalServer(service, run_dir.name)
     navigating = None if config.experience.kind == "none" else Navigating(config, run_dir, server)
@@ -120,7 +120,7 @@ def _train(config: Config, run_dir: Path) -> int:
         return answer
 
     # not lower than that of a learner that another launcher started
-    client = LocalClient(server, "learner", service.book.replay.at.incarnation)
+    client = LocalClient(server, "learner", service.store.replay.at.incarnation)
     learner = build_learner(config, run_dir, client, call)
     try:
         tasks += loop.run_until_complete(start())

@@ -21,7 +21,7 @@ from typing import Any, get_args
 import msgspec
 
 from evolver_async.protocol.bounded import WireError, convert, parse_plain
-from evolver_async.protocol.messages import Part, Push, Reply, Request
+from evolver_async.protocol.messages import GroupReply, Push, Reply, Request
 from evolver_async.protocol.trajectories import PARCEL_BYTES, Parcel, unwrap, wrap
 from evolver_async.schema import Trajectory
 
@@ -35,7 +35,7 @@ class MismatchError(WireError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class MessageLimits:
     """What is refused before anything is interpreted. Sizes in bytes."""
 
     header_bytes: int = 1 << 20
@@ -44,7 +44,7 @@ class Limits:
     message_bytes: int = 256 << 20
 
 
-LIMITS = Limits()
+LIMITS = MessageLimits()
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -106,7 +106,7 @@ TYPES: dict[str, type] = {
 }
 
 
-def pack(envelope: Envelope, limits: Limits = LIMITS) -> list[bytes]:
+def pack(envelope: Envelope, limits: MessageLimits = LIMITS) -> list[bytes]:
     """The frames of a message. WireError if it is over the limits."""
     body, trajectories = _apart(envelope.message)
     parcels = [wrap(trajectory) for trajectory in trajectories]
@@ -127,7 +127,7 @@ def pack(envelope: Envelope, limits: Limits = LIMITS) -> list[bytes]:
     return frames
 
 
-def unpack(frames: Sequence[Any], limits: Limits = LIMITS) -> Envelope:
+def unpack(frames: Sequence[Any], limits: MessageLimits = LIMITS) -> Envelope:
     """The message of these frames; its arrays are read-only views on them.
 
     Raises WireError, and nothing else, whatever the frames hold; MismatchError if both sides are
@@ -151,7 +151,7 @@ def _apart(message: Request | Reply) -> tuple[Any, list[Trajectory]]:
     """What goes into the header, and the trajectories, which do not."""
     if isinstance(message, Push):
         return {"type": "push"}, [message.trajectory]
-    if isinstance(message, Part):
+    if isinstance(message, GroupReply):
         group = msgspec.structs.asdict(message.group)
         trajectories = group.pop("trajectories")
         return {"type": "part", "group": group}, trajectories
@@ -163,7 +163,7 @@ def _together(body: dict[Any, Any], kind: type, trajectories: list[Trajectory]) 
     home, found = body, {}
     if kind is Push and len(trajectories) == 1:
         found = {"trajectory": trajectories[0]}
-    elif kind is Part and type(body.get("group")) is dict:
+    elif kind is GroupReply and type(body.get("group")) is dict:
         home, found = body["group"], {"trajectories": trajectories}
     elif trajectories:
         raise WireError(f"parcels: {len(trajectories)} in a {body['type']}")
@@ -176,7 +176,7 @@ def _refuse(value: Any) -> None:
     raise WireError(f"body: {type(value).__name__} {value!r:.80} has no place on the wire")
 
 
-def _check_sizes(frames: Sequence[Any], limits: Limits) -> None:
+def _check_sizes(frames: Sequence[Any], limits: MessageLimits) -> None:
     if not frames:
         raise WireError("header: missing")
     head, *parcels = map(len, frames)

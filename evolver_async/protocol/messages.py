@@ -23,7 +23,12 @@ LOSING = ("environment", "engine", "grade")
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=False, tag_field="type"):
-    """Anything that crosses the wire; `type` names the class."""
+    """Anything that crosses the wire; the tag `type` names its kind."""
+
+    @property
+    def kind(self) -> str:
+        """The tag in capitals, as logs and documents write it."""
+        return str(self.__struct_config__.tag).upper()
 
 
 # ---- requests
@@ -179,7 +184,7 @@ class Kept(Message, tag="kept"):
     paused: str = ""
 
 
-class Status(Message, tag="status"):
+class StatusRequest(Message, tag="status"):
     """Asks for occupancy, ledger and rates; for people and tools."""
 
 
@@ -198,7 +203,7 @@ Request = (
     | Done
     | Resume
     | Kept
-    | Status
+    | StatusRequest
 )
 
 
@@ -288,7 +293,7 @@ class Purged(Message, tag="purged"):
     count: int
 
 
-class Part(Message, tag="part"):
+class GroupReply(Message, tag="part"):
     """One group of a GROUPS reply."""
 
     group: Group
@@ -326,7 +331,7 @@ Reply = (
     | Fenced
     | Guidance
     | Purged
-    | Part
+    | GroupReply
     | Groups
     | Resumed
     | StatusReply

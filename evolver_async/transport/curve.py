@@ -40,7 +40,7 @@ EVENTS = (
 log = logging.getLogger(__name__)
 
 
-class Door:
+class KeyAuthenticator:
     """The server's end. `socket` is to be polled by the server's loop, which calls `answer`."""
 
     def __init__(self, context: zmq.Context, router: zmq.Socket, keys: Path) -> None:

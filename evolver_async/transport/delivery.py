@@ -20,19 +20,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from evolver_async.protocol.envelope import Envelope, Limits, MismatchError, WireError, pack, unpack
+from evolver_async.protocol.envelope import (
+    Envelope,
+    MessageLimits,
+    MismatchError,
+    WireError,
+    pack,
+    unpack,
+)
 from evolver_async.protocol.messages import (
     Counters,
+    GroupReply,
     Groups,
     Lease,
-    Part,
     Reject,
     Renew,
     Reply,
     Request,
     Retry,
     Sample,
-    Status,
+    StatusRequest,
     Wait,
     Welcome,
 )
@@ -44,12 +51,12 @@ RESEND_S = 2.0  # first resend; doubled each time
 RESEND_LIMIT_S = 10.0
 PARKED = 1024  # past it the request that was parked for longest is answered WAIT
 SILENT_S = 60.0  # a process silent for longer does not keep its name from another one
-REQUEST_LIMITS = Limits(parcels=1)  # no request carries a group
+REQUEST_LIMITS = MessageLimits(parcels=1)  # no request carries a group
 
 log = logging.getLogger(__name__)
 
 
-class Service(Protocol):
+class RequestHandler(Protocol):
     """What a server serves. Time is a number of seconds that only grows."""
 
     def handle(self, peer: str, request: Any, now: float) -> list[Reply]: ...
@@ -73,7 +80,7 @@ class Rejected(RuntimeError):
         self.reason = reason
 
 
-class Refused(Rejected):
+class AccessDenied(Rejected):
     """The server does not let this client in; names the address and the key that is at fault."""
 
 
@@ -89,12 +96,12 @@ class _Parked:
 
 
 @dataclass
-class _Answer:
+class _PreparedReply:
     messages: list[list[bytes]]
     promises: bool  # whether it must wait for the commit
 
 
-class Desk:
+class RequestRouter:
     """Decodes, hands to the service, parks, and keeps replies back until the commit.
 
     `route` is whatever says where a reply goes; it is handed back with the reply. `connected`
@@ -103,7 +110,7 @@ class Desk:
 
     def __init__(
         self,
-        service: Service,
+        service: RequestHandler,
         run_id: str,
         park_s: float,
         silent_s: float = SILENT_S,
@@ -114,7 +121,7 @@ class Desk:
         self._park_s = park_s
         self._sessions = Sessions(connected, silent_s)
         self._parked: dict[tuple[str, type], _Parked] = {}  # the longest parked first
-        self._outbox: dict[tuple[Any, int], _Answer] = {}
+        self._outbox: dict[tuple[Any, int], _PreparedReply] = {}
 
     def receive(self, route: Any, frames: list[Any], now: float) -> None:
         """Takes one message; whatever is wrong with it is answered REJECT and harms nobody else."""
@@ -176,7 +183,7 @@ class Desk:
                     self._give_up(self._parked.pop(next(iter(self._parked))))
                 return
         self._sessions.remember(envelope, replies)
-        promises = not isinstance(request, Status | Renew | Counters)
+        promises = not isinstance(request, StatusRequest | Renew | Counters)
         self._reply(parked.route, envelope.message_id, replies, promises)
 
     def _give_up(self, parked: _Parked) -> None:
@@ -197,7 +204,7 @@ class Desk:
                 reject = Reject(reason=f"the reply does not fit: {error}")
                 frames = pack(Envelope(self._run_id, "buffer", 0, message_id, reject))
             messages.append(frames)
-        self._outbox[route, message_id] = _Answer(messages, promises)
+        self._outbox[route, message_id] = _PreparedReply(messages, promises)
 
 
 # ---- the client's side without sockets
@@ -247,7 +254,7 @@ class Client(ABC):
         )
         parks = self._park_s if isinstance(message, Lease | Sample) else 0.0
         pause, began, silent = self._resend_s, loop.time(), 0
-        name = type(message).__name__.upper()
+        name = message.kind
         pending = self._pending[message_id] = _Pending(frames, loop.create_future())
         try:
             while True:
@@ -317,7 +324,7 @@ class Client(ABC):
             log.debug("ignored %s of request %d", type(reply).__name__, envelope.message_id)
             if type(reply) is Reject and envelope.message_id == 0:
                 log.warning("%s refused a message: %s", self.address, reply.reason)
-        elif isinstance(reply, Part):
+        elif isinstance(reply, GroupReply):
             pending.parts.pop(reply.group.group_id, None)  # the newest stream's order counts
             pending.parts[reply.group.group_id] = reply.group
         elif isinstance(reply, Groups):

@@ -23,16 +23,16 @@ from evolver_async.protocol.envelope import Envelope
 from evolver_async.protocol.messages import (
     Contribute,
     Fenced,
+    GroupReply,
     Hello,
     Lease,
-    Part,
     Push,
     Reject,
     Reply,
     Retrieve,
     Retry,
     Sample,
-    Status,
+    StatusRequest,
     Tickets,
     Wait,
 )
@@ -44,7 +44,7 @@ EXEMPT = Push | Retrieve | Contribute
 
 
 @dataclass
-class Session:
+class PeerSession:
     """The process that holds a name. `host`, `pid`: as its HELLO said, "" and 0 before.
 
     `floor`: the highest number of a message whose answer is forgotten. `granted`: the number of the
@@ -92,7 +92,7 @@ class Sessions:
     def __init__(self, connected: Callable[[Any], bool], silent_s: float) -> None:
         self._connected = connected
         self._silent_s = silent_s
-        self._by_name: OrderedDict[str, Session] = OrderedDict()  # the longest silent first
+        self._by_name: OrderedDict[str, PeerSession] = OrderedDict()  # the longest silent first
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -101,7 +101,7 @@ class Sessions:
         """The replies to a message that must not act; None if the service is to handle it."""
         request, name = envelope.message, envelope.sender
         session = self._by_name.get(name)
-        if isinstance(request, Status) or (
+        if isinstance(request, StatusRequest) or (
             isinstance(request, EXEMPT) and not (session and _same(session, envelope))
         ):
             return None
@@ -109,7 +109,7 @@ class Sessions:
             refusal = None if session is None else self._refusal(session, envelope, now)
             if refusal is not None:
                 return [refusal]
-            session = Session(envelope.incarnation, envelope.nonce, route, now, now)
+            session = PeerSession(envelope.incarnation, envelope.nonce, route, now, now)
             self._by_name[name] = session
         session.route, session.heard = route, now
         self._by_name.move_to_end(name)
@@ -135,8 +135,8 @@ class Sessions:
         if (
             session is not None
             and _same(session, envelope)
-            and not isinstance(envelope.message, EXEMPT | Status)
-            and not isinstance(replies[0], Part | Retry)
+            and not isinstance(envelope.message, EXEMPT | StatusRequest)
+            and not isinstance(replies[0], GroupReply | Retry)
         ):
             session.remember(envelope.message_id, replies)
 
@@ -153,7 +153,7 @@ class Sessions:
                 return
             del self._by_name[name]
 
-    def _refusal(self, session: Session, envelope: Envelope, now: float) -> Reply | None:
+    def _refusal(self, session: PeerSession, envelope: Envelope, now: float) -> Reply | None:
         """The reply to another process than the holder, if it cannot have the name; else None."""
         if envelope.incarnation > session.incarnation:
             return None
@@ -173,5 +173,5 @@ class Sessions:
         return Fenced(reason=reason)
 
 
-def _same(session: Session, envelope: Envelope) -> bool:
+def _same(session: PeerSession, envelope: Envelope) -> bool:
     return (session.incarnation, session.nonce) == (envelope.incarnation, envelope.nonce)

@@ -23,27 +23,27 @@ import zmq
 from evolver_async.protocol.envelope import LIMITS, Envelope, pack
 from evolver_async.protocol.messages import Ok
 from evolver_async.transport.addresses import from_here, refuse_open_or_served
-from evolver_async.transport.curve import Door, Handshake
+from evolver_async.transport.curve import Handshake, KeyAuthenticator
 from evolver_async.transport.delivery import (
     PARK_S,
     RESEND_S,
     SILENT_S,
+    AccessDenied,
     Client,
-    Desk,
-    Refused,
     Rejected,
-    Service,
+    RequestHandler,
+    RequestRouter,
 )
 
 __all__ = [
+    "AccessDenied",
     "Client",
     "DealerClient",
     "LocalClient",
     "LocalServer",
-    "Refused",
     "Rejected",
+    "RequestHandler",
     "Server",
-    "Service",
     "check_address",
 ]
 
@@ -72,7 +72,7 @@ class Server:
 
     def __init__(
         self,
-        service: Service,
+        service: RequestHandler,
         address: str,
         run_id: str,
         *,
@@ -81,14 +81,14 @@ class Server:
         silent_s: float = SILENT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._desk = Desk(service, run_id, park_s, silent_s, self._connected)
+        self._router = RequestRouter(service, run_id, park_s, silent_s, self._connected)
         self._probe = pack(Envelope(run_id, "buffer", 0, 0, Ok()))
         self._clock = clock
-        self._context, self._socket, self._door = _bind(address, keys)
+        self._context, self._socket, self._authenticator = _bind(address, keys)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        if self._door is not None:
-            self._poller.register(self._door.socket, zmq.POLLIN)
+        if self._authenticator is not None:
+            self._poller.register(self._authenticator.socket, zmq.POLLIN)
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
 
     def serve(self, stop: threading.Event | Callable[[], bool]) -> None:
@@ -97,23 +97,23 @@ class Server:
         next_tick = self._clock()
         while not stopped():
             self._poller.poll(max(0, round(1000 * (next_tick - self._clock()))))
-            if self._door is not None:
-                self._door.answer()
+            if self._authenticator is not None:
+                self._authenticator.answer()
             now = self._clock()
             received = self._receive_batch(now)
             if now >= next_tick:
-                self._desk.tick(now)
+                self._router.tick(now)
                 next_tick = now + TICK_S
             elif not received:
                 continue
-            for identity, frames in self._desk.settle(now):
+            for identity, frames in self._router.settle(now):
                 self._send(identity, frames)
 
     def close(self) -> None:
         """Sends what is left for at most a second; the address is free afterwards."""
         self._socket.close(linger=LINGER_MS)
-        if self._door is not None:
-            self._door.socket.close(linger=0)
+        if self._authenticator is not None:
+            self._authenticator.socket.close(linger=0)
         self._context.term()  # waits for the socket file to be gone, which close alone does not
 
     def _receive_batch(self, now: float) -> int:
@@ -124,7 +124,7 @@ class Server:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return received
-            self._desk.receive(identity, frames, now)
+            self._router.receive(identity, frames, now)
             size += sum(map(len, frames))
             if size >= BATCH_BYTES or self._clock() - now >= BATCH_S:
                 return received + 1
@@ -217,7 +217,7 @@ class DealerClient(Client):
         if refusal is not None:
             for pending in self._pending.values():
                 if not pending.reply.done():
-                    pending.reply.set_exception(Refused(refusal))
+                    pending.reply.set_exception(AccessDenied(refusal))
         if self._handshake.successes > self._connections:
             new_server = self._connections > 0
             self._connections = self._handshake.successes
@@ -248,7 +248,9 @@ def check_address(address: str, keys: Path | None = None) -> None:
     context.destroy(linger=0)
 
 
-def _bind(address: str, keys: Path | None) -> tuple[zmq.Context, zmq.Socket, Door | None]:
+def _bind(
+    address: str, keys: Path | None
+) -> tuple[zmq.Context, zmq.Socket, KeyAuthenticator | None]:
     refuse_open_or_served(address, keyed=keys is not None)
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
@@ -257,7 +259,7 @@ def _bind(address: str, keys: Path | None) -> tuple[zmq.Context, zmq.Socket, Doo
     router.set(zmq.SNDHWM, REPLIES_QUEUED)
     router.set(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects takes its name over
     try:
-        door = None if keys is None else Door(context, router, keys)
+        door = None if keys is None else KeyAuthenticator(context, router, keys)
         router.bind(address)
     except zmq.ZMQError as error:
         context.destroy(linger=0)
@@ -278,10 +280,12 @@ class LocalServer:
     An exception of the service ends the server and is raised by every request from then on.
     """
 
-    def __init__(self, service: Service, run_id: str, *, park_s: float = PARK_S) -> None:
+    def __init__(self, service: RequestHandler, run_id: str, *, park_s: float = PARK_S) -> None:
         self.run_id = run_id
         self.clients: list[LocalClient] = []
-        self._desk = Desk(service, run_id, park_s, connected=lambda client: client in self.clients)
+        self._router = RequestRouter(
+            service, run_id, park_s, connected=lambda client: client in self.clients
+        )
         self._inbox: list[tuple[LocalClient, list[bytes]]] = []
         self._failure: Exception | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -312,10 +316,10 @@ class LocalServer:
         inbox, self._inbox = self._inbox, []
         try:
             for client, frames in inbox:
-                self._desk.receive(client, frames, now)
+                self._router.receive(client, frames, now)
             if tick:
-                self._desk.tick(now)
-            replies = self._desk.settle(now)
+                self._router.tick(now)
+            replies = self._router.settle(now)
         except Exception as error:
             self._failure = error
             self.close()

@@ -28,7 +28,7 @@ from evolver_async.metrics.lineages import Mark, current_rows, mark, supersedes
 from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import url_of
 from evolver_async.process.addresses import keys_of
-from evolver_async.protocol.messages import Status
+from evolver_async.protocol.messages import StatusRequest
 from evolver_async.schema import FailureTotal
 from evolver_async.transport.sockets import DealerClient, Rejected
 
@@ -290,7 +290,7 @@ async def ask(address: str, keys: Path | None = None, timeout_s: float = 2.0) ->
     """The buffer's STATUS. TimeoutError when nobody answers at `address`, Rejected when not us."""
     client = DealerClient(address, "", f"watch-{os.getpid()}", keys=keys)
     try:
-        return (await client.request(Status(), timeout_s=timeout_s)).status
+        return (await client.request(StatusRequest(), timeout_s=timeout_s)).status
     finally:
         client.close()
 

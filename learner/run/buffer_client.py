@@ -58,7 +58,7 @@ class Requests:
         Then only the reply to DONE and KEPT is worth the time that a busy disk takes: without it
         the last step would be in the checkpoint, but not in the metrics.
         """
-        name = type(message).__name__.upper()
+        name = message.kind
         request = asyncio.ensure_future(self.client.request(message))
         waited_s = 0.0
         try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from evolver_async.buffer.service import Service
+from evolver_async.buffer.service import BufferService
 from evolver_async.checkpoint.directory import load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import dump, load
@@ -78,7 +78,7 @@ def test_an_evaluation_without_progress_is_an_error_and_a_resume_repeats_it(
     """No actor plays it: the learner has trained all stages and waits."""
     config, run_dir = prepared(tmp_path)
     loop = VirtualLoop()
-    service = Service.of_run(config, run_dir, None, now=0.0)
+    service = BufferService.of_run(config, run_dir, None, now=0.0)
     server = LocalServer(service, run_dir.name)
 
     async def start() -> None:

@@ -122,7 +122,7 @@ class Run:
         if not isinstance(message, messages.Sample) or isinstance(replies[0], messages.Fenced):
             return replies[0]
         assert isinstance(replies[-1], messages.Groups), f"nothing to take: {replies}"
-        groups = [part.group for part in replies if isinstance(part, messages.Part)]
+        groups = [part.group for part in replies if isinstance(part, messages.GroupReply)]
         self.takes[message.take] = [group.group_id for group in groups]
         return groups
 

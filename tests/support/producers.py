@@ -29,7 +29,7 @@ from evolver_async.protocol.messages import (
     Push,
     Resume,
     Sample,
-    Status,
+    StatusRequest,
     Tickets,
     Wait,
 )
@@ -238,7 +238,7 @@ class BufferProcess:
         """Whether it replies within a moment."""
         client = DealerClient(self.address, self.run_dir.name, "visitor", resend_s=ANSWER_S / 4)
         try:
-            await client.request(Status(), timeout_s=ANSWER_S)
+            await client.request(StatusRequest(), timeout_s=ANSWER_S)
         except TimeoutError:
             return False
         finally:

@@ -14,7 +14,7 @@ from evolver_async.buffer.log.journal import Journal
 from evolver_async.buffer.state.replay import Replay
 
 
-class Disk:
+class DiskCapacity:
     """Reads the journal's numbers. `limit_bytes`: size of the journal at which grants stop."""
 
     def __init__(self, replay: Replay, journal: Journal, limit_bytes: int) -> None:

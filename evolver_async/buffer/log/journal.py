@@ -284,7 +284,7 @@ class Journal:
     def _payload_end(self, number: int, data: memoryview, offset: int) -> int | None:
         try:
             return segment.payload_end(data, offset)
-        except segment.Damage as damage:
+        except segment.SegmentDamage as damage:
             raise self._damage(number, damage.offset, str(damage)) from None
 
     def _damage(self, number: int, offset: int, cause: str) -> JournalError:

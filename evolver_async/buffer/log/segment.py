@@ -27,7 +27,7 @@ LAST = 0xA5
 Place = tuple[int, int, int]  # of a body: offset, bytes, crc32
 
 
-class Damage(ValueError):
+class SegmentDamage(ValueError):
     """What cannot be the work of a crash, and the offset of the commit that it is in."""
 
     def __init__(self, offset: int, cause: str) -> None:
@@ -60,7 +60,7 @@ def payload_end(data: memoryview, offset: int) -> int | None:
     if zlib.crc32(rest[:4]) != crc:
         if not any(rest[COMMIT.size :]):
             return None
-        raise Damage(offset, "damaged, the length of a commit is not to be trusted")
+        raise SegmentDamage(offset, "damaged, the length of a commit is not to be trusted")
     end = COMMIT.size + length
     if len(rest) < end + END.size:
         return None
@@ -68,7 +68,7 @@ def payload_end(data: memoryview, offset: int) -> int | None:
         return offset + end
     if not any(rest[end + END.size - 1 :]):
         return None
-    raise Damage(offset, f"damaged, a commit of {length} bytes has the wrong checksum")
+    raise SegmentDamage(offset, f"damaged, a commit of {length} bytes has the wrong checksum")
 
 
 def _checksum(payload: memoryview) -> int | None:

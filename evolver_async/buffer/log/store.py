@@ -10,11 +10,10 @@ import msgspec
 
 from evolver_async.buffer.log.journal import DiskFull, Journal, JournalError
 from evolver_async.buffer.state import records
-from evolver_async.buffer.state.censoring import Censoring, Change
-from evolver_async.buffer.state.groups import ZERO_SPREAD, Held, Location, end_of
-from evolver_async.buffer.state.groups import State as GroupState
+from evolver_async.buffer.state.censoring import Censoring, GroupChange
+from evolver_async.buffer.state.groups import ZERO_SPREAD, GroupState, HeldGroup, Location, ending
 from evolver_async.buffer.state.leases import Leases
-from evolver_async.buffer.state.machine import State
+from evolver_async.buffer.state.machine import BufferState
 from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
 from evolver_async.schema import Trajectory
 
@@ -23,13 +22,13 @@ NO_BODY = Parcel(b"", 0)
 log = logging.getLogger(__name__)
 
 
-class Book:
+class BufferStore:
     """State, journal and leases of one buffer. Opens the journal and replays it.
 
     Leases begin anew at `now`: to whomever a missing member was granted last.
     """
 
-    def __init__(self, state: State, journal: Journal, leases: Leases, now: float) -> None:
+    def __init__(self, state: BufferState, journal: Journal, leases: Leases, now: float) -> None:
         self.state = state
         self.replay = state.replay
         self.journal = journal
@@ -97,7 +96,7 @@ class Book:
         for groups, reason, falls in (
             (replay.by_state["open"], cause or "age", replay.too_old),
             (replay.by_state["ready"], cause or "stale", replay.too_old),
-            (replay.by_state["ready"], ZERO_SPREAD, replay.pointless),
+            (replay.by_state["ready"], ZERO_SPREAD, replay.lacks_spread),
         ):
             self.evict([g for g, held in groups.items() if falls(held)], reason)
 
@@ -107,7 +106,7 @@ class Book:
         for group_id in known - self.replay.at.groups.keys():
             self.forget(group_id)
 
-    def trajectories(self, held: Held) -> list[Trajectory]:
+    def trajectories(self, held: HeldGroup) -> list[Trajectory]:
         """The members of a group in order, from memory or from the journal."""
         bodies = self.bodies.get(held.group_id, {})
         return [
@@ -119,7 +118,7 @@ class Book:
         *_, crc = location
         return unwrap(Parcel(self.journal.read(location), crc))
 
-    def _concerned(self, record: records.AnyRecord) -> dict[int, tuple[Held, GroupState]]:
+    def _concerned(self, record: records.AnyRecord) -> dict[int, tuple[HeldGroup, GroupState]]:
         """The groups that a record may end or bring back, each with its state before it."""
         at = self.replay.at
         match record:
@@ -127,14 +126,14 @@ class Book:
                 groups = record.groups
             case records.Reported():
                 groups = at.takes[record.take].groups
-            case records.Resumed():
+            case records.LineageStarted():
                 groups = [group_id for taken in at.takes.values() for group_id in taken.groups]
             case _:
                 return {}
         return {group_id: (at.groups[group_id], at.groups[group_id].state) for group_id in groups}
 
     def _note_changes(
-        self, before: dict[int, tuple[Held, GroupState]], record: records.AnyRecord
+        self, before: dict[int, tuple[HeldGroup, GroupState]], record: records.AnyRecord
     ) -> None:
         """For the censoring report."""
         evicted_for = record.reason if isinstance(record, records.Evicted) else ""
@@ -143,9 +142,9 @@ class Book:
                 continue
             fate, reason = None, ""
             if held.state == "closed":
-                fate, reason = end_of(held, evicted_for)
+                fate, reason = ending(held, evicted_for)
             leases = self.leases.of_group(held.group_id)
-            change = Change(
+            change = GroupChange(
                 group_id=held.group_id,
                 env=held.task.env,
                 fate=fate,
@@ -155,7 +154,7 @@ class Book:
             )
             self.censoring.follow(change)
 
-    def _lease_again(self, held: Held, now: float) -> None:
+    def _lease_again(self, held: HeldGroup, now: float) -> None:
         tickets: dict[tuple[str, int], list[int]] = {}
         for member in held.missing:
             owner = held.owners[member]

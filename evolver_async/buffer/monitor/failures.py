@@ -13,7 +13,7 @@ MOST_TOLD = 4096  # totals of single processes
 PATIENCE_S = 30.0  # an outage that is over within this time ends no run
 
 
-class Kept(msgspec.Struct):
+class FailureEntry(msgspec.Struct):
     """The failures of one thing, told last by `actor` at `at`."""
 
     total: FailureTotal
@@ -25,7 +25,7 @@ class Failures:
     """The failures of one run. `most`: lost episodes that end it (0: none does)."""
 
     def __init__(self, most: int) -> None:
-        self.kept: dict[tuple[str, str], Kept] = {}
+        self.kept: dict[tuple[str, str], FailureEntry] = {}
         self._most = most
         self._told: dict[tuple[str, str, str], int] = {}  # by process, kind and name
         self._counts: dict[str, int] = {}  # by kind
@@ -57,7 +57,7 @@ class Failures:
                 error=plain(told.error),
                 count=min(1 << 53, more + (before.total.count if before else 0)),
             )
-            self.kept[told.kind, name] = Kept(total, actor, now)
+            self.kept[told.kind, name] = FailureEntry(total, actor, now)
             if len(self.kept) > MOST_KEPT:
                 del self.kept[next(iter(self.kept))]
 

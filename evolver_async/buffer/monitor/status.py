@@ -9,22 +9,22 @@ from evolver_async.buffer.monitor.failures import Failures
 from evolver_async.buffer.monitor.peers import Activity
 from evolver_async.buffer.monitor.stalls import Stalls
 from evolver_async.buffer.state.censoring import Censoring
-from evolver_async.buffer.state.groups import Held
+from evolver_async.buffer.state.groups import HeldGroup
 from evolver_async.buffer.state.leases import Leases
-from evolver_async.buffer.state.ledger import CLOSED, DOOR, Amount
-from evolver_async.buffer.state.machine import State
+from evolver_async.buffer.state.ledger import CLOSED, REFUSED, Amount
+from evolver_async.buffer.state.machine import BufferState
 
 SHOWN = 32  # groups, evaluations and environments
 PEERS_SHOWN = 256  # also stalls and quarantined tasks; the newest heard
 TEXT_CHARS = 500
 
 
-class Status:
+class StatusReport:
     """Reads the parts of the service; changes nothing."""
 
     def __init__(
         self,
-        state: State,
+        state: BufferState,
         leases: Leases,
         journal: Journal,
         activity: Activity,
@@ -82,7 +82,7 @@ class Status:
             " the tasks are too easy or too hard for this policy"
         )
 
-    def hopeless(self, now: float) -> str:
+    def reason_to_stop(self, now: float) -> str:
         """The reason for which waiting for data is in vain; "" while it is not."""
         playing = sum(len(lease.members) for lease in self.leases)
         if verdict := self.failures.verdict(playing, now):
@@ -96,7 +96,7 @@ class Status:
             f" group is left: {self.failures.last}"
         )
 
-    def group(self, held: Held, now: float) -> str:
+    def group(self, held: HeldGroup, now: float) -> str:
         """Which members of a group are missing, with whom they are, for how long."""
         parts = [
             f"members {sorted(lease.members)} from {lease.peer} for {now - lease.since:.1f} s"
@@ -173,7 +173,7 @@ class Status:
             "received": _plain(ledger.received),
             "held": _plain(self.state.held()),
             **ended,
-            "door": _plain(ledger.door),
+            "refused": _plain(ledger.refused),
             **self._generated(),
         }
 
@@ -197,8 +197,8 @@ class Status:
         counters["ledger/received"] = float(received.trajectories)
         for fate in CLOSED:
             counters[f"ledger/{fate}"] = float(ledger.total(kind, fate).trajectories)
-        for fate in DOOR:
-            counters[f"ledger/{fate}"] = float(ledger.door[fate].trajectories)
+        for fate in REFUSED:
+            counters[f"ledger/{fate}"] = float(ledger.refused[fate].trajectories)
         for name, tokens in self._generated().items():
             counters[f"ledger/{name}"] = float(tokens)
         if "explore" in ledger.received or self.state.tasks.known:

@@ -68,7 +68,7 @@ class Sums(msgspec.Struct):
         return means
 
 
-class Change(msgspec.Struct):
+class GroupChange(msgspec.Struct):
     """A group of rollouts ended; it is held again where `fate` is None.
 
     `missing` members never arrived; `leased_s`: for how long each of them that is leased has been.
@@ -107,7 +107,7 @@ class Censoring:
         self.received.setdefault(env, Sums()).add(trajectory)
         self._groups.setdefault(group_id, Sums()).add(trajectory)
 
-    def follow(self, change: Change) -> None:
+    def follow(self, change: GroupChange) -> None:
         """A group ended, or one that had ended is held again."""
         sums = self._groups.setdefault(change.group_id, Sums())
         if change.fate is None:

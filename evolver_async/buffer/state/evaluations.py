@@ -8,7 +8,7 @@ import msgspec
 from evolver_async.schema import EvalResult, WeightId
 
 
-class Evaluation(msgspec.Struct):
+class RunningEvaluation(msgspec.Struct):
     """One evaluation under way: sums over arrived episodes; `lost` ones could not be run.
 
     `stage`: the one whose environment and sampling it is played with, whichever is trained now.
@@ -26,10 +26,10 @@ class Evaluation(msgspec.Struct):
     turns: int = 0
 
 
-class Evaluations(msgspec.Struct):
+class EvaluationQueue(msgspec.Struct):
     """Evaluations under way, oldest first, and results that no DONE has confirmed yet."""
 
-    running: list[Evaluation] = []
+    running: list[RunningEvaluation] = []
     results: list[EvalResult] = []
 
     def request(self, weights: WeightId, take: int, stage: int, episodes: int) -> None:
@@ -40,9 +40,9 @@ class Evaluations(msgspec.Struct):
             if evaluation.weights == weights:
                 evaluation.episodes = max(evaluation.episodes, episodes)
                 return
-        self.running.append(Evaluation(weights, take, stage, episodes))
+        self.running.append(RunningEvaluation(weights, take, stage, episodes))
 
-    def next(self) -> Evaluation | None:
+    def next(self) -> RunningEvaluation | None:
         """The evaluation whose episode number `granted` is to be granted next."""
         for evaluation in self.running:
             if evaluation.granted < evaluation.episodes:
@@ -78,10 +78,10 @@ class Evaluations(msgspec.Struct):
         self.running = [e for e in self.running if e.weights.lineage >= lineage]
         self.results = [r for r in self.results if r.weights.lineage >= lineage]
 
-    def _of(self, weights: WeightId) -> Evaluation:
+    def _of(self, weights: WeightId) -> RunningEvaluation:
         return next(evaluation for evaluation in self.running if evaluation.weights == weights)
 
-    def _finish(self, evaluation: Evaluation) -> None:
+    def _finish(self, evaluation: RunningEvaluation) -> None:
         if evaluation.arrived + evaluation.lost < evaluation.episodes:
             return
         self.running.remove(evaluation)

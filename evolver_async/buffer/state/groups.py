@@ -10,7 +10,7 @@ from evolver_async.schema import Kind, Task, WeightId
 UNTRAINED = ("eval", "explore")  # kinds that end with their last member: no learner gets them
 ZERO_SPREAD = "zero_spread"  # why dynamic sampling leaves groups out
 FORK = "fork"  # why groups are evicted that a RESUME made too old
-State = Literal["open", "ready", "taken", "closed"]
+GroupState = Literal["open", "ready", "taken", "closed"]
 Location = tuple[int, int, int, int]  # journal segment, offset, bytes, crc32
 
 
@@ -22,7 +22,7 @@ class Owner(msgspec.Struct):
     head: WeightId | None
 
 
-class Member(msgspec.Struct):
+class ArrivedMember(msgspec.Struct):
     """A member that has arrived; `location` is where its trajectory lies."""
 
     attempt: int
@@ -34,7 +34,7 @@ class Member(msgspec.Struct):
     location: Location
 
 
-class Held(msgspec.Struct, kw_only=True):
+class HeldGroup(msgspec.Struct, kw_only=True):
     """One granted group.
 
     `uses_left` counts the uses still to come, the one under way included; `fates` what became of
@@ -50,11 +50,11 @@ class Held(msgspec.Struct, kw_only=True):
     members: list[int]
     owners: dict[int, Owner]
     uses_left: int
-    state: State = "open"
+    state: GroupState = "open"
     attempt: int = 0
     wait: bool = False
     pinned: WeightId | None = None
-    arrived: dict[int, Member] = {}
+    arrived: dict[int, ArrivedMember] = {}
     failures: int = 0
     order: int = -1
     fates: dict[int, str] = {}
@@ -92,7 +92,7 @@ class Held(msgspec.Struct, kw_only=True):
         return "filtered", self.fates[max(self.fates)]
 
 
-def end_of(held: Held, reason: str) -> tuple[str, str]:
+def ending(held: HeldGroup, reason: str) -> tuple[str, str]:
     """The fate and reason with which a group ends that is evicted for `reason`.
 
     One that was used before ends as what became of it then; leaving out equal rewards is a

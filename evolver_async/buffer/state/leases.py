@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 
-class Lease(msgspec.Struct):
+class MemberLease(msgspec.Struct):
     """One ticket in one actor's hands. Times in seconds on the caller's clock.
 
     `doing`: what its slowest member was doing when the actor last spoke of it, and since when.
@@ -44,7 +44,7 @@ class Leases:
         self.lease_s = lease_s
         self.stall_s = stall_s
         self.vacant: dict[int, set[int]] = {}
-        self._by_group: dict[int, list[Lease]] = {}
+        self._by_group: dict[int, list[MemberLease]] = {}
 
     def grant(self, peer: str, group_id: int, attempt: int, members: list[int], now: float) -> None:
         """Lease these members; they are vacant no longer."""
@@ -52,7 +52,7 @@ class Leases:
         self.vacant.pop(group_id, None)
         if left:
             self.vacant[group_id] = left
-        lease = Lease(
+        lease = MemberLease(
             peer=peer,
             group_id=group_id,
             attempt=attempt,
@@ -127,20 +127,20 @@ class Leases:
         for lease in [lease for lease in self if lease.peer == peer]:
             self._vacate(lease)
 
-    def held(self, peer: str, group_id: int) -> Lease | None:
+    def held(self, peer: str, group_id: int) -> MemberLease | None:
         for lease in self._by_group.get(group_id, ()):
             if lease.peer == peer:
                 return lease
         return None
 
-    def of_group(self, group_id: int) -> list[Lease]:
+    def of_group(self, group_id: int) -> list[MemberLease]:
         return self._by_group.get(group_id, [])
 
-    def __iter__(self) -> Iterator[Lease]:
+    def __iter__(self) -> Iterator[MemberLease]:
         for leases in self._by_group.values():
             yield from leases
 
-    def _vacate(self, lease: Lease) -> None:
+    def _vacate(self, lease: MemberLease) -> None:
         members = set(lease.members)
         self._remove(lease.group_id, members, lease.peer)
         self.vacant.setdefault(lease.group_id, set()).update(members)

@@ -11,7 +11,7 @@ from evolver_async.schema import SCRIPTED
 
 HELD = ("open", "ready", "taken")
 CLOSED = ("trained", "filtered", "evicted")
-DOOR = ("rejected", "duplicate", "stale")
+REFUSED = ("rejected", "duplicate", "stale")
 
 
 class Amount(msgspec.Struct):
@@ -27,7 +27,7 @@ class Amount(msgspec.Struct):
         self.tokens += sign * other.tokens
 
 
-Held = dict[str, dict[str, Amount]]  # by kind, then by open, ready or taken
+HeldAmounts = dict[str, dict[str, Amount]]  # by kind, then by open, ready or taken
 
 
 class Ledger(msgspec.Struct):
@@ -35,8 +35,8 @@ class Ledger(msgspec.Struct):
 
     received: dict[str, Amount] = {}
     closed: dict[str, dict[str, dict[str, Amount]]] = {}
-    door: dict[str, Amount] = msgspec.field(
-        default_factory=lambda: {fate: Amount() for fate in DOOR}
+    refused: dict[str, Amount] = msgspec.field(
+        default_factory=lambda: {fate: Amount() for fate in REFUSED}
     )
 
     def receive(self, kind: str, amount: Amount) -> None:
@@ -50,8 +50,8 @@ class Ledger(msgspec.Struct):
         """A closed group is held again, because the learner went back to before its end."""
         self._entry(kind, fate, reason).add(amount, -1)
 
-    def turn_away(self, fate: str, amount: Amount) -> None:
-        self.door[fate].add(amount)
+    def refuse(self, fate: str, amount: Amount) -> None:
+        self.refused[fate].add(amount)
 
     def total(self, kind: str, fate: str) -> Amount:
         """What ended with `fate`, over all reasons."""
@@ -64,7 +64,7 @@ class Ledger(msgspec.Struct):
         """ACTION tokens received that a policy sampled; others are scripted."""
         return sum(amount.tokens for kind, amount in self.received.items() if kind not in SCRIPTED)
 
-    def check(self, held: Held) -> None:
+    def check(self, held: HeldAmounts) -> None:
         """AssertionError naming the kind and both counts where the ledger does not close."""
         for kind in sorted(self.received.keys() | self.closed.keys() | held.keys()):
             counted = Amount()

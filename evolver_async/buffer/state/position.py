@@ -5,7 +5,7 @@ Also what follows from it alone: how old a group is, which takes are to be repea
 
 import msgspec
 
-from evolver_async.buffer.state.groups import Held, Take
+from evolver_async.buffer.state.groups import HeldGroup, Take
 from evolver_async.schema import Fork, WeightId, version_lag
 
 
@@ -33,14 +33,14 @@ class Position(msgspec.Struct):
     kept: int = 0
     checkpoint_bytes: int = 0
     zero_spread: int = 0
-    groups: dict[int, Held] = {}
+    groups: dict[int, HeldGroup] = {}
     takes: dict[int, Take] = {}
     reports: int = 0
     repeats: dict[str, int] = {}
     begun: dict[str, int] = {}
     incarnation: int = 0
 
-    def lag(self, held: Held, head: WeightId | None) -> int:
+    def lag(self, held: HeldGroup, head: WeightId | None) -> int:
         """Versions from the oldest weights of a group, members under way included, to `head`."""
         sampled = [member.oldest for member in held.arrived.values()]
         sampled += [held.owners[member].head for member in held.missing]

@@ -5,7 +5,7 @@ A record is encoded as msgpack; the trajectory of an `Arrived` lies beside it in
 
 import msgspec
 
-from evolver_async.buffer.state.evaluations import Evaluations
+from evolver_async.buffer.state.evaluations import EvaluationQueue
 from evolver_async.buffer.state.ledger import Ledger
 from evolver_async.buffer.state.position import Position
 from evolver_async.buffer.tasks.stream import Cursor
@@ -84,7 +84,7 @@ class Switched(Record, tag="switched"):
     stage: int
 
 
-class Taken(Record, tag="taken"):
+class GroupsTaken(Record, tag="taken"):
     """The learner was given these groups, for the first time or again: the consumption log."""
 
     take: int
@@ -92,7 +92,7 @@ class Taken(Record, tag="taken"):
     groups: list[int]
 
 
-class LetGo(Record, tag="let_go"):
+class RepeatsDropped(Record, tag="let_go"):
     """This take of an abandoned lineage, and those after it, are not repeated; their groups are
     ready again."""
 
@@ -111,7 +111,7 @@ class Reported(Record, tag="reported"):
     delivered: list[WeightId]
 
 
-class Resumed(Record, tag="resumed"):
+class LineageStarted(Record, tag="resumed"):
     """A learner began a new lineage before this take, with its head evaluated again or not.
 
     `discard`: the takes since then are not repeated.
@@ -128,21 +128,21 @@ class Resumed(Record, tag="resumed"):
     incarnation: int = 0
 
 
-class Kept(Record, tag="kept"):
+class TakesReleased(Record, tag="kept"):
     """Takes before this one will not be asked for again. `bytes`: of the newest checkpoint."""
 
     take: int
     bytes: int = 0
 
 
-class Snapshot(Record, tag="snapshot"):
+class StateSnapshot(Record, tag="snapshot"):
     """All that was before: the head of every journal segment, so that older ones can go."""
 
     run_id: str
     position: Position
     ledger: Ledger
     cursor: Cursor
-    evaluations: Evaluations
+    evaluations: EvaluationQueue
 
 
 AnyRecord = (
@@ -154,12 +154,12 @@ AnyRecord = (
     | Quarantined
     | Offered
     | Switched
-    | Taken
-    | LetGo
+    | GroupsTaken
+    | RepeatsDropped
     | Reported
-    | Resumed
-    | Kept
-    | Snapshot
+    | LineageStarted
+    | TakesReleased
+    | StateSnapshot
 )
 
 _encoder = msgspec.msgpack.Encoder()

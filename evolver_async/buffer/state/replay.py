@@ -17,10 +17,10 @@ from typing import Literal, get_args
 from evolver_async.buffer.state.groups import (
     UNTRAINED,
     ZERO_SPREAD,
-    Held,
-    Member,
+    ArrivedMember,
+    GroupState,
+    HeldGroup,
     Owner,
-    State,
     Take,
 )
 from evolver_async.buffer.state.position import Position
@@ -32,7 +32,7 @@ UNREPORTED = "unreported"  # the fate of groups that were trained by a learner t
 
 
 @dataclass(frozen=True)
-class Numbers:
+class StageNumbers:
     """The numbers of one stage. `kind`: the tickets it trains on.
 
     `refills`: dynamic sampling, which trains no group of rollouts whose members all have the same
@@ -54,13 +54,13 @@ class Numbers:
 class Replay:
     """All groups that are held, and the closed ones that a RESUME may still bring back."""
 
-    def __init__(self, stages: list[Numbers]) -> None:
+    def __init__(self, stages: list[StageNumbers]) -> None:
         self.stages = stages
         self.restore(Position())
 
     def restore(self, at: Position) -> None:
         self.at = at
-        self.by_state: dict[State, dict[int, Held]] = {
+        self.by_state: dict[GroupState, dict[int, HeldGroup]] = {
             "open": {},
             "ready": {},
             "taken": {},
@@ -73,10 +73,10 @@ class Replay:
         self.bytes = sum(held.bytes for kind in KINDS for held in self.live(kind))
 
     @property
-    def numbers(self) -> Numbers:
+    def numbers(self) -> StageNumbers:
         return self.stages[self.at.stage]
 
-    def live(self, kind: Kind) -> list[Held]:
+    def live(self, kind: Kind) -> list[HeldGroup]:
         """Groups that are open, ready or taken."""
         return [
             held
@@ -125,7 +125,7 @@ class Replay:
         pinned: WeightId | None,
     ) -> None:
         """A group is granted."""
-        held = Held(
+        held = HeldGroup(
             group_id=group_id,
             task=task,
             kind=kind,
@@ -147,7 +147,7 @@ class Replay:
         for member in members:
             held.owners[member] = Owner(actor, held.attempt, self.at.head)
 
-    def arrive(self, group_id: int, member: int, facts: Member) -> Held:
+    def arrive(self, group_id: int, member: int, facts: ArrivedMember) -> HeldGroup:
         """The first copy of a member has come; the last one makes the group ready."""
         held = self.at.groups[group_id]
         held.arrived[member] = facts
@@ -158,7 +158,7 @@ class Replay:
             self._enter(held, "ready")
         return held
 
-    def evict(self, group_id: int, reason: str = "") -> Held:
+    def evict(self, group_id: int, reason: str = "") -> HeldGroup:
         """The group ends here. It is remembered only if a past use of it can be asked for again."""
         held = self.at.groups[group_id]
         self.at.zero_spread += reason == ZERO_SPREAD
@@ -169,11 +169,11 @@ class Replay:
 
     # ---- staleness
 
-    def lag(self, held: Held) -> int:
+    def lag(self, held: HeldGroup) -> int:
         """Versions from the oldest weights of the group, members under way too, to the head."""
         return self.at.lag(held, self.at.head)
 
-    def too_old(self, held: Held) -> bool:
+    def too_old(self, held: HeldGroup) -> bool:
         """Whether the group can never be trained: even the very next version is too far."""
         return (
             held.kind == "rollout"
@@ -181,7 +181,7 @@ class Replay:
             and self.lag(held) > self.stages[held.stage].max_staleness
         )
 
-    def pointless(self, held: Held) -> bool:
+    def lacks_spread(self, held: HeldGroup) -> bool:
         """Whether dynamic sampling leaves a group out: there is nothing to compare in it."""
         return (
             held.kind == "rollout"
@@ -190,7 +190,7 @@ class Replay:
             and held.spread == 0
         )
 
-    def gives_up(self) -> bool:
+    def refills_exhausted(self) -> bool:
         """Whether dynamic sampling has left out as many groups as it may for one take, in vain."""
         numbers = self.numbers
         in_vain = len(self._ready()) < numbers.groups_per_step
@@ -213,7 +213,7 @@ class Replay:
                 return []
         return [held.group_id for held in chosen]
 
-    def stragglers(self) -> list[Held]:
+    def stragglers(self) -> list[HeldGroup]:
         """The open groups that the learner waits for before their time runs out."""
         return [held for held in self.by_state["open"].values() if held.wait]
 
@@ -239,7 +239,7 @@ class Replay:
         """The reason for which a take cannot be repeated in `stage`; "" if it can."""
         return self.at.unrepeatable(take, stage, self.stages[stage].max_staleness)
 
-    def let_go(self, take: int, reason: str) -> None:
+    def drop_repeats(self, take: int, reason: str) -> None:
         """A take is not repeated, for this reason, so no later one is: their groups are ready."""
         at = self.at
         gone = {number: at.takes.pop(number) for number in sorted(at.takes) if number >= take}
@@ -248,7 +248,7 @@ class Replay:
             for group_id in taken.groups:
                 self._put_back(at.groups[group_id])
 
-    def report(self, take: int, version: int, fates: dict[int, str]) -> list[Held]:
+    def report(self, take: int, version: int, fates: dict[int, str]) -> list[HeldGroup]:
         """One use of each group is over; returns the groups that end with it."""
         taken = self.at.takes[take]
         self.at.head = WeightId(lineage=taken.lineage, step=version)
@@ -258,7 +258,7 @@ class Replay:
         taken.version = version
         return self._use(take, fates)
 
-    def settle(self, take: int) -> list[Held]:
+    def settle(self, take: int) -> list[HeldGroup]:
         """Ends the takes before `take` that no DONE came for; returns the groups that end with it.
 
         A learner that resumes from `take` has trained them: its DONE was lost with the learner.
@@ -270,7 +270,7 @@ class Replay:
             for held in self._use(number, dict.fromkeys(taken.groups, UNREPORTED))
         ]
 
-    def _use(self, take: int, fates: dict[int, str]) -> list[Held]:
+    def _use(self, take: int, fates: dict[int, str]) -> list[HeldGroup]:
         taken = self.at.takes[take]
         taken.reported = True
         closed = []
@@ -288,7 +288,7 @@ class Replay:
 
     def resume(
         self, lineage: int, parent: int, take: int, version: int, *, discard: bool = False
-    ) -> list[tuple[Held, str, str]]:
+    ) -> list[tuple[HeldGroup, str, str]]:
         """A new lineage continues `parent` before `take`; the uses since then are given back.
 
         The takes since then are to be repeated; with `discard` they are forgotten and their groups
@@ -330,21 +330,23 @@ class Replay:
             if max(held.fates) < at.kept:
                 self._forget(held)
 
-    def uses_before(self, held: Held, take: int) -> int:
+    def uses_before(self, held: HeldGroup, take: int) -> int:
         """How often the group was used before `take`."""
         return sum(number < take for number in held.fates)
 
     # ---- within
 
-    def _ready(self) -> list[Held]:
+    def _ready(self) -> list[HeldGroup]:
         """The groups that the next take may be made of."""
         return [
             held
             for held in self.by_state["ready"].values()
-            if held.stage == self.at.stage and not self.too_old(held) and not self.pointless(held)
+            if held.stage == self.at.stage
+            and not self.too_old(held)
+            and not self.lacks_spread(held)
         ]
 
-    def _preference(self) -> Callable[[Held], tuple[float, int]]:
+    def _preference(self) -> Callable[[HeldGroup], tuple[float, int]]:
         sampler = self.numbers.sampler
         if self.numbers.kind in SCRIPTED or sampler == "fifo":
             return lambda held: (0.0, held.order)
@@ -352,12 +354,12 @@ class Replay:
             return lambda held: (self.lag(held), held.order)
         return lambda held: (-held.spread, held.order)
 
-    def _slack(self, held: Held) -> int:
+    def _slack(self, held: HeldGroup) -> int:
         """How many more versions the group can wait, its members under way held back by the lag."""
         lag = self.lag(held) + (self.numbers.weight_lag if held.missing else 0)
         return self.numbers.max_staleness - lag
 
-    def _in_time(self, chosen: list[Held]) -> bool:
+    def _in_time(self, chosen: list[HeldGroup]) -> bool:
         """Whether all waited-for groups can be trained in time if the learner takes `chosen` now.
 
         Earliest deadline first: with B groups a version, at most k·B uses may be due within k
@@ -377,22 +379,22 @@ class Replay:
                 return False
         return True
 
-    def _enter(self, held: Held, state: State) -> None:
+    def _enter(self, held: HeldGroup, state: GroupState) -> None:
         del self.by_state[held.state][held.group_id]
         held.state = state
         self.by_state[state][held.group_id] = held
 
-    def _put_back(self, held: Held) -> None:
+    def _put_back(self, held: HeldGroup) -> None:
         """A use of the group is over, or given up; another one may be under way or promised."""
         self._enter(held, "taken" if self.at.promised(held.group_id) else "ready")
 
-    def _close(self, held: Held) -> None:
+    def _close(self, held: HeldGroup) -> None:
         self._enter(held, "closed")
         self.bytes -= held.bytes
         self.uses[held.kind] -= held.uses_left
         held.uses_left = 0
         held.owners.clear()
 
-    def _forget(self, held: Held) -> None:
+    def _forget(self, held: HeldGroup) -> None:
         del self.by_state["closed"][held.group_id]
         del self.at.groups[held.group_id]

@@ -24,7 +24,7 @@ Way = Literal["tasks", "synthetic", "explore"]  # through a numbered set; names 
 
 
 @dataclass(frozen=True)
-class Part:
+class MixturePart:
     """One environment of a mixture; its `weight` over the sum of all is its share of the tasks."""
 
     env: str
@@ -33,7 +33,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Source:
+class TaskSource:
     """The tasks of a stage: numbered ones of its environment, or the `given` ones.
 
     `train`: distinct training tasks; without end when 0. `mixture`: several environments instead of
@@ -48,12 +48,12 @@ class Source:
     train: int
     solved: float = 1.0
     failed: float = 1.0
-    mixture: tuple[Part, ...] = ()
+    mixture: tuple[MixturePart, ...] = ()
     given: dict[str, tuple[Task, ...]] | None = None
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
-        return self.mixture or (Part(self.env, self.params),)
+    def parts(self) -> tuple[MixturePart, ...]:
+        return self.mixture or (MixturePart(self.env, self.params),)
 
     @cached_property
     def envs(self) -> frozenset[str]:
@@ -75,7 +75,7 @@ class Source:
             params=part.params,
         )
 
-    def part(self, number: int) -> Part:
+    def part(self, number: int) -> MixturePart:
         """Of which environment the task of this number is: any run of numbers has nearly the
         shares that were asked for (a Weyl sequence)."""
         ends = list(accumulate(part.weight for part in self.parts))
@@ -134,7 +134,7 @@ class Cursor(msgspec.Struct):
     since_exploration: int = 0  # training groups since the newest exploration
 
 
-def held_out_task(source: Source, number: int) -> Task:
+def held_out_task(source: TaskSource, number: int) -> Task:
     """The held-out task of evaluation episode `number`.
 
     One of a file that is met again has a name of its own: by the name its dynamics are drawn.
@@ -144,10 +144,10 @@ def held_out_task(source: Source, number: int) -> Task:
     return msgspec.structs.replace(task, task_id=f"{task.task_id}/{again}") if again else task
 
 
-class Tasks:
+class TaskStream:
     """The stream of training tasks. A set is met pass after pass, each freshly shuffled."""
 
-    def __init__(self, seed: int, source: Source) -> None:
+    def __init__(self, seed: int, source: TaskSource) -> None:
         self.seed = seed
         self.source = source
         self._orders: dict[Way, tuple[Walk, list[int]]] = {}
@@ -251,7 +251,7 @@ class Tasks:
         """Tasks of the pool that may be issued."""
         return len(self.known) - sum(task_id in self.known for task_id in self.cursor.quarantined)
 
-    def switch(self, source: Source) -> None:
+    def switch(self, source: TaskSource) -> None:
         """A new stage: what was queued again in the old one goes, the pool stays."""
         if source.train != self.source.train:
             for way in ("tasks", "explore"):

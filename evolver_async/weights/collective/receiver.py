@@ -10,30 +10,30 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.collective.event_log import Reader
+from evolver_async.weights.collective.event_log import EventReader
 from evolver_async.weights.collective.process_group import (
     IN_FLIGHT,
     LOOK_S,
+    Broadcast,
+    BroadcastGroup,
     CastFailed,
-    Group,
-    Part,
     buckets,
     checksum,
     first_line,
     gpu_id,
     sweep,
 )
-from evolver_async.weights.collective.versions import Holdings, Received
+from evolver_async.weights.collective.versions import ReceivedVersion, ReceivedVersions
 
 log = logging.getLogger(__name__)
 
 
-class Follower:
+class BroadcastReceiver:
     """One connection of a receiver to a learner."""
 
     def __init__(
         self,
-        holdings: Holdings,
+        holdings: ReceivedVersions,
         store: Store,
         *,
         host: str,
@@ -49,8 +49,8 @@ class Follower:
         self._device = device
         self._closing = closing
         self._about = json.dumps({"name": name, "device": gpu_id(device)})
-        self._reader = Reader(store)
-        self._group: Group | None = None
+        self._reader = EventReader(store)
+        self._group: BroadcastGroup | None = None
         self._number = 0
         self._join()
 
@@ -88,7 +88,7 @@ class Follower:
     def _enter(self, event: dict[str, Any]) -> None:
         members = event["members"]
         try:
-            self._group = Group(
+            self._group = BroadcastGroup(
                 self._store,
                 event["number"],
                 1 + members.index(self._number),
@@ -102,7 +102,7 @@ class Follower:
 
     def _take_in(self, cast: dict[str, Any]) -> None:
         """Receive, verify, commit and acknowledge one version; a failure leaves all as it was."""
-        received = Received(self._holdings.buffer(cast["bytes"]), cast["tensors"])
+        received = ReceivedVersion(self._holdings.buffer(cast["bytes"]), cast["tensors"])
         try:
             found = self._receive(received.bytes_N, cast["bucket_bytes"])
         except (CastFailed, RuntimeError) as error:
@@ -123,7 +123,7 @@ class Follower:
     def _receive(self, out_N: Tensor, bucket_bytes: int) -> list[int]:
         """Fill `out_N`; return its checksums."""
         sums: list[int] = []
-        under_way: list[tuple[Part, Tensor]] = []
+        under_way: list[tuple[Broadcast, Tensor]] = []
 
         def finish() -> None:
             part, bucket_N = under_way.pop(0)
@@ -139,7 +139,7 @@ class Follower:
             finish()
         return sums
 
-    def _finish(self, part: Part) -> None:
+    def _finish(self, part: Broadcast) -> None:
         until = time.monotonic() + self._deadline_s
         while not part.done(LOOK_S):
             following = self._reader.peek()

@@ -22,19 +22,19 @@ from collections.abc import Callable
 from torch import Tensor
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.snapshot import Snapshot, aligned
-from evolver_async.weights.collective.event_log import Log, Served
+from evolver_async.weights.channel.snapshot import WeightSnapshot, aligned
+from evolver_async.weights.collective.event_log import EventLog, ServedStore
 from evolver_async.weights.collective.process_group import (
     IN_FLIGHT,
     LOOK_S,
+    Broadcast,
+    BroadcastGroup,
     CastFailed,
-    Group,
-    Part,
-    apart,
     buckets,
     checksum,
     first_line,
     gpu_id,
+    on_distinct_gpus,
 )
 
 ROLL_S = 3.0  # of the 5 s that a lost actor may cost beside the deadline
@@ -43,12 +43,12 @@ ATTEMPTS = 4  # epochs for one version, before it is left to the next one
 log = logging.getLogger(__name__)
 
 
-class Sender:
+class BroadcastSender:
     """What the learner's thread does: keeps the group of receivers and casts versions to it."""
 
     def __init__(
         self,
-        served: Served,
+        served: ServedStore,
         *,
         deadline_s: float,
         bucket_bytes: int,
@@ -57,7 +57,7 @@ class Sender:
     ) -> None:
         self._served = served
         self._store = served.store
-        self._log = Log(served.store)
+        self._log = EventLog(served.store)
         self._deadline_s = deadline_s
         self._bucket_bytes = aligned(bucket_bytes)
         self._device = device
@@ -67,7 +67,7 @@ class Sender:
         self._unmet: set[int] = set()
         self._rolls = self._epochs = 0
         self.casts = 0
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
 
     def newcomers(self) -> list[int]:
         """Who has joined and holds nothing yet."""
@@ -76,7 +76,7 @@ class Sender:
         self._numbers = highest
         return [number for number in self._unmet if self._store.check([f"member/{number}"])]
 
-    def send(self, held: dict[WeightId, Snapshot], head: WeightId) -> None:
+    def send(self, held: dict[WeightId, WeightSnapshot], head: WeightId) -> None:
         """Bring `head` to every member, and all that is held to who may lack it."""
         for _ in range(ATTEMPTS):
             if self._closing():
@@ -111,7 +111,7 @@ class Sender:
         asked = self._asked()
         self._members = self._roll_call(asked)
         devices = [member["device"] for member in self._members.values()]
-        nccl = apart([gpu_id(self._device), *devices])
+        nccl = on_distinct_gpus([gpu_id(self._device), *devices])
         self._epochs += 1
         numbers = list(self._members)
         epoch = {"number": self._epochs, "members": numbers, "asked": list(asked), "nccl": nccl}
@@ -120,7 +120,7 @@ class Sender:
             return False
         log.info("weights go to %s", ", ".join(one["name"] for one in self._members.values()))
         try:
-            self._group = Group(
+            self._group = BroadcastGroup(
                 self._store,
                 self._epochs,
                 0,
@@ -159,7 +159,9 @@ class Sender:
             log.warning("%s is silent: it gets no weights until it joins again", name)
         return {number: member for number, member in asked.items() if number in here}
 
-    def _cast(self, weights: WeightId, held: dict[WeightId, Snapshot], head: WeightId) -> None:
+    def _cast(
+        self, weights: WeightId, held: dict[WeightId, WeightSnapshot], head: WeightId
+    ) -> None:
         """Send one version to the group. CastFailed where a member did not take it in."""
         snapshot = held[weights]
         number, self.casts = self.casts, self.casts + 1
@@ -183,7 +185,7 @@ class Sender:
         """Send the bytes; return their checksums, computed while they travel."""
         assert self._group is not None
         found: list[int] = []
-        under_way: list[Part] = []
+        under_way: list[Broadcast] = []
         try:
             for bucket_N in buckets(bytes_N, self._bucket_bytes):
                 under_way.append(self._group.broadcast(bucket_N))
@@ -196,7 +198,7 @@ class Sender:
             raise CastFailed(first_line(error)) from None
         return found
 
-    def _finish(self, part: Part) -> None:
+    def _finish(self, part: Broadcast) -> None:
         until = time.monotonic() + self._deadline_s
         while not part.done(LOOK_S):
             if time.monotonic() > until:

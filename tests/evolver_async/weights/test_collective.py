@@ -20,7 +20,7 @@ from evolver_async.weights.collective.channel import (
     CollectivePublisher,
     CollectiveReceiver,
 )
-from evolver_async.weights.collective.process_group import apart
+from evolver_async.weights.collective.process_group import on_distinct_gpus
 
 DEADLINE_S = 2.0
 NUMBERS = 1 << 20  # of one of three tensors: 12 MiB in 48 buckets
@@ -248,7 +248,7 @@ def test_an_actor_says_once_that_nobody_serves_its_weights(
     ],
 )
 def test_nccl_is_for_ends_with_a_gpu_each(gpus: list[str], expected: bool) -> None:
-    assert apart(gpus) == expected
+    assert on_distinct_gpus(gpus) == expected
 
 
 def test_an_address_serves_and_serves_again(
