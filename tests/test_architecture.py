@@ -23,8 +23,7 @@ TRANSPORT = (
     *WIRE,
     "evolver_async.metrics.writer",
     "evolver_async.protocol.envelope",
-    "evolver_async.transport.sessions",
-    "evolver_async.transport.delivery",
+    "evolver_async.transport",
 )
 ALLOWED: dict[str, tuple[str, ...]] = {
     "evolver_async.schema": (),
@@ -45,31 +44,35 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "evolver_async.protocol.bounded",
     ),
     "evolver_async.transport.sessions": (*WIRE, "evolver_async.protocol.envelope"),
-    "evolver_async.transport.delivery": (
-        *WIRE,
-        "evolver_async.protocol.envelope",
-        "evolver_async.transport.sessions",
-    ),
     "evolver_async.transport.addresses": (),
     "evolver_async.transport.keys": (),
     "evolver_async.transport.curve": ("evolver_async.transport.keys",),
-    "evolver_async.transport.sockets": (
-        *TRANSPORT,
-        "evolver_async.transport.addresses",
-        "evolver_async.transport.curve",
-    ),
+    "evolver_async.transport": TRANSPORT,
     "evolver_async.buffer.state.position": PURE_BUFFER,
-    "evolver_async.buffer.state.replay": (*PURE_BUFFER, "evolver_async.buffer.state.position"),
+    "evolver_async.buffer.state.admission": (*PURE_BUFFER, "evolver_async.buffer.state.position"),
+    "evolver_async.buffer.state.replay": (
+        *PURE_BUFFER,
+        "evolver_async.buffer.state.admission",
+        "evolver_async.buffer.state.position",
+    ),
     "evolver_async.buffer.state.ledger": PURE_BUFFER,
-    "evolver_async.buffer.tasks.stream": PURE_BUFFER,
+    "evolver_async.buffer.tasks.stream": (*PURE_BUFFER, "evolver_async.buffer.tasks.source"),
+    "evolver_async.buffer.tasks.source": PURE_BUFFER,
     "evolver_async.buffer.state.censoring": (),
     "evolver_async.buffer.monitor.failures": PURE_BUFFER,
     "evolver_async.buffer.state.groups": PURE_BUFFER,
     "evolver_async.buffer.log.segment": (),
-    "evolver_async.buffer.log.journal": ("evolver_async.buffer.log.segment",),
+    "evolver_async.buffer.log.quarantine": (),
+    "evolver_async.buffer.log.archive": (),
+    "evolver_async.buffer.log.disk": (),
+    "evolver_async.buffer.log.journal": (
+        "evolver_async.buffer.log.archive",
+        "evolver_async.buffer.log.disk",
+        "evolver_async.buffer.log.quarantine",
+        "evolver_async.buffer.log.segment",
+    ),
     "evolver_async.buffer.service": (
         *TRANSPORT,
-        "evolver_async.transport.sockets",
         "evolver_async.buffer",
         "evolver_async.checkpoint.directory",
         "evolver_async.checkpoint.history",
@@ -121,11 +124,7 @@ TOP = {  # rises on everything below it, never the other way round
 
 # Outside libraries with one home each.
 HOMES: dict[str, tuple[str, ...]] = {
-    "zmq": (
-        "evolver_async.transport.sockets",
-        "evolver_async.transport.curve",
-        "evolver_async.transport.keys",
-    ),
+    "zmq": ("evolver_async.transport",),
     "ray": ("evolver_async.launch.ray",),
     "faiss": ("actors.experience.pool",),
     "vllm": (

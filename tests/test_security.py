@@ -29,8 +29,10 @@ from evolver_async.config.load import dump, from_dict, load, stage_config, to_di
 from evolver_async.config.secrets import looks_secret, mask, reveal, without_secrets
 from evolver_async.protocol import messages
 from evolver_async.transport.addresses import from_here
+from evolver_async.transport.client import AccessDenied
+from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.keys import KeysError, check_keys, client_keys, listed, make
-from evolver_async.transport.sockets import AccessDenied, DealerClient, Server, check_address
+from evolver_async.transport.server import Server, check_address
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [

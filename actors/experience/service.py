@@ -30,7 +30,9 @@ from evolver_async.process.addresses import experience_address
 from evolver_async.process.setup import RoleArgs, collect_rarely
 from evolver_async.protocol import messages
 from evolver_async.protocol.messages import Reply, Request
-from evolver_async.transport.sockets import DealerClient, Rejected, Server
+from evolver_async.transport.client import Rejected
+from evolver_async.transport.dealer import DealerClient
+from evolver_async.transport.server import Server
 
 TELL_S = 2.0  # between two reports of the counters while only questions come
 RETRY_S = 0.1  # until who waits for a text that is being reworded asks again

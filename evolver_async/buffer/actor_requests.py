@@ -1,12 +1,10 @@
-"""The actors' side of the buffer: which tickets are granted, what becomes of members given back.
+"""Requests of actors: tickets are granted, renewed and released; synthetic tasks are offered.
 
-Order: evaluation episodes, then missing members of groups that were granted before, then
+Order of tickets: evaluation episodes, then missing members of groups that were granted before, then
 exploration that is due, then new groups as far as admission has room.
 """
 
 import random
-from pathlib import Path
-from typing import Literal
 
 from evolver_async.buffer.log.capacity import DiskCapacity
 from evolver_async.buffer.log.store import BufferStore
@@ -14,9 +12,8 @@ from evolver_async.buffer.monitor.peers import Activity
 from evolver_async.buffer.monitor.status import StatusReport
 from evolver_async.buffer.state import records
 from evolver_async.buffer.state.groups import HeldGroup
-from evolver_async.buffer.state.replay import StageNumbers
-from evolver_async.buffer.tasks.jsonl import load_tasks
-from evolver_async.buffer.tasks.stream import MixturePart, Queued, TaskSource, held_out_task
+from evolver_async.buffer.tasks.source import held_out_task
+from evolver_async.buffer.tasks.stream import Queued
 from evolver_async.config import Config
 from evolver_async.protocol.messages import (
     LOSING,
@@ -33,51 +30,10 @@ from evolver_async.protocol.messages import (
 )
 from evolver_async.schema import Kind, Sampling, Task, Ticket, WeightId, key
 
-TICKETS: dict[str, Literal["rollout", "demo", "branch"]] = {
-    "sft": "demo",
-    "world_model": "branch",
-    "reflect": "branch",
-    "rl": "rollout",
-    "dpo": "rollout",
-}  # which tickets a stage of a kind trains on
-
-
-def numbers_of(config: Config, kind: str) -> StageNumbers:
-    """The replay's numbers of a stage of this kind, from its configuration."""
-    buffer, selection = config.buffer, config.selection
-    refills = selection.max_refills if selection.kind == "dynamic" else 0
-    return StageNumbers(
-        kind=TICKETS[kind],
-        group_size=config.rollout.group_size,
-        groups_per_step=config.learner.groups_per_step,
-        max_staleness=buffer.max_staleness,
-        reuse=buffer.reuse,
-        weight_lag=config.actors.weight_lag,
-        sampler=buffer.sampler,  # pyright: ignore[reportArgumentType] (checked with the config)
-        wait=buffer.straggler == "wait",
-        demo_groups=buffer.demo_groups,
-        refills=refills * config.learner.groups_per_step,
-    )
-
 
 def share(room: int, asking: int) -> int:
-    """The most new groups that one actor gets at a time while `asking` actors want some."""
+    """The most new groups that one actor gets at a time while `asking` actors wait."""
     return -(-room // asking)
-
-
-def source_of(config: Config) -> TaskSource:
-    """Where the tasks of a stage come from. ConfigError: the file at `tasks.path` is bad."""
-    tasks = config.tasks
-    given = load_tasks(Path(tasks.path), config.env.name, config.env.params) if tasks.path else None
-    return TaskSource(
-        env=config.env.name,
-        params=config.env.params,
-        train=tasks.train if given is None else len(given["train"]),
-        solved=tasks.solved,
-        failed=tasks.failed,
-        mixture=tuple(MixturePart(part.env, part.params, part.weight) for part in tasks.mixture),
-        given=given,
-    )
 
 
 class ActorRequests:
@@ -102,18 +58,18 @@ class ActorRequests:
         return self.stages[self.store.replay.at.stage]
 
     def lease(self, peer: str, request: Lease, now: float) -> Reply:
-        """Tickets with at most `credit` members.
+        """Grant tickets with at most `credit` members.
 
-        New groups are shared with the other actors that wait; who is alone gets the rest with its
-        next LEASE. Without credit the actor leaves: what it may still hold is vacant.
+        New groups are shared with the other actors that wait; a single actor gets the rest with its
+        next LEASE. Without credit the actor leaves: the members that it still holds are vacant.
         """
         if request.credit < 0 or request.generated < 0:
             return Reject(reason=f"credit, generated: {request.credit}, {request.generated}")
         if request.credit == 0:
             self.store.leases.abandon(peer)
-            self.activity.leaves(peer)
+            self.activity.depart(peer)
             return Ok()
-        self._heard(peer, request.weights, now)
+        self._note_actor(peer, request.weights, now)
         room = request.credit
         fresh = self.store.replay.room() if room >= self.store.replay.numbers.group_size else 0
         if fresh:
@@ -145,7 +101,7 @@ class ActorRequests:
         return self._obstacle() or f"a group has {size} members, the credit is {credit}"
 
     def renew(self, peer: str, request: Renew, now: float) -> Reply:
-        self._heard(peer, request.weights, now)
+        self._note_actor(peer, request.weights, now)
         if request.still_s:
             slowest = max(request.still_s, key=request.still_s.__getitem__)
             self.activity.peers[peer].doing = (request.doing.get(slowest, ""), now)
@@ -156,8 +112,11 @@ class ActorRequests:
         return Ok()
 
     def release(self, peer: str, request: Release, now: float) -> Reply:
-        """Members come back. What its environment keeps failing, or an evaluation whose weights are
-        gone, is not granted for ever."""
+        """Take members back.
+
+        A task whose environment keeps failing is quarantined in the end; an evaluation whose
+        weights are gone is evicted.
+        """
         given = self.store.leases.release(peer, request.group_id, request.members)
         held = self.store.replay.at.groups.get(request.group_id)
         if request.reason in LOSING:
@@ -173,7 +132,7 @@ class ActorRequests:
             if held.pinned is None:
                 failures = self.store.state.tasks.cursor.failures[held.task.task_id]
             if failures >= self.config.buffer.max_attempts:
-                self._give_up(held, request.reason)
+                self._discard(held, request.reason)
         return Ok()
 
     def offer(self, request: Offer) -> Reply:
@@ -193,17 +152,17 @@ class ActorRequests:
             self.store.record(records.Offered(tasks=new[:room], duplicates=duplicates))
         return Ok()
 
-    def _heard(self, peer: str, weights: WeightId | None, now: float) -> None:
-        """An actor speaks, and says which weights it holds. Evaluations pin older ones."""
+    def _note_actor(self, peer: str, weights: WeightId | None, now: float) -> None:
+        """Note an actor's request and its weights. Evaluations pin older ones."""
         oldest = self.store.replay.oldest_allowed()
         behind = oldest is not None and (weights is None or weights < oldest)
         if behind:
             groups = self.store.replay.at.groups
             held = [lease.group_id for lease in self.store.leases if lease.peer == peer]
             behind = all(groups[group_id].pinned is None for group_id in held)
-        self.activity.works(peer).hold(weights, behind, now)
+        self.activity.activate(peer).hold(weights, behind, now)
 
-    def _give_up(self, held: HeldGroup, reason: str) -> None:
+    def _discard(self, held: HeldGroup, reason: str) -> None:
         if held.pinned is None:
             self.store.record(records.Quarantined(task_id=held.task.task_id, reason=reason))
         self.store.evict([held.group_id], reason)
@@ -226,7 +185,7 @@ class ActorRequests:
         return None
 
     def _explore(self, peer: str, room: int) -> Ticket | None:
-        """A group that looks for new tasks. It is not trained, so admission does not count it."""
+        """Grant a group that explores for new tasks. It is not trained, so admission ignores it."""
         size = self.store.replay.numbers.group_size
         if size > room or not self._exploration_due() or self.disk.obstacle():
             return None
@@ -250,7 +209,7 @@ class ActorRequests:
         return wanting or tasks.cursor.since_exploration >= questioning.every
 
     def _queued(self) -> Queued | None:
-        """The task of the next new group. Demonstrations are of the given tasks alone."""
+        """The task of the next new group. Demonstrations use only the given tasks."""
         rollout = self.store.replay.numbers.kind == "rollout"
         return self.store.state.tasks.peek(self.config.tasks.synthetic if rollout else 0.0)
 
@@ -265,9 +224,9 @@ class ActorRequests:
         return self._grant(peer, queued.task, numbers.kind, members, None, wait)
 
     def _obstacle(self) -> str | None:
-        """What forbids new groups apart from admission.
+        """The obstacle to new groups apart from admission, None if there is none.
 
-        Bytes do so only while a whole take is ready, so that the learner can always make room.
+        Bytes are one only while a whole take is ready: so the learner can always make room.
         """
         obstacle = self.disk.obstacle()
         if obstacle:
@@ -310,7 +269,7 @@ class ActorRequests:
     def _ticket(self, held: HeldGroup, members: list[int]) -> Ticket:
         config, seed = self.stages[held.stage], self.config.run.seed
         rollout = config.rollout
-        # An evaluation meets the same episodes whatever its weights.
+        # Evaluations of all weights have the same episodes.
         draws = held.task.task_id if held.kind == "eval" else held.group_id
         guided = set(self._guided(config, held))
         temperature = {"eval": config.eval.temperature, "explore": config.questioning.temperature}

@@ -1,4 +1,4 @@
-"""The learner's side of the buffer: takes, what became of them, new lineages, what may go.
+"""Requests of the learner: takes, their outcomes, new lineages, journal data that may be deleted.
 
 A take is recorded before its groups leave, so the same key always gets the same groups.
 """
@@ -9,6 +9,7 @@ from evolver_async.buffer.log.capacity import DiskCapacity
 from evolver_async.buffer.log.store import BufferStore
 from evolver_async.buffer.monitor.peers import Activity
 from evolver_async.buffer.monitor.status import StatusReport
+from evolver_async.buffer.reports import fates_of, mismatch
 from evolver_async.buffer.state import records
 from evolver_async.buffer.state.groups import FORK
 from evolver_async.protocol.messages import (
@@ -27,7 +28,7 @@ from evolver_async.protocol.messages import (
 )
 from evolver_async.schema import EvalResult, Group, WeightId
 
-ROLLED_BACK = "rolled_back"  # why groups are evicted whose takes a RESUME discards
+ROLLED_BACK = "rolled_back"  # the reason of groups whose takes a RESUME discards
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class LearnerRequests:
         return self._groups(request.take)
 
     def _repeated(self, request: Sample) -> list[int]:
-        """The groups that an abandoned lineage had for this take; none where they must change."""
+        """The groups that an abandoned lineage had for this take; none if they must change."""
         replay = self.store.replay
         taken = replay.to_repeat(request.take)
         if taken is None:
@@ -99,7 +100,7 @@ class LearnerRequests:
         return []
 
     def done(self, peer: str, request: Done, now: float) -> Reply:
-        """What became of a take. A repeated DONE changes nothing."""
+        """Record the outcome of a take. A repeated DONE changes nothing."""
         at = self.store.replay.at
         self.activity.learner = peer
         fenced = self._fenced(request.lineage)
@@ -109,8 +110,8 @@ class LearnerRequests:
         if taken is None or taken.lineage != at.lineage:
             return Reject(reason=f"take: {request.take} was never given to lineage {at.lineage}")
         if not taken.reported:
-            fates = _fates(request)
-            problem = _mismatch(fates, taken.groups, request, at.head)
+            fates = fates_of(request)
+            problem = mismatch(fates, taken.groups, request, at.head)
             if problem:
                 return Reject(reason=problem)
             self.store.record(
@@ -229,7 +230,7 @@ class LearnerRequests:
         return Ok(evals=self._results(), evaluating=self._evaluating())
 
     def _results(self) -> list[EvalResult]:
-        """The results of evaluations; repeated until a DONE says that these were received."""
+        """The results of evaluations; repeated until a DONE confirms that these were received."""
         results = self.store.state.evaluations.results
         self._delivered |= {result.weights for result in results}
         return list(results)
@@ -247,7 +248,7 @@ class LearnerRequests:
         }
 
     def _pause(self, peer: str, reason: str, now: float) -> None:
-        """A paused learner says so again and again, for people to see."""
+        """Note the pause that a learner reports, for STATUS."""
         if reason:
             self.activity.waits(peer, "pause", f"paused: {reason}", now)
         else:
@@ -292,32 +293,3 @@ class LearnerRequests:
             )
             replies.append(GroupReply(group=group))
         return [*replies, Groups(count=len(replies))]
-
-
-def _fates(request: Done) -> dict[int, str]:
-    fates = dict.fromkeys(request.trained, "trained")
-    for reason, groups in request.filtered.items():
-        fates |= dict.fromkeys(groups, reason)
-    return fates
-
-
-def _mismatch(
-    fates: dict[int, str], taken: list[int], request: Done, head: WeightId | None
-) -> str | None:
-    """What a DONE gets wrong about its take. Only a skipped one may leave groups out."""
-    count = len(request.trained) + sum(len(groups) for groups in request.filtered.values())
-    if count != len(fates):
-        return f"trained, filtered: a group twice in take {request.take}"
-    if "trained" in request.filtered:
-        return "filtered: 'trained' is no reason"
-    foreign = sorted(fates.keys() - set(taken))
-    if foreign:
-        return f"trained, filtered: groups {foreign} are not of take {request.take}"
-    left_out = sorted(set(taken) - fates.keys())
-    if left_out and not request.skipped:
-        return f"trained, filtered: groups {left_out} of take {request.take} are missing"
-    if head is not None and request.version < head.step:
-        return f"version: {request.version}, it was {head.step}"
-    if request.episodes < 0:
-        return f"episodes: {request.episodes}"
-    return None

@@ -32,7 +32,8 @@ from evolver_async.launch.run_directory import announce, last_lines
 from evolver_async.process.addresses import keys_of, make_weights_dir
 from evolver_async.process.private_directories import PREFIX, Claim, claim, sweep
 from evolver_async.protocol.messages import StatusRequest
-from evolver_async.transport.sockets import DealerClient, Rejected
+from evolver_async.transport.client import Rejected
+from evolver_async.transport.dealer import DealerClient
 
 POLL_S = 0.1
 START_S = 60.0  # until the buffer must answer

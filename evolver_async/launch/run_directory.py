@@ -20,8 +20,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from evolver_async.buffer.actor_requests import source_of
-from evolver_async.buffer.tasks.stream import held_out_task
+from evolver_async.buffer.stages import source_of
+from evolver_async.buffer.tasks.source import held_out_task
 from evolver_async.checkpoint import history
 from evolver_async.checkpoint.directory import exists
 from evolver_async.config import Config
@@ -35,7 +35,7 @@ from evolver_async.launch.registry import check_wings, resolve
 from evolver_async.metrics.wandb_process import has_key
 from evolver_async.process.addresses import keys_of
 from evolver_async.transport.keys import KeysError, check_keys
-from evolver_async.transport.sockets import check_address
+from evolver_async.transport.server import check_address
 from evolver_async.weights.channel.base import listen
 
 EXACT = "exact.json"

@@ -18,7 +18,7 @@ from evolver_async.model.tokenizer import tokenizer_hash
 from evolver_async.process.addresses import make_weights_dir
 from evolver_async.process.private_directories import claim, sweep
 from evolver_async.protocol.messages import Counters
-from evolver_async.transport.sockets import LocalClient, LocalServer
+from evolver_async.transport.in_process import LocalClient, LocalServer
 
 T = TypeVar("T")
 

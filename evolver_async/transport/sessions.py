@@ -1,15 +1,15 @@
-"""The processes behind the names that requests carry: which one holds a name, what it was answered.
+"""Sessions of processes: the holder of every name, and the replies that it got.
 
-A process is told apart by incarnation (rises with each restart by a supervisor) and nonce (random,
-drawn where its client is made). A name belongs to one process at a time:
+A process is identified by incarnation (rises with each restart by a supervisor) and nonce (random,
+drawn with its client). A name belongs to one process at a time:
 
 - a higher incarnation takes the name over at once, and a lower one is fenced;
 - another process of the same incarnation gets the name only once its holder has left, is
   disconnected, or has been silent for `silent_s`; until then HELLO is refused and all else fenced.
 
-A message is told apart by its number. What was answered is answered again in the same words and
-acts no second time. Three kinds are exempt: they change nothing when repeated, by what they carry.
-PUSH is one of them, also from a process that lost its name: a granted member is always taken in.
+A message is identified by its number. A repeated message gets the same reply and has no second
+effect. Three kinds are exempt: by their contents they change nothing when repeated.
+PUSH is one of them, also from a process that lost its name: a granted member is always accepted.
 
 Pure: time and connections are arguments. Bounded: by names, and by answers of each.
 """
@@ -45,7 +45,7 @@ EXEMPT = Push | Retrieve | Contribute
 
 @dataclass
 class PeerSession:
-    """The process that holds a name. `host`, `pid`: as its HELLO said, "" and 0 before.
+    """Session of the process that holds a name. `host`, `pid`: from its HELLO, "" and 0 before.
 
     `floor`: the highest number of a message whose answer is forgotten. `granted`: the number of the
     LEASE that got tickets last. `asked`: of the LEASE or SAMPLE that is not answered yet, which may
@@ -87,7 +87,7 @@ class PeerSession:
 
 
 class Sessions:
-    """All names that were heard lately. `connected`: tells if a route still leads to a client."""
+    """Sessions by name. `connected`: True if a route still leads to a client."""
 
     def __init__(self, connected: Callable[[Any], bool], silent_s: float) -> None:
         self._connected = connected
@@ -98,7 +98,7 @@ class Sessions:
         return len(self._by_name)
 
     def enter(self, envelope: Envelope, route: Any, now: float) -> list[Reply] | None:
-        """The replies to a message that must not act; None if the service is to handle it."""
+        """Return the replies to a message without effect, None if the service is to handle it."""
         request, name = envelope.message, envelope.sender
         session = self._by_name.get(name)
         if isinstance(request, StatusRequest) or (

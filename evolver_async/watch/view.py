@@ -30,7 +30,8 @@ from evolver_async.metrics.wandb_process import url_of
 from evolver_async.process.addresses import keys_of
 from evolver_async.protocol.messages import StatusRequest
 from evolver_async.schema import FailureTotal
-from evolver_async.transport.sockets import DealerClient, Rejected
+from evolver_async.transport.client import Rejected
+from evolver_async.transport.dealer import DealerClient
 
 POLL_S = 0.5
 ASK_S = 2.0  # between two questions to the buffer

@@ -23,7 +23,7 @@ import psutil
 from evolver_async.buffer.service import BufferService
 from evolver_async.process.setup import collect_rarely
 from evolver_async.protocol.messages import Welcome as WelcomeMessage
-from evolver_async.transport.sockets import Server
+from evolver_async.transport.server import Server
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from producers import BYTES_PER_TOKEN, Context, Crowd, config

@@ -30,7 +30,8 @@ from evolver_async.process.addresses import weights_dir
 from evolver_async.process.setup import collect_rarely
 from evolver_async.protocol.messages import Ack, Lease, Push, Tickets
 from evolver_async.schema import Role, Sequence, Ticket, Trajectory, VersionRun, key
-from evolver_async.transport.sockets import DealerClient, Server
+from evolver_async.transport.dealer import DealerClient
+from evolver_async.transport.server import Server
 from learner.train import Learner, build
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))

@@ -27,7 +27,8 @@ from producers import GROUP_SIZE, BufferProcess, config, learn, produce
 from evolver_async.buffer.service import BufferService
 from evolver_async.protocol import messages
 from evolver_async.protocol.messages import Ack, Dup, Lease, Push, Renew, Resume, Tickets, Welcome
-from evolver_async.transport.sockets import DealerClient, Server
+from evolver_async.transport.dealer import DealerClient
+from evolver_async.transport.server import Server
 
 KILLS, PRODUCERS, TOKENS = 20, 3, 200
 RESEND_S = 0.2

@@ -20,14 +20,17 @@ from invariants import check_journal, check_named
 from power import cut_at_every_sync
 from producers import BufferProcess
 
-from evolver_async.buffer.log.journal import Journal, JournalError, SyncError
+from evolver_async.buffer.log.disk import SyncError
+from evolver_async.buffer.log.journal import Journal
+from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.errors import USER_ERROR
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import Envelope, pack, unpack
 from evolver_async.protocol.trajectories import wrap
 from evolver_async.schema import Ticket
-from evolver_async.transport.delivery import RequestRouter
-from evolver_async.transport.sockets import DealerClient, Server
+from evolver_async.transport.dealer import DealerClient
+from evolver_async.transport.router import RequestRouter
+from evolver_async.transport.server import Server
 
 SETTINGS = config(max_staleness=1)
 PATIENT = config(max_staleness=20)

@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 from invariants import check_journal
 
 from evolver_async.buffer.log import segment
-from evolver_async.buffer.state.replay import KINDS
+from evolver_async.buffer.state.admission import KINDS
 from evolver_async.config import Questioning
 from evolver_async.protocol import messages
 from evolver_async.schema import Ticket, Trajectory, WeightId

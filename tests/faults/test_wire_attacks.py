@@ -38,8 +38,10 @@ from evolver_async.protocol.envelope import (
 from evolver_async.protocol.messages import Push, Reject, StatusReply, StatusRequest
 from evolver_async.protocol.trajectories import HEADER_BYTES, PARCEL_BYTES
 from evolver_async.schema import Ticket
+from evolver_async.transport.client import AccessDenied, Rejected
+from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.keys import make
-from evolver_async.transport.sockets import AccessDenied, DealerClient, Rejected, Server
+from evolver_async.transport.server import Server
 
 FRAMES = 10_000
 GROWTH_BYTES = 50 << 20

@@ -27,7 +27,7 @@ from evolver_async.config import (
 from evolver_async.model import policy
 from evolver_async.protocol import messages
 from evolver_async.schema import Ticket, Trajectory
-from evolver_async.transport.delivery import Rejected
+from evolver_async.transport.client import Rejected
 from learner.train import Learner, build
 
 STEPS = 10

@@ -18,7 +18,7 @@ from evolver_async.buffer.state import records
 from evolver_async.buffer.state.position import Position
 from evolver_async.checkpoint import history
 from evolver_async.checkpoint.directory import valid
-from evolver_async.transport.sockets import Rejected
+from evolver_async.transport.client import Rejected
 
 REUSE = 1
 RECIPE = """

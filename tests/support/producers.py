@@ -34,7 +34,8 @@ from evolver_async.protocol.messages import (
     Wait,
 )
 from evolver_async.schema import Role, Sequence, Ticket, Trajectory, VersionRun, WeightId
-from evolver_async.transport.sockets import Client, DealerClient
+from evolver_async.transport.client import Client
+from evolver_async.transport.dealer import DealerClient
 
 TURNS = 10
 BYTES_PER_TOKEN = 11  # token 4, role 1, turn 2, log-prob 4

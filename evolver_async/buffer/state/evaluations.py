@@ -1,6 +1,6 @@
-"""Evaluations of exact weights: which episodes are to be granted, what the others found.
+"""Evaluations of exact weights: episodes to grant, and results.
 
-Pure. The episodes themselves are one-member groups of kind `eval`; they are counted here, not kept.
+Pure. The episodes are one-member groups of kind `eval`; they are counted here, not kept.
 """
 
 import msgspec
@@ -11,7 +11,7 @@ from evolver_async.schema import EvalResult, WeightId
 class RunningEvaluation(msgspec.Struct):
     """One evaluation under way: sums over arrived episodes; `lost` ones could not be run.
 
-    `stage`: the one whose environment and sampling it is played with, whichever is trained now.
+    `stage`: the stage whose environment and sampling the episodes use.
     """
 
     weights: WeightId
@@ -33,8 +33,11 @@ class EvaluationQueue(msgspec.Struct):
     results: list[EvalResult] = []
 
     def request(self, weights: WeightId, take: int, stage: int, episodes: int) -> None:
-        """Asks for `episodes` episodes. Weights that are being evaluated already get one result,
-        over the larger number; a result that nobody has yet is superseded."""
+        """Add an evaluation of `episodes` episodes.
+
+        Weights that are being evaluated already get one result, over the larger number; an
+        unconfirmed result is superseded.
+        """
         self.confirm([weights])
         for evaluation in self.running:
             if evaluation.weights == weights:
@@ -64,17 +67,17 @@ class EvaluationQueue(msgspec.Struct):
         self._finish(evaluation)
 
     def lost(self, weights: WeightId) -> None:
-        """An episode that cannot be run (its environment keeps failing, its weights are gone)."""
+        """Count an episode that cannot be run (failing environment, missing weights)."""
         evaluation = self._of(weights)
         evaluation.lost += 1
         self._finish(evaluation)
 
     def confirm(self, delivered: list[WeightId]) -> None:
-        """The learner has these results."""
+        """Drop the results that the learner has received."""
         self.results = [result for result in self.results if result.weights not in delivered]
 
     def abandon(self, lineage: int) -> None:
-        """Ends evaluations of lineages before `lineage`: nobody waits, weights may be gone."""
+        """End the evaluations of lineages before `lineage`, whose weights may be gone."""
         self.running = [e for e in self.running if e.weights.lineage >= lineage]
         self.results = [r for r in self.results if r.weights.lineage >= lineage]
 

@@ -1,9 +1,10 @@
-"""The buffer's durable state: replay, ledger, tasks and evaluations, changed by records alone.
+"""Durable state of the buffer: replay, ledger, tasks and evaluations, changed by records alone.
 
-The live service and a restart run the same `apply`, so a restart ends where the service stood.
+The live service and a restart run the same `apply`, so both reach the same state.
 """
 
 from evolver_async.buffer.state import records
+from evolver_async.buffer.state.admission import StageNumbers
 from evolver_async.buffer.state.evaluations import EvaluationQueue
 from evolver_async.buffer.state.groups import (
     FORK,
@@ -14,14 +15,15 @@ from evolver_async.buffer.state.groups import (
     ending,
 )
 from evolver_async.buffer.state.ledger import HELD, Amount, Ledger
-from evolver_async.buffer.state.replay import Replay, StageNumbers
-from evolver_async.buffer.tasks.stream import TaskSource, TaskStream
+from evolver_async.buffer.state.replay import Replay
+from evolver_async.buffer.tasks.source import TaskSource
+from evolver_async.buffer.tasks.stream import TaskStream
 
 NOWHERE: Location = (0, 0, 0, 0)  # of a trajectory that is not kept
 
 
 class BufferState:
-    """`stages` and `sources` hold one entry a stage of the run."""
+    """State machine over records. `stages` and `sources` hold one entry a stage of the run."""
 
     def __init__(
         self, run_id: str, seed: int, stages: list[StageNumbers], sources: list[TaskSource]
@@ -43,7 +45,7 @@ class BufferState:
         )
 
     def restore(self, snapshot: records.StateSnapshot) -> None:
-        """Raises ValueError when the snapshot is of another run."""
+        """Take over a snapshot. Raises ValueError if it is of another run."""
         if snapshot.run_id != self.run_id:
             raise ValueError(f"belongs to run {snapshot.run_id!r}, not to {self.run_id!r}")
         self.replay.restore(snapshot.position)
@@ -53,7 +55,7 @@ class BufferState:
         self.tasks.restore(snapshot.cursor)
 
     def held(self) -> dict[str, dict[str, Amount]]:
-        """What is open, ready and taken, by kind, counted from the groups themselves."""
+        """Count the open, ready and taken groups by kind."""
         held: dict[str, dict[str, Amount]] = {}
         for state in HELD:
             for group in self.replay.by_state[state].values():
@@ -62,11 +64,11 @@ class BufferState:
         return held
 
     def check(self) -> None:
-        """AssertionError where the ledger does not close."""
+        """Raise AssertionError if the ledger does not close."""
         self.ledger.check(self.held())
 
     def apply(self, record: records.AnyRecord, location: Location = NOWHERE) -> None:
-        """`location`: where the trajectory of an Arrived lies."""
+        """Apply a record. `location`: the place of the trajectory of an Arrived."""
         match record:
             case records.Granted():
                 self._granted(record)

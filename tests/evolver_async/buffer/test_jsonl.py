@@ -14,15 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.checks.config import check
-from evolver_async.buffer.actor_requests import source_of
+from evolver_async.buffer.stages import source_of
 from evolver_async.buffer.tasks.jsonl import load_tasks
-from evolver_async.buffer.tasks.stream import (
-    Cursor,
-    MixturePart,
-    TaskSource,
-    TaskStream,
-    held_out_task,
-)
+from evolver_async.buffer.tasks.source import MixturePart, TaskSource, held_out_task
+from evolver_async.buffer.tasks.stream import Cursor, TaskStream
 from evolver_async.config import Tasks as TasksSection
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import dump, from_dict, load, to_dict

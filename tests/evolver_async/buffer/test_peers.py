@@ -21,7 +21,7 @@ from evolver_async.protocol.messages import (
     StatusReply,
     StatusRequest,
 )
-from evolver_async.transport.delivery import RequestRouter
+from evolver_async.transport.router import RequestRouter
 
 
 def test_who_has_no_part_in_the_run_is_forgotten_after_a_minute(tmp_path):

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from killed_runs import GROUPS, Killed, Run, kill_after
 
-from evolver_async.buffer.log.journal import JournalError
+from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.log.segment import COMMIT, END
 from evolver_async.buffer.service import BufferService
 from evolver_async.checkpoint.directory import CheckpointError

@@ -16,8 +16,9 @@ from buffer_world import World, config, synthetic, trajectory
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from evolver_async.buffer.state.admission import KINDS, StageNumbers
 from evolver_async.buffer.state.groups import UNTRAINED, ZERO_SPREAD, ArrivedMember
-from evolver_async.buffer.state.replay import KINDS, SAME, Replay, StageNumbers
+from evolver_async.buffer.state.replay import SAME, Replay
 from evolver_async.config import Questioning
 from evolver_async.protocol import messages
 from evolver_async.schema import Task, Ticket, WeightId, version_lag

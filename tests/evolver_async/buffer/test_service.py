@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from buffer_world import World, config, synthetic, trajectory
 
-from evolver_async.buffer.log.journal import JournalError
+from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.config import Questioning
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH

@@ -10,15 +10,9 @@ from buffer_world import synthetic
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evolver_async.buffer.actor_requests import source_of
-from evolver_async.buffer.tasks.stream import (
-    Cursor,
-    Queued,
-    TaskSource,
-    TaskStream,
-    Walk,
-    held_out_task,
-)
+from evolver_async.buffer.stages import source_of
+from evolver_async.buffer.tasks.source import TaskSource, held_out_task
+from evolver_async.buffer.tasks.stream import Cursor, Queued, TaskStream, Walk
 from evolver_async.config.load import load, stage_config
 from evolver_async.schema import Task
 

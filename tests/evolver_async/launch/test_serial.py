@@ -18,7 +18,7 @@ from serial_runs import Finished, trainer
 
 from actors.envs.bandit import Bandit
 from actors.evaluate import evaluate
-from evolver_async.buffer.log.journal import JournalError
+from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.service import BufferService
 from evolver_async.config.load import dump, load
 from evolver_async.launch.serial import VirtualLoop

@@ -16,7 +16,8 @@ from evolver_async.buffer.actor_requests import share
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.schema import WeightId
-from evolver_async.transport.sockets import DealerClient, Server
+from evolver_async.transport.dealer import DealerClient
+from evolver_async.transport.server import Server
 
 WARN_S = 5.0
 

@@ -8,7 +8,7 @@ from buffer_world import World, config, trajectory
 
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH, Envelope, pack, unpack
-from evolver_async.transport.delivery import RequestRouter
+from evolver_async.transport.router import RequestRouter
 from evolver_async.transport.sessions import ANSWERS, EXPIRY_S, NAMES
 
 HELLO = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, host="alpha", pid=7)

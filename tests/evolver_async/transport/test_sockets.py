@@ -54,15 +54,10 @@ from evolver_async.schema import (
     VersionRun,
     WeightId,
 )
-from evolver_async.transport.sockets import (
-    BATCH_S,
-    Client,
-    DealerClient,
-    LocalClient,
-    LocalServer,
-    Rejected,
-    Server,
-)
+from evolver_async.transport.client import Client, Rejected
+from evolver_async.transport.dealer import DealerClient
+from evolver_async.transport.in_process import LocalClient, LocalServer
+from evolver_async.transport.server import BATCH_S, Server
 
 TASK = Task(task_id="t/0", env="t", split="train", map_seed=0)
 
@@ -466,7 +461,7 @@ def test_a_request_that_is_resent_in_vain_is_logged(
         return float(found[1])
 
     with (
-        caplog.at_level(logging.WARNING, "evolver_async.transport.delivery"),
+        caplog.at_level(logging.WARNING, "evolver_async.transport.client"),
         client(address, resend_s=0.05) as dealer,
     ):
         said_s = [asyncio.run(ask()) for _ in range(3)]
