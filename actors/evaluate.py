@@ -12,8 +12,8 @@ from actors.progress import Progress
 from actors.rollout.episode import EpisodeLate, Finished
 from actors.rollout.episode_config import setting_of
 from actors.rollout.group import run_group
-from evolver_async.buffer.actor_requests import source_of
-from evolver_async.buffer.tasks.stream import held_out_task
+from evolver_async.buffer.stages import source_of
+from evolver_async.buffer.tasks.source import held_out_task
 from evolver_async.checkpoint import history, shards
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config

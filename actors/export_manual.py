@@ -14,7 +14,7 @@ from actors.envs.base import make_env, settled
 from actors.formats.chat import Chat
 from actors.rollout.conversation import system_message
 from actors.rollout.episode_config import Setting, setting_of
-from evolver_async.buffer.actor_requests import source_of
+from evolver_async.buffer.stages import source_of
 from evolver_async.config import Config
 from evolver_async.config.secrets import mask
 from evolver_async.model.tokenizer import load_tokenizer

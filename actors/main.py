@@ -25,7 +25,8 @@ from evolver_async.model import policy
 from evolver_async.process.setup import RoleArgs, collect_rarely
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
-from evolver_async.transport.sockets import Client, DealerClient, Rejected
+from evolver_async.transport.client import Client, Rejected
+from evolver_async.transport.dealer import DealerClient
 from evolver_async.weights import factory as channel
 from evolver_async.weights.lora_receiver import merging
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from evolver_async.protocol import messages
 from evolver_async.schema import Trajectory
-from evolver_async.transport.sockets import Client
+from evolver_async.transport.client import Client
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.protocol import messages
 from evolver_async.schema import Ticket
-from evolver_async.transport.sockets import Client, Rejected
+from evolver_async.transport.client import Client, Rejected
 from evolver_async.weights.channel.base import Receiver
 
 log = logging.getLogger(__name__)

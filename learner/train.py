@@ -28,7 +28,8 @@ from evolver_async.process.addresses import weights_address
 from evolver_async.process.setup import RoleArgs, collect_rarely
 from evolver_async.protocol import messages
 from evolver_async.schema import Group, WeightId
-from evolver_async.transport.sockets import Client, DealerClient, Rejected
+from evolver_async.transport.client import Client, Rejected
+from evolver_async.transport.dealer import DealerClient
 from evolver_async.weights import factory as channel
 from evolver_async.weights.channel.base import Publisher
 from learner.diagnostics.alarms import Alarm

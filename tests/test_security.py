@@ -29,8 +29,10 @@ from evolver_async.config.load import dump, from_dict, load, stage_config, to_di
 from evolver_async.config.secrets import looks_secret, mask, reveal, without_secrets
 from evolver_async.protocol import messages
 from evolver_async.transport.addresses import from_here
+from evolver_async.transport.client import AccessDenied
+from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.keys import KeysError, check_keys, client_keys, listed, make
-from evolver_async.transport.sockets import DealerClient, Refused, Server, check_address
+from evolver_async.transport.server import Server, check_address
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [
@@ -230,7 +232,7 @@ def serving(directory: Path, address: str, keys: Path | None) -> Iterator[str]:
         stop.set()
         thread.join(10)
         server.close()
-        world.book.journal.close()
+        world.store.journal.close()
         assert not thread.is_alive()
 
 
@@ -240,7 +242,7 @@ def ask(address: str, keys: Path | None, name: str = "a") -> object:
     async def once() -> object:
         client = DealerClient(address, "run", name, keys=keys)
         try:
-            return await client.request(messages.Status(), timeout_s=ERROR_S)
+            return await client.request(messages.StatusRequest(), timeout_s=ERROR_S)
         finally:
             client.close()
 
@@ -262,7 +264,7 @@ def test_only_listed_keys_get_in(directory: Path, keys: Path, address: str) -> N
             (directory / "other", r"the server's key is not .*/other/server\.public"),
             (None, "only clients with keys are let in"),
         ):
-            with pytest.raises(Refused, match=said) as caught:
+            with pytest.raises(AccessDenied, match=said) as caught:
                 ask(at, strange)
             assert str(caught.value).startswith(at)
         assert isinstance(ask(at, keys), messages.StatusReply)
@@ -270,7 +272,7 @@ def test_only_listed_keys_get_in(directory: Path, keys: Path, address: str) -> N
 
 def test_a_client_with_keys_does_not_talk_to_a_server_without(directory: Path, keys: Path) -> None:
     with serving(directory, f"ipc://{directory}/s", None) as at:
-        with pytest.raises(Refused, match="the server has no keys"):
+        with pytest.raises(AccessDenied, match="the server has no keys"):
             ask(at, keys)
         assert isinstance(ask(at, None), messages.StatusReply)
 
@@ -281,7 +283,7 @@ def test_a_copied_file_admits_and_a_deleted_one_revokes(directory: Path, keys: P
     with serving(directory, f"ipc://{directory}/s", keys) as at:
         assert isinstance(ask(at, late), messages.StatusReply)
         away = entry.rename(directory / "away")
-        with pytest.raises(Refused):
+        with pytest.raises(AccessDenied):
             ask(at, late)
         (keys / "allowed" / "half.public").write_text("half a copy")
         shutil.copy(away, entry)

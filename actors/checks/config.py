@@ -22,7 +22,7 @@ from actors.formats.turns import FORMATS, THOUGHTFUL
 from actors.llm.client import authorization
 from actors.questioning.profile import load_profile
 from actors.rollout.conversation import tool_names
-from evolver_async.buffer.actor_requests import TICKETS, source_of
+from evolver_async.buffer.stages import TICKETS, source_of
 from evolver_async.config import Config, Stage
 from evolver_async.config.load import stage_config
 from evolver_async.config.values import LLM_SECTIONS

@@ -19,7 +19,7 @@ from evolver_async.config import Experience
 from evolver_async.protocol import messages
 from evolver_async.protocol.transcripts import Transcript, Turn
 from evolver_async.schema import Task
-from evolver_async.transport.sockets import Client, Rejected
+from evolver_async.transport.client import Client, Rejected
 
 QUERY_CHARS = 20_000
 QUEUE = 64  # groups that wait to be handed in; more are dropped

@@ -30,7 +30,9 @@ from evolver_async.process.addresses import experience_address
 from evolver_async.process.setup import RoleArgs, collect_rarely
 from evolver_async.protocol import messages
 from evolver_async.protocol.messages import Reply, Request
-from evolver_async.transport.sockets import DealerClient, Rejected, Server
+from evolver_async.transport.client import Rejected
+from evolver_async.transport.dealer import DealerClient
+from evolver_async.transport.server import Server
 
 TELL_S = 2.0  # between two reports of the counters while only questions come
 RETRY_S = 0.1  # until who waits for a text that is being reworded asks again
@@ -83,11 +85,11 @@ class Service:
                 count = self.pool.purge(request.source)
                 log.warning("purged %d entries of %s, asked by %s", count, request.source, peer)
                 return [messages.Purged(count=count)]
-            case messages.Status():
+            case messages.StatusRequest():
                 return [messages.StatusReply(status={**self.counters()})]
             case _:
-                kind = type(request).__name__.upper()
-                return [messages.Reject(reason=f"the experience service answers no {kind}")]
+                reason = f"the experience service answers no {request.kind}"
+                return [messages.Reject(reason=reason)]
 
     def commit(self) -> None:
         """Makes what was learned durable, and tells the counters if they have changed."""

@@ -1,7 +1,6 @@
 """The replay buffer: the only rendezvous of actors and learner.
 
-Pure parts: `replay` (groups, admission, staleness, takes), `ledger`, `tasks`, `evaluations`,
-`leases`. `state` puts the durable ones together: it changes by `records` alone, which `journal`
-keeps on disk (`segment` has its bytes, `disk` what the space left allows). `service` answers
-requests: it decides, appends a record, applies it; `status` says what it holds.
+`service` routes requests to `actor_requests`, `arrivals` and `learner_requests`. Each of these
+decides, appends a record to the journal in `log` and applies it to the pure state in `state`.
+`tasks` orders the training tasks; `monitor` reports activity, stalls and failures.
 """

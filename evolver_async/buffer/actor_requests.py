@@ -1,26 +1,24 @@
-"""The actors' side of the buffer: which tickets are granted, what becomes of members given back.
+"""Requests of actors: tickets are granted, renewed and released; synthetic tasks are offered.
 
-Order: evaluation episodes, then missing members of groups that were granted before, then
+Order of tickets: evaluation episodes, then missing members of groups that were granted before, then
 exploration that is due, then new groups as far as admission has room.
 """
 
 import random
-from pathlib import Path
-from typing import Literal
 
-from evolver_async.buffer.log.capacity import Disk
-from evolver_async.buffer.log.store import Book
+from evolver_async.buffer.log.capacity import DiskCapacity
+from evolver_async.buffer.log.store import BufferStore
 from evolver_async.buffer.monitor.peers import Activity
-from evolver_async.buffer.monitor.status import Status
+from evolver_async.buffer.monitor.status import StatusReport
 from evolver_async.buffer.state import records
-from evolver_async.buffer.state.groups import Held
-from evolver_async.buffer.state.replay import Numbers
-from evolver_async.buffer.tasks.jsonl import load_tasks
-from evolver_async.buffer.tasks.stream import Part, Queued, Source, held_out_task
+from evolver_async.buffer.state.groups import HeldGroup
+from evolver_async.buffer.tasks.source import held_out_task
+from evolver_async.buffer.tasks.stream import Queued
 from evolver_async.config import Config
 from evolver_async.protocol.messages import (
     LOSING,
     Fenced,
+    Lease,
     Offer,
     Ok,
     Reject,
@@ -30,64 +28,27 @@ from evolver_async.protocol.messages import (
     Tickets,
     Wait,
 )
-from evolver_async.protocol.messages import Lease as LeaseRequest
 from evolver_async.randomness import key
 from evolver_async.schema import Kind, Sampling, Task, Ticket, WeightId
 
-TICKETS: dict[str, Literal["rollout", "demo", "branch"]] = {
-    "sft": "demo",
-    "world_model": "branch",
-    "reflect": "branch",
-    "rl": "rollout",
-    "dpo": "rollout",
-}  # which tickets a stage of a kind trains on
-
-
-def numbers_of(config: Config, kind: str) -> Numbers:
-    """The replay's numbers of a stage of this kind, from its configuration."""
-    buffer, selection = config.buffer, config.selection
-    refills = selection.max_refills if selection.kind == "dynamic" else 0
-    return Numbers(
-        kind=TICKETS[kind],
-        group_size=config.rollout.group_size,
-        groups_per_step=config.learner.groups_per_step,
-        max_staleness=buffer.max_staleness,
-        reuse=buffer.reuse,
-        weight_lag=config.actors.weight_lag,
-        sampler=buffer.sampler,  # pyright: ignore[reportArgumentType] (checked with the config)
-        wait=buffer.straggler == "wait",
-        demo_groups=buffer.demo_groups,
-        refills=refills * config.learner.groups_per_step,
-    )
-
 
 def share(room: int, asking: int) -> int:
-    """The most new groups that one actor gets at a time while `asking` actors want some."""
+    """The most new groups that one actor gets at a time while `asking` actors wait."""
     return -(-room // asking)
 
 
-def source_of(config: Config) -> Source:
-    """Where the tasks of a stage come from. ConfigError: the file at `tasks.path` is bad."""
-    tasks = config.tasks
-    given = load_tasks(Path(tasks.path), config.env.name, config.env.params) if tasks.path else None
-    return Source(
-        env=config.env.name,
-        params=config.env.params,
-        train=tasks.train if given is None else len(given["train"]),
-        solved=tasks.solved,
-        failed=tasks.failed,
-        mixture=tuple(Part(part.env, part.params, part.weight) for part in tasks.mixture),
-        given=given,
-    )
-
-
-class Granting:
+class ActorRequests:
     """Answers LEASE, RENEW, RELEASE and OFFER. `stages`: the configuration of every stage."""
 
     def __init__(
-        self, book: Book, disk: Disk, activity: Activity, status: Status, stages: list[Config]
+        self,
+        store: BufferStore,
+        disk: DiskCapacity,
+        activity: Activity,
+        status: StatusReport,
+        stages: list[Config],
     ) -> None:
-        self.book = book
+        self.store = store
         self.disk = disk
         self.activity = activity
         self.status = status
@@ -95,23 +56,23 @@ class Granting:
 
     @property
     def config(self) -> Config:
-        return self.stages[self.book.replay.at.stage]
+        return self.stages[self.store.replay.at.stage]
 
-    def lease(self, peer: str, request: LeaseRequest, now: float) -> Reply:
-        """Tickets with at most `credit` members.
+    def lease(self, peer: str, request: Lease, now: float) -> Reply:
+        """Grant tickets with at most `credit` members.
 
-        New groups are shared with the other actors that wait; who is alone gets the rest with its
-        next LEASE. Without credit the actor leaves: what it may still hold is vacant.
+        New groups are shared with the other actors that wait; a single actor gets the rest with its
+        next LEASE. Without credit the actor leaves: the members that it still holds are vacant.
         """
         if request.credit < 0 or request.generated < 0:
             return Reject(reason=f"credit, generated: {request.credit}, {request.generated}")
         if request.credit == 0:
-            self.book.leases.abandon(peer)
-            self.activity.leaves(peer)
+            self.store.leases.abandon(peer)
+            self.activity.depart(peer)
             return Ok()
-        self._heard(peer, request.weights, now)
+        self._note_actor(peer, request.weights, now)
         room = request.credit
-        fresh = self.book.replay.room() if room >= self.book.replay.numbers.group_size else 0
+        fresh = self.store.replay.room() if room >= self.store.replay.numbers.group_size else 0
         if fresh:
             asking = {peer, *self.activity.asking(now, self.config.buffer.lease_s)}
             fresh = share(fresh, len(asking))
@@ -123,7 +84,7 @@ class Granting:
                 fresh -= 1
             if ticket is None:
                 break
-            self.book.leases.grant(peer, ticket.group_id, ticket.attempt, ticket.members, now)
+            self.store.leases.grant(peer, ticket.group_id, ticket.attempt, ticket.members, now)
             tickets.append(ticket)
             room -= len(ticket.members)
         if tickets:
@@ -135,27 +96,30 @@ class Granting:
 
     def _reason(self, credit: int, now: float) -> str:
         """The reason for which nothing was granted for so much credit."""
-        if not self.book.replay.room():
+        if not self.store.replay.room():
             return self.status.admission(now)
-        size = self.book.replay.numbers.group_size
+        size = self.store.replay.numbers.group_size
         return self._obstacle() or f"a group has {size} members, the credit is {credit}"
 
     def renew(self, peer: str, request: Renew, now: float) -> Reply:
-        self._heard(peer, request.weights, now)
+        self._note_actor(peer, request.weights, now)
         if request.still_s:
             slowest = max(request.still_s, key=request.still_s.__getitem__)
             self.activity.peers[peer].doing = (request.doing.get(slowest, ""), now)
-        self.book.leases.note(peer, request.doing, request.still_s, now)
-        lost = self.book.leases.renew(peer, request.progress, now)
+        self.store.leases.note(peer, request.doing, request.still_s, now)
+        lost = self.store.leases.renew(peer, request.progress, now)
         if lost:
             return Fenced(reason=f"groups {lost} are not leased to {peer} any more", groups=lost)
         return Ok()
 
     def release(self, peer: str, request: Release, now: float) -> Reply:
-        """Members come back. What its environment keeps failing, or an evaluation whose weights are
-        gone, is not granted for ever."""
-        given = self.book.leases.release(peer, request.group_id, request.members)
-        held = self.book.replay.at.groups.get(request.group_id)
+        """Take members back.
+
+        A task whose environment keeps failing is quarantined in the end; an evaluation whose
+        weights are gone is evicted.
+        """
+        given = self.store.leases.release(peer, request.group_id, request.members)
+        held = self.store.replay.at.groups.get(request.group_id)
         if request.reason in LOSING:
             self.status.failures.lose(len(given), now)
         if held is None or not given:
@@ -164,12 +128,12 @@ class Granting:
             request.reason == "weights" and held.pinned is not None
         )
         if lasting:
-            self.book.record(records.Failed(group_id=held.group_id, members=given))
+            self.store.record(records.Failed(group_id=held.group_id, members=given))
             failures = held.failures
             if held.pinned is None:
-                failures = self.book.state.tasks.cursor.failures[held.task.task_id]
+                failures = self.store.state.tasks.cursor.failures[held.task.task_id]
             if failures >= self.config.buffer.max_attempts:
-                self._give_up(held, request.reason)
+                self._discard(held, request.reason)
         return Ok()
 
     def offer(self, request: Offer) -> Reply:
@@ -180,59 +144,59 @@ class Granting:
                 )
             if task.task_id.startswith(f"{task.env}/train/"):
                 return Reject(reason=f"tasks: {task.task_id} is the name of a numbered task")
-        tasks = self.book.state.tasks
+        tasks = self.store.state.tasks
         offered = {task.task_id: task for task in request.tasks}
         new = [task for task_id, task in offered.items() if task_id not in tasks.known]
         if request.tasks:
             duplicates = len(request.tasks) - len(new)
             room = max(0, self.config.questioning.max_tasks - tasks.pool_size())
-            self.book.record(records.Offered(tasks=new[:room], duplicates=duplicates))
+            self.store.record(records.Offered(tasks=new[:room], duplicates=duplicates))
         return Ok()
 
-    def _heard(self, peer: str, weights: WeightId | None, now: float) -> None:
-        """An actor speaks, and says which weights it holds. Evaluations pin older ones."""
-        oldest = self.book.replay.oldest_allowed()
+    def _note_actor(self, peer: str, weights: WeightId | None, now: float) -> None:
+        """Note an actor's request and its weights. Evaluations pin older ones."""
+        oldest = self.store.replay.oldest_allowed()
         behind = oldest is not None and (weights is None or weights < oldest)
         if behind:
-            groups = self.book.replay.at.groups
-            held = [lease.group_id for lease in self.book.leases if lease.peer == peer]
+            groups = self.store.replay.at.groups
+            held = [lease.group_id for lease in self.store.leases if lease.peer == peer]
             behind = all(groups[group_id].pinned is None for group_id in held)
-        self.activity.works(peer).hold(weights, behind, now)
+        self.activity.activate(peer).hold(weights, behind, now)
 
-    def _give_up(self, held: Held, reason: str) -> None:
+    def _discard(self, held: HeldGroup, reason: str) -> None:
         if held.pinned is None:
-            self.book.record(records.Quarantined(task_id=held.task.task_id, reason=reason))
-        self.book.evict([held.group_id], reason)
+            self.store.record(records.Quarantined(task_id=held.task.task_id, reason=reason))
+        self.store.evict([held.group_id], reason)
 
     def _evaluate(self, peer: str) -> Ticket | None:
-        evaluation = self.book.state.evaluations.next()
+        evaluation = self.store.state.evaluations.next()
         if evaluation is None:
             return None
-        source = self.book.state.sources[evaluation.stage]
+        source = self.store.state.sources[evaluation.stage]
         task = held_out_task(source, evaluation.granted)
         return self._grant(peer, task, "eval", [0], evaluation.weights)
 
     def _reissue(self, peer: str, room: int) -> Ticket | None:
-        for group_id, vacant in self.book.leases.vacant.items():
+        for group_id, vacant in self.store.leases.vacant.items():
             # an actor has at most one ticket of a group
-            if len(vacant) <= room and self.book.leases.held(peer, group_id) is None:
+            if len(vacant) <= room and self.store.leases.held(peer, group_id) is None:
                 members = sorted(vacant)
-                self.book.record(records.Reissued(group_id=group_id, members=members, actor=peer))
-                return self._ticket(self.book.replay.at.groups[group_id], members)
+                self.store.record(records.Reissued(group_id=group_id, members=members, actor=peer))
+                return self._ticket(self.store.replay.at.groups[group_id], members)
         return None
 
     def _explore(self, peer: str, room: int) -> Ticket | None:
-        """A group that looks for new tasks. It is not trained, so admission does not count it."""
-        size = self.book.replay.numbers.group_size
+        """Grant a group that explores for new tasks. It is not trained, so admission ignores it."""
+        size = self.store.replay.numbers.group_size
         if size > room or not self._exploration_due() or self.disk.obstacle():
             return None
-        task = self.book.state.tasks.next_exploration()
+        task = self.store.state.tasks.next_exploration()
         if task is None:
             return None
         return self._grant(peer, task, "explore", list(range(size)), None)
 
     def _exploration_due(self) -> bool:
-        config, replay, tasks = self.config, self.book.replay, self.book.state.tasks
+        config, replay, tasks = self.config, self.store.replay, self.store.state.tasks
         questioning = config.questioning
         if (
             questioning.kind == "none"
@@ -246,13 +210,13 @@ class Granting:
         return wanting or tasks.cursor.since_exploration >= questioning.every
 
     def _queued(self) -> Queued | None:
-        """The task of the next new group. Demonstrations are of the given tasks alone."""
-        rollout = self.book.replay.numbers.kind == "rollout"
-        return self.book.state.tasks.peek(self.config.tasks.synthetic if rollout else 0.0)
+        """The task of the next new group. Demonstrations use only the given tasks."""
+        rollout = self.store.replay.numbers.kind == "rollout"
+        return self.store.state.tasks.peek(self.config.tasks.synthetic if rollout else 0.0)
 
     def _new(self, peer: str, room: int) -> Ticket | None:
-        numbers = self.book.replay.numbers
-        if numbers.group_size > room or not self.book.replay.room() or self._obstacle():
+        numbers = self.store.replay.numbers
+        if numbers.group_size > room or not self.store.replay.room() or self._obstacle():
             return None
         queued = self._queued()
         assert queued is not None, "no obstacle, so there is a task"
@@ -261,21 +225,21 @@ class Granting:
         return self._grant(peer, queued.task, numbers.kind, members, None, wait)
 
     def _obstacle(self) -> str | None:
-        """What forbids new groups apart from admission.
+        """The obstacle to new groups apart from admission, None if there is none.
 
-        Bytes do so only while a whole take is ready, so that the learner can always make room.
+        Bytes are one only while a whole take is ready: so the learner can always make room.
         """
         obstacle = self.disk.obstacle()
         if obstacle:
             return obstacle
         buffer = self.config.buffer
-        ready = len(self.book.replay.by_state["ready"])
-        if ready >= self.book.replay.numbers.groups_per_step:
-            size = self.book.replay.bytes
+        ready = len(self.store.replay.by_state["ready"])
+        if ready >= self.store.replay.numbers.groups_per_step:
+            size = self.store.replay.bytes
             if size >= buffer.limit_bytes:
                 return f"groups hold {size} bytes of buffer.limit_bytes={buffer.limit_bytes}"
         if self._queued() is None:
-            if self.config.tasks.synthetic == 1 and not self.book.state.tasks.pool_size():
+            if self.config.tasks.synthetic == 1 and not self.store.state.tasks.pool_size():
                 return "no synthetic task yet: exploration is to find some"
             return "every task is quarantined"
         return None
@@ -289,8 +253,8 @@ class Granting:
         pinned: WeightId | None,
         wait: bool = False,
     ) -> Ticket:
-        group_id = self.book.replay.at.next_group
-        self.book.record(
+        group_id = self.store.replay.at.next_group
+        self.store.record(
             records.Granted(
                 group_id=group_id,
                 task=task,
@@ -301,12 +265,12 @@ class Granting:
                 pinned=pinned,
             )
         )
-        return self._ticket(self.book.replay.at.groups[group_id], members)
+        return self._ticket(self.store.replay.at.groups[group_id], members)
 
-    def _ticket(self, held: Held, members: list[int]) -> Ticket:
+    def _ticket(self, held: HeldGroup, members: list[int]) -> Ticket:
         config, seed = self.stages[held.stage], self.config.run.seed
         rollout = config.rollout
-        # An evaluation meets the same episodes whatever its weights.
+        # Evaluations of all weights have the same episodes.
         draws = held.task.task_id if held.kind == "eval" else held.group_id
         guided = set(self._guided(config, held))
         temperature = {"eval": config.eval.temperature, "explore": config.questioning.temperature}
@@ -319,7 +283,7 @@ class Granting:
             guided=[member for member in members if member in guided],
             dynamics_seed=key(seed, "dynamics", held.kind, draws),
             attempt=held.attempt,
-            weights=held.pinned or self.book.replay.oldest_allowed(),
+            weights=held.pinned or self.store.replay.oldest_allowed(),
             lease_s=config.buffer.lease_s,
             sampling=Sampling(
                 temperature=temperature.get(held.kind, rollout.temperature),
@@ -327,7 +291,7 @@ class Granting:
             ),
         )
 
-    def _guided(self, config: Config, held: Held) -> list[int]:
+    def _guided(self, config: Config, held: HeldGroup) -> list[int]:
         """The members that experience guides: exactly round(share x G), drawn for the group."""
         if config.experience.kind == "none" or held.kind not in ("rollout", "demo"):
             return []

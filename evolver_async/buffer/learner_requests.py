@@ -1,23 +1,24 @@
-"""The learner's side of the buffer: takes, what became of them, new lineages, what may go.
+"""Requests of the learner: takes, their outcomes, new lineages, journal data that may be deleted.
 
 A take is recorded before its groups leave, so the same key always gets the same groups.
 """
 
 import logging
 
-from evolver_async.buffer.log.capacity import Disk
-from evolver_async.buffer.log.store import Book
+from evolver_async.buffer.log.capacity import DiskCapacity
+from evolver_async.buffer.log.store import BufferStore
 from evolver_async.buffer.monitor.peers import Activity
-from evolver_async.buffer.monitor.status import Status
+from evolver_async.buffer.monitor.status import StatusReport
+from evolver_async.buffer.reports import fates_of, mismatch
 from evolver_async.buffer.state import records
 from evolver_async.buffer.state.groups import FORK
 from evolver_async.protocol.messages import (
     Done,
     Fenced,
+    GroupReply,
     Groups,
     Kept,
     Ok,
-    Part,
     Reject,
     Reply,
     Resume,
@@ -27,18 +28,23 @@ from evolver_async.protocol.messages import (
 )
 from evolver_async.schema import EvalResult, Group, WeightId
 
-ROLLED_BACK = "rolled_back"  # why groups are evicted whose takes a RESUME discards
+ROLLED_BACK = "rolled_back"  # the reason of groups whose takes a RESUME discards
 
 log = logging.getLogger(__name__)
 
 
-class Taking:
+class LearnerRequests:
     """Answers SAMPLE, DONE, RESUME and KEPT."""
 
     def __init__(
-        self, book: Book, disk: Disk, activity: Activity, status: Status, stages: int
+        self,
+        store: BufferStore,
+        disk: DiskCapacity,
+        activity: Activity,
+        status: StatusReport,
+        stages: int,
     ) -> None:
-        self.book = book
+        self.store = store
         self.disk = disk
         self.activity = activity
         self.status = status
@@ -46,7 +52,7 @@ class Taking:
         self._delivered: set[WeightId] = set()
 
     def sample(self, peer: str, request: Sample, now: float) -> list[Reply]:
-        at = self.book.replay.at
+        at = self.store.replay.at
         self.activity.learner = peer
         fenced = self._fenced(request.lineage)
         if fenced:
@@ -63,22 +69,24 @@ class Taking:
         if before is not None and not before.reported:
             return [self._wait(peer, f"take {request.take - 1} is not reported yet", now)]
         if request.stage != at.stage:
-            self.book.record(records.Switched(stage=request.stage))
+            self.store.record(records.Switched(stage=request.stage))
             self._evict_other_stages()
-        groups = self._repeated(request) or self.book.replay.choose()
-        if not groups and self.book.replay.gives_up():
+        groups = self._repeated(request) or self.store.replay.choose()
+        if not groups and self.store.replay.refills_exhausted():
             return [Reject(reason=self.status.refills())]
-        if not groups and (reason := self.status.hopeless(now)):
+        if not groups and (reason := self.status.reason_to_stop(now)):
             return [Reject(reason=reason)]
         if not groups:
             return [self._wait(peer, self.status.take(now), now)]
-        self.book.record(records.Taken(take=request.take, stage=request.stage, groups=groups))
+        self.store.record(
+            records.GroupsTaken(take=request.take, stage=request.stage, groups=groups)
+        )
         self.activity.served(peer, "sample")
         return self._groups(request.take)
 
     def _repeated(self, request: Sample) -> list[int]:
-        """The groups that an abandoned lineage had for this take; none where they must change."""
-        replay = self.book.replay
+        """The groups that an abandoned lineage had for this take; none if they must change."""
+        replay = self.store.replay
         taken = replay.to_repeat(request.take)
         if taken is None:
             return []
@@ -86,14 +94,14 @@ class Taking:
         if not reason:
             return taken.groups
         log.warning("take %d and later ones are not repeated: %s", request.take, reason)
-        self.book.record(records.LetGo(take=request.take, reason=reason))
+        self.store.record(records.RepeatsDropped(take=request.take, reason=reason))
         self._evict_other_stages()
-        self.book.sweep(FORK)
+        self.store.sweep(FORK)
         return []
 
     def done(self, peer: str, request: Done, now: float) -> Reply:
-        """What became of a take. A repeated DONE changes nothing."""
-        at = self.book.replay.at
+        """Record the outcome of a take. A repeated DONE changes nothing."""
+        at = self.store.replay.at
         self.activity.learner = peer
         fenced = self._fenced(request.lineage)
         if fenced:
@@ -102,11 +110,11 @@ class Taking:
         if taken is None or taken.lineage != at.lineage:
             return Reject(reason=f"take: {request.take} was never given to lineage {at.lineage}")
         if not taken.reported:
-            fates = _fates(request)
-            problem = _mismatch(fates, taken.groups, request, at.head)
+            fates = fates_of(request)
+            problem = mismatch(fates, taken.groups, request, at.head)
             if problem:
                 return Reject(reason=problem)
-            self.book.record(
+            self.store.record(
                 records.Reported(
                     take=request.take,
                     version=request.version,
@@ -118,8 +126,8 @@ class Taking:
             self._delivered.clear()
             for group_id in taken.groups:
                 if at.groups[group_id].state == "closed":
-                    self.book.forget(group_id)
-            self.book.sweep()
+                    self.store.forget(group_id)
+            self.store.sweep()
         return Ok(
             evals=self._results(),
             counters=self.status.counters(now),
@@ -129,7 +137,7 @@ class Taking:
 
     def resume(self, peer: str, request: Resume) -> Reply:
         """Begin a new lineage, unless this process began one before."""
-        at = self.book.replay.at
+        at = self.store.replay.at
         begun = at.begun.get(request.process)
         if begun is not None and begun == at.lineage:
             return self._resumed()
@@ -158,8 +166,8 @@ class Taking:
                 for group_id in taken.groups
             }
         )
-        self.book.record(
-            records.Resumed(
+        self.store.record(
+            records.LineageStarted(
                 lineage=at.lineage + 1,
                 parent=request.lineage,
                 take=request.take,
@@ -171,23 +179,23 @@ class Taking:
                 incarnation=request.incarnation,
             )
         )
-        self.book.evict(undone if request.discard else [], ROLLED_BACK)
+        self.store.evict(undone if request.discard else [], ROLLED_BACK)
         self._delivered.clear()
-        self.book.forget_gone()
-        for group_id in self.book.replay.by_state["closed"]:
-            self.book.forget(group_id)
+        self.store.forget_gone()
+        for group_id in self.store.replay.by_state["closed"]:
+            self.store.forget(group_id)
         self._evict_other_stages()
-        self.book.sweep(FORK)
+        self.store.sweep(FORK)
         return self._resumed()
 
     def _resumed(self) -> Resumed:
-        at = self.book.replay.at
+        at = self.store.replay.at
         forks = [at.forks[lineage] for lineage in sorted(at.forks)]
         return Resumed(lineage=at.lineage, forks=forks)
 
     def _unknown(self, request: Resume) -> str:
         """The reason for which the run cannot go on from the learner's state; "" if it can."""
-        at = self.book.replay.at
+        at = self.store.replay.at
         if request.lineage < 0:
             return f"lineage: {request.lineage}"
         gap = self.gap(request.lineage, 0 if request.discard else request.take)
@@ -201,7 +209,7 @@ class Taking:
 
     def gap(self, lineage: int, take: int = 0) -> str:
         """The gap of the journal for a learner of `lineage` before `take`; "" if there is none."""
-        at, end = self.book.replay.at, self.book.journal.end()
+        at, end = self.store.replay.at, self.store.journal.end()
         if lineage > at.lineage:
             return f"lineage: {end} ends in lineage {at.lineage}, lineage {lineage} is missing"
         if take > at.next_take:
@@ -211,19 +219,19 @@ class Taking:
         return ""
 
     def kept(self, peer: str, request: Kept, now: float) -> Reply:
-        replay = self.book.replay
+        replay = self.store.replay
         self._pause(peer, request.paused, now)
         if not 0 <= request.take <= replay.at.next_take:
             return Reject(reason=f"take: {request.take}, the next one is {replay.at.next_take}")
         at = replay.at
         if request.take > at.kept or request.bytes != at.checkpoint_bytes:
-            self.book.record(records.Kept(take=request.take, bytes=request.bytes))
-            self.book.spare = True
+            self.store.record(records.TakesReleased(take=request.take, bytes=request.bytes))
+            self.store.spare = True
         return Ok(evals=self._results(), evaluating=self._evaluating())
 
     def _results(self) -> list[EvalResult]:
-        """The results of evaluations; repeated until a DONE says that these were received."""
-        results = self.book.state.evaluations.results
+        """The results of evaluations; repeated until a DONE confirms that these were received."""
+        results = self.store.state.evaluations.results
         self._delivered |= {result.weights for result in results}
         return list(results)
 
@@ -232,22 +240,22 @@ class Taking:
 
         An episode that no actor has yet needs all leases: one of them must end first.
         """
-        groups, leases = self.book.replay.at.groups, self.book.leases
+        groups, leases = self.store.replay.at.groups, self.store.leases
         running = {group_id for group_id, held in groups.items() if held.kind == "eval"}
-        waits = self.book.state.evaluations.next() is not None or running & leases.vacant.keys()
+        waits = self.store.state.evaluations.next() is not None or running & leases.vacant.keys()
         return {
             lease.group_id: lease.progress for lease in leases if waits or lease.group_id in running
         }
 
     def _pause(self, peer: str, reason: str, now: float) -> None:
-        """A paused learner says so again and again, for people to see."""
+        """Note the pause that a learner reports, for STATUS."""
         if reason:
             self.activity.waits(peer, "pause", f"paused: {reason}", now)
         else:
             self.activity.served(peer, "pause")
 
     def _fenced(self, lineage: int) -> Fenced | Reject | None:
-        newest = self.book.replay.at.lineage
+        newest = self.store.replay.at.lineage
         if lineage == newest:
             return None
         if lineage > newest:
@@ -259,17 +267,17 @@ class Taking:
         return Wait(reason=reason, failures=self.status.failures.totals())
 
     def _evict_other_stages(self) -> None:
-        replay = self.book.replay
+        replay = self.store.replay
         left = [
             held.group_id
             for state in ("open", "ready")
             for held in replay.by_state[state].values()
             if held.stage != replay.at.stage and held.kind != "eval"
         ]
-        self.book.evict(left, "stage")
+        self.store.evict(left, "stage")
 
     def _groups(self, take: int) -> list[Reply]:
-        replay = self.book.replay
+        replay = self.store.replay
         replies: list[Reply] = []
         taken = replay.at.takes[take]
         for group_id in taken.groups:
@@ -281,36 +289,7 @@ class Taking:
                 stage=held.stage,
                 use=replay.uses_before(held, take),
                 head=taken.head,
-                trajectories=self.book.trajectories(held),
+                trajectories=self.store.trajectories(held),
             )
-            replies.append(Part(group=group))
+            replies.append(GroupReply(group=group))
         return [*replies, Groups(count=len(replies))]
-
-
-def _fates(request: Done) -> dict[int, str]:
-    fates = dict.fromkeys(request.trained, "trained")
-    for reason, groups in request.filtered.items():
-        fates |= dict.fromkeys(groups, reason)
-    return fates
-
-
-def _mismatch(
-    fates: dict[int, str], taken: list[int], request: Done, head: WeightId | None
-) -> str | None:
-    """What a DONE gets wrong about its take. Only a skipped one may leave groups out."""
-    count = len(request.trained) + sum(len(groups) for groups in request.filtered.values())
-    if count != len(fates):
-        return f"trained, filtered: a group twice in take {request.take}"
-    if "trained" in request.filtered:
-        return "filtered: 'trained' is no reason"
-    foreign = sorted(fates.keys() - set(taken))
-    if foreign:
-        return f"trained, filtered: groups {foreign} are not of take {request.take}"
-    left_out = sorted(set(taken) - fates.keys())
-    if left_out and not request.skipped:
-        return f"trained, filtered: groups {left_out} of take {request.take} are missing"
-    if head is not None and request.version < head.step:
-        return f"version: {request.version}, it was {head.step}"
-    if request.episodes < 0:
-        return f"episodes: {request.episodes}"
-    return None

@@ -1,4 +1,4 @@
-"""Checkpoints as directories that are there whole or not at all. Moves files, never sees a tensor.
+"""Checkpoints as directories that exist completely or not at all. Knows files, no tensors.
 
 A checkpoint is written into a temporary directory, every file is synced, a manifest with their
 SHA-256 is added, and the directory is renamed into place. The name `<serial>-step-<step>` counts
@@ -33,7 +33,7 @@ CHUNK_BYTES = 64 << 20  # read, or synced to disk, between two signs of progress
 
 
 class CheckpointError(Unrecoverable, ValueError):
-    """There is no checkpoint that may be used; the message names the directory and why."""
+    """Lack of a usable checkpoint; the message names the directory and the reason."""
 
 
 class File(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -44,7 +44,7 @@ class File(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
 
 
 class Manifest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint is: `files` by path inside it."""
+    """Manifest of a checkpoint: `files` by path inside it."""
 
     format: int
     run_id: str
@@ -87,7 +87,7 @@ def save(
 
 
 def exists(directory: Path) -> bool:
-    """Whether `directory` holds any checkpoint, valid or not."""
+    """True if `directory` holds any checkpoint, valid or not."""
     return bool(_by_serial(directory))
 
 
@@ -177,7 +177,7 @@ def load_newest(directory: Path, run_id: str) -> tuple[Path, Manifest]:
 
 
 def _fill(directory: Path, step: int, write: Callable[[Path], object], run_id: str) -> None:
-    """What `write` writes and its manifest, all of it synced."""
+    """Let `write` fill the directory, add the manifest, sync all files."""
     write(directory)
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     manifest = Manifest(
@@ -201,7 +201,7 @@ def _by_serial(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _complete(path: Path) -> Manifest:
-    """The manifest, after a look at the files' sizes."""
+    """Read the manifest and compare the sizes of the files."""
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
@@ -213,7 +213,7 @@ def _complete(path: Path) -> Manifest:
     for name, file in manifest.files.items():
         try:
             size = (path / name).stat().st_size
-        except (OSError, ValueError) as error:  # whose it is may be taking it away just now
+        except (OSError, ValueError) as error:  # its owner may be deleting it
             raise CheckpointError(f"{path}: {name} is missing ({error})") from error
         if size != file.bytes:
             raise CheckpointError(f"{path}: {name} is torn")

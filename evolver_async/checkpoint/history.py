@@ -1,7 +1,7 @@
-"""The checkpoints of a run as its history: evaluated, chosen by step or success, gone back to.
+"""History of a run: its checkpoints are evaluated, chosen by step or success, and gone back to.
 
-Beside its own files a checkpoint may hold `evaluation.json`, what its policy reached on held-out
-tasks, which is known only after it was written. Files are moved here, tensors are never seen.
+Beside its own files a checkpoint may hold `evaluation.json`, the success of its policy on held-out
+tasks, which is known only after it was written. Knows files, no tensors.
 """
 
 import json
@@ -23,8 +23,8 @@ BEST = "best"
 Found = tuple[Path, Manifest]
 
 
-class Evaluation(msgspec.Struct, kw_only=True, frozen=True):
-    """The success of a checkpoint's policy; `tasks` is equal where it was asked the same tasks."""
+class CheckpointEvaluation(msgspec.Struct, kw_only=True, frozen=True):
+    """The success of a checkpoint's policy; `tasks` is equal for the same set of tasks."""
 
     success: float
     episodes: int
@@ -39,17 +39,17 @@ def numbers(path: Path) -> dict[str, Any]:
         return {}
 
 
-def note(path: Path, evaluation: Evaluation) -> None:
-    """Write down beside a checkpoint what its policy reached."""
+def note(path: Path, evaluation: CheckpointEvaluation) -> None:
+    """Write the evaluation of a checkpoint into its directory."""
     part = path / f".{EVALUATION}"
     part.write_bytes(msgspec.json.encode(evaluation))
     part.replace(path / EVALUATION)
 
 
-def evaluation_of(path: Path) -> Evaluation | None:
+def evaluation_of(path: Path) -> CheckpointEvaluation | None:
     """The note on a checkpoint, None if there is none or it cannot be read."""
     try:
-        return msgspec.json.decode((path / EVALUATION).read_bytes(), type=Evaluation)
+        return msgspec.json.decode((path / EVALUATION).read_bytes(), type=CheckpointEvaluation)
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -57,7 +57,7 @@ def evaluation_of(path: Path) -> Evaluation | None:
 def best(found: Iterable[Found]) -> list[Path]:
     """The evaluated checkpoints, best first, of equal ones the newer; copies count once.
 
-    Only those asked the tasks of the newest evaluation: success on others says nothing about them.
+    Only those with the tasks of the newest evaluation: success on other tasks cannot be compared.
     """
     listed = list(found)
     notes = {path: note for path, _ in listed if (note := evaluation_of(path)) is not None}
@@ -90,7 +90,7 @@ def distinct(found: Iterable[Found]) -> list[Found]:
 def choose(directory: Path, run_id: str, step: int | str | None) -> Found:
     """The verified checkpoint of a step, the `best`, or with None the newest.
 
-    CheckpointError, which says what there is, where there is no such one.
+    Raises CheckpointError, which lists the existing steps, if there is none.
     """
     if step is None:
         return checkpoint.load_newest(directory, run_id)

@@ -1,7 +1,8 @@
-"""Tensors of a checkpoint in safetensors files: whole in one, or sharded, each rank's in its own.
+"""Tensors of a checkpoint in safetensors files: whole in one file, or one file a rank.
 
 `<name>.safetensors` holds whole tensors; `<name>.<rank>of<ranks>.safetensors` the rows of a rank,
-and the first what only one of them holds. Any number of ranks reads what any other wrote.
+and the first file also tensors that only one rank holds. Any number of ranks can read the files of
+any other number.
 """
 
 import re
@@ -25,14 +26,14 @@ def rows(count: int, rank: int, ranks: int) -> tuple[int, int]:
 def write(
     directory: Path, name: str, tensors: dict[str, torch.Tensor], rank: int = 0, ranks: int = 1
 ) -> None:
-    """Write what this rank holds."""
+    """Write the tensors of this rank."""
     part = "" if ranks == 1 else f".{rank}of{ranks}"
     plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
     save_file(plain, directory / f"{name}{part}.safetensors")
 
 
 def exists(directory: Path, name: str) -> bool:
-    """Whether anything was written under this name."""
+    """True if tensors were written under this name."""
     return bool(_files(directory, name))
 
 
@@ -43,7 +44,7 @@ def read(directory: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 class Shards:
-    """The tensors of one name, read where they are asked for."""
+    """Tensors of one name, read on demand."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.path = directory / name
@@ -85,7 +86,7 @@ class Shards:
 
 
 def _files(directory: Path, name: str) -> list[Path]:
-    """In the order of their ranks. ValueError where one is missing."""
+    """List the files in the order of their ranks. Raises ValueError if one is missing."""
     whole = directory / f"{name}.safetensors"
     if whole.exists():
         return [whole]

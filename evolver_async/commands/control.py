@@ -14,8 +14,9 @@ from evolver_async.launch import run_directory as directory
 from evolver_async.launch.registry import resolve
 from evolver_async.process.addresses import experience_address, keys_of
 from evolver_async.protocol.messages import Purge
+from evolver_async.transport.client import Rejected
+from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.keys import make
-from evolver_async.transport.sockets import DealerClient, Rejected
 
 PURGE_S = 30.0  # for the answer of an experience service that may be restarting
 

@@ -12,7 +12,7 @@ from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch.run_directory import address_of
 from evolver_async.process.addresses import keys_of
-from evolver_async.transport.sockets import Rejected
+from evolver_async.transport.client import Rejected
 from evolver_async.watch.live import watch
 from evolver_async.watch.runs import listed
 from evolver_async.watch.status import ask, status_lines

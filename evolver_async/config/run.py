@@ -124,7 +124,6 @@ class Weights:
     trusted_network: bool = False  # allows an address of other hosts: nothing is encrypted there
     deadline_s: float = 30.0  # collective: an actor without any progress for this long is left out
     bucket_bytes: int = 64 << 20  # collective: what is sent and checked at a time
-    delta: bool = False  # collective: send only blocks of 4 KiB that changed, where that is less
 
 
 @dataclass

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from evolver_async.buffer.actor_requests import source_of
-from evolver_async.buffer.tasks.stream import held_out_task
+from evolver_async.buffer.stages import source_of
+from evolver_async.buffer.tasks.source import held_out_task
 from evolver_async.checkpoint.directory import exists
 from evolver_async.config import Config
 from evolver_async.config.check import ConfigError

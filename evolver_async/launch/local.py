@@ -28,8 +28,9 @@ from evolver_async.launch.drain import DrainDeadline
 from evolver_async.launch.run_directory import announce
 from evolver_async.process.addresses import keys_of, make_weights_dir
 from evolver_async.process.private_directories import PREFIX, Claim, claim, sweep
-from evolver_async.protocol.messages import Status
-from evolver_async.transport.sockets import DealerClient, Rejected
+from evolver_async.protocol.messages import StatusRequest
+from evolver_async.transport.client import Rejected
+from evolver_async.transport.dealer import DealerClient
 
 POLL_S = 0.1
 START_S = 60.0  # until the buffer must answer
@@ -243,7 +244,7 @@ class Launcher:
         """True if the buffer of this run replies within a moment."""
         client = DealerClient(self.address, self.run_dir.name, "launcher", keys=self.keys)
         try:
-            await client.request(Status(), timeout_s=5 * POLL_S)
+            await client.request(StatusRequest(), timeout_s=5 * POLL_S)
         except TimeoutError:
             return False
         except Rejected as error:

@@ -11,14 +11,14 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from evolver_async.buffer.service import Service
+from evolver_async.buffer.service import BufferService
 from evolver_async.config import Config
 from evolver_async.launch.registry import resolve
 from evolver_async.model.tokenizer import tokenizer_hash
 from evolver_async.process.addresses import make_weights_dir
 from evolver_async.process.private_directories import claim, sweep
 from evolver_async.protocol.messages import Counters
-from evolver_async.transport.sockets import LocalClient, LocalServer
+from evolver_async.transport.in_process import LocalClient, LocalServer
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ def run(config: Config, run_dir: Path) -> int:
 def _train(config: Config, run_dir: Path) -> int:
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)
-    service = Service.of_run(config, run_dir, tokenizer_hash(config.policy.path), now=0.0)
+    service = BufferService.of_run(config, run_dir, tokenizer_hash(config.policy.path), now=0.0)
     address = service.welcome.weights_address
     server = LocalServer(service, run_dir.name)
     experience = (
@@ -123,7 +123,7 @@ def _train(config: Config, run_dir: Path) -> int:
         return answer
 
     # at least the incarnation of a learner that another launcher started
-    client = LocalClient(server, "learner", service.book.replay.at.incarnation)
+    client = LocalClient(server, "learner", service.store.replay.at.incarnation)
     learner = build_learner(config, run_dir, client, call)
     try:
         tasks += loop.run_until_complete(start())

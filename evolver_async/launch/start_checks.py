@@ -11,7 +11,7 @@ from evolver_async.launch.registry import check_wings
 from evolver_async.metrics.wandb_process import has_key
 from evolver_async.process.addresses import keys_of
 from evolver_async.transport.keys import KeysError, check_keys
-from evolver_async.transport.sockets import check_address
+from evolver_async.transport.server import check_address
 from evolver_async.weights.channel.base import listen
 
 

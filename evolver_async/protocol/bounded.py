@@ -1,8 +1,8 @@
-"""A header as plain values: maps with distinct text or integer keys, lists, finite numbers.
+"""Bounded decoding of a header to plain values: maps with text or integer keys, lists, numbers.
 
-What is decoded before anything is typed, so it trusts nothing: no length, no depth, no number of
-values. Extension types and byte strings are refused, so nothing in here can become an object. The
-strict typed conversion that follows is here as well, for it raises the same error.
+Decoding comes before any type is checked, so it trusts no length, depth or number of values.
+Extension types and byte strings are refused, so no object can be made. The strict typed conversion
+that follows is here as well, because it raises the same error.
 """
 
 import math
@@ -18,22 +18,22 @@ FREE_CONTAINERS = 4096
 BYTES_EACH = 8  # of a header of ours, at least: its maps and lists come with names
 KEY_TYPES = {str, int}
 PLAIN_TYPES = {str, int, bool, type(None)}
-REASON = 300  # characters of a decoder's own words
+REASON = 300  # characters of a decoder's message
 NOT_PLAIN = "header: a key twice in one map, or a value not in its shortest form"
 
 
 class WireError(ValueError):
-    """Bytes that are not a message; says which field. `message_id` is 0 where it is unknown."""
+    """Bytes that are not a message; the text names the field. `message_id` is 0 if unknown."""
 
     message_id = 0
 
 
 def parse_plain(header: bytes | memoryview) -> dict[Any, Any]:
-    """The plain values of a msgpack header. WireError if it is anything else.
+    """Decode a msgpack header to plain values. Raises WireError.
 
     No length may exceed the header's own, and there may be one map or list (or entry of one map)
     for every `BYTES_EACH` of its bytes: memory stays within a small multiple of the header. Every
-    value must be written in the one way in which msgpack itself writes it, no key twice in a map.
+    value must have the form that msgpack writes, and no map may hold a key twice.
     """
     size = len(header)
     most = left = FREE_CONTAINERS + size // BYTES_EACH
@@ -72,7 +72,7 @@ def parse_plain(header: bytes | memoryview) -> dict[Any, Any]:
 
 
 def convert(plain: Any, kind: Any, place: Callable[[type, Any], Any] | None = None) -> Any:
-    """The plain values as a `kind`, strictly; `place` makes what msgspec does not know."""
+    """Convert plain values to a `kind`, strictly; `place` makes types unknown to msgspec."""
     try:
         return msgspec.convert(plain, kind, dec_hook=place)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -80,7 +80,7 @@ def convert(plain: Any, kind: Any, place: Callable[[type, Any], Any] | None = No
 
 
 def _check_plain(node: Any, path: tuple[Any, ...]) -> None:
-    """Refuses what is not JSON-like, with its path."""
+    """Raise WireError, which names the path, for a value that is not JSON-like."""
     if len(path) > DEPTH:
         raise WireError(f"header: nested deeper than {DEPTH}")
     values = node

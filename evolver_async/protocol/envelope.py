@@ -1,13 +1,11 @@
-"""How messages become bytes: a msgpack header and the trajectories it carries, never pickle.
+"""Encoding of messages: a msgpack header and the trajectories that it carries, never pickle.
 
 A message is a list of frames: `[header, trajectory, trajectory, …]`. The header is a CRC32 (uint32)
 and a map of protocol, run, sender, incarnation, nonce, id, schema hash, body and the CRC32 of each
-of the other frames, which are parcels (see `parcel.py`): a PUSH has one, a PART those of its
-group, and their place in the body is left out. Decoding is bounded before it is typed: frame sizes,
-then msgpack limits, then plain values only, then a strict typed conversion (where the schema types
-check their values). Whatever is wrong is a `WireError` naming the field.
-
-The untyped half of decoding is in `plain.py`, sockets live in `transport.py`.
+of the other frames, which are parcels (see `trajectories`): a PUSH has one, a PART those of its
+group, and the body omits them. Decoding is bounded before it is typed: frame sizes, then msgpack
+limits, then plain values only (`bounded`), then a strict typed conversion, in which the schema
+types check their values. Every error is a `WireError` that names the field.
 """
 
 import hashlib
@@ -21,7 +19,7 @@ from typing import Any, get_args
 import msgspec
 
 from evolver_async.protocol.bounded import WireError, convert, parse_plain
-from evolver_async.protocol.messages import Part, Push, Reply, Request
+from evolver_async.protocol.messages import GroupReply, Push, Reply, Request
 from evolver_async.protocol.trajectories import PARCEL_BYTES, Parcel, unwrap, wrap
 from evolver_async.schema import Trajectory
 
@@ -31,12 +29,12 @@ NAME_BYTES = 255  # of a run, a sender or a nonce
 
 
 class MismatchError(WireError):
-    """The other side speaks another protocol version or has other message types."""
+    """A message of another protocol version, or of other message types."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What is refused before anything is interpreted. Sizes in bytes."""
+class MessageLimits:
+    """Limits that are checked before decoding. Sizes in bytes."""
 
     header_bytes: int = 1 << 20
     parcels: int = 4096
@@ -44,13 +42,13 @@ class Limits:
     message_bytes: int = 256 << 20
 
 
-LIMITS = Limits()
+LIMITS = MessageLimits()
 
 
 class Envelope(msgspec.Struct, frozen=True):
     """One message with its sender; a reply carries the `message_id` of its request.
 
-    `nonce` tells apart processes of one name and incarnation.
+    `nonce` distinguishes processes of one name and incarnation.
     """
 
     run_id: str
@@ -87,7 +85,7 @@ class _Header(msgspec.Struct, kw_only=True):
 
 
 def schema_hash() -> str:
-    """A hash of every message type's fields and their types; documentation does not count."""
+    """Hash the fields of every message type and their types, without documentation."""
 
     def without_text(node: Any) -> Any:
         if isinstance(node, dict):
@@ -106,8 +104,8 @@ TYPES: dict[str, type] = {
 }
 
 
-def pack(envelope: Envelope, limits: Limits = LIMITS) -> list[bytes]:
-    """The frames of a message. WireError if it is over the limits."""
+def pack(envelope: Envelope, limits: MessageLimits = LIMITS) -> list[bytes]:
+    """Encode a message to frames. Raises WireError if it exceeds the limits."""
     body, trajectories = _apart(envelope.message)
     parcels = [wrap(trajectory) for trajectory in trajectories]
     header = _Header(
@@ -127,11 +125,10 @@ def pack(envelope: Envelope, limits: Limits = LIMITS) -> list[bytes]:
     return frames
 
 
-def unpack(frames: Sequence[Any], limits: Limits = LIMITS) -> Envelope:
-    """The message of these frames; its arrays are read-only views on them.
+def unpack(frames: Sequence[Any], limits: MessageLimits = LIMITS) -> Envelope:
+    """Decode the message of these frames; its arrays are read-only views on them.
 
-    Raises WireError, and nothing else, whatever the frames hold; MismatchError if both sides are
-    of different versions.
+    Raises WireError and no other error, for any frames; MismatchError if the versions differ.
     """
     _check_sizes(frames, limits)
     head, *parcels = map(bytes, frames)  # copies nothing that is bytes
@@ -148,10 +145,10 @@ def unpack(frames: Sequence[Any], limits: Limits = LIMITS) -> Envelope:
 
 
 def _apart(message: Request | Reply) -> tuple[Any, list[Trajectory]]:
-    """What goes into the header, and the trajectories, which do not."""
+    """Separate a message into the body for the header and its trajectories."""
     if isinstance(message, Push):
         return {"type": "push"}, [message.trajectory]
-    if isinstance(message, Part):
+    if isinstance(message, GroupReply):
         group = msgspec.structs.asdict(message.group)
         trajectories = group.pop("trajectories")
         return {"type": "part", "group": group}, trajectories
@@ -159,11 +156,11 @@ def _apart(message: Request | Reply) -> tuple[Any, list[Trajectory]]:
 
 
 def _together(body: dict[Any, Any], kind: type, trajectories: list[Trajectory]) -> None:
-    """Puts the trajectories back where `_apart` took them from."""
+    """Put the trajectories back into the place from which `_apart` took them."""
     home, found = body, {}
     if kind is Push and len(trajectories) == 1:
         found = {"trajectory": trajectories[0]}
-    elif kind is Part and type(body.get("group")) is dict:
+    elif kind is GroupReply and type(body.get("group")) is dict:
         home, found = body["group"], {"trajectories": trajectories}
     elif trajectories:
         raise WireError(f"parcels: {len(trajectories)} in a {body['type']}")
@@ -176,7 +173,7 @@ def _refuse(value: Any) -> None:
     raise WireError(f"body: {type(value).__name__} {value!r:.80} has no place on the wire")
 
 
-def _check_sizes(frames: Sequence[Any], limits: Limits) -> None:
+def _check_sizes(frames: Sequence[Any], limits: MessageLimits) -> None:
     if not frames:
         raise WireError("header: missing")
     head, *parcels = map(len, frames)
@@ -192,7 +189,7 @@ def _check_sizes(frames: Sequence[Any], limits: Limits) -> None:
 
 
 def _open(header: dict[Any, Any], parcels: list[bytes]) -> Envelope:
-    """Preamble first: another version's body must be a mismatch, not a puzzle of fields."""
+    """Decode a header, the preamble first: a body of another version must be a mismatch."""
     body = header.pop("body", None)
     for name, ours in (("protocol", PROTOCOL), ("schema", SCHEMA_HASH)):
         theirs = header.get(name)

@@ -1,4 +1,4 @@
-"""The requests and replies of the wire: who asks the buffer what, and what it may answer.
+"""Requests and replies of the wire.
 
 Every request is idempotent or harmless when it arrives twice: delivery is at least once.
 """
@@ -16,17 +16,16 @@ LOSING = ("environment", "engine", "grade")
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=False, tag_field="type"):
-    """Anything that crosses the wire; `type` names the class."""
+    """Anything that crosses the wire; the tag `type` names its kind."""
 
-
-# ---- requests
+    @property
+    def kind(self) -> str:
+        """The tag in capitals, as logs and documents write it."""
+        return str(self.__struct_config__.tag).upper()
 
 
 class Hello(Message, tag="hello"):
-    """The first word of a process; it asks for the sender's name.
-
-    `tokenizer` is its tokenizer's hash, once it has loaded one. `host` and `pid` are for people.
-    """
+    """First message of a process; claims the sender's name. `tokenizer`: hash of a loaded one."""
 
     role: str
     schema_hash: str
@@ -36,27 +35,24 @@ class Hello(Message, tag="hello"):
 
 
 class Lease(Message, tag="lease"):
-    """Asks for tickets of up to `credit` members; parked until there is room.
-
-    `generated`: tokens that this incarnation has sampled so far.
-    """
+    """Request for tickets of up to `credit` members; parked until there is room."""
 
     credit: int
     weights: WeightId | None = None
-    generated: int = 0
+    generated: int = 0  # tokens that this incarnation has sampled so far
 
 
 class Push(Message, tag="push"):
-    """Hands in one finished member; kept by the sender until a reply."""
+    """One finished member; kept by the sender until a reply."""
 
     trajectory: Trajectory
 
 
 class Renew(Message, tag="renew"):
-    """Tickets still being worked on, each with a counter of tokens and environment steps done.
+    """Renewal of tickets, each with a counter of tokens and environment steps done.
 
-    `doing`: what the slowest member of each does, in words; `still_s`: for how many seconds.
-    `weights`: what the sender holds now.
+    `doing`, `still_s`: activity of the slowest member of each, and its duration in seconds.
+    `weights`: those that the sender holds.
     """
 
     progress: dict[int, int]
@@ -66,7 +62,7 @@ class Renew(Message, tag="renew"):
 
 
 class Release(Message, tag="release"):
-    """Gives members of a ticket back, with the reason.
+    """Return of members of a ticket, with the reason.
 
     drain, weights (not adoptable), engine (too slow for an episode), grade (no judgement) and error
     are not the task's fault; environment is. Members given back for a reason of LOSING have failed.
@@ -84,17 +80,14 @@ class Offer(Message, tag="offer"):
 
 
 class Counters(Message, tag="counters"):
-    """What the sender counts, by metric name: totals since its start, or what is the case now.
+    """Totals since the sender's start, or current values; those of several senders are added."""
 
-    What several processes tell under one name is added. `failures`: totals since its start too.
-    """
-
-    values: dict[str, float]
+    values: dict[str, float]  # by metric name
     failures: list[FailureTotal] = []
 
 
 class Retrieve(Message, tag="retrieve"):
-    """Asks the experience service for what helps with a task, which is given in words."""
+    """Query of the experience service for a task, which is given in words."""
 
     query: str
 
@@ -109,13 +102,13 @@ class Contribute(Message, tag="contribute"):
 
 
 class Purge(Message, tag="purge"):
-    """Removes what a source has contributed to the experience; answered with how many entries."""
+    """Removal of the entries that a source has contributed to the experience."""
 
     source: str
 
 
 class Sample(Message, tag="sample"):
-    """Asks for the groups of take `take`; a repeated key gets the same groups."""
+    """Request for the groups of take `take`; a repeated key gets the same groups."""
 
     lineage: int
     take: int
@@ -123,7 +116,7 @@ class Sample(Message, tag="sample"):
 
 
 class Done(Message, tag="done"):
-    """Reports a take as trained or skipped: how the buffer learns the version.
+    """Report of a take as trained or skipped, with the new version.
 
     `filtered`: group ids left out by selection, by reason. `skipped`: no weights were published.
     `episodes` > 0: evaluate exactly this version on so many held-out episodes.
@@ -139,7 +132,7 @@ class Done(Message, tag="done"):
 
 
 class Resume(Message, tag="resume"):
-    """A learner (re)start: the takes from `take` on are repeated, older lineages are fenced.
+    """Start of a learner: the takes from `take` on are repeated, older lineages are fenced.
 
     A fresh run resumes from lineage 0, take 0, version 0. Evaluations of older lineages are
     abandoned; `episodes` > 0 asks for one of this version under the new lineage, as of `stage`.
@@ -160,11 +153,10 @@ class Resume(Message, tag="resume"):
 
 
 class Kept(Message, tag="kept"):
-    """The oldest take that a kept checkpoint still needs: lets the journal go.
+    """The oldest take that a kept checkpoint still needs; older journal segments can be deleted.
 
-    `bytes`: the size of the newest one. `paused`: why the learner takes nothing for now. Changes
-    nothing else when repeated, which is how a learner that trains no more asks for the results of
-    evaluations.
+    `bytes`: the size of the newest checkpoint. `paused`: the reason for which the learner takes
+    nothing for now. A learner that trains no more repeats it to get the results of evaluations.
     """
 
     take: int
@@ -172,34 +164,18 @@ class Kept(Message, tag="kept"):
     paused: str = ""
 
 
-class Status(Message, tag="status"):
-    """Asks for occupancy, ledger and rates; for people and tools."""
+class StatusRequest(Message, tag="status"):
+    """Request for occupancy, ledger and rates."""
 
 
-Request = (
-    Hello
-    | Lease
-    | Push
-    | Renew
-    | Release
-    | Offer
-    | Counters
-    | Retrieve
-    | Contribute
-    | Purge
-    | Sample
-    | Done
-    | Resume
-    | Kept
-    | Status
-)
-
-
-# ---- replies
+ActorRequest = Lease | Push | Renew | Release | Offer
+LearnerRequest = Sample | Done | Resume | Kept
+ExperienceRequest = Retrieve | Contribute | Purge
+Request = Hello | Counters | StatusRequest | ActorRequest | LearnerRequest | ExperienceRequest
 
 
 class Welcome(Message, tag="welcome"):
-    """What a process needs to take part: the resolved config and where weights are published."""
+    """Facts that every process needs: the resolved config and the addresses of other services."""
 
     run_id: str
     config: dict[str, Any]
@@ -208,7 +184,7 @@ class Welcome(Message, tag="welcome"):
 
 
 class Reject(Message, tag="reject"):
-    """Never acceptable as it is; the reason names the field or both sides' values."""
+    """Refusal of a request; the reason names the field or both sides' values."""
 
     reason: str
 
@@ -218,38 +194,35 @@ class Tickets(Message, tag="tickets"):
 
 
 class Wait(Message, tag="wait"):
-    """Nothing now; `reason` says what is missing, from whom, for how long.
-
-    `failures`: after SAMPLE, those of the whole run.
-    """
+    """Nothing to give now; `reason` names the missing part, its holder and the time."""
 
     reason: str
-    failures: list[FailureTotal] = []
+    failures: list[FailureTotal] = []  # after SAMPLE: those of the whole run
 
 
 class Ack(Message, tag="ack"):
-    """On disk."""
+    """Receipt: the member is on disk."""
 
 
 class Dup(Message, tag="dup"):
-    """A copy of this member was taken in before."""
+    """Receipt of a copy: the member was accepted before."""
 
 
 class Stale(Message, tag="stale"):
-    """Belongs to no open group."""
+    """Receipt of a member of no open group."""
 
 
 class Retry(Message, tag="retry"):
-    """Not now; again after `seconds`."""
+    """Request to try again after `seconds`."""
 
     seconds: float
 
 
 class Ok(Message, tag="ok"):
-    """Done. After DONE and KEPT: evaluation results; after DONE the buffer's counters as well.
+    """Success. After DONE and KEPT: evaluation results; after DONE the buffer's counters as well.
 
     `evaluating`, after KEPT: progress by group of the tickets that outstanding evaluations need.
-    `checkpoint`: the learner is asked for one, so that older data may go. `failures`: after DONE,
+    `checkpoint`: the learner is to write one, which frees older data. `failures`: after DONE,
     those of the whole run.
     """
 
@@ -261,17 +234,15 @@ class Ok(Message, tag="ok"):
 
 
 class Fenced(Message, tag="fenced"):
-    """The sender lost its right: a newer lineage exists, or `groups` were leased to another.
-
-    Without either another process has the sender's name.
-    """
+    """Loss of a right: a newer lineage exists, `groups` were leased to another, or another
+    process has the sender's name."""
 
     reason: str
     groups: list[int] = []
 
 
 class Guidance(Message, tag="guidance"):
-    """Experience for an episode, best first; empty where nothing fits."""
+    """Experience for an episode, best first; empty if nothing fits."""
 
     ids: list[int]
     texts: list[str]
@@ -281,14 +252,14 @@ class Purged(Message, tag="purged"):
     count: int
 
 
-class Part(Message, tag="part"):
+class GroupReply(Message, tag="part"):
     """One group of a GROUPS reply."""
 
     group: Group
 
 
 class Groups(Message, tag="groups"):
-    """Closes a GROUPS reply: `count` parts came before it."""
+    """End of a GROUPS reply, after `count` parts."""
 
     count: int
 
@@ -306,21 +277,17 @@ class StatusReply(Message, tag="status_reply"):
     status: dict[str, Any]
 
 
+ActorReply = Tickets | Ack | Dup | Stale | Retry
+LearnerReply = GroupReply | Groups | Resumed
+ExperienceReply = Guidance | Purged
 Reply = (
     Welcome
     | Reject
-    | Tickets
     | Wait
-    | Ack
-    | Dup
-    | Stale
-    | Retry
     | Ok
     | Fenced
-    | Guidance
-    | Purged
-    | Part
-    | Groups
-    | Resumed
     | StatusReply
+    | ActorReply
+    | LearnerReply
+    | ExperienceReply
 )

@@ -1,16 +1,15 @@
-"""A trajectory as one piece of bytes: wrapped by its actor, carried unchanged, opened to be read.
+"""Encoding of a trajectory as one run of bytes, which is carried unchanged from its actor on.
 
     [header bytes u32][header][padding] [array][padding] [array][padding] …
 
 The header is msgpack of the trajectory, in which an array is its dtype and length. The arrays
 follow in the same order, little-endian, each at a multiple of 8 bytes, and are read where they lie.
 
-A parcel has no checksum inside: whoever carries one carries its CRC32 beside it, in the header of a
-message or in a record of the journal. So one checksum, computed by the actor, guards the same bytes
+A parcel has no checksum inside: its CRC32 stands beside it, in the header of a message or in a
+record of the journal. So one checksum, computed by the actor, guards the same bytes
 on the wire, on the disk and on the wire again.
 
-Decoding is bounded by the size of the header and, as it is typed at once and has nothing that may
-be anything, by what the types can hold.
+Decoding is bounded by the size of the header and by the types: every field is typed at once.
 """
 
 import operator
@@ -41,16 +40,16 @@ class Parcel(NamedTuple):
     crc: int
 
 
-# What a trajectory was opened from, and its arrays, for as long as it is there.
+# The parcel of a decoded trajectory and its arrays, during the life of the trajectory.
 _opened: weakref.WeakKeyDictionary[Trajectory, tuple[Parcel, list[np.ndarray]]]
 _opened = weakref.WeakKeyDictionary()
 
 
 def wrap(trajectory: Trajectory) -> Parcel:
-    """The trajectory as bytes: those it was opened from, if any and if it has not been changed.
+    """Encode a trajectory; reuse the bytes that it was decoded from if it is unchanged.
 
-    Its whole rewards and seconds become fractions. WireError if it is too large or holds what has
-    no place in it.
+    Integer rewards and seconds become floats. Raises WireError if it is too large or holds a value
+    of a foreign type.
     """
     trajectory.reward = _fraction(trajectory.reward)
     trajectory.timing = {phase: _fraction(taken) for phase, taken in trajectory.timing.items()}
@@ -68,9 +67,9 @@ def wrap(trajectory: Trajectory) -> Parcel:
 
 
 def unwrap(parcel: Parcel) -> Trajectory:
-    """The trajectory; its arrays are read-only views on the data, whose CRC32 was compared.
+    """Decode a trajectory, whose CRC32 was compared; its arrays are read-only views on the data.
 
-    Raises WireError, and nothing else, whatever the data is.
+    Raises WireError and no other error, for any data.
     """
     data = parcel.data
     end = _header_end(data)
@@ -90,7 +89,7 @@ def unwrap(parcel: Parcel) -> Trajectory:
 
     try:
         trajectory = msgspec.msgpack.decode(header, type=Trajectory, dec_hook=place)
-        if _encode(trajectory)[0] != header:  # or a whole number instead of another
+        if _encode(trajectory)[0] != header:  # as an integer in place of a float
             raise WireError(NOT_PLAIN)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise WireError(str(error)[:REASON]) from error
@@ -101,12 +100,12 @@ def unwrap(parcel: Parcel) -> Trajectory:
 
 
 def _fraction(number: float) -> float:
-    """A sum of no rewards is an int in Python; on the wire each number has one form."""
+    """Convert an int, as a sum of no rewards is, to the one form that the wire allows."""
     return float(number) if type(number) is int else number
 
 
 def _encode(trajectory: Trajectory) -> tuple[bytes, list[np.ndarray]]:
-    """The header, and the arrays in the order in which they are in it."""
+    """Encode the header; return it with the arrays in its order."""
     arrays: list[np.ndarray] = []
 
     def lift(value: Any) -> tuple[str, int]:
@@ -120,7 +119,7 @@ def _encode(trajectory: Trajectory) -> tuple[bytes, list[np.ndarray]]:
 
 
 def _header_end(data: bytes) -> int:
-    """Where the header ends; WireError where it or the whole is too large, or cut short."""
+    """Return the end of the header. Raises WireError if a size is over its limit or cut short."""
     if not 4 <= len(data) <= PARCEL_BYTES:
         raise WireError(f"trajectory: {len(data)} bytes, the limit is {PARCEL_BYTES}")
     size = struct.unpack_from("<I", data)[0]

@@ -1,1 +1,1 @@
-"""Transport of messages: delivery rules, sessions, sockets, encryption and keys."""
+"""Transport of messages: delivery rules, sockets, addresses and keys."""

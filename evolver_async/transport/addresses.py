@@ -1,6 +1,6 @@
-"""Where a buffer may be reached: addresses that would be open to strangers, or in use, are refused.
+"""Addresses of a buffer: those that are open to other users, or in use, are refused.
 
-Without keys that is this host alone: a loopback address, or a socket file in a private directory.
+Without keys only this host is allowed: a loopback address, or a socket file in a private directory.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ EVERYWHERE = ("*", "0.0.0.0")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this host reach it."""
+    """True if only processes of this host can reach it."""
     with contextlib.suppress(ValueError):
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     return False
 
 
 def from_here(address: str) -> str:
-    """The address at which this host reaches a server that is bound to every interface."""
+    """Return the address at which this host reaches a server bound to every interface."""
     scheme, _, place = address.partition("://")
     host, _, port = place.rpartition(":")
     if scheme != "tcp" or host not in EVERYWHERE:
@@ -32,7 +32,7 @@ def from_here(address: str) -> str:
 
 
 def refuse_open_or_served(address: str, keyed: bool) -> None:
-    """Raises ValueError where strangers could connect, OSError where somebody serves already."""
+    """Raise ValueError if other users could connect, OSError if a server is there already."""
     scheme, _, place = address.partition("://")
     if scheme == "tcp":
         if keyed or is_loopback(place.rpartition(":")[0]):
@@ -54,7 +54,7 @@ def refuse_open_or_served(address: str, keyed: bool) -> None:
         return
     if not path.is_socket():
         raise OSError(errno.EEXIST, f"{address}: the file is not a socket")
-    # libzmq replaces an existing socket file without asking, so ask whether somebody serves it
+    # libzmq replaces an existing socket file, so test for a server behind it first
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
@@ -62,5 +62,5 @@ def refuse_open_or_served(address: str, keyed: bool) -> None:
         except ConnectionRefusedError:
             return
         except TimeoutError:
-            pass  # somebody listens, with a full backlog
+            pass  # a server listens, with a full backlog
     raise OSError(errno.EADDRINUSE, f"{address}: address already in use")

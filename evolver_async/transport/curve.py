@@ -1,11 +1,11 @@
-"""Encrypted sockets: CurveZMQ at both ends, and the door that lets only listed keys in.
+"""Encrypted sockets: CurveZMQ at both ends, and an authenticator that admits only listed keys.
 
     client  knows server.public, has client.secret ─▶ server proves server.secret
-    server  asks the door (ZAP, RFC 27)            ─▶ is the client's key in allowed/?
+    server  asks the authenticator (ZAP, RFC 27)   ─▶ is the client's key in allowed/?
 
-CURVE alone would let in whoever knows the server's public key. The list is read at every
-handshake, so a copied file admits a client and a deleted one keeps it out from its next connection
-on. Key files are `keys.py`'s business.
+CURVE alone admits every client that knows the server's public key. The list is read at every
+handshake, so a copied file admits a client and a deleted one excludes it from its next connection
+on. `keys` reads and writes the files.
 """
 
 import logging
@@ -25,11 +25,11 @@ from evolver_async.transport.keys import (
     server_secret,
 )
 
-ZAP_ADDRESS = "inproc://zeromq.zap.01"  # where libzmq asks, within the context of the socket
+ZAP_ADDRESS = "inproc://zeromq.zap.01"  # fixed by libzmq, within the context of the socket
 ZAP_DOMAIN = b"evolver-async"
 ZAP_VERSION = b"1.0"
-VAGUE_S = 1.5  # an end cut off in its handshake may be a server that restarts, but not for so long
-VAGUE_FAILURES = 5
+UNCLEAR_S = 1.5  # a restarting server cuts handshakes as well, but not for so long
+UNCLEAR_FAILURES = 5
 EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -40,8 +40,8 @@ EVENTS = (
 log = logging.getLogger(__name__)
 
 
-class Door:
-    """The server's end. `socket` is to be polled by the server's loop, which calls `answer`."""
+class KeyAuthenticator:
+    """The server's end. The server's loop polls `socket` and calls `answer`."""
 
     def __init__(self, context: zmq.Context, router: zmq.Socket, keys: Path) -> None:
         self._keys = keys
@@ -52,7 +52,7 @@ class Door:
         self.socket.bind(ZAP_ADDRESS)
 
     def answer(self) -> None:
-        """Lets in or turns away everybody who waits."""
+        """Admit or refuse every waiting client."""
         while True:
             try:
                 version, request, _, address, _, mechanism, *credentials = (
@@ -62,15 +62,13 @@ class Door:
                 return
             name = self._name(mechanism, credentials)
             if name is None:
-                log.warning(
-                    "turned away %s: its key is not listed", address.decode(errors="replace")
-                )
+                log.warning("refused %s: its key is not listed", address.decode(errors="replace"))
             code, text = (b"400", b"not listed") if name is None else (b"200", b"")
             reply = [version, request, code, text, (name or "").encode(), b""]
             self.socket.send_multipart(reply, zmq.NOBLOCK)
 
     def _name(self, mechanism: bytes, credentials: list[bytes]) -> str | None:
-        """Who has this key, if anybody who is listed; a file that holds no key admits nobody."""
+        """The name of the listed client with this key, None if there is none."""
         if mechanism != b"CURVE" or len(credentials) != 1:
             return None
         wanted = z85.encode(credentials[0])
@@ -84,14 +82,14 @@ class Door:
 
 
 class Handshake:
-    """The client's end. libzmq says only to a monitor why a connection does not come about."""
+    """The client's end. libzmq reports the cause of a failed connection only to a monitor."""
 
     def __init__(self, dealer: zmq.Socket, address: str, keys: Path | None) -> None:
         self._address = address
         self._keys = keys
-        self.successes = 0  # connections that came about
+        self.successes = 0  # established connections
         self._refusal: str | None = None
-        self._vague: list[float] = []
+        self._unclear: list[float] = []
         if keys is not None:
             own = client_keys(keys)
             dealer.set(zmq.CURVE_SERVERKEY, own.server)
@@ -100,34 +98,36 @@ class Handshake:
         self.monitor = dealer.get_monitor_socket(EVENTS)
 
     def refusal(self) -> str | None:
-        """Why this client will never be let in, as soon as that is known."""
+        """The reason for which the server will never admit this client, None if none is known."""
         while True:
             try:
                 event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))["event"]
             except zmq.Again:
                 return self._refusal
-            self._take_in(event, time.monotonic())
+            self._note_event(event, time.monotonic())
 
-    def _take_in(self, event: int, now: float) -> None:
-        """libzmq connects again after a vague failure alone, so the other two are final."""
+    def _note_event(self, event: int, now: float) -> None:
+        """Note an event. After the two failures with a detail libzmq does not reconnect."""
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.successes += 1
-            self._vague.clear()
+            self._unclear.clear()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            said = f"the key {self._keys}/client.secret is not listed there ({ALLOWED}/NAME.public)"
-            self._refusal = f"{self._address}: {said}"
+            cause = (
+                f"the key {self._keys}/client.secret is not listed there ({ALLOWED}/NAME.public)"
+            )
+            self._refusal = f"{self._address}: {cause}"
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            said = (
+            cause = (
                 "only clients with keys are let in (security.keys, or --keys DIR)"
                 if self._keys is None
                 else f"the server has no keys, this client has those of {self._keys}"
             )
-            self._refusal = f"{self._address}: {said}"
+            self._refusal = f"{self._address}: {cause}"
         else:
-            self._vague.append(now)
-            if len(self._vague) > VAGUE_FAILURES and now - self._vague[0] > VAGUE_S:
-                said = f"the server's key is not {self._keys}/server.public, or it is no buffer"
+            self._unclear.append(now)
+            if len(self._unclear) > UNCLEAR_FAILURES and now - self._unclear[0] > UNCLEAR_S:
+                cause = f"the server's key is not {self._keys}/server.public, or it is no buffer"
                 if self._keys is None:
-                    said = "the connection is cut at once; perhaps it is no buffer"
-                self._refusal = f"{self._address}: {said}"
-                self._vague.clear()
+                    cause = "the connection is cut at once; perhaps it is no buffer"
+                self._refusal = f"{self._address}: {cause}"
+                self._unclear.clear()

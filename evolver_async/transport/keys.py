@@ -1,16 +1,16 @@
-"""Key files: who the buffer is, and who may talk to it.
+"""Key files: identity of the buffer and of the clients that it admits.
 
     DIR/                   stays where the buffer runs
-      server.secret        who the buffer is
-      server.public        what its clients know it by
+      server.secret        the buffer's identity
+      server.public        the same, as its clients know it
       client.secret        of the run's own processes, of `status` and of `watch`
-      allowed/NAME.public  one file a client that is let in; deleting it takes the right away
-      NAME/                what client NAME gets: copy it to its host, then delete it here
+      allowed/NAME.public  one file per admitted client; deleting it revokes the right
+      NAME/                files of client NAME: copy them to its host, then delete them here
         server.public
         client.secret
 
 A file is one line: the 40 characters of a CurveZMQ key in Z85. Files have mode 0600, directories
-0700. What the sockets do with the keys is in `curve.py`.
+0700. `curve` gives the keys to the sockets.
 """
 
 import os
@@ -30,12 +30,12 @@ CHARACTERS = 40
 
 
 class KeysError(ValueError):
-    """A key file that cannot be used, or that would be overwritten; names it, never its content."""
+    """A key file that cannot be used or would be overwritten; the message omits its content."""
 
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """What a client needs, in Z85."""
+    """Keys of a client, in Z85."""
 
     server: bytes
     public: bytes
@@ -43,10 +43,10 @@ class ClientKeys:
 
 
 def make(directory: Path, names: Iterable[str]) -> list[Path]:
-    """Makes the keys of a run and of the clients `names`; returns the directories for the clients.
+    """Make the keys of a run and of the clients `names`; return the directories for the clients.
 
-    In a directory that holds keys already only clients are added. Nothing is ever overwritten:
-    KeysError, before anything is written.
+    A directory that holds keys already only gets further clients. Nothing is ever overwritten:
+    raises KeysError before anything is written.
     """
     names = list(names)
     for name in names:
@@ -78,18 +78,18 @@ def server_secret(directory: Path) -> bytes:
 
 
 def client_keys(directory: Path) -> ClientKeys:
-    """The keys of a client, out of a run's directory or of its own. Raises KeysError."""
+    """Read the keys of a client from a run's directory or its own. Raises KeysError."""
     secret = read_key(directory / "client.secret")
     return ClientKeys(read_key(directory / "server.public"), zmq.curve_public(secret), secret)
 
 
 def listed(directory: Path) -> list[Path]:
-    """The public keys of the clients that are let in."""
+    """List the public key files of the admitted clients."""
     return sorted((directory / ALLOWED).glob("*.public"))
 
 
 def check_keys(directory: Path) -> None:
-    """Raises KeysError for keys that a run cannot start with."""
+    """Raise KeysError if a run cannot start with these keys."""
     if not directory.is_dir():
         raise KeysError(f"{directory}: is not a directory; `evolver-async keys` makes one")
     own = zmq.curve_public(server_secret(directory))
@@ -118,7 +118,7 @@ def _write(path: Path, key: bytes) -> None:
 
 
 def read_key(path: Path) -> bytes:
-    """The key in a file, in Z85. KeysError also where others may read a secret one."""
+    """Read the key in a file, in Z85. Raises KeysError, also if others may read a secret one."""
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
         key = path.read_bytes().strip()

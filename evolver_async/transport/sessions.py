@@ -1,15 +1,15 @@
-"""The processes behind the names that requests carry: which one holds a name, what it was answered.
+"""Sessions of processes: the holder of every name, and the replies that it got.
 
-A process is told apart by incarnation (rises with each restart by a supervisor) and nonce (random,
-drawn where its client is made). A name belongs to one process at a time:
+A process is identified by incarnation (rises with each restart by a supervisor) and nonce (random,
+drawn with its client). A name belongs to one process at a time:
 
 - a higher incarnation takes the name over at once, and a lower one is fenced;
 - another process of the same incarnation gets the name only once its holder has left, is
   disconnected, or has been silent for `silent_s`; until then HELLO is refused and all else fenced.
 
-A message is told apart by its number. What was answered is answered again in the same words and
-acts no second time. Three kinds are exempt: they change nothing when repeated, by what they carry.
-PUSH is one of them, also from a process that lost its name: a granted member is always taken in.
+A message is identified by its number. A repeated message gets the same reply and has no second
+effect. Three kinds are exempt: by their contents they change nothing when repeated.
+PUSH is one of them, also from a process that lost its name: a granted member is always accepted.
 
 Pure: time and connections are arguments. Bounded: by names, and by answers of each.
 """
@@ -23,16 +23,16 @@ from evolver_async.protocol.envelope import Envelope
 from evolver_async.protocol.messages import (
     Contribute,
     Fenced,
+    GroupReply,
     Hello,
     Lease,
-    Part,
     Push,
     Reject,
     Reply,
     Retrieve,
     Retry,
     Sample,
-    Status,
+    StatusRequest,
     Tickets,
     Wait,
 )
@@ -44,8 +44,8 @@ EXEMPT = Push | Retrieve | Contribute
 
 
 @dataclass
-class Session:
-    """The process that holds a name. `host`, `pid`: as its HELLO said, "" and 0 before.
+class PeerSession:
+    """Session of the process that holds a name. `host`, `pid`: from its HELLO, "" and 0 before.
 
     `floor`: the highest number of a message whose answer is forgotten. `granted`: the number of the
     LEASE that got tickets last. `asked`: of the LEASE or SAMPLE that is not answered yet, which may
@@ -87,21 +87,21 @@ class Session:
 
 
 class Sessions:
-    """All names that were heard lately. `connected`: tells if a route still leads to a client."""
+    """Sessions by name. `connected`: True if a route still leads to a client."""
 
     def __init__(self, connected: Callable[[Any], bool], silent_s: float) -> None:
         self._connected = connected
         self._silent_s = silent_s
-        self._by_name: OrderedDict[str, Session] = OrderedDict()  # the longest silent first
+        self._by_name: OrderedDict[str, PeerSession] = OrderedDict()  # the longest silent first
 
     def __len__(self) -> int:
         return len(self._by_name)
 
     def enter(self, envelope: Envelope, route: Any, now: float) -> list[Reply] | None:
-        """The replies to a message that must not act; None if the service is to handle it."""
+        """Return the replies to a message without effect, None if the service is to handle it."""
         request, name = envelope.message, envelope.sender
         session = self._by_name.get(name)
-        if isinstance(request, Status) or (
+        if isinstance(request, StatusRequest) or (
             isinstance(request, EXEMPT) and not (session and _same(session, envelope))
         ):
             return None
@@ -109,7 +109,7 @@ class Sessions:
             refusal = None if session is None else self._refusal(session, envelope, now)
             if refusal is not None:
                 return [refusal]
-            session = Session(envelope.incarnation, envelope.nonce, route, now, now)
+            session = PeerSession(envelope.incarnation, envelope.nonce, route, now, now)
             self._by_name[name] = session
         session.route, session.heard = route, now
         self._by_name.move_to_end(name)
@@ -135,8 +135,8 @@ class Sessions:
         if (
             session is not None
             and _same(session, envelope)
-            and not isinstance(envelope.message, EXEMPT | Status)
-            and not isinstance(replies[0], Part | Retry)
+            and not isinstance(envelope.message, EXEMPT | StatusRequest)
+            and not isinstance(replies[0], GroupReply | Retry)
         ):
             session.remember(envelope.message_id, replies)
 
@@ -153,7 +153,7 @@ class Sessions:
                 return
             del self._by_name[name]
 
-    def _refusal(self, session: Session, envelope: Envelope, now: float) -> Reply | None:
+    def _refusal(self, session: PeerSession, envelope: Envelope, now: float) -> Reply | None:
         """The reply to another process than the holder, if it cannot have the name; else None."""
         if envelope.incarnation > session.incarnation:
             return None
@@ -173,5 +173,5 @@ class Sessions:
         return Fenced(reason=reason)
 
 
-def _same(session: Session, envelope: Envelope) -> bool:
+def _same(session: PeerSession, envelope: Envelope) -> bool:
     return (session.incarnation, session.nonce) == (envelope.incarnation, envelope.nonce)

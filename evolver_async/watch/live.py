@@ -23,7 +23,7 @@ from evolver_async.metrics.lineages import current_rows
 from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import url_of
 from evolver_async.process.addresses import keys_of
-from evolver_async.transport.sockets import Rejected
+from evolver_async.transport.client import Rejected
 from evolver_async.watch.status import ask
 from evolver_async.watch.view import View
 

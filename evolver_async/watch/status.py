@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.protocol.failures import FailureTotal
-from evolver_async.protocol.messages import Status
-from evolver_async.transport.sockets import DealerClient
+from evolver_async.protocol.messages import StatusRequest
+from evolver_async.transport.dealer import DealerClient
 
 
 async def ask(address: str, keys: Path | None = None, timeout_s: float = 2.0) -> dict[str, Any]:
     """Ask the buffer for its STATUS. Raises TimeoutError without an answer, Rejected if refused."""
     client = DealerClient(address, "", f"watch-{os.getpid()}", keys=keys)
     try:
-        return (await client.request(Status(), timeout_s=timeout_s)).status
+        return (await client.request(StatusRequest(), timeout_s=timeout_s)).status
     finally:
         client.close()
 

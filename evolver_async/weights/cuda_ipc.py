@@ -24,12 +24,12 @@ from torch import Tensor
 from evolver_async.process.private_directories import claim, owned
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.base import HEAD, WeightsCorrupt, WeightsGone, read_head
-from evolver_async.weights.channel.snapshot import Snapshot, aligned, nbytes, views
+from evolver_async.weights.channel.snapshot import WeightSnapshot, aligned, nbytes, views
 
 SLOT = "slot-"
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor of a version; `total` is the sum of its 64-bit words, mod 2^64."""
 
     dtype: str
@@ -44,7 +44,7 @@ class Slot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: WeightId
     memory: list[int | bytes | bool]
     serial: int
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
 
 
 class Memory(Protocol):
@@ -67,7 +67,7 @@ class Memory(Protocol):
 
 
 @dataclass(frozen=True)
-class Cuda:
+class CudaMemory:
     """CUDA's interprocess memory handles, by the calls that torch.multiprocessing makes itself."""
 
     device: str
@@ -101,7 +101,7 @@ class IpcPublisher:
         for path in self.directory.glob(f"{SLOT}*"):
             path.unlink()  # of a publisher that died, and its memory with it
         self._memory = memory
-        self._slots: list[Snapshot] = []
+        self._slots: list[WeightSnapshot] = []
         self._names: dict[int, list[int | bytes | bool]] = {}
         self._held: dict[WeightId, int] = {}  # slots by version, in the order of publishing
         self._retained: set[WeightId] = set()
@@ -120,7 +120,7 @@ class IpcPublisher:
         totals = _totals(snapshot.bytes_N, snapshot.tensors)
         self._memory.synchronize()
         entries = {
-            name: Entry(**entry, total=total)
+            name: TensorEntry(**entry, total=total)
             for (name, entry), total in zip(snapshot.tensors.items(), totals, strict=True)
         }
         described = Slot(weights, self._names[slot], next(self._serial), entries)
@@ -150,7 +150,7 @@ class IpcPublisher:
                 self._withdraw(slot)
         free = set(range(len(self._slots))) - {*self._held.values()}
         if not free:
-            self._slots.append(Snapshot(self._memory.device))
+            self._slots.append(WeightSnapshot(self._memory.device))
             free = {len(self._slots) - 1}
         return min(free)
 

@@ -7,7 +7,7 @@ from evolver_async.config.channels import channel, versions_kept
 from evolver_async.config.check import ConfigError
 from evolver_async.weights.channel.base import Publisher, Receiver
 from evolver_async.weights.collective.channel import CollectivePublisher, CollectiveReceiver
-from evolver_async.weights.cuda_ipc import Cuda, IpcPublisher, IpcReceiver
+from evolver_async.weights.cuda_ipc import CudaMemory, IpcPublisher, IpcReceiver
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 
 
@@ -21,11 +21,10 @@ def publisher(config: Config, address: str, background: bool = True) -> Publishe
                 kept,
                 deadline_s=weights.deadline_s,
                 bucket_bytes=weights.bucket_bytes,
-                deltas=weights.delta,
                 device=_gpu(config.learner.device),
             )
         case "cuda_ipc":
-            return IpcPublisher(address, Cuda(_needed(config.learner.device)), kept)
+            return IpcPublisher(address, CudaMemory(_needed(config.learner.device)), kept)
     return ShmPublisher(address, keep=kept, background=background)
 
 
@@ -40,7 +39,7 @@ def receiver(config: Config, address: str, name: str = "") -> Receiver:
                 name=name,
             )
         case "cuda_ipc":
-            return IpcReceiver(address, Cuda(_needed(config.engine.device)))
+            return IpcReceiver(address, CudaMemory(_needed(config.engine.device)))
     return ShmReceiver(address)
 
 

@@ -23,7 +23,7 @@ from evolver_async.process.private_directories import claim
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.base import HEAD, WeightsCorrupt, WeightsGone, read_head
 from evolver_async.weights.channel.publisher import StagedPublisher
-from evolver_async.weights.channel.snapshot import DTYPES, Snapshot, aligned, nbytes
+from evolver_async.weights.channel.snapshot import DTYPES, WeightSnapshot, aligned, nbytes
 
 LENGTH = struct.Struct("<Q")
 
@@ -127,7 +127,7 @@ class ShmReceiver:
         """Nothing is held between calls."""
 
 
-def _pieces(snapshot: Snapshot) -> list[bytes | memoryview]:
+def _pieces(snapshot: WeightSnapshot) -> list[bytes | memoryview]:
     """The file's content; checksums are computed here, outside the training step."""
     data = snapshot.bytes_N.numpy().data
     for entry in snapshot.tensors.values():

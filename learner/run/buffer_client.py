@@ -7,7 +7,7 @@ from typing import Any
 
 from evolver_async.errors import TrainingError
 from evolver_async.protocol import messages
-from evolver_async.transport.sockets import Client
+from evolver_async.transport.client import Client
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Requests:
         Then only the reply to DONE and KEPT is worth the time that a busy disk takes: without it
         the last step would be in the checkpoint, but not in the metrics.
         """
-        name = type(message).__name__.upper()
+        name = message.kind
         request = asyncio.ensure_future(self.client.request(message))
         waited_s = 0.0
         try:

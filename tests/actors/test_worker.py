@@ -28,7 +28,10 @@ from evolver_async.model.tokenizer import tokenizer_hash
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.schema import Task, Ticket, WeightId
-from evolver_async.transport.sockets import DealerClient, LocalClient, LocalServer, Rejected, Server
+from evolver_async.transport.client import Rejected
+from evolver_async.transport.dealer import DealerClient
+from evolver_async.transport.in_process import LocalClient, LocalServer
+from evolver_async.transport.server import Server
 from evolver_async.weights.shm import ShmPublisher
 
 __all__ = ["run"]  # the fixture

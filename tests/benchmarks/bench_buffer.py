@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from evolver_async.buffer.service import Service
+from evolver_async.buffer.service import BufferService
 from evolver_async.process.setup import collect_rarely
 from evolver_async.protocol.messages import Welcome as WelcomeMessage
-from evolver_async.transport.sockets import Server
+from evolver_async.transport.server import Server
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from producers import BYTES_PER_TOKEN, Context, Crowd, config
@@ -35,15 +35,15 @@ MACHINE = "machine"
 ROOT = Path(__file__).parents[2]
 
 
-class CountingService(Service):
+class CountingService(BufferService):
     """The service; `synced` counts its commits that had something to write."""
 
     synced = 0
 
     def commit(self) -> None:
-        before = self.book.journal.size
+        before = self.store.journal.size
         super().commit()
-        self.synced += self.book.journal.size != before
+        self.synced += self.store.journal.size != before
 
 
 def serve(address: str, directory: Path, stop: Event, results: multiprocessing.Queue) -> None:

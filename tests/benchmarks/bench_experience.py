@@ -31,7 +31,7 @@ from evolver_async.config import Actors, Config, Env, Experience, Latency, Rollo
 from evolver_async.config.load import dump
 from evolver_async.model.tiny import make_tokenizer
 from evolver_async.schema import Sampling, Task, Ticket, WeightId
-from evolver_async.transport.sockets import DealerClient
+from evolver_async.transport.dealer import DealerClient
 
 ENTRIES = 10_000
 TASKS = 2_000

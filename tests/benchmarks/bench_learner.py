@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from evolver_async.buffer.service import Service
+from evolver_async.buffer.service import BufferService
 from evolver_async.config import Config, Stage
 from evolver_async.config.load import dump, load
 from evolver_async.model import policy
@@ -31,7 +31,8 @@ from evolver_async.process.setup import collect_rarely
 from evolver_async.protocol.messages import Ack, Lease, Push, Tickets
 from evolver_async.randomness import key
 from evolver_async.schema import Role, Sequence, Ticket, Trajectory, VersionRun
-from evolver_async.transport.sockets import DealerClient, Server
+from evolver_async.transport.dealer import DealerClient
+from evolver_async.transport.server import Server
 from learner.train import Learner, build
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -67,7 +68,7 @@ def episode(ticket: Ticket, member: int, vocabulary: int) -> Trajectory:
 def serve(run_dir: Path, address: str, stop: Event) -> None:
     collect_rarely()
     config = load(run_dir / "config.yaml", [])
-    service = Service.of_run(config, run_dir, None, time.monotonic())
+    service = BufferService.of_run(config, run_dir, None, time.monotonic())
     server = Server(service, address, run_dir.name)
     server.serve(stop.is_set)
     server.close()

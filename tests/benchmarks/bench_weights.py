@@ -60,13 +60,13 @@ def receive(address: str, port: int, rank: int, size: int, mib: int, over: Event
 
 
 def measure(
-    address: str, mib: int, receivers: int, rounds: int, bucket_mib: int, deltas: bool
+    address: str, mib: int, receivers: int, rounds: int, bucket_mib: int
 ) -> dict[str, float]:
     """Medians and bests over the rounds after the first, which also touches the memory."""
     context = multiprocessing.get_context("spawn")
     over = context.Event()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    publisher = CollectivePublisher(address, bucket_bytes=bucket_mib * MIB, deltas=deltas)
+    publisher = CollectivePublisher(address, bucket_bytes=bucket_mib * MIB)
     places = range(1, receivers + 1)
     processes = [
         context.Process(target=receive, args=(address, store.port, rank, receivers + 1, mib, over))
@@ -79,7 +79,7 @@ def measure(
     bytes_N = weights["all"].view(torch.uint8)
     seconds: dict[str, list[float]] = {"bare": [], "publish": [], "staging": []}
     for number in range(rounds + 1):
-        weights["all"][: len(weights["all"]) // (10 if deltas else 1)] += 1.0
+        weights["all"] += 1.0
         store.set(f"round/{number}", "")
         seconds["bare"].append(bare(group, bytes_N))
         began = time.perf_counter()
@@ -109,22 +109,20 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     table = Table(title=f"{args.mib} MiB to {args.receivers} receivers, GB/s (best)")
-    for column in ("", "bare", "publish", "publish / bare", "staging ms"):
+    for column in ("bare", "publish", "publish / bare", "staging ms"):
         table.add_column(column, justify="right")
-    for name, deltas in (("full", False), ("delta, 10 % changed", True)):
-        with tempfile.TemporaryDirectory(prefix="bench-weights-") as address:
-            found = measure(address, args.mib, args.receivers, args.rounds, args.bucket_mib, deltas)
-        gigabytes = args.mib * MIB / 1e9
-        table.add_row(
-            name,
-            *(
-                f"{gigabytes / found[f'{way}_median']:.2f} ({gigabytes / found[f'{way}_best']:.2f})"
-                for way in ("bare", "publish")
-            ),
-            f"{found['bare_median'] / found['publish_median']:.0%}"
-            f" ({found['bare_best'] / found['publish_best']:.0%})",
-            f"{found['staging_median'] * 1e3:.0f}",
-        )
+    with tempfile.TemporaryDirectory(prefix="bench-weights-") as address:
+        found = measure(address, args.mib, args.receivers, args.rounds, args.bucket_mib)
+    gigabytes = args.mib * MIB / 1e9
+    table.add_row(
+        *(
+            f"{gigabytes / found[f'{way}_median']:.2f} ({gigabytes / found[f'{way}_best']:.2f})"
+            for way in ("bare", "publish")
+        ),
+        f"{found['bare_median'] / found['publish_median']:.0%}"
+        f" ({found['bare_best'] / found['publish_best']:.0%})",
+        f"{found['staging_median'] * 1e3:.0f}",
+    )
     Console().print(table)
 
 

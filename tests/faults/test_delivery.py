@@ -24,10 +24,11 @@ from invariants import check_leaks, check_named, check_run, traces
 from launches import COMMAND, wait_for
 from producers import GROUP_SIZE, BufferProcess, config, learn, produce
 
-from evolver_async.buffer.service import Service
+from evolver_async.buffer.service import BufferService
 from evolver_async.protocol import messages
 from evolver_async.protocol.messages import Ack, Dup, Lease, Push, Renew, Resume, Tickets, Welcome
-from evolver_async.transport.sockets import DealerClient, Server
+from evolver_async.transport.dealer import DealerClient
+from evolver_async.transport.server import Server
 
 KILLS, PRODUCERS, TOKENS = 20, 3, 200
 RESEND_S = 0.2
@@ -116,7 +117,7 @@ def test_2_what_was_asked_of_a_dead_buffer_is_asked_of_the_next_one_at_once(
 
     async def ask() -> float:
         client = DealerClient(buffer.address, "asked", "actor-0", park_s=60.0, resend_s=60.0)
-        await client.request(messages.Status())
+        await client.request(messages.StatusRequest())
         waiting = asyncio.create_task(
             client.request(Lease(credit=GROUP_SIZE))
         )  # parked: no learner yet
@@ -217,7 +218,7 @@ def test_12_what_is_sent_again_because_its_ack_was_lost_is_a_duplicate(
     assert [type(reply) for reply in replies] == [Dup] * 4
     (held,) = world.replay.at.groups.values()
     assert sorted(held.arrived) == held.members
-    assert world.book.state.ledger.received["rollout"].trajectories == len(held.members)
+    assert world.store.state.ledger.received["rollout"].trajectories == len(held.members)
     world.service.close()
 
 
@@ -253,7 +254,7 @@ def test_20_a_wall_clock_that_jumps_by_an_hour_changes_no_lease_and_no_age(
             await asyncio.sleep(0.1)
             groups = {ticket.group_id: progress for ticket in reply.tickets}
             renewed.append(await client.request(Renew(progress=groups)))
-        status = (await client.request(messages.Status())).status
+        status = (await client.request(messages.StatusRequest())).status
         pushed = [
             await client.request(Push(trajectory=trajectory(ticket, 0))) for ticket in reply.tickets
         ]
@@ -329,7 +330,7 @@ def test_30_a_second_buffer_on_the_same_journal_or_socket_is_refused(
 def test_30_a_socket_that_is_served_is_not_taken_over(tmp_path: Path, sockets: Path) -> None:
     address = f"ipc://{sockets}/buffer"
     welcome = Welcome(run_id="run", config={}, weights_address="")
-    service = Service(small_config(), "run", tmp_path, welcome, None, 0.0)
+    service = BufferService(small_config(), "run", tmp_path, welcome, None, 0.0)
     server = Server(service, address, "run")
     with pytest.raises(OSError, match="in use") as refused:
         Server(service, address, "run")

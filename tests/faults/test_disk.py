@@ -20,14 +20,17 @@ from invariants import check_journal, check_named
 from power import cut_at_every_sync
 from producers import BufferProcess
 
-from evolver_async.buffer.log.journal import Journal, JournalError, SyncError
+from evolver_async.buffer.log.disk import SyncError
+from evolver_async.buffer.log.journal import Journal
+from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.errors import USER_ERROR
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import Envelope, pack, unpack
 from evolver_async.protocol.trajectories import wrap
 from evolver_async.schema import Ticket
-from evolver_async.transport.delivery import Desk
-from evolver_async.transport.sockets import DealerClient, Server
+from evolver_async.transport.dealer import DealerClient
+from evolver_async.transport.router import RequestRouter
+from evolver_async.transport.server import Server
 
 SETTINGS = config(max_staleness=1)
 PATIENT = config(max_staleness=20)
@@ -72,7 +75,7 @@ def test_05_acknowledged_trajectories_survive_a_power_cut_at_every_sync(tmp_path
                 train(world, take)
                 if take:
                     world.one("learner", messages.Kept(take=take - 1))
-        assert world.book.journal.newest > 2
+        assert world.store.journal.newest > 2
 
     def check() -> None:
         acked = []
@@ -102,7 +105,7 @@ def contents(directory: Path) -> list[bytes]:
             world.done(take, [group.group_id for group in groups], take + 1, lineage=2)
         return found
     finally:
-        world.book.journal.close()
+        world.store.journal.close()
 
 
 def test_06_a_flipped_bit_is_found_or_harms_nobody(tmp_path: Path, rng: random.Random):
@@ -110,15 +113,15 @@ def test_06_a_flipped_bit_is_found_or_harms_nobody(tmp_path: Path, rng: random.R
     world.resume()
     for take in range(TAKES):
         learn(world, take)
-    world.book.journal.close()
+    world.store.journal.close()
     shutil.copytree(tmp_path / "whole", tmp_path / "read")
     whole = contents(tmp_path / "read")
-    assert len(whole) == 4 * TAKES and len(world.book.journal.sizes) > 2
+    assert len(whole) == 4 * TAKES and len(world.store.journal.sizes) > 2
     found = 0
     for trial in range(40):
         directory = tmp_path / f"trial{trial}"
         shutil.copytree(tmp_path / "whole", directory)
-        path = directory / f"{rng.choice(sorted(world.book.journal.sizes)):08d}.log"
+        path = directory / f"{rng.choice(sorted(world.store.journal.sizes)):08d}.log"
         flip(path, rng.randrange(8 * path.stat().st_size))
         damaged = path.read_bytes()
         try:
@@ -229,7 +232,7 @@ def serving(tmp_path: Path) -> Iterator[tuple[World, Serving, Ticket]]:
     one = Serving(world, f"ipc://{tmp_path}/s")
     yield world, one, ticket
     one.end()
-    world.book.journal.close()
+    world.store.journal.close()
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, code: int) -> list[int]:
@@ -257,7 +260,7 @@ def test_08_what_a_full_disk_refuses_is_not_acknowledged_and_recovers(serving, m
             one.push_in_vain(ticket, 0)
         one.push_in_vain(ticket, 1)  # told to come again, or nothing
         assert len(refused) > 4, "the commit is tried again"
-        status = one.ask(messages.Status(), peer="watcher").status["journal"]
+        status = one.ask(messages.StatusRequest(), peer="watcher").status["journal"]
         assert os.strerror(code).lower() in status["problem"]
         assert isinstance(one.ask(messages.Renew(progress={ticket.group_id: 1})), messages.Ok), (
             "leases are kept meanwhile"
@@ -267,10 +270,10 @@ def test_08_what_a_full_disk_refuses_is_not_acknowledged_and_recovers(serving, m
         )
     assert isinstance(one.push(ticket, 0), messages.Dup)
     assert isinstance(one.push(ticket, 1), messages.Ack)
-    assert not one.ask(messages.Status(), peer="watcher").status["journal"]["problem"]
+    assert not one.ask(messages.StatusRequest(), peer="watcher").status["journal"]["problem"]
     one.end()
     assert one.failure is None
-    world.book.journal.close()
+    world.store.journal.close()
     check_journal(world.directory, SETTINGS, "run", [(ticket.group_id, 0), (ticket.group_id, 1)])
 
 
@@ -278,19 +281,21 @@ def test_08_replies_kept_back_are_given_out_once_with_the_commit(tmp_path: Path,
     world = World(tmp_path, SETTINGS)
     world.resume()
     (ticket,) = world.lease()
-    desk = Desk(world.service, "run", 5.0)
+    router = RequestRouter(world.service, "run", 5.0)
     push = messages.Push(trajectory=trajectory(ticket, 0))
     with monkeypatch.context() as patch:
         refuse(patch, errno.ENOSPC)
-        desk.receive("actor", pack(Envelope("run", "actor-0", 0, 1, push)), 0.0)
-        desk.receive("watcher", pack(Envelope("run", "watcher", 0, 1, messages.Status())), 0.0)
-        ((route, frames),) = desk.settle(0.0)
+        router.receive("actor", pack(Envelope("run", "actor-0", 0, 1, push)), 0.0)
+        router.receive(
+            "watcher", pack(Envelope("run", "watcher", 0, 1, messages.StatusRequest())), 0.0
+        )
+        ((route, frames),) = router.settle(0.0)
         assert route == "watcher" and isinstance(unpack(frames).message, messages.StatusReply)
-        assert desk.settle(0.1) == []
-    desk.tick(0.2)
-    ((route, frames),) = desk.settle(0.2)
+        assert router.settle(0.1) == []
+    router.tick(0.2)
+    ((route, frames),) = router.settle(0.2)
     assert route == "actor" and isinstance(unpack(frames).message, messages.Ack)
-    assert desk.settle(0.3) == []
+    assert router.settle(0.3) == []
 
 
 def test_08_a_sync_that_fails_ends_the_buffer_and_nothing_of_it_comes_back(serving, monkeypatch):
@@ -318,7 +323,7 @@ def test_08_grants_stop_while_a_checkpoint_fits_and_the_learner_is_asked_for_one
     for take in range(4):
         assert not learn(world, take).checkpoint
     world.kill()  # what a checkpoint needs is remembered
-    journal = world.book.journal
+    journal = world.store.journal
     journal._free = lambda: 2 * 53_000 - 1  # scarce, but not full
     journal.measure()
     tickets = world.lease(credit=9)
@@ -348,7 +353,7 @@ def test_08_falling_back_one_checkpoint_still_finds_its_data(tmp_path: Path):
         given[take] = [group.group_id for group in world.sample(take)]
         if take in (3, 6, 9):
             world.one("learner", messages.Kept(take=max(0, take - 3)))
-    assert min(world.book.journal.sizes) > 1, "nothing went"
+    assert min(world.store.journal.sizes) > 1, "nothing went"
     world.kill()
     world.resume(lineage=1, take=6)
     for take in range(6, 10):

@@ -162,11 +162,11 @@ def test_9_an_actor_that_stood_still_finds_its_groups_in_other_hands(run: Launch
     actor = child(run, "actor-0")
     with at_work(run, "actor-0") as held:
         completed(run, held)
-        turned_away = status(run)["ledger"]["door"]
+        turned_away = status(run)["ledger"]["refused"]
     log = run.run_dir / "logs" / "actor-0.log"
 
     def noticed() -> bool:
-        now = status(run)["ledger"]["door"]
+        now = status(run)["ledger"]["refused"]
         refused = any(
             now[fate]["trajectories"] > turned_away[fate]["trajectories"]
             for fate in ("duplicate", "stale")

@@ -202,7 +202,7 @@ def test_23_groups_without_spread_are_skipped_counted_and_end_the_run(tmp_path: 
         with pytest.raises(TrainingError, match=r"3 steps in a row .*zero_spread"):
             run.train()
         assert run.trained == {0: [], 1: [], 2: []}
-        ledger = run.world.book.state.ledger
+        ledger = run.world.store.state.ledger
         assert ledger.total("rollout", "filtered").trajectories == 3 * 3 * 4
     finally:
         run.close()
@@ -237,7 +237,7 @@ def test_23_when_all_that_was_ready_is_stale_new_groups_are_made(tmp_path: Path)
     again = {group.group_id for group in world.sample(1)}
     assert len(again) == 2 and not again & {ticket.group_id for ticket in tickets}
     world.done(1, sorted(again), version=6)
-    assert world.book.state.ledger.total("rollout", "evicted").trajectories == 4
+    assert world.store.state.ledger.total("rollout", "evicted").trajectories == 4
     world.service.close()
     check_journal(tmp_path, world.settings, "run")
 

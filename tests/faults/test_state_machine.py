@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 from invariants import check_journal
 
 from evolver_async.buffer.log import segment
-from evolver_async.buffer.state.replay import KINDS
+from evolver_async.buffer.state.admission import KINDS
 from evolver_async.config import Questioning
 from evolver_async.protocol import messages
 from evolver_async.schema import Ticket, Trajectory, WeightId
@@ -120,7 +120,7 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
-            self.world.book.journal.close()
+            self.world.store.journal.close()
             acked = [(g, m) for g, entry in self.groups.items() for m in entry.rewards]
             check_journal(self.directory, self.config, "run", acked)
         shutil.rmtree(self.directory)
@@ -317,7 +317,7 @@ class Machine(RuleBasedStateMachine):
     @rule(torn=st.integers(0, len(UNFINISHED) - 1))
     def crash(self, torn: int) -> None:
         """kill -9, perhaps in the middle of a write. Every lease begins anew."""
-        self.world.book.journal.close()
+        self.world.store.journal.close()
         newest = max(self.directory.glob("*.log"))
         with open(newest, "ab") as file:
             file.write(UNFINISHED[:torn])
@@ -331,7 +331,7 @@ class Machine(RuleBasedStateMachine):
         made = self.made(ticket, member, weights, next(self.rewards))
         self.world.service.handle("actor-0", messages.Push(trajectory=made), self.world.now)
         self.world.service.handle("actor-1", messages.Lease(credit=2), self.world.now)
-        self.world.book.journal.close()
+        self.world.store.journal.close()
         self.reopen()
 
     @invariant()
@@ -339,7 +339,7 @@ class Machine(RuleBasedStateMachine):
         """Looked at after every rule, and once after `begin`."""
         if hasattr(self, "world"):
             Machine.steps += 1
-            replay, pool = self.world.replay, self.world.book.state.tasks.cursor.pool
+            replay, pool = self.world.replay, self.world.store.state.tasks.cursor.pool
             live = {held.group_id for kind in KINDS for held in replay.live(kind)}
             assert {task.task_id for task in pool} == self.pool and len(pool) == len(self.pool)
             assert live == {group_id for group_id in self.groups if self.held(group_id)}

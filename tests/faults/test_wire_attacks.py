@@ -24,7 +24,7 @@ from buffer_world import config, trajectory
 from invariants import check_journal, check_leaks, check_named, traces
 from launches import fair_time
 
-from evolver_async.buffer.service import Service
+from evolver_async.buffer.service import BufferService
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import (
     LIMITS,
@@ -35,11 +35,13 @@ from evolver_async.protocol.envelope import (
     pack,
     unpack,
 )
-from evolver_async.protocol.messages import Push, Reject, Status, StatusReply
+from evolver_async.protocol.messages import Push, Reject, StatusReply, StatusRequest
 from evolver_async.protocol.trajectories import HEADER_BYTES, PARCEL_BYTES
 from evolver_async.schema import Ticket
+from evolver_async.transport.client import AccessDenied, Rejected
+from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.keys import make
-from evolver_async.transport.sockets import DealerClient, Refused, Rejected, Server
+from evolver_async.transport.server import Server
 
 FRAMES = 10_000
 GROWTH_BYTES = 50 << 20
@@ -57,7 +59,9 @@ class Attacked:
         self.keys = keys
         self.journal = journal
         welcome = messages.Welcome(run_id="run", config={}, weights_address="")
-        self.service = Service(SETTINGS, "run", journal, welcome, "tokenizer", time.monotonic())
+        self.service = BufferService(
+            SETTINGS, "run", journal, welcome, "tokenizer", time.monotonic()
+        )
         self.server = Server(self.service, f"ipc://{directory}/s", "run", keys=keys)
         self.address = self.server.address
         self.stop = threading.Event()
@@ -174,7 +178,7 @@ def test_ten_thousand_bad_messages_are_refused_and_nobody_else_notices(
     """Fault 13. What is pushed is a member that was granted, so that it would be taken in."""
     ticket = granted(attacked)
     valid = frames_of(Push(trajectory=trajectory(ticket, 0, length=400)), sender="honest")
-    ledger = attacked.ask(Status()).status["ledger"]
+    ledger = attacked.ask(StatusRequest()).status["ledger"]
     process = psutil.Process()
     for _ in range(BATCH):  # buffers, caches and logs have their size after these
         assert isinstance(attacked.attack(mutated(valid, rng)), Reject)
@@ -184,10 +188,10 @@ def test_ten_thousand_bad_messages_are_refused_and_nobody_else_notices(
         for _ in range(BATCH):
             attacked.raw.send_multipart(mutated(valid, rng))
         began = fair_time()
-        assert isinstance(attacked.ask(Status()), StatusReply)
+        assert isinstance(attacked.ask(StatusRequest()), StatusReply)
         slowest_s = max(slowest_s, fair_time() - began)
         # those without a readable id share a reply, so a question of the same socket ends them
-        attacked.raw.send_multipart(frames_of(Status(), number=number))
+        attacked.raw.send_multipart(frames_of(StatusRequest(), number=number))
         while (envelope := attacked.answer()).message_id != number:
             reply = envelope.message
             assert isinstance(reply, Reject) and reply.reason, reply
@@ -198,7 +202,7 @@ def test_ten_thousand_bad_messages_are_refused_and_nobody_else_notices(
     print(f"{FRAMES} frames, memory +{growth / (1 << 20):.1f} MB, slowest STATUS {slowest_s:.2f} s")
     assert growth < GROWTH_BYTES
     assert slowest_s < 5.0
-    assert attacked.ask(Status()).status["ledger"] == ledger
+    assert attacked.ask(StatusRequest()).status["ledger"] == ledger
     reply = attacked.ask(Push(trajectory=trajectory(ticket, 0)))
     assert isinstance(reply, messages.Ack), "the member was still wanted"
 
@@ -216,7 +220,7 @@ def test_payloads_that_are_too_much_are_refused_in_bounded_memory(attacked: Atta
         "nesting past the decoder": [sealed(b"\x91" * 100_000)],
         "a map that says to be endless": [sealed(b"\xdf\xff\xff\xff\xff")],
         "a text that says to be endless": [sealed(b"\xdb\xff\xff\xff\xff")],
-        "parcels": [frames_of(Status())[0], *[b""] * (LIMITS.parcels + 1)],
+        "parcels": [frames_of(StatusRequest())[0], *[b""] * (LIMITS.parcels + 1)],
         "an extension": [sealed(msgpack.packb({"a": msgpack.ExtType(5, b"x" * 100)}))],
         "deflated": [sealed(zlib.compress(bytes(50 << 20)))],
         "a long name": headed({"type": "status"}, sender="x" * 60_000),
@@ -240,7 +244,7 @@ def test_payloads_that_are_too_much_are_refused_in_bounded_memory(attacked: Atta
         print(f"{name}: +{growth / (1 << 20):.1f} MB, {getattr(reply, 'reason', reply)!r:.90}")
         assert isinstance(reply, Reject), name
         assert growth < GROWTH_BYTES, name
-        assert isinstance(attacked.ask(Status()), StatusReply)
+        assert isinstance(attacked.ask(StatusRequest()), StatusReply)
 
 
 def test_an_oversize_message_is_refused_where_it_is_made(attacked: Attacked) -> None:
@@ -255,7 +259,7 @@ def test_an_oversize_message_is_refused_where_it_is_made(attacked: Attacked) -> 
         with pytest.raises(WireError, match=f"{named}.*the limit is"):
             attacked.ask(Push(trajectory=sent))
     attacked.raw.send_multipart([bytes(PARCEL_BYTES + 1)])
-    assert isinstance(attacked.ask(Status()), StatusReply)
+    assert isinstance(attacked.ask(StatusRequest()), StatusReply)
     assert isinstance(attacked.ask(Push(trajectory=trajectory(ticket, 0))), messages.Ack)
 
 
@@ -302,12 +306,12 @@ def test_strangers_are_told_within_five_seconds(private_directory: str, tmp_path
         ):
             client = DealerClient(attacked.address, "run", "stranger", keys=keys)
             began = fair_time()
-            with pytest.raises(Refused) as caught:
-                asyncio.run(client.request(Status(), timeout_s=30))
+            with pytest.raises(AccessDenied) as caught:
+                asyncio.run(client.request(StatusRequest(), timeout_s=30))
             assert fair_time() - began < 5.0
             check_named(str(caught.value), attacked.address, cause)
             client.close()
-            assert isinstance(attacked.ask(Status()), StatusReply)
+            assert isinstance(attacked.ask(StatusRequest()), StatusReply)
     check_journal(attacked.journal, SETTINGS, "run")
     check_leaks(before)
 

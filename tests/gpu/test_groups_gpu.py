@@ -8,13 +8,13 @@ import torch
 from figures import Figure
 from torch import distributed as dist
 
-from evolver_async.weights.collective.process_group import CastFailed, Group
+from evolver_async.weights.collective.process_group import BroadcastGroup, CastFailed
 
 DEADLINE_S = 5.0
 LATE_S = 5.0  # how much longer than the deadline giving up may take
 
 
-def broadcast(group: Group) -> None:
+def broadcast(group: BroadcastGroup) -> None:
     """As the learner does it; CastFailed or RuntimeError where it comes to nothing."""
     part = group.broadcast(torch.arange(4096, dtype=torch.int64).view(torch.uint8))
     if not part.done(DEADLINE_S):
@@ -27,8 +27,10 @@ def test_a_group_without_its_peer_is_given_up_and_the_next_one_works(
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     name = "" if device.type == "cpu" else "cuda:0"
 
-    def group(epoch: int, size: int) -> Group:
-        return Group(store, epoch, 0, size, host="127.0.0.1", device=name, deadline_s=DEADLINE_S)
+    def group(epoch: int, size: int) -> BroadcastGroup:
+        return BroadcastGroup(
+            store, epoch, 0, size, host="127.0.0.1", device=name, deadline_s=DEADLINE_S
+        )
 
     first = group(1, 1)
     broadcast(first)

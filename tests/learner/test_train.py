@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from evolver_async.buffer.service import Service
+from evolver_async.buffer.service import BufferService
 from evolver_async.checkpoint.directory import load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import dump, load
@@ -20,7 +20,8 @@ from evolver_async.launch.serial import VirtualLoop, run
 from evolver_async.metrics.writer import Metrics
 from evolver_async.process.setup import RoleArgs
 from evolver_async.schema import EvalResult, WeightId
-from evolver_async.transport.sockets import DealerClient, LocalClient, LocalServer
+from evolver_async.transport.dealer import DealerClient
+from evolver_async.transport.in_process import LocalClient, LocalServer
 from evolver_async.weights.shm import ShmPublisher
 from learner.run.evaluations import Evaluations, Standstill
 from learner.state import Asked, State
@@ -78,7 +79,7 @@ def test_an_evaluation_without_progress_is_an_error_and_a_resume_repeats_it(
     """No actor plays it: the learner has trained all stages and waits."""
     config, run_dir = prepared(tmp_path)
     loop = VirtualLoop()
-    service = Service.of_run(config, run_dir, None, now=0.0)
+    service = BufferService.of_run(config, run_dir, None, now=0.0)
     server = LocalServer(service, run_dir.name)
 
     async def start() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from episodes import episode
 
-from evolver_async.buffer.service import Service
+from evolver_async.buffer.service import BufferService
 from evolver_async.config import (
     Actors,
     Advantage,
@@ -110,20 +110,20 @@ class World:
 
     def open(self) -> None:
         welcome = messages.Welcome(run_id="run", config={}, weights_address="")
-        self.service = Service(self.settings, "run", self.directory, welcome, None, self.now)
-        self.book = self.service.book
-        self.book.journal.segment_bytes = self.segment_bytes
-        self.replay = self.service.book.replay
+        self.service = BufferService(self.settings, "run", self.directory, welcome, None, self.now)
+        self.store = self.service.store
+        self.store.journal.segment_bytes = self.segment_bytes
+        self.replay = self.service.store.replay
 
     def kill(self) -> None:
         """What was not committed is lost; a new service opens the same journal."""
-        self.book.journal.close()
+        self.store.journal.close()
         self.open()
 
     def ask(self, peer: str, request: messages.Request) -> list[messages.Reply]:
         replies = self.service.handle(peer, request, self.now)
         self.service.commit()
-        self.book.state.check()
+        self.store.state.check()
         return replies
 
     def one(self, peer: str, request: messages.Request) -> messages.Reply:
@@ -178,7 +178,7 @@ class World:
             return []
         *parts, last = replies
         assert isinstance(last, messages.Groups) and last.count == len(parts), last
-        return [part.group for part in parts if isinstance(part, messages.Part)]
+        return [part.group for part in parts if isinstance(part, messages.GroupReply)]
 
     def done(
         self,

@@ -14,8 +14,8 @@ from actors.formats.chat import Chat
 from actors.formats.turns import SEPARATOR
 from actors.rollout.conversation import system_message
 from actors.rollout.episode_config import Setting, setting_of
-from evolver_async.buffer.actor_requests import source_of
-from evolver_async.buffer.tasks.stream import held_out_task
+from evolver_async.buffer.stages import source_of
+from evolver_async.buffer.tasks.source import held_out_task
 from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.checkpoint import shards
 from evolver_async.config import Config

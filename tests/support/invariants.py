@@ -22,9 +22,9 @@ import msgspec
 import psutil
 
 from evolver_async.buffer.log.segment import COMMIT, END, RECORD
-from evolver_async.buffer.service import Service
+from evolver_async.buffer.service import BufferService
 from evolver_async.buffer.state import records
-from evolver_async.buffer.state.groups import UNTRAINED, Held
+from evolver_async.buffer.state.groups import UNTRAINED, HeldGroup
 from evolver_async.config import Config
 from evolver_async.config.load import load
 from evolver_async.process.private_directories import PREFIX
@@ -44,7 +44,7 @@ class Story:
     `whole` is whether the journal begins with the run. AssertionError for what must never happen.
     """
 
-    def __init__(self, first: records.Snapshot, reuse: int) -> None:
+    def __init__(self, first: records.StateSnapshot, reuse: int) -> None:
         at = first.position
         self.reuse = reuse
         self.whole = at.next_group == 0
@@ -92,15 +92,15 @@ class Story:
                 for group_id in record.groups:
                     assert group_id not in self.evicted, f"group {group_id}: evicted twice"
                     self.evicted[group_id] = record.reason
-            case records.Taken():
+            case records.GroupsTaken():
                 assert record.take == self.next_take, f"take {record.take}, not {self.next_take}"
                 self._take(record.take, record.groups)
                 self.next_take += 1
             case records.Reported():
                 self._report(record)
-            case records.Resumed():
+            case records.LineageStarted():
                 self._resume(record)
-            case records.Snapshot():
+            case records.StateSnapshot():
                 self._compare(record)
 
     def closed(self, group_id: int) -> bool:
@@ -150,7 +150,7 @@ class Story:
             if fate == "trained":
                 self.trained[group_id].add(record.take)
 
-    def _resume(self, record: records.Resumed) -> None:
+    def _resume(self, record: records.LineageStarted) -> None:
         assert record.lineage == self.lineage + 1, f"lineage {record.lineage} after {self.lineage}"
         self.lineage = record.lineage
         undone = {take for take in self.takes if take >= record.take}
@@ -166,7 +166,7 @@ class Story:
             if kind == "eval" and not self.closed(group_id):
                 self.evicted[group_id] = "lineage"
 
-    def _compare(self, snapshot: records.Snapshot) -> None:
+    def _compare(self, snapshot: records.StateSnapshot) -> None:
         at = snapshot.position
         assert (at.lineage, at.next_take) == (self.lineage, self.next_take)
         for held in at.groups.values():
@@ -201,7 +201,7 @@ def story_of(directory: Path, reuse: int) -> Story:
     """What the journal in `directory` tells, followed to its end."""
     told_records = told(directory)
     first = next(told_records)
-    assert isinstance(first, records.Snapshot), f"{directory} begins with {first}"
+    assert isinstance(first, records.StateSnapshot), f"{directory} begins with {first}"
     story = Story(first, reuse)
     for record in told_records:
         story.follow(record)
@@ -219,7 +219,7 @@ def check_journal(
 ) -> Story:
     """I1, I2, I3 of a journal that no process has open."""
     welcome = messages.Welcome(run_id=run_id, config={}, weights_address="")
-    service = Service(config, run_id, directory, welcome, None, 0.0)
+    service = BufferService(config, run_id, directory, welcome, None, 0.0)
     try:
         story = story_of(directory, config.buffer.reuse)
         _check_accounts(service, story)
@@ -229,9 +229,9 @@ def check_journal(
     return story
 
 
-def _check_accounts(service: Service, story: Story) -> None:
+def _check_accounts(service: BufferService, story: Story) -> None:
     """The buffer that is started again has all that is not closed, and can read it; I3."""
-    state = service.book.state
+    state = service.store.state
     state.check()
     groups = state.replay.at.groups
     for group_id, arrived in story.arrived.items():
@@ -248,10 +248,10 @@ def _check_accounts(service: Service, story: Story) -> None:
         assert +counted == +Counter(received), f"came in {counted}, the ledger has {received}"
 
 
-def _check_bodies(service: Service, held: Held) -> None:
+def _check_bodies(service: BufferService, held: HeldGroup) -> None:
     if held.kind in UNTRAINED:
         return  # of evaluation and exploration only the outcome is kept
-    read = [(one.group_id, one.member) for one in service.book.trajectories(held)]
+    read = [(one.group_id, one.member) for one in service.store.trajectories(held)]
     assert read == [(held.group_id, member) for member in sorted(held.arrived)]
 
 

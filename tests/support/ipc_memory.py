@@ -51,9 +51,9 @@ class Files:
 
 
 def memory_named(name: str) -> Memory:
-    from evolver_async.weights.cuda_ipc import Cuda
+    from evolver_async.weights.cuda_ipc import CudaMemory
 
-    return Files() if name == "cpu" else Cuda(name)
+    return Files() if name == "cpu" else CudaMemory(name)
 
 
 def version(step: int, lineage: int = 1) -> WeightId:

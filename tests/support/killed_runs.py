@@ -27,7 +27,7 @@ from evolver_async.config import (
 from evolver_async.model import policy
 from evolver_async.protocol import messages
 from evolver_async.schema import Ticket, Trajectory
-from evolver_async.transport.delivery import Rejected
+from evolver_async.transport.client import Rejected
 from learner.train import Learner, build
 
 STEPS = 10
@@ -122,7 +122,7 @@ class Run:
         if not isinstance(message, messages.Sample) or isinstance(replies[0], messages.Fenced):
             return replies[0]
         assert isinstance(replies[-1], messages.Groups), f"nothing to take: {replies}"
-        groups = [part.group for part in replies if isinstance(part, messages.Part)]
+        groups = [part.group for part in replies if isinstance(part, messages.GroupReply)]
         self.takes[message.take] = [group.group_id for group in groups]
         return groups
 

@@ -18,7 +18,7 @@ from evolver_async.buffer.state import records
 from evolver_async.buffer.state.position import Position
 from evolver_async.checkpoint import history
 from evolver_async.checkpoint.directory import valid
-from evolver_async.transport.sockets import Rejected
+from evolver_async.transport.client import Rejected
 
 REUSE = 1
 RECIPE = """
@@ -118,9 +118,9 @@ class Repeats:
         self.by: dict[int, list[int]] = {}  # the lineages that took these groups
         self.undone: set[int] = set()
         self.compared: list[tuple[int, int, int]] = []  # take, earlier lineage, later lineage
-        self.let_go: dict[str, int] = {}  # takes that were not repeated, by reason
+        self.drop_repeats: dict[str, int] = {}  # takes that were not repeated, by reason
         for index, record in enumerate(told(directory)):
-            if isinstance(record, records.Snapshot) and index == 0:
+            if isinstance(record, records.StateSnapshot) and index == 0:
                 self._begin(record.position)
             self._follow(record)
 
@@ -133,16 +133,18 @@ class Repeats:
 
     def _follow(self, record: records.AnyRecord) -> None:
         match record:
-            case records.Resumed():
+            case records.LineageStarted():
                 self.lineage = record.lineage
                 self.undone = {take for take in self.groups if take >= record.take}
                 if record.discard:
                     self._forget(self.undone)
-            case records.LetGo():
+            case records.RepeatsDropped():
                 gone = {take for take in self.undone if take >= record.take}
-                self.let_go[record.reason] = self.let_go.get(record.reason, 0) + len(gone)
+                self.drop_repeats[record.reason] = self.drop_repeats.get(record.reason, 0) + len(
+                    gone
+                )
                 self._forget(gone)
-            case records.Taken() if record.take in self.undone:
+            case records.GroupsTaken() if record.take in self.undone:
                 before = self.groups[record.take]
                 words = f"take {record.take} of lineage {self.lineage} has groups {record.groups}"
                 assert record.groups == before, f"{words}, not {before} as before"
@@ -150,7 +152,7 @@ class Repeats:
                 earlier = self.by[record.take]
                 self.compared += [(record.take, one, self.lineage) for one in earlier]
                 earlier.append(self.lineage)
-            case records.Taken():
+            case records.GroupsTaken():
                 self.groups[record.take], self.by[record.take] = record.groups, [self.lineage]
 
     def _forget(self, takes: set[int]) -> None:
@@ -187,7 +189,9 @@ def check_repeats(run_dir: Path) -> int:
                 assert first == second, f"{words}: {name} {first!r} and {second!r}"
         files = [saved.get((lineage, take + 1)) for lineage in (earlier, later)]
         assert None in files or files[0] == files[1], f"{words}: checkpoints {files}"
-    print(f"{run_dir.name}: {compared} repeated takes compared, not repeated: {repeats.let_go}")
+    print(
+        f"{run_dir.name}: {compared} repeated takes compared, not repeated: {repeats.drop_repeats}"
+    )
     return compared
 
 

@@ -29,12 +29,13 @@ from evolver_async.protocol.messages import (
     Push,
     Resume,
     Sample,
-    Status,
+    StatusRequest,
     Tickets,
     Wait,
 )
 from evolver_async.schema import Role, Sequence, Ticket, Trajectory, VersionRun, WeightId
-from evolver_async.transport.sockets import Client, DealerClient
+from evolver_async.transport.client import Client
+from evolver_async.transport.dealer import DealerClient
 
 TURNS = 10
 BYTES_PER_TOKEN = 11  # token 4, role 1, turn 2, log-prob 4
@@ -238,7 +239,7 @@ class BufferProcess:
         """Whether it replies within a moment."""
         client = DealerClient(self.address, self.run_dir.name, "visitor", resend_s=ANSWER_S / 4)
         try:
-            await client.request(Status(), timeout_s=ANSWER_S)
+            await client.request(StatusRequest(), timeout_s=ANSWER_S)
         except TimeoutError:
             return False
         finally:

@@ -12,7 +12,7 @@ from evolver_async.schema import WeightId
 
 PROGRAM = """
 import sys, time, torch
-from evolver_async.weights.collective import CollectiveReceiver
+from evolver_async.weights.collective.channel import CollectiveReceiver
 
 torch.set_num_threads(1)
 address, name, deadline_s, damage = sys.argv[1:]

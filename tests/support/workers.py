@@ -17,7 +17,7 @@ from evolver_async.config import Config, Stage
 from evolver_async.launch.serial import VirtualLoop
 from evolver_async.protocol import messages
 from evolver_async.schema import Ticket, WeightId
-from evolver_async.transport.sockets import LocalClient, LocalServer
+from evolver_async.transport.in_process import LocalClient, LocalServer
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 
 

@@ -12,7 +12,7 @@ policy: {max_length: 64, hidden_size: 16, layers: 1, heads: 2, intermediate_size
 rollout: {group_size: 4, max_turns: 1, max_tokens: 4}
 actors: {count: 2, groups: 2}
 learner: {groups_per_step: 2, minibatches: 1, decay: none, token_budget: 512}
-weights: {kind: collective, deadline_s: 5, bucket_bytes: 4096, delta: true}
+weights: {kind: collective, deadline_s: 5, bucket_bytes: 4096}
 stages:
   - {kind: rl, steps: 30}
 eval: {every: 15, episodes: 8, final_episodes: 8}

@@ -151,11 +151,11 @@ def test_what_is_kept_is_bounded_and_no_failure_is_counted_twice(
 
 
 def test_totals_of_very_many_processes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_TOLD", 10)
+    monkeypatch.setattr(module, "MOST_REPORTED", 10)
     failures = Failures(0)
     for number in range(100):
         failures.take_in(f"actor-{number}", [total(1)], 0.0)
-    assert len(failures._told) == 10 and failures.totals() == [total(100)]
+    assert len(failures._reported) == 10 and failures.totals() == [total(100)]
 
 
 # ---- the end of a run that cannot go on

@@ -20,7 +20,7 @@ from launches import COMMAND, DEADLINE_S, Launch, alive, launching, wait_for
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from evolver_async.buffer.service import Service
+from evolver_async.buffer.service import BufferService
 from evolver_async.checkpoint.directory import valid
 from evolver_async.cli import main
 from evolver_async.config.load import load
@@ -167,8 +167,8 @@ def resumed(interrupted: Finished, start: Callable[..., Launch]) -> Finished:
 def assert_exactly_once(run: Finished, rl_steps: int) -> None:
     """Every step's groups count as trained once, and what came in is held or accounted for."""
     assert run.steps[-1]["ledger/trained"] == rl_steps * GROUPS * MEMBERS
-    service = Service.of_run(load(run.run_dir / "config.yaml"), run.run_dir, None, 0.0)
-    state = service.book.state
+    service = BufferService.of_run(load(run.run_dir / "config.yaml"), run.run_dir, None, 0.0)
+    state = service.store.state
     service.close()
     state.ledger.check(state.held())
     assert state.ledger.total("rollout", "trained").groups == rl_steps * GROUPS

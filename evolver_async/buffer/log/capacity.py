@@ -1,11 +1,11 @@
-"""What the space left on the disk allows: new groups, then arrivals; when a checkpoint would help.
+"""Capacity of the disk: limits on new groups and arrivals, and the need for a checkpoint.
 
-Why nothing stands still for want of space that a checkpoint could free. Grants stop early, while
+The run never waits for space that a checkpoint could free. Grants stop early, while
 two checkpoints and two segments fit, but only while the learner has a whole take to wait for or to
 train; where it would starve, groups are still granted until only one checkpoint and one segment
 fit. So the learner goes on, every DONE asks it for a checkpoint, and with KEPT old segments go.
 What is granted beyond `limit_bytes` this way is a few takes at most. Where even one checkpoint and
-one segment do not fit, arrivals are told to come again, and everybody waits for space.
+one segment do not fit, arrivals are answered RETRY, and every process waits for space.
 """
 
 import math
@@ -14,7 +14,7 @@ from evolver_async.buffer.log.journal import Journal
 from evolver_async.buffer.state.replay import Replay
 
 
-class Disk:
+class DiskCapacity:
     """Reads the journal's numbers. `limit_bytes`: size of the journal at which grants stop."""
 
     def __init__(self, replay: Replay, journal: Journal, limit_bytes: int) -> None:
@@ -23,11 +23,11 @@ class Disk:
         self.limit_bytes = limit_bytes
 
     def full(self) -> str | None:
-        """Why nothing that is large may come in; None where it may."""
+        """The reason for which no trajectory may be accepted, None if it may."""
         return self.journal.problem or self._lacks(self._reserve())
 
     def scarce(self) -> str | None:
-        """Why the journal should not grow much further; None while it may."""
+        """The reason for which the journal should not grow much further, None if it may."""
         size = self.journal.size
         if size >= self.limit_bytes:
             return (
@@ -37,14 +37,14 @@ class Disk:
         return self._lacks(2 * self._reserve())
 
     def obstacle(self) -> str | None:
-        """Why no new group may be granted; None where one may."""
+        """The reason for which no new group may be granted, None if one may."""
         return self.full() or (self.scarce() if self._supplied() else None)
 
     def wants_checkpoint(self) -> bool:
-        """Whether a checkpoint would let segments go that are in the way."""
+        """True if a checkpoint would free segments and space is scarce."""
         if not (self.full() or self.scarce()):
             return False
-        if self.journal.archive_bytes == math.inf and self.journal.size < self.limit_bytes:
+        if self.journal.archive.limit_bytes == math.inf and self.journal.size < self.limit_bytes:
             return False  # they would only move
         used = [
             segment
@@ -68,7 +68,7 @@ class Disk:
         )
 
     def _supplied(self) -> bool:
-        """Whether the learner is at work or will be, without any new group."""
+        """True if the learner has a take, or can get one, without any new group."""
         replay = self.replay
         if replay.by_state["taken"]:
             return True

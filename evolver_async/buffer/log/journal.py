@@ -1,8 +1,8 @@
-"""The write-ahead log: what was committed is there after a kill or a power cut, or a start says so.
+"""Write-ahead log: a commit survives a kill and a power cut, or the next start reports its loss.
 
 A journal is a directory of numbered segments (`segment` has their bytes); what the records mean is
-the caller's. A commit is written with one call and synced before anybody is answered, so it is on
-disk as a whole or was never promised.
+the caller's. A commit is written with one call and synced before any request is answered, so it is
+on disk as a whole or was never acknowledged.
 
 What a start reads. The first record of a segment is a snapshot of everything before it, with the
 place and checksum of every body that may still be asked for, and the sizes of the segments sealed
@@ -11,64 +11,40 @@ of the others. A sealed segment that is missing or short is found at once (its l
 there is a next one); a changed body when it is read, by its checksum.
 
 What is refused. A commit that is torn at the end of the newest segment is cut off. Any other damage
-is a JournalError: the segment is copied to quarantine/ with a note of what is wrong, and neither
-moved nor changed. A disk that is full is DiskFull: the same commit can be tried again. A sync that
-fails is neither, as nobody knows then what is on disk: see SyncError.
+is a JournalError (see `quarantine`). A full disk is DiskFull: the same commit can be tried again. A
+sync that fails is neither, as the contents of the disk are unknown then: see SyncError.
 """
 
 import contextlib
-import errno
 import fcntl
 import logging
-import math
 import os
-import shutil
 import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from evolver_async.buffer.log import segment
-from evolver_async.errors import Unrecoverable
+from evolver_async.buffer.log import disk, segment
+from evolver_async.buffer.log.archive import Archive
+from evolver_async.buffer.log.quarantine import JournalError, damaged
 
 SEALED = struct.Struct("<IQ")  # number and bytes of a sealed segment
-REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Location = tuple[int, int, int, int]  # of a body: segment, offset, bytes, crc32
 
 log = logging.getLogger(__name__)
 
 
-class JournalError(Unrecoverable):
-    """The journal cannot be used; names file and offset."""
-
-
-class DiskFull(RuntimeError):
-    """Nothing of the commit is on disk; it can be tried again after `measure`."""
-
-
-class SyncError(RuntimeError):
-    """Nobody knows what is on disk: this process must end, the next one reads what is there."""
-
-
-def archive_bytes(archive: str) -> float:
-    """How much the archive may hold, from `buffer.archive`: none, all or a number of bytes."""
-    return {"none": 0, "all": math.inf}[archive] if archive in ("none", "all") else int(archive)
-
-
 class Journal:
-    """One process appends. `replay` must be read to its end before the first `append`.
-
-    Segments that are needed no more are deleted, or kept in archive/, `archive_bytes` at most.
-    """
+    """Journal of one writer. `replay` must be read to its end before the first `append`."""
 
     def __init__(self, directory: Path, segment_bytes: int, archive_bytes: float = 0) -> None:
         self.directory = directory
         self.segment_bytes = segment_bytes
-        self.archive_bytes = archive_bytes
+        self.archive = Archive(directory / "archive", archive_bytes)
         if not directory.exists():
             directory.mkdir(parents=True)
-            _sync_directory(directory.parent)
+            disk.sync_directory(directory.parent)
         self._lock = open(directory / "lock", "w")  # noqa: SIM115 (held until close)
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -77,7 +53,7 @@ class Journal:
             raise JournalError(f"{directory}: in use by another process") from error
         self.sizes = {int(path.stem): path.stat().st_size for path in directory.glob("*.log")}
         self.newest = max(self.sizes, default=0)
-        self.problem = ""  # why the last commit was refused
+        self.problem = ""  # the reason for which the last commit was refused
         self._sealed: dict[int, int] = {}
         self._snapshot_bytes = 0
         self._counted_from = 0
@@ -86,7 +62,7 @@ class Journal:
         self._pending_bytes = 0
         self._waits = False  # until the disk is measured again
         self._broken = False
-        self.free = self._free()
+        self.free = disk.free_bytes(self.directory)
 
     @property
     def size(self) -> int:
@@ -95,12 +71,12 @@ class Journal:
 
     @property
     def full_segment(self) -> bool:
-        """Whether so much was written since its snapshot that another one hardly counts."""
+        """True if the segment is so long that another snapshot hardly adds to it."""
         written = self.sizes[self.newest] - self._counted_from
         return written >= max(self.segment_bytes, 4 * self._snapshot_bytes)
 
     def replay(self) -> Iterator[tuple[memoryview, Location]]:
-        """The newest segment's snapshot and every record since: its head, and its body's place.
+        """Yield the newest segment's snapshot and every record since: head and place of the body.
 
         Cuts off a torn commit at the very end. Raises JournalError for other damage.
         """
@@ -131,18 +107,20 @@ class Journal:
             self._sync(self._fd, self.sizes[number])
 
     def check_sealed(self, first: int) -> None:
-        """JournalError unless the segments from `first` on are there in full."""
+        """Raise JournalError unless the segments from `first` on are complete."""
         for number in range(first, self.newest):
             size, sealed = self.sizes.get(number, 0), self._sealed.get(number, 1)
             if not size:
                 raise JournalError(f"{self._path(number)}: missing")
             if size < sealed:
-                raise self._damage(number, size, f"damaged, {sealed - size} bytes are missing")
+                raise damaged(
+                    self._path(number), size, f"damaged, {sealed - size} bytes are missing"
+                )
 
     def append(self, head: bytes, body: bytes = b"", crc: int | None = None) -> Location:
-        """Adds a record to the next commit; returns where its body will lie.
+        """Add a record to the next commit; return the location that its body will have.
 
-        `crc`: the CRC32 of the body, from whoever knows it already.
+        `crc`: the CRC32 of the body, if it is already known.
         """
         crc = zlib.crc32(body) if crc is None else crc
         parts = segment.record(head, body, crc)
@@ -152,33 +130,33 @@ class Journal:
         return self.newest, start + len(parts[0]), len(body), crc
 
     def commit(self) -> None:
-        """Writes and syncs what was appended. DiskFull where there is no room for it."""
+        """Write and sync the appended records. Raises DiskFull if there is no room."""
         if not self._pending:
             return
         if self._broken:
-            raise SyncError(f"{self._path(self.newest)}: not to be written after a failure")
+            raise disk.SyncError(f"{self._path(self.newest)}: not to be written after a failure")
         if self._waits:
-            raise DiskFull(self.problem)
+            raise disk.DiskFull(self.problem)
         data = segment.commit(self._pending)
         size = self.sizes[self.newest]
         try:
             self._write(self._fd, data, size)
-        except DiskFull as refusal:
+        except disk.DiskFull as refusal:
             self._refused(str(refusal))
             raise
         self._sync(self._fd, size)
         self.sizes[self.newest] += len(data)
         self._pending, self._pending_bytes = [], 0
-        self.free = self._free()
+        self.free = disk.free_bytes(self.directory)
         if self.problem:
             log.warning("%s: there is room again", self.directory)
             self.problem = ""
 
     def roll(self, snapshot: bytes) -> None:
-        """Begins a new segment with this record. Everything appended must be committed.
+        """Begin a new segment with this record. Everything appended must be committed.
 
-        DiskFull where there is no room for it; the old segment goes on then, and is full again when
-        as much has been written once more.
+        Raises DiskFull if there is no room; the old segment goes on then, and is full again when as
+        much has been written once more.
         """
         assert not self._pending, "roll between commits only"
         self._counted_from = self.sizes.get(self.newest, 0)
@@ -188,17 +166,17 @@ class Journal:
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         except OSError as error:
-            raise self._full(error) from error
+            raise disk.no_room(self.directory, error) from error
         try:
             self._write(fd, data, 0)
-        except DiskFull:
+        except disk.DiskFull:
             os.close(fd)
             path.unlink()
             raise
         self._sync(fd, 0)
-        _sync_directory(self.directory)
+        disk.sync_directory(self.directory)
         if self._fd >= 0:
-            with contextlib.suppress(OSError):  # what it says is checked, not needed
+            with contextlib.suppress(OSError):  # the seal is checked if present, not required
                 os.write(self._fd, segment.SEAL)
             os.close(self._fd)
         self._fd = fd
@@ -206,22 +184,16 @@ class Journal:
         self.sizes[self.newest] = self._snapshot_bytes = self._counted_from = len(data)
 
     def drop(self, before: int) -> None:
-        """Deletes the segments older than `before`, or moves them to archive/."""
+        """Delete the segments older than `before`, or move them to the archive."""
         for number in sorted(self.sizes):
             if number >= min(before, self.newest):
                 break
-            path = self._path(number)
-            if self.archive_bytes:
-                (self.directory / "archive").mkdir(exist_ok=True)
-                path.rename(self.directory / "archive" / path.name)
-            else:
-                path.unlink()
+            self.archive.remove(self._path(number))
             del self.sizes[number]
-        if self.archive_bytes not in (0, math.inf):
-            self._trim_archive()
+        self.archive.trim()
 
     def read(self, location: Location) -> bytes:
-        """The body at a location of a committed record; JournalError unless it is as written."""
+        """Read the body of a committed record. Raises JournalError if it is not as written."""
         number, offset, size, crc = location
         try:
             fd = os.open(self._path(number), os.O_RDONLY)
@@ -232,16 +204,20 @@ class Journal:
         finally:
             os.close(fd)
         if len(data) != size:
-            raise self._damage(number, offset, f"damaged, {len(data)} of {size} bytes are there")
+            raise damaged(
+                self._path(number), offset, f"damaged, {len(data)} of {size} bytes are there"
+            )
         if zlib.crc32(data) != crc:
-            raise self._damage(
-                number, offset, f"damaged, a body of {size} bytes has the wrong checksum"
+            raise damaged(
+                self._path(number),
+                offset,
+                f"damaged, a body of {size} bytes has the wrong checksum",
             )
         return data
 
     def measure(self) -> None:
-        """Looks again how much space the disk has; a refused commit may be tried again."""
-        self.free = self._free()
+        """Measure the free space again; a refused commit may then be tried again."""
+        self.free = disk.free_bytes(self.directory)
         self._waits = False
 
     def end(self) -> str:
@@ -259,9 +235,9 @@ class Journal:
         self._lock.close()
 
     def _begun(self) -> int:
-        """The newest segment where its snapshot was never committed, which is none any more; or 0.
+        """Return the newest segment if its snapshot was never committed, and discount it; else 0.
 
-        JournalError where it cannot be one that a crash left unfinished.
+        Raises JournalError if a crash cannot have left it so.
         """
         number = self.newest
         if not number:
@@ -272,39 +248,20 @@ class Journal:
         del self.sizes[number]
         self.newest = max(self.sizes, default=0)
         if self.newest != number - 1:
-            raise self._damage(number, 0, "damaged, its first commit is cut short")
+            raise damaged(self._path(number), 0, "damaged, its first commit is cut short")
         return number
 
     def _lacks_next(self, number: int, begun: int) -> JournalError:
         if begun:
-            return self._damage(begun, 0, "damaged, its first commit is cut short")
+            return damaged(self._path(begun), 0, "damaged, its first commit is cut short")
         name = self._path(number).name
         return JournalError(f"{self._path(number + 1)}: missing, {name} says that it was begun")
 
     def _payload_end(self, number: int, data: memoryview, offset: int) -> int | None:
         try:
             return segment.payload_end(data, offset)
-        except segment.Damage as damage:
-            raise self._damage(number, damage.offset, str(damage)) from None
-
-    def _damage(self, number: int, offset: int, cause: str) -> JournalError:
-        """Keeps a copy of the segment as it is now, with a note; returns the error to raise."""
-        path = self._path(number)
-        words = f"{path} at {offset}: {cause}"
-        copy = self.directory / "quarantine" / path.name
-        try:
-            copy.parent.mkdir(exist_ok=True)
-            if not copy.exists():
-                try:
-                    shutil.copyfile(path, copy)
-                except OSError:
-                    copy.unlink(missing_ok=True)
-                    os.link(path, copy)  # needs no room
-            with open(copy.with_suffix(".txt"), "a", encoding="utf-8") as note:
-                note.write(NOTE.format(words=words, copy=copy, path=path, offset=offset))
-        except OSError as error:
-            log.error("%s: could not be quarantined: %s", path, error)
-        return JournalError(f"{words}; a copy is in {copy.parent}")
+        except segment.SegmentDamage as damage:
+            raise damaged(self._path(number), damage.offset, str(damage)) from None
 
     def _cut(self, number: int, offset: int, end: int) -> None:
         path = self._path(number)
@@ -313,7 +270,7 @@ class Journal:
         self.sizes[number] = offset
 
     def _write(self, fd: int, data: bytes, size: int) -> None:
-        """All of it at the end of a file of `size` bytes, or the file is as before."""
+        """Append all bytes to a file of `size` bytes, or leave the file as it was."""
         left = memoryview(data)
         try:
             while left:
@@ -321,7 +278,7 @@ class Journal:
         except OSError as error:
             self._broken = True
             os.ftruncate(fd, size)
-            refusal = self._full(error)
+            refusal = disk.no_room(self.directory, error)
             self._broken = False
             raise refusal from error
 
@@ -332,48 +289,13 @@ class Journal:
         except OSError as error:
             self._broken = True
             with contextlib.suppress(OSError):
-                os.ftruncate(fd, size)  # nobody may take for durable what is only in memory
-            raise SyncError(f"{self.directory}: could not be synced: {error}") from error
-
-    def _full(self, error: OSError) -> DiskFull:
-        """Raises the error itself where it says anything but that there is no room."""
-        if error.errno not in REFUSED:
-            raise error
-        return DiskFull(f"{self.directory}: {os.strerror(error.errno or 0).lower()}")
+                os.ftruncate(fd, size)  # data in memory alone must not pass for durable
+            raise disk.SyncError(f"{self.directory}: could not be synced: {error}") from error
 
     def _refused(self, problem: str) -> None:
         if problem != self.problem:
             log.error("%s; nothing is acknowledged until there is room", problem)
         self.problem, self.free, self._waits = problem, 0, True
 
-    def _trim_archive(self) -> None:
-        paths = sorted((self.directory / "archive").glob("*.log"))
-        size = sum(path.stat().st_size for path in paths)
-        for path in paths:
-            if size <= self.archive_bytes:
-                return
-            size -= path.stat().st_size
-            path.unlink()
-
-    def _free(self) -> int:
-        disk = os.statvfs(self.directory)
-        return disk.f_bavail * disk.f_frsize
-
     def _path(self, number: int) -> Path:
         return self.directory / f"{number:08d}.log"
-
-
-NOTE = """{words}
-{copy} is the file as it was found. The run does not start with this file as it is. Put an intact
-copy in its place if there is one. Only where the machine lost its power in the very last commit of
-the newest segment, nobody was told of that commit, and it can be cut off:
-    truncate -s {offset} {path}
-"""
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

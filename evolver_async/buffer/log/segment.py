@@ -1,4 +1,4 @@
-"""The bytes of one journal segment: commits, records, checksums; what is torn, what is damaged.
+"""Byte format of one journal segment: commits, records, checksums; torn and damaged commits.
 
     commit    [payload bytes u32][crc32 of these four bytes u32] payload [crc32 u32][0xA5]
     payload   records, one after another
@@ -12,7 +12,7 @@ leaves it short or, where the file system had made room beforehand, with zeros a
 ends in a zero, so one that ends as it should was written to its end: a wrong checksum in it is
 damage, in the very last commit too. Two cases cannot be told apart from the bytes. Damage that cuts
 off or zeroes the end of the last commit looks torn. A power cut within the last commit, of which
-nobody was told, looks like damage where its end came to the disk before its middle.
+which was never acknowledged, looks like damage if its end reached the disk before its middle.
 """
 
 import struct
@@ -27,8 +27,8 @@ LAST = 0xA5
 Place = tuple[int, int, int]  # of a body: offset, bytes, crc32
 
 
-class Damage(ValueError):
-    """What cannot be the work of a crash, and the offset of the commit that it is in."""
+class SegmentDamage(ValueError):
+    """Damage that a crash cannot cause, with the offset of its commit."""
 
     def __init__(self, offset: int, cause: str) -> None:
         super().__init__(cause)
@@ -36,12 +36,12 @@ class Damage(ValueError):
 
 
 def record(head: bytes, body: bytes, crc: int) -> list[bytes]:
-    """The two parts of one record, the second one its body, whose checksum is `crc`."""
+    """Encode a record in two parts; the second one is its body, whose checksum is `crc`."""
     return [RECORD.pack(len(head), len(body), crc) + head, body]
 
 
 def commit(parts: list[bytes]) -> bytes:
-    """The commit of these records' parts."""
+    """Encode a commit of these records' parts."""
     crc = zlib.crc32(b"".join(parts[::2]))
     size = struct.pack("<I", sum(map(len, parts)))
     header = size + struct.pack("<I", zlib.crc32(size))
@@ -52,7 +52,10 @@ SEAL = commit([])
 
 
 def payload_end(data: memoryview, offset: int) -> int | None:
-    """Where the payload of the commit at `offset` ends; None when it is torn. Raises Damage."""
+    """Return the end of the payload of the commit at `offset`, None if it is torn.
+
+    Raises SegmentDamage.
+    """
     rest = data[offset:]
     if len(rest) < COMMIT.size:
         return None
@@ -60,7 +63,7 @@ def payload_end(data: memoryview, offset: int) -> int | None:
     if zlib.crc32(rest[:4]) != crc:
         if not any(rest[COMMIT.size :]):
             return None
-        raise Damage(offset, "damaged, the length of a commit is not to be trusted")
+        raise SegmentDamage(offset, "damaged, the length of a commit is not to be trusted")
     end = COMMIT.size + length
     if len(rest) < end + END.size:
         return None
@@ -68,11 +71,11 @@ def payload_end(data: memoryview, offset: int) -> int | None:
         return offset + end
     if not any(rest[end + END.size - 1 :]):
         return None
-    raise Damage(offset, f"damaged, a commit of {length} bytes has the wrong checksum")
+    raise SegmentDamage(offset, f"damaged, a commit of {length} bytes has the wrong checksum")
 
 
 def _checksum(payload: memoryview) -> int | None:
-    """What the last checksum of a commit should be; None where a body has another than its own."""
+    """Compute the last checksum of a commit, None if the checksum of a body does not match."""
     crc = start = 0
     while start < len(payload):
         if len(payload) - start < RECORD.size:
@@ -88,7 +91,7 @@ def _checksum(payload: memoryview) -> int | None:
 
 
 def records(data: memoryview, start: int, end: int) -> Iterator[tuple[memoryview, Place]]:
-    """The heads in a payload that was found intact, and where their bodies lie."""
+    """Yield the heads in an intact payload, and the places of their bodies."""
     while start < end:
         head_bytes, body_bytes, crc = RECORD.unpack_from(data, start)
         head = start + RECORD.size

@@ -1,20 +1,20 @@
-"""The durable state with its journal: what is recorded is applied, what is read back is the same.
+"""State and journal together: every record is appended and applied; a start replays the records.
 
-Also keeps the trajectories of live groups in memory; others are read from the journal when asked
-for.
+Trajectories of live groups stay in memory; others are read from the journal on demand.
 """
 
 import logging
 
 import msgspec
 
-from evolver_async.buffer.log.journal import DiskFull, Journal, JournalError
+from evolver_async.buffer.log.disk import DiskFull
+from evolver_async.buffer.log.journal import Journal
+from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.state import records
-from evolver_async.buffer.state.censoring import Censoring, Change
-from evolver_async.buffer.state.groups import ZERO_SPREAD, Held, Location, end_of
-from evolver_async.buffer.state.groups import State as GroupState
+from evolver_async.buffer.state.censoring import Censoring, GroupChange
+from evolver_async.buffer.state.groups import ZERO_SPREAD, GroupState, HeldGroup, Location, ending
 from evolver_async.buffer.state.leases import Leases
-from evolver_async.buffer.state.machine import State
+from evolver_async.buffer.state.machine import BufferState
 from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
 from evolver_async.schema import Trajectory
 
@@ -23,21 +23,21 @@ NO_BODY = Parcel(b"", 0)
 log = logging.getLogger(__name__)
 
 
-class Book:
+class BufferStore:
     """State, journal and leases of one buffer. Opens the journal and replays it.
 
-    Leases begin anew at `now`: to whomever a missing member was granted last.
+    Leases begin anew at `now`, with the actors that missing members were granted to last.
     """
 
-    def __init__(self, state: State, journal: Journal, leases: Leases, now: float) -> None:
+    def __init__(self, state: BufferState, journal: Journal, leases: Leases, now: float) -> None:
         self.state = state
         self.replay = state.replay
         self.journal = journal
         self.leases = leases
         self.bodies: dict[int, dict[int, Trajectory]] = {}
         self.censoring = Censoring()
-        self.now = now  # when what is being recorded happens
-        self.spare = True  # whether segments may have become dispensable since the last commit
+        self.now = now  # the time of the next record
+        self.spare = True  # segments may have become dispensable since the last commit
         for head, location in journal.replay():
             try:
                 state.apply(records.decode(head), location)
@@ -51,7 +51,7 @@ class Book:
             self._lease_again(held, now)
 
     def record(self, record: records.AnyRecord, trajectory: Trajectory | None = None) -> None:
-        """Appends to the journal and applies; durable after the next `commit`."""
+        """Append to the journal and apply; durable after the next `commit`."""
         body = NO_BODY if trajectory is None else wrap(trajectory)
         location = self.journal.append(records.encode(record), *body)
         before = self._concerned(record)
@@ -62,9 +62,9 @@ class Book:
             group[trajectory.member] = trajectory
 
     def commit(self) -> None:
-        """Puts everything recorded so far on disk; then segments begin and go as they must.
+        """Write all records so far to disk; then begin and drop segments as needed.
 
-        DiskFull: nothing of it is there, and it can be tried again.
+        Raises DiskFull: nothing was written, and it can be tried again.
         """
         self.journal.commit()
         if self.journal.full_segment:
@@ -78,36 +78,38 @@ class Book:
             self.spare = False
 
     def evict(self, groups: list[int], reason: str) -> None:
-        """These groups end here."""
+        """End these groups for `reason`."""
         if groups:
             self.record(records.Evicted(groups=groups, reason=reason))
         for group_id in groups:
             self.forget(group_id)
 
     def forget(self, group_id: int) -> None:
-        """Nobody works on a group any more and nobody is about to train it."""
+        """Drop the leases and the cached trajectories of a group."""
         self.leases.close(group_id)
         self.bodies.pop(group_id, None)
 
     def sweep(self, cause: str = "") -> None:
-        """Evicts what has become too old: open groups for their age, ready ones as stale, or both
-        for a `cause` that is not the tasks'. And what dynamic sampling leaves out, where the record
-        that said so was lost."""
+        """Evict groups that are too old: open ones for their age, ready ones as stale.
+
+        A `cause` that is not the tasks' replaces both reasons. Groups that dynamic sampling leaves
+        out are evicted as well: the record of it may have been lost.
+        """
         replay = self.replay
-        for groups, reason, falls in (
+        for groups, reason, applies in (
             (replay.by_state["open"], cause or "age", replay.too_old),
             (replay.by_state["ready"], cause or "stale", replay.too_old),
-            (replay.by_state["ready"], ZERO_SPREAD, replay.pointless),
+            (replay.by_state["ready"], ZERO_SPREAD, replay.lacks_spread),
         ):
-            self.evict([g for g, held in groups.items() if falls(held)], reason)
+            self.evict([g for g, held in groups.items() if applies(held)], reason)
 
     def forget_gone(self) -> None:
-        """Forgets the groups that are held no more."""
+        """Forget the groups that are held no more."""
         known = {*self.bodies, *self.leases.vacant, *(lease.group_id for lease in self.leases)}
         for group_id in known - self.replay.at.groups.keys():
             self.forget(group_id)
 
-    def trajectories(self, held: Held) -> list[Trajectory]:
+    def trajectories(self, held: HeldGroup) -> list[Trajectory]:
         """The members of a group in order, from memory or from the journal."""
         bodies = self.bodies.get(held.group_id, {})
         return [
@@ -119,7 +121,7 @@ class Book:
         *_, crc = location
         return unwrap(Parcel(self.journal.read(location), crc))
 
-    def _concerned(self, record: records.AnyRecord) -> dict[int, tuple[Held, GroupState]]:
+    def _concerned(self, record: records.AnyRecord) -> dict[int, tuple[HeldGroup, GroupState]]:
         """The groups that a record may end or bring back, each with its state before it."""
         at = self.replay.at
         match record:
@@ -127,25 +129,25 @@ class Book:
                 groups = record.groups
             case records.Reported():
                 groups = at.takes[record.take].groups
-            case records.Resumed():
+            case records.LineageStarted():
                 groups = [group_id for taken in at.takes.values() for group_id in taken.groups]
             case _:
                 return {}
         return {group_id: (at.groups[group_id], at.groups[group_id].state) for group_id in groups}
 
     def _note_changes(
-        self, before: dict[int, tuple[Held, GroupState]], record: records.AnyRecord
+        self, before: dict[int, tuple[HeldGroup, GroupState]], record: records.AnyRecord
     ) -> None:
-        """For the censoring report."""
+        """Tell the censoring report of groups that ended or are held again."""
         evicted_for = record.reason if isinstance(record, records.Evicted) else ""
         for held, state in before.values():
             if held.kind != "rollout" or (state == "closed") == (held.state == "closed"):
                 continue
             fate, reason = None, ""
             if held.state == "closed":
-                fate, reason = end_of(held, evicted_for)
+                fate, reason = ending(held, evicted_for)
             leases = self.leases.of_group(held.group_id)
-            change = Change(
+            change = GroupChange(
                 group_id=held.group_id,
                 env=held.task.env,
                 fate=fate,
@@ -155,7 +157,7 @@ class Book:
             )
             self.censoring.follow(change)
 
-    def _lease_again(self, held: Held, now: float) -> None:
+    def _lease_again(self, held: HeldGroup, now: float) -> None:
         tickets: dict[tuple[str, int], list[int]] = {}
         for member in held.missing:
             owner = held.owners[member]

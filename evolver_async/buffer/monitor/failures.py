@@ -1,20 +1,20 @@
-"""Failures of agents, environments, endpoints and the policy: totals of the run, and its end.
+"""Failures of agents, environments, endpoints and the policy: totals, and the run's limit.
 
-Pure: time is an argument. Actors count and tell totals since their start; here they are added up by
-kind and name, with the last error of each. Everything kept is bounded, whatever is told.
+Pure: time is an argument. Actors report totals since their start; they are added up here by kind
+and name, with the last error of each. All memory is bounded, whatever is reported.
 """
 
 import msgspec
 
 from evolver_async.protocol.failures import FailureTotal
 
-MOST_KEPT = 32  # things with failures of their own; the one that failed longest ago goes
-MOST_TOLD = 4096  # totals of single processes
+MOST_KEPT = 32  # kinds and names; the one that failed longest ago is dropped
+MOST_REPORTED = 4096  # totals of single processes
 PATIENCE_S = 30.0  # an outage that is over within this time ends no run
 
 
-class Kept(msgspec.Struct):
-    """The failures of one thing, told last by `actor` at `at`."""
+class FailureEntry(msgspec.Struct):
+    """Failures of one kind and name, reported last by `actor` at time `at`."""
 
     total: FailureTotal
     actor: str
@@ -25,55 +25,55 @@ class Failures:
     """The failures of one run. `most`: lost episodes that end it (0: none does)."""
 
     def __init__(self, most: int) -> None:
-        self.kept: dict[tuple[str, str], Kept] = {}
+        self.kept: dict[tuple[str, str], FailureEntry] = {}
         self._most = most
-        self._told: dict[tuple[str, str, str], int] = {}  # by process, kind and name
+        self._reported: dict[tuple[str, str, str], int] = {}  # by process, kind and name
         self._counts: dict[str, int] = {}  # by kind
-        self._lost = 0  # episodes that came to nothing, in the whole run
-        self._in_row = 0  # of these, since a group was finished last
-        self._since = 0.0  # when the first of them was lost
+        self._lost = 0  # failed episodes of the whole run
+        self._in_row = 0  # failed episodes since a group was last finished
+        self._since = 0.0  # time of the first of them
 
     def begin(self, actor: str) -> None:
-        """A new process of this name counts anew."""
-        self._told = {key: count for key, count in self._told.items() if key[0] != actor}
+        """Reset the totals of this name: a new process counts from 0."""
+        self._reported = {key: count for key, count in self._reported.items() if key[0] != actor}
 
     def take_in(self, actor: str, totals: list[FailureTotal], now: float) -> None:
-        """Add what a process tells; totals that are not above those told before change nothing."""
-        for told in totals:
-            name = plain(told.name)
-            place = (actor, told.kind, name)
-            more = told.count - self._told.get(place, 0)
+        """Add the increase of a process's totals over those it reported before."""
+        for total in totals:
+            name = plain(total.name)
+            source = (actor, total.kind, name)
+            more = total.count - self._reported.get(source, 0)
             if more <= 0:
                 continue
-            self._told.pop(place, None)
-            self._told[place] = told.count
-            if len(self._told) > MOST_TOLD:
-                del self._told[next(iter(self._told))]
-            self._counts[told.kind] = self._counts.get(told.kind, 0) + more
-            before = self.kept.pop((told.kind, name), None)
-            total = FailureTotal(
-                kind=told.kind,
+            self._reported.pop(source, None)
+            self._reported[source] = total.count
+            if len(self._reported) > MOST_REPORTED:
+                del self._reported[next(iter(self._reported))]
+            self._counts[total.kind] = self._counts.get(total.kind, 0) + more
+            before = self.kept.pop((total.kind, name), None)
+            summed = FailureTotal(
+                kind=total.kind,
                 name=name,
-                error=plain(told.error),
+                error=plain(total.error),
                 count=min(1 << 53, more + (before.total.count if before else 0)),
             )
-            self.kept[told.kind, name] = Kept(total, actor, now)
+            self.kept[total.kind, name] = FailureEntry(summed, actor, now)
             if len(self.kept) > MOST_KEPT:
                 del self.kept[next(iter(self.kept))]
 
     def lose(self, episodes: int, now: float) -> None:
-        """Episodes of a ticket came to nothing."""
+        """Count failed episodes of a ticket."""
         if not self._in_row:
             self._since = now
         self._lost += episodes
         self._in_row += episodes
 
     def finish(self) -> None:
-        """A group was finished: not everything fails."""
+        """Reset the failures in a row: a group was finished."""
         self._in_row = 0
 
-    def verdict(self, playing: int, now: float) -> str:
-        """The reason for which the run cannot go on; "" while it can.
+    def reason_to_stop(self, playing: int, now: float) -> str:
+        """The reason for which the run cannot go on, "" if it can.
 
         Each of the `playing` episodes may fail once beyond `most`: where many begin together, many
         can fail before the first group could be finished.
@@ -90,15 +90,15 @@ class Failures:
     def last(self) -> str:
         """The newest failure in words."""
         if not self.kept:
-            return "no process has told an error"
+            return "no process has reported an error"
         return str(self.kept[next(reversed(self.kept))].total)
 
     def totals(self) -> list[FailureTotal]:
-        """By kind and name, the newest first."""
+        """Totals by kind and name, the newest first."""
         return [kept.total for kept in reversed(self.kept.values())]
 
     def report(self, now: float) -> list[dict[str, object]]:
-        """The same for STATUS: plain values."""
+        """Totals for STATUS as plain values."""
         return [
             {
                 "kind": kept.total.kind,
@@ -112,7 +112,7 @@ class Failures:
         ]
 
     def counters(self) -> dict[str, float]:
-        """Totals by metric name, of the kinds that there were."""
+        """Totals by metric name, of the kinds that occurred."""
         counted = {f"failures/{kind}": float(count) for kind, count in self._counts.items()}
         return counted | ({"failures/episodes": float(self._lost)} if self._lost else {})
 

@@ -1,4 +1,4 @@
-"""Who was heard when, what they hand in per second, and what they are waiting for."""
+"""Per-process activity: last contact, throughput, reason for waiting."""
 
 import sys
 from collections import deque
@@ -20,9 +20,9 @@ class Peer(msgspec.Struct):
     """One process. `bins` holds (second, trajectories, tokens) of the last minute.
 
     `generated`: tokens that processes of this name sampled while this buffer listened; `reported`:
-    what the present one said last, None before its first word. `left`: it has said that it leaves.
-    `doing`: what held up its slowest ticket, and when it said so. `behind_since`: since when
-    its `weights` have been too old and the same.
+    the last report of the present one, None before the first. `left`: it has announced its end.
+    `doing`: the activity that held up its slowest ticket, and the time of that report.
+    `behind_since`: the time since which its `weights` have been too old and the same.
     """
 
     first: float
@@ -35,32 +35,32 @@ class Peer(msgspec.Struct):
     doing: tuple[str, float] | None = None
     weights: WeightId | None = None
     behind_since: float | None = None
-    counters: dict[str, float] = {}  # what it last told to count, by metric name
+    counters: dict[str, float] = {}  # its last report, by metric name
 
     def count(self, tokens: int, now: float) -> None:
-        """It handed in a trajectory with so many ACTION tokens."""
+        """Count a trajectory with so many ACTION tokens."""
         if not self.bins or self.bins[-1][0] != int(now):
             self.bins.append([int(now), 0, 0])
         self.bins[-1][1] += 1
         self.bins[-1][2] += tokens
 
     def greet(self) -> None:
-        """It begins: all that it will have sampled is new, and it waits for nothing yet."""
+        """Note a new process: its tokens count from 0, and it waits for nothing yet."""
         self.waits, self.doing, self.behind_since = {}, None, None
         if self.reported is None:
             self.reported = 0
 
     def report(self, generated: int) -> None:
-        """It has sampled so many tokens since its start; fewer than before means it began anew.
+        """Add the tokens sampled since its last report; fewer than before means a new process.
 
-        Of a process that was there before this buffer only what comes from now on counts.
+        For a process older than this buffer, counting begins with its first report.
         """
         before = generated if self.reported is None else self.reported
         self.generated += generated - before if generated >= before else generated
         self.reported = generated
 
     def hold(self, weights: WeightId | None, behind: bool, now: float) -> None:
-        """It has these weights; `behind`: it should have newer ones."""
+        """Note its weights; `behind`: it should have newer ones."""
         if not behind:
             self.behind_since = None
         elif self.behind_since is None or weights != self.weights:
@@ -79,10 +79,10 @@ class Peer(msgspec.Struct):
 
 
 class Activity:
-    """The processes that have spoken to the buffer, which began to listen at `began`.
+    """Processes that have contacted the buffer, which began to listen at `began`.
 
-    `learner` is the one that last asked for a take. `departed` and `departed_tokens`: the sums of
-    what actors counted that are forgotten, or were restarted, so that totals stay true.
+    `learner` is the one that last asked for a take. `departed` and `departed_tokens` hold the sums
+    of actors that were forgotten or restarted: totals never fall.
     """
 
     def __init__(self, began: float = 0.0) -> None:
@@ -90,7 +90,7 @@ class Activity:
         self.peers: dict[str, Peer] = {}  # the longest silent first
         self.actors: set[str] = set()
         self.learner: str | None = None
-        self.metrics: dict[str, None] = {}  # names, in the order in which they were first told
+        self.metrics: dict[str, None] = {}  # names, in the order of their first report
         self.departed: dict[str, float] = {}
         self.departed_tokens = 0
 
@@ -103,8 +103,7 @@ class Activity:
         return peer
 
     def forget(self, now: float) -> None:
-        """Forget the processes that are silent: after an hour those that have a part in the run,
-        after a minute those that have left and visitors."""
+        """Forget silent processes: participants after an hour, others after a minute."""
         for name, peer in list(self.peers.items()):
             silent_s = now - peer.seen
             if silent_s <= WINDOW_S:
@@ -116,18 +115,18 @@ class Activity:
     def _drop(self, name: str) -> None:
         peer = self.peers.pop(name)
         self.departed_tokens += peer.generated
-        if name in self.actors:  # others tell what is the case now, which it is no longer
+        if name in self.actors:  # other processes report gauges, which end with them
             self.fold(peer)
         self.actors.discard(name)
 
     def fold(self, peer: Peer) -> None:
-        """Its counters end here: the process is gone, or begins anew."""
+        """Add its counters to those of departed processes: it is gone, or begins anew."""
         for name, value in peer.counters.items():
             self.departed[name] = _sum(self.departed.get(name, 0.0), value)
         peer.counters = {}
 
-    def tell(self, name: str, values: dict[str, float]) -> str | None:
-        """Take in what a process counts; the reason if it is refused."""
+    def store_counters(self, name: str, values: dict[str, float]) -> str | None:
+        """Store the counters of a process; return the reason if they are refused."""
         if len(values) > METRICS:
             return f"values: {len(values)} metrics, at most {METRICS} are taken"
         long = next((metric for metric in values if len(metric) > NAME_CHARS), None)
@@ -140,7 +139,7 @@ class Activity:
         return None
 
     def waits(self, name: str, request: str, reason: str, now: float) -> None:
-        """`name` was told to wait; its waiting time goes on if it was waiting already."""
+        """Note that `name` waits; its waiting time goes on if it was waiting already."""
         waits = self.peers[name].waits
         reason = reason[:REASON_CHARS]
         waits[request] = (reason, waits.get(request, (reason, now))[1])
@@ -148,26 +147,26 @@ class Activity:
     def served(self, name: str, request: str) -> None:
         self.peers[name].waits.pop(request, None)
 
-    def works(self, name: str) -> Peer:
-        """The actor of this name, which is here to work."""
+    def activate(self, name: str) -> Peer:
+        """Register the actor of this name as active."""
         self.actors.add(name)
         peer = self.peers[name]
         peer.left = False
         return peer
 
-    def leaves(self, name: str) -> None:
-        """The actor asks for nothing any more."""
+    def depart(self, name: str) -> None:
+        """Note that the actor asks for nothing any more."""
         peer = self.peers[name]
         peer.left = True
         peer.behind_since = None
         self.served(name, "lease")
 
     def alive(self, now: float, within_s: float) -> int:
-        """Actors heard within so many seconds that have not said that they leave."""
+        """Number of actors heard within so many seconds that have not announced their end."""
         return sum(self._here(name, now, within_s) for name in self.actors)
 
     def asking(self, now: float, within_s: float) -> set[str]:
-        """Those of them that wait for tickets."""
+        """Names of the living actors that wait for tickets."""
         return {
             name
             for name in self.actors
@@ -179,12 +178,12 @@ class Activity:
         return not peer.left and now - peer.seen <= within_s
 
     def generated(self) -> int:
-        """Tokens that all actors have sampled, as far as they have said."""
-        told = sum(peer.generated for peer in self.peers.values())
-        return min(self.departed_tokens + told, LARGEST_COUNT)
+        """Tokens that all actors have sampled, as far as reported."""
+        present = sum(peer.generated for peer in self.peers.values())
+        return min(self.departed_tokens + present, LARGEST_COUNT)
 
     def counters(self) -> dict[str, float]:
-        """The counts of all processes, added up by name; finite whatever they tell."""
+        """Counters of all processes, added up by name; finite whatever they report."""
         sums = dict(self.departed)
         for peer in self.peers.values():
             for name, value in peer.counters.items():
@@ -192,12 +191,12 @@ class Activity:
         return sums
 
     def learner_waits(self, now: float) -> str:
-        """The learner and since when it has been silent, in words."""
+        """Describe the learner and the time since its last request."""
         if self.learner is None:
             return "the learner, not heard yet"
         return f"{self.learner}, last heard {now - self.peers[self.learner].seen:.1f} s ago"
 
 
 def _sum(one: float, other: float) -> float:
-    """The sum of two finite numbers, finite: an infinite one could not be sent."""
+    """Add two finite numbers and keep the sum finite: infinity cannot be sent."""
     return max(-LARGEST, min(LARGEST, one + other))

@@ -1,7 +1,7 @@
-"""Who makes no progress, why, and for how long: what STATUS, the log and the metrics say of it.
+"""Stalls: processes without progress, their reasons and durations, for STATUS, log and metrics.
 
-Pure: time is an argument. Members, actors, weights and the learner are looked at; whoever is not
-named here either moves or waits for somebody who is.
+Pure: time is an argument. Members, actors, weights and the learner are examined; a process that is
+not listed either makes progress or waits for one that is.
 """
 
 from collections.abc import Iterable
@@ -18,10 +18,9 @@ PARKED_S = 6.0  # a parked LEASE may speak of weights that its sender has replac
 
 
 class Stall(msgspec.Struct, frozen=True):
-    """Something that has not moved for `for_s` seconds.
+    """A process, `who`, without progress for `for_s` seconds.
 
-    `who`: the process that would have to move. `about`: group, weights, take or life; it tells
-    apart what one process is late with.
+    `about` (group, weights, take or life) distinguishes several stalls of one process.
     """
 
     who: str
@@ -37,7 +36,7 @@ class Stall(msgspec.Struct, frozen=True):
 def find(
     replay: Replay, leases: Leases, activity: Activity, now: float, warn_s: float
 ) -> list[Stall]:
-    """Everybody who has made no progress for longer than `warn_s`, the longest first."""
+    """List the stalls that last longer than `warn_s`, the longest first."""
     found = [
         *_actors(leases, activity, now, warn_s),
         *_learner(replay, activity, now, warn_s),
@@ -91,12 +90,12 @@ def _learner(replay: Replay, activity: Activity, now: float, warn_s: float) -> I
 
 
 class Stalls:
-    """The stalls of one buffer, followed: which deserve a line now, which there were in a step."""
+    """Stalls of one buffer over time: lines for the log, counts for the metrics."""
 
     def __init__(self, replay: Replay, leases: Leases, activity: Activity, warn_s: float) -> None:
         self._of = (replay, leases, activity)
         self._warn_s = warn_s
-        self._said: dict[tuple[str, str], tuple[Stall, float]] = {}
+        self._logged: dict[tuple[str, str], tuple[Stall, float]] = {}
         self._longest: dict[tuple[str, str], float] = {}  # since the last `counters`
 
     def find(self, now: float) -> list[Stall]:
@@ -108,24 +107,24 @@ class Stalls:
         return found
 
     def lines(self, now: float) -> list[str]:
-        """What is worth a line: a stall when it is found, then once a minute, and its end."""
+        """Lines for the log: a stall when it is found, then once a minute, and its end."""
         found = {(stall.who, stall.about): stall for stall in self.find(now)}
         lines = []
         for place, stall in found.items():
-            _, said_at = self._said.get(place, (stall, now - REPEAT_S))
-            if now - said_at >= REPEAT_S:
+            _, logged_at = self._logged.get(place, (stall, now - REPEAT_S))
+            if now - logged_at >= REPEAT_S:
                 lines.append(stall.text)
-                said_at = now
-            self._said[place] = (stall, said_at)
+                logged_at = now
+            self._logged[place] = (stall, logged_at)
         still = {stall.who for stall in found.values()}
-        for place in self._said.keys() - found.keys():
-            stall, _ = self._said.pop(place)
+        for place in self._logged.keys() - found.keys():
+            stall, _ = self._logged.pop(place)
             if stall.who not in still:  # else it has only got worse
                 lines.append(f"{stall.who} goes on after {stall.for_s:.0f} s: {stall.what}")
         return lines
 
     def counters(self, now: float) -> dict[str, float]:
-        """How many stalls there were since the last call, and the longest of them in seconds."""
+        """Count the stalls since the last call; give the longest of them in seconds."""
         self.find(now)
         longest, self._longest = self._longest, {}
         return {

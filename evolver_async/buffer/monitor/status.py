@@ -1,4 +1,4 @@
-"""What the buffer says about itself: why somebody waits, the STATUS reply, the counters."""
+"""Reports of the buffer: reasons for waiting, the STATUS reply, the counters."""
 
 from collections import Counter
 
@@ -9,22 +9,22 @@ from evolver_async.buffer.monitor.failures import Failures
 from evolver_async.buffer.monitor.peers import Activity
 from evolver_async.buffer.monitor.stalls import Stalls
 from evolver_async.buffer.state.censoring import Censoring
-from evolver_async.buffer.state.groups import Held
+from evolver_async.buffer.state.groups import HeldGroup
 from evolver_async.buffer.state.leases import Leases
-from evolver_async.buffer.state.ledger import CLOSED, DOOR, Amount
-from evolver_async.buffer.state.machine import State
+from evolver_async.buffer.state.ledger import CLOSED, REFUSED, Amount
+from evolver_async.buffer.state.machine import BufferState
 
 SHOWN = 32  # groups, evaluations and environments
 PEERS_SHOWN = 256  # also stalls and quarantined tasks; the newest heard
 TEXT_CHARS = 500
 
 
-class Status:
-    """Reads the parts of the service; changes nothing."""
+class StatusReport:
+    """Reports on the parts of the service; changes nothing."""
 
     def __init__(
         self,
-        state: State,
+        state: BufferState,
         leases: Leases,
         journal: Journal,
         activity: Activity,
@@ -41,10 +41,10 @@ class Status:
         self.stalls = stalls
         self.failures = failures
         self.lease_s = lease_s
-        self._sampled_before = state.ledger.sampled_tokens()  # in the journal, by whomever
+        self._sampled_before = state.ledger.sampled_tokens()  # of earlier buffer processes
 
     def admission(self, now: float) -> str:
-        """Why no further group fits, and who can change that."""
+        """The reason for which no further group fits, and the process that can change it."""
         replay = self.state.replay
         if replay.numbers.kind == "rollout" and replay.at.head is None:
             return "no learner has announced itself yet"
@@ -54,7 +54,7 @@ class Status:
         )
 
     def take(self, now: float) -> str:
-        """What the learner's next take lacks, from whom, for how long."""
+        """The groups that the learner's next take lacks, with their actors and since when."""
         replay = self.state.replay
         lacking = f"{self._occupancy()} of {replay.numbers.groups_per_step} needed"
         stragglers = replay.stragglers()
@@ -73,7 +73,7 @@ class Status:
         return f"{lacking}; {actors} actors alive{''.join('; ' + text for text in refused[:1])}"
 
     def refills(self) -> str:
-        """Why dynamic sampling gives up."""
+        """The reason for which dynamic sampling stops refilling."""
         replay = self.state.replay
         ready = len(replay.by_state["ready"])
         return (
@@ -82,11 +82,11 @@ class Status:
             " the tasks are too easy or too hard for this policy"
         )
 
-    def hopeless(self, now: float) -> str:
-        """The reason for which waiting for data is in vain; "" while it is not."""
+    def reason_to_stop(self, now: float) -> str:
+        """The reason for which no data can come any more, "" if some can."""
         playing = sum(len(lease.members) for lease in self.leases)
-        if verdict := self.failures.verdict(playing, now):
-            return verdict
+        if reason := self.failures.reason_to_stop(playing, now):
+            return reason
         replay, tasks = self.state.replay, self.state.tasks
         if playing or replay.by_state["open"] or not tasks.exhausted():
             return ""
@@ -96,8 +96,8 @@ class Status:
             f" group is left: {self.failures.last}"
         )
 
-    def group(self, held: Held, now: float) -> str:
-        """Which members of a group are missing, with whom they are, for how long."""
+    def group(self, held: HeldGroup, now: float) -> str:
+        """Describe the missing members of a group: their actors, and since when."""
         parts = [
             f"members {sorted(lease.members)} from {lease.peer} for {now - lease.since:.1f} s"
             for lease in self.leases.of_group(held.group_id)
@@ -161,7 +161,7 @@ class Status:
         }
 
     def _ledger(self) -> dict[str, object]:
-        """Amounts by kind for what was received, is held and has ended; counts of the door."""
+        """Amounts by kind: received, held, ended; and counts of refused trajectories."""
         ledger = self.state.ledger
         ended = {
             fate: {
@@ -173,7 +173,7 @@ class Status:
             "received": _plain(ledger.received),
             "held": _plain(self.state.held()),
             **ended,
-            "door": _plain(ledger.door),
+            "refused": _plain(ledger.refused),
             **self._generated(),
         }
 
@@ -197,22 +197,22 @@ class Status:
         counters["ledger/received"] = float(received.trajectories)
         for fate in CLOSED:
             counters[f"ledger/{fate}"] = float(ledger.total(kind, fate).trajectories)
-        for fate in DOOR:
-            counters[f"ledger/{fate}"] = float(ledger.door[fate].trajectories)
+        for fate in REFUSED:
+            counters[f"ledger/{fate}"] = float(ledger.refused[fate].trajectories)
         for name, tokens in self._generated().items():
             counters[f"ledger/{name}"] = float(tokens)
         if "explore" in ledger.received or self.state.tasks.known:
             values = self._questioning()
             counters |= {f"questioning/{name}": value for name, value in values.items()}
-        told = self.activity.counters()  # nobody's may stand for one of the buffer's own
+        reported = self.activity.counters()  # must not replace the buffer's own
         counters |= self.failures.counters()
-        return told | counters | self.censoring.counters() | self.stalls.counters(now)
+        return reported | counters | self.censoring.counters() | self.stalls.counters(now)
 
     def _questioning(self) -> dict[str, float]:
-        """The pool of synthetic tasks: how large it is, what was offered, what its tasks are like.
+        """Counts of the pool of synthetic tasks: its size, offers, and the outcome of its tasks.
 
-        `tried`: tasks of which a group was whole; `useful`: those of them that some members of the
-        newest group solved and some did not.
+        `tried`: tasks with a complete group; `useful`: tried tasks that some members of the newest
+        group solved and others did not.
         """
         tasks = self.state.tasks
         cursor = tasks.cursor
@@ -228,10 +228,10 @@ class Status:
         }
 
     def _generated(self) -> dict[str, int]:
-        """Tokens that actors sampled since this buffer started, and those of them never taken in.
+        """Tokens that actors sampled since this buffer started, and those never accepted.
 
-        The latter died with an actor, were refused at the door, or are under way; actors speak of
-        them with each LEASE, so the count runs behind and may for a while be negative.
+        The latter were lost with an actor, refused, or are under way. Actors report with each
+        LEASE, so the count runs behind and may be negative for a while.
         """
         generated = self.activity.generated()
         received = self.state.ledger.sampled_tokens() - self._sampled_before

@@ -1,12 +1,11 @@
-"""The censoring report: is what was dropped longer or harder than what was trained?
+"""Censoring report: a comparison of evicted with trained rollouts in length and difficulty.
 
-Whoever evicts slow groups trains on short episodes without having meant to, so rollouts are
-compared by fate: length in ACTION tokens, turns, seconds, and success as the measure of difficulty;
-over everything and by environment. What selection filtered is counted apart: that is a judgement of
-the learner, not censoring.
+Eviction of slow groups biases training towards short episodes, so rollouts are compared by fate:
+length in ACTION tokens, turns, seconds, and success as the measure of difficulty; over all and by
+environment. Filtered groups are counted apart: selection is a judgement, not censoring.
 
 Members of evicted groups that never arrived have no length; those that were leased at the time
-count with the age of their lease, a lower bound of their seconds. So the report rather understates.
+count with the age of their lease, a lower bound of their seconds. So the report understates.
 
 Pure: time is an argument. A statistic of this buffer process since its start: unlike the ledger it
 is not in the journal, and groups that arrived before a restart are missing from it.
@@ -26,7 +25,7 @@ ALL = "all"  # the environments together
 class Sums(msgspec.Struct):
     """Sums over trajectories that arrived, and over members that never did.
 
-    `leased` of the `missing` were being worked on, for `lease_s` seconds in all.
+    `leased` of the `missing` were leased, for `lease_s` seconds in all.
     """
 
     trajectories: int = 0
@@ -50,7 +49,7 @@ class Sums(msgspec.Struct):
 
     @property
     def members(self) -> int:
-        """Those that arrived and those that did not."""
+        """Arrived and missing members together."""
         return self.trajectories + self.missing
 
     @property
@@ -58,7 +57,7 @@ class Sums(msgspec.Struct):
         return self.trajectories + self.leased
 
     def means(self) -> dict[str, float]:
-        """Means over what was measured; `seconds` counts unfinished leases. Empty without any."""
+        """Means over the measured members; `seconds` includes unfinished leases."""
         means = {}
         if self.trajectories:
             for name in ("tokens", "turns", "successes"):
@@ -68,10 +67,10 @@ class Sums(msgspec.Struct):
         return means
 
 
-class Change(msgspec.Struct):
-    """A group of rollouts ended; it is held again where `fate` is None.
+class GroupChange(msgspec.Struct):
+    """End of a group of rollouts; `fate` None: the group is held again.
 
-    `missing` members never arrived; `leased_s`: for how long each of them that is leased has been.
+    `missing` members never arrived; `leased_s`: the ages of their leases.
     """
 
     group_id: int
@@ -83,7 +82,7 @@ class Change(msgspec.Struct):
 
 
 class Comparison(msgspec.Struct):
-    """Evicted over trained; None where one side is empty. The gap is trained minus evicted."""
+    """Ratios of evicted to trained, None if one side is empty; the gap is trained minus evicted."""
 
     evicted_share: float
     length_ratio: float | None
@@ -93,22 +92,22 @@ class Comparison(msgspec.Struct):
 
 
 class Censoring:
-    """Adds up what was received and what became of it."""
+    """Sums of received rollouts, by environment, and of ended ones, by fate and reason."""
 
     def __init__(self) -> None:
         self.received: dict[str, Sums] = {}  # by environment
         self.closed: dict[tuple[str, str], dict[str, Sums]] = {}  # by fate and reason
         self._groups: dict[int, Sums] = {}
         self._ends: dict[int, tuple[str, str]] = {}  # of the groups in `closed` that may come back
-        self._warned = (-REPEAT_S, 0)  # when, and how many members had been evicted
+        self._warned = (-REPEAT_S, 0)  # time, and number of evicted members at that time
 
     def receive(self, group_id: int, env: str, trajectory: Sums) -> None:
-        """A member arrived."""
+        """Add an arrived member."""
         self.received.setdefault(env, Sums()).add(trajectory)
         self._groups.setdefault(group_id, Sums()).add(trajectory)
 
-    def follow(self, change: Change) -> None:
-        """A group ended, or one that had ended is held again."""
+    def follow(self, change: GroupChange) -> None:
+        """Add a group that ended, or subtract one that is held again."""
         sums = self._groups.setdefault(change.group_id, Sums())
         if change.fate is None:
             if change.group_id in self._ends:
@@ -120,13 +119,13 @@ class Censoring:
         self._ends[change.group_id] = (change.fate, change.reason)
 
     def forget(self, held: Container[int]) -> None:
-        """Groups that are not `held` any more never come back."""
+        """Forget the groups that are not `held` any more."""
         for group_id in [group_id for group_id in self._groups if group_id not in held]:
             del self._groups[group_id]
             self._ends.pop(group_id, None)
 
     def total(self, fate: str, env: str = ALL) -> Sums:
-        """All that ended so, over all reasons."""
+        """Sum the members that ended with `fate`, over all reasons."""
         total = Sums()
         for (its_fate, _), by_env in self.closed.items():
             for name, sums in by_env.items():
@@ -152,7 +151,7 @@ class Censoring:
         )
 
     def counters(self) -> dict[str, float]:
-        """The comparison as metrics; what cannot be compared yet is left out."""
+        """The comparison as metrics, without values that are None."""
         compared = self.compare()
         values = {
             "evicted_share": compared.evicted_share,
@@ -163,7 +162,7 @@ class Censoring:
         return {f"censor/{name}": value for name, value in values.items() if value is not None}
 
     def warning(self) -> str | None:
-        """A sentence where the evicted are longer or harder than the trained, by enough of both."""
+        """A sentence if evicted rollouts are longer or harder than trained ones, else None."""
         trained, evicted = self.total("trained"), self.total("evicted")
         if trained.trajectories < MEASURED or evicted.timed < MEASURED:
             return None
@@ -183,14 +182,14 @@ class Censoring:
         if not findings:
             return None
         return (
-            f"what is dropped is longer or harder than what is trained: the {evicted.members} "
+            f"evicted rollouts are longer or harder than trained ones: the {evicted.members} "
             f"evicted rollouts ({compared.evicted_share:.0%}; {evicted.missing} never arrived) "
             f"{', '.join(findings)}; buffer.straggler=wait or a larger buffer.max_staleness keeps "
             "them"
         )
 
     def alarm(self, now: float) -> str | None:
-        """The warning where it is due: at most once a minute, and only after further evictions."""
+        """The warning if it is due: at most once a minute, and only after further evictions."""
         before, count = self._warned
         if now - before < REPEAT_S:
             return None

@@ -1,6 +1,6 @@
-"""Evaluations of exact weights: which episodes are to be granted, what the others found.
+"""Evaluations of exact weights: episodes to grant, and results.
 
-Pure. The episodes themselves are one-member groups of kind `eval`; they are counted here, not kept.
+Pure. The episodes are one-member groups of kind `eval`; they are counted here, not kept.
 """
 
 import msgspec
@@ -8,10 +8,10 @@ import msgspec
 from evolver_async.schema import EvalResult, WeightId
 
 
-class Evaluation(msgspec.Struct):
+class RunningEvaluation(msgspec.Struct):
     """One evaluation under way: sums over arrived episodes; `lost` ones could not be run.
 
-    `stage`: the one whose environment and sampling it is played with, whichever is trained now.
+    `stage`: the stage whose environment and sampling the episodes use.
     """
 
     weights: WeightId
@@ -26,23 +26,26 @@ class Evaluation(msgspec.Struct):
     turns: int = 0
 
 
-class Evaluations(msgspec.Struct):
+class EvaluationQueue(msgspec.Struct):
     """Evaluations under way, oldest first, and results that no DONE has confirmed yet."""
 
-    running: list[Evaluation] = []
+    running: list[RunningEvaluation] = []
     results: list[EvalResult] = []
 
     def request(self, weights: WeightId, take: int, stage: int, episodes: int) -> None:
-        """Asks for `episodes` episodes. Weights that are being evaluated already get one result,
-        over the larger number; a result that nobody has yet is superseded."""
+        """Add an evaluation of `episodes` episodes.
+
+        Weights that are being evaluated already get one result, over the larger number; an
+        unconfirmed result is superseded.
+        """
         self.confirm([weights])
         for evaluation in self.running:
             if evaluation.weights == weights:
                 evaluation.episodes = max(evaluation.episodes, episodes)
                 return
-        self.running.append(Evaluation(weights, take, stage, episodes))
+        self.running.append(RunningEvaluation(weights, take, stage, episodes))
 
-    def next(self) -> Evaluation | None:
+    def next(self) -> RunningEvaluation | None:
         """The evaluation whose episode number `granted` is to be granted next."""
         for evaluation in self.running:
             if evaluation.granted < evaluation.episodes:
@@ -64,24 +67,24 @@ class Evaluations(msgspec.Struct):
         self._finish(evaluation)
 
     def lost(self, weights: WeightId) -> None:
-        """An episode that cannot be run (its environment keeps failing, its weights are gone)."""
+        """Count an episode that cannot be run (failing environment, missing weights)."""
         evaluation = self._of(weights)
         evaluation.lost += 1
         self._finish(evaluation)
 
     def confirm(self, delivered: list[WeightId]) -> None:
-        """The learner has these results."""
+        """Drop the results that the learner has received."""
         self.results = [result for result in self.results if result.weights not in delivered]
 
     def abandon(self, lineage: int) -> None:
-        """Ends evaluations of lineages before `lineage`: nobody waits, weights may be gone."""
+        """End the evaluations of lineages before `lineage`, whose weights may be gone."""
         self.running = [e for e in self.running if e.weights.lineage >= lineage]
         self.results = [r for r in self.results if r.weights.lineage >= lineage]
 
-    def _of(self, weights: WeightId) -> Evaluation:
+    def _of(self, weights: WeightId) -> RunningEvaluation:
         return next(evaluation for evaluation in self.running if evaluation.weights == weights)
 
-    def _finish(self, evaluation: Evaluation) -> None:
+    def _finish(self, evaluation: RunningEvaluation) -> None:
         if evaluation.arrived + evaluation.lost < evaluation.episodes:
             return
         self.running.remove(evaluation)

@@ -1,4 +1,4 @@
-"""What the buffer knows of one group, and of one take: plain data, no rules."""
+"""Facts about one group and one take: plain data, no rules."""
 
 import statistics
 from typing import Literal
@@ -7,23 +7,23 @@ import msgspec
 
 from evolver_async.schema import Kind, Task, WeightId
 
-UNTRAINED = ("eval", "explore")  # kinds that end with their last member: no learner gets them
-ZERO_SPREAD = "zero_spread"  # why dynamic sampling leaves groups out
-FORK = "fork"  # why groups are evicted that a RESUME made too old
-State = Literal["open", "ready", "taken", "closed"]
+UNTRAINED = ("eval", "explore")  # kinds that end with their last member and are never trained
+ZERO_SPREAD = "zero_spread"  # the reason of groups that dynamic sampling leaves out
+FORK = "fork"  # the reason of groups that a RESUME made too old
+GroupState = Literal["open", "ready", "taken", "closed"]
 Location = tuple[int, int, int, int]  # journal segment, offset, bytes, crc32
 
 
 class Owner(msgspec.Struct):
-    """To whom a member was granted last, under which attempt, and the head at that moment."""
+    """Last grant of a member: its actor, its attempt, and the head at that moment."""
 
     actor: str
     attempt: int
     head: WeightId | None
 
 
-class Member(msgspec.Struct):
-    """A member that has arrived; `location` is where its trajectory lies."""
+class ArrivedMember(msgspec.Struct):
+    """A member that has arrived; `location`: the place of its trajectory in the journal."""
 
     attempt: int
     tokens: int
@@ -34,13 +34,13 @@ class Member(msgspec.Struct):
     location: Location
 
 
-class Held(msgspec.Struct, kw_only=True):
+class HeldGroup(msgspec.Struct, kw_only=True):
     """One granted group.
 
-    `uses_left` counts the uses still to come, the one under way included; `fates` what became of
-    the past ones, by take: "trained", or why selection left the group out. `order` is the place in
-    the queue of ready groups. `wait`: the learner waits for this group's stragglers. `pinned`: the
-    weights of an evaluation episode. `failures`: its tickets that could not be run.
+    `uses_left` counts the uses still to come, the one under way included; `fates` holds the outcome
+    of past ones by take: "trained", or the reason why selection left the group out. `order` is the
+    place in the queue of ready groups. `wait`: the learner waits for this group's stragglers.
+    `pinned`: the weights of an evaluation episode. `failures`: its tickets that could not be run.
     """
 
     group_id: int
@@ -50,11 +50,11 @@ class Held(msgspec.Struct, kw_only=True):
     members: list[int]
     owners: dict[int, Owner]
     uses_left: int
-    state: State = "open"
+    state: GroupState = "open"
     attempt: int = 0
     wait: bool = False
     pinned: WeightId | None = None
-    arrived: dict[int, Member] = {}
+    arrived: dict[int, ArrivedMember] = {}
     failures: int = 0
     order: int = -1
     fates: dict[int, str] = {}
@@ -86,17 +86,17 @@ class Held(msgspec.Struct, kw_only=True):
 
     @property
     def fate(self) -> tuple[str, str]:
-        """What a closed group counts as: trained if it ever was, else why it was filtered."""
+        """Fate and reason of a closed group: trained if it ever was, else filtered."""
         if "trained" in self.fates.values():
             return "trained", ""
         return "filtered", self.fates[max(self.fates)]
 
 
-def end_of(held: Held, reason: str) -> tuple[str, str]:
-    """The fate and reason with which a group ends that is evicted for `reason`.
+def ending(held: HeldGroup, reason: str) -> tuple[str, str]:
+    """Return the fate and reason with which a group ends that is evicted for `reason`.
 
-    One that was used before ends as what became of it then; leaving out equal rewards is a
-    judgement on what to train, as the learner's filters are.
+    A group that was used before keeps its fate of then. Leaving out equal rewards counts as a
+    filter, as the learner's filters do.
     """
     if held.fates:
         return held.fate
@@ -106,9 +106,9 @@ def end_of(held: Held, reason: str) -> tuple[str, str]:
 class Take(msgspec.Struct):
     """The groups of one SAMPLE.
 
-    `lineage`: the newest one that they were handed to. `head`: the newest weights when they were
-    chosen, from which their lags count, in a repetition too; None where a repetition would train
-    other weights than these. `version`: what the newest DONE made of it, None before the first one.
+    `lineage`: the newest one that received them. `head`: the newest weights at the time of choice,
+    from which their lags count, in a repetition too; None if a repetition would train other weights
+    than these. `version`: the version after the newest DONE, None before the first one.
     """
 
     lineage: int

@@ -1,8 +1,8 @@
-"""Who works on what, and until when: leases on members of groups.
+"""Leases of actors on members of groups.
 
 Pure and not durable: after a restart every lease starts anew. A lease ends when its members have
-arrived, when they are given back, or when it is not renewed in time; what it still held is vacant
-then, and is granted again under a new attempt.
+arrived, when they are given back, or when it is not renewed in time; its remaining members are
+vacant then, and are granted again under a new attempt.
 """
 
 import math
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import msgspec
 
 
-class Lease(msgspec.Struct):
-    """One ticket in one actor's hands. Times in seconds on the caller's clock.
+class MemberLease(msgspec.Struct):
+    """Lease of one ticket by one actor. Times in seconds on the caller's clock.
 
-    `doing`: what its slowest member was doing when the actor last spoke of it, and since when.
+    `doing`, `doing_since`: the reported activity of its slowest member.
     """
 
     peer: str
@@ -30,7 +30,7 @@ class Lease(msgspec.Struct):
 
     @property
     def still_since(self) -> float:
-        """Since when the ticket, or its slowest member, has not moved."""
+        """The time of the last progress of the ticket or of its slowest member, the earlier one."""
         return min(self.progress_at, self.doing_since)
 
 
@@ -44,7 +44,7 @@ class Leases:
         self.lease_s = lease_s
         self.stall_s = stall_s
         self.vacant: dict[int, set[int]] = {}
-        self._by_group: dict[int, list[Lease]] = {}
+        self._by_group: dict[int, list[MemberLease]] = {}
 
     def grant(self, peer: str, group_id: int, attempt: int, members: list[int], now: float) -> None:
         """Lease these members; they are vacant no longer."""
@@ -52,7 +52,7 @@ class Leases:
         self.vacant.pop(group_id, None)
         if left:
             self.vacant[group_id] = left
-        lease = Lease(
+        lease = MemberLease(
             peer=peer,
             group_id=group_id,
             attempt=attempt,
@@ -64,7 +64,7 @@ class Leases:
         self._by_group.setdefault(group_id, []).append(lease)
 
     def finish(self, group_id: int, member: int) -> None:
-        """The member has arrived, from whomever."""
+        """End the lease of a member: it has arrived, from any actor."""
         self._remove(group_id, {member}, None)
         if group_id in self.vacant:
             self.vacant[group_id].discard(member)
@@ -72,12 +72,12 @@ class Leases:
                 del self.vacant[group_id]
 
     def close(self, group_id: int) -> None:
-        """Nobody is to work on the group any more."""
+        """End all leases of the group."""
         self._by_group.pop(group_id, None)
         self.vacant.pop(group_id, None)
 
     def renew(self, peer: str, progress: dict[int, int], now: float) -> list[int]:
-        """Extends the leases of `peer`; returns the groups in which it holds none (any more)."""
+        """Extend the leases of `peer`; return the groups in which it holds none."""
         lost = []
         for group_id, count in progress.items():
             lease = self.held(peer, group_id)
@@ -94,14 +94,14 @@ class Leases:
         return lost
 
     def note(self, peer: str, doing: dict[int, str], still_s: dict[int, float], now: float) -> None:
-        """What the slowest members of these groups do, and for how many seconds they have."""
+        """Note the activity of the slowest members of these groups, and its duration."""
         for group_id, words in doing.items():
             lease = self.held(peer, group_id)
             if lease is not None:
                 lease.doing, lease.doing_since = words, now - still_s.get(group_id, 0.0)
 
     def release(self, peer: str, group_id: int, members: list[int]) -> list[int]:
-        """The actor gives members back; returns those that it held."""
+        """Make members vacant that the actor gives back; return those that it held."""
         lease = self.held(peer, group_id)
         given = sorted(lease.members & set(members)) if lease else []
         if given:
@@ -110,7 +110,7 @@ class Leases:
         return given
 
     def expire(self, now: float) -> list[str]:
-        """Vacates the leases that ran out; says whose they were."""
+        """Vacate the leases that ran out; return a line for the log about each."""
         over = [lease for lease in self if lease.deadline <= now]
         lost = [
             f"group {lease.group_id}: {lease.peer} was silent"
@@ -123,24 +123,24 @@ class Leases:
         return lost
 
     def abandon(self, peer: str) -> None:
-        """The process behind `peer` is a new one: what the old one held is vacant."""
+        """Vacate all leases of `peer`: the process is gone, or a new one has its name."""
         for lease in [lease for lease in self if lease.peer == peer]:
             self._vacate(lease)
 
-    def held(self, peer: str, group_id: int) -> Lease | None:
+    def held(self, peer: str, group_id: int) -> MemberLease | None:
         for lease in self._by_group.get(group_id, ()):
             if lease.peer == peer:
                 return lease
         return None
 
-    def of_group(self, group_id: int) -> list[Lease]:
+    def of_group(self, group_id: int) -> list[MemberLease]:
         return self._by_group.get(group_id, [])
 
-    def __iter__(self) -> Iterator[Lease]:
+    def __iter__(self) -> Iterator[MemberLease]:
         for leases in self._by_group.values():
             yield from leases
 
-    def _vacate(self, lease: Lease) -> None:
+    def _vacate(self, lease: MemberLease) -> None:
         members = set(lease.members)
         self._remove(lease.group_id, members, lease.peer)
         self.vacant.setdefault(lease.group_id, set()).update(members)

@@ -1,7 +1,7 @@
-"""The ledger: what came in equals what is held plus what became of the rest, per kind.
+"""Ledger: received = held + trained + filtered + evicted, for every kind of group.
 
 Counted in groups, trajectories and ACTION tokens. A group is received when it is granted, a
-trajectory when it is taken in. What is held is counted by its holder, so `check` compares two
+trajectory when it is accepted. Held amounts are counted by their holder, so `check` compares two
 independent counts. No decisions are made here.
 """
 
@@ -11,11 +11,11 @@ from evolver_async.schema import SCRIPTED
 
 HELD = ("open", "ready", "taken")
 CLOSED = ("trained", "filtered", "evicted")
-DOOR = ("rejected", "duplicate", "stale")
+REFUSED = ("rejected", "duplicate", "stale")
 
 
 class Amount(msgspec.Struct):
-    """How much: groups, trajectories, ACTION tokens."""
+    """Amount in groups, trajectories and ACTION tokens."""
 
     groups: int = 0
     trajectories: int = 0
@@ -27,45 +27,45 @@ class Amount(msgspec.Struct):
         self.tokens += sign * other.tokens
 
 
-Held = dict[str, dict[str, Amount]]  # by kind, then by open, ready or taken
+HeldAmounts = dict[str, dict[str, Amount]]  # by kind, then by open, ready or taken
 
 
 class Ledger(msgspec.Struct):
-    """Running totals: received by kind; closed by kind, fate and reason; refused at the door."""
+    """Running totals: received by kind; closed by kind, fate and reason; refused by reason."""
 
     received: dict[str, Amount] = {}
     closed: dict[str, dict[str, dict[str, Amount]]] = {}
-    door: dict[str, Amount] = msgspec.field(
-        default_factory=lambda: {fate: Amount() for fate in DOOR}
+    refused: dict[str, Amount] = msgspec.field(
+        default_factory=lambda: {fate: Amount() for fate in REFUSED}
     )
 
     def receive(self, kind: str, amount: Amount) -> None:
         self.received.setdefault(kind, Amount()).add(amount)
 
     def close(self, kind: str, fate: str, reason: str, amount: Amount) -> None:
-        """A group reached its end: trained, filtered(reason) or evicted(reason)."""
+        """Count the end of a group: trained, filtered(reason) or evicted(reason)."""
         self._entry(kind, fate, reason).add(amount)
 
     def reopen(self, kind: str, fate: str, reason: str, amount: Amount) -> None:
-        """A closed group is held again, because the learner went back to before its end."""
+        """Undo the end of a group: the learner went back to before it."""
         self._entry(kind, fate, reason).add(amount, -1)
 
-    def turn_away(self, fate: str, amount: Amount) -> None:
-        self.door[fate].add(amount)
+    def refuse(self, fate: str, amount: Amount) -> None:
+        self.refused[fate].add(amount)
 
     def total(self, kind: str, fate: str) -> Amount:
-        """What ended with `fate`, over all reasons."""
+        """Sum the amounts that ended with `fate`, over all reasons."""
         total = Amount()
         for amount in self.closed.get(kind, {}).get(fate, {}).values():
             total.add(amount)
         return total
 
     def sampled_tokens(self) -> int:
-        """ACTION tokens received that a policy sampled; others are scripted."""
+        """Count the received ACTION tokens that a policy sampled; others are scripted."""
         return sum(amount.tokens for kind, amount in self.received.items() if kind not in SCRIPTED)
 
-    def check(self, held: Held) -> None:
-        """AssertionError naming the kind and both counts where the ledger does not close."""
+    def check(self, held: HeldAmounts) -> None:
+        """Raise AssertionError with the kind and both counts if the ledger does not close."""
         for kind in sorted(self.received.keys() | self.closed.keys() | held.keys()):
             counted = Amount()
             for amount in held.get(kind, {}).values():

@@ -1,33 +1,42 @@
-"""The buffer's durable state: replay, ledger, tasks and evaluations, changed by records alone.
+"""Durable state of the buffer: replay, ledger, tasks and evaluations, changed by records alone.
 
-The live service and a restart run the same `apply`, so a restart ends where the service stood.
+The live service and a restart run the same `apply`, so both reach the same state.
 """
 
 from evolver_async.buffer.state import records
-from evolver_async.buffer.state.evaluations import Evaluations
-from evolver_async.buffer.state.groups import FORK, UNTRAINED, Held, Location, Member, end_of
+from evolver_async.buffer.state.admission import StageNumbers
+from evolver_async.buffer.state.evaluations import EvaluationQueue
+from evolver_async.buffer.state.groups import (
+    FORK,
+    UNTRAINED,
+    ArrivedMember,
+    HeldGroup,
+    Location,
+    ending,
+)
 from evolver_async.buffer.state.ledger import HELD, Amount, Ledger
-from evolver_async.buffer.state.replay import Numbers, Replay
-from evolver_async.buffer.tasks.stream import Source, Tasks
+from evolver_async.buffer.state.replay import Replay
+from evolver_async.buffer.tasks.source import TaskSource
+from evolver_async.buffer.tasks.stream import TaskStream
 
 NOWHERE: Location = (0, 0, 0, 0)  # of a trajectory that is not kept
 
 
-class State:
-    """`stages` and `sources` hold one entry a stage of the run."""
+class BufferState:
+    """State machine over records. `stages` and `sources` hold one entry a stage of the run."""
 
     def __init__(
-        self, run_id: str, seed: int, stages: list[Numbers], sources: list[Source]
+        self, run_id: str, seed: int, stages: list[StageNumbers], sources: list[TaskSource]
     ) -> None:
         self.run_id = run_id
         self.sources = sources
         self.replay = Replay(stages)
         self.ledger = Ledger()
-        self.tasks = Tasks(seed, sources[0])
-        self.evaluations = Evaluations()
+        self.tasks = TaskStream(seed, sources[0])
+        self.evaluations = EvaluationQueue()
 
-    def snapshot(self) -> records.Snapshot:
-        return records.Snapshot(
+    def snapshot(self) -> records.StateSnapshot:
+        return records.StateSnapshot(
             run_id=self.run_id,
             position=self.replay.at,
             ledger=self.ledger,
@@ -35,8 +44,8 @@ class State:
             evaluations=self.evaluations,
         )
 
-    def restore(self, snapshot: records.Snapshot) -> None:
-        """Raises ValueError when the snapshot is of another run."""
+    def restore(self, snapshot: records.StateSnapshot) -> None:
+        """Take over a snapshot. Raises ValueError if it is of another run."""
         if snapshot.run_id != self.run_id:
             raise ValueError(f"belongs to run {snapshot.run_id!r}, not to {self.run_id!r}")
         self.replay.restore(snapshot.position)
@@ -46,7 +55,7 @@ class State:
         self.tasks.restore(snapshot.cursor)
 
     def held(self) -> dict[str, dict[str, Amount]]:
-        """What is open, ready and taken, by kind, counted from the groups themselves."""
+        """Count the open, ready and taken groups by kind."""
         held: dict[str, dict[str, Amount]] = {}
         for state in HELD:
             for group in self.replay.by_state[state].values():
@@ -55,11 +64,11 @@ class State:
         return held
 
     def check(self) -> None:
-        """AssertionError where the ledger does not close."""
+        """Raise AssertionError if the ledger does not close."""
         self.ledger.check(self.held())
 
     def apply(self, record: records.AnyRecord, location: Location = NOWHERE) -> None:
-        """`location`: where the trajectory of an Arrived lies."""
+        """Apply a record. `location`: the place of the trajectory of an Arrived."""
         match record:
             case records.Granted():
                 self._granted(record)
@@ -81,19 +90,19 @@ class State:
                 self.tasks.offer(record.tasks, record.duplicates)
             case records.Switched():
                 self._enter_stage(record.stage)
-            case records.Taken():
+            case records.GroupsTaken():
                 self.replay.take(record.take, record.stage, record.groups)
                 for group_id in record.groups:
                     self.tasks.taken(self.replay.at.groups[group_id].task)
-            case records.LetGo():
-                self.replay.let_go(record.take, record.reason)
+            case records.RepeatsDropped():
+                self.replay.drop_repeats(record.take, record.reason)
             case records.Reported():
                 self._reported(record)
-            case records.Resumed():
+            case records.LineageStarted():
                 self._resumed(record)
-            case records.Kept():
+            case records.TakesReleased():
                 self.replay.keep(record.take, record.bytes)
-            case records.Snapshot():
+            case records.StateSnapshot():
                 self.restore(record)
 
     def _granted(self, record: records.Granted) -> None:
@@ -117,7 +126,7 @@ class State:
         self.ledger.receive(record.kind, Amount(groups=1))
 
     def _arrived(self, record: records.Arrived, location: Location) -> None:
-        facts = Member(
+        facts = ArrivedMember(
             attempt=record.attempt,
             tokens=record.tokens,
             bytes=record.bytes,
@@ -143,7 +152,7 @@ class State:
 
     def _evicted(self, group_id: int, reason: str) -> None:
         held = self.replay.evict(group_id, reason)
-        fate, why = end_of(held, reason)
+        fate, why = ending(held, reason)
         self.ledger.close(held.kind, fate, why, _amount(held))
         if fate == "evicted" and reason == FORK:
             self.tasks.queue_again(held.task)
@@ -161,7 +170,7 @@ class State:
             stage = self.replay.at.takes[record.take].stage
             self.evaluations.request(head, record.take, stage, record.episodes)
 
-    def _resumed(self, record: records.Resumed) -> None:
+    def _resumed(self, record: records.LineageStarted) -> None:
         before = self.replay.at.stage
         for held in self.replay.settle(record.take):
             self.ledger.close(held.kind, *held.fate, _amount(held))
@@ -189,5 +198,5 @@ class State:
         self.tasks.switch(self.sources[stage])
 
 
-def _amount(held: Held) -> Amount:
+def _amount(held: HeldGroup) -> Amount:
     return Amount(groups=1, trajectories=len(held.arrived), tokens=held.tokens)

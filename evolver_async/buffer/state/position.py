@@ -1,11 +1,11 @@
-"""The state of groups, takes and lineages: the part of the buffer's state that snapshots hold.
+"""State of groups, takes and lineages, as snapshots hold it.
 
-Also what follows from it alone: how old a group is, which takes are to be repeated after a RESUME.
+Also questions that it answers alone: the lag of a group, the takes to repeat after a RESUME.
 """
 
 import msgspec
 
-from evolver_async.buffer.state.groups import Held, Take
+from evolver_async.buffer.state.groups import HeldGroup, Take
 from evolver_async.lineages import Fork, version_lag
 from evolver_async.schema import WeightId
 
@@ -14,11 +14,11 @@ class Position(msgspec.Struct):
     """Groups, takes and lineages.
 
     `kept`: the oldest take that may come back. `checkpoint_bytes`: the size of the newest
-    checkpoint. `floor`: the version with which the stage began; what is older was not trained to
-    act in it and samples nothing for it. `zero_spread`: groups that dynamic sampling left out since
-    the last take. `reports`: DONEs, those of repeated takes included. `repeats`: takes that a
-    RESUME had undone, by what became of them: "same", or the reason why they were not repeated.
-    `begun`: the lineage that each learner process began; `incarnation`: of the last.
+    checkpoint. `floor`: the version with which the stage began; older ones were not trained for the
+    stage and sample nothing for it. `zero_spread`: groups that dynamic sampling left out since the
+    last take. `reports`: DONEs, repeated takes included. `repeats`: takes that a RESUME had undone,
+    by outcome: "same", or the reason why they were not repeated. `begun`: the lineage that
+    each learner process began; `incarnation`: of the last.
 
     A take from `next_take` on is of an abandoned lineage and is to be repeated.
     """
@@ -34,15 +34,15 @@ class Position(msgspec.Struct):
     kept: int = 0
     checkpoint_bytes: int = 0
     zero_spread: int = 0
-    groups: dict[int, Held] = {}
+    groups: dict[int, HeldGroup] = {}
     takes: dict[int, Take] = {}
     reports: int = 0
     repeats: dict[str, int] = {}
     begun: dict[str, int] = {}
     incarnation: int = 0
 
-    def lag(self, held: Held, head: WeightId | None) -> int:
-        """Versions from the oldest weights of a group, members under way included, to `head`."""
+    def lag(self, held: HeldGroup, head: WeightId | None) -> int:
+        """Count the versions from the oldest weights of a group, unfinished members included."""
         sampled = [member.oldest for member in held.arrived.values()]
         sampled += [held.owners[member].head for member in held.missing]
         if head is None:
@@ -71,7 +71,7 @@ class Position(msgspec.Struct):
         return ""
 
     def diverge(self, take: int) -> None:
-        """The takes after `take` train other weights than the first time: their lag is new."""
+        """Reset the lag of the takes after `take`: they train other weights than the first time."""
         for number, taken in self.takes.items():
             if number > take:
                 taken.head = taken.version = None

@@ -1,11 +1,12 @@
-"""The journal's records: every decision that must survive a restart, and the snapshot of them all.
+"""Records of the journal: every decision that must survive a restart, and their snapshot.
 
-A record is encoded as msgpack; the trajectory of an `Arrived` lies beside it in the journal.
+A record is encoded as msgpack; its tag belongs to the journal's format. The trajectory of an
+`Arrived` lies beside it in the journal.
 """
 
 import msgspec
 
-from evolver_async.buffer.state.evaluations import Evaluations
+from evolver_async.buffer.state.evaluations import EvaluationQueue
 from evolver_async.buffer.state.ledger import Ledger
 from evolver_async.buffer.state.position import Position
 from evolver_async.buffer.tasks.stream import Cursor
@@ -13,11 +14,11 @@ from evolver_async.schema import Kind, Task, WeightId
 
 
 class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="record"):
-    """Something that happened."""
+    """One change of the state."""
 
 
 class Granted(Record, tag="granted"):
-    """A new group was given to an actor. `pinned`: an evaluation episode of these weights."""
+    """Grant of a new group to an actor. `pinned`: an evaluation episode of these weights."""
 
     group_id: int
     task: Task
@@ -29,7 +30,7 @@ class Granted(Record, tag="granted"):
 
 
 class Reissued(Record, tag="reissued"):
-    """Missing members were given to an actor again."""
+    """Repeated grant of missing members."""
 
     group_id: int
     members: list[int]
@@ -37,7 +38,7 @@ class Reissued(Record, tag="reissued"):
 
 
 class Arrived(Record, tag="arrived"):
-    """A member came; facts that decisions need, so that the trajectory need not be read again."""
+    """Arrival of a member, with the facts that decisions need."""
 
     group_id: int
     member: int
@@ -51,58 +52,63 @@ class Arrived(Record, tag="arrived"):
 
 
 class Failed(Record, tag="failed"):
-    """These members could not be run."""
+    """Failure of members: they could not be run."""
 
     group_id: int
     members: list[int]
 
 
 class Evicted(Record, tag="evicted"):
-    """These groups end untrained."""
+    """End of groups that were not trained."""
 
     groups: list[int]
     reason: str
 
 
 class Quarantined(Record, tag="quarantined"):
-    """This task is not issued again."""
+    """Quarantine of a task: it is not issued again."""
 
     task_id: str
     reason: str
 
 
 class Offered(Record, tag="offered"):
-    """Synthetic tasks joined the pool; so many others were offered that are in it."""
+    """New synthetic tasks in the pool; `duplicates`: offers of tasks that it held already."""
 
     tasks: list[Task]
     duplicates: int = 0
 
 
 class Switched(Record, tag="switched"):
-    """The learner is in this stage now."""
+    """Start of a stage."""
 
     stage: int
 
 
-class Taken(Record, tag="taken"):
-    """The learner was given these groups, for the first time or again: the consumption log."""
+class GroupsTaken(Record, tag="taken"):
+    """A take: the learner gets these groups, for the first time or again."""
 
     take: int
     stage: int
     groups: list[int]
 
 
-class LetGo(Record, tag="let_go"):
-    """This take of an abandoned lineage, and those after it, are not repeated; their groups are
-    ready again."""
+class RepeatsDropped(Record, tag="let_go"):
+    """End of repetition: this take of an abandoned lineage and later ones are not repeated.
+
+    Their groups are ready again.
+    """
 
     take: int
     reason: str
 
 
 class Reported(Record, tag="reported"):
-    """A take is over. `fates`: "trained" or the filter's reason by group; `delivered`: evaluations
-    whose results the learner has."""
+    """End of a take.
+
+    `fates`: "trained" or the filter's reason by group; `delivered`: the weights of evaluations
+    whose results the learner has.
+    """
 
     take: int
     version: int
@@ -111,11 +117,8 @@ class Reported(Record, tag="reported"):
     delivered: list[WeightId]
 
 
-class Resumed(Record, tag="resumed"):
-    """A learner began a new lineage before this take, with its head evaluated again or not.
-
-    `discard`: the takes since then are not repeated.
-    """
+class LineageStarted(Record, tag="resumed"):
+    """Start of a lineage before this take. `discard`: the takes since then are not repeated."""
 
     lineage: int
     parent: int
@@ -128,21 +131,21 @@ class Resumed(Record, tag="resumed"):
     incarnation: int = 0
 
 
-class Kept(Record, tag="kept"):
-    """Takes before this one will not be asked for again. `bytes`: of the newest checkpoint."""
+class TakesReleased(Record, tag="kept"):
+    """Release of the takes before this one. `bytes`: size of the newest checkpoint."""
 
     take: int
     bytes: int = 0
 
 
-class Snapshot(Record, tag="snapshot"):
-    """All that was before: the head of every journal segment, so that older ones can go."""
+class StateSnapshot(Record, tag="snapshot"):
+    """The whole state: the first record of every journal segment, so older ones can be deleted."""
 
     run_id: str
     position: Position
     ledger: Ledger
     cursor: Cursor
-    evaluations: Evaluations
+    evaluations: EvaluationQueue
 
 
 AnyRecord = (
@@ -154,12 +157,12 @@ AnyRecord = (
     | Quarantined
     | Offered
     | Switched
-    | Taken
-    | LetGo
+    | GroupsTaken
+    | RepeatsDropped
     | Reported
-    | Resumed
-    | Kept
-    | Snapshot
+    | LineageStarted
+    | TakesReleased
+    | StateSnapshot
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -171,5 +174,5 @@ def encode(record: AnyRecord) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> AnyRecord:
-    """Raises msgspec.DecodeError for anything `encode` has not written."""
+    """Decode a record. Raises msgspec.DecodeError for bytes that `encode` has not written."""
     return _decoder.decode(data)

@@ -1,8 +1,8 @@
-"""A file of tasks: JSON lines, checked before anything starts, each task in one split for good.
+"""Task files: JSON lines, checked before the run starts; every task has one fixed split.
 
-A line is `{"query", "env", "params", "seed", "split", "reference", "id"}`, every key optional; what
-it leaves out comes from the configuration. Which split a task without one is in, is decided by a
-hash of its content, so that the same task never is in two.
+A line is `{"query", "env", "params", "seed", "split", "reference", "id"}`, every key optional;
+missing keys come from the configuration. A hash of its content decides the split of a task without
+one, so no task is in both splits.
 """
 
 import json
@@ -17,11 +17,11 @@ from evolver_async.randomness import key
 from evolver_async.schema import Task
 
 MAX_BYTES = 32_768  # of a line: a task travels in the head of a message
-HELD_OUT = 8  # about one task in so many is for testing
+HELD_OUT = 8  # about one task in so many is in the test split
 
 
 class Row(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One line. `seed`: the environment's number of the task; `reference`: a known solution."""
+    """One line of the file. `seed`: the task's number in its environment."""
 
     id: str = ""
     env: str = ""
@@ -36,9 +36,9 @@ _decoder = msgspec.json.Decoder(Row)
 
 
 def load_tasks(path: Path, env: str, params: dict[str, Any]) -> dict[str, tuple[Task, ...]]:
-    """The tasks of a file by split, in its order; `env` and `params` stand where a line has none.
+    """Load the tasks of a file by split, in its order; `env` and `params` are the defaults.
 
-    A line's parameters are laid over `params` where it is for the same environment. ConfigError
+    A line's parameters override `params` if its environment is `env`. Raises ConfigError, which
     names `tasks.path` and the line.
     """
     try:
@@ -73,7 +73,7 @@ def _row(line: bytes, where: str) -> Row:
 
 
 def _task(row: Row, env: str, params: dict[str, Any], where: str) -> tuple[Task, str]:
-    """The task of a line, and its content as text."""
+    """Make the task of a line; return it with its content as text."""
     name = row.env or env
     merged = {**params, **row.params} if name == env else row.params
     check_params(f"{where}: params", merged)

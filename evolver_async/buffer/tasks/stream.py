@@ -1,108 +1,38 @@
-"""Where training tasks come from: numbered maps, a pool of the system's own, tasks queued again.
+"""Stream of training tasks: numbered ones, a pool of synthetic ones, and tasks queued again.
 
-`peek` says what comes next without changing anything, `take` uses it up: a grant is decided with
-the one and recorded with the other. Pure: draws are keyed by the seed and by what they are for.
+`peek` returns the next task and changes nothing, `take` uses it up: a grant is decided with the one
+and recorded with the other. Pure: draws are keyed by the seed and their purpose.
 """
 
-import math
-from bisect import bisect_right
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
 
+from evolver_async.buffer.tasks.source import TaskSource
 from evolver_async.randomness import key, uniform
 from evolver_async.schema import Task
 
-GOLDEN = (math.sqrt(5) - 1) / 2  # the number whose multiples spread most evenly
-PATIENT_AFTER = 2  # evictions for age before a task is issued with patience; one more and it goes
+PATIENT_AFTER = 2  # evictions for age before the learner waits for a task; one more quarantines it
 
 
-Way = Literal["tasks", "synthetic", "explore"]  # through a numbered set; names its draws
-
-
-@dataclass(frozen=True)
-class Part:
-    """One environment of a mixture; its `weight` over the sum of all is its share of the tasks."""
-
-    env: str
-    params: dict[str, Any]
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class Source:
-    """The tasks of a stage: numbered ones of its environment, or the `given` ones.
-
-    `train`: distinct training tasks; without end when 0. `mixture`: several environments instead of
-    `env`. `given`: the tasks themselves, by split, `train` of them in the train split.
-    `solved`, `failed`: the chance that a pass over a finite set, or over the pool, meets a task
-    whose newest group succeeded, or failed, in all its members: such a group has nothing to
-    compare.
-    """
-
-    env: str
-    params: dict[str, Any]
-    train: int
-    solved: float = 1.0
-    failed: float = 1.0
-    mixture: tuple[Part, ...] = ()
-    given: dict[str, tuple[Task, ...]] | None = None
-
-    @cached_property
-    def parts(self) -> tuple[Part, ...]:
-        return self.mixture or (Part(self.env, self.params),)
-
-    @cached_property
-    def envs(self) -> frozenset[str]:
-        """The names of all environments that its tasks need."""
-        if self.given is not None:
-            return frozenset(task.env for tasks in self.given.values() for task in tasks)
-        return frozenset(part.env for part in self.parts)
-
-    def task(self, split: str, number: int) -> Task:
-        """The task of this number; what is given begins anew after its last one."""
-        if self.given is not None:
-            return self.given[split][number % len(self.given[split])]
-        part = self.part(number)
-        return Task(
-            task_id=f"{part.env}/{split}/{number}",
-            env=part.env,
-            split=split,
-            map_seed=number,
-            params=part.params,
-        )
-
-    def part(self, number: int) -> Part:
-        """Of which environment the task of this number is: any run of numbers has nearly the
-        shares that were asked for (a Weyl sequence)."""
-        ends = list(accumulate(part.weight for part in self.parts))
-        place = (number + 0.5) * GOLDEN % 1.0 * ends[-1]
-        return self.parts[min(bisect_right(ends, place), len(ends) - 1)]
-
-    def examples(self) -> list[Task]:
-        """One training task of every environment and its parameters."""
-        if self.given is not None:
-            kinds = {(task.env, repr(task.params)): task for task in reversed(self.given["train"])}
-            return list(kinds.values())
-        return [replace(self, mixture=(part,)).task("train", 0) for part in self.parts]
+Way = Literal[
+    "tasks", "synthetic", "explore"
+]  # of a walk through a numbered set; also the key of its draws
 
 
 class Queued(msgspec.Struct):
-    """A task that comes before the numbered ones; `wait`: the learner waits for its stragglers."""
+    """A task ahead of the numbered ones; `wait`: the learner waits for its stragglers."""
 
     task: Task
     wait: bool
 
 
 class Walk(msgspec.Struct, frozen=True):
-    """A place on the way through a numbered set, pass after pass, each freshly shuffled.
+    """Position in a numbered set that is walked pass after pass, each freshly shuffled.
 
-    A pass meets the `size` numbers that there were when it began, so a set may grow; without an end
-    to it, the numbers are the positions.
+    A pass covers the `size` numbers that existed when it began, so a set may grow. In an unbounded
+    set the numbers are the positions.
     """
 
     position: int = 0
@@ -111,7 +41,7 @@ class Walk(msgspec.Struct, frozen=True):
     size: int = 0
 
     def on(self, count: int) -> "Walk":
-        """This place, which begins a pass over `count` numbers where the last one is over."""
+        """Return this position; it begins a pass over `count` numbers if the last pass is over."""
         if self.position < self.start + self.size:
             return self
         return Walk(self.position, self.index + (self.size > 0), self.position, count)
@@ -121,7 +51,7 @@ class Walk(msgspec.Struct, frozen=True):
 
 
 class Cursor(msgspec.Struct):
-    """What a restart needs to continue the stream of tasks."""
+    """Durable state of the stream of tasks."""
 
     walks: dict[Way, Walk] = {}
     queue: list[Queued] = []
@@ -135,20 +65,10 @@ class Cursor(msgspec.Struct):
     since_exploration: int = 0  # training groups since the newest exploration
 
 
-def held_out_task(source: Source, number: int) -> Task:
-    """The held-out task of evaluation episode `number`.
+class TaskStream:
+    """Stream of training tasks. A set is walked pass after pass, each freshly shuffled."""
 
-    One of a file that is met again has a name of its own: by the name its dynamics are drawn.
-    """
-    task = source.task("test", number)
-    again = number // len(source.given["test"]) if source.given is not None else 0
-    return msgspec.structs.replace(task, task_id=f"{task.task_id}/{again}") if again else task
-
-
-class Tasks:
-    """The stream of training tasks. A set is met pass after pass, each freshly shuffled."""
-
-    def __init__(self, seed: int, source: Source) -> None:
+    def __init__(self, seed: int, source: TaskSource) -> None:
         self.seed = seed
         self.source = source
         self._orders: dict[Way, tuple[Walk, list[int]]] = {}
@@ -160,10 +80,10 @@ class Tasks:
         self._next: dict[Way, tuple[Walk, Task] | None] = {}  # found already
 
     def peek(self, synthetic: float = 0.0) -> Queued | None:
-        """The next task; None where there is none.
+        """Return the next task, None if there is none.
 
-        `synthetic`: the share of the pool's. What one set lacks the other gives, unless it is to
-        have no share at all.
+        `synthetic`: the share of the pool. An empty set is replaced by the other one, unless that
+        has no share at all.
         """
         if self.cursor.queue:
             return self.cursor.queue[0]
@@ -179,11 +99,11 @@ class Tasks:
         return None
 
     def exhausted(self) -> bool:
-        """True if no task may be issued any more, of the given ones and of the pool."""
+        """True if no task of the source or the pool may be issued any more."""
         return self.peek(0.5) is None
 
     def take(self, task: Task) -> None:
-        """Uses up `task`, which `peek` returned."""
+        """Use up `task`, which `peek` returned."""
         self.cursor.since_exploration += 1
         if self.cursor.queue:
             queued = self.cursor.queue.pop(0)
@@ -192,19 +112,19 @@ class Tasks:
         self._pass("synthetic" if task.origin == "synthetic" else "tasks", task)
 
     def next_exploration(self) -> Task | None:
-        """The task from whose beginning the next exploration starts; None where all failed."""
+        """The task with which the next exploration begins, None if all are quarantined."""
         found = self._find("explore")
         return None if found is None else found[1]
 
     def explore(self, task: Task) -> None:
-        """Uses up `task`, which `next_exploration` returned."""
+        """Use up `task`, which `next_exploration` returned."""
         self.cursor.since_exploration = 0
         self._pass("explore", task)
 
     def requeue(self, task: Task, complete: bool = False) -> Literal["again", "wait", "too slow"]:
-        """Issue a task whose group grew too old again: once more, with patience, or never.
+        """Queue a task whose group became too old: plainly, with waiting, or never again.
 
-        A task whose groups get `complete` is not too slow, however often they are not taken.
+        A task with `complete` groups is not too slow, however often they are not taken.
         """
         counts = self.cursor.missed if complete else self.cursor.ages
         age = counts[task.task_id] = counts.get(task.task_id, 0) + 1
@@ -215,15 +135,15 @@ class Tasks:
         return "wait" if age >= PATIENT_AFTER else "again"
 
     def queue_again(self, task: Task, wait: bool = False) -> None:
-        """Issue the task once more, before those that are numbered."""
+        """Queue the task once more, ahead of the numbered ones."""
         self.cursor.queue.append(Queued(task, wait))
 
     def taken(self, task: Task) -> None:
-        """The learner got a group of it."""
+        """Note that the learner took a group of the task."""
         self.cursor.missed.pop(task.task_id, None)
 
     def completed(self, task: Task, success: float | None) -> None:
-        """A whole group arrived in time; `success`: the share of it, None where it was scripted."""
+        """Note a complete group; `success`: its share of successes, None if it was scripted."""
         self.cursor.ages.pop(task.task_id, None)
         self.cursor.failures.pop(task.task_id, None)
         if success is not None and (self.source.train or task.origin == "synthetic"):
@@ -231,7 +151,7 @@ class Tasks:
             self._next.clear()
 
     def failed(self, task: Task) -> None:
-        """Its environment could not run it, for whichever group."""
+        """Count a failure of the task's environment."""
         self.cursor.failures[task.task_id] = self.cursor.failures.get(task.task_id, 0) + 1
 
     def quarantine(self, task_id: str, reason: str) -> None:
@@ -242,18 +162,18 @@ class Tasks:
         self._next.clear()
 
     def offer(self, tasks: list[Task], duplicates: int) -> None:
-        """New tasks join the pool; `duplicates` others were offered that are known."""
+        """Add new tasks to the pool; `duplicates`: offers of known tasks."""
         self.cursor.pool += tasks
         self.cursor.duplicates += duplicates
         self.known |= {task.task_id for task in tasks}
         self._next.clear()
 
     def pool_size(self) -> int:
-        """Tasks of the pool that may be issued."""
+        """The number of tasks of the pool that may be issued."""
         return len(self.known) - sum(task_id in self.known for task_id in self.cursor.quarantined)
 
-    def switch(self, source: Source) -> None:
-        """A new stage: what was queued again in the old one goes, the pool stays."""
+    def switch(self, source: TaskSource) -> None:
+        """Begin a stage with this source: the queue is emptied, the pool stays."""
         if source.train != self.source.train:
             for way in ("tasks", "explore"):
                 walk, size = self._walk(way), source.train
@@ -276,8 +196,10 @@ class Tasks:
         self._next.clear()
 
     def _find(self, way: Way) -> tuple[Walk, Task] | None:
-        """The next place with a task that may be issued and is worth it; where none is, the next
-        that may be issued."""
+        """The next position with a task that may be issued and passes the draw of `_worthy`.
+
+        If no task passes, the next one that may be issued.
+        """
         if way not in self._next:
             self._next[way] = self._search(way)
         return self._next[way]

@@ -10,7 +10,7 @@ import threading
 from torch import Tensor
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.snapshot import Snapshot
+from evolver_async.weights.channel.snapshot import WeightSnapshot
 
 
 class StagedPublisher:
@@ -24,8 +24,8 @@ class StagedPublisher:
         self.address = address
         self.keep = keep
         self._retained: set[WeightId] = set()
-        self._waiting: list[tuple[WeightId, Snapshot]] = []
-        self._spare: list[Snapshot] = []
+        self._waiting: list[tuple[WeightId, WeightSnapshot]] = []
+        self._spare: list[WeightSnapshot] = []
         self._busy = False  # whether a version has left `_waiting` and is not visible yet
         self._error: Exception | None = None
         self._closed = False
@@ -34,7 +34,7 @@ class StagedPublisher:
     def publish(self, weights: WeightId, tensors: dict[str, Tensor], retain: bool = False) -> None:
         with self._changed:
             self._raise_error()
-            snapshot = self._spare.pop() if self._spare else Snapshot()
+            snapshot = self._spare.pop() if self._spare else WeightSnapshot()
         snapshot.stage(weights, tensors)
         with self._changed:
             if retain:

@@ -28,7 +28,7 @@ DTYPES = {
 }
 
 
-class Snapshot:
+class WeightSnapshot:
     """A staging buffer: the manifest and the bytes of one version, reused for the next."""
 
     def __init__(self, device: str = "cpu") -> None:

@@ -19,12 +19,12 @@ from torch import Tensor
 from evolver_async.process.private_directories import claim
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.publisher import StagedPublisher
-from evolver_async.weights.channel.snapshot import Snapshot
-from evolver_async.weights.collective.event_log import Served, visit
+from evolver_async.weights.channel.snapshot import WeightSnapshot
+from evolver_async.weights.collective.event_log import ServedStore, connect
 from evolver_async.weights.collective.process_group import first_line, sweep
-from evolver_async.weights.collective.receiver import Follower
-from evolver_async.weights.collective.sender import Sender
-from evolver_async.weights.collective.versions import Holdings
+from evolver_async.weights.collective.receiver import BroadcastReceiver
+from evolver_async.weights.collective.sender import BroadcastSender
+from evolver_async.weights.collective.versions import ReceivedVersions
 
 JOIN_POLL_S = 0.1  # how soon an idle learner sees that somebody has joined
 RETRY_S = 0.2  # between attempts to reach a learner that is not there
@@ -47,18 +47,16 @@ class CollectivePublisher(StagedPublisher):
         *,
         deadline_s: float = 30.0,
         bucket_bytes: int = 64 << 20,
-        deltas: bool = False,
         device: str = "",
     ) -> None:
-        assert keep >= 2, "the version before is what a delta is based on"
+        assert keep >= 1
         self._claim = None if address.startswith("tcp://") else claim(Path(address))
         super().__init__(address, keep)
-        self._held: dict[WeightId, Snapshot] = {}  # in the order of publishing
-        self._sender = Sender(
-            Served(address, deadline_s),
+        self._held: dict[WeightId, WeightSnapshot] = {}  # in the order of publishing
+        self._sender = BroadcastSender(
+            ServedStore(address, deadline_s),
             deadline_s=deadline_s,
             bucket_bytes=bucket_bytes,
-            deltas=deltas,
             device=device,
             closing=lambda: self._closed,
         )
@@ -108,8 +106,7 @@ class CollectivePublisher(StagedPublisher):
         self._held[weights] = snapshot
         kept = {*list(self._held)[-self.keep :], *self._retained}
         dropped += [self._held.pop(other) for other in [*self._held] if other not in kept]
-        base = self._sender.base
-        self._spare += [one for one in dropped if base is None or one is not base[1]]
+        self._spare += dropped
         del self._spare[1:]
 
 
@@ -126,7 +123,7 @@ class CollectiveReceiver:
         self._deadline_s = deadline_s
         self._device = device
         self._name = name or f"{socket.gethostname()}:{os.getpid()}"
-        self._holdings = Holdings()
+        self._holdings = ReceivedVersions()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="weights", daemon=True)
         self._thread.start()
@@ -158,8 +155,8 @@ class CollectiveReceiver:
             time.sleep(RETRY_S)
 
     def _follow(self) -> None:
-        store, host = visit(self.address, self._deadline_s)
-        follower = Follower(
+        store, host = connect(self.address, self._deadline_s)
+        follower = BroadcastReceiver(
             self._holdings,
             store,
             host=host,

@@ -32,7 +32,7 @@ POLL_S = 0.01
 KEPT_EVENTS = 1000  # who falls further behind joins anew
 
 
-class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StoreAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A store: where it is and under which prefix its keys are."""
 
     host: str
@@ -40,11 +40,11 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix: str
 
 
-class Served:
+class ServedStore:
     """The learner's store. `host` is how receivers reach it and how it reaches them."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
-        place = _place_of(address) or Place(LOOPBACK, 0, secrets.token_hex(16))
+        place = _place_of(address) or StoreAddress(LOOPBACK, 0, secrets.token_hex(16))
         self.host = place.host
         self._file = None if address.startswith("tcp://") else Path(address) / FILE
         listening = listen(place.host, place.port)
@@ -61,7 +61,7 @@ class Served:
         if self._file is not None:
             part = self._file.with_name(f".{FILE}")
             part.touch(mode=0o600)
-            part.write_bytes(msgspec.json.encode(Place(place.host, port, place.prefix)))
+            part.write_bytes(msgspec.json.encode(StoreAddress(place.host, port, place.prefix)))
             part.replace(self._file)
 
     def close(self) -> None:
@@ -70,13 +70,13 @@ class Served:
             self._file.unlink(missing_ok=True)
 
 
-def visit(address: str, timeout_s: float) -> tuple[Store, str]:
+def connect(address: str, timeout_s: float) -> tuple[Store, str]:
     """A receiver's connection to the store at `address`, and the interface of this host it uses.
 
     OSError where nobody serves it now.
     """
     place = _place_of(address) or msgspec.json.decode(
-        (Path(address) / FILE).read_bytes(), type=Place
+        (Path(address) / FILE).read_bytes(), type=StoreAddress
     )
     with socket.create_connection((place.host, place.port), timeout=PROBE_S) as probe:
         own = probe.getsockname()[0]
@@ -85,14 +85,14 @@ def visit(address: str, timeout_s: float) -> tuple[Store, str]:
     return PrefixStore(place.prefix, store), own
 
 
-def _place_of(address: str) -> Place | None:
+def _place_of(address: str) -> StoreAddress | None:
     if not address.startswith("tcp://"):
         return None
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return Place(host.strip("[]"), int(port), "weights")
+    return StoreAddress(host.strip("[]"), int(port), "weights")
 
 
-class Log:
+class EventLog:
     """The publisher's end of the events."""
 
     def __init__(self, store: Store) -> None:
@@ -108,7 +108,7 @@ class Log:
             self._store.delete_key(f"event/{self._tail - KEPT_EVENTS}")
 
 
-class Reader:
+class EventReader:
     """A receiver's end: every event from the moment it was made."""
 
     def __init__(self, store: Store) -> None:

@@ -30,7 +30,7 @@ class CastFailed(Exception):
     """A broadcast did not reach everybody."""
 
 
-class Group:
+class BroadcastGroup:
     """Rank 0 sends, the others receive. `device`: "" for gloo, else the GPU that NCCL uses."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Group:
             self._group.set_timeout(timedelta(seconds=deadline_s))
         self._sends = rank == 0
 
-    def broadcast(self, part_N: Tensor) -> "Part":
+    def broadcast(self, part_N: Tensor) -> "Broadcast":
         """Begin to send, or to receive into, `part_N`, bytes of host memory."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
@@ -75,7 +75,7 @@ class Group:
             work = self._group.broadcast([travels_N], options)
         self._pending = [entry for entry in self._pending if not entry[0].is_completed()]
         self._pending.append((work, travels_N))
-        return Part(work, part_N, travels_N, self._sends, self._stream)
+        return Broadcast(work, part_N, travels_N, self._sends, self._stream)
 
     def abandon(self) -> None:
         """Give the group up, finished or not; whatever it was doing comes to nothing."""
@@ -86,7 +86,7 @@ class Group:
         sweep()
 
 
-class Part:
+class Broadcast:
     """One broadcast under way."""
 
     def __init__(
@@ -156,18 +156,13 @@ def gpu_id(device: str) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device else ""
 
 
-def apart(gpus: list[str]) -> bool:
+def on_distinct_gpus(gpus: list[str]) -> bool:
     """Whether every end, the learner's included, has a GPU of its own: NCCL insists on it."""
     return all(gpus) and len(set(gpus)) == len(gpus)
 
 
 def buckets(bytes_N: Tensor, size: int) -> list[Tensor]:
     return [bytes_N[start : start + size] for start in range(0, len(bytes_N), size)]
-
-
-def checksums(bytes_N: Tensor, bucket_bytes: int) -> list[int]:
-    """The checksum of every bucket."""
-    return [checksum(bucket_N) for bucket_N in buckets(bytes_N, bucket_bytes)]
 
 
 def checksum(bytes_N: Tensor) -> int:

@@ -6,37 +6,34 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.collective import delta
-from evolver_async.weights.collective.event_log import Reader
+from evolver_async.weights.collective.event_log import EventReader
 from evolver_async.weights.collective.process_group import (
     IN_FLIGHT,
     LOOK_S,
+    Broadcast,
+    BroadcastGroup,
     CastFailed,
-    Group,
-    Part,
     buckets,
     checksum,
-    checksums,
     first_line,
     gpu_id,
     sweep,
 )
-from evolver_async.weights.collective.versions import Holdings, Received
+from evolver_async.weights.collective.versions import ReceivedVersion, ReceivedVersions
 
 log = logging.getLogger(__name__)
 
 
-class Follower:
+class BroadcastReceiver:
     """One connection of a receiver to a learner."""
 
     def __init__(
         self,
-        holdings: Holdings,
+        holdings: ReceivedVersions,
         store: Store,
         *,
         host: str,
@@ -52,9 +49,8 @@ class Follower:
         self._device = device
         self._closing = closing
         self._about = json.dumps({"name": name, "device": gpu_id(device)})
-        self._reader = Reader(store)
-        self._group: Group | None = None
-        self._last: Received | None = None
+        self._reader = EventReader(store)
+        self._group: BroadcastGroup | None = None
         self._number = 0
         self._join()
 
@@ -82,7 +78,7 @@ class Follower:
         """Leave the group and whatever it was doing."""
         if self._group is not None:
             self._group.abandon()
-        self._group = self._last = None
+            self._group = None
 
     def _join(self) -> None:
         self.give_up()
@@ -92,7 +88,7 @@ class Follower:
     def _enter(self, event: dict[str, Any]) -> None:
         members = event["members"]
         try:
-            self._group = Group(
+            self._group = BroadcastGroup(
                 self._store,
                 event["number"],
                 1 + members.index(self._number),
@@ -106,9 +102,9 @@ class Follower:
 
     def _take_in(self, cast: dict[str, Any]) -> None:
         """Receive, verify, commit and acknowledge one version; a failure leaves all as it was."""
-        received = Received(cast["number"], self._holdings.buffer(cast["bytes"]), cast["tensors"])
+        received = ReceivedVersion(self._holdings.buffer(cast["bytes"]), cast["tensors"])
         try:
-            found = self._receive(cast, received.bytes_N)
+            found = self._receive(received.bytes_N, cast["bucket_bytes"])
         except (CastFailed, RuntimeError) as error:
             log.warning("a version of the weights did not come: %s", first_line(error))
             self.give_up()
@@ -122,39 +118,28 @@ class Follower:
             return
         held = {_weights(other) for other in cast["held"]}
         self._holdings.commit(_weights(cast["weights"]), received, held, _weights(cast["head"]))
-        self._last = received
         self._store.set(f"ack/{cast['number']}/{self._number}", "ok")
 
-    def _receive(self, cast: dict[str, Any], out_N: Tensor) -> list[int] | None:
-        """Fill `out_N`; its checksums, or None where the delta's base is not here."""
-        runs, bucket_bytes = cast["runs"], cast["bucket_bytes"]
-        payload_N = out_N
-        if runs is not None:
-            payload_N = torch.empty(delta.size(runs, cast["bytes"]), dtype=torch.uint8)
+    def _receive(self, out_N: Tensor, bucket_bytes: int) -> list[int]:
+        """Fill `out_N`; return its checksums."""
         sums: list[int] = []
-        under_way: list[tuple[Part, Tensor]] = []
+        under_way: list[tuple[Broadcast, Tensor]] = []
 
         def finish() -> None:
             part, bucket_N = under_way.pop(0)
             self._finish(part)
-            if runs is None:
-                sums.append(checksum(bucket_N))
+            sums.append(checksum(bucket_N))
 
         assert self._group is not None
-        for bucket_N in buckets(payload_N, bucket_bytes):
+        for bucket_N in buckets(out_N, bucket_bytes):
             under_way.append((self._group.broadcast(bucket_N), bucket_N))
             if len(under_way) == IN_FLIGHT:
                 finish()
         while under_way:
             finish()
-        if runs is None:
-            return sums
-        if self._last is None or self._last.cast != cast["based_on"]:
-            return None
-        delta.apply(self._last.bytes_N, runs, payload_N, out_N)
-        return checksums(out_N, bucket_bytes)
+        return sums
 
-    def _finish(self, part: Part) -> None:
+    def _finish(self, part: Broadcast) -> None:
         until = time.monotonic() + self._deadline_s
         while not part.done(LOOK_S):
             following = self._reader.peek()

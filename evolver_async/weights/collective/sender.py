@@ -22,21 +22,19 @@ from collections.abc import Callable
 from torch import Tensor
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.snapshot import Snapshot, aligned
-from evolver_async.weights.collective import delta
-from evolver_async.weights.collective.event_log import Log, Served
+from evolver_async.weights.channel.snapshot import WeightSnapshot, aligned
+from evolver_async.weights.collective.event_log import EventLog, ServedStore
 from evolver_async.weights.collective.process_group import (
     IN_FLIGHT,
     LOOK_S,
+    Broadcast,
+    BroadcastGroup,
     CastFailed,
-    Group,
-    Part,
-    apart,
     buckets,
     checksum,
-    checksums,
     first_line,
     gpu_id,
+    on_distinct_gpus,
 )
 
 ROLL_S = 3.0  # of the 5 s that a lost actor may cost beside the deadline
@@ -45,25 +43,23 @@ ATTEMPTS = 4  # epochs for one version, before it is left to the next one
 log = logging.getLogger(__name__)
 
 
-class Sender:
+class BroadcastSender:
     """What the learner's thread does: keeps the group of receivers and casts versions to it."""
 
     def __init__(
         self,
-        served: Served,
+        served: ServedStore,
         *,
         deadline_s: float,
         bucket_bytes: int,
-        deltas: bool,
         device: str,
         closing: Callable[[], bool],
     ) -> None:
         self._served = served
         self._store = served.store
-        self._log = Log(served.store)
+        self._log = EventLog(served.store)
         self._deadline_s = deadline_s
         self._bucket_bytes = aligned(bucket_bytes)
-        self._deltas = deltas
         self._device = device
         self._closing = closing
         self._members: dict[int, dict[str, str]] = {}
@@ -71,8 +67,7 @@ class Sender:
         self._unmet: set[int] = set()
         self._rolls = self._epochs = 0
         self.casts = 0
-        self._group: Group | None = None
-        self.base: tuple[int, Snapshot] | None = None  # what every member holds, and its cast
+        self._group: BroadcastGroup | None = None
 
     def newcomers(self) -> list[int]:
         """Who has joined and holds nothing yet."""
@@ -81,7 +76,7 @@ class Sender:
         self._numbers = highest
         return [number for number in self._unmet if self._store.check([f"member/{number}"])]
 
-    def send(self, held: dict[WeightId, Snapshot], head: WeightId) -> None:
+    def send(self, held: dict[WeightId, WeightSnapshot], head: WeightId) -> None:
         """Bring `head` to every member, and all that is held to who may lack it."""
         for _ in range(ATTEMPTS):
             if self._closing():
@@ -108,7 +103,7 @@ class Sender:
     def _give_up(self) -> None:
         if self._group is not None:
             self._group.abandon()
-        self._group = self.base = None
+            self._group = None
 
     def _begin_epoch(self) -> bool:
         """A new group of all who answer; False where there is nobody."""
@@ -116,7 +111,7 @@ class Sender:
         asked = self._asked()
         self._members = self._roll_call(asked)
         devices = [member["device"] for member in self._members.values()]
-        nccl = apart([gpu_id(self._device), *devices])
+        nccl = on_distinct_gpus([gpu_id(self._device), *devices])
         self._epochs += 1
         numbers = list(self._members)
         epoch = {"number": self._epochs, "members": numbers, "asked": list(asked), "nccl": nccl}
@@ -125,7 +120,7 @@ class Sender:
             return False
         log.info("weights go to %s", ", ".join(one["name"] for one in self._members.values()))
         try:
-            self._group = Group(
+            self._group = BroadcastGroup(
                 self._store,
                 self._epochs,
                 0,
@@ -164,12 +159,12 @@ class Sender:
             log.warning("%s is silent: it gets no weights until it joins again", name)
         return {number: member for number, member in asked.items() if number in here}
 
-    def _cast(self, weights: WeightId, held: dict[WeightId, Snapshot], head: WeightId) -> None:
+    def _cast(
+        self, weights: WeightId, held: dict[WeightId, WeightSnapshot], head: WeightId
+    ) -> None:
         """Send one version to the group. CastFailed where a member did not take it in."""
         snapshot = held[weights]
         number, self.casts = self.casts, self.casts + 1
-        runs, based_on = self._changes(snapshot)
-        payload_N = snapshot.bytes_N if runs is None else delta.gathered(snapshot.bytes_N, runs)
         self._log.write(
             {
                 "kind": "cast",
@@ -180,33 +175,21 @@ class Sender:
                 "tensors": snapshot.tensors,
                 "bytes": len(snapshot.bytes_N),
                 "bucket_bytes": self._bucket_bytes,
-                "runs": runs,
-                "based_on": based_on,
             }
         )
-        sums = self._broadcast(payload_N, sums=runs is None)
-        if runs is not None:
-            sums = checksums(snapshot.bytes_N, self._bucket_bytes)
+        sums = self._broadcast(snapshot.bytes_N)
         self._log.write({"kind": "sums", "number": number, "checksums": sums})
         self._await_acknowledgements(number)
-        self.base = (number, snapshot)
 
-    def _changes(self, snapshot: Snapshot) -> tuple[list[tuple[int, int]] | None, int | None]:
-        """The runs to send and the cast that they are based on; None for the whole version."""
-        if not self._deltas or self.base is None or self.base[1].tensors != snapshot.tensors:
-            return None, None
-        return delta.changed(snapshot.bytes_N, self.base[1].bytes_N), self.base[0]
-
-    def _broadcast(self, payload_N: Tensor, sums: bool) -> list[int]:
-        """Send the bytes; with `sums` their checksums, computed while they travel."""
+    def _broadcast(self, bytes_N: Tensor) -> list[int]:
+        """Send the bytes; return their checksums, computed while they travel."""
         assert self._group is not None
         found: list[int] = []
-        under_way: list[Part] = []
+        under_way: list[Broadcast] = []
         try:
-            for bucket_N in buckets(payload_N, self._bucket_bytes):
+            for bucket_N in buckets(bytes_N, self._bucket_bytes):
                 under_way.append(self._group.broadcast(bucket_N))
-                if sums:
-                    found.append(checksum(bucket_N))
+                found.append(checksum(bucket_N))
                 if len(under_way) == IN_FLIGHT:
                     self._finish(under_way.pop(0))
             for part in under_way:
@@ -215,7 +198,7 @@ class Sender:
             raise CastFailed(first_line(error)) from None
         return found
 
-    def _finish(self, part: Part) -> None:
+    def _finish(self, part: Broadcast) -> None:
         until = time.monotonic() + self._deadline_s
         while not part.done(LOOK_S):
             if time.monotonic() > until:

@@ -13,20 +13,19 @@ from evolver_async.weights.channel.snapshot import views
 
 
 @dataclass(frozen=True)
-class Received:
-    """A version as it was verified; `cast` is the one that brought it."""
+class ReceivedVersion:
+    """A version as it was verified."""
 
-    cast: int
     bytes_N: Tensor
     tensors: dict[str, dict[str, Any]]
 
 
-class Holdings:
+class ReceivedVersions:
     """Versions come whole, by one thread; any may fetch them. Memory is used again."""
 
     def __init__(self) -> None:
         self.head: WeightId | None = None
-        self._held: dict[WeightId, Received] = {}
+        self._held: dict[WeightId, ReceivedVersion] = {}
         self._spare: Tensor | None = None
         self._fetching = 0
         self._lock = threading.Lock()
@@ -57,7 +56,7 @@ class Holdings:
         return torch.empty(size, dtype=torch.uint8)
 
     def commit(
-        self, weights: WeightId, received: Received, held: set[WeightId], head: WeightId
+        self, weights: WeightId, received: ReceivedVersion, held: set[WeightId], head: WeightId
     ) -> None:
         """Take a version in and drop what is not in `held`; `head` counts once it is here."""
         with self._lock:

@@ -30,8 +30,8 @@ from actors.envs.grid.sokoban_level import (
     draw_level,
     moves_to_solve,
 )
-from evolver_async.buffer.actor_requests import source_of
-from evolver_async.buffer.tasks.stream import held_out_task
+from evolver_async.buffer.stages import source_of
+from evolver_async.buffer.tasks.source import held_out_task
 from evolver_async.config import Config, Stage
 from evolver_async.launch.creation import create
 from evolver_async.schema import Task

@@ -29,8 +29,10 @@ from evolver_async.launch.serial import VirtualLoop
 from evolver_async.process.addresses import experience_address
 from evolver_async.protocol import messages
 from evolver_async.schema import Task
+from evolver_async.transport.dealer import DealerClient
+from evolver_async.transport.in_process import LocalClient, LocalServer
 from evolver_async.transport.keys import make as make_keys
-from evolver_async.transport.sockets import DealerClient, LocalClient, LocalServer, Server
+from evolver_async.transport.server import Server
 
 QUERY = "walk to the goal"
 TASK = Task(task_id="lake/train/1", env="lake", split="train", map_seed=1)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evolver_async.buffer.monitor.peers import Activity
-from evolver_async.buffer.state.censoring import MEASURED, REPEAT_S, Censoring, Change, Sums
+from evolver_async.buffer.state.censoring import MEASURED, REPEAT_S, Censoring, GroupChange, Sums
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.schema import Ticket
@@ -20,7 +20,7 @@ def episodes(count: int, *, tokens: int = 10, seconds: float = 1.0, success: boo
 
 def end(group_id: int, fate: str | None, *, missing: int = 0, leased_s: list[float] | None = None):
     reason = "age" if fate == "evicted" else ""
-    return Change(group_id, "maze", fate, reason, missing, leased_s or [])
+    return GroupChange(group_id, "maze", fate, reason, missing, leased_s or [])
 
 
 def trained_and_evicted(evicted: Sums, **facts: object) -> Censoring:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evolver_async.buffer.state import records
-from evolver_async.buffer.state.groups import Held, Member
+from evolver_async.buffer.state.groups import ArrivedMember, HeldGroup
 from evolver_async.config import Config, Selection
 from evolver_async.protocol import messages
 from evolver_async.schema import Task, Ticket
@@ -44,7 +44,7 @@ def test_a_take_holds_only_groups_with_spread_and_refills_come_by_themselves(wor
     (more,) = world.lease(credit=1)
     finish(world, more, 1, 0)
     assert [group.group_id for group in world.sample(0)] == [first[1].group_id, more.group_id]
-    ledger = world.book.state.ledger
+    ledger = world.store.state.ledger
     left_out = ledger.closed["rollout"]["filtered"]["zero_spread"]
     assert (left_out.groups, left_out.trajectories) == (3, 6)
     assert ledger.total("rollout", "evicted").groups == 0
@@ -62,9 +62,9 @@ def test_what_is_left_out_is_no_censoring(world):
 
 def test_left_out_groups_count_as_the_newest_of_their_task(world):
     (ticket,) = world.lease(credit=1)
-    world.book.state.tasks.source = dataclasses.replace(world.book.state.tasks.source, train=5)
+    world.store.state.tasks.source = dataclasses.replace(world.store.state.tasks.source, train=5)
     finish(world, ticket, 1, 1)
-    assert world.book.state.tasks.cursor.success == {ticket.task.task_id: 1.0}
+    assert world.store.state.tasks.cursor.success == {ticket.task.task_id: 1.0}
 
 
 def test_too_many_left_out_end_the_wait_with_a_reason(world):
@@ -97,9 +97,9 @@ def test_the_count_survives_a_restart_and_a_new_lineage_begins_it_anew(world):
         (ticket,) = world.lease(credit=1)
         finish(world, ticket, 1, 1)
     world.kill()
-    assert world.replay.gives_up()
+    assert world.replay.refills_exhausted()
     world.resume(lineage=1)
-    assert not world.replay.gives_up()
+    assert not world.replay.refills_exhausted()
 
 
 def test_a_group_whose_eviction_was_lost_with_the_process_is_not_trained_either(world):
@@ -117,7 +117,7 @@ def test_a_group_whose_eviction_was_lost_with_the_process_is_not_trained_either(
         turns=1,
         oldest=world.replay.at.head,
     )
-    world.book.record(last)
+    world.store.record(last)
     world.service.commit()
     assert held.state == "ready"
     for ticket in world.lease(credit=B):
@@ -126,7 +126,7 @@ def test_a_group_whose_eviction_was_lost_with_the_process_is_not_trained_either(
     assert held.group_id not in [group.group_id for group in groups] and len(groups) == B
     world.done(0, [group.group_id for group in groups], version=1)
     assert held.group_id not in world.replay.at.groups
-    world.book.state.check()
+    world.store.state.check()
 
 
 def test_without_dynamic_sampling_equal_rewards_are_handed_out(tmp_path):
@@ -139,13 +139,13 @@ def test_without_dynamic_sampling_equal_rewards_are_handed_out(tmp_path):
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=6), st.integers(1, 6))
 def test_the_spread_of_equal_rewards_is_exactly_zero_and_of_others_is_not(rewards, copies):
-    def held(values: list[float]) -> Held:
+    def held(values: list[float]) -> HeldGroup:
         arrived = {
-            index: Member(0, 1, 1, value, False, None, (0, 0, 0, 0))
+            index: ArrivedMember(0, 1, 1, value, False, None, (0, 0, 0, 0))
             for index, value in enumerate(values)
         }
         task = Task(task_id="t", env="e", split="train", map_seed=0)
-        return Held(
+        return HeldGroup(
             group_id=0,
             task=task,
             kind="rollout",

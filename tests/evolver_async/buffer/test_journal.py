@@ -11,13 +11,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from evolver_async.buffer.log.journal import (
-    DiskFull,
-    Journal,
-    JournalError,
-    SyncError,
-    archive_bytes,
-)
+from evolver_async.buffer.log.archive import archive_bytes
+from evolver_async.buffer.log.disk import DiskFull, SyncError
+from evolver_async.buffer.log.journal import Journal
+from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.log.segment import COMMIT, END, RECORD
 
 SNAPSHOT = b"snapshot"

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.checks.config import check
-from evolver_async.buffer.actor_requests import source_of
+from evolver_async.buffer.stages import source_of
 from evolver_async.buffer.tasks.jsonl import load_tasks
-from evolver_async.buffer.tasks.stream import Cursor, Part, Source, Tasks, held_out_task
+from evolver_async.buffer.tasks.source import MixturePart, TaskSource, held_out_task
+from evolver_async.buffer.tasks.stream import Cursor, TaskStream
 from evolver_async.config import Tasks as TasksSection
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import dump, from_dict, load, to_dict
@@ -99,7 +100,7 @@ def test_a_stage_meets_every_row_of_its_file_once_a_pass(tmp_path):
     rows = [{"query": f"{n}", "split": "train"} for n in range(5)]
     path = written(tmp_path / "t", [*rows, BOTH[1]])
     source = source_of(load(None, [STAGE, f"tasks.path={path}", "env.name=bandit"]))
-    tasks, met = Tasks(0, source), []
+    tasks, met = TaskStream(0, source), []
     for _ in range(10):
         queued = tasks.peek()
         assert queued is not None
@@ -145,8 +146,8 @@ def test_few_held_out_tasks_are_met_again_with_other_dynamics(tmp_path):
 
 @given(st.lists(st.floats(0.05, 5.0), min_size=1, max_size=5), st.integers(0, 10_000))
 def test_any_run_of_tasks_has_the_shares_of_the_weights(weights, start):
-    parts = tuple(Part(f"env{n}", {"n": n}, weight) for n, weight in enumerate(weights))
-    source = Source(env="", params={}, train=0, mixture=parts)
+    parts = tuple(MixturePart(f"env{n}", {"n": n}, weight) for n, weight in enumerate(weights))
+    source = TaskSource(env="", params={}, train=0, mixture=parts)
     met = Counter(source.task("train", start + n).env for n in range(1000))
     for part in parts:
         share = part.weight / sum(weights)
@@ -154,16 +155,20 @@ def test_any_run_of_tasks_has_the_shares_of_the_weights(weights, start):
 
 
 def test_a_finite_mixture_is_met_pass_after_pass_and_continues_after_a_restart():
-    parts = (Part("maze", {"size": 3}, 3.0), Part("maze", {"size": 4}), Part("pond", {}))
-    source = Source(env="", params={}, train=10, mixture=parts)
-    tasks, met = Tasks(1, source), []
+    parts = (
+        MixturePart("maze", {"size": 3}, 3.0),
+        MixturePart("maze", {"size": 4}),
+        MixturePart("pond", {}),
+    )
+    source = TaskSource(env="", params={}, train=10, mixture=parts)
+    tasks, met = TaskStream(1, source), []
     for _ in range(20):
         queued = tasks.peek()
         assert queued is not None
         tasks.take(queued.task)
         met.append(queued.task)
         saved = msgspec.msgpack.encode(tasks.cursor)
-        tasks = Tasks(1, source)
+        tasks = TaskStream(1, source)
         tasks.restore(msgspec.msgpack.decode(saved, type=Cursor))
     ids = [task.task_id for task in met]
     assert len(set(ids[:10])) == 10 and sorted(ids[:10]) == sorted(ids[10:])

@@ -40,7 +40,7 @@ def test_totals_are_over_all_reasons_and_the_door_is_apart():
     for reason in ("age", "stage"):
         ledger.receive("rollout", Amount(1, 2, 3))
         ledger.close("rollout", "evicted", reason, Amount(1, 2, 3))
-    ledger.turn_away("duplicate", Amount(0, 1, 7))
+    ledger.refuse("duplicate", Amount(0, 1, 7))
     assert ledger.total("rollout", "evicted") == Amount(2, 4, 6)
-    assert ledger.door["duplicate"] == Amount(0, 1, 7)
+    assert ledger.refused["duplicate"] == Amount(0, 1, 7)
     ledger.check({})

@@ -18,17 +18,17 @@ from evolver_async.protocol.messages import (
     Push,
     Reject,
     Request,
-    Status,
     StatusReply,
+    StatusRequest,
 )
-from evolver_async.transport.delivery import Desk
+from evolver_async.transport.router import RequestRouter
 
 
 def test_who_has_no_part_in_the_run_is_forgotten_after_a_minute(tmp_path):
     world = World(tmp_path, config())
     world.resume()
     for number in range(100):
-        world.one(f"watch-{number}", Status())
+        world.one(f"watch-{number}", StatusRequest())
     world.lease(peer="actor-0")
     for generated in (5, 9):
         world.one("gone", Lease(credit=0, generated=generated))
@@ -37,10 +37,10 @@ def test_who_has_no_part_in_the_run_is_forgotten_after_a_minute(tmp_path):
     assert len(peers) == 104
     world.pass_time(WINDOW_S)
     assert len(peers) == 104
-    world.one("watch-7", Status())
+    world.one("watch-7", StatusRequest())
     world.pass_time(1.0)
     assert set(peers) == {"learner", "actor-0", "experience", "watch-7"}, "gone has left"
-    world.one("watch-0", Status())
+    world.one("watch-0", StatusRequest())
     status = world.service.status(world.now)
     assert status["learner"].startswith("learner, last heard") and "actor-0" in status["actors"]
     assert status["ledger"]["generated_tokens"] == 4
@@ -50,14 +50,14 @@ def test_who_has_no_part_in_the_run_is_forgotten_after_a_minute(tmp_path):
 CROWD = 20_000
 
 
-def served(world: World) -> Desk:
-    return Desk(world.service, "run", 5.0)
+def served(world: World) -> RequestRouter:
+    return RequestRouter(world.service, "run", 5.0)
 
 
-def answer(desk: Desk, request: Request, sender: str, number: int, now: float) -> Any:
+def answer(router: RequestRouter, request: Request, sender: str, number: int, now: float) -> Any:
     """The reply, as it arrives: it fits on the wire and can be read there."""
-    desk.receive(sender, pack(Envelope("run", sender, 0, number, request)), now)
-    (frames,) = [frames for to, frames in desk.settle(now) if to == sender]
+    router.receive(sender, pack(Envelope("run", sender, 0, number, request)), now)
+    (frames,) = [frames for to, frames in router.settle(now) if to == sender]
     return unpack(frames).message
 
 
@@ -75,12 +75,12 @@ def test_twenty_thousand_names_leave_every_reply_and_all_memory_bounded(tmp_path
             Lease(credit=1, generated=1),
         ):
             world.service.handle(name, request, world.now)
-    desk = served(world)
-    status = answer(desk, Status(), "you", 1, world.now)
+    router = served(world)
+    status = answer(router, StatusRequest(), "you", 1, world.now)
     assert isinstance(status, StatusReply)
     assert status.status["actors_not_shown"] > 0 and status.status["ledger"]["generated_tokens"] > 0
     done = answer(
-        desk,
+        router,
         Done(lineage=1, take=0, version=1, trained=groups, filtered={}),
         "learner",
         2,
@@ -111,12 +111,12 @@ def test_counters_that_add_up_to_more_than_a_number_can_hold_are_clamped(tmp_pat
         assert isinstance(world.one("actor-0", Push(trajectory=made)), Ack)
     world.finish(others)
     groups = [group.group_id for group in world.sample(0)]
-    desk = served(world)
+    router = served(world)
     request = Done(lineage=1, take=0, version=1, trained=groups, filtered={})
-    reply = answer(desk, request, "learner", 1, world.now)
+    reply = answer(router, request, "learner", 1, world.now)
     assert isinstance(reply, Ok)
     assert reply.counters["a"] == sys.float_info.max == -reply.counters["b"]
-    assert isinstance(answer(desk, Status(), "you", 1, world.now), StatusReply)
+    assert isinstance(answer(router, StatusRequest(), "you", 1, world.now), StatusReply)
 
 
 def test_what_an_actor_counted_stays_counted_when_it_is_restarted_or_has_left(tmp_path):

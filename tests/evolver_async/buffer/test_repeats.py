@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from killed_runs import GROUPS, Killed, Run, kill_after
 
-from evolver_async.buffer.log.journal import JournalError
+from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.log.segment import COMMIT, END
-from evolver_async.buffer.service import Service
+from evolver_async.buffer.service import BufferService
 from evolver_async.checkpoint.directory import CheckpointError
 from evolver_async.config import Checkpoint, Correction, Stage
 from evolver_async.protocol import messages
@@ -223,13 +223,13 @@ def test_a_journal_that_was_cut_after_a_whole_commit_is_refused(
     for end in commits(whole):
         segment.write_bytes(whole[:end])
         try:
-            service = Service.of_run(run.config, run.run_dir, None, 0.0)
+            service = BufferService.of_run(run.config, run.run_dir, None, 0.0)
         except JournalError as error:
             refused.append(end)
             assert f"{segment} with {end} bytes ends" in str(error) and str(newest) in str(error)
             assert "missing" in str(error) and segment.read_bytes() == whole[:end]
         else:
-            at = service.book.replay.at
+            at = service.store.replay.at
             service.close()
             assert (at.lineage, at.next_take) >= (2, 5)
     assert len(refused) > 24 and refused == commits(whole)[: len(refused)]
@@ -237,7 +237,9 @@ def test_a_journal_that_was_cut_after_a_whole_commit_is_refused(
     state = newest / "state.json"
     numbers = state.read_bytes()
     state.write_bytes(b"?" * len(numbers))
-    Service.of_run(run.config, run.run_dir, None, 0.0).close()  # what is damaged proves nothing
+    BufferService.of_run(
+        run.config, run.run_dir, None, 0.0
+    ).close()  # what is damaged proves nothing
     state.write_bytes(numbers)
     segment.write_bytes(whole[: refused[-1]])
     run.world.open()
@@ -310,7 +312,7 @@ def test_a_take_that_the_staleness_rule_forbids_is_counted_and_the_run_goes_on(
         world.kill()
     assert "take 1 and later ones are not repeated: stale" in caplog.text
     assert not world.replay.at.groups.keys() & {*taken[1], *taken[2]}
-    assert world.book.state.ledger.closed["rollout"]["evicted"]["fork"].groups >= 4
+    assert world.store.state.ledger.closed["rollout"]["evicted"]["fork"].groups >= 4
     for take in (1, 2):
         world.finish(world.lease(credit=9))
         groups = ids(world.sample(take, lineage=2))
@@ -323,7 +325,7 @@ def test_a_take_of_another_stage_is_not_repeated(tmp_path: Path) -> None:
     world.resume(lineage=1, take=1, version=1)
     assert world.sample(1, lineage=2, stage=1) == [], "this learner is in the next stage already"
     assert world.replay.at.repeats == {"stage": 1, "diverged": 1}
-    evicted = world.book.state.ledger.closed["rollout"]["evicted"]
+    evicted = world.store.state.ledger.closed["rollout"]["evicted"]
     assert evicted["stage"].groups >= len({*taken[1], *taken[2]})
 
 
@@ -343,7 +345,7 @@ def test_discarded_takes_are_chosen_anew_and_their_groups_counted(tmp_path: Path
         reply = world.one("learner", request)
         assert isinstance(reply, messages.Resumed) and reply.lineage == 2
     gone = {*taken[1], *taken[2]}
-    evicted = world.book.state.ledger.closed["rollout"]["evicted"]
+    evicted = world.store.state.ledger.closed["rollout"]["evicted"]
     assert evicted["rolled_back"].groups == len(gone)
     world.kill()
     assert not gone & world.replay.at.groups.keys()

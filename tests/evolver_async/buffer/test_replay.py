@@ -16,8 +16,9 @@ from buffer_world import World, config, synthetic, trajectory
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from evolver_async.buffer.state.groups import UNTRAINED, ZERO_SPREAD, Member
-from evolver_async.buffer.state.replay import KINDS, SAME, Numbers, Replay
+from evolver_async.buffer.state.admission import KINDS, StageNumbers
+from evolver_async.buffer.state.groups import UNTRAINED, ZERO_SPREAD, ArrivedMember
+from evolver_async.buffer.state.replay import SAME, Replay
 from evolver_async.config import Questioning
 from evolver_async.lineages import version_lag
 from evolver_async.protocol import messages
@@ -26,7 +27,7 @@ from evolver_async.schema import Task, Ticket, WeightId
 SHM = Path("/dev/shm")
 
 
-def numbers(**changes: Any) -> Numbers:
+def numbers(**changes: Any) -> StageNumbers:
     values: dict[str, Any] = {
         "kind": "rollout",
         "group_size": 1,
@@ -38,7 +39,7 @@ def numbers(**changes: Any) -> Numbers:
         "wait": False,
         "demo_groups": 4,
     }
-    return Numbers(**{**values, **changes})
+    return StageNumbers(**{**values, **changes})
 
 
 def replay(**changes: Any) -> Replay:
@@ -58,7 +59,7 @@ def grant(on: Replay, wait: bool = False) -> int:
 def arrive(on: Replay, group_id: int, *, step: int = 0, rewards: tuple[float, ...] = (0.0,)) -> int:
     for member, reward in enumerate(rewards):
         oldest = WeightId(lineage=1, step=step) if on.numbers.kind == "rollout" else None
-        on.arrive(group_id, member, Member(0, 5, 10, reward, False, oldest, (1, 0, 10, 0)))
+        on.arrive(group_id, member, ArrivedMember(0, 5, 10, reward, False, oldest, (1, 0, 10, 0)))
     return group_id
 
 
@@ -186,9 +187,9 @@ def test_dynamic_sampling_does_not_give_up_while_a_whole_take_waits_for_straggle
     report(buffer, 0, 1)
     dull = arrive(buffer, grant(buffer), step=1, rewards=(0.0, 0.0))
     buffer.evict(dull, ZERO_SPREAD)
-    assert buffer.gives_up()
+    assert buffer.refills_exhausted()
     arrive(buffer, grant(buffer), step=1, rewards=(0.0, 1.0))
-    assert buffer.choose() == [] and not buffer.gives_up()
+    assert buffer.choose() == [] and not buffer.refills_exhausted()
     arrive(buffer, slow, step=0, rewards=(0.0, 1.0))
     assert buffer.choose() == [slow]
 
@@ -364,8 +365,8 @@ class Simulation:
 
     def durable(self) -> dict[str, Any]:
         """The buffer's state without the counts of what it turned away, which need not last."""
-        values = msgspec.to_builtins(self.world.book.state.snapshot())
-        del values["ledger"]["door"]
+        values = msgspec.to_builtins(self.world.store.state.snapshot())
+        del values["ledger"]["refused"]
         return values
 
     def check(self) -> None:
@@ -374,9 +375,9 @@ class Simulation:
             live = replay.live(kind)
             assert replay.uses[kind] == sum(held.uses_left for held in live)
         everything = [held for kind in KINDS for held in replay.live(kind)]
-        assert self.world.book.state.tasks.pool_size() <= 12
+        assert self.world.store.state.tasks.pool_size() <= 12
         assert replay.bytes == sum(held.bytes for held in everything)
-        assert set(self.world.book.bodies) <= {held.group_id for held in everything}
+        assert set(self.world.store.bodies) <= {held.group_id for held in everything}
         if not self.faults.get("crash"):
             assert replay.outstanding() <= replay.limit()
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from buffer_world import World, config, synthetic, trajectory
 
-from evolver_async.buffer.log.journal import JournalError
+from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.config import Questioning
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
@@ -160,7 +160,7 @@ def test_a_task_that_keeps_failing_is_quarantined(world):
 
 def test_bytes_stop_grants_only_while_a_whole_take_is_ready(tmp_path):
     world = World(tmp_path, config(max_staleness=4))
-    world.service.granting.config.buffer.limit_bytes = 100
+    world.service.actor_requests.config.buffer.limit_bytes = 100
     world.resume()
     (first,) = world.lease()
     world.finish([first], length=20)
@@ -174,7 +174,7 @@ def test_bytes_stop_grants_only_while_a_whole_take_is_ready(tmp_path):
 
 def test_a_full_disk_stops_grants_and_pushes_are_retried(world):
     (ticket,) = world.lease()
-    world.book.journal.free = 0
+    world.store.journal.free = 0
     reply = world.one("actor-0", messages.Lease(credit=1))
     assert isinstance(reply, messages.Wait) and "bytes of disk are free" in reply.reason
     assert isinstance(world.push(ticket, 0), messages.Retry)
@@ -188,14 +188,14 @@ def test_the_journals_limit_stops_grants_until_a_checkpoint_lets_it_go(tmp_path)
     world.resume()
     take = 0
     while not learn(world, take).checkpoint:
-        assert world.book.journal.size < limit + (1 << 13)
+        assert world.store.journal.size < limit + (1 << 13)
         take += 1
-    assert world.book.journal.size >= limit
+    assert world.store.journal.size >= limit
     assert len(world.lease(credit=9)) == 2  # else the learner would starve
     reply = world.one("actor-0", messages.Lease(credit=1))
     assert isinstance(reply, messages.Wait) and "buffer.disk_limit_bytes" in reply.reason
     world.one("learner", messages.Kept(take=take + 1))
-    assert len(world.book.journal.sizes) <= 2
+    assert len(world.store.journal.sizes) <= 2
     assert len(world.lease(credit=9)) == 2
 
 
@@ -209,19 +209,19 @@ def test_a_member_of_an_exploration_under_way_keeps_no_segment(tmp_path):
         tickets += world.lease(credit=1)
     *others, exploring = tickets
     world.push(exploring, 0)
-    first = world.book.journal.newest
+    first = world.store.journal.newest
     world.finish(others)
     take = 0
-    while world.book.journal.newest < first + 3:
+    while world.store.journal.newest < first + 3:
         world.finish(world.lease(credit=2))
         groups = [group.group_id for group in world.sample(take)]
         world.done(take, groups, take + 1)
         take += 1
-    assert first in world.book.journal.sizes
+    assert first in world.store.journal.sizes
     world.service.disk.limit_bytes = 1
     assert world.service.disk.wants_checkpoint()
     world.one("learner", messages.Kept(take=take))
-    assert first not in world.book.journal.sizes
+    assert first not in world.store.journal.sizes
     world.kill()  # what is left says all that is held
     assert world.replay.at.groups[exploring.group_id].missing == [1]
     assert isinstance(world.push(exploring, 1), messages.Ack)
@@ -257,7 +257,7 @@ def test_what_was_not_granted_is_refused_with_its_reason(world):
     scripted.policy = "scripted"
     reply = world.one("actor-0", messages.Push(trajectory=scripted))
     assert isinstance(reply, messages.Reject) and reply.reason.startswith("policy")
-    assert world.book.state.ledger.door["rejected"].trajectories == 4
+    assert world.store.state.ledger.refused["rejected"].trajectories == 4
 
 
 def test_an_unknown_group_is_stale(world):
@@ -281,7 +281,7 @@ def test_a_group_too_old_is_evicted_and_its_task_queued_again(tmp_path):
     assert isinstance(reply, messages.Fenced)
     (again,) = world.lease()
     assert again.task == slow.task and again.group_id != slow.group_id
-    assert world.book.state.ledger.total("rollout", "evicted").trajectories == 1
+    assert world.store.state.ledger.total("rollout", "evicted").trajectories == 1
 
 
 # ---- takes
@@ -345,7 +345,7 @@ def test_done_must_account_for_every_group(world):
     ):
         assert isinstance(reply, messages.Reject) and words in reply.reason
     assert isinstance(done(ids[:1], {"spread": ids[1:]}), messages.Ok)
-    ledger = world.book.state.ledger
+    ledger = world.store.state.ledger
     assert ledger.total("rollout", "trained").groups == 1
     assert ledger.closed["rollout"]["filtered"]["spread"].groups == 1
 
@@ -355,7 +355,7 @@ def test_a_skipped_take_uses_its_groups_and_leaves_the_version(world):
     world.sample(0)
     reply = world.done(0, [], 0, skipped=True)
     assert world.replay.at.head == weights(0)
-    assert world.book.state.ledger.closed["rollout"]["filtered"]["skipped"].groups == 2
+    assert world.store.state.ledger.closed["rollout"]["filtered"]["skipped"].groups == 2
     assert reply.counters["ledger/filtered"] == 4.0
     learn(world, 1)
 
@@ -390,14 +390,14 @@ def test_a_ready_group_that_becomes_stale_has_its_task_queued_again(tmp_path):
         return again
 
     second = miss(even)
-    assert world.book.state.ledger.closed["rollout"]["evicted"]["stale"].groups == 1
+    assert world.store.state.ledger.closed["rollout"]["evicted"]["stale"].groups == 1
     third = miss(second)
     assert world.replay.at.groups[third.group_id].wait, "the learner waits for the third"
     world.finish([third])
     (group,) = world.sample(take)
     assert group.group_id == third.group_id, "so it is taken before it is too old"
-    assert world.book.state.tasks.cursor.missed == {}
-    assert world.book.state.tasks.cursor.quarantined == {}
+    assert world.store.state.tasks.cursor.missed == {}
+    assert world.store.state.tasks.cursor.quarantined == {}
 
 
 # ---- resume, stages, evaluation
@@ -426,10 +426,10 @@ def test_after_a_resume_groups_of_the_abandoned_branch_are_as_old_as_the_way_aro
     tickets = world.lease(credit=2)
     world.finish(tickets)  # sampled two versions after the fork
     world.resume(lineage=1, take=0, version=0)
-    assert world.book.state.ledger.closed["rollout"]["evicted"]["fork"].groups == 2
-    again = [queued.task.task_id for queued in world.book.state.tasks.cursor.queue]
+    assert world.store.state.ledger.closed["rollout"]["evicted"]["fork"].groups == 2
+    again = [queued.task.task_id for queued in world.store.state.tasks.cursor.queue]
     assert again == [ticket.task.task_id for ticket in tickets], "it is not their tasks' fault"
-    assert world.book.state.tasks.cursor.ages == {}
+    assert world.store.state.tasks.cursor.ages == {}
     assert len(world.sample(0, lineage=2)) == 2
 
 
@@ -453,7 +453,7 @@ def test_demonstrations_need_no_weights_and_the_old_stage_is_evicted_at_a_switch
     assert [group.kind for group in groups] == ["demo", "demo"]
     world.done(0, [group.group_id for group in groups], 1)
     assert world.sample(1, stage=1) == []
-    assert world.book.state.ledger.closed["demo"]["evicted"]["stage"].groups == 3
+    assert world.store.state.ledger.closed["demo"]["evicted"]["stage"].groups == 3
     (ticket, *_) = world.lease()
     assert (ticket.kind, ticket.stage, ticket.weights) == ("rollout", 1, weights(1))
 
@@ -513,9 +513,9 @@ def test_a_resume_abandons_evaluations_and_asks_for_its_own(tmp_path):
     for restart in (False, True):
         if restart:
             world.kill()
-        (evaluation,) = world.book.state.evaluations.running
+        (evaluation,) = world.store.state.evaluations.running
         assert (evaluation.weights, evaluation.episodes) == (weights(1, lineage=2), 2)
-        assert world.book.state.evaluations.results == []
+        assert world.store.state.evaluations.results == []
     tickets = [t for t in world.lease(credit=1) if t.kind == "eval"]
     assert [t.weights for t in tickets] == [weights(1, lineage=2)] * 2
     world.finish(tickets)
@@ -547,7 +547,7 @@ def test_a_second_request_for_the_same_weights_gives_one_result_over_more_episod
     world.finish(tickets)
     groups = [group.group_id for group in world.sample(1)]
     assert world.done(1, groups, 1, skipped=True, episodes=2).evals == []
-    (evaluation,) = world.book.state.evaluations.running
+    (evaluation,) = world.store.state.evaluations.running
     assert (evaluation.weights, evaluation.episodes) == (weights(1), 2)
 
 
@@ -556,13 +556,13 @@ def test_a_take_whose_done_was_lost_with_the_learner_blocks_nobody(world):
     assert len(world.sample(0)) == 2
     # the checkpoint was written after the training, no DONE came
     assert world.resume(lineage=1, take=1, version=1) == 2
-    closed = world.book.state.ledger.closed["rollout"]
+    closed = world.store.state.ledger.closed["rollout"]
     assert closed["filtered"]["unreported"].groups == 2
     assert world.replay.outstanding() == 0
     world.finish(world.lease(credit=2))
     assert len(world.sample(1, lineage=2)) == 2
     world.kill()
-    world.book.state.check()
+    world.store.state.check()
 
 
 def test_an_evaluation_whose_weights_are_gone_ends_without_those_episodes(world):
@@ -579,18 +579,18 @@ def test_an_evaluation_whose_weights_are_gone_ends_without_those_episodes(world)
 
 def test_only_synthetic_tasks_of_the_train_split_can_be_offered(world):
     assert isinstance(world.one("a", messages.Offer(tasks=[synthetic(0)])), messages.Ok)
-    assert world.book.state.tasks.pool_size() == 1
+    assert world.store.state.tasks.pool_size() == 1
     numbered = {"task_id": "frozen_lake/train/1"}
     for change in ({"split": "test"}, {"origin": "original"}, numbered):
         foreign = msgspec.structs.replace(synthetic(1), **change)
         assert isinstance(world.one("a", messages.Offer(tasks=[foreign])), messages.Reject)
-    assert world.book.state.tasks.pool_size() == 1
+    assert world.store.state.tasks.pool_size() == 1
 
 
 def test_status_in_short_says_what_fails(world):
     failed = FailureTotal(kind="agent", name="my:play", error="KeyError: 'map'", count=7)
     world.one("actor-0", messages.Counters(values={}, failures=[failed]))
-    reply = world.one("you", messages.Status())
+    reply = world.one("you", messages.StatusRequest())
     assert isinstance(reply, messages.StatusReply)
     assert "agent my:play failed 7 times, last: KeyError: 'map'" in status_lines(reply.status)
 
@@ -601,7 +601,7 @@ def test_status_shows_rates_leases_and_who_waits_for_what(world):
     world.push(ticket, 0)
     world.sample(0)
     world.pass_time(2.0)
-    reply = world.one("you", messages.Status())
+    reply = world.one("you", messages.StatusRequest())
     assert isinstance(reply, messages.StatusReply)
     status = reply.status
     assert status["groups"] == {"open": 1, "ready": 0, "taken": 0, "closed": 0}
@@ -709,10 +709,10 @@ def test_segments_go_with_the_checkpoints_and_state_survives_them(tmp_path):
         learn(world, take)
         if take % 3 == 2:
             world.one("learner", messages.Kept(take=take - 1))
-    kept = len(world.book.journal.sizes)
-    assert world.book.journal.newest > kept
-    assert len(os.listdir(tmp_path / "archive")) == world.book.journal.newest - kept
+    kept = len(world.store.journal.sizes)
+    assert world.store.journal.newest > kept
+    assert len(os.listdir(tmp_path / "archive")) == world.store.journal.newest - kept
     world.kill()
-    assert world.book.state.ledger.total("rollout", "trained").groups == 24
+    assert world.store.state.ledger.total("rollout", "trained").groups == 24
     assert world.resume(lineage=1, take=10, version=10) == 2
     assert len(world.sample(10, lineage=2)) == 2

@@ -43,10 +43,10 @@ def test_what_explored_is_counted_and_not_kept(tmp_path):
     world = exploring(tmp_path)
     (ticket,) = (t for t in world.lease(credit=1) if t.kind == "explore")
     world.push(ticket, 0)
-    assert world.book.bodies == {}
+    assert world.store.bodies == {}
     assert isinstance(world.push(ticket, 0), messages.Dup)
     world.push(ticket, 1)
-    ledger = world.book.state.ledger
+    ledger = world.store.state.ledger
     assert msgspec.to_builtins(ledger.closed["explore"]) == {
         "filtered": {"explored": {"groups": 1, "trajectories": 2, "tokens": 6}}
     }
@@ -71,7 +71,7 @@ def test_a_full_pool_takes_nothing_in_and_ends_exploration(tmp_path):
     world = exploring(tmp_path, max_tasks=3)
     offer(world, 0, 1)
     offer(world, 1, 1, 2, 3, 4)
-    assert world.book.state.tasks.pool_size() == 3
+    assert world.store.state.tasks.pool_size() == 3
     assert "explore" not in kinds(world.lease(credit=20))
     status = world.service.status(world.now)["questioning"]
     assert status == {
@@ -123,12 +123,12 @@ def test_a_restart_remembers_pool_way_and_exploration(tmp_path):
 
     plain = exploring(tmp_path / "plain", share=0.5, every=3)
     killed = exploring(tmp_path / "killed", share=0.5, every=3)
-    killed.segment_bytes = plain.book.journal.segment_bytes = 2000
+    killed.segment_bytes = plain.store.journal.segment_bytes = 2000
     killed.kill()
     assert play(plain, False) == play(killed, True)
-    assert killed.book.journal.newest > 3
-    assert killed.book.state.tasks.cursor == plain.book.state.tasks.cursor
-    assert killed.book.state.tasks.cursor.duplicates == 11
+    assert killed.store.journal.newest > 3
+    assert killed.store.state.tasks.cursor == plain.store.state.tasks.cursor
+    assert killed.store.state.tasks.cursor.duplicates == 11
 
 
 def test_explorations_that_nobody_runs_are_granted_again(tmp_path):

@@ -10,19 +10,20 @@ from buffer_world import synthetic
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evolver_async.buffer.actor_requests import source_of
-from evolver_async.buffer.tasks.stream import Cursor, Queued, Source, Tasks, Walk, held_out_task
+from evolver_async.buffer.stages import source_of
+from evolver_async.buffer.tasks.source import TaskSource, held_out_task
+from evolver_async.buffer.tasks.stream import Cursor, Queued, TaskStream, Walk
 from evolver_async.config.load import load, stage_config
 from evolver_async.schema import Task
 
-ENDLESS = Source(env="maze", params={"size": 3}, train=0)
+ENDLESS = TaskSource(env="maze", params={"size": 3}, train=0)
 
 
-def finite(count: int) -> Source:
-    return Source(env="maze", params={}, train=count)
+def finite(count: int) -> TaskSource:
+    return TaskSource(env="maze", params={}, train=count)
 
 
-def draw(tasks: Tasks, share: float = 0.0) -> Task:
+def draw(tasks: TaskStream, share: float = 0.0) -> Task:
     queued = tasks.peek(share)
     assert queued is not None
     tasks.take(queued.task)
@@ -39,14 +40,14 @@ def made(*numbers: int, env: str = "maze") -> list[Task]:
 
 @given(st.integers(1, 20), st.integers(0, 5))
 def test_every_pass_meets_every_task_once(count, seed):
-    tasks = Tasks(seed, finite(count))
+    tasks = TaskStream(seed, finite(count))
     for _ in range(3):
         assert sorted(draw(tasks).map_seed for _ in range(count)) == list(range(count))
 
 
 def test_passes_are_shuffled_by_the_seed_alone():
     def order(seed: int) -> list[int]:
-        tasks = Tasks(seed, finite(20))
+        tasks = TaskStream(seed, finite(20))
         return [draw(tasks).map_seed for _ in range(40)]
 
     assert order(1) == order(1) != order(2)
@@ -54,7 +55,7 @@ def test_passes_are_shuffled_by_the_seed_alone():
 
 
 def test_an_endless_source_never_repeats():
-    tasks = Tasks(0, ENDLESS)
+    tasks = TaskStream(0, ENDLESS)
     assert [draw(tasks).task_id for _ in range(3)] == [f"maze/train/{n}" for n in range(3)]
 
 
@@ -64,7 +65,7 @@ def test_held_out_tasks_are_of_the_test_split():
 
 
 def test_a_slow_task_is_issued_again_then_with_patience_then_never():
-    tasks = Tasks(0, ENDLESS)
+    tasks = TaskStream(0, ENDLESS)
     slow = draw(tasks)
     assert tasks.requeue(slow) == "again"
     assert tasks.peek() == Queued(slow, False)
@@ -78,7 +79,7 @@ def test_a_slow_task_is_issued_again_then_with_patience_then_never():
 
 
 def test_a_completed_group_clears_the_tasks_age():
-    tasks = Tasks(0, finite(3))
+    tasks = TaskStream(0, finite(3))
     task = draw(tasks)
     tasks.requeue(task)
     tasks.completed(task, 0.5)
@@ -90,7 +91,7 @@ def test_a_completed_group_clears_the_tasks_age():
 
 @pytest.mark.parametrize("solved, failed", [(0.0, 0.5), (0.25, 1.0), (1.0, 0.0)])
 def test_a_pass_meets_what_is_solved_or_failed_as_often_as_it_is_told(solved, failed):
-    tasks = Tasks(1, Source(env="maze", params={}, train=3, solved=solved, failed=failed))
+    tasks = TaskStream(1, TaskSource(env="maze", params={}, train=3, solved=solved, failed=failed))
     for number, success in enumerate((1.0, 0.0, 0.375)):
         tasks.completed(numbered(number), success)
     met = collections.Counter()
@@ -101,14 +102,14 @@ def test_a_pass_meets_what_is_solved_or_failed_as_often_as_it_is_told(solved, fa
 
 
 def test_where_no_task_is_worth_it_the_next_one_is_met_all_the_same():
-    tasks = Tasks(1, Source(env="maze", params={}, train=4, solved=0.0, failed=0.0))
+    tasks = TaskStream(1, TaskSource(env="maze", params={}, train=4, solved=0.0, failed=0.0))
     for number in range(4):
         tasks.completed(numbered(number), float(number % 2))
     assert sorted(draw(tasks).map_seed for _ in range(4)) == [0, 1, 2, 3]
 
 
 def test_quarantined_tasks_are_skipped_until_none_is_left():
-    tasks = Tasks(0, finite(3))
+    tasks = TaskStream(0, finite(3))
     tasks.quarantine("maze/train/1", "environment")
     assert {draw(tasks).map_seed for _ in range(8)} == {0, 2}
     for number in (0, 2):
@@ -121,7 +122,7 @@ def test_quarantined_tasks_are_skipped_until_none_is_left():
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_the_share_of_synthetic_tasks_is_as_asked_for(share):
-    tasks = Tasks(0, ENDLESS)
+    tasks = TaskStream(0, ENDLESS)
     tasks.offer(made(*range(10)), 0)
     drawn = [draw(tasks, share).origin for _ in range(2000)]
     expected = 2000 * share
@@ -130,14 +131,14 @@ def test_the_share_of_synthetic_tasks_is_as_asked_for(share):
 
 
 def test_without_a_pool_only_a_run_that_wants_nothing_else_has_no_task():
-    tasks = Tasks(0, ENDLESS)
+    tasks = TaskStream(0, ENDLESS)
     assert tasks.peek(1.0) is None
     assert [draw(tasks, 0.9).origin for _ in range(5)] == ["original"] * 5
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 9))
 def test_every_pass_over_a_growing_pool_meets_each_task_it_began_with_once(batches, seed):
-    tasks, offered, first = Tasks(seed, ENDLESS), 0, -1
+    tasks, offered, first = TaskStream(seed, ENDLESS), 0, -1
     for size in batches:  # offered in the middle of a pass, so that it is for the next one
         known = offered
         tasks.offer(made(*range(offered, offered + size)), 0)
@@ -154,7 +155,7 @@ def test_every_pass_over_a_growing_pool_meets_each_task_it_began_with_once(batch
 
 
 def test_the_pool_prefers_what_is_neither_solved_nor_hopeless():
-    tasks = Tasks(1, Source(env="maze", params={}, train=0, solved=0.0, failed=0.25))
+    tasks = TaskStream(1, TaskSource(env="maze", params={}, train=0, solved=0.0, failed=0.25))
     tasks.offer(made(0, 1, 2, 3), 0)
     for number, success in enumerate((1.0, 0.0, 0.5)):
         tasks.completed(synthetic(number, "maze"), success)
@@ -164,7 +165,7 @@ def test_the_pool_prefers_what_is_neither_solved_nor_hopeless():
 
 
 def test_a_synthetic_task_ages_and_is_quarantined_like_any_other():
-    tasks = Tasks(0, ENDLESS)
+    tasks = TaskStream(0, ENDLESS)
     tasks.offer(made(0, 1), 0)
     slow = draw(tasks, 1.0)
     for word in ("again", "wait"):
@@ -177,18 +178,18 @@ def test_a_synthetic_task_ages_and_is_quarantined_like_any_other():
 
 
 def test_the_pool_outlives_a_stage_and_serves_only_its_environment():
-    tasks = Tasks(0, ENDLESS)
+    tasks = TaskStream(0, ENDLESS)
     tasks.requeue(draw(tasks))
     tasks.offer([*made(0), *made(1, env="pond")], 0)
     tasks.switch(finite(5))
     assert draw(tasks).map_seed in range(5)
     assert [draw(tasks, 1.0).map_seed for _ in range(4)] == [0] * 4
-    tasks.switch(Source(env="pond", params={}, train=0))
+    tasks.switch(TaskSource(env="pond", params={}, train=0))
     assert {draw(tasks, 1.0).map_seed for _ in range(4)} == {1}
 
 
 def test_exploration_has_its_own_way_through_the_tasks():
-    tasks = Tasks(0, finite(5))
+    tasks = TaskStream(0, finite(5))
     tasks.quarantine("maze/train/3", "environment")
     met = []
     for _ in range(8):
@@ -202,8 +203,8 @@ def test_exploration_has_its_own_way_through_the_tasks():
     ]
 
 
-def _quarantined(number: int) -> Tasks:
-    tasks = Tasks(0, finite(5))
+def _quarantined(number: int) -> TaskStream:
+    tasks = TaskStream(0, finite(5))
     tasks.quarantine(f"maze/train/{number}", "environment")
     return tasks
 
@@ -211,11 +212,11 @@ def _quarantined(number: int) -> Tasks:
 def test_a_new_stage_with_other_tasks_goes_on_where_its_passes_would_stand():
     """The way of before a pool existed: position // count is the pass, position % count the place
     in it."""
-    tasks = Tasks(7, finite(4))
+    tasks = TaskStream(7, finite(4))
     for _ in range(6):
         draw(tasks)
     tasks.switch(finite(5))
-    fresh = Tasks(7, finite(5))
+    fresh = TaskStream(7, finite(5))
     for _ in range(6):
         draw(fresh)
     assert [draw(tasks) for _ in range(9)] == [draw(fresh) for _ in range(9)]
@@ -223,7 +224,7 @@ def test_a_new_stage_with_other_tasks_goes_on_where_its_passes_would_stand():
 
 def test_the_last_stage_of_grpo_roc_meets_only_what_the_stages_before_left_unsolved():
     config = load(Path(__file__).parents[3] / "configs" / "grpo_roc.yaml")
-    tasks = Tasks(7, source_of(stage_config(config, 1)))
+    tasks = TaskStream(7, source_of(stage_config(config, 1)))
     solved = set()
     for number in range(tasks.source.train):
         task = draw(tasks)
@@ -236,8 +237,8 @@ def test_the_last_stage_of_grpo_roc_meets_only_what_the_stages_before_left_unsol
 
 @given(st.integers(0, 30), st.integers(0, 6), st.sampled_from([0.0, 0.5, 1.0]))
 def test_the_stream_continues_after_a_restart(drawn, count, share):
-    source = Source(env="maze", params={}, train=count, solved=0.5, failed=0.5)
-    tasks = Tasks(3, source)
+    source = TaskSource(env="maze", params={}, train=count, solved=0.5, failed=0.5)
+    tasks = TaskStream(3, source)
     for index in range(drawn):
         if index % 3 == 0:
             tasks.offer(made(index, 100 + index), 0)
@@ -249,7 +250,7 @@ def test_the_stream_continues_after_a_restart(drawn, count, share):
         exploring = tasks.next_exploration()
         if exploring is not None and index % 5 == 0:
             tasks.explore(exploring)
-    restarted = Tasks(3, source)
+    restarted = TaskStream(3, source)
     saved = msgspec.msgpack.encode(tasks.cursor)
     restarted.restore(msgspec.msgpack.decode(saved, type=Cursor))
     for _ in range(10):

@@ -18,7 +18,7 @@ from evolver_async.checkpoint.directory import (
     save,
     valid,
 )
-from evolver_async.checkpoint.history import Evaluation
+from evolver_async.checkpoint.history import CheckpointEvaluation
 from evolver_async.cli import main
 from evolver_async.launch.forking import fork
 
@@ -59,7 +59,7 @@ def checkpoints(tmp_path: Path) -> Path:
 
 
 def evaluated(path: Path, success: float, tasks: int = 0) -> None:
-    history.note(path, Evaluation(success=success, episodes=8, tasks=tasks))
+    history.note(path, CheckpointEvaluation(success=success, episodes=8, tasks=tasks))
 
 
 def test_the_best_is_that_of_the_newest_tasks_and_of_equals_the_newer(checkpoints: Path) -> None:
@@ -165,7 +165,7 @@ def taken(run_dir: Path) -> list[tuple[int, set[int]]]:
         found = [records.decode(head) for head, _ in journal.replay()]
     finally:
         journal.close()
-    return [(one.take, set(one.groups)) for one in found if isinstance(one, records.Taken)]
+    return [(one.take, set(one.groups)) for one in found if isinstance(one, records.GroupsTaken)]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

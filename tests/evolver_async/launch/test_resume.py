@@ -117,7 +117,7 @@ def test_the_alarms_memory_survives_a_kill(undisturbed: Run, start: Callable[...
 
 def test_the_learner_writes_the_checkpoint_that_the_buffer_asks_for(tmp_path: Path) -> None:
     run = Run(tmp_path, checkpoint=Checkpoint(every=1000, keep=9), safety=Safety(warmup=99))
-    done = run.world.service.taking.done
+    done = run.world.service.learner_requests.done
 
     def asks_at_take_3(peer: str, request: messages.Done, now: float) -> messages.Reply:
         reply = done(peer, request, now)
@@ -125,7 +125,7 @@ def test_the_learner_writes_the_checkpoint_that_the_buffer_asks_for(tmp_path: Pa
             reply.checkpoint = request.take == 3
         return reply
 
-    run.world.service.taking.done = asks_at_take_3
+    run.world.service.learner_requests.done = asks_at_take_3
     try:
         assert run.train() == 0
         kept = [one for one in run.asked if isinstance(one, messages.Kept)]

@@ -18,8 +18,8 @@ from serial_runs import Finished, trainer
 
 from actors.envs.bandit import Bandit
 from actors.evaluate import evaluate
-from evolver_async.buffer.log.journal import JournalError
-from evolver_async.buffer.service import Service
+from evolver_async.buffer.log.quarantine import JournalError
+from evolver_async.buffer.service import BufferService
 from evolver_async.config.load import dump, load
 from evolver_async.launch.serial import VirtualLoop
 from evolver_async.process.private_directories import PREFIX
@@ -123,7 +123,7 @@ def test_a_run_that_cannot_begin_leaves_no_weights_directory(
     def refuse(*_: object, **__: object) -> None:
         raise JournalError("the newest segment is cut")
 
-    monkeypatch.setattr(Service, "of_run", refuse)
+    monkeypatch.setattr(BufferService, "of_run", refuse)
     with pytest.raises(JournalError):
         train("refused", f"weights.dir={tmp_path}")
     assert list(tmp_path.glob(f"{PREFIX}*")) == []

@@ -16,7 +16,8 @@ from evolver_async.buffer.actor_requests import share
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.schema import WeightId
-from evolver_async.transport.sockets import DealerClient, Server
+from evolver_async.transport.dealer import DealerClient
+from evolver_async.transport.server import Server
 
 WARN_S = 5.0
 
@@ -52,7 +53,7 @@ def keep_up(world: World, seconds: float, *others: str) -> None:
     for _ in range(int(seconds)):
         world.pass_time(1.0)
         for peer in others:
-            world.one(peer, messages.Status())
+            world.one(peer, messages.StatusRequest())
 
 
 # ---- who is named
@@ -240,7 +241,7 @@ def test_an_actor_whose_loop_hangs_loses_its_lease_though_its_sockets_answer(
                 reply = await client.request(messages.Lease(credit=2))
                 for ticket in reply.tickets:
                     if ticket.attempt == 1:
-                        return (await client.request(messages.Status())).status
+                        return (await client.request(messages.StatusRequest())).status
         finally:
             client.close()
 
@@ -324,7 +325,7 @@ def test_what_is_not_the_environments_fault_never_counts(world: World, reason: s
         (again,) = world.lease()
         assert (again.group_id, again.attempt) == (ticket.group_id, attempt + 1)
     assert quarantined(world) == {}
-    assert world.book.state.tasks.cursor.failures == {}
+    assert world.store.state.tasks.cursor.failures == {}
 
 
 # ---- shares

@@ -20,7 +20,7 @@ from evolver_async.protocol.envelope import (
     SCHEMA_HASH,
     TYPES,
     Envelope,
-    Limits,
+    MessageLimits,
     MismatchError,
     WireError,
     pack,
@@ -35,6 +35,7 @@ from evolver_async.protocol.messages import (
     Done,
     Dup,
     Fenced,
+    GroupReply,
     Groups,
     Guidance,
     Hello,
@@ -42,7 +43,6 @@ from evolver_async.protocol.messages import (
     Lease,
     Offer,
     Ok,
-    Part,
     Purge,
     Purged,
     Push,
@@ -55,8 +55,8 @@ from evolver_async.protocol.messages import (
     Retry,
     Sample,
     Stale,
-    Status,
     StatusReply,
+    StatusRequest,
     Tickets,
     Wait,
     Welcome,
@@ -217,7 +217,7 @@ MESSAGES = {
     ),
     "resume": st.builds(Resume, lineage=count, take=count, version=count, process=text),
     "kept": st.builds(Kept, take=count),
-    "status": st.just(Status()),
+    "status": st.just(StatusRequest()),
     "counters": st.builds(
         Counters,
         values=st.dictionaries(text, number, max_size=3),
@@ -248,7 +248,7 @@ MESSAGES = {
         Ok, evals=st.lists(evals, max_size=2), counters=st.dictionaries(text, number, max_size=3)
     ),
     "fenced": st.builds(Fenced, reason=text, groups=ids),
-    "part": st.builds(Part, group=groups()),
+    "part": st.builds(GroupReply, group=groups()),
     "groups": st.builds(Groups, count=count),
     "resumed": st.builds(Resumed, lineage=count, forks=st.lists(forks, max_size=3)),
     "status_reply": st.builds(StatusReply, status=st.dictionaries(text, plain, max_size=3)),
@@ -381,7 +381,7 @@ def test_a_trajectory_that_came_goes_on_as_the_same_bytes() -> None:
         use=0,
         trajectories=[opened],
     )
-    sent = pack(envelope(Part(group=group)))[1]
+    sent = pack(envelope(GroupReply(group=group)))[1]
     assert sent is wrap(opened).data
 
 
@@ -589,7 +589,7 @@ def test_a_message_without_a_place_for_a_trajectory_may_carry_none() -> None:
 
 
 def test_other_versions_are_a_mismatch_that_names_both_sides() -> None:
-    frames = frames_of(Status())
+    frames = frames_of(StatusRequest())
     with pytest.raises(MismatchError, match="protocol: the sender has 2, this side has 3"):
         unpack(changed(frames, "protocol", to=2))
     with pytest.raises(MismatchError, match=f"schema: the sender has 'abc'.*{SCHEMA_HASH}"):
@@ -680,11 +680,11 @@ def test_sizes_are_refused_before_anything_is_read() -> None:
     with pytest.raises(WireError, match=r"header: .* the limit is"):
         unpack([junk * ((1 << 20) + 1)])
     with pytest.raises(WireError, match="parcels: 9, the limit is 8"):
-        unpack([junk] * 10, Limits(parcels=8))
+        unpack([junk] * 10, MessageLimits(parcels=8))
     with pytest.raises(WireError, match="trajectory: 17 bytes"):
-        unpack([junk, bytes(17)], Limits(parcel_bytes=16))
+        unpack([junk, bytes(17)], MessageLimits(parcel_bytes=16))
     with pytest.raises(WireError, match="message: 33 bytes"):
-        unpack([junk, bytes(16), bytes(16)], Limits(message_bytes=32))
+        unpack([junk, bytes(16), bytes(16)], MessageLimits(message_bytes=32))
 
 
 def test_a_trajectory_has_a_smaller_header_than_a_status() -> None:

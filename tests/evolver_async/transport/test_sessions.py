@@ -8,15 +8,15 @@ from buffer_world import World, config, trajectory
 
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH, Envelope, pack, unpack
-from evolver_async.transport.delivery import Desk
+from evolver_async.transport.router import RequestRouter
 from evolver_async.transport.sessions import ANSWERS, EXPIRY_S, NAMES
 
 HELLO = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, host="alpha", pid=7)
 RESUME = messages.Resume(lineage=0, take=0, version=0, process="one", incarnation=1)
 
 
-class Door:
-    """The desk of a world's service; a route is the name of a connection."""
+class RoutedWorld:
+    """The router of a world's service; a route is the name of a connection."""
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.world = World(directory, config(max_staleness=9, **settings))
@@ -25,7 +25,9 @@ class Door:
 
     def open(self) -> None:
         connected = lambda route: route not in self.gone  # noqa: E731
-        self.desk = Desk(self.world.service, "run", 5.0, silent_s=30.0, connected=connected)
+        self.router = RequestRouter(
+            self.world.service, "run", 5.0, silent_s=30.0, connected=connected
+        )
 
     def restart(self) -> None:
         self.world.kill()
@@ -42,9 +44,9 @@ class Door:
         """Send one message; the replies that go back to its sender."""
         envelope = Envelope("run", sender, incarnation, number, request, nonce)
         route = f"{sender}/{incarnation}/{nonce}"
-        self.desk.receive(route, [bytes(frame) for frame in pack(envelope)], self.world.now)
-        sent = self.desk.settle(self.world.now)
-        self.world.book.state.check()
+        self.router.receive(route, [bytes(frame) for frame in pack(envelope)], self.world.now)
+        sent = self.router.settle(self.world.now)
+        self.world.store.state.check()
         return [unpack(frames).message for to, frames in sent if to == route]
 
     def one(self, *args: Any, **sender: Any) -> Any:
@@ -53,16 +55,16 @@ class Door:
 
     def pass_time(self, seconds: float) -> None:
         self.world.now += seconds
-        self.desk.tick(self.world.now)
-        self.desk.settle(self.world.now)
+        self.router.tick(self.world.now)
+        self.router.settle(self.world.now)
 
     def journal(self) -> int:
-        return self.world.book.journal.size
+        return self.world.store.journal.size
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Door:
-    made = Door(tmp_path)
+def routed(tmp_path: Path) -> RoutedWorld:
+    made = RoutedWorld(tmp_path)
     made.one(RESUME, sender="learner", incarnation=1, nonce="one")
     return made
 
@@ -70,67 +72,67 @@ def door(tmp_path: Path) -> Door:
 # ---- messages that come again
 
 
-def test_a_repeated_lease_grants_nothing_more_also_after_later_ones(door: Door) -> None:
+def test_a_repeated_lease_grants_nothing_more_also_after_later_ones(routed: RoutedWorld) -> None:
     lease = messages.Lease(credit=2)
-    first = door.one(lease, 1)
-    second = door.one(lease, 2)
+    first = routed.one(lease, 1)
+    second = routed.one(lease, 2)
     assert first.tickets[0].group_id != second.tickets[0].group_id
-    size = door.journal()
-    assert door.one(lease, 2).tickets[0].group_id == second.tickets[0].group_id
-    assert isinstance(door.one(lease, 1), messages.Wait)
-    assert door.journal() == size
-    assert len(list(door.world.book.leases)) == 2
+    size = routed.journal()
+    assert routed.one(lease, 2).tickets[0].group_id == second.tickets[0].group_id
+    assert isinstance(routed.one(lease, 1), messages.Wait)
+    assert routed.journal() == size
+    assert len(list(routed.world.store.leases)) == 2
 
 
-def test_a_repeated_lease_that_was_told_to_wait_waits(door: Door) -> None:
-    held = door.one(messages.Lease(credit=1000), 1)
+def test_a_repeated_lease_that_was_told_to_wait_waits(routed: RoutedWorld) -> None:
+    held = routed.one(messages.Lease(credit=1000), 1)
     assert len(held.tickets) == 20
-    assert door.send(messages.Lease(credit=2), 2) == []  # parked
-    door.pass_time(6.0)
-    assert isinstance(door.one(messages.Lease(credit=2), 2), messages.Wait)
-    door.send(messages.Lease(credit=0), 3)  # leaves; its groups can be granted again
-    assert isinstance(door.one(messages.Lease(credit=2), 2), messages.Wait)
-    assert list(door.world.book.leases) == []
+    assert routed.send(messages.Lease(credit=2), 2) == []  # parked
+    routed.pass_time(6.0)
+    assert isinstance(routed.one(messages.Lease(credit=2), 2), messages.Wait)
+    routed.send(messages.Lease(credit=0), 3)  # leaves; its groups can be granted again
+    assert isinstance(routed.one(messages.Lease(credit=2), 2), messages.Wait)
+    assert list(routed.world.store.leases) == []
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_repeated_resume_begins_no_lineage(door: Door, restarted: bool) -> None:
+def test_a_repeated_resume_begins_no_lineage(routed: RoutedWorld, restarted: bool) -> None:
     """Neither from the learner of the present lineage nor from an earlier one."""
     if restarted:
-        door.restart()
-    reply = door.one(RESUME, sender="learner", incarnation=1, nonce="one")
+        routed.restart()
+    reply = routed.one(RESUME, sender="learner", incarnation=1, nonce="one")
     assert isinstance(reply, messages.Resumed) and reply.lineage == 1
     later = messages.Resume(lineage=1, take=0, version=0, process="two", incarnation=2)
-    assert door.one(later, sender="learner", incarnation=2, nonce="two").lineage == 2
+    assert routed.one(later, sender="learner", incarnation=2, nonce="two").lineage == 2
     if restarted:
-        door.restart()
+        routed.restart()
     for number in (1, 2):
-        reply = door.one(RESUME, number, sender="learner", incarnation=1, nonce="one")
+        reply = routed.one(RESUME, number, sender="learner", incarnation=1, nonce="one")
         assert isinstance(reply, messages.Fenced)
     late = messages.Resume(lineage=1, take=0, version=0, process="late", incarnation=1)
-    reply = door.one(late, sender="learner", incarnation=1, nonce="late")
+    reply = routed.one(late, sender="learner", incarnation=1, nonce="late")
     assert isinstance(reply, messages.Fenced)
-    assert door.one(later, sender="learner", incarnation=2, nonce="two").lineage == 2
-    assert door.world.replay.at.lineage == 2
+    assert routed.one(later, sender="learner", incarnation=2, nonce="two").lineage == 2
+    assert routed.world.replay.at.lineage == 2
 
 
-def test_a_parked_lease_may_come_again_after_many_later_answers(door: Door) -> None:
-    door.world.service.book.replay.at.head = None  # nothing can be granted
+def test_a_parked_lease_may_come_again_after_many_later_answers(routed: RoutedWorld) -> None:
+    routed.world.service.store.replay.at.head = None  # nothing can be granted
     lease = messages.Lease(credit=2)
-    assert door.send(lease, 1) == []
+    assert routed.send(lease, 1) == []
     for number in range(2, ANSWERS + 4):
-        assert type(door.one(messages.Renew(progress={}), number)) is messages.Ok
-    assert door.send(lease, 1) == [], "it is still parked"
-    door.pass_time(6.0)
-    assert type(door.one(lease, 1)) is messages.Wait
+        assert type(routed.one(messages.Renew(progress={}), number)) is messages.Ok
+    assert routed.send(lease, 1) == [], "it is still parked"
+    routed.pass_time(6.0)
+    assert type(routed.one(lease, 1)) is messages.Wait
     for number in range(ANSWERS + 4, 2 * ANSWERS + 8):
-        door.one(messages.Renew(progress={}), number)
-    assert type(door.one(lease, 1)) is messages.Reject, "answered, and too old to know"
+        routed.one(messages.Renew(progress={}), number)
+    assert type(routed.one(lease, 1)) is messages.Reject, "answered, and too old to know"
 
 
-def test_whatever_is_repeated_changes_nothing(door: Door) -> None:
+def test_whatever_is_repeated_changes_nothing(routed: RoutedWorld) -> None:
     """Every kind of request twice: state, leases and counters stay; the answer is the same."""
-    (ticket,) = door.one(messages.Lease(credit=2), 1).tickets
+    (ticket,) = routed.one(messages.Lease(credit=2), 1).tickets
     progress = {ticket.group_id: 1}
     requests = [
         messages.Renew(progress=progress),
@@ -140,14 +142,14 @@ def test_whatever_is_repeated_changes_nothing(door: Door) -> None:
         messages.Offer(tasks=[]),
         messages.Kept(take=0, bytes=9),
     ]
-    first = [door.one(request, number) for number, request in enumerate(requests, 2)]
-    door.world.service.activity.peers["actor-0"].counters["judge/labelled"] = 4.0  # since then
-    size, leases = door.journal(), [vars_of(lease) for lease in door.world.book.leases]
-    again = [door.one(request, number) for number, request in enumerate(requests, 2)]
+    first = [routed.one(request, number) for number, request in enumerate(requests, 2)]
+    routed.world.service.activity.peers["actor-0"].counters["judge/labelled"] = 4.0  # since then
+    size, leases = routed.journal(), [vars_of(lease) for lease in routed.world.store.leases]
+    again = [routed.one(request, number) for number, request in enumerate(requests, 2)]
     assert [type(reply) for reply in again] == [type(reply) for reply in first]
-    assert door.journal() == size
-    assert [vars_of(lease) for lease in door.world.book.leases] == leases
-    assert door.world.service.activity.counters() == {"judge/labelled": 4.0}
+    assert routed.journal() == size
+    assert [vars_of(lease) for lease in routed.world.store.leases] == leases
+    assert routed.world.service.activity.counters() == {"judge/labelled": 4.0}
 
 
 def vars_of(lease: Any) -> tuple[Any, ...]:
@@ -155,86 +157,88 @@ def vars_of(lease: Any) -> tuple[Any, ...]:
 
 
 def test_a_repeated_push_is_a_duplicate_and_a_message_too_old_to_know_is_refused(
-    door: Door,
+    routed: RoutedWorld,
 ) -> None:
-    (ticket,) = door.one(messages.Lease(credit=2), 1).tickets
+    (ticket,) = routed.one(messages.Lease(credit=2), 1).tickets
     push = messages.Push(trajectory=trajectory(ticket, 0))
-    assert isinstance(door.one(push, 2), messages.Ack)
+    assert isinstance(routed.one(push, 2), messages.Ack)
     for number in range(3, ANSWERS + 5):
-        door.one(messages.Renew(progress={}), number)
-    assert isinstance(door.one(push, 2), messages.Dup)
-    reply = door.one(messages.Lease(credit=2), 1)
+        routed.one(messages.Renew(progress={}), number)
+    assert isinstance(routed.one(push, 2), messages.Dup)
+    reply = routed.one(messages.Lease(credit=2), 1)
     assert isinstance(reply, messages.Reject) and "message 1 was answered before" in reply.reason
 
 
 # ---- processes of one name
 
 
-def test_a_name_that_is_alive_is_refused_with_its_holder(door: Door) -> None:
-    assert isinstance(door.one(HELLO, nonce="first"), messages.Welcome)
-    door.pass_time(2.0)
-    reply = door.one(HELLO, nonce="second")
+def test_a_name_that_is_alive_is_refused_with_its_holder(routed: RoutedWorld) -> None:
+    assert isinstance(routed.one(HELLO, nonce="first"), messages.Welcome)
+    routed.pass_time(2.0)
+    reply = routed.one(HELLO, nonce="second")
     assert isinstance(reply, messages.Reject)
     assert reply.reason == (
         "the name actor-0 is held by process 7 on alpha (incarnation 0, joined 2 s ago, "
         "last heard 2.0 s ago)"
     )
-    assert isinstance(door.one(messages.Lease(credit=2), 2, nonce="second"), messages.Fenced)
-    assert isinstance(door.one(messages.Lease(credit=2), 2, nonce="first"), messages.Tickets)
+    assert isinstance(routed.one(messages.Lease(credit=2), 2, nonce="second"), messages.Fenced)
+    assert isinstance(routed.one(messages.Lease(credit=2), 2, nonce="first"), messages.Tickets)
 
 
 @pytest.mark.parametrize("how", ["left", "disconnected", "silent"])
-def test_a_name_whose_holder_is_gone_is_free(door: Door, how: str) -> None:
-    door.one(HELLO, nonce="first")
-    (ticket,) = door.one(messages.Lease(credit=2), 2, nonce="first").tickets
+def test_a_name_whose_holder_is_gone_is_free(routed: RoutedWorld, how: str) -> None:
+    routed.one(HELLO, nonce="first")
+    (ticket,) = routed.one(messages.Lease(credit=2), 2, nonce="first").tickets
     if how == "left":
-        door.one(messages.Lease(credit=0), 3, nonce="first")
+        routed.one(messages.Lease(credit=0), 3, nonce="first")
     elif how == "disconnected":
-        door.gone.add("actor-0/0/first")
+        routed.gone.add("actor-0/0/first")
     else:
-        door.pass_time(31.0)
-    assert isinstance(door.one(HELLO, nonce="second"), messages.Welcome)
-    (again,) = door.one(messages.Lease(credit=2), 2, nonce="second").tickets
+        routed.pass_time(31.0)
+    assert isinstance(routed.one(HELLO, nonce="second"), messages.Welcome)
+    (again,) = routed.one(messages.Lease(credit=2), 2, nonce="second").tickets
     assert again.group_id == ticket.group_id, "the holder's tickets wait for no lease to run out"
     late = messages.Release(group_id=again.group_id, members=[0, 1], reason="drain")
-    assert isinstance(door.one(late, 9, nonce="first"), messages.Fenced)
-    assert len(list(door.world.book.leases)) == 1
+    assert isinstance(routed.one(late, 9, nonce="first"), messages.Fenced)
+    assert len(list(routed.world.store.leases)) == 1
 
 
-def test_a_restarted_process_gets_its_name_at_once_and_the_old_one_is_fenced(door: Door) -> None:
-    door.one(HELLO, nonce="old", incarnation=1)
-    (ticket,) = door.one(messages.Lease(credit=2), 2, nonce="old", incarnation=1).tickets
-    assert isinstance(door.one(HELLO, nonce="new", incarnation=2), messages.Welcome)
-    (again,) = door.one(messages.Lease(credit=2), 2, nonce="new", incarnation=2).tickets
+def test_a_restarted_process_gets_its_name_at_once_and_the_old_one_is_fenced(
+    routed: RoutedWorld,
+) -> None:
+    routed.one(HELLO, nonce="old", incarnation=1)
+    (ticket,) = routed.one(messages.Lease(credit=2), 2, nonce="old", incarnation=1).tickets
+    assert isinstance(routed.one(HELLO, nonce="new", incarnation=2), messages.Welcome)
+    (again,) = routed.one(messages.Lease(credit=2), 2, nonce="new", incarnation=2).tickets
     assert again.group_id == ticket.group_id
     old = {"nonce": "old", "incarnation": 1}
-    assert isinstance(door.one(HELLO, 3, **old), messages.Reject)
+    assert isinstance(routed.one(HELLO, 3, **old), messages.Reject)
     for request in (messages.Lease(credit=2), messages.Renew(progress={ticket.group_id: 5})):
-        assert isinstance(door.one(request, 4, **old), messages.Fenced)
+        assert isinstance(routed.one(request, 4, **old), messages.Fenced)
     # its data is as good as any: the first copy of a granted member wins
     push = messages.Push(trajectory=trajectory(ticket, 0))
-    assert isinstance(door.one(push, 5, **old), messages.Ack)
+    assert isinstance(routed.one(push, 5, **old), messages.Ack)
 
 
-def test_a_parked_request_of_a_process_that_was_replaced_gets_nothing(door: Door) -> None:
-    door.one(messages.Lease(credit=1000), 1, sender="other")
-    door.one(HELLO, nonce="old", incarnation=1)
-    assert door.send(messages.Lease(credit=2), 2, nonce="old", incarnation=1) == []
-    door.one(HELLO, nonce="new", incarnation=2)
-    door.send(messages.Lease(credit=0), 2, sender="other")
-    door.pass_time(1.0)
-    assert list(door.world.book.leases) == []
+def test_a_parked_request_of_a_process_that_was_replaced_gets_nothing(routed: RoutedWorld) -> None:
+    routed.one(messages.Lease(credit=1000), 1, sender="other")
+    routed.one(HELLO, nonce="old", incarnation=1)
+    assert routed.send(messages.Lease(credit=2), 2, nonce="old", incarnation=1) == []
+    routed.one(HELLO, nonce="new", incarnation=2)
+    routed.send(messages.Lease(credit=0), 2, sender="other")
+    routed.pass_time(1.0)
+    assert list(routed.world.store.leases) == []
 
 
 # ---- bounds
 
 
-def test_names_are_bounded_and_expire(door: Door) -> None:
+def test_names_are_bounded_and_expire(routed: RoutedWorld) -> None:
     for number in range(NAMES + 500):
-        door.desk.receive("x", pack(hello_of(f"a-{number}")), door.world.now)
-    sessions = door.desk._sessions
+        routed.router.receive("x", pack(hello_of(f"a-{number}")), routed.world.now)
+    sessions = routed.router._sessions
     assert len(sessions) == NAMES
-    door.pass_time(EXPIRY_S + 1)
+    routed.pass_time(EXPIRY_S + 1)
     assert len(sessions) == 0
 
 

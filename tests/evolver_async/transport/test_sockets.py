@@ -25,12 +25,12 @@ from episodes import episode
 from evolver_async.protocol.envelope import LIMITS, Envelope, pack, unpack
 from evolver_async.protocol.messages import (
     Ack,
+    GroupReply,
     Groups,
     Hello,
     Kept,
     Lease,
     Ok,
-    Part,
     Push,
     Reject,
     Release,
@@ -38,8 +38,8 @@ from evolver_async.protocol.messages import (
     Resume,
     Retry,
     Sample,
-    Status,
     StatusReply,
+    StatusRequest,
     Tickets,
     Wait,
     Welcome,
@@ -54,15 +54,10 @@ from evolver_async.schema import (
     VersionRun,
     WeightId,
 )
-from evolver_async.transport.sockets import (
-    BATCH_S,
-    Client,
-    DealerClient,
-    LocalClient,
-    LocalServer,
-    Rejected,
-    Server,
-)
+from evolver_async.transport.client import Client, Rejected
+from evolver_async.transport.dealer import DealerClient
+from evolver_async.transport.in_process import LocalClient, LocalServer
+from evolver_async.transport.server import BATCH_S, Server
 
 TASK = Task(task_id="t/0", env="t", split="train", map_seed=0)
 
@@ -95,14 +90,14 @@ class Store:
                 self.pushed[request.trajectory.group_id] = request.trajectory
                 return [Ack()]
             case Sample():
-                parts = [Part(group=group(t)) for t in self.pushed.values()]
+                parts = [GroupReply(group=group(t)) for t in self.pushed.values()]
                 return [*parts, Groups(count=len(parts))]
             case Release():
                 self.tickets += len(request.members)
                 return [Ok()]
             case Kept():
                 return [Ok(counters={"take": float(request.take)})]
-            case Status():
+            case StatusRequest():
                 return [StatusReply(status={"ticks": self.ticks})]
         return [Reject(reason=f"type: {type(request).__name__}")]
 
@@ -231,7 +226,7 @@ def test_no_answer_waits_long_for_its_commit_to_begin(directory: Path) -> None:
     waiting = zmq.Context.instance().socket(zmq.DEALER)
     waiting.connect(f"ipc://{directory}/s")
     for number in range(count):
-        waiting.send_multipart(pack(Envelope("run", "a", 0, number + 1, Status())))
+        waiting.send_multipart(pack(Envelope("run", "a", 0, number + 1, StatusRequest())))
     with serving(slow, f"ipc://{directory}/s", clock=lambda: slow.now):
         for _ in range(count):
             assert waiting.poll(10_000)
@@ -276,7 +271,7 @@ def test_hello_tells_the_run_and_other_runs_are_refused(directory: Path) -> None
         )
         assert new.run_id == "run"
         with pytest.raises(Rejected, match=r"'yesterday'.*'run'"):
-            asyncio.run(other.request(Status(), 10))
+            asyncio.run(other.request(StatusRequest(), 10))
         new.close()
         other.close()
 
@@ -294,10 +289,10 @@ def test_the_loop_may_stand_still_between_requests(directory: Path) -> None:
             time.sleep(0.005)
         assert loop.run_until_complete(request).counters == {"take": 5.0}
         assert store.seen("Kept") == 1
-        assert isinstance(loop.run_until_complete(dealer.request(Status(), 10)), StatusReply)
+        assert isinstance(loop.run_until_complete(dealer.request(StatusRequest(), 10)), StatusReply)
         # and another loop may take over
-        assert isinstance(asyncio.run(dealer.request(Status(), 10)), StatusReply)
-        assert isinstance(loop.run_until_complete(dealer.request(Status(), 10)), StatusReply)
+        assert isinstance(asyncio.run(dealer.request(StatusRequest(), 10)), StatusReply)
+        assert isinstance(loop.run_until_complete(dealer.request(StatusRequest(), 10)), StatusReply)
     loop.close()
 
 
@@ -380,7 +375,7 @@ def test_a_lost_reply_is_asked_for_again(directory: Path) -> None:
     thread = threading.Thread(target=answer_the_third)
     thread.start()
     with client(f"ipc://{directory}/s", resend_s=0.05) as dealer:
-        assert isinstance(asyncio.run(dealer.request(Status(), 10)), Ack)
+        assert isinstance(asyncio.run(dealer.request(StatusRequest(), 10)), Ack)
     thread.join(10)
     router.close(linger=0)
     assert len(set(ids)) == 1
@@ -411,7 +406,7 @@ def test_an_incomplete_stream_is_not_taken_for_a_whole_one(directory: Path) -> N
             assert router.poll(10_000)
             identity, *frames = router.recv_multipart()
             number = unpack(frames).message_id
-            replies = [Part(group=group(trajectory(n))) for n in range(3) if n != lost]
+            replies = [GroupReply(group=group(trajectory(n))) for n in range(3) if n != lost]
             for reply in (*replies, Groups(count=3)):
                 router.send_multipart(
                     [identity, *pack(Envelope("run", "buffer", 0, number, reply))]
@@ -443,7 +438,7 @@ def test_no_reply_is_a_timeout_that_names_request_and_peer(directory: Path) -> N
         client(address, resend_s=0.05) as dealer,
         pytest.raises(TimeoutError, match=f"STATUS to {address}: no reply in 0.2 s"),
     ):
-        asyncio.run(dealer.request(Status(), 0.2))
+        asyncio.run(dealer.request(StatusRequest(), 0.2))
 
 
 def test_a_request_that_is_resent_in_vain_is_logged(
@@ -455,7 +450,7 @@ def test_a_request_that_is_resent_in_vain_is_logged(
         """The seconds that the first record names."""
         caplog.clear()
         began = time.monotonic()
-        request = asyncio.create_task(dealer.request(Status(), 30))
+        request = asyncio.create_task(dealer.request(StatusRequest(), 30))
         await until(lambda: bool(caplog.records))
         waited_s = time.monotonic() - began
         request.cancel()
@@ -466,7 +461,7 @@ def test_a_request_that_is_resent_in_vain_is_logged(
         return float(found[1])
 
     with (
-        caplog.at_level(logging.WARNING, "evolver_async.transport.delivery"),
+        caplog.at_level(logging.WARNING, "evolver_async.transport.client"),
         client(address, resend_s=0.05) as dealer,
     ):
         said_s = [asyncio.run(ask()) for _ in range(3)]
@@ -490,7 +485,7 @@ def test_clients_survive_a_restart_of_the_server(directory: Path) -> None:
 
         async def ask() -> list[Any]:
             with serving(first, address):
-                await a.request(Status(), 10)
+                await a.request(StatusRequest(), 10)
                 parked = asyncio.create_task(b.request(Lease(credit=1), 20))
                 await until(lambda: first.seen("Lease") > 0)
             pushes = [
@@ -527,7 +522,7 @@ def test_malformed_frames_are_rejected_and_harm_nobody_else(directory: Path) -> 
             answer = unpack(evil.recv_multipart())
             assert isinstance(answer.message, Reject) and named in answer.message.reason
             assert answer.message_id == number
-            assert isinstance(asyncio.run(dealer.request(Status(), 10)), StatusReply)
+            assert isinstance(asyncio.run(dealer.request(StatusRequest(), 10)), StatusReply)
         evil.close(linger=0)
     assert not store.pushed
 
@@ -537,7 +532,7 @@ def test_a_frame_over_the_limit_harms_nobody_else(directory: Path) -> None:
         evil = zmq.Context.instance().socket(zmq.DEALER)
         evil.connect(server.address)
         evil.send_multipart([bytes(LIMITS.parcel_bytes + 1)])
-        assert isinstance(asyncio.run(dealer.request(Status(), 10)), StatusReply)
+        assert isinstance(asyncio.run(dealer.request(StatusRequest(), 10)), StatusReply)
         evil.close(linger=0)
 
 
@@ -549,7 +544,7 @@ def test_a_client_that_left_does_not_stop_the_server(directory: Path) -> None:
         with client(server.address) as dealer:
             ticks = store.ticks
             asyncio.run(until(lambda: store.ticks > ticks + 4))
-            assert isinstance(asyncio.run(dealer.request(Status(), 10)), StatusReply)
+            assert isinstance(asyncio.run(dealer.request(StatusRequest(), 10)), StatusReply)
 
 
 # ---- addresses
@@ -562,7 +557,7 @@ def test_an_address_in_use_is_named(directory: Path) -> None:
                 Server(Store(), server.address, "run")
             assert caught.value.errno == errno.EADDRINUSE
             with client(server.address) as dealer:  # the first one still serves
-                assert isinstance(asyncio.run(dealer.request(Status(), 10)), StatusReply)
+                assert isinstance(asyncio.run(dealer.request(StatusRequest(), 10)), StatusReply)
 
 
 def test_a_stale_socket_file_is_taken_over(directory: Path) -> None:
@@ -573,7 +568,7 @@ def test_a_stale_socket_file_is_taken_over(directory: Path) -> None:
         serving(Store(), f"ipc://{directory}/s") as server,
         client(server.address) as dealer,
     ):
-        assert isinstance(asyncio.run(dealer.request(Status(), 10)), StatusReply)
+        assert isinstance(asyncio.run(dealer.request(StatusRequest(), 10)), StatusReply)
     (directory / "file").write_text("not a socket")
     with pytest.raises(OSError, match="not a socket"):
         Server(Store(), f"ipc://{directory}/file", "run")
@@ -710,11 +705,11 @@ def test_an_exception_of_the_service_ends_local_requests() -> None:
     async def ask() -> None:
         server = LocalServer(store, "run")
         one, two = LocalClient(server, "a"), LocalClient(server, "b")
-        requests = [asyncio.create_task(c.request(Status(), 5)) for c in (one, two)]
+        requests = [asyncio.create_task(c.request(StatusRequest(), 5)) for c in (one, two)]
         for request in requests:
             with pytest.raises(RuntimeError, match="disk full"):
                 await request
         with pytest.raises(RuntimeError, match="disk full"):
-            await one.request(Status(), 5)
+            await one.request(StatusRequest(), 5)
 
     asyncio.run(ask())

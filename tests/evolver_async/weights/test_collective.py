@@ -10,27 +10,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from launches import fair_time, wait_for
 from receivers import filled, remotes
 
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.base import WeightsGone
-from evolver_async.weights.collective import delta
 from evolver_async.weights.collective.channel import (
     RETRY_S,
     CollectivePublisher,
     CollectiveReceiver,
 )
-from evolver_async.weights.collective.process_group import apart
+from evolver_async.weights.collective.process_group import on_distinct_gpus
 
 DEADLINE_S = 2.0
 NUMBERS = 1 << 20  # of one of three tensors: 12 MiB in 48 buckets
 BUCKET = 1 << 18
 PUBLISHER = """
 import sys, torch
-from evolver_async.weights.collective import CollectivePublisher
+from evolver_async.weights.collective.channel import CollectivePublisher
 from evolver_async.schema import WeightId
 torch.set_num_threads(1)
 publisher = CollectivePublisher(sys.argv[1], bucket_bytes=int(sys.argv[2]))
@@ -52,13 +49,12 @@ def version(step: int, lineage: int = 1) -> WeightId:
 def publish_at(tmp_path: Path) -> Iterator[Callable[..., CollectivePublisher]]:
     started: list[CollectivePublisher] = []
 
-    def start(address: str = "", keep: int = 2, deltas: bool = False) -> CollectivePublisher:
+    def start(address: str = "", keep: int = 2) -> CollectivePublisher:
         publisher = CollectivePublisher(
             address or str(tmp_path / "w"),
             keep,
             deadline_s=DEADLINE_S,
             bucket_bytes=BUCKET,
-            deltas=deltas,
         )
         started.append(publisher)
         return publisher
@@ -160,51 +156,6 @@ def test_weights_that_are_overtaken_before_their_turn_are_not_sent(
     assert publisher.casts < 29
 
 
-@given(st.data())
-def test_a_delta_rebuilds_the_new_version(data: st.DataObject) -> None:
-    length = data.draw(st.integers(0, 20)) * delta.BLOCK + 64 * data.draw(st.integers(0, 5))
-    old_N = torch.randint(0, 256, (length,), dtype=torch.uint8)
-    new_N = old_N.clone()
-    if length:
-        for place in data.draw(st.lists(st.integers(0, length - 1), max_size=8)):
-            new_N[place] += 1
-    blocks = -(-length // delta.BLOCK)
-    differing = sum(
-        not torch.equal(new_N[b : b + delta.BLOCK], old_N[b : b + delta.BLOCK])
-        for b in range(0, length, delta.BLOCK)
-    )
-    runs = delta.changed(new_N, old_N)
-    if runs is None:
-        assert differing > delta.MOST * blocks
-        return
-    assert sum(count for _, count in runs) == differing
-    part_N, out_N = delta.gathered(new_N, runs), torch.empty_like(new_N)
-    assert len(part_N) == delta.size(runs, length) <= differing * delta.BLOCK
-    delta.apply(old_N, runs, part_N, out_N)
-    assert torch.equal(out_N, new_N)
-
-
-def test_deltas_arrive_as_the_versions_they_stand_for(
-    publish_at: Callable[..., CollectivePublisher], receive: Callable[..., CollectiveReceiver]
-) -> None:
-    publisher, early = publish_at(deltas=True), receive()
-    truth = {"a": torch.randn(NUMBERS), "b": torch.randn(1000)}
-    for step in range(1, 12):
-        truth["a"][step * 5000 : step * 5000 + 700] = step
-        if step == 6:
-            truth["b"] = torch.randn(2000)  # another layout: no delta fits it
-        publisher.publish(version(step), truth)
-        publisher.wait()
-        if step == 1:
-            wait_for(lambda: early.head() == version(1), "the first version")
-        if step == 4:
-            late = receive()
-            wait_for(lambda late=late: late.head() == version(4), "a base for who came late")
-        for receiver in [early] if step < 4 else [early, late]:
-            fetched = receiver.fetch(version(step))
-            assert all(torch.equal(fetched[name], truth[name]) for name in truth)
-
-
 def test_damaged_bytes_are_not_taken_in_and_are_sent_again(
     publish_at: Callable[..., CollectivePublisher], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -297,7 +248,7 @@ def test_an_actor_says_once_that_nobody_serves_its_weights(
     ],
 )
 def test_nccl_is_for_ends_with_a_gpu_each(gpus: list[str], expected: bool) -> None:
-    assert apart(gpus) == expected
+    assert on_distinct_gpus(gpus) == expected
 
 
 def test_an_address_serves_and_serves_again(

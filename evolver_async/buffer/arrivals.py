@@ -1,0 +1,115 @@
+"""Arrivals: trajectories that actors push, checked against what was granted and recorded."""
+
+from evolver_async.buffer.log.capacity import DiskCapacity
+from evolver_async.buffer.log.store import BufferStore
+from evolver_async.buffer.monitor.failures import Failures
+from evolver_async.buffer.monitor.peers import Activity
+from evolver_async.buffer.state import records
+from evolver_async.buffer.state.censoring import Sums
+from evolver_async.buffer.state.groups import UNTRAINED, ZERO_SPREAD, HeldGroup
+from evolver_async.buffer.state.ledger import Amount
+from evolver_async.protocol import messages
+from evolver_async.protocol.messages import Reply
+from evolver_async.schema import SCRIPTED, Sequence, Trajectory
+
+RETRY_S = 1.0
+LONGEST_S = 1e9  # an episode counts for no more, so that sums stay finite
+
+
+class Arrivals:
+    """Answers PUSH. `max_rewards`: the largest absolute reward that each stage allows."""
+
+    def __init__(
+        self,
+        store: BufferStore,
+        disk: DiskCapacity,
+        activity: Activity,
+        failures: Failures,
+        max_rewards: list[float],
+    ) -> None:
+        self.store = store
+        self.disk = disk
+        self.activity = activity
+        self.failures = failures
+        self._max_rewards = max_rewards
+
+    def push(self, peer: str, trajectory: Trajectory, now: float) -> Reply:
+        """Accept a granted member; the first copy counts, later ones are duplicates."""
+        store, group_id, member = self.store, trajectory.group_id, trajectory.member
+        tokens = trajectory.action_tokens
+        amount = Amount(trajectories=1, tokens=tokens)
+        held = store.replay.at.groups.get(group_id)
+        if held is None:
+            store.state.ledger.refuse("stale", amount)
+            return messages.Stale()
+        if member in held.arrived:
+            store.state.ledger.refuse("duplicate", amount)
+            return messages.Dup()
+        problem = self._problem(held, trajectory)
+        if problem:
+            store.state.ledger.refuse("rejected", amount)
+            return messages.Reject(reason=problem)
+        if self.disk.full():
+            return messages.Retry(seconds=RETRY_S)
+        self.activity.peers[peer].count(tokens, now)
+        record = records.Arrived(
+            group_id=group_id,
+            member=member,
+            attempt=trajectory.attempt,
+            tokens=tokens,
+            bytes=sum(_bytes(sequence) for sequence in trajectory.sequences),
+            reward=trajectory.reward,
+            success=trajectory.success,
+            turns=len(trajectory.turn_rewards),
+            oldest=trajectory.oldest,
+        )
+        store.record(record, None if held.kind in UNTRAINED else trajectory)
+        store.leases.finish(group_id, member)
+        if not held.missing:
+            self.failures.finish()
+        if held.kind == "rollout":
+            store.censoring.receive(
+                group_id,
+                held.task.env,
+                Sums(
+                    trajectories=1,
+                    tokens=tokens,
+                    turns=record.turns,
+                    seconds=min(trajectory.timing.get("total_s", 0.0), LONGEST_S),
+                    successes=int(trajectory.success),
+                ),
+            )
+        if store.replay.too_old(held):
+            store.evict([group_id], "stale" if held.state == "ready" else "age")
+        elif store.replay.lacks_spread(held):
+            store.evict([group_id], ZERO_SPREAD)
+        return messages.Ack()
+
+    def _problem(self, held: HeldGroup, trajectory: Trajectory) -> str | None:
+        """The reason for which this is not the member that was granted, None if it is."""
+        owner = held.owners.get(trajectory.member)
+        if owner is None:
+            return f"member: {trajectory.member} is not one of group {held.group_id}"
+        if trajectory.attempt > owner.attempt:
+            return f"attempt: {trajectory.attempt}, the last one granted is {owner.attempt}"
+        bound = self._max_rewards[held.stage]
+        turns = max(map(abs, trajectory.turn_rewards.tolist()), default=0.0)
+        for name, size in (("reward", abs(trajectory.reward)), ("turn_rewards", turns)):
+            if size > bound:
+                return f"{name}: {size:g}, the largest that safety.max_reward allows is {bound:g}"
+        expected = "scripted" if held.kind in SCRIPTED else "learned"
+        if trajectory.policy != expected and held.kind != "explore":  # whoever explores
+            return f"policy: {trajectory.policy} in a {held.kind} group"
+        sampled = {run.weights for sequence in trajectory.sequences for run in sequence.versions}
+        if held.pinned is not None and sampled - {held.pinned}:
+            return f"versions: {max(sampled)}, the evaluation is of {held.pinned}"
+        forks = self.store.replay.at.forks
+        foreign = [weights for weights in sampled if weights.lineage not in forks]
+        if foreign:
+            return f"versions: {foreign[0]} is of no lineage of this run"
+        return None
+
+
+def _bytes(sequence: Sequence) -> int:
+    arrays = (sequence.tokens, sequence.roles, sequence.turns, sequence.logprobs)
+    return sum(array.nbytes for array in arrays)

@@ -1,0 +1,37 @@
+"""Archive of journal segments that the buffer needs no more."""
+
+import math
+from pathlib import Path
+
+
+def archive_bytes(archive: str) -> float:
+    """Return the limit of the archive in bytes from `buffer.archive`: none, all or a number."""
+    return {"none": 0, "all": math.inf}[archive] if archive in ("none", "all") else int(archive)
+
+
+class Archive:
+    """Directory that keeps the newest removed segments, `limit_bytes` at most; 0 keeps none."""
+
+    def __init__(self, directory: Path, limit_bytes: float) -> None:
+        self._directory = directory
+        self.limit_bytes = limit_bytes
+
+    def remove(self, path: Path) -> None:
+        """Move a segment into the archive, or delete it where nothing is archived."""
+        if self.limit_bytes:
+            self._directory.mkdir(exist_ok=True)
+            path.rename(self._directory / path.name)
+        else:
+            path.unlink()
+
+    def trim(self) -> None:
+        """Delete the oldest segments beyond the limit."""
+        if self.limit_bytes in (0, math.inf):
+            return
+        paths = sorted(self._directory.glob("*.log"))
+        size = sum(path.stat().st_size for path in paths)
+        for path in paths:
+            if size <= self.limit_bytes:
+                return
+            size -= path.stat().st_size
+            path.unlink()

@@ -1,0 +1,50 @@
+"""Stages of a run as the buffer needs them: their numbers and tasks, from the configuration."""
+
+from pathlib import Path
+from typing import Literal
+
+from evolver_async.buffer.state.admission import StageNumbers
+from evolver_async.buffer.tasks.jsonl import load_tasks
+from evolver_async.buffer.tasks.source import MixturePart, TaskSource
+from evolver_async.config import Config
+
+TICKETS: dict[str, Literal["rollout", "demo", "branch"]] = {
+    "sft": "demo",
+    "world_model": "branch",
+    "reflect": "branch",
+    "rl": "rollout",
+    "dpo": "rollout",
+}  # the kind of ticket that a stage trains on, by kind of stage
+
+
+def numbers_of(config: Config, kind: str) -> StageNumbers:
+    """Read the numbers of a stage of this kind from its configuration."""
+    buffer, selection = config.buffer, config.selection
+    refills = selection.max_refills if selection.kind == "dynamic" else 0
+    return StageNumbers(
+        kind=TICKETS[kind],
+        group_size=config.rollout.group_size,
+        groups_per_step=config.learner.groups_per_step,
+        max_staleness=buffer.max_staleness,
+        reuse=buffer.reuse,
+        weight_lag=config.actors.weight_lag,
+        sampler=buffer.sampler,  # pyright: ignore[reportArgumentType] (checked with the config)
+        wait=buffer.straggler == "wait",
+        demo_groups=buffer.demo_groups,
+        refills=refills * config.learner.groups_per_step,
+    )
+
+
+def source_of(config: Config) -> TaskSource:
+    """Make the source of a stage's tasks. Raises ConfigError if the file at `tasks.path` is bad."""
+    tasks = config.tasks
+    given = load_tasks(Path(tasks.path), config.env.name, config.env.params) if tasks.path else None
+    return TaskSource(
+        env=config.env.name,
+        params=config.env.params,
+        train=tasks.train if given is None else len(given["train"]),
+        solved=tasks.solved,
+        failed=tasks.failed,
+        mixture=tuple(MixturePart(part.env, part.params, part.weight) for part in tasks.mixture),
+        given=given,
+    )

@@ -1,0 +1,199 @@
+"""Groups that the buffer holds, how many more may be granted, and which are too old to train.
+
+Pure and event-sourced: questions (`room`, `too_old`) change nothing, and every change is the
+consequence of a journal record. Only facts about trajectories are here, not their contents.
+
+Liveness. Outstanding uses (those still to come, of all groups) never exceed `(S+1-lag)·B` by a
+grant. Where no group fits any more, nothing is open and nothing taken, more than `(S+1-lag)·B -
+reuse` uses are ready, each group has at most `reuse`, and `reuse ≤ S+1-lag`: so at least B groups
+are ready and the learner can go on. Open groups end by arriving, by a lease that runs out and is
+granted again, or by eviction; taken ones by DONE or RESUME.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from evolver_async.buffer.state.groups import (
+    UNTRAINED,
+    ZERO_SPREAD,
+    ArrivedMember,
+    GroupState,
+    HeldGroup,
+    Owner,
+)
+from evolver_async.buffer.state.position import Position
+from evolver_async.schema import SCRIPTED, Kind, Task, WeightId
+
+KINDS = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class StageNumbers:
+    """Numbers of one stage. `kind`: the tickets that it trains on.
+
+    `refills`: dynamic sampling, which trains no group of rollouts whose members all have the same
+    reward, gives up after so many of them since the last take; 0 trains those as well.
+    """
+
+    kind: Literal["rollout", "demo", "branch"]
+    group_size: int
+    groups_per_step: int
+    max_staleness: int
+    reuse: int
+    weight_lag: int
+    sampler: Literal["fifo", "freshest", "prioritized"]
+    wait: bool
+    demo_groups: int
+    refills: int = 0
+
+
+class Admission:
+    """All groups that are held, and the closed ones that a RESUME may still bring back."""
+
+    def __init__(self, stages: list[StageNumbers]) -> None:
+        self.stages = stages
+        self.restore(Position())
+
+    def restore(self, at: Position) -> None:
+        self.at = at
+        self.by_state: dict[GroupState, dict[int, HeldGroup]] = {
+            "open": {},
+            "ready": {},
+            "taken": {},
+            "closed": {},
+        }
+        for held in at.groups.values():
+            self.by_state[held.state][held.group_id] = held
+        # kept up to date at every change: every waiting actor reads both
+        self.uses = {kind: sum(held.uses_left for held in self.live(kind)) for kind in KINDS}
+        self.bytes = sum(held.bytes for kind in KINDS for held in self.live(kind))
+
+    @property
+    def numbers(self) -> StageNumbers:
+        return self.stages[self.at.stage]
+
+    def live(self, kind: Kind) -> list[HeldGroup]:
+        """Groups that are open, ready or taken."""
+        return [
+            held
+            for state in ("open", "ready", "taken")
+            for held in self.by_state[state].values()
+            if held.kind == kind
+        ]
+
+    def limit(self) -> int:
+        """The most outstanding uses of the kind of groups that this stage trains on."""
+        numbers = self.numbers
+        if numbers.kind in SCRIPTED:
+            return numbers.demo_groups * numbers.reuse
+        return (numbers.max_staleness + 1 - numbers.weight_lag) * numbers.groups_per_step
+
+    def outstanding(self) -> int:
+        """Uses still to come, of all groups of the kind that this stage trains on."""
+        return self.uses[self.numbers.kind]
+
+    def room(self) -> int:
+        """The number of groups that may be granted now."""
+        if self.numbers.kind == "rollout" and self.at.head is None:
+            return 0
+        return max(0, self.limit() - self.outstanding()) // self.numbers.reuse
+
+    def oldest_allowed(self) -> WeightId | None:
+        """The oldest weights with which a rollout granted now can still be trained in time."""
+        head = self.at.head
+        if self.numbers.kind in SCRIPTED or head is None:
+            return None
+        # After a RESUME from before the stage the head itself may be older than the floor.
+        floor = min(self.at.floor, head.step)
+        return WeightId(lineage=head.lineage, step=max(floor, head.step - self.numbers.weight_lag))
+
+    def open(
+        self,
+        group_id: int,
+        task: Task,
+        kind: Kind,
+        stage: int,
+        members: list[int],
+        actor: str,
+        wait: bool,
+        pinned: WeightId | None,
+    ) -> None:
+        """Add a granted group."""
+        held = HeldGroup(
+            group_id=group_id,
+            task=task,
+            kind=kind,
+            stage=stage,
+            members=members,
+            owners={member: Owner(actor, 0, self.at.head) for member in members},
+            uses_left=0 if kind in UNTRAINED else self.numbers.reuse,
+            wait=wait,
+            pinned=pinned,
+        )
+        self.at.next_group = group_id + 1
+        self.at.groups[group_id] = self.by_state["open"][group_id] = held
+        self.uses[kind] += held.uses_left
+
+    def reissue(self, group_id: int, members: list[int], actor: str) -> None:
+        """Grant missing members again, under a new attempt."""
+        held = self.at.groups[group_id]
+        held.attempt += 1
+        for member in members:
+            held.owners[member] = Owner(actor, held.attempt, self.at.head)
+
+    def arrive(self, group_id: int, member: int, facts: ArrivedMember) -> HeldGroup:
+        """Add the first copy of a member; the last member makes the group ready."""
+        held = self.at.groups[group_id]
+        held.arrived[member] = facts
+        self.bytes += facts.bytes
+        if not held.missing and held.kind not in UNTRAINED:
+            held.order = self.at.next_order
+            self.at.next_order += 1
+            self._enter(held, "ready")
+        return held
+
+    def evict(self, group_id: int, reason: str = "") -> HeldGroup:
+        """End the group. It is remembered only if a past use of it may be repeated."""
+        held = self.at.groups[group_id]
+        self.at.zero_spread += reason == ZERO_SPREAD
+        self._close(held)
+        if not held.fates:
+            self._forget(held)
+        return held
+
+    def lag(self, held: HeldGroup) -> int:
+        """Count the versions from the oldest weights of the group to the head."""
+        return self.at.lag(held, self.at.head)
+
+    def too_old(self, held: HeldGroup) -> bool:
+        """True if the group can never be trained: even the very next version is too far."""
+        return (
+            held.kind == "rollout"
+            and held.state in ("open", "ready")
+            and self.lag(held) > self.stages[held.stage].max_staleness
+        )
+
+    def lacks_spread(self, held: HeldGroup) -> bool:
+        """True if dynamic sampling leaves the group out: all its rewards are equal."""
+        return (
+            held.kind == "rollout"
+            and held.state == "ready"
+            and self.stages[held.stage].refills > 0
+            and held.spread == 0
+        )
+
+    def _enter(self, held: HeldGroup, state: GroupState) -> None:
+        del self.by_state[held.state][held.group_id]
+        held.state = state
+        self.by_state[state][held.group_id] = held
+
+    def _close(self, held: HeldGroup) -> None:
+        self._enter(held, "closed")
+        self.bytes -= held.bytes
+        self.uses[held.kind] -= held.uses_left
+        held.uses_left = 0
+        held.owners.clear()
+
+    def _forget(self, held: HeldGroup) -> None:
+        del self.by_state["closed"][held.group_id]
+        del self.at.groups[held.group_id]

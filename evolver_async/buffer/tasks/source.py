@@ -1,0 +1,92 @@
+"""Tasks of a stage by number: of one environment, of a mixture, or given in a file. Pure."""
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+
+from evolver_async.schema import Task
+
+GOLDEN = (math.sqrt(5) - 1) / 2  # the number whose multiples spread most evenly
+
+
+@dataclass(frozen=True)
+class MixturePart:
+    """One environment of a mixture; its `weight` over the sum of all is its share of the tasks."""
+
+    env: str
+    params: dict[str, Any]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class TaskSource:
+    """Tasks of a stage: numbered ones of its environment, or the `given` ones.
+
+    `train`: number of distinct training tasks, 0 for an unbounded set. `mixture`: several
+    environments instead of `env`. `given`: the tasks by split, `train` of them in the train split.
+    `solved`, `failed`: the chance that a pass over a finite set, or over the pool, includes a task
+    whose newest group succeeded, or failed, in all its members: such a group has no contrast.
+    """
+
+    env: str
+    params: dict[str, Any]
+    train: int
+    solved: float = 1.0
+    failed: float = 1.0
+    mixture: tuple[MixturePart, ...] = ()
+    given: dict[str, tuple[Task, ...]] | None = None
+
+    @cached_property
+    def parts(self) -> tuple[MixturePart, ...]:
+        return self.mixture or (MixturePart(self.env, self.params),)
+
+    @cached_property
+    def envs(self) -> frozenset[str]:
+        """The names of all environments that its tasks need."""
+        if self.given is not None:
+            return frozenset(task.env for tasks in self.given.values() for task in tasks)
+        return frozenset(part.env for part in self.parts)
+
+    def task(self, split: str, number: int) -> Task:
+        """The task of this number; given tasks repeat after the last one."""
+        if self.given is not None:
+            return self.given[split][number % len(self.given[split])]
+        part = self.part(number)
+        return Task(
+            task_id=f"{part.env}/{split}/{number}",
+            env=part.env,
+            split=split,
+            map_seed=number,
+            params=part.params,
+        )
+
+    def part(self, number: int) -> MixturePart:
+        """The environment of the task of this number.
+
+        Any run of numbers has nearly the requested shares (a Weyl sequence).
+        """
+        ends = list(accumulate(part.weight for part in self.parts))
+        place = (number + 0.5) * GOLDEN % 1.0 * ends[-1]
+        return self.parts[min(bisect_right(ends, place), len(ends) - 1)]
+
+    def examples(self) -> list[Task]:
+        """One training task of every pair of environment and parameters."""
+        if self.given is not None:
+            kinds = {(task.env, repr(task.params)): task for task in reversed(self.given["train"])}
+            return list(kinds.values())
+        return [replace(self, mixture=(part,)).task("train", 0) for part in self.parts]
+
+
+def held_out_task(source: TaskSource, number: int) -> Task:
+    """The held-out task of evaluation episode `number`.
+
+    A repeated task of a file gets another name: the name is the key of its dynamics.
+    """
+    task = source.task("test", number)
+    again = number // len(source.given["test"]) if source.given is not None else 0
+    return msgspec.structs.replace(task, task_id=f"{task.task_id}/{again}") if again else task

@@ -1,0 +1,175 @@
+"""Client's end of the delivery rules, without sockets.
+
+A request is sent again under the same message id until a reply comes, so a lost frame, a lost reply
+or a dead server costs a resend; every request may arrive twice and acts once (`sessions`).
+"""
+
+import asyncio
+import itertools
+import logging
+import random
+import secrets
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+from evolver_async.protocol.envelope import Envelope, MismatchError, WireError, pack, unpack
+from evolver_async.protocol.messages import (
+    GroupReply,
+    Groups,
+    Lease,
+    Reject,
+    Request,
+    Retry,
+    Sample,
+    Welcome,
+)
+from evolver_async.randomness import key
+from evolver_async.schema import Group
+from evolver_async.transport.router import PARK_S
+
+RESEND_S = 2.0  # first resend; doubled each time
+RESEND_LIMIT_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class Rejected(RuntimeError):
+    """A request that the server will never accept as it is."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class AccessDenied(Rejected):
+    """A client that the server does not admit; the message names the address and the key."""
+
+
+@dataclass
+class _Pending:
+    frames: list[bytes]
+    reply: asyncio.Future
+    parts: dict[int, Group] = field(default_factory=dict)
+
+
+class Client(ABC):
+    """Client that sends requests until they are answered. Several may be in flight."""
+
+    def __init__(
+        self,
+        address: str,
+        run_id: str,
+        sender: str,
+        incarnation: int,
+        *,
+        park_s: float = PARK_S,
+        resend_s: float = RESEND_S,
+    ) -> None:
+        self.address = address
+        self.run_id = run_id  # "" until a WELCOME names it
+        self.incarnation = incarnation
+        self.nonce = secrets.token_hex(8)  # of this process; seeds nothing
+        self._sender = sender
+        self._park_s = park_s
+        self._resend_s = resend_s
+        self._jitter = random.Random(key(incarnation, "resend", sender))
+        self._ids = itertools.count(1)
+        self._pending: dict[int, _Pending] = {}
+
+    async def request(self, message: Request, timeout_s: float | None = None) -> Any:
+        """Send a request and return the reply; for SAMPLE a list of groups, Wait or Fenced.
+
+        RETRY is obeyed here. Raises Rejected for REJECT, and TimeoutError after `timeout_s`.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout_s is None else loop.time() + timeout_s
+        message_id = next(self._ids)
+        frames = pack(
+            Envelope(self.run_id, self._sender, self.incarnation, message_id, message, self.nonce)
+        )
+        parks = self._park_s if isinstance(message, Lease | Sample) else 0.0
+        pause, began, silent = self._resend_s, loop.time(), 0
+        name = message.kind
+        pending = self._pending[message_id] = _Pending(frames, loop.create_future())
+        try:
+            while True:
+                self._send(frames)
+                patience = parks + pause * self._jitter.uniform(0.8, 1.2)
+                if not await self._answered(pending, patience, deadline):
+                    if deadline is not None and loop.time() >= deadline:
+                        raise TimeoutError(f"{name} to {self.address}: no reply in {timeout_s} s")
+                    pause = min(2 * pause, max(self._resend_s, RESEND_LIMIT_S))
+                    silent += 1
+                    if silent > 1:
+                        waited_s = loop.time() - began
+                        log.warning("%s to %s: no reply for %.1f s", name, self.address, waited_s)
+                    continue
+                reply = pending.reply.result()
+                if type(reply) is Reject:
+                    raise Rejected(reply.reason)
+                if type(reply) is not Retry:
+                    return reply
+                pending.reply = loop.create_future()
+                began, silent = loop.time(), 0
+                left = reply.seconds if deadline is None else deadline - loop.time()
+                await asyncio.sleep(min(reply.seconds, left))
+        finally:
+            del self._pending[message_id]
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the connection."""
+
+    @abstractmethod
+    def _send(self, frames: list[bytes]) -> None:
+        """Send if possible; otherwise the resend tries again."""
+
+    @abstractmethod
+    def _poll(self) -> None:
+        """Receive the replies that have arrived."""
+
+    def _send_again(self) -> None:
+        """Send all unanswered requests to a new server: the former one will never answer."""
+        for pending in list(self._pending.values()):
+            if not pending.reply.done():
+                self._send(pending.frames)
+
+    async def _answered(self, pending: _Pending, patience: float, deadline: float | None) -> bool:
+        if deadline is not None:
+            patience = min(patience, deadline - asyncio.get_running_loop().time())
+        await asyncio.wait((pending.reply,), timeout=max(0.0, patience))
+        self._poll()  # the loop may have stood still while replies came
+        return pending.reply.done()
+
+    def _receive(self, frames: list[Any]) -> None:
+        try:
+            envelope = unpack(frames)
+        except MismatchError as error:
+            pending = self._pending.get(error.message_id)
+            if pending and not pending.reply.done():
+                pending.reply.set_exception(Rejected(str(error)))
+            return
+        except WireError as error:
+            log.warning("ignored a garbled reply from %s: %s", self.address, error)
+            return
+        reply = envelope.message
+        pending = self._pending.get(envelope.message_id)
+        if pending is None or pending.reply.done():
+            # a resend that was answered twice, or an answer to nothing
+            log.debug("ignored %s of request %d", type(reply).__name__, envelope.message_id)
+            if type(reply) is Reject and envelope.message_id == 0:
+                log.warning("%s refused a message: %s", self.address, reply.reason)
+        elif isinstance(reply, GroupReply):
+            pending.parts.pop(reply.group.group_id, None)  # the newest stream's order counts
+            pending.parts[reply.group.group_id] = reply.group
+        elif isinstance(reply, Groups):
+            if len(pending.parts) == reply.count:
+                pending.reply.set_result(list(pending.parts.values()))
+            else:
+                log.warning("%d of %d groups came", len(pending.parts), reply.count)
+                pending.parts.clear()
+        else:
+            if isinstance(reply, Welcome) and not self.run_id:
+                self.run_id = reply.run_id
+            pending.reply.set_result(reply)

@@ -1,0 +1,101 @@
+"""Client over ZeroMQ."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import zmq
+
+from evolver_async.transport.addresses import from_here
+from evolver_async.transport.client import RESEND_S, AccessDenied, Client
+from evolver_async.transport.curve import Handshake
+from evolver_async.transport.router import PARK_S
+from evolver_async.transport.sockets import LINGER_MS, REPLIES_QUEUED, set_options
+
+
+class DealerClient(Client):
+    """Client over ZeroMQ, for one asyncio loop at a time; the loop may pause in between.
+
+    Replies are read in the loop's own file-descriptor callback and once more at every send and
+    every timeout, so none depends on a task that runs in the background. With `keys` the connection
+    is encrypted; where the server does not let this client in, every request raises Refused.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        run_id: str = "",
+        sender: str = "",
+        incarnation: int = 0,
+        *,
+        keys: Path | None = None,
+        park_s: float = PARK_S,
+        resend_s: float = RESEND_S,
+    ) -> None:
+        super().__init__(address, run_id, sender, incarnation, park_s=park_s, resend_s=resend_s)
+        if not sender:
+            raise ValueError("sender: every client needs a name of its own")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._connections = 0
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        set_options(self._socket)
+        self._socket.set(zmq.RCVHWM, REPLIES_QUEUED)
+        # The same after a reconnect, so that a parked request's reply still finds its way; with the
+        # nonce, since a second process of this name would take the connection over.
+        self._socket.set(zmq.ROUTING_ID, f"{self.nonce}/{sender}/{incarnation}".encode()[:255])
+        self._socket.set(zmq.RECONNECT_IVL, 50)
+        self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+        try:
+            self._handshake = Handshake(self._socket, address, keys)
+            self._socket.connect(from_here(address))
+        except zmq.ZMQError as error:
+            self._abandon()
+            cause = zmq.strerror(error.errno or 0).lower()
+            raise ValueError(f"{address}: no address to connect to ({cause})") from None
+        except ValueError:
+            self._abandon()
+            raise
+
+    def close(self) -> None:
+        self._detach()
+        self._socket.disable_monitor()
+        self._socket.close(linger=LINGER_MS)
+
+    def _send(self, frames: list[bytes]) -> None:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._detach()
+            for zmq_socket in (self._socket, self._handshake.monitor):
+                loop.add_reader(zmq_socket.fileno(), self._poll)
+            self._loop = loop
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        self._poll()  # sending may have consumed the descriptor's only signal
+
+    def _poll(self) -> None:
+        while not self._socket.closed:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._receive(frames)
+        refusal = None if self._socket.closed else self._handshake.refusal()
+        if refusal is not None:
+            for pending in self._pending.values():
+                if not pending.reply.done():
+                    pending.reply.set_exception(AccessDenied(refusal))
+        if self._handshake.successes > self._connections:
+            new_server = self._connections > 0
+            self._connections = self._handshake.successes
+            if new_server:
+                self._send_again()
+
+    def _detach(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            for zmq_socket in (self._socket, self._handshake.monitor):
+                self._loop.remove_reader(zmq_socket.fileno())
+        self._loop = None
+
+    def _abandon(self) -> None:
+        self._socket.disable_monitor()
+        self._socket.close(linger=0)
