@@ -208,8 +208,10 @@ class Journal:
                 self._path(number), offset, f"damaged, {len(data)} of {size} bytes are there"
             )
         if zlib.crc32(data) != crc:
-            raise self._damage(
-                number, offset, f"damaged, a body of {size} bytes has the wrong checksum"
+            raise damaged(
+                self._path(number),
+                offset,
+                f"damaged, a body of {size} bytes has the wrong checksum",
             )
         return data
 
