@@ -1,1 +1,1 @@
-"""How weights travel from the learner to the actors: one channel a file, both its ends in it."""
+"""Weight channels from the learner to the actors: one module a channel, with both its ends."""

@@ -1,7 +1,7 @@
 """Weights on one GPU: the learner's copies of them, which engines map and read in place.
 
 Both ends. The learner keeps each version that is available in a slot, a run of GPU memory of its
-own; with two versions kept these are two that take turns. A slot is described by a file in a
+own; with two versions kept there are two alternating slots. A slot is described by a file in a
 private directory, with the handle by which other processes map it. Before a slot is filled anew its
 file is removed, and a receiver looks at the file again after it has read: so it reads a version
 whole or finds it gone, and neither end waits for the other. A word-wise sum of every tensor, which
@@ -39,7 +39,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Slot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a slot holds now. `memory` names it for `Memory.open`, the same for all its versions."""
+    """Contents of a slot. `memory` names it for `Memory.open`, the same for all its versions."""
 
     weights: WeightId
     memory: list[int | bytes | bool]
@@ -48,7 +48,7 @@ class Slot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Memory(Protocol):
-    """How one process's memory becomes readable in another."""
+    """Memory of one process that other processes can map."""
 
     @property
     def device(self) -> str: ...
@@ -62,7 +62,7 @@ class Memory(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait until everything asked of the device is done."""
+        """Wait until the device has finished all its work."""
         ...
 
 
@@ -87,7 +87,7 @@ class CudaMemory:
 
 
 class IpcPublisher:
-    """Publishes into `directory`, which is made private where it does not exist.
+    """Publisher into `directory`, which is created as private if missing.
 
     Keeps the newest `keep` versions and the retained ones, all of them on the GPU.
     """
@@ -129,7 +129,7 @@ class IpcPublisher:
         self._held[weights] = slot
 
     def wait(self) -> None:
-        """What is published is visible at once."""
+        """Do nothing: published versions are visible at once."""
 
     def release(self, weights: WeightId) -> None:
         self._retained.discard(weights)
@@ -137,11 +137,11 @@ class IpcPublisher:
             self._withdraw(self._held[weights])
 
     def close(self) -> None:
-        """The memory goes with this process: readers have copies of their own."""
+        """Remove the directory; the memory ends with this process, and readers have copies."""
         self._claim.remove()
 
     def _free(self, weights: WeightId) -> int:
-        """A slot whose version is replaced by `weights`, or that nobody can ask for any more."""
+        """Return a slot whose version is replaced by `weights` or no longer kept."""
         if weights in self._held:
             return self._held[weights]
         kept = {*list(self._held)[1 - self.keep :], *self._retained}
@@ -166,7 +166,7 @@ class IpcPublisher:
 
 
 class IpcReceiver:
-    """Reads what an IpcPublisher put into the GPU's memory; tensors stay there."""
+    """Receiver of an IpcPublisher; tensors stay in the GPU's memory."""
 
     def __init__(self, directory: Path | str, memory: Memory) -> None:
         self.directory = Path(directory)

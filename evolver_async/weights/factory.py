@@ -1,4 +1,4 @@
-"""The channel that the configuration asks for, one function an end."""
+"""Choice of the weight channel by configuration, one function an end."""
 
 import torch
 
@@ -12,7 +12,7 @@ from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 
 
 def publisher(config: Config, address: str, background: bool = True) -> Publisher:
-    """The learner's end at `address`. Without `background` everything is visible at once."""
+    """Make the learner's end at `address`. Without `background` versions are visible at once."""
     weights, kept = config.weights, versions_kept(config)
     match channel(config):
         case "collective":
@@ -29,7 +29,7 @@ def publisher(config: Config, address: str, background: bool = True) -> Publishe
 
 
 def receiver(config: Config, address: str, name: str = "") -> Receiver:
-    """An actor's end of the channel at `address`, as WELCOME has it; `name` is the actor's."""
+    """Make an actor's end of the channel at `address`, from WELCOME; `name` is the actor's."""
     match channel(config):
         case "collective":
             return CollectiveReceiver(

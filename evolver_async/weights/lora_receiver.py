@@ -1,4 +1,4 @@
-"""The actor's end where adapters travel: whatever channel brings them, engines get whole weights.
+"""Actor's end for adapters: received over any channel and merged into whole weights.
 
 The base weights are read from the policy directory, once, and kept: merging always starts from
 them, so that no rounding adds up from version to version.
@@ -15,7 +15,7 @@ from evolver_async.weights.channel.base import Receiver
 
 
 class Merger:
-    """Adapters in, whole weights out."""
+    """Merger of adapters into whole weights."""
 
     def __init__(self, settings: Policy) -> None:
         self._scale = settings.lora.alpha / settings.lora.rank
@@ -25,14 +25,14 @@ class Merger:
         self._base: dict[str, Tensor] | None = None
 
     def __call__(self, adapters: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Raises ModelError where they belong to other weights than those of the directory."""
+        """Merge adapters. Raises ModelError if they belong to other base weights."""
         if self._base is None:
             self._base = self._read()
         return lora.merge(self._base, adapters, self._scale)
 
 
 class MergingReceiver:
-    """A channel's end like `receiver`, whose adapters it merges."""
+    """Receiver that merges the adapters of another receiver."""
 
     def __init__(self, receiver: Receiver, merge: Merger) -> None:
         self._receiver = receiver
@@ -52,10 +52,10 @@ class MergingReceiver:
 
 
 def merging(receiver: Receiver, settings: Policy) -> Receiver:
-    """`receiver`, or, where the policy trains adapters, one that hands on whole weights."""
+    """Wrap `receiver` in a merging one if the policy trains adapters."""
     return MergingReceiver(receiver, Merger(settings)) if settings.lora.rank else receiver
 
 
 def whole(tensors: dict[str, Tensor], settings: Policy) -> dict[str, Tensor]:
-    """The whole weights of a checkpoint's, which are adapters where the policy trains these."""
+    """Return whole weights for the tensors of a checkpoint, which may be adapters."""
     return Merger(settings)(tensors) if settings.lora.rank else tensors

@@ -29,7 +29,7 @@ LENGTH = struct.Struct("<Q")
 
 
 class ShmPublisher(StagedPublisher):
-    """Publishes into `directory`, which is made private where it does not exist.
+    """Publisher into `directory`, which is created as private if missing.
 
     Keeps the newest `keep` versions and the retained ones. With `background` a thread writes.
     """
@@ -96,7 +96,7 @@ class ShmPublisher(StagedPublisher):
 
 
 class ShmReceiver:
-    """Reads what a ShmPublisher wrote into `directory`."""
+    """Receiver of a ShmPublisher at `directory`."""
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
@@ -124,7 +124,7 @@ class ShmReceiver:
             raise WeightsCorrupt(f"{path}: {error}") from None
 
     def close(self) -> None:
-        """Nothing is held between calls."""
+        """Do nothing: no resource is held between calls."""
 
 
 def _pieces(snapshot: WeightSnapshot) -> list[bytes | memoryview]:

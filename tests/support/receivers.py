@@ -17,8 +17,8 @@ from evolver_async.weights.collective.channel import CollectiveReceiver
 torch.set_num_threads(1)
 address, name, deadline_s, damage = sys.argv[1:]
 if damage == "damage":  # one bit of the first bucket that arrives
-    from evolver_async.weights.collective.process_group import Part
-    done, left = Part.done, [1]
+    from evolver_async.weights.collective.process_group import Broadcast
+    done, left = Broadcast.done, [1]
 
     def damaged(self, seconds):
         complete = done(self, seconds)
@@ -27,7 +27,7 @@ if damage == "damage":  # one bit of the first bucket that arrives
             self._part_N[7] ^= 4
         return complete
 
-    Part.done = damaged
+    Broadcast.done = damaged
 receiver = CollectiveReceiver(address, deadline_s=float(deadline_s), name=name)
 print("ready", flush=True)
 shown = None

@@ -15,11 +15,11 @@ HEAD = "HEAD"  # the file of a channel's directory that names the newest version
 
 
 class WeightsGone(LookupError):
-    """These weights are not there: replaced by newer ones, or never published."""
+    """Missing weights: replaced by newer ones, or never published."""
 
 
 class WeightsCorrupt(ValueError):
-    """What was read is not what was published; the message names file and tensor."""
+    """Damaged weights; the message names file and tensor."""
 
 
 class Publisher(Protocol):
@@ -33,11 +33,11 @@ class Publisher(Protocol):
         ...
 
     def wait(self) -> None:
-        """Return once everything published is visible to receivers."""
+        """Return once every published version is visible to receivers."""
         ...
 
     def release(self, weights: WeightId) -> None:
-        """Retained weights are no longer needed."""
+        """Stop retaining these weights."""
         ...
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class Receiver(Protocol):
 
 
 def read_head(directory: Path) -> WeightId | None:
-    """The version that a channel's directory names as its newest."""
+    """Read the newest version from a channel's directory."""
     try:
         lineage, step = (directory / HEAD).read_text().split(".")
     except FileNotFoundError:
@@ -73,7 +73,7 @@ def read_head(directory: Path) -> WeightId | None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket for `weights.address`; OSError, whose text names the key, where there is none."""
+    """Open the socket of `weights.address`. Raises OSError, whose text names the key."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)

@@ -1,4 +1,4 @@
-"""Versions on their way out of a training step: copied at once, brought on by a thread of its own.
+"""Publishing beside the training step: a version is copied at once and sent by a thread.
 
 end       produces            consumes           waits for                 unblocked by
 step      staged versions     named tensors      the copy                  itself
@@ -14,10 +14,10 @@ from evolver_async.weights.channel.snapshot import WeightSnapshot
 
 
 class StagedPublisher:
-    """What publishers with a thread have in common; what the thread does is theirs.
+    """Base of publishers with a thread; subclasses define its work.
 
-    A version that is overtaken before its turn, and is not among the newest `keep` nor retained,
-    goes nowhere. Errors of the thread are raised by the next call.
+    A version that is overtaken before its turn, and is neither among the newest `keep` nor
+    retained, is never sent. Errors of the thread are raised by the next call.
     """
 
     def __init__(self, address: str, keep: int) -> None:
@@ -26,7 +26,7 @@ class StagedPublisher:
         self._retained: set[WeightId] = set()
         self._waiting: list[tuple[WeightId, WeightSnapshot]] = []
         self._spare: list[WeightSnapshot] = []
-        self._busy = False  # whether a version has left `_waiting` and is not visible yet
+        self._busy = False  # True while a version has left `_waiting` and is not visible yet
         self._error: Exception | None = None
         self._closed = False
         self._changed = threading.Condition()
@@ -48,13 +48,13 @@ class StagedPublisher:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Return once everything published is where receivers find it."""
+        """Return once every published version is visible to receivers."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or not (self._waiting or self._busy))
             self._raise_error()
 
     def _end(self) -> None:
-        """What waits is dropped, and the thread told to leave."""
+        """Drop the waiting versions and end the thread."""
         with self._changed:
             self._closed = True
             self._waiting.clear()

@@ -1,4 +1,4 @@
-"""The weights of one version as one run of bytes: what every channel stages before it publishes.
+"""Weights of one version as one run of bytes, staged by every channel before it publishes.
 
 Each tensor begins at a multiple of 64; its entry gives dtype, shape and offset.
 """
@@ -54,7 +54,7 @@ class WeightSnapshot:
 
 
 def views(bytes_N: Tensor, entries: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
-    """The tensors of such a run of bytes, without a copy."""
+    """Return the tensors of a run of bytes, without a copy."""
     tensors = {}
     for name, entry in entries.items():
         part_N = bytes_N[entry["offset"] : entry["offset"] + nbytes(entry)]

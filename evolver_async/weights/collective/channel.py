@@ -1,10 +1,10 @@
-"""Weights over the network: broadcast to every receiver by gloo or NCCL, whoever comes and goes.
+"""Weights over the network: broadcast by gloo or NCCL to receivers that come and go.
 
-The learner's end has a thread that sends what `publish` staged, each receiver has one that takes it
-in; what they say to each other is in `casting`. So a publish overlaps with the next step, and a
-silent or dead actor holds up the thread for at most `deadline_s` and a roll call, the step never. A
-receiver's versions are whole and verified; a cast that fails, and a group that is built anew, leave
-them as they are. What travels is neither encrypted nor authenticated.
+The learner's end has a thread that sends the staged versions, each receiver has one that receives
+them; `sender` describes their protocol. So a publish overlaps with the next step, and a silent or
+dead actor holds up the thread for at most `deadline_s` and a roll call, the step never. Versions of
+a receiver are whole and verified; a failed cast and a rebuilt group leave them unchanged. The bytes
+are neither encrypted nor authenticated.
 """
 
 import logging
@@ -26,18 +26,18 @@ from evolver_async.weights.collective.receiver import BroadcastReceiver
 from evolver_async.weights.collective.sender import BroadcastSender
 from evolver_async.weights.collective.versions import ReceivedVersions
 
-JOIN_POLL_S = 0.1  # how soon an idle learner sees that somebody has joined
-RETRY_S = 0.2  # between attempts to reach a learner that is not there
+JOIN_POLL_S = 0.1  # until an idle learner notices a new receiver
+RETRY_S = 0.2  # between attempts to reach the learner
 
 log = logging.getLogger(__name__)
 
 
 class CollectivePublisher(StagedPublisher):
-    """Publishes to whoever has joined at `address`: tcp://host:port, or a private directory, which
-    holds the address of a store on this host.
+    """Publisher to the receivers that have joined at `address`.
 
+    `address`: tcp://host:port, or a private directory with the address of a store on this host.
     Keeps the newest `keep` versions and the retained ones for late joiners. `device`: a GPU for
-    NCCL, where every member has one of its own.
+    NCCL, which needs a GPU of its own for every member.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CollectivePublisher(StagedPublisher):
 
     @property
     def casts(self) -> int:
-        """Versions sent so far, to whomever and however often."""
+        """Number of casts so far, repetitions included."""
         return self._sender.casts
 
     def release(self, weights: WeightId) -> None:
@@ -97,7 +97,7 @@ class CollectivePublisher(StagedPublisher):
             self._fail(error)
 
     def _take(self) -> None:
-        """Hold what has waited longest, and no longer what nobody can ask for any more."""
+        """Hold the version that has waited longest; drop versions that no receiver needs."""
         if not self._waiting:
             return
         weights, snapshot = self._waiting.pop(0)
@@ -111,9 +111,9 @@ class CollectivePublisher(StagedPublisher):
 
 
 class CollectiveReceiver:
-    """Holds what a CollectivePublisher at `address` sends; a thread follows it, and its successor.
+    """Receiver of a CollectivePublisher at `address`, and of its successors, by a thread.
 
-    `name`: how the learner's log calls this receiver. `device`: a GPU for NCCL.
+    `name`: the name of this receiver in the learner's log. `device`: a GPU for NCCL.
     """
 
     def __init__(
@@ -123,41 +123,41 @@ class CollectiveReceiver:
         self._deadline_s = deadline_s
         self._device = device
         self._name = name or f"{socket.gethostname()}:{os.getpid()}"
-        self._holdings = ReceivedVersions()
+        self._versions = ReceivedVersions()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="weights", daemon=True)
         self._thread.start()
 
     def head(self) -> WeightId | None:
-        return self._holdings.head
+        return self._versions.head
 
     def available(self) -> list[WeightId]:
-        return self._holdings.available()
+        return self._versions.available()
 
     def fetch(self, weights: WeightId) -> dict[str, Tensor]:
-        return self._holdings.fetch(weights)
+        return self._versions.fetch(weights)
 
     def close(self) -> None:
         self._closed = True
         self._thread.join(timeout=1.0)  # building a group may take longer
 
     def _work(self) -> None:
-        said = ""
+        problem = ""
         while not self._closed:
             try:
                 self._follow()
-                said = ""
-            except (OSError, RuntimeError) as error:  # the learner is gone, or not there yet
-                if said != (said := first_line(error)):
-                    log.warning("weights at %s: %s; trying again", self.address, said)
+                problem = ""
+            except (OSError, RuntimeError) as error:  # the learner is gone, or has not started
+                if problem != (problem := first_line(error)):
+                    log.warning("weights at %s: %s; trying again", self.address, problem)
             except Exception:
                 log.exception("the weights at %s cannot be followed", self.address)
             time.sleep(RETRY_S)
 
     def _follow(self) -> None:
         store, host = connect(self.address, self._deadline_s)
-        follower = BroadcastReceiver(
-            self._holdings,
+        receiver = BroadcastReceiver(
+            self._versions,
             store,
             host=host,
             name=self._name,
@@ -167,6 +167,6 @@ class CollectiveReceiver:
         )
         log.info("joined the weights at %s", self.address)
         try:
-            follower.follow()
+            receiver.run()
         finally:
-            follower.give_up()
+            receiver.leave_group()

@@ -1,15 +1,15 @@
-"""Where the ends of a collective meet: a key-value store at the learner, and what is kept in it.
+"""Rendezvous of sender and receivers: a key-value store at the learner, and a log of events in it.
 
-    numbers            how many receivers took a number, from 1
-    member/N           who number N is: with this it has joined
-    event/K            the publisher's log, read by every receiver in order (see `collective`)
+    numbers            count of the numbers that receivers took, from 1
+    member/N           description of number N: with this it has joined
+    event/K            the sender's log, read by every receiver in order (see `sender`)
     tail               events written so far
     here/R/N, ack/I/N  a receiver's answers to roll call R and to cast I
-    epoch/E/           where the members of epoch E find each other
+    epoch/E/           rendezvous of the members of epoch E
 
-The store has no locks and no passwords: whoever reaches its port can read and change it. Without an
-address of its own it is on this host's loopback interface at a free port, and keys have a random
-prefix; both are in a file of a private directory.
+The store has no locks and no passwords: every process that reaches its port can read and change it.
+Without an address of its own it is on this host's loopback interface at a free port, and keys have
+a random prefix; both are in a file of a private directory.
 """
 
 import json
@@ -29,11 +29,11 @@ FILE = "RENDEZVOUS"
 LOOPBACK = "127.0.0.1"
 PROBE_S = 2.0  # for a connection to be accepted
 POLL_S = 0.01
-KEPT_EVENTS = 1000  # who falls further behind joins anew
+KEPT_EVENTS = 1000  # a receiver further behind joins anew
 
 
 class StoreAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A store: where it is and under which prefix its keys are."""
+    """Address of a store and the prefix of its keys."""
 
     host: str
     port: int
@@ -41,27 +41,27 @@ class StoreAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ServedStore:
-    """The learner's store. `host` is how receivers reach it and how it reaches them."""
+    """The learner's store. `host`: the interface for both directions."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
-        place = _place_of(address) or StoreAddress(LOOPBACK, 0, secrets.token_hex(16))
-        self.host = place.host
+        found = _address_of(address) or StoreAddress(LOOPBACK, 0, secrets.token_hex(16))
+        self.host = found.host
         self._file = None if address.startswith("tcp://") else Path(address) / FILE
-        listening = listen(place.host, place.port)
+        listening = listen(found.host, found.port)
         port = listening.getsockname()[1]
         self._server = TCPStore(
-            place.host,
+            found.host,
             port,
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
             master_listen_fd=listening.detach(),
         )
-        self.store: Store = PrefixStore(place.prefix, self._server)
+        self.store: Store = PrefixStore(found.prefix, self._server)
         if self._file is not None:
             part = self._file.with_name(f".{FILE}")
             part.touch(mode=0o600)
-            part.write_bytes(msgspec.json.encode(StoreAddress(place.host, port, place.prefix)))
+            part.write_bytes(msgspec.json.encode(StoreAddress(found.host, port, found.prefix)))
             part.replace(self._file)
 
     def close(self) -> None:
@@ -71,21 +71,21 @@ class ServedStore:
 
 
 def connect(address: str, timeout_s: float) -> tuple[Store, str]:
-    """A receiver's connection to the store at `address`, and the interface of this host it uses.
+    """Connect a receiver to the store at `address`; return it and the interface of this host.
 
-    OSError where nobody serves it now.
+    Raises OSError if no store is there.
     """
-    place = _place_of(address) or msgspec.json.decode(
+    found = _address_of(address) or msgspec.json.decode(
         (Path(address) / FILE).read_bytes(), type=StoreAddress
     )
-    with socket.create_connection((place.host, place.port), timeout=PROBE_S) as probe:
+    with socket.create_connection((found.host, found.port), timeout=PROBE_S) as probe:
         own = probe.getsockname()[0]
     timeout = timedelta(seconds=timeout_s)
-    store = TCPStore(place.host, place.port, is_master=False, timeout=timeout)
-    return PrefixStore(place.prefix, store), own
+    store = TCPStore(found.host, found.port, is_master=False, timeout=timeout)
+    return PrefixStore(found.prefix, store), own
 
 
-def _place_of(address: str) -> StoreAddress | None:
+def _address_of(address: str) -> StoreAddress | None:
     if not address.startswith("tcp://"):
         return None
     host, _, port = address.removeprefix("tcp://").rpartition(":")
@@ -93,7 +93,7 @@ def _place_of(address: str) -> StoreAddress | None:
 
 
 class EventLog:
-    """The publisher's end of the events."""
+    """The sender's end of the events."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -109,26 +109,26 @@ class EventLog:
 
 
 class EventReader:
-    """A receiver's end: every event from the moment it was made."""
+    """A receiver's end: every event since its construction."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._next = int(store.get("tail"))
 
     def wait(self, seconds: float) -> dict[str, Any] | None:
-        """The next event; None where none comes in time."""
+        """Return the next event, None if none comes in time."""
         event = self.peek(seconds)
         self._next += event is not None
         return event
 
     def peek(self, seconds: float = 0.0) -> dict[str, Any] | None:
-        """The same, which stays the next. ConnectionError where it was deleted long ago.
+        """Return the next event without consuming it, None if none comes in time.
 
-        RuntimeError where the learner is gone.
+        Raises ConnectionError if it was deleted, RuntimeError if the learner is gone.
         """
         name, until = f"event/{self._next}", time.monotonic() + seconds
         while not self._store.check([name]):
-            # The store could wait itself, but says so on stderr every time that nothing comes.
+            # The store's own wait prints to stderr whenever nothing comes.
             if time.monotonic() < until:
                 time.sleep(POLL_S)
                 continue

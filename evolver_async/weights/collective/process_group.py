@@ -1,8 +1,8 @@
-"""Process groups for broadcasts that may fail: built directly, given up without waiting for them.
+"""Process groups for broadcasts that may fail: built directly, abandoned without waiting.
 
-gloo and NCCL alike. There is no global process group. A broadcast that a peer has stopped serving
-cannot be interrupted in gloo, so a group that is given up is set aside, with the memory that it may
-still write to, until its own timeout has ended it.
+For gloo and NCCL. There is no global process group. A broadcast with a peer that stopped cannot be
+interrupted in gloo, so an abandoned group is kept, with the memory that it may still write to,
+until its own timeout has ended it.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-BUILD_S = 3.0  # for everybody to connect
-LOOK_S = 0.05  # how soon an end sees that the other has given up what it waits for
+BUILD_S = 3.0  # for all members to connect
+LOOK_S = 0.05  # until an end notices that the other has given up
 WORDS = 512  # of 64 bits, summed before CRC32: 4 KiB
 IN_FLIGHT = 2  # buckets; checksums are computed meanwhile
 POLL_S = 0.0005
@@ -27,11 +27,11 @@ UNWATCHED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT":
 
 
 class CastFailed(Exception):
-    """A broadcast did not reach everybody."""
+    """A broadcast that did not reach every member."""
 
 
 class BroadcastGroup:
-    """Rank 0 sends, the others receive. `device`: "" for gloo, else the GPU that NCCL uses."""
+    """Process group in which rank 0 sends. `device`: "" for gloo, else the GPU that NCCL uses."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class BroadcastGroup:
     ) -> None:
         prefixed = PrefixStore(f"epoch/{epoch}/", store)
         self._device = device
-        # Training and generation have the default stream: a copy on it would wait for theirs.
+        # Training and generation use the default stream: a copy on it would wait for theirs.
         self._stream = torch.cuda.Stream(device) if device else None
         self._pending: list[tuple[Any, Tensor]] = []
         build_s = timedelta(seconds=min(BUILD_S, deadline_s))
@@ -78,7 +78,7 @@ class BroadcastGroup:
         return Broadcast(work, part_N, travels_N, self._sends, self._stream)
 
     def abandon(self) -> None:
-        """Give the group up, finished or not; whatever it was doing comes to nothing."""
+        """Leave the group; unfinished broadcasts are lost."""
         if self._device:
             with contextlib.suppress(RuntimeError):
                 self._group.abort()
@@ -99,7 +99,7 @@ class Broadcast:
         self._stream = stream
 
     def done(self, seconds: float) -> bool:
-        """Whether it is complete within so many seconds. RuntimeError where a peer is gone."""
+        """Wait; return True if it is complete in time. Raises RuntimeError if a peer is gone."""
         until = time.monotonic() + seconds
         while not self._work.is_completed():
             if time.monotonic() > until:
@@ -113,16 +113,16 @@ class Broadcast:
 
 
 def _on(stream: Any) -> AbstractContextManager[Any]:
-    """Without a stream nothing is asked of CUDA, which would take memory of a GPU to be ready."""
+    """Select a stream. Without one CUDA is not touched: its context would take GPU memory."""
     return torch.cuda.stream(stream) if stream else contextlib.nullcontext()
 
 
-# Groups that were given up, each with its unfinished broadcasts and the memory that these use.
+# Abandoned groups, each with its unfinished broadcasts and the memory that these use.
 _abandoned: list[tuple[Any, list[tuple[Any, Tensor]]]] = []
 
 
 def sweep() -> None:
-    """Free the groups whose broadcasts have ended by now: ending one before would wait for them."""
+    """Free the abandoned groups whose broadcasts have ended: freeing others would wait for them."""
     for entry in _abandoned[:]:
         if all(work.is_completed() for work, _ in entry[1]):
             with contextlib.suppress(ValueError):  # several threads sweep
@@ -130,10 +130,10 @@ def sweep() -> None:
 
 
 def _nccl(store: Store, rank: int, size: int, deadline_s: float) -> Any:
-    """Failures are ours to notice: NCCL's watchdog would end the process, its monitor even others.
+    """Build an NCCL group without its watchdog, which would end the process on a failure.
 
-    With BLOCKING_WAIT there is no watchdog; a broadcast that has failed then says so when `wait` is
-    called. Every group reads these when it is made; those of the learner's ranks keep theirs.
+    With BLOCKING_WAIT there is none; `wait` of a failed broadcast raises instead. A group reads
+    these variables when it is made; the groups of the learner's ranks keep theirs.
     """
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(deadline_s))))
     options = dist.ProcessGroupNCCL.Options()
@@ -152,12 +152,12 @@ def _nccl(store: Store, rank: int, size: int, deadline_s: float) -> Any:
 
 
 def gpu_id(device: str) -> str:
-    """What tells this GPU from all others of every host; "" for none."""
+    """The unique identifier of a GPU among all hosts; "" for none."""
     return str(torch.cuda.get_device_properties(device).uuid) if device else ""
 
 
 def on_distinct_gpus(gpus: list[str]) -> bool:
-    """Whether every end, the learner's included, has a GPU of its own: NCCL insists on it."""
+    """True if no two processes share a GPU, as NCCL requires."""
     return all(gpus) and len(set(gpus)) == len(gpus)
 
 
@@ -168,9 +168,9 @@ def buckets(bytes_N: Tensor, size: int) -> list[Tensor]:
 def checksum(bytes_N: Tensor) -> int:
     """CRC32 of the sums of 512 64-bit words each; a length that is a multiple of 8.
 
-    Notices every change within a word and, but for one in 2^32, everything that was mixed, cut or
-    moved by a block or more; five times as fast as CRC32 of all bytes, which would take as long as
-    sending them.
+    Detects every change within a word and, with a probability of all but 2^-32, blocks that were
+    mixed, cut or moved; five times as fast as CRC32 of all bytes, which would take as long as the
+    transfer.
     """
     words_N = bytes_N.view(torch.int64)
     whole = len(words_N) // WORDS * WORDS
@@ -179,5 +179,5 @@ def checksum(bytes_N: Tensor) -> int:
 
 
 def first_line(error: Exception) -> str:
-    """What a broken connection says, without its backtrace."""
+    """Return the message of an error without its backtrace."""
     return str(error).partition("\n")[0][:300]

@@ -1,4 +1,4 @@
-"""A receiver's side of a broadcast: it does what the learner's log says (see `casting`)."""
+"""A receiver's side of a broadcast: it follows the learner's event log (see `sender`)."""
 
 import json
 import logging
@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 
 class BroadcastReceiver:
-    """One connection of a receiver to a learner."""
+    """Connection of a receiver to one learner."""
 
     def __init__(
         self,
-        holdings: ReceivedVersions,
+        versions: ReceivedVersions,
         store: Store,
         *,
         host: str,
@@ -42,7 +42,7 @@ class BroadcastReceiver:
         device: str,
         closing: Callable[[], bool],
     ) -> None:
-        self._holdings = holdings
+        self._versions = versions
         self._store = store
         self._host = host
         self._deadline_s = deadline_s
@@ -54,8 +54,11 @@ class BroadcastReceiver:
         self._number = 0
         self._join()
 
-    def follow(self) -> None:
-        """Until the learner leaves, is gone, which raises RuntimeError, or the receiver closes."""
+    def run(self) -> None:
+        """Follow the events until the learner leaves or the receiver closes.
+
+        Raises RuntimeError if the learner is gone.
+        """
         while not self._closing():
             event = self._reader.wait(2 * LOOK_S)
             sweep()
@@ -65,23 +68,23 @@ class BroadcastReceiver:
             if kind == "end":
                 return
             if kind == "roll":
-                self.give_up()
+                self.leave_group()
                 self._store.set(f"here/{event['number']}/{self._number}", "")
             elif kind == "epoch" and self._number in event["members"]:
                 self._enter(event)
             elif kind == "epoch" and self._number in event["asked"]:
                 self._join()
             elif kind == "cast" and self._group is not None:
-                self._take_in(event)
+                self._receive_version(event)
 
-    def give_up(self) -> None:
-        """Leave the group and whatever it was doing."""
+    def leave_group(self) -> None:
+        """Abandon the group with its unfinished broadcasts."""
         if self._group is not None:
             self._group.abandon()
             self._group = None
 
     def _join(self) -> None:
-        self.give_up()
+        self.leave_group()
         self._number = self._store.add("numbers", 1)
         self._store.set(f"member/{self._number}", self._about)
 
@@ -98,26 +101,26 @@ class BroadcastReceiver:
                 deadline_s=self._deadline_s,
             )
         except RuntimeError as error:
-            log.warning("no group of receivers came about: %s", first_line(error))
+            log.warning("a group of receivers could not be built: %s", first_line(error))
 
-    def _take_in(self, cast: dict[str, Any]) -> None:
+    def _receive_version(self, cast: dict[str, Any]) -> None:
         """Receive, verify, commit and acknowledge one version; a failure leaves all as it was."""
-        received = ReceivedVersion(self._holdings.buffer(cast["bytes"]), cast["tensors"])
+        received = ReceivedVersion(self._versions.buffer(cast["bytes"]), cast["tensors"])
         try:
             found = self._receive(received.bytes_N, cast["bucket_bytes"])
         except (CastFailed, RuntimeError) as error:
-            log.warning("a version of the weights did not come: %s", first_line(error))
-            self.give_up()
+            log.warning("a version of the weights was not received: %s", first_line(error))
+            self.leave_group()
             return
         sums = self._sums()
         if sums is None or sums["number"] != cast["number"]:
-            return  # given up by the learner; what it does next is in the log
+            return  # given up by the learner; its next event is in the log
         if found != sums["checksums"]:
             log.error("weights %s do not match their checksums", _weights(cast["weights"]))
             self._store.set(f"ack/{cast['number']}/{self._number}", "bad")
             return
         held = {_weights(other) for other in cast["held"]}
-        self._holdings.commit(_weights(cast["weights"]), received, held, _weights(cast["head"]))
+        self._versions.commit(_weights(cast["weights"]), received, held, _weights(cast["head"]))
         self._store.set(f"ack/{cast['number']}/{self._number}", "ok")
 
     def _receive(self, out_N: Tensor, bucket_bytes: int) -> list[int]:
@@ -142,14 +145,14 @@ class BroadcastReceiver:
     def _finish(self, part: Broadcast) -> None:
         until = time.monotonic() + self._deadline_s
         while not part.done(LOOK_S):
-            following = self._reader.peek()
-            if following is not None and following["kind"] != "sums":
+            event = self._reader.peek()
+            if event is not None and event["kind"] != "sums":
                 raise CastFailed("given up by the learner")
             if time.monotonic() > until or self._closing():
                 raise CastFailed("no progress")
 
     def _sums(self) -> dict[str, Any] | None:
-        """The event after a cast; None where the learner has given it up."""
+        """Return the event after a cast, None if the learner has given it up."""
         until = time.monotonic() + self._deadline_s
         while (event := self._reader.peek(LOOK_S)) is None:
             if time.monotonic() > until or self._closing():

@@ -1,17 +1,17 @@
-"""The learner's side of a broadcast; `following` is the other one.
+"""The learner's side of a broadcast, and the protocol; `receiver` is the other side.
 
-The learner writes a log of events into the store where they meet (see `rendezvous`), and every
-receiver reads it, so that all call the same collectives in one order:
+The learner writes a log of events into a store (see `event_log`), and every receiver reads it: so
+all call the same collectives in one order:
 
-    roll   R            who is there says so; whatever was under way is given up
-    epoch  E, members   these build a new group; who was asked and is not among them joins anew
+    roll   R            every receiver answers; unfinished casts are given up
+    epoch  E, members   these build a new group; a receiver that was asked but left out joins anew
     cast   I, version   the members receive its buckets into memory of their own
     sums   I, checksums they compare, commit the version whole or not at all, and acknowledge
     end                 the learner leaves
 
-An epoch begins when somebody has joined or a cast has failed, with a full cast of everything that
-is kept: so late joiners and those that failed catch up. Nobody waits longer than `deadline_s` for a
-peer that makes no progress, and a roll call lasts ROLL_S: who is silent then is left out.
+An epoch begins after a join or a failed cast, with a cast of every version that is kept: so late
+and failed receivers catch up. No end waits longer than `deadline_s` for a peer that makes no
+progress, and a roll call lasts ROLL_S: a silent receiver is left out.
 """
 
 import json
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class BroadcastSender:
-    """What the learner's thread does: keeps the group of receivers and casts versions to it."""
+    """Sender of versions: keeps the group of receivers and casts versions to it."""
 
     def __init__(
         self,
@@ -63,21 +63,21 @@ class BroadcastSender:
         self._device = device
         self._closing = closing
         self._members: dict[int, dict[str, str]] = {}
-        self._numbers = 0  # of those that were handed out to receivers, the highest known
-        self._unmet: set[int] = set()
+        self._numbers = 0  # the highest number that a receiver took
+        self._newcomers: set[int] = set()
         self._rolls = self._epochs = 0
         self.casts = 0
         self._group: BroadcastGroup | None = None
 
     def newcomers(self) -> list[int]:
-        """Who has joined and holds nothing yet."""
+        """List the receivers that have joined and hold no version yet."""
         highest = self._store.add("numbers", 0)
-        self._unmet |= set(range(self._numbers + 1, highest + 1))
+        self._newcomers |= set(range(self._numbers + 1, highest + 1))
         self._numbers = highest
-        return [number for number in self._unmet if self._store.check([f"member/{number}"])]
+        return [number for number in self._newcomers if self._store.check([f"member/{number}"])]
 
     def send(self, held: dict[WeightId, WeightSnapshot], head: WeightId) -> None:
-        """Bring `head` to every member, and all that is held to who may lack it."""
+        """Cast `head` to every member, and all versions of `held` to newcomers."""
         for _ in range(ATTEMPTS):
             if self._closing():
                 return
@@ -92,22 +92,22 @@ class BroadcastSender:
                 return
             except CastFailed as failure:
                 log.warning("weights %s did not reach every actor: %s", head, failure)
-                self._give_up()
+                self._abandon_group()
         log.error("weights %s are given up after %d attempts", head, ATTEMPTS)
 
     def close(self) -> None:
-        self._give_up()
+        self._abandon_group()
         self._log.write({"kind": "end"})
         self._served.close()
 
-    def _give_up(self) -> None:
+    def _abandon_group(self) -> None:
         if self._group is not None:
             self._group.abandon()
             self._group = None
 
     def _begin_epoch(self) -> bool:
-        """A new group of all who answer; False where there is nobody."""
-        self._give_up()
+        """Build a group of all receivers that answer; False if there are none."""
+        self._abandon_group()
         asked = self._asked()
         self._members = self._roll_call(asked)
         devices = [member["device"] for member in self._members.values()]
@@ -130,7 +130,7 @@ class BroadcastSender:
                 deadline_s=self._deadline_s,
             )
         except RuntimeError as error:
-            raise CastFailed(f"no group came about: {first_line(error)}") from None
+            raise CastFailed(f"the group could not be built: {first_line(error)}") from None
         return True
 
     def _asked(self) -> dict[int, dict[str, str]]:
@@ -138,11 +138,11 @@ class BroadcastSender:
         asked = dict(self._members)
         for number in self.newcomers():
             asked[number] = json.loads(self._store.get(f"member/{number}"))
-            self._unmet.discard(number)
+            self._newcomers.discard(number)
         return asked
 
     def _roll_call(self, asked: dict[int, dict[str, str]]) -> dict[int, dict[str, str]]:
-        """Those that answer in time."""
+        """Return the receivers that answer in time."""
         self._rolls += 1
         self._log.write({"kind": "roll", "number": self._rolls})
         here: set[int] = set()
@@ -162,7 +162,7 @@ class BroadcastSender:
     def _cast(
         self, weights: WeightId, held: dict[WeightId, WeightSnapshot], head: WeightId
     ) -> None:
-        """Send one version to the group. CastFailed where a member did not take it in."""
+        """Send one version to the group. Raises CastFailed if a member did not accept it."""
         snapshot = held[weights]
         number, self.casts = self.casts, self.casts + 1
         self._log.write(

@@ -1,4 +1,4 @@
-"""What a receiver of the `collective` channel holds: verified versions in its own memory."""
+"""Verified versions of a receiver of the `collective` channel, in its own memory."""
 
 import threading
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from evolver_async.weights.channel.snapshot import views
 
 @dataclass(frozen=True)
 class ReceivedVersion:
-    """A version as it was verified."""
+    """One verified version."""
 
     bytes_N: Tensor
     tensors: dict[str, dict[str, Any]]
 
 
 class ReceivedVersions:
-    """Versions come whole, by one thread; any may fetch them. Memory is used again."""
+    """Versions by id: one thread commits whole ones, any thread fetches them; memory is reused."""
 
     def __init__(self) -> None:
         self.head: WeightId | None = None
@@ -35,10 +35,10 @@ class ReceivedVersions:
             return sorted(self._held)
 
     def fetch(self, weights: WeightId) -> dict[str, Tensor]:
-        """A copy of the tensors. Raises WeightsGone."""
+        """Copy the tensors of a version. Raises WeightsGone."""
         with self._lock:
             if weights not in self._held:
-                raise WeightsGone(f"weights {weights} are not among those that came")
+                raise WeightsGone(f"weights {weights} are not among those received")
             received = self._held[weights]
             self._fetching += 1
         try:
@@ -48,7 +48,7 @@ class ReceivedVersions:
                 self._fetching -= 1
 
     def buffer(self, size: int) -> Tensor:
-        """Memory for a version that is about to come."""
+        """Provide memory for the next version."""
         with self._lock:
             spare, self._spare = self._spare, None
         if spare is not None and len(spare) == size:
@@ -58,7 +58,7 @@ class ReceivedVersions:
     def commit(
         self, weights: WeightId, received: ReceivedVersion, held: set[WeightId], head: WeightId
     ) -> None:
-        """Take a version in and drop what is not in `held`; `head` counts once it is here."""
+        """Add a version and drop those not in `held`; `head` takes effect once it is here."""
         with self._lock:
             dropped = [self._held.pop(one) for one in [*self._held] if one not in held]
             if weights in self._held:

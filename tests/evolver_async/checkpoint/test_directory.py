@@ -187,7 +187,7 @@ def test_a_kill_at_any_moment_leaves_a_valid_newest(tmp_path: Path) -> None:
     program = """
 import sys
 from pathlib import Path
-from evolver_async.checkpoint import save
+from evolver_async.checkpoint.directory import save
 step = 0
 while True:
     step += 1
