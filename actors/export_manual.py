@@ -53,7 +53,7 @@ README = '''# A policy trained with evolver_async
 - `generation_config.json` ends a turn: {ends}. A turn has at most {max_tokens} tokens.
 - Evaluation decodes {evaluated}; training sampled at temperature {temperature:g}.
 - {context}
-
+{prompt}
 {conversations}
 ## With transformers
 
@@ -158,6 +158,7 @@ def readme(config: Config, setting: Setting, prefix: str, stops: tuple[str, ...]
         " are left out, the first message ends with `...` and the observation before the rest.",
         "single": "A turn sees the system message and the present observation, nothing before it.",
     }
+    wording = f"- The system message is in the wording `env.prompt: {setting.wording}`.\n"
     return README.format(
         summary=f"Run `{config.run.name}`, environment `{config.env.name}`.",
         manner=manner,
@@ -166,6 +167,7 @@ def readme(config: Config, setting: Setting, prefix: str, stops: tuple[str, ...]
         evaluated=f"at temperature {temperature:g}" if temperature else "greedily",
         temperature=rollout.temperature,
         context=agent or contexts[rollout.context],
+        prompt="" if rollout.agent else wording,
         conversations="" if rollout.agent else conversations(config, setting),
         prefix=json.dumps(prefix, ensure_ascii=False),
         sampling=", ".join(sampling),

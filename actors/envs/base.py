@@ -114,6 +114,14 @@ class Env(Protocol):
 
 
 @runtime_checkable
+class Described(Env, Protocol):
+    """An environment with two wordings of its instructions: `instructions` in the words of the tiny
+    tokenizer, `plain_instructions` in plain English for models of normal size (`env.prompt`)."""
+
+    plain_instructions: str
+
+
+@runtime_checkable
 class Solvable(Env, Protocol):
     """An environment that can demonstrate: it knows its actions and how to reach success."""
 

@@ -45,6 +45,11 @@ class Chat:
         self.stop_tokens = frozenset(token for token in ends if token is not None)
 
     @property
+    def vocabulary(self) -> int:
+        """The number of tokens, added ones included."""
+        return len(self._tokenizer)
+
+    @property
     def template(self) -> str:
         """The source of the chat template."""
         return self._tokenizer.get_chat_template()

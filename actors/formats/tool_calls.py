@@ -73,6 +73,14 @@ class ToolCall:
             f'reply with {reason}<tool_call>{{"name": name, "arguments": {{...}}}}</tool_call>'
             f"{several} or at last with <answer> answer</answer>"
         )
+        reasoning = "Begin every turn with <reason>your reasoning</reason>. " if think else ""
+        limit = f" You can make up to {actions_per_turn} calls in a row." if several else ""
+        self.plain_instructions = (
+            f"{reasoning}To call one of the tools below, write"
+            ' <tool_call>{"name": "the tool", "arguments": {"an argument": "its value"}}'
+            f"</tool_call>.{limit} The result comes back between <tool_response> and"
+            " </tool_response>. When you know the answer, write <answer>your answer</answer>."
+        )
 
     def parse(self, text: str) -> list[str | Unreadable] | None:
         if self.prefix:
@@ -120,6 +128,11 @@ class Interleaved:
     instructions = (
         "think, and where it helps run <code> code</code>, whose output follows it between"
         " <interpreter> tags; end with <answer> \\boxed{answer}</answer>"
+    )
+    plain_instructions = (
+        "Think step by step. Where a computation helps, write a Python program between <code> and"
+        " </code>; it is run, and its output follows between <interpreter> and </interpreter>."
+        " End with your answer in this format: <answer>\\boxed{your answer}</answer>"
     )
 
     def __init__(self, *, think: bool, actions_per_turn: int) -> None:

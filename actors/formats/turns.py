@@ -26,7 +26,8 @@ class TurnFormat(Protocol):
 
     inline: bool
     tools: bool
-    instructions: str  # for the system message
+    instructions: str  # for the system message, in the words of the tiny tokenizer
+    plain_instructions: str  # the same in plain English
     prefix: str
     stop_strings: tuple[str, ...]
     actions_per_turn: int
@@ -71,6 +72,16 @@ class ThinkAnswer:
         reason = "<think> why</think>" if think else ""
         limit = f"at most {actions_per_turn} actions " if actions_per_turn > 1 else ""
         self.instructions = f"reply with {limit}{reason}{example}"
+        reasoning = "<think>your reasoning</think>" if think else ""
+        self.plain_instructions = (
+            ("Think step by step before you act. " if think else "")
+            + (
+                f"Reply with at most {actions_per_turn} actions, which are carried out in order,"
+                if actions_per_turn > 1
+                else "Reply with exactly one action,"
+            )
+            + f" in this format and with no other text: {reasoning}{example}"
+        )
 
     def parse(self, text: str) -> list[str | Unreadable] | None:
         found = self._pattern.fullmatch(self.prefix + text)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from actors.engines.base import Generation
-from actors.envs.base import Env, Tooled
+from actors.envs.base import Described, Env, Tooled
 from actors.formats.chat import Stream
 from actors.rollout.episode_config import Setting
 from evolver_async.schema import Role, Sequence
@@ -132,13 +132,20 @@ def first_prompt(setting: Setting, env: Env, observation: str) -> list[int]:
 
 
 def system_message(setting: Setting, env: Env) -> str:
-    """What the task is, how to reply, and the tools, where a turn calls some."""
-    said = f"{env.instructions} {setting.format.instructions}"
+    """Return the task's instructions, those of the turn format, and the tools if a turn calls some.
+
+    `env.prompt` decides the wording; an environment without plain instructions has one wording.
+    """
+    if setting.wording == "plain":
+        task = env.plain_instructions if isinstance(env, Described) else env.instructions
+        text = f"{task}\n\n{setting.system_prompt or setting.format.plain_instructions}"
+    else:
+        text = f"{env.instructions} {setting.system_prompt or setting.format.instructions}"
     if not setting.format.tools:
-        return said
+        return text
     assert isinstance(env, Tooled), f"{type(env).__name__} has no tools"
     specs = "\n".join(json.dumps(spec, ensure_ascii=False) for spec in env.tools())
-    return said if setting.format.inline else f"{said}\n<tools>\n{specs}\n</tools>"
+    return text if setting.format.inline else f"{text}\n<tools>\n{specs}\n</tools>"
 
 
 def tool_names(env: Env) -> frozenset[str]:

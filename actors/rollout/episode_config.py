@@ -1,11 +1,14 @@
 """What all episodes of a stage share."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.formats.turns import FORMATS, TurnFormat
 from evolver_async.config import Config
+
+PLAIN_VOCABULARY = 10_000  # tokens of a tokenizer from which on `env.prompt: auto` means `plain`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,8 @@ class Setting:
     latency: str  # of every step: none, fixed or lognormal
     latency_median_s: float
     latency_sigma: float
+    wording: Literal["tiny", "plain"] = "tiny"  # of the instructions in the system message
+    system_prompt: str = ""  # replaces the turn format's instructions
     context: str = "full"  # what a turn sees: full, window or single
     window: int = 1  # turns that a turn sees before it, where context is window
     truncated_reward: float = 0.0  # added where an episode ends without its environment's end
@@ -56,6 +61,8 @@ def setting_of(
         latency=env.latency.kind,
         latency_median_s=env.latency.median_s,
         latency_sigma=env.latency.sigma,
+        wording=wording_of(env.prompt, chat.vocabulary),
+        system_prompt=rollout.system_prompt,
         context=rollout.context,
         window=rollout.window,
         truncated_reward=rollout.truncated_reward,
@@ -65,3 +72,10 @@ def setting_of(
         scored=config.judge.kind == "rule",
         failures=failures or FailureCounts(),
     )
+
+
+def wording_of(prompt: str, vocabulary: int) -> Literal["tiny", "plain"]:
+    """Resolve `env.prompt` for a tokenizer of `vocabulary` tokens."""
+    if prompt == "auto":
+        return "plain" if vocabulary >= PLAIN_VOCABULARY else "tiny"
+    return "plain" if prompt == "plain" else "tiny"

@@ -75,6 +75,7 @@ class AgentEvolver:
         self.retries = retries
         self.lease: Lease | None = None
         self.instructions = f"act in {env_type} ."
+        self.plain_instructions = f"Act in the environment {env_type} to solve the task."
 
     def probe(self) -> None:
         try:
@@ -92,7 +93,7 @@ class AgentEvolver:
         self.moves = 0
         said = [m.content for m in state.messages if m.role == "system" and m.content]
         if said:
-            self.instructions = "\n".join(said)
+            self.instructions = self.plain_instructions = "\n".join(said)
         return self._shown(state, "system")
 
     def step(self, action: str) -> Step:

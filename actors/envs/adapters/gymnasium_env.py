@@ -79,6 +79,9 @@ class Gymnasium:
         self.names = _names(id, self.env.action_space, actions)
         listed = f" actions {' '.join(self.names)} ." if self.names else ""
         self.instructions = f"{instructions or f'act in {id} .'}{listed}"
+        self.plain_instructions = instructions or f"Act in the environment {id} to reach its goal."
+        if self.names:
+            self.plain_instructions += f" The actions are: {', '.join(self.names)}."
 
     def reset(self, task: Task, dynamics_seed: int) -> str:
         for draw in range(MAX_DRAWS):

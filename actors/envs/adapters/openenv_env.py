@@ -39,7 +39,7 @@ class OpenEnv:
         success_at: float = 1.0,
         shown_chars: int = 16000,
         timeout_s: float = 60.0,
-        instructions: str = "act in the environment .",
+        instructions: str = "",
     ) -> None:
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
             raise ValueError(f"url: {url!r} is not the address of an OpenEnv server")
@@ -63,7 +63,8 @@ class OpenEnv:
         self.success_at = success_at
         self.shown_chars = shown_chars
         self.timeout_s = timeout_s
-        self.instructions = instructions
+        self.instructions = instructions or "act in the environment ."
+        self.plain_instructions = instructions or "Act in the environment to reach its goal."
         self.client: Any = None
 
     def reset(self, task: Task, dynamics_seed: int) -> str:

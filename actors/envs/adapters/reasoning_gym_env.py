@@ -33,7 +33,7 @@ class ReasoningGym:
         dataset: str = "",
         kwargs: dict[str, Any] | None = None,
         success_at: float = 1.0,
-        instructions: str = "answer the question .",
+        instructions: str = "",
     ) -> None:
         if not 0 < success_at <= 1:
             raise ValueError(f"success_at: {success_at} is not in (0, 1]")
@@ -50,7 +50,8 @@ class ReasoningGym:
         except (TypeError, ValueError, AssertionError) as error:
             raise ValueError(f"kwargs: {error}") from error
         self.success_at = success_at
-        self.instructions = instructions
+        self.instructions = instructions or "answer the question ."
+        self.plain_instructions = instructions or "Answer the question."
 
     def reset(self, task: Task, dynamics_seed: int) -> str:
         for draw in range(MAX_DRAWS):

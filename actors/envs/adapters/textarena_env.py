@@ -42,14 +42,15 @@ class TextArena:
         kwargs: dict[str, Any] | None = None,
         success_at: float = 1.0,
         held_out: Literal["opening", "seed"] = "opening",
-        instructions: str = "play the game .",
+        instructions: str = "",
     ) -> None:
         self.package = _package()
         self.id = id
         self.kwargs = dict(kwargs or {})
         self.success_at = success_at
         self.held_out = held_out
-        self.instructions = instructions
+        self.instructions = instructions or "play the game ."
+        self.plain_instructions = instructions or "Play the game by the rules below, and win it."
         registration = importlib.import_module("textarena.envs.registration")
         if f"{id}-raw" not in registration.ENV_REGISTRY:
             raise ValueError(f"id: textarena has no game {id!r}")

@@ -35,7 +35,7 @@ class Verifiers:
         test_kwargs: dict[str, Any] | None = None,
         first: int = 10_000,
         success_at: float = 1.0,
-        instructions: str = "answer the question .",
+        instructions: str = "",
     ) -> None:
         if not taskset:
             raise ValueError("taskset: name an installed taskset of verifiers")
@@ -47,7 +47,8 @@ class Verifiers:
         self.test_kwargs = test_kwargs
         self.first = first
         self.success_at = success_at
-        self.instructions = instructions
+        self.instructions = instructions or "answer the question ."
+        self.plain_instructions = instructions or "Answer the question."
 
     def probe(self) -> None:
         for split in ("train", "test"):
@@ -63,7 +64,7 @@ class Verifiers:
             raise ValueError(f"taskset: {self.taskset} has no tasks for {task.split}")
         self.task = tasks[task.map_seed % len(tasks)]
         if self.task.data.system_prompt:
-            self.instructions = self.task.data.system_prompt
+            self.instructions = self.plain_instructions = self.task.data.system_prompt
         return self.task.data.prompt_text
 
     def step(self, action: str) -> Step:

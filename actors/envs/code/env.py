@@ -23,6 +23,12 @@ INSTRUCTIONS = {
     "programs": "answer with a python program that defines the function asked for .",
     "given": "answer the question .",
 }
+PLAIN_INSTRUCTIONS = {
+    "arithmetic": "Compute what the question asks for. Your answer is a number.",
+    "programs": "Write the Python function that the question asks for. Your answer is a program"
+    " that defines it; hidden tests check it.",
+    "given": "Answer the question.",
+}
 TOOL = {
     "name": CODE_TOOL,
     "description": "Runs a Python program and returns what it prints.",
@@ -81,6 +87,7 @@ class Code:
         if memory_mb < 64:
             raise ValueError(f"memory_mb: {memory_mb} is less than 64")
         self.instructions = INSTRUCTIONS[kind]
+        self.plain_instructions = PLAIN_INSTRUCTIONS[kind]
         self.kind = kind
         self.given = Problem(question=question, answer=answer, tests=tuple(tests or ()))
         self.wrong = wrong

@@ -20,6 +20,15 @@ from actors.envs.tabular import Outcome, Process, best_values, exact_of, happeni
 from evolver_async.schema import Task, key
 
 INSTRUCTIONS = "walk from P to the goal G . O is a cliff that you must avoid . actions {} ."
+PLAIN_INSTRUCTIONS = (
+    "You are walking along a cliff. Reach the goal in as few moves as you can without falling off"
+    " the cliff; after a fall you are back at the start. On the map, P is you, G is the goal, O is"
+    " the cliff and _ is safe ground. A line of text says in which row and column you are,"
+    " counted from 0 at the top left; it may add how far away the goal is and what lies next to you"
+    " in each direction, where the cliff is called hole. The actions are: up, right, down, left."
+    " Each moves you by one cell; at the edge of the map you stay where you are."
+)
+PLAIN_SLIPPERY = " The ground is slippery: you may slide to one side of where you wanted to go."
 PLAYER, GROUND, CLIFF, GOAL = "P", "_", "O", "G"
 WORDS = {GROUND: "safe", CLIFF: "hole", GOAL: "goal"}
 
@@ -144,6 +153,7 @@ class CliffWalking:
     """
 
     instructions = INSTRUCTIONS.format(" ".join(ACTIONS))
+    plain_instructions = PLAIN_INSTRUCTIONS
 
     def __init__(
         self,
@@ -177,6 +187,8 @@ class CliffWalking:
         self.layout = layout
         self.cliff_prob = cliff_prob
         self.slippery = slippery
+        if slippery:
+            self.plain_instructions += PLAIN_SLIPPERY
         self.fall_reward = fall_reward
         self.grid = grid
         self.hints = hints

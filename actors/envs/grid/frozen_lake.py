@@ -18,6 +18,14 @@ from actors.envs.tabular import Outcome, Process, best_values, exact_of, happeni
 from evolver_async.schema import Task, key
 
 INSTRUCTIONS = "walk over the ice from P to the goal G . O is a hole . actions left down right up ."
+PLAIN_INSTRUCTIONS = (
+    "You are walking over a frozen lake. Reach the goal without falling into a hole. On the map, P"
+    " is you, G is the goal, O is a hole and _ is safe ice. A line of text says in which row and"
+    " column you are, counted from 0 at the top left; it may add how far away the goal is and what"
+    " lies next to you in each direction. The actions are: left, down, right, up. Each moves you by"
+    " one cell; at the edge of the map you stay where you are. A hole ends the episode."
+)
+PLAIN_SLIPPERY = " The ice is slippery: you may slide to one side of where you wanted to go."
 PLAYER, ICE, HOLE, GOAL = "P", "_", "O", "G"
 STANDS = {ICE: PLAYER, HOLE: "X", GOAL: ARRIVED}  # the player on each, as in RAGEN
 WORDS = {ICE: "ice", HOLE: "hole", GOAL: "goal"}
@@ -160,6 +168,7 @@ class FrozenLake:
     """
 
     instructions = INSTRUCTIONS
+    plain_instructions = PLAIN_INSTRUCTIONS
 
     def __init__(
         self,
@@ -191,6 +200,8 @@ class FrozenLake:
         self.frozen_prob = frozen_prob
         self.placement = placement
         self.success_rate = success_rate if slippery else 1.0
+        if slippery:
+            self.plain_instructions += PLAIN_SLIPPERY
         self.grid = grid
         self.hints = hints
         self.goal_cell = goal_cell

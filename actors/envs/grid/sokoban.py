@@ -28,6 +28,13 @@ INSTRUCTIONS = (
     "push each X on to an O . P is you and S is you on O and √ is X on O and # is a wall ."
     " actions up down left right ."
 )
+PLAIN_INSTRUCTIONS = (
+    "You are playing Sokoban. Push every box onto a target in as few moves as you can. In the room,"
+    " P is you, X is a box, O is a target, √ is a box on a target, S is you on a target, # is a"
+    " wall and _ is free floor. Rows and columns are counted from 0 at the top left. The actions"
+    " are: up, down, left, right. You push a box by walking into it; you cannot pull a box, nor"
+    " push it into a wall or another box."
+)
 COST, PLACED, DONE = -0.1, 1.0, 10.0
 
 
@@ -42,6 +49,7 @@ class Sokoban:
     """
 
     instructions = INSTRUCTIONS
+    plain_instructions = PLAIN_INSTRUCTIONS
 
     def __init__(
         self,

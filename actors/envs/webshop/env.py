@@ -19,6 +19,16 @@ from actors.formats.tool_calls import called, canonical
 from evolver_async.schema import Task
 
 GOAL = "buy what the instruction asks for ; a page shows each button as [button] ."
+PLAIN_GOAL = (
+    "You are shopping on a website. Find and buy the product that best matches the instruction: its"
+    " kind, its attributes, its options and its price all count. Every page shows its buttons in"
+    " square brackets, as in [buy now]. Search for products, open one by clicking its number, click"
+    " the options that are asked for, and click [buy now] to finish."
+)
+PLAIN_ACTIONS = (
+    " The actions are: search[words], to search for products, and click[button], to click a button"
+    " of the page."
+)
 ACTION = re.compile(r"(search|click)\[(.*)\]", re.IGNORECASE | re.DOTALL)
 TOOLS = {  # by name: the argument and what it does
     "search": ("words", "search for products"),
@@ -41,6 +51,7 @@ class WebShop:
 
     blocking = True  # large catalogues take minutes to read, and their searches a while
     instructions = f"{GOAL} actions search[words] click[button] ."
+    plain_instructions = PLAIN_GOAL + PLAIN_ACTIONS
     refusal = ""  # what is said before the page when an action does not exist
 
     def __init__(
@@ -159,6 +170,7 @@ class ToolShop(WebShop):
     """The same shop, whose actions are calls of the tools `search` and `click`."""
 
     instructions = GOAL
+    plain_instructions = PLAIN_GOAL
     refusal = "error: no such button on this page, or not the argument that the tool takes\n"
 
     def tools(self) -> list[dict[str, Any]]:

@@ -904,6 +904,8 @@ def test_an_agent_that_cannot_be_is_named_before_anything_starts(path: str) -> N
         (["rollout.agent=a:b", "launch.kind=serial"], "rollout.agent: "),
         (["rollout.agent=a:b", "rollout.format=tool_call"], "rollout.format: "),
         (["rollout.agent=a:b", "rollout.context=single"], "rollout.context: "),
+        (["rollout.agent=a:b", "rollout.system_prompt=hi"], "rollout.system_prompt: "),
+        (["rollout.agent=a:b", "env.prompt=plain"], "env.prompt: "),
         (["rollout.agent=a:b", "experience.kind=contrast"], "experience.kind: contrast writes"),
         (["rollout.agent=a:b", "questioning.kind=goals"], "questioning.kind: goals explores"),
         (["rollout.agent=a:b", "judge.kind=rule"], "judge.kind: "),
