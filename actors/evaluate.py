@@ -8,7 +8,7 @@ from actors.endpoint.runner import Unjudged, make_agents
 from actors.engines.factory import load_engine
 from actors.envs.base import EnvironmentFailure, exact
 from actors.formats.chat import Chat
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.rollout.episode import EpisodeLate, Finished
 from actors.rollout.episode_config import setting_of
 from actors.rollout.group import run_group
@@ -82,9 +82,9 @@ async def play_all(
         async with room:
             try:
                 if agents is None:
-                    await run_group(ticket, setting, engine, Progress(), deliver)
+                    await run_group(ticket, setting, engine, TicketProgress(), deliver)
                 else:
-                    await agents.run(ticket, setting, Progress(), deliver)
+                    await agents.run(ticket, setting, TicketProgress(), deliver)
             except (EnvironmentFailure, EpisodeLate, Unjudged) as failure:
                 failures.append(f"{task.task_id}: {failure}")
 

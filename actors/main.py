@@ -12,10 +12,10 @@ from actors.experience.guide import make_guide
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.judge.judge import make_judge
-from actors.postprocess import Mechanisms
+from actors.postprocess import ActorComponents
 from actors.questioning.questioner import make_questioner
 from actors.scripted.reflection import make_reflector
-from actors.worker import Displaced, Worker
+from actors.worker import ActorReplaced, Worker
 from evolver_async.config import Config
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import from_dict, stage_config
@@ -48,7 +48,7 @@ def build(
     chat = Chat(tokenizer)
     receiver = merging(channel.receiver(config, weights_address, name), config.policy)
     failures = FailureCounts()
-    mechanisms = Mechanisms(
+    mechanisms = ActorComponents(
         judge=make_judge(config, engine, chat, failures),
         guide=None if experience is None else make_guide(config.experience, experience, failures),
         questioner=make_questioner(config, failures),
@@ -107,7 +107,7 @@ def main(args: RoleArgs) -> int:
     """Role `actor`. One that lost its name ends; only a launcher's is started again."""
     try:
         asyncio.run(serve(args))
-    except Displaced as error:
+    except ActorReplaced as error:
         log.error("%s", error)
         return USER_ERROR if args.parent_pid is None else 1
     return 0

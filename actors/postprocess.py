@@ -15,7 +15,7 @@ from actors.experience.guide import ServiceGuide
 from actors.failures import FailureCounts
 from actors.judge.judge import Judge, Judged
 from actors.outbox import Outbox
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.questioning.grade import regrade
 from actors.questioning.questioner import Questioner
 from actors.rollout.episode import Finished
@@ -28,7 +28,7 @@ class Ungraded(Exception):
 
 
 @dataclass
-class Mechanisms:
+class ActorComponents:
     """Who else has a part in this actor's episodes; None where the configuration wants nobody."""
 
     judge: Judge | None = None
@@ -55,11 +55,11 @@ class Mechanisms:
                 await mechanism.close()
 
 
-class Aftermath:
+class TicketPostprocessing:
     """What becomes of one ticket's finished episodes."""
 
     def __init__(
-        self, ticket: Ticket, progress: Progress, outbox: Outbox, mechanisms: Mechanisms
+        self, ticket: Ticket, progress: TicketProgress, outbox: Outbox, mechanisms: ActorComponents
     ) -> None:
         self.ticket = ticket
         self.progress = progress

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Progress:
+class TicketProgress:
     """One ticket's. Times are the loop's.
 
     `count`: tokens and environment steps; the lease is renewed while it grows. `queued`: the ticket

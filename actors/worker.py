@@ -19,8 +19,8 @@ from actors.failures import unread
 from actors.formats.chat import Chat
 from actors.formats.turns import FORMATS
 from actors.outbox import Outbox
-from actors.postprocess import Aftermath, Mechanisms, Ungraded
-from actors.progress import Progress
+from actors.postprocess import ActorComponents, TicketPostprocessing, Ungraded
+from actors.progress import TicketProgress
 from actors.rollout.episode import Deliver, EpisodeLate, Finished
 from actors.rollout.episode_config import setting_of
 from actors.rollout.group import run_group
@@ -41,7 +41,7 @@ REST_S = 1.0  # in which a room stays empty while nothing but failures comes of 
 Place = tuple[int, int]  # group and attempt of a ticket
 
 
-class Displaced(RuntimeError):
+class ActorReplaced(RuntimeError):
     """Another process has the name of this actor; says which."""
 
 
@@ -57,10 +57,10 @@ class Worker:
         chat: Chat,
         name: str,
         incarnation: int,
-        mechanisms: Mechanisms | None = None,
+        mechanisms: ActorComponents | None = None,
     ) -> None:
         self.config = config
-        self.mechanisms = mechanisms or Mechanisms()
+        self.mechanisms = mechanisms or ActorComponents()
         self.failures = self.mechanisms.failures
         stages = [stage_config(config, index) for index in range(len(config.stages))]
         self.settings = [
@@ -76,7 +76,7 @@ class Worker:
         self.name = name
         self.adoption = Adoption(receiver, engine, config.actors, config.run.seed, name)
         self.turnover = self.adoption.turnover  # notified whenever a ticket ends
-        self.running: dict[Place, tuple[Ticket, Progress, asyncio.Task[None]]] = {}
+        self.running: dict[Place, tuple[Ticket, TicketProgress, asyncio.Task[None]]] = {}
         self.tasks: set[asyncio.Task[None]] = set()  # of these, and of those being given back
         self.fenced: set[Place] = set()
         self.failure: BaseException | None = None  # of a ticket, for `run` to raise
@@ -135,7 +135,7 @@ class Worker:
                 log.info("no ticket: %s", reply.reason)
                 continue
             if isinstance(reply, messages.Fenced):
-                raise Displaced(reply.reason)
+                raise ActorReplaced(reply.reason)
             for ticket in reply.tickets:
                 self.start(ticket)
 
@@ -146,7 +146,7 @@ class Worker:
         if ticket.kind != "eval":
             self.size = self.sizes[ticket.stage]
         self.adoption.expect(ticket)
-        progress = Progress()
+        progress = TicketProgress()
         task = asyncio.create_task(self.work(ticket, progress), name=f"g{ticket.group_id}")
         self.tasks.add(task)
         task.add_done_callback(self.ended)
@@ -196,7 +196,7 @@ class Worker:
             reply = await self.client.request(self.shown())
             if isinstance(reply, messages.Fenced):
                 if not reply.groups:
-                    raise Displaced(reply.reason)
+                    raise ActorReplaced(reply.reason)
                 for place in self.running.keys() & shown:  # not what was granted meanwhile
                     if place[0] in reply.groups:
                         self.fence(place, reply.reason)
@@ -230,7 +230,7 @@ class Worker:
             weights=self.engine.weights,
         )
 
-    async def work(self, ticket: Ticket, progress: Progress) -> None:
+    async def work(self, ticket: Ticket, progress: TicketProgress) -> None:
         """Run one ticket to its end; whatever is left of it then is given back, with the reason."""
         outbox = Outbox(self.client)
         reason = "drain"
@@ -265,10 +265,10 @@ class Worker:
         finally:
             self.resting -= len(ticket.members)
 
-    async def play(self, ticket: Ticket, progress: Progress, outbox: Outbox) -> None:
+    async def play(self, ticket: Ticket, progress: TicketProgress, outbox: Outbox) -> None:
         """The episodes of a ticket and what comes after each; whatever goes wrong, of those that
         are over nothing is lost."""
-        aftermath = Aftermath(ticket, progress, outbox, self.mechanisms)
+        aftermath = TicketPostprocessing(ticket, progress, outbox, self.mechanisms)
         try:
             async with self.adoption.weights_for(ticket, progress):
                 await self.roll_out(ticket, progress, aftermath.begin)
@@ -294,7 +294,7 @@ class Worker:
             name = f"rollout.agent={agent}" if agent else f"rollout.format={next(styles)}"
             self.failures.note("policy", name, error)
 
-    async def explore(self, ticket: Ticket, progress: Progress, outbox: Outbox) -> None:
+    async def explore(self, ticket: Ticket, progress: TicketProgress, outbox: Outbox) -> None:
         """Episodes without a task, then the tasks that they suggest, then the episodes are handed
         in: so the ticket is under way, and its lease renewed, until its tasks are in the pool."""
         questioner, finished = self.mechanisms.questioner, list[Finished]()
@@ -340,7 +340,7 @@ class Worker:
         except TimeoutError as error:
             log.warning("group %d is left to its lease: %s", group_id, error)
 
-    async def roll_out(self, ticket: Ticket, progress: Progress, deliver: Deliver) -> None:
+    async def roll_out(self, ticket: Ticket, progress: TicketProgress, deliver: Deliver) -> None:
         """The episodes of a ticket, by script or by the engine."""
         setting = self.settings[ticket.stage]
         stage = self.config.stages[ticket.stage]

@@ -7,7 +7,7 @@ from actors.envs.base import Env, make_env, settled
 from actors.formats.chat import Chat
 from actors.rollout.conversation import first_prompt
 from actors.rollout.episode_config import Setting, setting_of
-from actors.scripted.branching import State, Tried, reflect_rows, try_turns
+from actors.scripted.branching import BranchState, TriedTurn, reflect_rows, try_turns
 from evolver_async.buffer.actor_requests import source_of
 from evolver_async.config import Config
 from evolver_async.config.check import ConfigError
@@ -43,7 +43,7 @@ def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -
         )
     if turns:
         try:
-            state = State(0, prompt, turns[0], turns[1:])
+            state = BranchState(0, prompt, turns[0], turns[1:])
             reflect_rows(state, setting, config.rollout.max_tokens)
         except ValueError as error:
             raise ConfigError(str(error)) from None
@@ -51,7 +51,7 @@ def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -
 
 async def _begun(
     setting: Setting, env: Env, task: Task, reflects: bool
-) -> tuple[list[int], list[Tried]]:
+) -> tuple[list[int], list[TriedTurn]]:
     """The first prompt of a task, and where reasons are asked for, turns to tell them about."""
     observation = await settled(env.reset(task, 0))
     if task.query:

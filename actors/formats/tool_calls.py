@@ -22,7 +22,7 @@ _BOX = "\\boxed{"
 _FENCED = re.compile(r"```(?:python|py)?\n(.*?)\n?```", re.DOTALL)
 
 
-class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ToolInvocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tool by its name, and what it is given."""
 
     name: str
@@ -30,7 +30,7 @@ class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Unreadable:
+class InvalidCall:
     """A call that cannot be carried out; `complaint` is told to the policy."""
 
     complaint: str
@@ -41,10 +41,10 @@ def canonical(name: str, arguments: dict[str, Any]) -> str:
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
-def called(text: str) -> Call:
+def called(text: str) -> ToolInvocation:
     """The call that a JSON text means; ValueError says on one line why it is none."""
     try:
-        return msgspec.json.decode(text, type=Call)
+        return msgspec.json.decode(text, type=ToolInvocation)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise ValueError(f"this is no call as JSON: {error}") from error
 
@@ -82,16 +82,16 @@ class ToolCall:
             " </tool_response>. When you know the answer, write <answer>your answer</answer>."
         )
 
-    def parse(self, text: str) -> list[str | Unreadable] | None:
+    def parse(self, text: str) -> list[str | InvalidCall] | None:
         if self.prefix:
             _, found, text = text.partition("</reason>")
             if not found:
                 return None
-        actions: list[str | Unreadable] = []
+        actions: list[str | InvalidCall] = []
         for found in _CALLS.finditer(text):
             if len(actions) == self.actions_per_turn:
                 limit = f"error: at most {self.actions_per_turn} calls in one turn"
-                return [*actions, Unreadable(limit)]
+                return [*actions, InvalidCall(limit)]
             actions.append(_call(found))
         return actions or None
 
@@ -142,7 +142,7 @@ class Interleaved:
         if think:
             raise ValueError("rollout.think: interleaved text holds its thoughts without a tag")
 
-    def parse(self, text: str) -> list[str | Unreadable] | None:
+    def parse(self, text: str) -> list[str | InvalidCall] | None:
         found = _CODE.fullmatch(text)
         if found is None:
             return None
@@ -164,19 +164,19 @@ class Interleaved:
         return f"\n{_between('interpreter', said)}\n"
 
 
-def _call(found: re.Match[str]) -> str | Unreadable:
+def _call(found: re.Match[str]) -> str | InvalidCall:
     """One call or answer of a turn."""
     if found["answer"] is not None:
         answer = _answered(found["answer"])
-        return Unreadable("error: the answer is empty") if answer is None else answer[0]
+        return InvalidCall("error: the answer is empty") if answer is None else answer[0]
     if not found["end"]:
-        return Unreadable(UNCLOSED)
+        return InvalidCall(UNCLOSED)
     try:
         call = called(found["call"])
     except ValueError as error:
-        return Unreadable(f"error: {error}")
+        return InvalidCall(f"error: {error}")
     if call.name == ANSWER_TOOL:
-        return Unreadable("error: an answer stands between <answer> and </answer>")
+        return InvalidCall("error: an answer stands between <answer> and </answer>")
     return canonical(call.name, call.arguments)
 
 
@@ -199,7 +199,7 @@ def _boxed(text: str) -> str | None:
     return None
 
 
-def _answered(text: str) -> list[str | Unreadable] | None:
+def _answered(text: str) -> list[str | InvalidCall] | None:
     """The answer between its tags, in a box or bare; None where there is none."""
     boxed = _boxed(text)
     answer = (text if boxed is None else boxed).strip()

@@ -8,7 +8,7 @@ formats whose actions are calls of tools are in `calls.py`.
 import re
 from typing import Protocol
 
-from actors.formats.tool_calls import Interleaved, ToolCall, Unreadable
+from actors.formats.tool_calls import Interleaved, InvalidCall, ToolCall
 
 SEPARATOR = "||"
 ANSWER = "<answer> action</answer>"
@@ -33,7 +33,7 @@ class TurnFormat(Protocol):
     actions_per_turn: int
     min_tokens: int  # a turn cannot be shorter, in any tokenizer
 
-    def parse(self, text: str) -> list[str | Unreadable] | None:
+    def parse(self, text: str) -> list[str | InvalidCall] | None:
         """The actions in a sampled text, in order; None where there is none to be read."""
         ...
 
@@ -83,11 +83,11 @@ class ThinkAnswer:
             + f" in this format and with no other text: {reasoning}{example}"
         )
 
-    def parse(self, text: str) -> list[str | Unreadable] | None:
+    def parse(self, text: str) -> list[str | InvalidCall] | None:
         found = self._pattern.fullmatch(self.prefix + text)
         if found is None:
             return None
-        actions: list[str | Unreadable] = [part.strip() for part in found[1].split(SEPARATOR)]
+        actions: list[str | InvalidCall] = [part.strip() for part in found[1].split(SEPARATOR)]
         if not all(actions) or len(actions) > self.actions_per_turn:
             return None
         return actions

@@ -16,18 +16,20 @@ from queue import SimpleQueue
 from typing import Any
 
 from actors.envs.base import Env, EnvironmentFailure, blocks, env_class, make_env, settled
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from evolver_async.schema import Ticket
 
 _closing: set[asyncio.Task[None]] = set()  # of environments that nobody waits for
 
 
-class World:
+class TimedEnvironment:
     """One member's environment. `spent_s`: seconds of all its calls, injected latency included."""
 
     env: Env
 
-    def __init__(self, ticket: Ticket, member: int, timeout_s: float, progress: Progress) -> None:
+    def __init__(
+        self, ticket: Ticket, member: int, timeout_s: float, progress: TicketProgress
+    ) -> None:
         self.spent_s = 0.0
         self._task = ticket.task
         self._member = member

@@ -19,11 +19,11 @@ import numpy as np
 from actors.engines.base import Generation
 from actors.envs.base import Concluding, EnvironmentFailure, Located, Scored, Step
 from actors.formats.chat import encodable
-from actors.formats.tool_calls import ANSWER_TOOL, Unreadable, called
+from actors.formats.tool_calls import ANSWER_TOOL, InvalidCall, called
 from actors.formats.turns import SEPARATOR
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.rollout.conversation import Conversation, system_message, tool_names
-from actors.rollout.environment import World
+from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode_config import Setting
 from evolver_async.schema import (
     SCRIPTED,
@@ -81,16 +81,16 @@ class EpisodeLate(Exception):
         self.error = failure.error
 
 
-class Policy(Protocol):
+class EpisodePolicy(Protocol):
     """Whoever writes the ACTION tokens of one episode."""
 
     kind: Literal["learned", "scripted"]
 
-    async def advise(self, world: World, query: str) -> Advice:
+    async def advise(self, world: TimedEnvironment, query: str) -> Advice:
         """What guides an episode of the task that `query` describes."""
         ...
 
-    async def write(self, world: World, context: list[int], turn: int) -> Generation:
+    async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
         """The turn that follows `context`. A scripted policy has no `weights` and log-probs 0."""
         ...
 
@@ -101,7 +101,12 @@ class Episode:
     """One member's way through its task."""
 
     def __init__(
-        self, world: World, ticket: Ticket, member: int, setting: Setting, progress: Progress
+        self,
+        world: TimedEnvironment,
+        ticket: Ticket,
+        member: int,
+        setting: Setting,
+        progress: TicketProgress,
     ) -> None:
         self.world = world
         self.ticket = ticket
@@ -121,7 +126,7 @@ class Episode:
         self.success = self.terminated = self.truncated = False
         self.generate_s = 0.0
 
-    async def play(self, policy: Policy) -> Trajectory:
+    async def play(self, policy: EpisodePolicy) -> Trajectory:
         """Reset, then turns until the end, a limit, or too little room for a whole one."""
         setting = self.setting
         loop = asyncio.get_running_loop()
@@ -150,7 +155,7 @@ class Episode:
             self.rewards[-1] += setting.truncated_reward
         return self._trajectory(policy.kind, loop.time() - began)
 
-    async def _begin(self, policy: Policy, room: int) -> None:
+    async def _begin(self, policy: EpisodePolicy, room: int) -> None:
         """Reset, and the tokens up to the first turn, experience among them."""
         loop = asyncio.get_running_loop()
         began, world, task = loop.time(), self.world, self.ticket.task
@@ -193,12 +198,12 @@ class Episode:
         if self.setting.scored and isinstance(self.world.env, Scored):
             self.scores.append(await self.world.call("score", self.world.env.score))
 
-    async def _act(self, actions: list[str | Unreadable] | None) -> str:
+    async def _act(self, actions: list[str | InvalidCall] | None) -> str:
         """Carry out one turn's actions; returns what is told of it."""
         reward, outputs = 0.0, list[str]()
         flags = TurnFlag.FORMAT_ERROR if actions is None else TurnFlag(0)
         for action in actions or []:
-            if isinstance(action, Unreadable):
+            if isinstance(action, InvalidCall):
                 flags |= TurnFlag.FORMAT_ERROR | TurnFlag.TOOL_ERROR
                 outputs.append(action.complaint)
                 continue
@@ -290,14 +295,14 @@ class Episode:
 
 
 async def run_episode(
-    ticket: Ticket, member: int, setting: Setting, policy: Policy, progress: Progress
+    ticket: Ticket, member: int, setting: Setting, policy: EpisodePolicy, progress: TicketProgress
 ) -> Finished:
     """Run one member.
 
     EnvironmentFailure where its environment raised or missed a deadline, EpisodeLate where the
     whole episode did because of the policy.
     """
-    world = World(ticket, member, setting.step_timeout_s, progress)
+    world = TimedEnvironment(ticket, member, setting.step_timeout_s, progress)
     episode = Episode(world, ticket, member, setting, progress)
     try:
         async with asyncio.timeout(setting.episode_timeout_s) as limit:

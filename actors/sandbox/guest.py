@@ -38,7 +38,7 @@ END, STDOUT, STDERR = 0, 1, 2  # the marks of frames
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Refused(Exception):
+class ConfinementError(Exception):
     """The confinement does not hold; says what."""
 
 
@@ -83,7 +83,7 @@ def harden(setup: dict[str, Any]) -> None:
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
-        raise Refused("no_new_privs cannot be set")
+        raise ConfinementError("no_new_privs cannot be set")
     limit_processes(setup["processes"])
     check()
     forbid(bytes.fromhex(setup["filter"]))
@@ -96,7 +96,9 @@ def limit_processes(count: int) -> None:
         if forked(count + 1) == count:
             resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
             return
-    raise Refused(f"the number of processes cannot be limited to {count} (root's are not counted)")
+    raise ConfinementError(
+        f"the number of processes cannot be limited to {count} (root's are not counted)"
+    )
 
 
 def forked(most: int) -> int:
@@ -118,31 +120,31 @@ def forbid(program: bytes) -> None:
     buffer = ctypes.create_string_buffer(program, len(program))
     filled = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
     if libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, filled, 0, 0):
-        raise Refused(f"seccomp: {os.strerror(ctypes.get_errno())}")
+        raise ConfinementError(f"seccomp: {os.strerror(ctypes.get_errno())}")
     try:
         socket.socket(socket.AF_INET).close()
     except PermissionError:
         return
-    raise Refused("seccomp lets through what it should not")
+    raise ConfinementError("seccomp lets through what it should not")
 
 
 def check() -> None:
     """Refused unless this is process 1, without rights, network, /proc and a place to write."""
     if os.getpid() != 1:
-        raise Refused("no process namespace")
+        raise ConfinementError("no process namespace")
     held = ctypes.create_string_buffer(24)
     header = struct.pack("=Ii", CAPABILITY_VERSION, 0)
     if libc.capget(header, held) or any(held.raw) or 0 in os.getresuid():
-        raise Refused("capabilities are left")
+        raise ConfinementError("capabilities are left")
     if os.path.exists("/proc/self"):
-        raise Refused("/proc is there")
+        raise ConfinementError("/proc is there")
     if [name for _, name in socket.if_nameindex()] not in ([], ["lo"]):
-        raise Refused("a network is there")
+        raise ConfinementError("a network is there")
     for place in ("/", os.path.dirname(__file__), "/dev"):
         if writable(place):
-            raise Refused(f"{place} can be written")
+            raise ConfinementError(f"{place} can be written")
     if not writable(HOME):
-        raise Refused(f"{HOME} cannot be written")
+        raise ConfinementError(f"{HOME} cannot be written")
 
 
 def free_inodes() -> int:
@@ -348,7 +350,7 @@ def main() -> None:
         for name in setup["imports"]:
             importlib.import_module(name)
         harden(setup)
-    except (Refused, ImportError, OSError) as error:
+    except (ConfinementError, ImportError, OSError) as error:
         write_message(answers, {"refused": f"{type(error).__name__}: {error}"})
         return
     between = os.pipe()

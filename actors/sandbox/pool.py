@@ -13,21 +13,21 @@ import threading
 from typing import get_args
 
 from actors.sandbox.process import (
-    Cell,
-    CellDied,
-    CellLate,
-    Interior,
-    Limits,
+    ConfinedInterpreter,
+    InterpreterConfig,
+    InterpreterDied,
+    InterpreterTimeout,
     Result,
     Route,
+    SandboxLimits,
     SandboxUnavailable,
 )
 
-USUAL, PLAIN = Limits(), Interior()
+USUAL, PLAIN = SandboxLimits(), InterpreterConfig()
 KILLED = "the confined interpreter was ended"
 
 
-class Pool:
+class SandboxPool:
     """`size` interpreters, started when first needed.
 
     `route`: how programs are confined; empty for the first that works: with root's rights,
@@ -36,18 +36,18 @@ class Pool:
 
     def __init__(
         self,
-        limits: Limits = USUAL,
+        limits: SandboxLimits = USUAL,
         *,
         size: int = 2,
         route: Route | None = None,
-        interior: Interior = PLAIN,
+        interior: InterpreterConfig = PLAIN,
     ) -> None:
         if size < 1:
             raise ValueError(f"size: {size} is less than 1")
         self.limits = limits
         self._interior = interior
         self._routes: list[Route] = [route] if route else routes()
-        self._free: queue.LifoQueue[Cell | None] = queue.LifoQueue()
+        self._free: queue.LifoQueue[ConfinedInterpreter | None] = queue.LifoQueue()
         for _ in range(size):
             self._free.put(None)
         self._size = size
@@ -66,8 +66,8 @@ class Pool:
             if cell is None:
                 cell = self._start()
             result, clean = cell.run(source)
-        except CellDied as death:
-            status = "timeout" if isinstance(death, CellLate) else "killed"
+        except InterpreterDied as death:
+            status = "timeout" if isinstance(death, InterpreterTimeout) else "killed"
             result = Result("", KILLED, status, self.limits.wall_s)
         finally:
             if cell is not None and not clean:
@@ -96,11 +96,11 @@ class Pool:
                     cell.kill()
                 self._free.put(None)
 
-    def _start(self) -> Cell:
+    def _start(self) -> ConfinedInterpreter:
         refusals = []
         for route in self._routes:
             try:
-                cell = Cell(route, self.limits, self._interior)
+                cell = ConfinedInterpreter(route, self.limits, self._interior)
             except SandboxUnavailable as refusal:
                 refusals.append(f"{WAYS[route]}: {refusal}")
             else:
@@ -132,14 +132,14 @@ def routes() -> list[Route]:
 _sharing = threading.Lock()
 
 
-def shared(limits: Limits, size: int, interior: Interior) -> Pool:
+def shared(limits: SandboxLimits, size: int, interior: InterpreterConfig) -> SandboxPool:
     """The process's own pool of these limits, closed when it ends."""
     with _sharing:
         return _pool(limits, size, interior)
 
 
 @functools.cache
-def _pool(limits: Limits, size: int, interior: Interior) -> Pool:
-    pool = Pool(limits, size=size, interior=interior)
+def _pool(limits: SandboxLimits, size: int, interior: InterpreterConfig) -> SandboxPool:
+    pool = SandboxPool(limits, size=size, interior=interior)
     atexit.register(pool.close)
     return pool

@@ -36,16 +36,16 @@ class SandboxUnavailable(RuntimeError):
     """Programs cannot be confined here; says what is missing."""
 
 
-class CellDied(RuntimeError):
+class InterpreterDied(RuntimeError):
     """The confined interpreter ended or did not answer in time; it is gone."""
 
 
-class CellLate(CellDied):
+class InterpreterTimeout(InterpreterDied):
     """It did not answer in time."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class SandboxLimits:
     """What one program may use. All its processes together may hold `processes` times
     `memory_bytes`, and the files of `temporary_bytes`. ValueError names what is out of range."""
 
@@ -83,7 +83,7 @@ class Result:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interior:
+class InterpreterConfig:
     """What is warm inside: modules imported before the first program, and whether packages that
     are installed here can be imported at all. `python`: the interpreter, this one's by default."""
 
@@ -108,10 +108,10 @@ class Interior:
         return [list(pair) for pair in pairs if os.path.exists(pair[0])]
 
 
-class Cell:
+class ConfinedInterpreter:
     """A confined interpreter. SandboxUnavailable where this route does not lead in."""
 
-    def __init__(self, route: Route, limits: Limits, interior: Interior) -> None:
+    def __init__(self, route: Route, limits: SandboxLimits, interior: InterpreterConfig) -> None:
         self.limits = limits
         python = str(interior.executable())
         spec = {
@@ -144,7 +144,7 @@ class Cell:
                 "output_bytes": limits.output_bytes,
             }
             refused = self._ask(setup, START_S)[0]["refused"]
-        except CellDied as death:
+        except InterpreterDied as death:
             raise SandboxUnavailable(self._last_words() or str(death)) from None
         except ValueError as error:
             self.kill()
@@ -189,14 +189,14 @@ class Cell:
                 mark, length = struct.unpack(">BI", self._receive(5, deadline))
                 held = len(texts[mark]) if mark in texts else 0
                 if held + length > self.limits.output_bytes + 4096:
-                    raise CellDied(f"the interpreter answered with {held + length} bytes")
+                    raise InterpreterDied(f"the interpreter answered with {held + length} bytes")
                 part = self._receive(length, deadline)
                 if mark == END:
                     return json.loads(part), texts
                 texts[mark] += part
-        except (OSError, ValueError, KeyError, CellDied) as error:
+        except (OSError, ValueError, KeyError, InterpreterDied) as error:
             self._process.kill()
-            died = CellLate if isinstance(error, TimeoutError) else CellDied
+            died = InterpreterTimeout if isinstance(error, TimeoutError) else InterpreterDied
             raise died(f"the confined interpreter: {error}") from error
 
     def _send(self, content: bytes, deadline: float) -> None:
@@ -214,7 +214,7 @@ class Cell:
             self._wait(fd, select.POLLIN, deadline)
             part = os.read(fd, count - len(parts))
             if not part:
-                raise CellDied("ended")
+                raise InterpreterDied("ended")
             parts += part
         return parts
 

@@ -18,12 +18,12 @@ from actors.engines.base import Generation
 from actors.envs.base import Env, EnvironmentFailure, Rewindable
 from actors.formats.turns import TurnFormat
 from actors.llm.quoting import plain
-from actors.progress import Progress
-from actors.rollout.environment import World
-from actors.rollout.episode import Advice, Deliver, EpisodeLate, Finished, Policy
+from actors.progress import TicketProgress
+from actors.rollout.environment import TimedEnvironment
+from actors.rollout.episode import Advice, Deliver, EpisodeLate, EpisodePolicy, Finished
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import run_members
-from actors.scripted.expert import Scripted
+from actors.scripted.expert import ScriptedPolicy
 from actors.scripted.reflection import Reflector
 from evolver_async.config import Stage
 from evolver_async.schema import Role, Sequence, Ticket, key
@@ -34,7 +34,7 @@ CHARS = (400, 300, 200, 150, 100, 75, 50, 35, 25, 15, 8)  # of an outcome, until
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedTurn:
     """A turn that was tried: its actions, what the policy is shown of where it led, and, where
     that ends the episode, how."""
 
@@ -61,16 +61,16 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class State:
+class BranchState:
     """A state of the expert's way: what the policy sees there, the expert's turn and others."""
 
     turn: int
     context: list[int]
-    expert: Tried
-    others: list[Tried]
+    expert: TriedTurn
+    others: list[TriedTurn]
 
 
-class Branching:
+class BranchingPolicy:
     """Plays the expert's way; in every state it tries the expert's turn and `alternatives` others,
     whose first action is another one, or as many as there are."""
 
@@ -79,15 +79,15 @@ class Branching:
     def __init__(self, ticket: Ticket, member: int, setting: Setting, stage: Stage) -> None:
         parts = ("branch", ticket.group_id, member, ticket.attempt)
         self._rng = random.Random(key(setting.seed, *parts))
-        self._expert = Scripted(ticket, member, setting, expert_fraction=1.0)
+        self._expert = ScriptedPolicy(ticket, member, setting, expert_fraction=1.0)
         self._setting = setting
         self._stage = stage
-        self.states: list[State] = []
+        self.states: list[BranchState] = []
 
-    async def advise(self, world: World, query: str) -> Advice:
+    async def advise(self, world: TimedEnvironment, query: str) -> Advice:
         return Advice()
 
-    async def write(self, world: World, context: list[int], turn: int) -> Generation:
+    async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
         state = await world.call("branching", self._branch, world.env, turn, context)
         if state is not None:
             self.states.append(state)
@@ -96,12 +96,12 @@ class Branching:
     def close(self) -> None:
         pass
 
-    def _branch(self, env: Env, turn: int, context: list[int]) -> State | None:
+    def _branch(self, env: Env, turn: int, context: list[int]) -> BranchState | None:
         """The state one is in; None where what comes of it has no room, which is an error at the
         beginning, because there would be no state then."""
         setting, stage = self._setting, self._stage
         expert, *others = try_turns(env, setting.format, stage.alternatives, self._rng)
-        state = State(turn, context, expert, others)
+        state = BranchState(turn, context, expert, others)
         if stage.kind == "reflect" or world_rows(state, setting):
             return state
         if turn == 0:
@@ -110,7 +110,9 @@ class Branching:
         return None
 
 
-def try_turns(env: Env, style: TurnFormat, alternatives: int, rng: random.Random) -> list[Tried]:
+def try_turns(
+    env: Env, style: TurnFormat, alternatives: int, rng: random.Random
+) -> list[TriedTurn]:
     """The expert's turn, then the others, each from here; afterwards one is here again."""
     assert isinstance(env, Rewindable), f"{type(env).__name__} cannot be branched"
     expert = env.solve()[: style.actions_per_turn]
@@ -127,7 +129,7 @@ def try_turns(env: Env, style: TurnFormat, alternatives: int, rng: random.Random
     return tried
 
 
-def _carry_out(env: Env, style: TurnFormat, actions: list[str]) -> Tried:
+def _carry_out(env: Env, style: TurnFormat, actions: list[str]) -> TriedTurn:
     outputs, valid, ending = list[str](), True, ""
     for action in actions:
         step = env.step(action)
@@ -136,17 +138,17 @@ def _carry_out(env: Env, style: TurnFormat, actions: list[str]) -> Tried:
         if step.terminated or step.truncated:
             ending = f"{DONE} {WON if step.info.success else LOST}"
             break
-    return Tried(actions, style.shown(outputs, valid, ""), ending)
+    return TriedTurn(actions, style.shown(outputs, valid, ""), ending)
 
 
-def chosen(states: list[State], ticket: Ticket, member: int, seed: int) -> State:
+def chosen(states: list[BranchState], ticket: Ticket, member: int, seed: int) -> BranchState:
     """The state that is this member's: members of a group have different ones while there are."""
     order = list(range(len(states)))
     random.Random(key(seed, "states", ticket.group_id)).shuffle(order)
     return states[order[member % len(order)]]
 
 
-def world_rows(state: State, setting: Setting) -> list[Sequence]:
+def world_rows(state: BranchState, setting: Setting) -> list[Sequence]:
     """What every turn that was tried led to, after the state and the turn."""
     chat, style = setting.chat, setting.format
     rows = []
@@ -162,7 +164,7 @@ def world_rows(state: State, setting: Setting) -> list[Sequence]:
 
 
 def reflect_rows(
-    state: State, setting: Setting, max_tokens: int, written: list[str | None] | None = None
+    state: BranchState, setting: Setting, max_tokens: int, written: list[str | None] | None = None
 ) -> list[Sequence]:
     """The expert's turn after the state, once for every other one that was tried, with the reason
     why it is better; without a reason where nothing else can be done.
@@ -183,7 +185,7 @@ def reflect_rows(
     return [_row(state.context, turn, state.turn) for turn in learnt]
 
 
-def reason(expert: Tried, other: Tried, chars: int) -> str:
+def reason(expert: TriedTurn, other: TriedTurn, chars: int) -> str:
     """Why the expert's turn is better: what both led to, each in at most so many characters."""
     return REASON.format(
         bad=other.words,
@@ -229,7 +231,7 @@ async def branch_group(
     ticket: Ticket,
     setting: Setting,
     stage: Stage,
-    progress: Progress,
+    progress: TicketProgress,
     deliver: Deliver,
     reflector: Reflector | None = None,
 ) -> None:
@@ -238,12 +240,12 @@ async def branch_group(
 
     An EnvironmentFailure, else an EpisodeLate, is raised after all the others were delivered.
     """
-    policies: dict[int, Branching] = {}
+    policies: dict[int, BranchingPolicy] = {}
     done: list[Finished] = []
     failure: EnvironmentFailure | EpisodeLate | None = None
 
-    def policy_of(member: int) -> Policy:
-        policies[member] = Branching(ticket, member, setting, stage)
+    def policy_of(member: int) -> EpisodePolicy:
+        policies[member] = BranchingPolicy(ticket, member, setting, stage)
         return policies[member]
 
     async def hand_over(finished: Finished) -> None:
@@ -270,14 +272,14 @@ async def branch_group(
 
 
 async def _written(
-    state: State, setting: Setting, reflector: Reflector | None, progress: Progress
+    state: BranchState, setting: Setting, reflector: Reflector | None, progress: TicketProgress
 ) -> list[str | None] | None:
     """The reasons that a model writes, one for every other turn; None without a model."""
     if reflector is None:
         return None
     situation = setting.chat.said(state.context, setting.format.prefix)
 
-    async def write(other: Tried) -> str | None:
+    async def write(other: TriedTurn) -> str | None:
         expert = state.expert.words, state.expert.told
         text = await reflector.reason(situation, expert, (other.words, other.told))
         progress.count += 1

@@ -11,9 +11,9 @@ from actors.engines.base import Generation
 from actors.envs.base import Env, Located, Rewindable, Solvable
 from actors.experience.templates import contrast
 from actors.llm.quoting import quoted
-from actors.progress import Progress
-from actors.rollout.environment import World
-from actors.rollout.episode import Advice, Deliver, Policy
+from actors.progress import TicketProgress
+from actors.rollout.environment import TimedEnvironment
+from actors.rollout.episode import Advice, Deliver, EpisodePolicy
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import run_members
 from evolver_async.schema import Ticket, key
@@ -22,7 +22,7 @@ MOST_HINTS = 8
 TOLD = 0.8  # of the states on the way, about
 
 
-class Scripted:
+class ScriptedPolicy:
     """Plays one whole episode as the expert, or uniformly at random; which, is drawn once.
 
     A guided one is told what to do in some states, in the words of experience, and does it there.
@@ -40,7 +40,7 @@ class Scripted:
         self._chat = setting.chat
         self._format = setting.format
 
-    async def advise(self, world: World, query: str) -> Advice:
+    async def advise(self, world: TimedEnvironment, query: str) -> Advice:
         assert isinstance(world.env, Rewindable), f"{type(world.env).__name__} cannot be guided"
         text = await world.call("hints", self._hint, world.env)
         return Advice(text=text)
@@ -66,7 +66,7 @@ class Scripted:
         self._hints = {state: states[state][0] for state in told}
         return quoted([contrast(state, *states[state]) for state in told])
 
-    async def write(self, world: World, context: list[int], turn: int) -> Generation:
+    async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
         text = await world.call("demonstration", self._answer, world.env)
         tokens = self._chat.turn(text, self._format.stop_strings)
         return Generation(tokens=tokens, logprobs=[0.0] * len(tokens), weights=[], finish="stop")
@@ -92,12 +92,12 @@ async def demonstrate_group(
     ticket: Ticket,
     setting: Setting,
     expert_fraction: float,
-    progress: Progress,
+    progress: TicketProgress,
     deliver: Deliver,
 ) -> None:
     """Run a demo ticket's members by script; see `run_members`."""
 
-    def policy_of(member: int) -> Policy:
-        return Scripted(ticket, member, setting, expert_fraction)
+    def policy_of(member: int) -> EpisodePolicy:
+        return ScriptedPolicy(ticket, member, setting, expert_fraction)
 
     await run_members(ticket, setting, policy_of, progress, deliver)

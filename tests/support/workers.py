@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from rollouts import CHAT, RIGHT, FakeEngine, corridor
 
 from actors.engines.base import Generation, Request
-from actors.postprocess import Mechanisms
+from actors.postprocess import ActorComponents
 from actors.worker import Worker
 from evolver_async.config import Config, Stage
 from evolver_async.launch.serial import VirtualLoop
@@ -84,7 +84,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., None]]:
         buffer: Buffer,
         engine: FakeEngine,
         seconds: float,
-        mechanisms: Mechanisms | None = None,
+        mechanisms: ActorComponents | None = None,
         groups: int = 8,
         questioning: str = "none",
     ) -> None:
@@ -94,7 +94,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., None]]:
             worker = worker_of(
                 LocalClient(server, "actor-0"), engine, publisher, groups=groups, group_size=2
             )
-            worker.mechanisms = mechanisms or Mechanisms()
+            worker.mechanisms = mechanisms or ActorComponents()
             worker.config.questioning.kind = questioning
             loop.call_later(seconds, worker.stop.set)
             await worker.run()

@@ -56,20 +56,20 @@ class ServiceError(Exception):
         self.kind = kind
 
 
-class Message(msgspec.Struct):
+class ServiceMessage(msgspec.Struct):
     role: str
     content: str | None = None
 
 
-class State(msgspec.Struct):
+class ServiceState(msgspec.Struct):
     """What `create` and `step` lead to; `state` may be one message or several."""
 
-    state: list[Message] | Message
+    state: list[ServiceMessage] | ServiceMessage
     reward: float = 0.0
     is_terminated: bool = False
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[ServiceMessage]:
         return self.state if isinstance(self.state, list) else [self.state]
 
 
@@ -79,7 +79,7 @@ class _Reply(msgspec.Struct):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Failure:
+class _RequestFailure:
     """One request that failed. `undone`: the service cannot have carried it out."""
 
     kind: str
@@ -103,12 +103,12 @@ def _count(name: str) -> None:
 
 
 @cache
-def service(url: str, timeout_s: float, retries: int) -> "Service":
+def service(url: str, timeout_s: float, retries: int) -> "EnvironmentService":
     """The service at `url`, one for all episodes of this process."""
-    return Service(url, timeout_s, retries)
+    return EnvironmentService(url, timeout_s, retries)
 
 
-class Service:
+class EnvironmentService:
     """The service at one address; its methods may be called from several threads at once.
 
     `timeout_s` is for one request with its whole answer, of which a call makes at most
@@ -134,12 +134,14 @@ class Service:
             self._profiles[place] = self._persist("get_env_profile", env_type, body, list[str])
         return self._profiles[place]
 
-    def create(self, env_type: str, task_id: str, params: dict[str, Any]) -> tuple["Lease", State]:
+    def create(
+        self, env_type: str, task_id: str, params: dict[str, Any]
+    ) -> tuple["ServiceLease", ServiceState]:
         """A new instance of a task, and what is seen first."""
         for attempt in range(self.retries + 1):
-            lease = Lease(self, env_type, task_id, f"evolver-{uuid.uuid4().hex}")
-            made = self._request("create", lease.body() | {"params": params}, State)
-            if isinstance(made, State):
+            lease = ServiceLease(self, env_type, task_id, f"evolver-{uuid.uuid4().hex}")
+            made = self._request("create", lease.body() | {"params": params}, ServiceState)
+            if isinstance(made, ServiceState):
                 return lease, made
             if not made.undone:
                 lease.release()
@@ -153,12 +155,14 @@ class Service:
         twice."""
         for attempt in range(self.retries + 1):
             found = self._request(call, body, shape)
-            if not isinstance(found, _Failure):
+            if not isinstance(found, _RequestFailure):
                 return found
             self._again(call, of, found, attempt, found.again and (safe or found.undone))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _again(self, call: str, of: str, failure: _Failure, attempt: int, helps: bool) -> None:
+    def _again(
+        self, call: str, of: str, failure: _RequestFailure, attempt: int, helps: bool
+    ) -> None:
         """Pause before another attempt; ServiceError where there is none."""
         if not helps or attempt == self.retries:
             _count("given_up")
@@ -175,7 +179,7 @@ class Service:
         """The data of one request's answer, or why there is none; failures are counted."""
         limit_s = self.timeout_s if limit_s is None else limit_s
         found = self._send(call, body, shape, limit_s)
-        if isinstance(found, _Failure):
+        if isinstance(found, _RequestFailure):
             _count(f"{call}/{found.kind}")
         return found
 
@@ -190,30 +194,32 @@ class Service:
                     received += part
                     if len(received) > MAX_BYTES:
                         text = f"an answer of more than {MAX_BYTES} bytes"
-                        return _Failure(kind="too_long", text=text, again=False)
+                        return _RequestFailure(kind="too_long", text=text, again=False)
                     if time.monotonic() > deadline:
                         raise httpx.ReadTimeout("the answer does not end")
         except UNSENT as error:
-            return _Failure(kind="connection", text=_said(error), undone=True)
+            return _RequestFailure(kind="connection", text=_said(error), undone=True)
         except httpx.TimeoutException:
-            return _Failure(kind="timeout", text=f"no whole answer within {limit_s:g} s")
+            return _RequestFailure(kind="timeout", text=f"no whole answer within {limit_s:g} s")
         except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
-            return _Failure(kind="connection", text=_said(error))
+            return _RequestFailure(kind="connection", text=_said(error))
         if response.status_code != 200:
             return _bad_status(response.status_code, bytes(received))
         try:
             reply = msgspec.json.decode(received, type=_Reply)
             if not reply.success:
-                return _Failure(kind="refused", text=_excerpt(bytes(received)), again=False)
+                return _RequestFailure(kind="refused", text=_excerpt(bytes(received)), again=False)
             return msgspec.json.decode(reply.data, type=shape)
         except (ValueError, RecursionError) as error:
-            return _Failure(kind="garbage", text=f"an answer in no known form: {error}")
+            return _RequestFailure(kind="garbage", text=f"an answer in no known form: {error}")
 
 
-class Lease:
+class ServiceLease:
     """One instance, from `create` to `release`."""
 
-    def __init__(self, service: Service, env_type: str, task_id: str, instance_id: str) -> None:
+    def __init__(
+        self, service: EnvironmentService, env_type: str, task_id: str, instance_id: str
+    ) -> None:
         self._service = service
         self._env_type = env_type
         self._task_id = task_id
@@ -233,11 +239,11 @@ class Lease:
             "params": {},
         }
 
-    def step(self, text: str) -> State:
+    def step(self, text: str) -> ServiceState:
         """What the policy's `text` leads to; carried out at most once."""
         said = {"role": "assistant", "content": text}
         body = self.body() | {"messages": said}
-        return self._service._persist("step", self.named, body, State, safe=False)
+        return self._service._persist("step", self.named, body, ServiceState, safe=False)
 
     def evaluate(self, *, sparse: bool) -> float:
         """What the instance is worth as it stands."""
@@ -251,18 +257,20 @@ class Lease:
         limit_s = min(RELEASE_S, self._service.timeout_s)
         for _ in range(2):
             found = self._service._request("release", self.body(), Any, limit_s)
-            if not isinstance(found, _Failure) or found.kind in ("refused", "expired"):
+            if not isinstance(found, _RequestFailure) or found.kind in ("refused", "expired"):
                 return
         log.warning("%s: cannot release %s: %s", self._service.url, self.named, mask(found.text))
 
 
-def _bad_status(status: int, received: bytes) -> _Failure:
+def _bad_status(status: int, received: bytes) -> _RequestFailure:
     """An answer with a status that is not 200. The service says 400 of an instance it lost, older
     versions 500."""
     text = f"status {status}: {_excerpt(received)}"
     if status in (400, 404, 500) and "Instance" in text and GONE in text:
-        return _Failure(kind="expired", text=text, again=False)
-    return _Failure(kind="status", text=text, again=status in AGAIN, undone=status in REFUSED)
+        return _RequestFailure(kind="expired", text=text, again=False)
+    return _RequestFailure(
+        kind="status", text=text, again=status in AGAIN, undone=status in REFUSED
+    )
 
 
 def _excerpt(received: bytes) -> str:

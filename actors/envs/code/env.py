@@ -13,9 +13,16 @@ from actors.envs.base import Info, Step
 from actors.envs.code.arithmetic import draw_product
 from actors.envs.code.problems import Problem, same
 from actors.envs.code.programs import draw_program
-from actors.formats.tool_calls import ANSWER_TOOL, CODE_TOOL, Call, called, canonical, unfenced
-from actors.sandbox.pool import Pool, shared
-from actors.sandbox.process import Interior, Limits, Result, SandboxUnavailable
+from actors.formats.tool_calls import (
+    ANSWER_TOOL,
+    CODE_TOOL,
+    ToolInvocation,
+    called,
+    canonical,
+    unfenced,
+)
+from actors.sandbox.pool import SandboxPool, shared
+from actors.sandbox.process import InterpreterConfig, Result, SandboxLimits, SandboxUnavailable
 from evolver_async.schema import Task, key
 
 INSTRUCTIONS = {
@@ -96,11 +103,11 @@ class Code:
         self.shown_chars = shown_chars
         self.workers = workers
         cpu_s = max(1, round(wall_s))
-        self.limits = Limits(wall_s=wall_s, cpu_s=cpu_s, memory_bytes=memory_mb << 20)
-        self.interior = Interior(packages=packages)
+        self.limits = SandboxLimits(wall_s=wall_s, cpu_s=cpu_s, memory_bytes=memory_mb << 20)
+        self.interior = InterpreterConfig(packages=packages)
 
     def probe(self) -> None:
-        pool = Pool(self.limits, size=1, interior=self.interior)
+        pool = SandboxPool(self.limits, size=1, interior=self.interior)
         try:
             pool.start()
         except SandboxUnavailable as refusal:
@@ -213,15 +220,15 @@ class Code:
         examination = self.problem.examination(unfenced(answer))
         return self.problem.passed(self._pool().run(examination).stdout)
 
-    def _pool(self) -> Pool:
+    def _pool(self) -> SandboxPool:
         return shared(self.limits, self.workers, self.interior)
 
 
-def _call(action: str) -> Call:
+def _call(action: str) -> ToolInvocation:
     """The call that an action means; ValueError says why it is none."""
     if action.lstrip().startswith("{"):
         return called(action)
-    return Call(name=ANSWER_TOOL, arguments={"text": action})
+    return ToolInvocation(name=ANSWER_TOOL, arguments={"text": action})
 
 
 def _answer(text: str) -> str:

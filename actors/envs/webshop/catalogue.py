@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from actors.envs.webshop.search import Index
+from actors.envs.webshop.search import FullTextIndex
 from evolver_async.schema import key
 
 SHIPPED = "products.jsonl"
@@ -65,7 +65,7 @@ class Wish(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     options: tuple[str, ...] | None = None
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CatalogueEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A line of the catalogue that ships."""
 
     product: Product
@@ -119,8 +119,8 @@ class Catalogue:
         return _search(self, query)
 
     @cached_property
-    def index(self) -> Index:
-        return Index(product.indexed for product in self.products)
+    def index(self) -> FullTextIndex:
+        return FullTextIndex(product.indexed for product in self.products)
 
     def _goals_of(self, wish: Wish) -> Iterator[Goal]:
         product = self.by_asin[wish.asin]
@@ -172,9 +172,9 @@ def price_limit(product: Product, instruction: str) -> tuple[float, str]:
 def shipped() -> Catalogue:
     """The catalogue of this package."""
     lines = resources.files("actors.envs.webshop").joinpath(SHIPPED).read_bytes().splitlines()
-    return catalogue_of(msgspec.json.decode(line, type=Entry) for line in lines)
+    return catalogue_of(msgspec.json.decode(line, type=CatalogueEntry) for line in lines)
 
 
-def catalogue_of(entries: Iterable[Entry]) -> Catalogue:
+def catalogue_of(entries: Iterable[CatalogueEntry]) -> Catalogue:
     listed = list(entries)
     return Catalogue([entry.product for entry in listed], [entry.wish for entry in listed])

@@ -13,7 +13,7 @@ from actors.envs.webshop import pages
 from actors.envs.webshop.catalogue import MOST_RESULTS, Catalogue, Goal, Split
 from actors.envs.webshop.expert import Action, queries, way
 from actors.envs.webshop.load import Files, stocked
-from actors.envs.webshop.pages import Place
+from actors.envs.webshop.pages import PageState
 from actors.envs.webshop.reward import score
 from actors.formats.tool_calls import called, canonical
 from evolver_async.schema import Task
@@ -105,7 +105,7 @@ class WebShop:
 
     def step(self, action: str) -> Step:
         verb, words = self._parsed(action)
-        place = Place("results", words) if verb == "search" and words else None
+        place = PageState("results", words) if verb == "search" and words else None
         if verb == "click":
             place = self._buttons().get(words)
         if place is None:
@@ -140,13 +140,13 @@ class WebShop:
     def state(self) -> str:
         return str(self.place)
 
-    def snapshot(self) -> Place:
+    def snapshot(self) -> PageState:
         return self.place
 
-    def restore(self, snapshot: Place) -> None:
+    def restore(self, snapshot: PageState) -> None:
         self.place = snapshot
 
-    def _buttons(self) -> dict[str, Place]:
+    def _buttons(self) -> dict[str, PageState]:
         return pages.buttons(self.shop, self.place, self.page_size)
 
     def _observe(self, head: str = "", instruction: bool = False) -> str:

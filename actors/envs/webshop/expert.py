@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from actors.envs.webshop.catalogue import Catalogue, Goal, Product
-from actors.envs.webshop.pages import BUY, DETAILS, NEXT, PREVIOUS, Place, button
+from actors.envs.webshop.pages import BUY, DETAILS, NEXT, PREVIOUS, PageState, button
 from actors.envs.webshop.reward import fits, plain_color, score
 
 Action = tuple[str, str]  # search or click, and its words
@@ -27,7 +27,7 @@ def queries(goal: Goal) -> list[str]:
     return list(dict.fromkeys(plain for query in suggested if (plain := _plain(query))))
 
 
-def way(shop: Catalogue, goal: Goal, place: Place, page_size: int) -> list[Action]:
+def way(shop: Catalogue, goal: Goal, place: PageState, page_size: int) -> list[Action]:
     """From `place` to the best product that can be found, its options, and the purchase."""
     plan = best_plan(shop, goal, page_size)
     if place.asin:
@@ -44,7 +44,7 @@ def way(shop: Catalogue, goal: Goal, place: Place, page_size: int) -> list[Actio
     return [("search", plan.query), *_clicks(*steps)]
 
 
-class Plan(NamedTuple):
+class PurchasePlan(NamedTuple):
     """What to search for, on which page of the results to stop, and what to buy there."""
 
     query: str
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=8192)
-def best_plan(shop: Catalogue, goal: Goal, page_size: int) -> Plan:
+def best_plan(shop: Catalogue, goal: Goal, page_size: int) -> PurchasePlan:
     """To the product that is worth most, on the earliest page that one of the suggested searches
     shows it on. The product the goal was made of is searched by its number where that is better."""
     found = sorted(
@@ -70,13 +70,13 @@ def best_plan(shop: Catalogue, goal: Goal, page_size: int) -> Plan:
         if product.asin in seen:
             continue
         seen.add(product.asin)
-        plan = Plan(query, page, product, worth(product, goal))
+        plan = PurchasePlan(query, page, product, worth(product, goal))
         if best is None or plan.worth > best.worth:
             best = plan
         if best.worth == 1.0:
             return best
     own = shop.by_asin[goal.asin]
-    by_number = Plan(button(own.asin), 1, own, worth(own, goal))
+    by_number = PurchasePlan(button(own.asin), 1, own, worth(own, goal))
     return best if best is not None and best.worth >= by_number.worth else by_number
 
 
@@ -106,7 +106,7 @@ def _met(name: str, value: str, wanted: list[str]) -> Iterator[str]:
     yield from (goal for goal in wanted if fits(name, plain_color(value), [plain_color(goal)]))
 
 
-def _unchosen(wanted: dict[str, str], place: Place) -> list[str]:
+def _unchosen(wanted: dict[str, str], place: PageState) -> list[str]:
     chosen = dict(place.chosen)
     return [value for name, value in wanted.items() if chosen.get(name) != value]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from actors.envs.webshop.catalogue import SHIPPED, Entry, Product, Wish
+from actors.envs.webshop.catalogue import SHIPPED, CatalogueEntry, Product, Wish
 from evolver_async.schema import key
 
 PER_KIND = 42
@@ -106,14 +106,14 @@ KINDS = (
 )
 
 
-def entries() -> Iterator[Entry]:
+def entries() -> Iterator[CatalogueEntry]:
     """The whole catalogue."""
     numbers = itertools.count(1)
     for _, kind in itertools.product(range(PER_KIND), KINDS):
         yield entry(kind, next(numbers))
 
 
-def entry(kind: Kind, number: int) -> Entry:
+def entry(kind: Kind, number: int) -> CatalogueEntry:
     """A product and the wish for it; only some of its attributes stand in its title."""
     rng = random.Random(key(0, "webshop catalogue", number))
     brand = rng.choice(BRANDS)
@@ -133,7 +133,7 @@ def entry(kind: Kind, number: int) -> Entry:
         features=tuple(f"{attribute} {kind.noun}" for attribute in hidden[1:]),
     )
     text = f"find me {wanted[0]}, {wanted[1]} {kind.noun}"
-    return Entry(product, Wish(asin=asin, text=text, attributes=tuple(wanted)))
+    return CatalogueEntry(product, Wish(asin=asin, text=text, attributes=tuple(wanted)))
 
 
 def _values(name: str, rng: random.Random) -> tuple[str, ...]:

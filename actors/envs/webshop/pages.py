@@ -17,7 +17,7 @@ LONGEST_QUERY = 80  # as a page of results shows it
 
 
 @dataclass(frozen=True)
-class Place:
+class PageState:
     """`page` and what it shows: results `number` (from 1) of `query`, or the product `asin` with
     the options chosen so far."""
 
@@ -37,7 +37,7 @@ class Place:
         return " ".join(words)
 
 
-START = Place()
+START = PageState()
 
 
 def button(text: str) -> str:
@@ -46,12 +46,12 @@ def button(text: str) -> str:
     return " ".join(re.sub("[<>]", " ", text).lower().split())
 
 
-def buttons(shop: Catalogue, place: Place, page_size: int) -> dict[str, Place]:
+def buttons(shop: Catalogue, place: PageState, page_size: int) -> dict[str, PageState]:
     """Where each button of a page leads, by its name, in the order shown."""
     return _links(shop, place, page_size) | _fixed(shop, place, page_size)
 
 
-def text(shop: Catalogue, place: Place, page_size: int, most: int) -> str:
+def text(shop: Catalogue, place: PageState, page_size: int, most: int) -> str:
     """What a page says, in at most `most` characters, of which its fixed buttons come first."""
     foot = " ".join(f"[{name}]" for name in _fixed(shop, place, page_size))
     body = shortened("\n".join(_lines(shop, place, page_size)), most - len(foot) - 1)
@@ -63,7 +63,7 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else text[: max(most - len(MORE), 0)] + MORE
 
 
-def _links(shop: Catalogue, place: Place, page_size: int) -> dict[str, Place]:
+def _links(shop: Catalogue, place: PageState, page_size: int) -> dict[str, PageState]:
     """A page's own buttons: products, or the values of options, the last of the same name."""
     if place.page == "results":
         return {
@@ -80,7 +80,7 @@ def _links(shop: Catalogue, place: Place, page_size: int) -> dict[str, Place]:
     return {}
 
 
-def _fixed(shop: Catalogue, place: Place, page_size: int) -> dict[str, Place]:
+def _fixed(shop: Catalogue, place: PageState, page_size: int) -> dict[str, PageState]:
     """The buttons that every page of its kind has."""
     if place.page == "results":
         found = {}
@@ -90,15 +90,15 @@ def _fixed(shop: Catalogue, place: Place, page_size: int) -> dict[str, Place]:
             found[NEXT] = replace(place, number=place.number + 1)
         return found | {BACK: START}
     if place.page == "item":
-        details: dict[str, Place] = {page: replace(place, page=page) for page in DETAILS}
-        left = Place("results", place.query, place.number)
+        details: dict[str, PageState] = {page: replace(place, page=page) for page in DETAILS}
+        left = PageState("results", place.query, place.number)
         return details | {BUY: replace(place, page="done"), PREVIOUS: left, BACK: START}
     if place.page in DETAILS:
         return {PREVIOUS: replace(place, page="item"), BACK: START}
     return {}
 
 
-def _lines(shop: Catalogue, place: Place, page_size: int) -> list[str]:
+def _lines(shop: Catalogue, place: PageState, page_size: int) -> list[str]:
     if place.page == "results":
         pages = -(-len(shop.search(place.query)) // page_size)
         number = f"page {place.number} of {pages}" if pages else "nothing"
@@ -119,7 +119,7 @@ def _lines(shop: Catalogue, place: Place, page_size: int) -> list[str]:
     ]
 
 
-def _choices(place: Place, product: Product) -> Iterator[str]:
+def _choices(place: PageState, product: Product) -> Iterator[str]:
     """A line for each option: its values, and the one chosen."""
     chosen = dict(place.chosen)
     for name, values in product.options.items():
@@ -127,7 +127,7 @@ def _choices(place: Place, product: Product) -> Iterator[str]:
         yield f"{name}: {' '.join(f'[{value}]' for value in values)}{said}"
 
 
-def _listed(shop: Catalogue, place: Place, page_size: int) -> tuple[Product, ...]:
+def _listed(shop: Catalogue, place: PageState, page_size: int) -> tuple[Product, ...]:
     """The products that a page of results shows."""
     first = (place.number - 1) * page_size
     return shop.search(place.query)[first : first + page_size]

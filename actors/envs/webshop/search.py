@@ -17,7 +17,7 @@ these they this to was will with
 _STOP_WORDS = frozenset(STOP_WORDS.split())
 
 
-class Index:
+class FullTextIndex:
     """Texts by number, in memory; may be used from any thread."""
 
     def __init__(self, texts: Iterable[str]) -> None:
