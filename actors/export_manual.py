@@ -1,4 +1,4 @@
-"""Tells in an exported directory how its policy is asked: template, generation settings, README.
+"""Manual of an exported policy: chat template, generation settings and README of its directory.
 
 A policy was trained and evaluated on turns that open with a forced prefix, behind one system
 message, up to a stop string. The chat template, `generation_config.json` and `README.md` written
@@ -107,7 +107,7 @@ def write_manual(config: Config, directory: Path) -> None:
 
 
 def template_of(chat: Chat, prefix: str) -> str:
-    """The chat template of the run, whose generation prompt ends with `prefix`.
+    """Return the chat template of the run, whose generation prompt ends with `prefix`.
 
     The variable `forced_prefix` of the template replaces it. A template that was made here before
     is made anew out of the original in it.
@@ -121,7 +121,7 @@ def template_of(chat: Chat, prefix: str) -> str:
 
 
 def generation(config: Config, chat: Chat, stops: tuple[str, ...]) -> dict[str, object]:
-    """The settings of generation as the run's evaluation has them."""
+    """Return the generation settings of the run's evaluation."""
     temperature = config.eval.temperature
     settings: dict[str, object] = {
         "eos_token_id": sorted(chat.stop_tokens),
@@ -175,8 +175,8 @@ def readme(config: Config, setting: Setting, prefix: str, stops: tuple[str, ...]
 
 
 def conversations(config: Config, setting: Setting) -> str:
-    """The beginning of an episode of every environment; one that cannot begin one here (a service
-    may be away) is no reason not to export."""
+    """Describe the beginning of an episode of every environment; an environment that cannot begin
+    one here (a service may be down) does not stop the export."""
     parts = []
     for task in source_of(config).examples():
         try:
@@ -196,7 +196,7 @@ def conversations(config: Config, setting: Setting) -> str:
 
 
 async def beginning(setting: Setting, task: Task) -> tuple[str, str]:
-    """The system message and the first message of the user in an episode of `task`."""
+    """Return the system message and the first message of the user in an episode of `task`."""
     env = make_env(task.env, task.params)
     try:
         observation = await settled(env.reset(task, 0))
@@ -207,7 +207,7 @@ async def beginning(setting: Setting, task: Task) -> tuple[str, str]:
 
 
 def _fenced(text: str) -> str:
-    """A block of Markdown that holds `text`, whatever fences there are in it."""
+    """Put `text` in a Markdown block whose fence it does not contain."""
     fence = "```"
     while fence in text:
         fence += "`"

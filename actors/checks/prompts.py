@@ -1,4 +1,4 @@
-"""What can be refused only with the run's tokenizer at hand: prompts that leave no room."""
+"""Checks that need the run's tokenizer: a first prompt must leave room for a turn."""
 
 import asyncio
 import random
@@ -17,8 +17,8 @@ from evolver_async.schema import Task
 
 
 def check(config: Config) -> None:
-    """ConfigError names `policy.max_length` where the first task of an environment leaves no
-    turn in it."""
+    """Raise ConfigError, naming `policy.max_length`, if the first prompt of an environment leaves
+    no room for a turn."""
     chat = Chat(load_tokenizer(config.policy.path))
     for index in range(len(config.stages)):
         staged = stage_config(config, index)
@@ -52,7 +52,8 @@ def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -
 async def _begun(
     setting: Setting, env: Env, task: Task, reflects: bool
 ) -> tuple[list[int], list[TriedTurn]]:
-    """The first prompt of a task, and where reasons are asked for, turns to tell them about."""
+    """Return the first prompt of a task and, if reasons are asked for, turns to give reasons
+    about."""
     observation = await settled(env.reset(task, 0))
     if task.query:
         observation = f"{task.query}\n{observation}"

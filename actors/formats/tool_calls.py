@@ -1,4 +1,4 @@
-"""Actions that are calls of tools: their canonical text, and the two formats they are written in.
+"""Actions that are tool calls: their canonical text, and the two turn formats that write them.
 
 In both the answer is a call too, of the tool `answer`, so that an environment gets one form of
 action. Errors a policy can mend are told to it as what the tool said.
@@ -23,7 +23,7 @@ _FENCED = re.compile(r"```(?:python|py)?\n(.*?)\n?```", re.DOTALL)
 
 
 class ToolInvocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool by its name, and what it is given."""
+    """Name and arguments of a tool call."""
 
     name: str
     arguments: dict[str, Any] = {}
@@ -37,12 +37,12 @@ class InvalidCall:
 
 
 def canonical(name: str, arguments: dict[str, Any]) -> str:
-    """The text of a call as an action: JSON of `name` and `arguments`, in this order."""
+    """Write a call as an action: JSON of `name` and `arguments`, in this order."""
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
 def called(text: str) -> ToolInvocation:
-    """The call that a JSON text means; ValueError says on one line why it is none."""
+    """Parse a call from JSON; ValueError gives the reason on one line."""
     try:
         return msgspec.json.decode(text, type=ToolInvocation)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
@@ -50,8 +50,9 @@ def called(text: str) -> ToolInvocation:
 
 
 class ToolCall:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, what it returned in a message of
-    the user between `<tool_response>` tags, and at last `<answer>...</answer>`.
+    """Turn format with `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; the result
+    follows in a message of the user between `<tool_response>` tags, and the episode ends with
+    `<answer>...</answer>`.
 
     With `think` a turn opens with `<reason>...</reason>`. Several calls stand in a row; then the
     end-of-turn token ends them, which the policy has to write.
@@ -112,7 +113,7 @@ class ToolCall:
 
 
 class Interleaved:
-    """Text in which `<code>...</code>` is run where it stands, in one message up to its
+    """Turn format with one message, in which `<code>...</code>` is run where it stands, up to
     `<answer>\\boxed{...}</answer>`.
 
     What the code printed follows it between `<interpreter>` tags, in the same message. A turn is
@@ -165,7 +166,7 @@ class Interleaved:
 
 
 def _call(found: re.Match[str]) -> str | InvalidCall:
-    """One call or answer of a turn."""
+    """Parse one call or answer of a turn."""
     if found["answer"] is not None:
         answer = _answered(found["answer"])
         return InvalidCall("error: the answer is empty") if answer is None else answer[0]
@@ -181,13 +182,13 @@ def _call(found: re.Match[str]) -> str | InvalidCall:
 
 
 def unfenced(code: str) -> str:
-    """A program without the fence of Markdown around it, where it has one."""
+    """Remove the Markdown fence around a program, if any."""
     found = _FENCED.fullmatch(code.strip())
     return found[1] if found else code
 
 
 def _boxed(text: str) -> str | None:
-    """What the last box holds that is closed, up to the brace that closes it."""
+    """Return the content of the last closed box, with balanced braces; None without one."""
     start = text.rfind(_BOX)
     while start >= 0:
         depth, inside = 1, start + len(_BOX)
@@ -200,12 +201,12 @@ def _boxed(text: str) -> str | None:
 
 
 def _answered(text: str) -> list[str | InvalidCall] | None:
-    """The answer between its tags, in a box or bare; None where there is none."""
+    """Parse the answer between its tags, in a box or bare; None if it is empty."""
     boxed = _boxed(text)
     answer = (text if boxed is None else boxed).strip()
     return [canonical(ANSWER_TOOL, {"text": answer})] if answer else None
 
 
 def _between(tag: str, text: str) -> str:
-    """What a tool said, between tags that it cannot close itself."""
+    """Put a tool's output between tags that it cannot close itself."""
     return f"<{tag}>\n{text.replace(f'</{tag}', f'</ {tag}')}\n</{tag}>"

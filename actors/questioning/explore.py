@@ -18,8 +18,8 @@ from actors.llm.asking import Asker, convert, shown, steps_shown
 from actors.llm.client import Unavailable
 from actors.questioning.prompts import BREADTH, DEPTH, EXPLORE
 from actors.rollout.environment import TimedEnvironment
-from actors.rollout.episode import Advice
 from actors.rollout.episode_config import Setting
+from actors.rollout.policy import Advice
 from evolver_async.config import Questioning
 from evolver_async.schema import Task, Ticket
 

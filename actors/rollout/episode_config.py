@@ -1,5 +1,6 @@
-"""What all episodes of a stage share."""
+"""Settings that all episodes of a stage share."""
 
+import random
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -7,13 +8,15 @@ from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.formats.turns import FORMATS, TurnFormat
 from evolver_async.config import Config
+from evolver_async.schema import Ticket, key
 
 PLAIN_VOCABULARY = 10_000  # tokens of a tokenizer from which on `env.prompt: auto` means `plain`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all episodes of a stage share. `max_length` bounds the tokens of one context."""
+    """Settings that all episodes of a stage share. `max_length` bounds the tokens of one
+    context."""
 
     chat: Chat
     format: TurnFormat
@@ -42,7 +45,7 @@ class Setting:
 def setting_of(
     config: Config, chat: Chat, name: str, incarnation: int, failures: FailureCounts | None = None
 ) -> Setting:
-    """What the episodes of one stage share."""
+    """Return the settings of a stage's episodes."""
     rollout, env = config.rollout, config.env
     return Setting(
         chat=chat,
@@ -79,3 +82,14 @@ def wording_of(prompt: str, vocabulary: int) -> Literal["tiny", "plain"]:
     if prompt == "auto":
         return "plain" if vocabulary >= PLAIN_VOCABULARY else "tiny"
     return "plain" if prompt == "plain" else "tiny"
+
+
+def step_latency_s(setting: Setting, ticket: Ticket, member: int, step: int) -> float:
+    """Draw the injected latency of a step; the draw belongs to the step."""
+    if setting.latency == "none":
+        return 0.0
+    if setting.latency == "fixed":
+        return setting.latency_median_s
+    parts = ("latency", ticket.group_id, member, ticket.attempt, step)
+    rng = random.Random(key(setting.seed, *parts))
+    return setting.latency_median_s * rng.lognormvariate(0.0, setting.latency_sigma)

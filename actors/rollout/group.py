@@ -1,4 +1,4 @@
-"""A group of episodes: its members side by side, each delivered as it ends."""
+"""One group of episodes: its members run concurrently, each is delivered as it ends."""
 
 import asyncio
 import logging
@@ -9,15 +9,17 @@ from actors.engines.base import Engine, Generation, Request
 from actors.envs.base import EnvironmentFailure
 from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
-from actors.rollout.episode import Advice, Deliver, EpisodeLate, EpisodePolicy, Guide, run_episode
+from actors.rollout.episode import Deliver, EpisodeLate, run_episode
 from actors.rollout.episode_config import Setting
+from actors.rollout.policy import Advice, EpisodePolicy, Guide
 from evolver_async.schema import Ticket, key
 
 log = logging.getLogger(__name__)
 
 
 class LearnedPolicy:
-    """The engine, writing for one member of a ticket; every turn's draws have their own key."""
+    """Policy that samples one member's turns from the engine; every turn's draws have their own
+    key."""
 
     kind: Literal["learned", "scripted"] = "learned"
 
@@ -32,10 +34,12 @@ class LearnedPolicy:
         self._session = f"{ticket.group_id}/{member}/{ticket.attempt}"
         self._seed = setting.seed
 
-    async def advise(self, world: TimedEnvironment, query: str) -> Advice:
+    async def advise(self, environment: TimedEnvironment, query: str) -> Advice:
         return Advice() if self._guide is None else await self._guide.advise(query)
 
-    async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
+    async def write(
+        self, environment: TimedEnvironment, context: list[int], turn: int
+    ) -> Generation:
         return await self._engine.generate(
             Request(
                 tokens=context,
@@ -58,7 +62,8 @@ async def side_by_side(
     progress: TicketProgress,
     play: Callable[[int], Awaitable[None]],
 ) -> EnvironmentFailure | EpisodeLate | None:
-    """`play` every member of a ticket at once, to the end of all; what went wrong with one of them.
+    """`play` all members of a ticket concurrently to their ends; return one of their failures, if
+    any.
 
     An EnvironmentFailure comes before an EpisodeLate; anything else is raised at once.
     """
@@ -86,7 +91,7 @@ async def run_members(
     progress: TicketProgress,
     deliver: Deliver,
 ) -> None:
-    """Run a ticket's members side by side and `deliver` each as it ends.
+    """Run a ticket's members concurrently and `deliver` each as it ends.
 
     An EnvironmentFailure, else an EpisodeLate, is raised after all the others have ended.
     """

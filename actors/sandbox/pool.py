@@ -1,4 +1,4 @@
-"""A pool of confined interpreters: every program runs in the next one that is free.
+"""Pool of confined interpreters: every program runs in the next free one.
 
 Threads may call it at once; each waits for an interpreter. One that died, or that a program left
 unclean, is replaced when it is next needed.
@@ -28,7 +28,7 @@ KILLED = "the confined interpreter was ended"
 
 
 class SandboxPool:
-    """`size` interpreters, started when first needed.
+    """Pool of `size` interpreters, started when first needed.
 
     `route`: how programs are confined; empty for the first that works: with root's rights,
     bubblewrap where it is installed, namespaces for ordinary users.
@@ -54,7 +54,7 @@ class SandboxPool:
         self._whole = threading.Lock()  # who wants all interpreters at once, is alone in that
 
     def run(self, source: str) -> Result:
-        """Run a program; SandboxUnavailable where none can be confined here."""
+        """Run a program; SandboxUnavailable if programs cannot be confined here."""
         if len(source.encode(errors="replace")) > self.limits.source_bytes:
             return Result("", f"longer than {self.limits.source_bytes} bytes", "error", 0.0)
         cell = self._free.get()
@@ -76,7 +76,7 @@ class SandboxPool:
         return result
 
     def start(self) -> Route:
-        """Start every interpreter; the route that leads in. SandboxUnavailable: none does."""
+        """Start every interpreter; return the route that works. SandboxUnavailable: none does."""
         with self._whole:
             cells = [self._free.get() for _ in range(self._size)]
             try:
@@ -122,7 +122,7 @@ assert set(WAYS) == set(get_args(Route))
 
 
 def routes() -> list[Route]:
-    """The routes worth trying here, best first."""
+    """Return the routes worth trying here, best first."""
     found: list[Route] = ["root"] if os.geteuid() == 0 else []
     if shutil.which("bwrap"):
         found.append("bwrap")
@@ -133,7 +133,7 @@ _sharing = threading.Lock()
 
 
 def shared(limits: SandboxLimits, size: int, interior: InterpreterConfig) -> SandboxPool:
-    """The process's own pool of these limits, closed when it ends."""
+    """Return the process's own pool of these limits, closed when it ends."""
     with _sharing:
         return _pool(limits, size, interior)
 

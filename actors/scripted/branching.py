@@ -1,4 +1,4 @@
-"""Early experience: in the states of an expert's way, what other turns lead to is tried as well.
+"""Early experience: expert episodes with the outcomes of alternative turns.
 
 A member of a branch ticket is one such state. To model the world, what every turn led to is learnt
 from the state and the turn; to reflect, the expert's turn is learnt together with a reason why it
@@ -20,9 +20,10 @@ from actors.formats.turns import TurnFormat
 from actors.llm.quoting import plain
 from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
-from actors.rollout.episode import Advice, Deliver, EpisodeLate, EpisodePolicy, Finished
+from actors.rollout.episode import Deliver, EpisodeLate, Finished
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import run_members
+from actors.rollout.policy import Advice, EpisodePolicy
 from actors.scripted.expert import ScriptedPolicy
 from actors.scripted.reflection import Reflector
 from evolver_async.config import Stage
@@ -35,8 +36,8 @@ CHARS = (400, 300, 200, 150, 100, 75, 50, 35, 25, 15, 8)  # of an outcome, until
 
 @dataclass(frozen=True)
 class TriedTurn:
-    """A turn that was tried: its actions, what the policy is shown of where it led, and, where
-    that ends the episode, how."""
+    """A turn that was tried: its actions, the policy's view of the outcome, and the ending if it
+    ends the episode."""
 
     actions: list[str]
     shown: str
@@ -44,7 +45,7 @@ class TriedTurn:
 
     @property
     def words(self) -> str:
-        """Its actions, on one line."""
+        """Actions on one line."""
         return plain(" , ".join(self.actions))
 
     @property
@@ -52,8 +53,8 @@ class TriedTurn:
         return f"{self.shown} {self.ending}".strip() if self.ending else self.shown
 
     def outcome(self, chars: int) -> str:
-        """What is told, on one line: the whole words among the first `chars` characters of what is
-        shown, and the ending."""
+        """Return the outcome on one line: the whole words among the first `chars` characters, and
+        the ending."""
         shown = plain(self.shown)
         if len(shown) > chars:
             shown = shown[: chars + 1].rpartition(" ")[0]
@@ -62,7 +63,7 @@ class TriedTurn:
 
 @dataclass(frozen=True)
 class BranchState:
-    """A state of the expert's way: what the policy sees there, the expert's turn and others."""
+    """A state of the expert's episode: the policy's context, the expert's turn and alternatives."""
 
     turn: int
     context: list[int]
@@ -71,8 +72,8 @@ class BranchState:
 
 
 class BranchingPolicy:
-    """Plays the expert's way; in every state it tries the expert's turn and `alternatives` others,
-    whose first action is another one, or as many as there are."""
+    """Policy that plays the expert's episode; in every state it tries the expert's turn and up to
+    `alternatives` others with another first action."""
 
     kind: Literal["learned", "scripted"] = "scripted"
 
@@ -84,21 +85,23 @@ class BranchingPolicy:
         self._stage = stage
         self.states: list[BranchState] = []
 
-    async def advise(self, world: TimedEnvironment, query: str) -> Advice:
+    async def advise(self, environment: TimedEnvironment, query: str) -> Advice:
         return Advice()
 
-    async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
-        state = await world.call("branching", self._branch, world.env, turn, context)
+    async def write(
+        self, environment: TimedEnvironment, context: list[int], turn: int
+    ) -> Generation:
+        state = await environment.call("branching", self._branch, environment.env, turn, context)
         if state is not None:
             self.states.append(state)
-        return await self._expert.write(world, context, turn)
+        return await self._expert.write(environment, context, turn)
 
     def close(self) -> None:
         pass
 
     def _branch(self, env: Env, turn: int, context: list[int]) -> BranchState | None:
-        """The state one is in; None where what comes of it has no room, which is an error at the
-        beginning, because there would be no state then."""
+        """Return the current state; None if its rows do not fit in the context. At the first turn
+        that is an error, because the episode would have no state."""
         setting, stage = self._setting, self._stage
         expert, *others = try_turns(env, setting.format, stage.alternatives, self._rng)
         state = BranchState(turn, context, expert, others)
@@ -113,7 +116,7 @@ class BranchingPolicy:
 def try_turns(
     env: Env, style: TurnFormat, alternatives: int, rng: random.Random
 ) -> list[TriedTurn]:
-    """The expert's turn, then the others, each from here; afterwards one is here again."""
+    """Try the expert's turn, then the others, each from the current state, which is restored."""
     assert isinstance(env, Rewindable), f"{type(env).__name__} cannot be branched"
     expert = env.solve()[: style.actions_per_turn]
     actions = env.actions()
@@ -142,14 +145,15 @@ def _carry_out(env: Env, style: TurnFormat, actions: list[str]) -> TriedTurn:
 
 
 def chosen(states: list[BranchState], ticket: Ticket, member: int, seed: int) -> BranchState:
-    """The state that is this member's: members of a group have different ones while there are."""
+    """Return this member's state; members of a group have different ones as long as possible."""
     order = list(range(len(states)))
     random.Random(key(seed, "states", ticket.group_id)).shuffle(order)
     return states[order[member % len(order)]]
 
 
 def world_rows(state: BranchState, setting: Setting) -> list[Sequence]:
-    """What every turn that was tried led to, after the state and the turn."""
+    """Return rows that learn the outcome of every turn that was tried, after the state and the
+    turn."""
     chat, style = setting.chat, setting.format
     rows = []
     for tried in (state.expert, *state.others):
@@ -166,11 +170,11 @@ def world_rows(state: BranchState, setting: Setting) -> list[Sequence]:
 def reflect_rows(
     state: BranchState, setting: Setting, max_tokens: int, written: list[str | None] | None = None
 ) -> list[Sequence]:
-    """The expert's turn after the state, once for every other one that was tried, with the reason
-    why it is better; without a reason where nothing else can be done.
+    """Return rows that learn the expert's turn after the state, once for every alternative, with
+    the reason why it is better; without a reason if there is no alternative.
 
-    `written`: the reasons, where somebody wrote them; None among them, and nothing at all: those
-    of the template. ValueError names `rollout.max_tokens` where a turn with a reason does not fit.
+    `written`: the reasons, where somebody wrote them; None among them, and nothing at all: those of
+    the template. ValueError names `rollout.max_tokens` where a turn with a reason does not fit.
     """
     answer = setting.format.render_actions(state.expert.actions)
     reasons = written or [None for _ in state.others]
@@ -186,7 +190,7 @@ def reflect_rows(
 
 
 def reason(expert: TriedTurn, other: TriedTurn, chars: int) -> str:
-    """Why the expert's turn is better: what both led to, each in at most so many characters."""
+    """Write why the expert's turn is better: both outcomes, each in at most `chars` characters."""
     return REASON.format(
         bad=other.words,
         bad_outcome=other.outcome(chars),
@@ -196,13 +200,13 @@ def reason(expert: TriedTurn, other: TriedTurn, chars: int) -> str:
 
 
 def _shorter(text: str) -> list[str]:
-    """A text, then the whole words at its beginning, fewer and fewer."""
+    """Return a text, then ever shorter beginnings of whole words."""
     lengths = [chars for chars in CHARS if chars < len(text)]
     return [text, *(text[: chars + 1].rpartition(" ")[0] or text[:chars] for chars in lengths)]
 
 
 def _fitting(texts: list[str], setting: Setting, max_tokens: int) -> list[int]:
-    """The tokens of the first text that a turn has room for."""
+    """Return the tokens of the first text that fits in a turn."""
     turn: list[int] = []
     for text in texts:
         turn = setting.chat.turn(text, setting.format.stop_strings)
@@ -274,7 +278,7 @@ async def branch_group(
 async def _written(
     state: BranchState, setting: Setting, reflector: Reflector | None, progress: TicketProgress
 ) -> list[str | None] | None:
-    """The reasons that a model writes, one for every other turn; None without a model."""
+    """Return the reasons that a model writes, one for every alternative; None without a model."""
     if reflector is None:
         return None
     situation = setting.chat.said(state.context, setting.format.prefix)

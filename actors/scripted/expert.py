@@ -1,4 +1,4 @@
-"""Scripted episodes for the supervised stages: an expert's or a random player's actions, in tokens.
+"""Scripted episodes for the supervised stages: tokens of an expert's or a random player's actions.
 
 The same form as learned episodes, except that nothing was sampled: log-probs are 0 and no weights
 are named.
@@ -13,9 +13,10 @@ from actors.experience.templates import contrast
 from actors.llm.quoting import quoted
 from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
-from actors.rollout.episode import Advice, Deliver, EpisodePolicy
+from actors.rollout.episode import Deliver
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import run_members
+from actors.rollout.policy import Advice, EpisodePolicy
 from evolver_async.schema import Ticket, key
 
 MOST_HINTS = 8
@@ -23,7 +24,7 @@ TOLD = 0.8  # of the states on the way, about
 
 
 class ScriptedPolicy:
-    """Plays one whole episode as the expert, or uniformly at random; which, is drawn once.
+    """Policy that plays one whole episode as the expert or uniformly at random, drawn once.
 
     A guided one is told what to do in some states, in the words of experience, and does it there.
     """
@@ -40,13 +41,15 @@ class ScriptedPolicy:
         self._chat = setting.chat
         self._format = setting.format
 
-    async def advise(self, world: TimedEnvironment, query: str) -> Advice:
-        assert isinstance(world.env, Rewindable), f"{type(world.env).__name__} cannot be guided"
-        text = await world.call("hints", self._hint, world.env)
+    async def advise(self, environment: TimedEnvironment, query: str) -> Advice:
+        assert isinstance(environment.env, Rewindable), (
+            f"{type(environment.env).__name__} cannot be guided"
+        )
+        text = await environment.call("hints", self._hint, environment.env)
         return Advice(text=text)
 
     def _hint(self, env: Rewindable) -> str:
-        """The states of a random walk, each with the move made there and one not to make.
+        """Return the states of a random walk as experience, each with its move and one to avoid.
 
         Drawn at random, so that what is learned is to follow, and no move in particular.
         """
@@ -66,13 +69,16 @@ class ScriptedPolicy:
         self._hints = {state: states[state][0] for state in told}
         return quoted([contrast(state, *states[state]) for state in told])
 
-    async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
-        text = await world.call("demonstration", self._answer, world.env)
+    async def write(
+        self, environment: TimedEnvironment, context: list[int], turn: int
+    ) -> Generation:
+        text = await environment.call("demonstration", self._answer, environment.env)
         tokens = self._chat.turn(text, self._format.stop_strings)
         return Generation(tokens=tokens, logprobs=[0.0] * len(tokens), weights=[], finish="stop")
 
     def _answer(self, env: Env) -> str:
-        """The text of a turn; its failures are the environment's, because all of it comes there."""
+        """Return the text of a turn. Its errors count as the environment's, which provides the
+        actions."""
         assert isinstance(env, Solvable), f"{type(env).__name__} cannot demonstrate"
         count = self._format.actions_per_turn
         hint = self._hints.get(env.state()) if isinstance(env, Located) else None

@@ -98,13 +98,14 @@ def test_what_was_sampled_never_falls_while_the_policy_judges(tmp_path: Path) ->
         generated = 0
 
     engine, judge = Counting(), Own()
-    worker = worker_of(None, engine, ShmPublisher(tmp_path / "w", background=False))
-    worker.mechanisms = ActorComponents(judge=judge)  # type: ignore[arg-type]
-    assert worker.generated() == 100
+    publisher = ShmPublisher(tmp_path / "w", background=False)
+    components = ActorComponents(judge=judge)  # type: ignore[arg-type]
+    worker = worker_of(None, engine, publisher, components=components)
+    assert worker.reporter.generated() == 100
     engine.sampled, judge.generated = 110.0, 60
-    assert worker.generated() == 100
+    assert worker.reporter.generated() == 100
     engine.sampled = 200.0
-    assert worker.generated() == 140
+    assert worker.reporter.generated() == 140
 
 
 def test_a_failing_solver_is_the_environments_failure(run: Callable[..., None]) -> None:

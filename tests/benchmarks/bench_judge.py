@@ -22,7 +22,8 @@ from chatml import make_tokenizer
 from torch import Tensor
 
 from actors.engines.base import Generation, Request
-from actors.envs.grid.frozen_lake import ACTIONS, FrozenLake
+from actors.envs.grid.frozen_lake import FrozenLake
+from actors.envs.grid.frozen_lake_map import ACTIONS
 from actors.formats.chat import Chat
 from actors.formats.turns import ThinkAnswer
 from actors.judge.judge import Judged, RuleJudge

@@ -65,7 +65,14 @@ READS = tuple(
 WRITES = tuple(
     f"open({path!r}, 'w').write('x')"
     for path in (
-        *("/escaped", "/guest.py", "/dev/escaped", "/usr/lib/escaped", os.__file__),
+        *(
+            "/escaped",
+            "/guest.py",
+            "/hardening.py",
+            "/dev/escaped",
+            "/usr/lib/escaped",
+            os.__file__,
+        ),
         *("/dev/shm/escaped", f"{tempfile.gettempdir()}/sub/escaped", "/../escaped"),
     )
 )

@@ -13,9 +13,10 @@ from actors.envs.base import Info, Step
 from actors.formats.chat import Chat
 from actors.formats.turns import ThinkAnswer
 from actors.progress import TicketProgress
-from actors.rollout.episode import Advice, Finished
+from actors.rollout.episode import Finished
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import run_group
+from actors.rollout.policy import Advice
 from evolver_async.schema import (
     Task,
     Ticket,

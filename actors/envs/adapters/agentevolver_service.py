@@ -131,14 +131,14 @@ class AgentEvolver:
             lease.release()
 
     def _name_of(self, host: EnvironmentService, task: Task) -> str:
-        """The service's name of a task."""
+        """Return the service's name of a task."""
         if self.name:
             return self.name
         names = self._names(host, task.split)
         return names[task.map_seed % len(names)]
 
     def _names(self, host: EnvironmentService, split: str) -> list[str]:
-        """The service's names of all tasks of one of our splits."""
+        """Return the service's names of all tasks of one of our splits."""
         if split not in self.splits:
             raise ValueError(f"splits: no name for the split {split!r}")
         names = host.profile(self.env_type, self.splits[split])
@@ -147,18 +147,18 @@ class AgentEvolver:
         return names
 
     def _shown(self, state: ServiceState, without: str = "") -> str:
-        """The messages of a state that the policy is told."""
+        """Return the messages of a state that the policy reads."""
         text = "\n".join(m.content or "" for m in state.messages if m.role != without)
         return text if len(text) <= self.shown_chars else text[: self.shown_chars] + CUT
 
     def _text(self, action: str) -> str | None:
-        """What is sent for an action; None where there is none like it."""
+        """Return the text that is sent for an action; None for an unknown tool."""
         return action
 
 
 class AgentEvolverCode(AgentEvolver):
-    """One whose actions are Python code, as AppWorld's: a call of `python` is sent as a fenced
-    block, an answer as text. Its parameters are the same."""
+    """Environment whose actions are Python code, as AppWorld's: a call of `python` is sent as a
+    fenced block, an answer as text. Its parameters are the same."""
 
     def tools(self) -> list[dict[str, Any]]:
         return [TOOL]

@@ -1,4 +1,4 @@
-"""Environments behind an OpenEnv server, spoken to with OpenEnv's own client.
+"""Environments behind an OpenEnv server, called with OpenEnv's own client.
 
 Every episode is a session of its own on the server. Actions and observations of OpenEnv are JSON
 objects of the environment's own; here they are text. OpenEnv has one end of an episode, which
@@ -97,7 +97,7 @@ class OpenEnv:
             client.close()
 
     def _sent(self, action: str) -> dict[str, Any] | None:
-        """The object that is sent for an action; None where it is none."""
+        """Return the object that is sent for an action; None if the action is not a JSON object."""
         if self.action_key:
             return self.action | {self.action_key: action}
         try:

@@ -75,14 +75,14 @@ class ReasoningGym:
         pass
 
     def actions(self) -> list[str]:
-        """Answers that are there to be chosen from: the right one, and what it is not."""
+        """Return two answers to choose from: the right one and a wrong one."""
         return [self._best(), "none"]
 
     def solve(self) -> list[str]:
         return [self._best()]
 
     def _best(self) -> str:
-        """The dataset's own answer, where it keeps one that it accepts itself."""
+        """Return the dataset's own answer. ValueError if it has none that it accepts."""
         answer = self.entry["answer"]
         if answer is None or self.questions.score_answer(str(answer), self.entry) < self.success_at:
             raise ValueError(f"dataset: {self.dataset} keeps no answer of its own")

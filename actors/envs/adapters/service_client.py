@@ -1,12 +1,12 @@
-"""The calls of an environment service of AgentEvolver's protocol, made with patience and in bounds.
+"""Client of an environment service of AgentEvolver's protocol, with retries and limits.
 
     profile, create, step, evaluate, release
 
-Every call is a POST of `{env_type, task_id, instance_id, messages, params}`, answered by
-`{success, data}`. The service keeps an instance until it is released or has idled for too long; a
-`Lease` is the right to one. Calls that change nothing are retried. A `step` is sent again only
-where the service cannot have carried it out, since an answer that got lost tells nothing about
-that; a `create` is sent again under a new name, and what the lost one may have made is released.
+Every call is a POST of `{env_type, task_id, instance_id, messages, params}`, answered by `{success,
+data}`. The service keeps an instance until it is released or has idled for too long; a `Lease` is
+the right to one. Calls that change nothing are retried. A `step` is sent again only where the
+service cannot have carried it out, since an answer that got lost tells nothing about that; a
+`create` is sent again under a new name, and what the lost one may have made is released.
 
 What the service sends is of unknown origin: an answer is left at MAX_BYTES, and only the fields of
 the protocol are looked at.
@@ -45,7 +45,7 @@ _counting = threading.Lock()
 
 
 class ServiceError(Exception):
-    """A call that failed for good.
+    """Final failure of a call.
 
     `kind`: connection, timeout, status, garbage, too_long, refused (by the service itself), or
     expired (there is no such instance any more).
@@ -62,7 +62,7 @@ class ServiceMessage(msgspec.Struct):
 
 
 class ServiceState(msgspec.Struct):
-    """What `create` and `step` lead to; `state` may be one message or several."""
+    """Result of `create` and `step`; `state` may be one message or several."""
 
     state: list[ServiceMessage] | ServiceMessage
     reward: float = 0.0
@@ -80,7 +80,7 @@ class _Reply(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class _RequestFailure:
-    """One request that failed. `undone`: the service cannot have carried it out."""
+    """One failed request. `undone`: the service cannot have carried it out."""
 
     kind: str
     text: str
@@ -89,8 +89,8 @@ class _RequestFailure:
 
 
 def drain() -> Counter[str]:
-    """Requests that failed, retries, and calls given up in this process since this was last asked,
-    by metric name: `env_service/<call>/<kind>`, `env_service/retries`, `env_service/given_up`."""
+    """Return and reset this process's counts of failed requests, retries and abandoned calls, by
+    metric name: `env_service/<call>/<kind>`, `env_service/retries`, `env_service/given_up`."""
     with _counting:
         drained = _counts.copy()
         _counts.clear()
@@ -104,15 +104,15 @@ def _count(name: str) -> None:
 
 @cache
 def service(url: str, timeout_s: float, retries: int) -> "EnvironmentService":
-    """The service at `url`, one for all episodes of this process."""
+    """Return the service at `url`, one for all episodes of this process."""
     return EnvironmentService(url, timeout_s, retries)
 
 
 class EnvironmentService:
-    """The service at one address; its methods may be called from several threads at once.
+    """Service at one address; its methods may be called from several threads at once.
 
-    `timeout_s` is for one request with its whole answer, of which a call makes at most
-    `retries` + 1.
+    `timeout_s` is for one request with its whole answer, of which a call makes at most `retries` +
+    1.
     """
 
     def __init__(self, url: str, timeout_s: float, retries: int) -> None:
@@ -127,7 +127,7 @@ class EnvironmentService:
         self._profiles: dict[tuple[str, str], list[str]] = {}
 
     def profile(self, env_type: str, split: str) -> list[str]:
-        """The names of a split's tasks; asked for once."""
+        """Return the names of a split's tasks; requested once."""
         place = env_type, split
         if place not in self._profiles:
             body = {"env_type": env_type, "params": {"split": split}}
@@ -137,7 +137,7 @@ class EnvironmentService:
     def create(
         self, env_type: str, task_id: str, params: dict[str, Any]
     ) -> tuple["ServiceLease", ServiceState]:
-        """A new instance of a task, and what is seen first."""
+        """Create an instance of a task; return its lease and first state."""
         for attempt in range(self.retries + 1):
             lease = ServiceLease(self, env_type, task_id, f"evolver-{uuid.uuid4().hex}")
             made = self._request("create", lease.body() | {"params": params}, ServiceState)
@@ -151,8 +151,8 @@ class EnvironmentService:
     def _persist(
         self, call: str, of: str, body: dict[str, Any], shape: Any, *, safe: bool = True
     ) -> Any:
-        """The data of an answer. `of`: whose call it is, in words; `safe`: it may be carried out
-        twice."""
+        """Return the data of an answer, with retries. `of`: the caller, for messages; `safe`: the
+        call may be carried out twice."""
         for attempt in range(self.retries + 1):
             found = self._request(call, body, shape)
             if not isinstance(found, _RequestFailure):
@@ -163,7 +163,7 @@ class EnvironmentService:
     def _again(
         self, call: str, of: str, failure: _RequestFailure, attempt: int, helps: bool
     ) -> None:
-        """Pause before another attempt; ServiceError where there is none."""
+        """Pause before another attempt; raise ServiceError if there is none."""
         if not helps or attempt == self.retries:
             _count("given_up")
             tries = f"after {attempt + 1} attempts, " if attempt else ""
@@ -176,7 +176,7 @@ class EnvironmentService:
     def _request(
         self, call: str, body: dict[str, Any], shape: Any, limit_s: float | None = None
     ) -> Any:
-        """The data of one request's answer, or why there is none; failures are counted."""
+        """Return the data of one request's answer or its failure; failures are counted."""
         limit_s = self.timeout_s if limit_s is None else limit_s
         found = self._send(call, body, shape, limit_s)
         if isinstance(found, _RequestFailure):
@@ -215,7 +215,7 @@ class EnvironmentService:
 
 
 class ServiceLease:
-    """One instance, from `create` to `release`."""
+    """Right to one instance, from `create` to `release`."""
 
     def __init__(
         self, service: EnvironmentService, env_type: str, task_id: str, instance_id: str
@@ -240,19 +240,19 @@ class ServiceLease:
         }
 
     def step(self, text: str) -> ServiceState:
-        """What the policy's `text` leads to; carried out at most once."""
+        """Send the policy's `text` and return the next state; carried out at most once."""
         said = {"role": "assistant", "content": text}
         body = self.body() | {"messages": said}
         return self._service._persist("step", self.named, body, ServiceState, safe=False)
 
     def evaluate(self, *, sparse: bool) -> float:
-        """What the instance is worth as it stands."""
+        """Return the score of the instance in its present state."""
         body = self.body() | {"params": {"sparse": sparse}}
         return self._service._persist("evaluate", self.named, body, float)
 
     def release(self) -> None:
-        """Give the instance back. Where that fails the service does so itself after a while, so it
-        is counted and logged only."""
+        """Release the instance. A failure is only counted and logged, because the service releases
+        an idle instance by itself."""
         self.held = False
         limit_s = min(RELEASE_S, self._service.timeout_s)
         for _ in range(2):
@@ -263,8 +263,8 @@ class ServiceLease:
 
 
 def _bad_status(status: int, received: bytes) -> _RequestFailure:
-    """An answer with a status that is not 200. The service says 400 of an instance it lost, older
-    versions 500."""
+    """Classify an answer with a status other than 200. The service answers 400 for an instance it
+    lost, older versions 500."""
     text = f"status {status}: {_excerpt(received)}"
     if status in (400, 404, 500) and "Instance" in text and GONE in text:
         return _RequestFailure(kind="expired", text=text, again=False)
@@ -274,7 +274,7 @@ def _bad_status(status: int, received: bytes) -> _RequestFailure:
 
 
 def _excerpt(received: bytes) -> str:
-    """What an error says, from its end, where a traceback tells most."""
+    """Return the end of an error's text, the most telling part of a traceback."""
     try:
         said = json.loads(received)
         text = str(said.get("detail", said)) if isinstance(said, dict) else str(said)

@@ -115,18 +115,18 @@ class TextArena:
         self.game: Any = None
 
     def _make(self, seed: int | None = None) -> None:
-        """The game, begun where a seed is given."""
+        """Make the game and reset it with the seed."""
         self.game = self.package.make(f"{self.id}-raw", **self.kwargs)
         self.game.reset(num_players=1, seed=seed)
 
     def _news(self) -> str:
-        """What the game has said since it was last asked; the player's own words left out."""
+        """Return the game's messages since the last call, without the player's own."""
         _, messages = self.game.get_observation()
         return "\n".join(text.strip() for sender, text, _ in messages if sender != PLAYER)
 
     @contextlib.contextmanager
     def _chance(self) -> Iterator[None]:
-        """This game's generator in place of everybody's."""
+        """Replace Python's global random generator by this game's while the context lasts."""
         with _generator:
             before = random.getstate()
             random.setstate(self.generator)

@@ -87,7 +87,7 @@ class Verifiers:
         pass
 
     def _tasks(self, split: str) -> list[Any]:
-        """All tasks of a split."""
+        """Return all tasks of a split."""
         if self.test_kwargs is None:
             tasks = _loaded(self.taskset, json.dumps(self.kwargs, sort_keys=True), self.first)
             return tasks.get(split, [])
@@ -98,7 +98,8 @@ class Verifiers:
 
 @cache
 def _loaded(taskset: str, kwargs: str, first: int) -> dict[str, list[Any]]:
-    """The tasks of a taskset by the split of their content; ValueError where it cannot be had."""
+    """Load a taskset, grouped by the split of the tasks' content; ValueError if it cannot be
+    loaded."""
     vf = _package()
     try:
         config = vf.taskset_config_type(taskset)(id=taskset, **json.loads(kwargs))
@@ -114,7 +115,7 @@ def _loaded(taskset: str, kwargs: str, first: int) -> dict[str, list[Any]]:
 
 
 def _more_than_words(vf: Any, task: Any) -> str | None:
-    """What a task needs beyond a conversation; None where nothing."""
+    """Return what a task needs beyond a conversation; None if nothing."""
     kind = type(task)
     if kind.NEEDS_CONTAINER or task.data.image:
         return "needs a container"

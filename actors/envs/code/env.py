@@ -154,8 +154,8 @@ class Code:
         return [TOOL]
 
     def actions(self) -> list[str]:
-        """What a random player chooses from: after an error not to guess, after an output to
-        answer. ValueError: nothing is known of the question but its answer."""
+        """Return the choices of a random player: after an error it does not guess, after an output
+        it answers. ValueError for a given question, of which only the answer is known."""
         problem = self.problem
         if not problem.program:
             raise ValueError("kind: a given question has no actions to choose from")
@@ -169,8 +169,8 @@ class Code:
         return chosen + [_code(problem.program)] * (CHOICES - guesses - broken)
 
     def solve(self) -> list[str]:
-        """First the program; once it has said something, the answer. A given question is solved by
-        its task's reference. ValueError: there is none."""
+        """Return the program, or the answer once the program has printed something. A given
+        question is solved by its task's reference; ValueError if there is none."""
         problem = self.problem
         if problem.program:
             return [_answer(problem.solution) if self.outcome == "ok" else _code(problem.program)]
@@ -196,11 +196,11 @@ class Code:
         return Step(self.shown, 0.0, False, False, Info(tool_error=failed))
 
     def _refuse(self, why: str) -> Step:
-        """Nothing was run; the policy is told why."""
+        """Return the step of an invalid call: nothing is run, and the policy is told why."""
         return Step(f"{ERROR}{why}", 0.0, False, False, Info(valid=False, tool_error=True))
 
     def _observation(self, result: Result) -> str:
-        """What a program wrote and how it failed, in at most about `shown_chars` characters."""
+        """Format a program's output and failure in at most about `shown_chars` characters."""
         written = result.stdout.strip()
         if len(written) > self.shown_chars:
             written = f"{written[: self.shown_chars]} ..."
@@ -225,7 +225,7 @@ class Code:
 
 
 def _call(action: str) -> ToolInvocation:
-    """The call that an action means; ValueError says why it is none."""
+    """Return the call that an action means; ValueError says why there is none."""
     if action.lstrip().startswith("{"):
         return called(action)
     return ToolInvocation(name=ANSWER_TOOL, arguments={"text": action})

@@ -76,8 +76,8 @@ class ProgramPlan(NamedTuple):
 
 
 def draw_program(split: str, map_seed: int) -> Problem:
-    """The task of (split, map_seed): the first draw whose code hashes into the split, and whose
-    tests tell it from the wrong answers beside it."""
+    """Return the task of (split, map_seed): the first draw whose code hashes into the split and
+    whose tests distinguish it from wrong answers."""
     rng = random.Random(key(map_seed, "programs", split))
     for _ in range(MAX_DRAWS):
         plan = _plan(rng)

@@ -1,4 +1,5 @@
-"""The environment: search, click from page to page, buy; buying ends the episode with its reward.
+"""WebShop environment: search, click from page to page, buy; buying ends the episode with its
+reward.
 
 WebShop's rules: any page takes a search, a click needs its button, an action that does not exist
 changes nothing. Success is a reward of exactly 1.
@@ -38,9 +39,9 @@ LEAST_CHARS = 300
 
 
 class WebShop:
-    """The environment. `page_size`: results on a page; `max_chars`: of an observation; `show`: in
-    which observations the instruction stands; `test_goals`, `val_goals`: how many of the shuffled
-    goals these splits have, before those for training.
+    """WebShop environment. `page_size`: results on a page; `max_chars`: of an observation; `show`:
+    the observations that contain the instruction; `test_goals`, `val_goals`: sizes of these splits
+    of the shuffled goals, before those for training.
 
     `items` and `attributes` name WebShop's own files, in place of the catalogue that ships; `human`
     its human instructions, in place of made ones; of the items only the first `limit` (0: all).
@@ -121,7 +122,7 @@ class WebShop:
         pass
 
     def actions(self) -> list[str]:
-        """Every button, and on the search page what the instruction suggests to search for."""
+        """Return every button; on the search page, the searches that the instruction suggests."""
         if self.place.page == "search":
             return [self._written(("search", query)) for query in queries(self.wanted)]
         return [self._written(("click", name)) for name in self._buttons()]
@@ -131,7 +132,7 @@ class WebShop:
         return [self._written(action) for action in found]
 
     def score(self) -> float:
-        """What buying now would be worth; 0 where no product is shown."""
+        """Return the reward for buying now; 0 if no product is shown."""
         if not self.place.asin:
             return 0.0
         product = self.shop.by_asin[self.place.asin]
@@ -161,13 +162,13 @@ class WebShop:
         return f"{verb}[{words}]"
 
     def _parsed(self, action: str) -> Action:
-        """The verb and its words, in small letters; both empty where it is no action."""
+        """Return the verb and its words in lower case; both empty for an unknown action."""
         found = ACTION.fullmatch(action.strip())
         return (found[1].lower(), pages.button(found[2])) if found else ("", "")
 
 
 class ToolShop(WebShop):
-    """The same shop, whose actions are calls of the tools `search` and `click`."""
+    """WebShop with calls of the tools `search` and `click` as actions."""
 
     instructions = GOAL
     plain_instructions = PLAIN_GOAL

@@ -1,4 +1,4 @@
-"""Who knows what is wanted: what to search for, which options to choose, the way to the purchase.
+"""Expert of WebShop: searches, options and the path to the purchase.
 
 Searches are written in the instruction's words, so that they can be learned from.
 """
@@ -16,7 +16,7 @@ Action = tuple[str, str]  # search or click, and its words
 
 
 def queries(goal: Goal) -> list[str]:
-    """What the instruction suggests to search for, from little to much."""
+    """Return the searches that the instruction suggests, from short to long."""
     attributes, options = " ".join(goal.attributes), " ".join(goal.options)
     suggested = (
         goal.query,
@@ -28,7 +28,8 @@ def queries(goal: Goal) -> list[str]:
 
 
 def way(shop: Catalogue, goal: Goal, place: PageState, page_size: int) -> list[Action]:
-    """From `place` to the best product that can be found, its options, and the purchase."""
+    """Return the actions from `place` to the best product that can be found, its options, and the
+    purchase."""
     plan = best_plan(shop, goal, page_size)
     if place.asin:
         product = shop.by_asin[place.asin]
@@ -45,7 +46,7 @@ def way(shop: Catalogue, goal: Goal, place: PageState, page_size: int) -> list[A
 
 
 class PurchasePlan(NamedTuple):
-    """What to search for, on which page of the results to stop, and what to buy there."""
+    """Plan of a purchase: a search, the page of its results, and the product to buy there."""
 
     query: str
     page: int
@@ -55,8 +56,8 @@ class PurchasePlan(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def best_plan(shop: Catalogue, goal: Goal, page_size: int) -> PurchasePlan:
-    """To the product that is worth most, on the earliest page that one of the suggested searches
-    shows it on. The product the goal was made of is searched by its number where that is better."""
+    """Plan the purchase of the most valuable product, on the earliest page that a suggested search
+    shows it on. The goal's own product is searched by its number if that is better."""
     found = sorted(
         (
             (place // page_size + 1, query, product)
@@ -81,14 +82,14 @@ def best_plan(shop: Catalogue, goal: Goal, page_size: int) -> PurchasePlan:
 
 
 def worth(product: Product, goal: Goal) -> float:
-    """The reward of buying it with the options that fit; 0 where that would be more than 1."""
+    """Return the reward of buying it with the fitting options; 0 if that would exceed 1."""
     reward = score(product, goal, fitting(product, goal)).reward
     return reward if reward <= 1 else 0.0
 
 
 def fitting(product: Product, goal: Goal) -> dict[str, str]:
-    """The value to choose for each option of the product that fits a wanted one; each wanted one is
-    used once, so that nothing more is chosen than was wanted."""
+    """Return the value to choose for each option of the product that fits a wanted one; each wanted
+    one is used once, so that nothing is chosen beyond the goal."""
     left, found = list(goal.options), {}
     for name, values in product.options.items():
         for value in sorted(values, key=lambda value: value not in left):
@@ -101,7 +102,7 @@ def fitting(product: Product, goal: Goal) -> dict[str, str]:
 
 
 def _met(name: str, value: str, wanted: list[str]) -> Iterator[str]:
-    """Those of `wanted` that an option's value fits, the same text first."""
+    """Yield those of `wanted` that an option's value fits, equal text first."""
     yield from (goal for goal in wanted if goal == value)
     yield from (goal for goal in wanted if fits(name, plain_color(value), [plain_color(goal)]))
 
@@ -116,5 +117,5 @@ def _clicks(*names: str) -> list[Action]:
 
 
 def _plain(query: str) -> str:
-    """The query without what could end an action."""
+    """Return the query without characters that could end an action."""
     return " ".join(re.sub(r"[^\w$.'-]+", " ", query.lower()).split())

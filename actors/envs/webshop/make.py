@@ -1,4 +1,5 @@
-"""Makes the catalogue that ships: `python -m actors.envs.webshop.make` writes `products.jsonl`.
+"""Generator of the catalogue that ships: `python -m actors.envs.webshop.make` writes
+`products.jsonl`.
 
 Everything is drawn by the products' numbers, so the same file comes out every time.
 """
@@ -107,14 +108,14 @@ KINDS = (
 
 
 def entries() -> Iterator[CatalogueEntry]:
-    """The whole catalogue."""
+    """Yield the whole catalogue."""
     numbers = itertools.count(1)
     for _, kind in itertools.product(range(PER_KIND), KINDS):
         yield entry(kind, next(numbers))
 
 
 def entry(kind: Kind, number: int) -> CatalogueEntry:
-    """A product and the wish for it; only some of its attributes stand in its title."""
+    """Draw a product and the wish for it; only some of its attributes are in its title."""
     rng = random.Random(key(0, "webshop catalogue", number))
     brand = rng.choice(BRANDS)
     attributes = rng.sample(kind.attributes.split(","), ATTRIBUTES)
@@ -137,14 +138,14 @@ def entry(kind: Kind, number: int) -> CatalogueEntry:
 
 
 def _values(name: str, rng: random.Random) -> tuple[str, ...]:
-    """Some of an option's values, in their usual order."""
+    """Draw some of an option's values, in their usual order."""
     known = OPTIONS[name].split(",")
     kept = rng.sample(range(len(known)), rng.randint(2, min(4, len(known))))
     return tuple(known[index] for index in sorted(kept))
 
 
 def text() -> bytes:
-    """The file's content."""
+    """Return the file's content."""
     return b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries())
 
 

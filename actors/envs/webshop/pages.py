@@ -1,4 +1,4 @@
-"""The shop's pages: which buttons each has, where they lead, and what it says.
+"""Pages of the shop: their buttons, links and text.
 
 A place says all there is to say about where a customer stands; nothing else changes in an episode.
 """
@@ -18,8 +18,8 @@ LONGEST_QUERY = 80  # as a page of results shows it
 
 @dataclass(frozen=True)
 class PageState:
-    """`page` and what it shows: results `number` (from 1) of `query`, or the product `asin` with
-    the options chosen so far."""
+    """Complete state of a customer: `page` and what it shows, results `number` (from 1) of `query`,
+    or the product `asin` with the options chosen so far."""
 
     page: Literal["search", "results", "item", "description", "features", "done"] = "search"
     query: str = ""
@@ -28,7 +28,7 @@ class PageState:
     chosen: tuple[tuple[str, str], ...] = ()  # name and value, in the order of the first choice
 
     def __str__(self) -> str:
-        """A short key, the same for the same place."""
+        """Return a short key, the same for equal states."""
         words = [self.page]
         if self.page == "results":
             words += [repr(self.query), "page", str(self.number)]
@@ -41,30 +41,31 @@ START = PageState()
 
 
 def button(text: str) -> str:
-    """The name by which what a page shows in brackets is clicked: without `<` and `>`, which an
-    answer between tags cannot hold; so WebShop's own `< prev` and `next >` are names as well."""
+    """Return the name that clicks a bracketed text: without `<` and `>`, which an answer between
+    tags cannot contain; so WebShop's own `< prev` and `next >` are names as well."""
     return " ".join(re.sub("[<>]", " ", text).lower().split())
 
 
 def buttons(shop: Catalogue, place: PageState, page_size: int) -> dict[str, PageState]:
-    """Where each button of a page leads, by its name, in the order shown."""
+    """Return the target of each button of a page by its name, in the order shown."""
     return _links(shop, place, page_size) | _fixed(shop, place, page_size)
 
 
 def text(shop: Catalogue, place: PageState, page_size: int, most: int) -> str:
-    """What a page says, in at most `most` characters, of which its fixed buttons come first."""
+    """Return the text of a page in at most `most` characters; its fixed buttons take precedence."""
     foot = " ".join(f"[{name}]" for name in _fixed(shop, place, page_size))
     body = shortened("\n".join(_lines(shop, place, page_size)), most - len(foot) - 1)
     return f"{body}\n{foot}" if foot else body
 
 
 def shortened(text: str, most: int) -> str:
-    """The text, cut where it is longer than `most` characters."""
+    """Cut a text that is longer than `most` characters."""
     return text if len(text) <= most else text[: max(most - len(MORE), 0)] + MORE
 
 
 def _links(shop: Catalogue, place: PageState, page_size: int) -> dict[str, PageState]:
-    """A page's own buttons: products, or the values of options, the last of the same name."""
+    """Return a page's own buttons: products, or the values of options, the last of the same
+    name."""
     if place.page == "results":
         return {
             button(product.asin): replace(place, page="item", asin=product.asin)
@@ -81,7 +82,7 @@ def _links(shop: Catalogue, place: PageState, page_size: int) -> dict[str, PageS
 
 
 def _fixed(shop: Catalogue, place: PageState, page_size: int) -> dict[str, PageState]:
-    """The buttons that every page of its kind has."""
+    """Return the buttons that every page of its kind has."""
     if place.page == "results":
         found = {}
         if place.number > 1:
@@ -120,7 +121,7 @@ def _lines(shop: Catalogue, place: PageState, page_size: int) -> list[str]:
 
 
 def _choices(place: PageState, product: Product) -> Iterator[str]:
-    """A line for each option: its values, and the one chosen."""
+    """Yield a line for each option: its values, and the one chosen."""
     chosen = dict(place.chosen)
     for name, values in product.options.items():
         said = f" chosen {chosen[name]}" if name in chosen else ""
@@ -128,6 +129,6 @@ def _choices(place: PageState, product: Product) -> Iterator[str]:
 
 
 def _listed(shop: Catalogue, place: PageState, page_size: int) -> tuple[Product, ...]:
-    """The products that a page of results shows."""
+    """Return the products that a page of results shows."""
     first = (place.number - 1) * page_size
     return shop.search(place.query)[first : first + page_size]

@@ -12,7 +12,8 @@ from episodes import ticket
 from gymnasium import spaces
 
 from actors.envs.adapters.gymnasium_env import Gymnasium, GymnasiumTable, text_of, uncoloured
-from actors.envs.base import EnvError, Measurable, Rewindable, Solvable, exact, make_env, split_of
+from actors.envs.base import EnvError, Measurable, Rewindable, Solvable, make_env, split_of
+from actors.envs.exact import exact
 from actors.envs.grid.cliff_walking import CliffWalking
 from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
