@@ -3,8 +3,8 @@
     profile, create, step, evaluate, release
 
 Every call is a POST of `{env_type, task_id, instance_id, messages, params}`, answered by `{success,
-data}`. The service keeps an instance until it is released or has idled for too long; a `Lease` is
-the right to one. Calls that change nothing are retried. A `step` is sent again only where the
+data}`. The service keeps an instance until it is released or has idled for too long; a `ServiceLease`
+is the right to one. Calls that change nothing are retried. A `step` is sent again only where the
 service cannot have carried it out, since an answer that got lost tells nothing about that; a
 `create` is sent again under a new name, and what the lost one may have made is released.
 
