@@ -1,9 +1,9 @@
 """Early experience: expert episodes with the outcomes of alternative turns.
 
-A member of a branch ticket is one such state. In a world-model stage, what every turn led to is learnt
-from the state and the turn; to reflect, the expert's turn is learnt together with a reason why it
-is better than another one, written from what both led to. What is learnt has the role ACTION, in
-one Sequence a row; nothing of it was sampled.
+A member of a branch ticket is one such state. In a world-model stage, what every turn led to is
+learnt from the state and the turn; to reflect, the expert's turn is learnt together with a reason
+why it is better than another one, written from what both led to. What is learnt has the role
+ACTION, in one Sequence a row; nothing of it was sampled.
 """
 
 import asyncio

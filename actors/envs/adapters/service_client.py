@@ -3,13 +3,13 @@
     profile, create, step, evaluate, release
 
 Every call is a POST of `{env_type, task_id, instance_id, messages, params}`, answered by `{success,
-data}`. The service keeps an instance until it is released or has idled for too long; a `ServiceLease`
-is the right to one. Calls that change nothing are retried. A `step` is sent again only where the
-service cannot have carried it out, since an answer that got lost tells nothing about that; a
-`create` is sent again under a new name, and what the lost one may have made is released.
+data}`. The service keeps an instance until it is released or has idled for too long; a
+`ServiceLease` is the right to one. Calls that change nothing are retried. A `step` is sent again
+only where the service cannot have carried it out, since an answer that got lost tells nothing about
+that; a `create` is sent again under a new name, and what the lost one may have made is released.
 
-What the service sends is of unknown origin: an answer is left at MAX_BYTES, and only the fields of
-the protocol are looked at.
+The service's answers are not trusted: reading stops at MAX_BYTES, and only the fields of the
+protocol are used.
 """
 
 import json
