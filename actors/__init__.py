@@ -1,1 +1,1 @@
-"""The rollout wing: environments, engines, and the processes that run episodes with them."""
+"""Rollout wing: environments, engines, and the processes that run episodes with them."""

@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint of a run on held-out tasks: greedy, never guided."""
+"""Evaluation of a checkpoint on held-out tasks: greedy, never guided."""
 
 import asyncio
 import statistics
@@ -6,9 +6,10 @@ from pathlib import Path
 
 from actors.endpoint.runner import Unjudged, make_agents
 from actors.engines.factory import load_engine
-from actors.envs.base import EnvironmentFailure, exact
+from actors.envs.base import EnvironmentFailure
+from actors.envs.exact import exact
 from actors.formats.chat import Chat
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.rollout.episode import EpisodeLate, Finished
 from actors.rollout.episode_config import setting_of
 from actors.rollout.group import run_group
@@ -23,7 +24,7 @@ from evolver_async.weights.lora_receiver import whole
 
 
 def evaluate(run_dir: Path, episodes: int, step: int | str | None = None) -> str:
-    """Run the first `episodes` held-out tasks; says in a line how it went.
+    """Run the first `episodes` held-out tasks; return the result in one line.
 
     ValueError where an episode fails: an average over the others would be of other tasks.
     """
@@ -51,7 +52,7 @@ def evaluate(run_dir: Path, episodes: int, step: int | str | None = None) -> str
 async def play_all(
     config: Config, stage: int, tasks: list[Task], weights: dict
 ) -> list[Trajectory]:
-    """One greedy episode a task."""
+    """Run one greedy episode per task."""
     held = WeightId(lineage=0, step=0)
     engine, tokenizer = load_engine(config, held, weights)
     chat = Chat(tokenizer)
@@ -83,9 +84,9 @@ async def play_all(
         async with room:
             try:
                 if agents is None:
-                    await run_group(ticket, setting, engine, Progress(), deliver)
+                    await run_group(ticket, setting, engine, TicketProgress(), deliver)
                 else:
-                    await agents.run(ticket, setting, Progress(), deliver)
+                    await agents.run(ticket, setting, TicketProgress(), deliver)
             except (EnvironmentFailure, EpisodeLate, Unjudged) as failure:
                 failures.append(f"{task.task_id}: {failure}")
 

@@ -1,4 +1,4 @@
-"""Tells in an exported directory how its policy is asked: template, generation settings, README.
+"""Manual of an exported policy: chat template, generation settings and README of its directory.
 
 A policy was trained and evaluated on turns that open with a forced prefix, behind one system
 message, up to a stop string. The chat template, `generation_config.json` and `README.md` written
@@ -53,7 +53,7 @@ README = '''# A policy trained with evolver_async
 - `generation_config.json` ends a turn: {ends}. A turn has at most {max_tokens} tokens.
 - Evaluation decodes {evaluated}; training sampled at temperature {temperature:g}.
 - {context}
-
+{prompt}
 {conversations}
 ## With transformers
 
@@ -107,7 +107,7 @@ def write_manual(config: Config, directory: Path) -> None:
 
 
 def template_of(chat: Chat, prefix: str) -> str:
-    """The chat template of the run, whose generation prompt ends with `prefix`.
+    """Return the chat template of the run, whose generation prompt ends with `prefix`.
 
     The variable `forced_prefix` of the template replaces it. A template that was made here before
     is made anew out of the original in it.
@@ -121,7 +121,7 @@ def template_of(chat: Chat, prefix: str) -> str:
 
 
 def generation(config: Config, chat: Chat, stops: tuple[str, ...]) -> dict[str, object]:
-    """The settings of generation as the run's evaluation has them."""
+    """Return the generation settings of the run's evaluation."""
     temperature = config.eval.temperature
     settings: dict[str, object] = {
         "eos_token_id": sorted(chat.stop_tokens),
@@ -158,6 +158,7 @@ def readme(config: Config, setting: Setting, prefix: str, stops: tuple[str, ...]
         " are left out, the first message ends with `...` and the observation before the rest.",
         "single": "A turn sees the system message and the present observation, nothing before it.",
     }
+    wording = f"- The system message is in the wording `env.prompt: {setting.wording}`.\n"
     return README.format(
         summary=f"Run `{config.run.name}`, environment `{config.env.name}`.",
         manner=manner,
@@ -166,6 +167,7 @@ def readme(config: Config, setting: Setting, prefix: str, stops: tuple[str, ...]
         evaluated=f"at temperature {temperature:g}" if temperature else "greedily",
         temperature=rollout.temperature,
         context=agent or contexts[rollout.context],
+        prompt="" if rollout.agent else wording,
         conversations="" if rollout.agent else conversations(config, setting),
         prefix=json.dumps(prefix, ensure_ascii=False),
         sampling=", ".join(sampling),
@@ -173,8 +175,8 @@ def readme(config: Config, setting: Setting, prefix: str, stops: tuple[str, ...]
 
 
 def conversations(config: Config, setting: Setting) -> str:
-    """The beginning of an episode of every environment; one that cannot begin one here (a service
-    may be away) is no reason not to export."""
+    """Describe the beginning of an episode of every environment; an environment that cannot begin
+    one here (a service may be down) does not stop the export."""
     parts = []
     for task in source_of(config).examples():
         try:
@@ -194,7 +196,7 @@ def conversations(config: Config, setting: Setting) -> str:
 
 
 async def beginning(setting: Setting, task: Task) -> tuple[str, str]:
-    """The system message and the first message of the user in an episode of `task`."""
+    """Return the system message and the first message of the user in an episode of `task`."""
     env = make_env(task.env, task.params)
     try:
         observation = await settled(env.reset(task, 0))
@@ -205,7 +207,7 @@ async def beginning(setting: Setting, task: Task) -> tuple[str, str]:
 
 
 def _fenced(text: str) -> str:
-    """A block of Markdown that holds `text`, whatever fences there are in it."""
+    """Put `text` in a Markdown block whose fence it does not contain."""
     fence = "```"
     while fence in text:
         fence += "`"

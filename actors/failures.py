@@ -6,7 +6,7 @@ is not written here.
 
 import asyncio
 
-from actors.formats.chat import Chat
+from actors.formats.chat import Chat, encodable
 from evolver_async.config.secrets import mask
 from evolver_async.protocol.failures import ERROR_CHARS, NAME_CHARS, FailureKind, FailureTotal
 from evolver_async.schema import Trajectory, TurnFlag
@@ -16,14 +16,14 @@ MOST_NAMES = 64  # things that are told apart; those beyond are not counted
 
 
 class FailureCounts:
-    """The failures of one process. `noted`: set when one came, for the loop that reports them."""
+    """Failures of one process. `noted`: set when one occurred, for the loop that reports them."""
 
     def __init__(self) -> None:
         self.noted = asyncio.Event()
         self._totals: dict[tuple[FailureKind, str], FailureTotal] = {}
 
     def note(self, kind: FailureKind, name: str, error: str, count: int = 1) -> None:
-        """Count a failure of the thing of this name."""
+        """Count a failure of the component with this name."""
         name = mask(name)[:NAME_CHARS]
         before = self._totals.pop((kind, name), None)
         if before is None and len(self._totals) >= MOST_NAMES:
@@ -31,26 +31,21 @@ class FailureCounts:
         self._totals[kind, name] = FailureTotal(
             kind=kind,
             name=name,
-            error=_encodable(mask(error))[:ERROR_CHARS],
+            error=encodable(mask(error))[:ERROR_CHARS],
             count=count + (before.count if before else 0),
         )
         self.noted.set()
 
     def totals(self) -> list[FailureTotal]:
-        """Those of every thing, the newest last."""
+        """Return all totals, the newest last."""
         return list(self._totals.values())
 
 
 def unread(trajectories: list[Trajectory], chat: Chat) -> str:
-    """Sentence for episodes of which no turn could be read; "" if one could."""
+    """Return a sentence for episodes without a readable turn; "" if a turn could be read."""
     flags = [flag for one in trajectories for flag in one.turn_flags.tolist()]
     if not flags or not all(flag & TurnFlag.FORMAT_ERROR for flag in flags):
         return ""
     last = trajectories[-1].sequences[-1]
     text = chat.text_of(last.tokens[last.turns == last.turns.max()].tolist())
     return f"no turn of {len(trajectories)} episodes could be read, for example {text[:EXCERPT]!r}"
-
-
-def _encodable(text: str) -> str:
-    """`text` with question marks for what no UTF-8 can hold."""
-    return text.encode(errors="replace").decode()

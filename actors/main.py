@@ -1,4 +1,4 @@
-"""How an actor comes to be: it joins a run at one address and learns everything else from it."""
+"""Start of an actor: it joins a run at one address and receives everything else from it."""
 
 import asyncio
 import logging
@@ -12,10 +12,10 @@ from actors.experience.guide import make_guide
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.judge.judge import make_judge
-from actors.postprocess import Mechanisms
+from actors.postprocess import ActorComponents
 from actors.questioning.questioner import make_questioner
 from actors.scripted.reflection import make_reflector
-from actors.worker import Displaced, Worker
+from actors.worker import ActorReplaced, Worker
 from evolver_async.config import Config
 from evolver_async.config.check import ConfigError
 from evolver_async.config.load import from_dict, stage_config
@@ -41,7 +41,8 @@ def build(
     incarnation: int,
     experience: Client | None = None,
 ) -> Worker:
-    """A worker for any launcher. Its engine begins without weights: the first head brings them.
+    """Build a worker for any launcher. Its engine begins without weights: the first head brings
+    them.
 
     `experience`: a client of the experience service, where there is one.
     """
@@ -49,7 +50,7 @@ def build(
     chat = Chat(tokenizer)
     receiver = merging(channel.receiver(config, weights_address, name), config.policy)
     failures = FailureCounts()
-    mechanisms = Mechanisms(
+    components = ActorComponents(
         judge=make_judge(config, engine, chat, failures),
         guide=None if experience is None else make_guide(config.experience, experience, failures),
         questioner=make_questioner(config, failures),
@@ -57,11 +58,12 @@ def build(
         agents=make_agents(config, engine, chat, failures),
         failures=failures,
     )
-    return Worker(config, client, receiver, engine, chat, name, incarnation, mechanisms)
+    return Worker(config, client, receiver, engine, chat, name, incarnation, components)
 
 
 async def join(client: Client) -> tuple[Config, messages.Welcome]:
-    """The run's configuration and addresses. ConfigError where the buffer refuses us."""
+    """Return the run's configuration and addresses. ConfigError if the buffer refuses this
+    actor."""
     hello = messages.Hello(
         role="actor", schema_hash=SCHEMA_HASH, host=socket.gethostname(), pid=os.getpid()
     )
@@ -78,7 +80,7 @@ async def join(client: Client) -> tuple[Config, messages.Welcome]:
 
 
 async def serve(args: RoleArgs) -> None:
-    """Join the run at `args.address`, learn everything else from it, work until told to stop."""
+    """Join the run at `args.address`, receive everything else from it, work until stopped."""
 
     def connect(address: str, run_id: str) -> DealerClient:
         return DealerClient(address, run_id, args.name, args.incarnation, keys=args.keys)
@@ -105,10 +107,10 @@ async def serve(args: RoleArgs) -> None:
 
 
 def main(args: RoleArgs) -> int:
-    """Role `actor`. One that lost its name ends; only a launcher's is started again."""
+    """Run the role `actor`. An actor that lost its name ends; only a launcher restarts its own."""
     try:
         asyncio.run(serve(args))
-    except Displaced as error:
+    except ActorReplaced as error:
         log.error("%s", error)
         return USER_ERROR if args.parent_pid is None else 1
     return 0

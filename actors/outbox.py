@@ -1,4 +1,4 @@
-"""Finished trajectories on their way: what ends their ticket does not stop them."""
+"""Delivery of finished trajectories, which continues after the end of their ticket."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """The finished trajectories of one ticket. `delivered`: members whose reply has come."""
+    """Finished trajectories of one ticket. `delivered`: members whose delivery is acknowledged."""
 
     def __init__(self, client: Client) -> None:
         self.delivered: set[int] = set()
@@ -21,7 +21,8 @@ class Outbox:
         self._sending: set[asyncio.Task[Any]] = set()
 
     def send(self, trajectory: Trajectory) -> "asyncio.Task[Any]":
-        """Hands it in; the task ends when the buffer has it on disk, and may raise Rejected."""
+        """Send a trajectory; the task ends when the buffer has stored it, and may raise
+        Rejected."""
         push = self._client.request(messages.Push(trajectory=trajectory))
         task = asyncio.create_task(push, name=trajectory.trajectory_id)
         self._sending.add(task)
@@ -29,7 +30,7 @@ class Outbox:
         return task
 
     async def settle(self, within_s: float) -> None:
-        """Wait so long for the replies to what is under way, then give it up."""
+        """Wait at most `within_s` for outstanding replies, then cancel them."""
         under_way = set(self._sending)
         if not under_way:
             return

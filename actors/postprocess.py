@@ -1,35 +1,42 @@
-"""What comes after an episode: its turns are judged, it is handed in, others learn from it.
+"""Postprocessing of episodes: judging, delivery to the buffer, contribution to the experience pool.
 
-All of it off the rollout's way: an actor's room for groups is free again when their episodes are
-over, whatever a judge still has to say about them.
+It runs beside the rollouts: an actor's capacity is free again when the episodes are over, also
+while a judge still labels them.
 """
 
 import asyncio
+import logging
 from dataclasses import dataclass, field
 
 import numpy as np
 from msgspec.structs import replace
 
-from actors.endpoint.runner import Agents
+from actors.endpoint.runner import Agents, Unjudged
+from actors.engines.weight_sync import WeightsLate
+from actors.envs.base import EnvironmentFailure
 from actors.experience.guide import ServiceGuide
-from actors.failures import FailureCounts
+from actors.failures import FailureCounts, unread
+from actors.formats.turns import FORMATS
 from actors.judge.judge import Judge, Judged
 from actors.outbox import Outbox
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.questioning.grade import regrade
 from actors.questioning.questioner import Questioner
-from actors.rollout.episode import Finished
+from actors.rollout.episode import EpisodeLate, Finished
+from actors.rollout.episode_config import Setting
 from actors.scripted.reflection import Reflector
 from evolver_async.schema import Ticket
 
+log = logging.getLogger(__name__)
+
 
 class Ungraded(Exception):
-    """Nobody can tell what an episode is worth; its member is to be played again."""
+    """No grade could be given to an episode; its member has to be played again."""
 
 
 @dataclass
-class Mechanisms:
-    """Who else has a part in this actor's episodes; None where the configuration wants nobody."""
+class ActorComponents:
+    """Optional components of an actor beside engine and environments; None if not configured."""
 
     judge: Judge | None = None
     guide: ServiceGuide | None = None
@@ -39,54 +46,58 @@ class Mechanisms:
     failures: FailureCounts = field(default_factory=FailureCounts)  # theirs and the episodes'
 
     def counters(self) -> dict[str, float]:
-        """What they count, by metric name."""
+        """Collect the counters of all components by metric name."""
         counted: dict[str, float] = {}
-        for mechanism in self._all():
-            if mechanism is not None:
-                counted |= mechanism.counters()
+        for component in self._all():
+            if component is not None:
+                counted |= component.counters()
         return counted
 
     def _all(self) -> tuple[Judge | ServiceGuide | Questioner | Agents | Reflector | None, ...]:
         return self.judge, self.guide, self.questioner, self.agents, self.reflector
 
     async def close(self) -> None:
-        for mechanism in self._all():
-            if mechanism is not None:
-                await mechanism.close()
+        for component in self._all():
+            if component is not None:
+                await component.close()
 
 
-class Aftermath:
-    """What becomes of one ticket's finished episodes."""
+class TicketPostprocessing:
+    """Postprocessing of one ticket's finished episodes."""
 
     def __init__(
-        self, ticket: Ticket, progress: Progress, outbox: Outbox, mechanisms: Mechanisms
+        self,
+        ticket: Ticket,
+        progress: TicketProgress,
+        outbox: Outbox,
+        components: ActorComponents,
     ) -> None:
         self.ticket = ticket
         self.progress = progress
         self.outbox = outbox
-        self.mechanisms = mechanisms
+        self.components = components
         self.begun: list[Finished] = []
-        self.finished: list[Finished] = []  # whose outcome is known
-        self._endings: list[asyncio.Task[None]] = []
+        self.finished: list[Finished] = []  # with a known outcome
+        self._tasks: list[asyncio.Task[None]] = []
 
     def begin(self, finished: Finished) -> None:
-        """An episode is over; the rest of it goes on by itself."""
+        """Start the postprocessing of a finished episode in a task of its own."""
         self.begun.append(finished)
-        self._endings.append(asyncio.create_task(self._end(finished)))
+        self._tasks.append(asyncio.create_task(self._process(finished)))
 
     def cancel(self) -> None:
-        """No more judging: what is finished is handed in as it is."""
-        for ending in self._endings:
-            ending.cancel()
+        """Stop judging; finished episodes are delivered as they are."""
+        for task in self._tasks:
+            task.cancel()
 
     async def settle(self) -> None:
-        """Wait for everything that `begin` began. Raises Rejected or Ungraded."""
+        """Wait for all started tasks, contribute the group. Raises Rejected or Ungraded."""
         try:
-            ended = await asyncio.gather(*self._endings, return_exceptions=True)
-        except asyncio.CancelledError:  # which has cancelled the endings as well
-            await asyncio.gather(*self._endings, return_exceptions=True)
+            ended = await asyncio.gather(*self._tasks, return_exceptions=True)
+        except asyncio.CancelledError:  # which has cancelled the tasks as well
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             raise
-        guide = self.mechanisms.guide
+        guide = self.components.guide
         if guide is not None and self.ticket.kind == "rollout" and self.finished:
             transcripts = [
                 replace(
@@ -99,22 +110,36 @@ class Aftermath:
             if error is not None:
                 raise error
 
-    async def _end(self, finished: Finished) -> None:
+    def note_unread(self, setting: Setting, agent: str) -> None:
+        """Count a group without a readable turn as a failure of the policy.
+
+        A single member of a repeated attempt does not count: it may well be unreadable.
+        """
+        ticket, begun = self.ticket, self.begun
+        if ticket.kind != "rollout" or (len(begun) == 1 and ticket.attempt > 0):
+            return
+        if error := unread([one.trajectory for one in begun], setting.chat):
+            log.warning("group %d: %s", ticket.group_id, error)
+            formats = (name for name, kind in FORMATS.items() if isinstance(setting.format, kind))
+            name = f"rollout.agent={agent}" if agent else f"rollout.format={next(formats)}"
+            self.components.failures.note("policy", name, error)
+
+    async def _process(self, finished: Finished) -> None:
         member = finished.trajectory.member
         await self._grade(finished)
         self.finished.append(finished)
         try:
-            if self.mechanisms.judge is not None and self.ticket.kind == "rollout":
+            if self.components.judge is not None and self.ticket.kind == "rollout":
                 with self.progress.during(member, "judging"):
-                    await self._label(self.mechanisms.judge, finished)
+                    await self._label(self.components.judge, finished)
         finally:
             sending = self.outbox.send(finished.trajectory)
         with self.progress.during(member, "handing in"):
             await asyncio.shield(sending)
 
     async def _grade(self, finished: Finished) -> None:
-        """The reward of a task that its environment cannot check. Raises Ungraded."""
-        questioner, task = self.mechanisms.questioner, self.ticket.task
+        """Set the reward of a task that its environment cannot check. Raises Ungraded."""
+        questioner, task = self.components.questioner, self.ticket.task
         if questioner is None or self.ticket.kind != "rollout" or not questioner.grades(task):
             return
         with self.progress.during(finished.trajectory.member, "grading"):
@@ -139,3 +164,18 @@ class Aftermath:
             trajectory.labels = np.array(labels, np.int8)
             trajectory.label_source = source
         self.progress.count += 1
+
+
+def release_reason(error: Exception, ticket: Ticket) -> str:
+    """Return the reason to release a ticket with; "error" for an unexpected error."""
+    match error:
+        case WeightsLate():
+            log.warning("group %d: weights %s did not arrive", ticket.group_id, ticket.weights)
+            return "weights"
+        case EnvironmentFailure():
+            return "environment"
+        case EpisodeLate():
+            return "engine"
+        case Ungraded() | Unjudged():
+            return "grade"
+    return "error"

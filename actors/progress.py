@@ -1,16 +1,19 @@
-"""What has been done for a ticket, and what each of its members is doing now and since when."""
+"""Progress of a ticket, and the current activity of each of its members."""
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from evolver_async.protocol import messages
+from evolver_async.schema import WeightId
 
-class Progress:
-    """One ticket's. Times are the loop's.
+
+class TicketProgress:
+    """Progress of one ticket. Times are the loop's.
 
     `count`: tokens and environment steps; the lease is renewed while it grows. `queued`: the ticket
-    waits for others of this actor, so theirs is its progress too. `played`: members whose episode
-    is over. `last`: what a member did last, and for how many seconds.
+    waits for others of this actor, so their progress counts as its own. `played`: members whose
+    episode is over. `last`: each member's last activity and its seconds.
     """
 
     def __init__(self) -> None:
@@ -22,7 +25,7 @@ class Progress:
 
     @contextmanager
     def during(self, member: int | None, what: str) -> Iterator[None]:
-        """Something that takes a while; of all members where none is named."""
+        """Record an activity of a member, or of all members if None, while it lasts."""
         before = self._doing.get(member)
         began = asyncio.get_running_loop().time()
         self._doing[member] = (what, began)
@@ -36,10 +39,22 @@ class Progress:
                 self._doing[member] = before
 
     def slowest(self) -> tuple[str, float]:
-        """What goes on for longest, in words that name its member, and its seconds."""
+        """Describe the activity that has lasted longest, with its member; also its seconds."""
         if not self._doing:
             return "nothing", 0.0
         member, (what, since) = min(self._doing.items(), key=lambda item: item[1][1])
         seconds = asyncio.get_running_loop().time() - since
         whose = "" if member is None else f"member {member}: "
         return f"{whose}{what} for {seconds:.1f} s", seconds
+
+
+def renewal(progresses: dict[int, TicketProgress], weights: WeightId | None) -> messages.Renew:
+    """Report the progress and the slowest activity of an actor's tickets, by group."""
+    total = sum(progress.count for progress in progresses.values())
+    slowest = {group: progress.slowest() for group, progress in progresses.items()}
+    return messages.Renew(
+        progress={g: total if p.queued else p.count for g, p in progresses.items()},
+        doing={group: text for group, (text, _) in slowest.items()},
+        still_s={group: seconds for group, (_, seconds) in slowest.items()},
+        weights=weights,
+    )

@@ -1,27 +1,23 @@
-"""The rollout process: follows the weights, leases tickets, runs their groups, hands them in.
+"""Rollout process: follows the weights, leases tickets, runs their groups, delivers the results.
 
-Small loops on one asyncio loop. A ticket is run to its end or given back with the reason; a
-finished trajectory is kept until the buffer has it on disk, also while the actor drains. Which
-weights the engine holds is the matter of `adoption`.
+Small loops on one asyncio loop. A ticket is run to its end or released with a reason; a finished
+trajectory is kept until the buffer has stored it, also during the drain. `engines/weight_sync.py`
+decides which weights the engine holds.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections import Counter
 
-from actors.endpoint.runner import Unjudged
+from actors.backoff import FailureBackoff
 from actors.engines.base import Engine
-from actors.engines.weight_sync import Adoption, WeightsLate
-from actors.envs.adapters import service_client
-from actors.envs.base import EnvironmentFailure
-from actors.failures import unread
+from actors.engines.weight_sync import Adoption
 from actors.formats.chat import Chat
-from actors.formats.turns import FORMATS
 from actors.outbox import Outbox
-from actors.postprocess import Aftermath, Mechanisms, Ungraded
-from actors.progress import Progress
-from actors.rollout.episode import Deliver, EpisodeLate, Finished
+from actors.postprocess import ActorComponents, TicketPostprocessing, release_reason
+from actors.progress import TicketProgress, renewal
+from actors.reporter import Reporter
+from actors.rollout.episode import Deliver, Finished
 from actors.rollout.episode_config import setting_of
 from actors.rollout.group import run_group
 from actors.scripted.branching import branch_group
@@ -36,17 +32,15 @@ from evolver_async.weights.channel.base import Receiver
 log = logging.getLogger(__name__)
 
 OFFERED = 16  # tasks in one message
-REPORT_S = 1.0  # between two reports of failures
-REST_S = 1.0  # in which a room stays empty while nothing but failures comes of it
-Place = tuple[int, int]  # group and attempt of a ticket
+TicketId = tuple[int, int]  # group and attempt of a ticket
 
 
-class Displaced(RuntimeError):
-    """Another process has the name of this actor; says which."""
+class ActorReplaced(RuntimeError):
+    """Another process holds the name of this actor; the message names it."""
 
 
 class Worker:
-    """One actor: an engine, and the groups that are being run on it."""
+    """One actor: an engine and the groups that run on it."""
 
     def __init__(
         self,
@@ -57,46 +51,42 @@ class Worker:
         chat: Chat,
         name: str,
         incarnation: int,
-        mechanisms: Mechanisms | None = None,
+        components: ActorComponents | None = None,
     ) -> None:
         self.config = config
-        self.mechanisms = mechanisms or Mechanisms()
-        self.failures = self.mechanisms.failures
+        self.components = components or ActorComponents()
         stages = [stage_config(config, index) for index in range(len(config.stages))]
-        self.settings = [
-            setting_of(stage, chat, name, incarnation, self.failures) for stage in stages
-        ]
+        failures = self.components.failures
+        self.settings = [setting_of(stage, chat, name, incarnation, failures) for stage in stages]
         self.sizes = [stage.rollout.group_size for stage in stages]
-        self.size = self.sizes[0]  # members of a group of the stage that is trained now
-        # Members at a time. One group of any stage fits, else that stage could not be played.
+        self.size = self.sizes[0]  # members of a group of the stage in training
+        # Concurrent members. One group of any stage fits, otherwise that stage could not be run.
         self.capacity = max(config.actors.groups * config.rollout.group_size, *self.sizes)
         self.client = client
         self.receiver = receiver
         self.engine = engine
         self.name = name
+        self.reporter = Reporter(client, engine, self.components)
         self.adoption = Adoption(receiver, engine, config.actors, config.run.seed, name)
         self.turnover = self.adoption.turnover  # notified whenever a ticket ends
-        self.running: dict[Place, tuple[Ticket, Progress, asyncio.Task[None]]] = {}
-        self.tasks: set[asyncio.Task[None]] = set()  # of these, and of those being given back
-        self.fenced: set[Place] = set()
+        self.running: dict[TicketId, tuple[Ticket, TicketProgress, asyncio.Task[None]]] = {}
+        self.tasks: set[asyncio.Task[None]] = set()  # of these and of those being released
+        self.fenced: set[TicketId] = set()
         self.failure: BaseException | None = None  # of a ticket, for `run` to raise
         self.failed = asyncio.Event()
-        self.lost = 0  # tickets in a row that failed with nothing to hand in
-        self.resting = 0  # their members, whose room stays empty for a while
-        self.sampled = 0  # ACTION tokens, as last told
-        self.troubles: Counter[str] = Counter()  # with environment services
-        # A buffer that is silent for longer finds the leases expired; leaving takes three such.
-        self.patience_s = config.launch.drain_s / 4
+        self.backoff = FailureBackoff(config.actors.groups)
+        # After a longer silence of the buffer the leases expire; shutdown takes three such waits.
+        self.reply_timeout_s = config.launch.drain_s / 4
         self.stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Work until `stop` is set; gives back what is not finished.
+        """Work until `stop` is set, then release unfinished tickets.
 
-        What one of the loops or a ticket raises ends the work and is raised here.
+        An error of a loop or a ticket ends the work and is raised here.
         """
         loops = [
             asyncio.create_task(loop())
-            for loop in (self.lease, self.renew, self.report, self.adoption.follow)
+            for loop in (self.lease, self.renew, self.reporter.run, self.adoption.follow)
         ]
         ends = [asyncio.create_task(event.wait()) for event in (self.stop, self.failed)]
         try:
@@ -111,7 +101,7 @@ class Worker:
                 task.cancel()
             await self.drain()
             await self.leave()
-            await self.mechanisms.close()
+            await self.components.close()
             await self.adoption.close()
             await self.engine.close()
             self.receiver.close()
@@ -119,7 +109,7 @@ class Worker:
     async def lease(self) -> None:
         """Keep as many members running as the configuration allows.
 
-        Ask only where a whole group fits: the credit of a parked LEASE does not grow.
+        Ask only if a whole group fits: the credit of a parked LEASE does not grow.
         """
         while True:
             async with self.turnover:
@@ -128,110 +118,72 @@ class Worker:
                 messages.Lease(
                     credit=self.free(),
                     weights=self.engine.weights,
-                    generated=self.generated(),
+                    generated=self.reporter.generated(),
                 )
             )
             if isinstance(reply, messages.Wait):
                 log.info("no ticket: %s", reply.reason)
                 continue
             if isinstance(reply, messages.Fenced):
-                raise Displaced(reply.reason)
+                raise ActorReplaced(reply.reason)
             for ticket in reply.tickets:
                 self.start(ticket)
 
     def start(self, ticket: Ticket) -> None:
         """Run a ticket in a task of its own."""
-        for place in [place for place in self.running if place[0] == ticket.group_id]:
-            self.fence(place, "granted anew")
+        for running in [one for one in self.running if one[0] == ticket.group_id]:
+            self.fence(running, "granted anew")
         if ticket.kind != "eval":
             self.size = self.sizes[ticket.stage]
         self.adoption.expect(ticket)
-        progress = Progress()
+        progress = TicketProgress()
         task = asyncio.create_task(self.work(ticket, progress), name=f"g{ticket.group_id}")
         self.tasks.add(task)
         task.add_done_callback(self.ended)
-        self.running[_place(ticket)] = (ticket, progress, task)
+        self.running[_id(ticket)] = (ticket, progress, task)
 
     def ended(self, task: asyncio.Task[None]) -> None:
-        """Keep the first error that a ticket ends with; nobody awaits its task."""
+        """Keep the first error of a ticket; nothing awaits its task."""
         self.tasks.discard(task)
         if not task.cancelled() and task.exception() is not None and self.failure is None:
             self.failure = task.exception()
             self.failed.set()
 
-    def fence(self, place: Place, reason: str) -> None:
-        """End a ticket that the buffer counts as lost; nothing of it is given back."""
-        if place in self.fenced:
+    def fence(self, ticket_id: TicketId, reason: str) -> None:
+        """Cancel a ticket that the buffer counts as lost; nothing of it is released."""
+        if ticket_id in self.fenced:
             return
-        log.warning("group %d, attempt %d is fenced: %s", *place, reason)
-        self.fenced.add(place)
-        self.running[place][2].cancel()
-
-    def generated(self) -> int:
-        """ACTION tokens sampled by this process; a judge's words are none once they are complete.
-
-        Never falls, which would look like a new process.
-        """
-        judge = self.mechanisms.judge
-        sampled = int(self.engine.stats()["generated"]) - (judge.generated if judge else 0)
-        self.sampled = max(self.sampled, sampled)
-        return self.sampled
+        log.warning("group %d, attempt %d is fenced: %s", *ticket_id, reason)
+        self.fenced.add(ticket_id)
+        self.running[ticket_id][2].cancel()
 
     def free(self) -> int:
-        """Members that still fit beside the episodes that are being played: the credit."""
+        """Count the members that fit beside the running episodes: the credit."""
         members = sum(
             len(ticket.members) - progress.played for ticket, progress, _ in self.running.values()
         )
-        return self.capacity - members - self.resting
+        return self.capacity - members - self.backoff.held
 
     async def renew(self) -> None:
-        """Show progress, so that the leases last; drop what the buffer has given to another."""
+        """Report progress to renew the leases; cancel tickets that the buffer has regranted."""
         buffer = self.config.buffer
         while True:
             await asyncio.sleep(min(buffer.lease_s, buffer.warn_s) / 4)
-            await self.tell(None)
+            await self.reporter.send(None)
             if not self.running:
                 continue
-            shown = set(self.running)
-            reply = await self.client.request(self.shown())
+            reported = set(self.running)
+            progresses = {one[0]: progress for one, (_, progress, _) in self.running.items()}
+            reply = await self.client.request(renewal(progresses, self.engine.weights))
             if isinstance(reply, messages.Fenced):
                 if not reply.groups:
-                    raise Displaced(reply.reason)
-                for place in self.running.keys() & shown:  # not what was granted meanwhile
-                    if place[0] in reply.groups:
-                        self.fence(place, reply.reason)
+                    raise ActorReplaced(reply.reason)
+                for ticket_id in self.running.keys() & reported:  # not tickets granted meanwhile
+                    if ticket_id[0] in reply.groups:
+                        self.fence(ticket_id, reply.reason)
 
-    async def report(self) -> None:
-        """Tell of failures as they come, but not more often than every REPORT_S."""
-        while True:
-            await self.failures.noted.wait()
-            await self.tell(None)
-            await asyncio.sleep(REPORT_S)
-
-    async def tell(self, within_s: float | None) -> None:
-        """Send what judge, guide, questioner and environment services count, and all failures."""
-        self.failures.noted.clear()
-        self.troubles.update(service_client.drain())
-        counted = self.mechanisms.counters() | self.troubles
-        failures = self.failures.totals()
-        if counted or failures:
-            told = messages.Counters(values=counted, failures=failures)
-            await self.client.request(told, timeout_s=within_s)
-
-    def shown(self) -> messages.Renew:
-        """How far every ticket has come, and what holds it up."""
-        done = {place[0]: progress for place, (_, progress, _) in self.running.items()}
-        everything = sum(progress.count for progress in done.values())
-        slowest = {group: progress.slowest() for group, progress in done.items()}
-        return messages.Renew(
-            progress={g: everything if p.queued else p.count for g, p in done.items()},
-            doing={group: words for group, (words, _) in slowest.items()},
-            still_s={group: seconds for group, (_, seconds) in slowest.items()},
-            weights=self.engine.weights,
-        )
-
-    async def work(self, ticket: Ticket, progress: Progress) -> None:
-        """Run one ticket to its end; whatever is left of it then is given back, with the reason."""
+    async def work(self, ticket: Ticket, progress: TicketProgress) -> None:
+        """Run one ticket to its end; release undelivered members with the reason."""
         outbox = Outbox(self.client)
         reason = "drain"
         try:
@@ -240,73 +192,51 @@ class Worker:
             else:
                 await self.play(ticket, progress, outbox)
         except Exception as error:
-            reason = self.reason_of(error, ticket)
+            reason = release_reason(error, ticket)
             if reason == "error":
                 raise
         finally:
-            await outbox.settle(self.patience_s)
-            self.running.pop(_place(ticket), None)
+            await outbox.settle(self.reply_timeout_s)
+            self.running.pop(_id(ticket), None)
             missing = sorted(set(ticket.members) - outbox.delivered)
-            if missing and _place(ticket) not in self.fenced:
-                await self.give_back(ticket.group_id, missing, reason)
-            self.fenced.discard(_place(ticket))
-            await self.rest(ticket, reason in messages.LOSING and not outbox.delivered)
-            await self.has_room()
+            if missing and _id(ticket) not in self.fenced:
+                await self.release(ticket.group_id, missing, reason)
+            self.fenced.discard(_id(ticket))
+            failed = reason in messages.LOSING and not outbox.delivered
+            await self.backoff.after(len(ticket.members), failed)
+            await self.notify()
 
-    async def rest(self, ticket: Ticket, lost: bool) -> None:
-        """Leave a ticket's room empty for REST_S where as many tickets in a row failed as run at
-        once: what fails at once would be tried, journalled and logged thousands of times."""
-        self.lost = self.lost + 1 if lost else 0
-        if self.lost < self.config.actors.groups:
-            return
-        self.resting += len(ticket.members)
-        try:
-            await asyncio.sleep(REST_S)
-        finally:
-            self.resting -= len(ticket.members)
-
-    async def play(self, ticket: Ticket, progress: Progress, outbox: Outbox) -> None:
-        """The episodes of a ticket and what comes after each; whatever goes wrong, of those that
-        are over nothing is lost."""
-        aftermath = Aftermath(ticket, progress, outbox, self.mechanisms)
+    async def play(self, ticket: Ticket, progress: TicketProgress, outbox: Outbox) -> None:
+        """Run a ticket's episodes and their postprocessing; an error loses no finished episode."""
+        postprocessing = TicketPostprocessing(ticket, progress, outbox, self.components)
         try:
             async with self.adoption.weights_for(ticket, progress):
-                await self.roll_out(ticket, progress, aftermath.begin)
-            self.look_at(ticket, aftermath.begun)
+                await self.roll_out(ticket, progress, postprocessing.begin)
+            postprocessing.note_unread(self.settings[ticket.stage], self.config.rollout.agent)
         except asyncio.CancelledError:
-            aftermath.cancel()
+            postprocessing.cancel()
             raise
         finally:
             try:
-                await self.has_room()
+                await self.notify()
             finally:
-                await aftermath.settle()
+                await postprocessing.settle()
 
-    def look_at(self, ticket: Ticket, finished: list[Finished]) -> None:
-        """Count a group of which no turn could be read; single members may well be like that."""
-        if ticket.kind != "rollout" or (len(finished) == 1 and ticket.attempt > 0):
-            return
-        setting = self.settings[ticket.stage]
-        if error := unread([one.trajectory for one in finished], setting.chat):
-            log.warning("group %d: %s", ticket.group_id, error)
-            styles = (name for name, kind in FORMATS.items() if isinstance(setting.format, kind))
-            agent = self.config.rollout.agent
-            name = f"rollout.agent={agent}" if agent else f"rollout.format={next(styles)}"
-            self.failures.note("policy", name, error)
+    async def explore(self, ticket: Ticket, progress: TicketProgress, outbox: Outbox) -> None:
+        """Run episodes without a task, offer the tasks made of them, then deliver the episodes.
 
-    async def explore(self, ticket: Ticket, progress: Progress, outbox: Outbox) -> None:
-        """Episodes without a task, then the tasks that they suggest, then the episodes are handed
-        in: so the ticket is under way, and its lease renewed, until its tasks are in the pool."""
-        questioner, finished = self.mechanisms.questioner, list[Finished]()
-        assert questioner is not None, "exploration is granted where questioning.kind is not none"
+        In this order the ticket's lease is renewed until its tasks are in the pool.
+        """
+        questioner, finished = self.components.questioner, list[Finished]()
+        assert questioner is not None, "exploration is granted only with a questioning.kind"
         setting = self.settings[ticket.stage]
         engine = self.adoption.weights_for(ticket, progress)
         if self.config.questioning.kind == "llm":
-            engine = contextlib.nullcontext()  # not needed: no evaluation waits for an endpoint
+            engine = contextlib.nullcontext()  # unused: no evaluation waits for an endpoint
         try:
             async with engine:
                 await questioner.explore(ticket, setting, self.engine, progress, finished.append)
-            await self.has_room()
+            await self.notify()
             tasks = await questioner.questions(ticket, finished, progress)
             for start in range(0, len(tasks), OFFERED):
                 await self.client.request(messages.Offer(tasks=tasks[start : start + OFFERED]))
@@ -314,65 +244,52 @@ class Worker:
             sending = [outbox.send(one.trajectory) for one in finished]
         await asyncio.gather(*map(asyncio.shield, sending))
 
-    async def has_room(self) -> None:
-        """Say that there may be room for other groups."""
+    async def notify(self) -> None:
+        """Wake the lease loop: capacity may be free."""
         async with self.turnover:
             self.turnover.notify_all()
 
-    def reason_of(self, error: Exception, ticket: Ticket) -> str:
-        """The reason to release a ticket with; "error" for what no ticket should meet."""
-        match error:
-            case WeightsLate():
-                log.warning("group %d: weights %s did not come", ticket.group_id, ticket.weights)
-                return "weights"
-            case EnvironmentFailure():
-                return "environment"
-            case EpisodeLate():
-                return "engine"
-            case Ungraded() | Unjudged():
-                return "grade"
-        return "error"
-
-    async def give_back(self, group_id: int, members: list[int], reason: str) -> None:
+    async def release(self, group_id: int, members: list[int], reason: str) -> None:
+        """Release members of a group; without a reply in time their lease expires by itself."""
         release = messages.Release(group_id=group_id, members=members, reason=reason)
         try:
-            await self.client.request(release, timeout_s=self.patience_s)
+            await self.client.request(release, timeout_s=self.reply_timeout_s)
         except TimeoutError as error:
-            log.warning("group %d is left to its lease: %s", group_id, error)
+            log.warning("could not release group %d, its lease will expire: %s", group_id, error)
 
-    async def roll_out(self, ticket: Ticket, progress: Progress, deliver: Deliver) -> None:
-        """The episodes of a ticket, by script or by the engine."""
+    async def roll_out(self, ticket: Ticket, progress: TicketProgress, deliver: Deliver) -> None:
+        """Run a ticket's episodes by script, by an agent or by the engine."""
         setting = self.settings[ticket.stage]
         stage = self.config.stages[ticket.stage]
         if ticket.kind == "demo":
             await demonstrate_group(ticket, setting, stage.expert_fraction, progress, deliver)
         elif ticket.kind == "branch":
-            reflector = self.mechanisms.reflector
+            reflector = self.components.reflector
             await branch_group(ticket, setting, stage, progress, deliver, reflector)
-        elif self.mechanisms.agents is not None:
-            await self.mechanisms.agents.run(ticket, setting, progress, deliver)
+        elif self.components.agents is not None:
+            await self.components.agents.run(ticket, setting, progress, deliver)
         else:
-            guide = self.mechanisms.guide
+            guide = self.components.guide
             await run_group(ticket, setting, self.engine, progress, deliver, guide)
 
     async def drain(self) -> None:
-        """Give back everything that is running; what is finished of it is handed in before."""
+        """Cancel all running tickets: finished episodes are delivered, the others released."""
         for _, _, task in self.running.values():
-            if not task.cancelling():  # else it is being given back already
+            if not task.cancelling():  # otherwise it is being released already
                 task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     async def leave(self) -> None:
-        """Ask for nothing any more: a LEASE that is still parked is not granted after this."""
+        """Ask for no more tickets: a LEASE that is still parked is not granted after this."""
         try:
-            await self.tell(self.patience_s)
+            await self.reporter.send(self.reply_timeout_s)
             await self.client.request(
-                messages.Lease(credit=0, generated=self.generated()),
-                timeout_s=self.patience_s,
+                messages.Lease(credit=0, generated=self.reporter.generated()),
+                timeout_s=self.reply_timeout_s,
             )
         except (TimeoutError, Rejected) as error:
-            log.warning("left without a word: %s", error)
+            log.warning("could not tell the buffer that this actor is leaving: %s", error)
 
 
-def _place(ticket: Ticket) -> Place:
+def _id(ticket: Ticket) -> TicketId:
     return ticket.group_id, ticket.attempt

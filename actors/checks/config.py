@@ -1,4 +1,4 @@
-"""What the rollout wing refuses before anything is started."""
+"""Checks of the configuration against environments, turn formats and installed packages."""
 
 import importlib.util
 import inspect
@@ -34,7 +34,7 @@ PLAIN = (  # methods of an environment that cannot be async
 
 
 def check(config: Config) -> None:
-    """ValueError names the key that cannot be: environment, its parameters, its profile, turn
+    """Raise ValueError, naming the key, for an impossible environment, parameter, profile or turn
     format.
 
     Every stage is checked with its own overrides.
@@ -78,7 +78,7 @@ def check(config: Config) -> None:
 
 
 def _environments(config: Config) -> Iterator[tuple[int, Stage, Config, str, Env]]:
-    """Every environment that tasks of a stage need, with the stage's own configuration."""
+    """Yield every environment that tasks of a stage need, with the stage's own configuration."""
     for index, stage in enumerate(config.stages):
         staged = stage_config(config, index)
         for task in source_of(staged).examples():
@@ -86,7 +86,8 @@ def _environments(config: Config) -> Iterator[tuple[int, Stage, Config, str, Env
 
 
 def _check_async(index: int, stage: Stage, staged: Config, name: str, env: Env) -> None:
-    """Refuse what an async environment cannot do. Calls of its other methods do not wait."""
+    """Refuse an async environment where calls must not wait, and async methods that are never
+    awaited."""
     for part in PLAIN:
         if inspect.iscoroutinefunction(getattr(env, part, None)):
             raise ValueError(
@@ -107,7 +108,7 @@ def _check_async(index: int, stage: Stage, staged: Config, name: str, env: Env) 
 
 
 def _check_branches(where: str, stage: Stage, staged: Config, name: str, env: Env) -> None:
-    """Branches are tried from snapshots; a reason needs a place that the turn format gives it."""
+    """Refuse branching without snapshots, and a reason without a place in the turn format."""
     if not isinstance(env, Rewindable):
         raise ValueError(f"{where} needs solve, state and snapshot, which {name} has not")
     style = FORMATS[staged.rollout.format](
@@ -120,7 +121,7 @@ def _check_branches(where: str, stage: Stage, staged: Config, name: str, env: En
 
 
 def _check_turns(config: Config, name: str, env: Env) -> None:
-    """Turn format and contexts, by themselves and for this environment."""
+    """Check turn format and context by themselves and for this environment."""
     rollout = config.rollout
     if rollout.format not in FORMATS:
         known = ", ".join(FORMATS)

@@ -1,4 +1,4 @@
-"""What can be refused only with the run's tokenizer at hand: prompts that leave no room."""
+"""Checks that need the run's tokenizer: a first prompt must leave room for a turn."""
 
 import asyncio
 import random
@@ -7,7 +7,7 @@ from actors.envs.base import Env, make_env, settled
 from actors.formats.chat import Chat
 from actors.rollout.conversation import first_prompt
 from actors.rollout.episode_config import Setting, setting_of
-from actors.scripted.branching import State, Tried, reflect_rows, try_turns
+from actors.scripted.branching import BranchState, TriedTurn, reflect_rows, try_turns
 from evolver_async.buffer.stages import source_of
 from evolver_async.config import Config
 from evolver_async.config.check import ConfigError
@@ -17,8 +17,8 @@ from evolver_async.schema import Task
 
 
 def check(config: Config) -> None:
-    """ConfigError names `policy.max_length` where the first task of an environment leaves no
-    turn in it."""
+    """Raise ConfigError, naming `policy.max_length`, if the first prompt of an environment leaves
+    no room for a turn."""
     chat = Chat(load_tokenizer(config.policy.path))
     for index in range(len(config.stages)):
         staged = stage_config(config, index)
@@ -43,7 +43,7 @@ def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -
         )
     if turns:
         try:
-            state = State(0, prompt, turns[0], turns[1:])
+            state = BranchState(0, prompt, turns[0], turns[1:])
             reflect_rows(state, setting, config.rollout.max_tokens)
         except ValueError as error:
             raise ConfigError(str(error)) from None
@@ -51,8 +51,9 @@ def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -
 
 async def _begun(
     setting: Setting, env: Env, task: Task, reflects: bool
-) -> tuple[list[int], list[Tried]]:
-    """The first prompt of a task, and where reasons are asked for, turns to tell them about."""
+) -> tuple[list[int], list[TriedTurn]]:
+    """Return the first prompt of a task and, if reasons are asked for, turns to give reasons
+    about."""
     observation = await settled(env.reset(task, 0))
     if task.query:
         observation = f"{task.query}\n{observation}"

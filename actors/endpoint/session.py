@@ -10,7 +10,7 @@ from actors.endpoint.request import Asked, Message, Refused
 from actors.endpoint.template import Template
 from actors.endpoint.tools import Said, parse
 from actors.engines.base import Engine, Generation, Request
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.rollout.episode_config import Setting
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
@@ -40,7 +40,7 @@ class Session:
         setting: Setting,
         engine: Engine,
         template: Template,
-        progress: Progress,
+        progress: TicketProgress,
     ) -> None:
         self.limited = False
         self.failure: Exception | None = None

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from actors.engines.base import Engine
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from evolver_async.config import Actors
 from evolver_async.randomness import key
 from evolver_async.schema import SCRIPTED, Ticket, WeightId
@@ -102,7 +102,7 @@ class Adoption:
         await self.engine.update(target, tensors)
 
     @contextlib.asynccontextmanager
-    async def weights_for(self, ticket: Ticket, progress: Progress) -> AsyncIterator[None]:
+    async def weights_for(self, ticket: Ticket, progress: TicketProgress) -> AsyncIterator[None]:
         """Hold the engine with weights that the ticket allows.
 
         Rollouts share it. Evaluations wait until no rollout runs, pin their weights and keep new
@@ -127,7 +127,7 @@ class Adoption:
             self._rollouts -= 1
 
     @contextlib.asynccontextmanager
-    async def _pinned(self, ticket: Ticket, progress: Progress) -> AsyncIterator[None]:
+    async def _pinned(self, ticket: Ticket, progress: TicketProgress) -> AsyncIterator[None]:
         self._evaluations += 1
         try:
             await self._turn(
@@ -145,7 +145,7 @@ class Adoption:
         finally:
             self._evaluations -= 1
 
-    async def _turn(self, condition: Callable[[], bool], progress: Progress) -> None:
+    async def _turn(self, condition: Callable[[], bool], progress: TicketProgress) -> None:
         """Wait for `condition`; it may change whenever a ticket ends."""
         progress.queued = True
         with progress.during(None, "waiting for other tickets to leave the engine"):
@@ -154,7 +154,7 @@ class Adoption:
         progress.queued = False
 
     async def _arrival(
-        self, ticket: Ticket, allowed: Callable[[WeightId], bool], progress: Progress
+        self, ticket: Ticket, allowed: Callable[[WeightId], bool], progress: TicketProgress
     ) -> None:
         """Wait until the engine holds allowed weights; WeightsLate after the configured time."""
         deadline = asyncio.get_running_loop().time() + self.actors.weights_timeout_s

@@ -1,1 +1,1 @@
-"""Environments: `base.py` says what one is and finds them by name, each other file holds one."""
+"""Environments: `base.py` holds the protocol and finds them by name, each other file holds one."""

@@ -12,6 +12,11 @@ from evolver_async.schema import Task
 
 LOW, HIGH = "phoenix", "dragon"
 INSTRUCTIONS = "pull the arm that pays more on average ."
+PLAIN_INSTRUCTIONS = (
+    "You are in front of a slot machine with two arms, phoenix and dragon. One of them always pays"
+    " the same small amount; the other pays a large amount, but only now and then. Pull the arm"
+    " that pays more on average. You have one pull. The actions are: phoenix, dragon."
+)
 ARMS = "arms {} {}"
 
 
@@ -19,6 +24,7 @@ class Bandit:
     """Two arms, one pull. ValueError names the parameter that is out of range."""
 
     instructions = INSTRUCTIONS
+    plain_instructions = PLAIN_INSTRUCTIONS
 
     def __init__(self, *, low: float = 0.15, high_probability: float = 0.25) -> None:
         if not 0 <= low <= 1:

@@ -1,4 +1,4 @@
-"""What an environment is, how one is found by name or import path, and how its failures look.
+"""Protocol of environments, their lookup by name or import path, and their failures.
 
 An environment is a small synchronous object that plays one episode after `reset`. Its constructor
 takes its parameters as typed keyword arguments and does no work. `reset`, `step` and `close` may be
@@ -7,13 +7,10 @@ says `blocking = False`: then a call that does not return stops its actor (see
 `actors/rollout/environment.py`).
 """
 
-import asyncio
 import hashlib
 import importlib
 import inspect
-import statistics
 import typing
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -46,7 +43,7 @@ AWAITED = ("reset", "step", "close")  # of an environment's methods those that m
 
 
 class EnvError(ValueError):
-    """The configuration asks for an environment that cannot be; the message names the key."""
+    """The configuration asks for an impossible environment; the message names the key."""
 
 
 class EnvironmentFailure(Exception):
@@ -68,8 +65,8 @@ class EnvironmentFailure(Exception):
 
 @dataclass(frozen=True)
 class Info:
-    """`valid`: the action existed; `success`: the task is solved; `tool_error`: a tool was called
-    and failed."""
+    """Facts about one step. `valid`: the action existed; `success`: the task is solved;
+    `tool_error`: a tool was called and failed."""
 
     valid: bool = True
     success: bool = False
@@ -77,8 +74,8 @@ class Info:
 
 
 class Step(NamedTuple):
-    """What one action led to. `observation` is the text of the next user message; the last one is
-    no message any more, but what a world model learns and a grader reads."""
+    """Result of one action. `observation` is the text of the next user message; the last one is not
+    sent to the policy, but a world model learns it and a grader reads it."""
 
     observation: str
     reward: float
@@ -89,8 +86,8 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Exact:
-    """Computed success probabilities of the uniform random and of the optimal policy, and where
-    rewards tell more than success does their returns: the optimal policy may be another then."""
+    """Computed success probabilities of the uniform random and of the optimal policy, and their
+    returns if rewards say more than success; the optimal policy may then be another."""
 
     random: float
     optimal: float
@@ -99,7 +96,8 @@ class Exact:
 
 
 class Env(Protocol):
-    """One episode at a time: `reset`, then `step` until `terminated` or `truncated`."""
+    """Environment of one episode at a time: `reset`, then `step` until `terminated` or
+    `truncated`."""
 
     instructions: str  # for the system message: what the task is and which actions exist
 
@@ -108,59 +106,68 @@ class Env(Protocol):
         ...
 
     def step(self, action: str) -> Step:
-        """Act. An action that does not exist changes nothing and gives `info.valid` False."""
+        """Carry out an action. An unknown action changes nothing and gives `info.valid` False."""
         ...
 
     def close(self) -> None: ...
 
 
 @runtime_checkable
+class Described(Env, Protocol):
+    """Environment with two wordings of its instructions: `instructions` in the words of the tiny
+    tokenizer, `plain_instructions` in plain English for models of normal size (`env.prompt`)."""
+
+    plain_instructions: str
+
+
+@runtime_checkable
 class Solvable(Env, Protocol):
-    """An environment that can demonstrate: it knows its actions and how to reach success."""
+    """Environment that can demonstrate: it knows its actions and the way to success."""
 
     def actions(self) -> list[str]:
-        """All actions that exist in the current state."""
+        """Return all actions that exist in the current state."""
         ...
 
     def solve(self) -> list[str]:
-        """The best actions from the current state on: as many as are certain to stay the best."""
+        """Return the best actions from the current state on, as many as are certain to stay the
+        best."""
         ...
 
 
 @runtime_checkable
 class Tooled(Env, Protocol):
-    """An environment whose actions are tool calls as text (`actors/formats/tool_calls.py`)."""
+    """Environment whose actions are tool calls as text (`actors/formats/tool_calls.py`)."""
 
     def tools(self) -> list[dict[str, Any]]:
-        """What can be called, as JSON-schema function specs: `{"name", "description",
-        "parameters"}`; known before `reset`, and the same for every task."""
+        """Return the tools as JSON-schema function specs: `{"name", "description", "parameters"}`;
+        known before `reset`, and the same for every task."""
         ...
 
 
 @runtime_checkable
 class Probed(Env, Protocol):
-    """An environment that needs something which not every machine has."""
+    """Environment with requirements that not every machine meets."""
 
     def probe(self) -> None:
-        """ValueError says what is missing here."""
+        """Raise ValueError for a missing requirement."""
         ...
 
 
 @runtime_checkable
 class Located(Env, Protocol):
-    """An environment whose states have names."""
+    """Environment whose states have names."""
 
     def state(self) -> str:
-        """A short key of the state one is in; the same words for the same state of a task."""
+        """Return a short key of the current state; the same text for the same state of a task."""
         ...
 
 
 @runtime_checkable
 class Rewindable(Solvable, Located, Protocol):
-    """An environment in which one can walk ahead and go back."""
+    """Environment that can be restored from snapshots."""
 
     def snapshot(self) -> Any:
-        """All that `step` changes."""
+        """Return all that `step` changes."""
         ...
 
     def restore(self, snapshot: Any) -> None: ...
@@ -168,32 +175,32 @@ class Rewindable(Solvable, Located, Protocol):
 
 @runtime_checkable
 class Scored(Env, Protocol):
-    """An environment that can tell progress."""
+    """Environment that measures progress."""
 
     def score(self) -> float:
-        """How close the task is to its solution; more is better."""
+        """Return the closeness of the current state to the solution; more is better."""
         ...
 
 
 @runtime_checkable
 class Concluding(Env, Protocol):
-    """An environment whose reward comes at the end, also at an end that is not its own."""
+    """Environment that gives its reward at the end, also at an end set by the rollout."""
 
     def verdict(self) -> tuple[float, bool]:
-        """What is earned, and whether it is a success, where the rollout ends the episode: at its
-        limit of turns, of tokens or of turns that cannot be read. Asked at most once."""
+        """Return reward and success if the rollout ends the episode: at its limit of turns, of
+        tokens or of unreadable turns. Called at most once."""
         ...
 
 
 @runtime_checkable
 class Goals(Env, Protocol):
-    """An environment that can be explored, and whose states can be made goals.
+    """Environment that can be explored and whose states can be made goals.
 
     Its constructor takes `free`: an episode without any goal.
     """
 
     def goal(self) -> dict[str, Any] | None:
-        """The parameters that make the state reached the goal of the task begun by `reset`.
+        """Return the parameters that make the state reached the goal of the task begun by `reset`.
 
         They replace those of the same name. None for a state that cannot be one, also where the
         task would belong to another split.
@@ -203,30 +210,30 @@ class Goals(Env, Protocol):
 
 @runtime_checkable
 class Measurable(Env, Protocol):
-    """An environment whose random and optimal policies can be computed."""
+    """Environment whose random and optimal policies can be computed."""
 
     def exact(self, max_turns: int) -> Exact:
-        """The values of the task begun by `reset`, within `max_turns` actions."""
+        """Return the values of the task begun by `reset`, within `max_turns` actions."""
         ...
 
 
 def asynchronous(env: Env | type[Env]) -> bool:
-    """True if a call of the environment is to be awaited."""
+    """Return True if a call of the environment has to be awaited."""
     return any(inspect.iscoroutinefunction(getattr(env, part)) for part in AWAITED)
 
 
 def blocks(name: str, found: type[Env]) -> bool:
-    """True if calls of the environment of this name are made in a thread."""
+    """Return True if calls of the environment of this name are made in a thread."""
     return getattr(found, "blocking", name not in REGISTRY and not asynchronous(found))
 
 
 async def settled(value: Any) -> Any:
-    """A value, or what it comes to where it is to be awaited."""
+    """Return the value, awaited if necessary."""
     return await value if inspect.isawaitable(value) else value
 
 
 def env_class(name: str) -> type[Env]:
-    """The class of a registered name or of an import path; EnvError names `env.name`."""
+    """Return the class of a registered name or of an import path; EnvError names `env.name`."""
     path = REGISTRY.get(name, name)
     module, separator, attribute = path.partition(":")
     if not separator:
@@ -237,7 +244,7 @@ def env_class(name: str) -> type[Env]:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # importing runs whatever the module does
-        raise EnvError(f"env.name: cannot import {name!r}: {_said(error)}") from error
+        raise EnvError(f"env.name: cannot import {name!r}: {one_line(error)}") from error
     missing = [part for part in AWAITED if not hasattr(found, part)]
     if missing:
         raise EnvError(f"env.name: {name!r} has no {', '.join(missing)}")
@@ -245,14 +252,15 @@ def env_class(name: str) -> type[Env]:
 
 
 def make_env(name: str, params: dict[str, Any]) -> Env:
-    """An environment with these parameters; EnvError names `env.name` or `env.params.<key>`."""
+    """Make an environment with these parameters; EnvError names `env.name` or
+    `env.params.<key>`."""
     found = env_class(name)
     try:
         known = inspect.signature(found).parameters
         hints = typing.get_type_hints(found.__init__)
     except Exception as error:  # resolving annotations evaluates them
         raise EnvError(
-            f"env.name: the parameters of {name!r} cannot be read: {_said(error)}"
+            f"env.name: the parameters of {name!r} cannot be read: {one_line(error)}"
         ) from error
     arguments = {}
     for param, value in reveal(params).items():
@@ -269,50 +277,12 @@ def make_env(name: str, params: dict[str, Any]) -> Env:
         raise EnvError(f"env.params.{mask(str(error))}") from error
 
 
-def _said(error: Exception) -> str:
-    """The type and the words of an error, on one line and without secrets."""
+def one_line(error: Exception) -> str:
+    """Render an error's type and text on one line, without secrets."""
     return mask(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def split_of(content: bytes) -> str:
-    """The split that a task belongs to by its content alone: about one in eight is for testing."""
+    """Return the split of a task by its content alone: about one in eight is for testing."""
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return "test" if int.from_bytes(digest, "little") % 8 == 0 else "train"
-
-
-def exact(tasks: Iterable[Task], max_turns: int) -> Exact | None:
-    """Mean exact values over `tasks`, or None where the environment cannot compute them.
-
-    EnvError where it can and fails.
-    """
-    values = []
-    for task in tasks:
-        env = make_env(task.env, task.params)
-        if not isinstance(env, Measurable):
-            return None
-        try:
-            values.append(asyncio.run(_measured(env, task, max_turns)))
-        except Exception as error:
-            raise EnvError(
-                f"env.name: {task.env!r} cannot measure {task.task_id}: {_said(error)}"
-            ) from error
-    return Exact(
-        random=statistics.fmean(value.random for value in values),
-        optimal=statistics.fmean(value.optimal for value in values),
-        random_return=_mean(value.random_return for value in values),
-        optimal_return=_mean(value.optimal_return for value in values),
-    )
-
-
-async def _measured(env: Measurable, task: Task, max_turns: int) -> Exact:
-    await settled(env.reset(task, 0))
-    value = env.exact(max_turns)
-    await settled(env.close())
-    return value
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    """None where any is missing."""
-    known = list(values)
-    present = [value for value in known if value is not None]
-    return statistics.fmean(present) if len(present) == len(known) else None

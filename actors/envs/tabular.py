@@ -1,5 +1,5 @@
-"""Finite decision processes as tables, and what can be computed of them: best values, exact values
-within a number of moves, and what a Q-learning agent finds out by trying.
+"""Finite decision processes as tables: best values, exact values within a number of moves, and
+tabular Q-learning.
 
 Pure and general: a process is a function from a state (anything hashable) and the number of an
 action to its possible outcomes, in the form of gymnasium's `P[state][action]`. S is the number of
@@ -25,7 +25,7 @@ MAX_SWEEPS = 100_000
 
 @dataclass(frozen=True)
 class Process:
-    """All that can happen from the states one began with, as flat arrays over the N outcomes.
+    """All transitions from the initial states, as flat arrays over the N outcomes.
 
     `states` are in the order in which they were found, those given first. Outcomes are sorted by
     `pairs` (state · A + action); of one that terminates, the next state counts for nothing.
@@ -40,7 +40,7 @@ class Process:
     ends_N: np.ndarray
 
     def backup(self, values_S: np.ndarray, payoffs_N: np.ndarray, discount: float) -> np.ndarray:
-        """Q[S, A] = Σ p · (payoff + discount · V(next)), nothing following an end."""
+        """Compute Q[S, A] = Σ p · (payoff + discount · V(next)), with V = 0 after an end."""
         later_N = np.where(self.ends_N, 0.0, values_S[self.nexts_N])
         size = len(self.states) * self.actions
         weights = self.chances_N * (payoffs_N + discount * later_N)
@@ -48,15 +48,15 @@ class Process:
 
 
 def happening(chances: Iterable[float], seed: int, *parts: int) -> int:
-    """Which of the outcomes with these chances happens; the draw belongs to `seed` and `parts`."""
+    """Draw the index of an outcome by its probability; the draw belongs to `seed` and `parts`."""
     return int((np.cumsum(list(chances)) > uniform(seed, *parts)).argmax())
 
 
 def tabulate(
     starts: Iterable[Hashable], actions: int, model: Model, depth: int | None = None
 ) -> Process:
-    """Everything that can be reached from `starts`, or what can within `depth` actions: the states
-    at that distance have no outcomes then. ValueError: more than MAX_STATES states."""
+    """Tabulate everything that can be reached from `starts`, or within `depth` actions: the states
+    at that distance then have no outcomes. ValueError: more than MAX_STATES states."""
     numbers = {state: number for number, state in enumerate(dict.fromkeys(starts))}
     states = list(numbers)
     far = [0] * len(states)
@@ -89,7 +89,7 @@ def tabulate(
 
 
 def best_values(process: Process, discount: float, tolerance: float = 1e-9) -> np.ndarray:
-    """Q*[S, A], by value iteration until no value changes by more than `tolerance`.
+    """Compute Q*[S, A] by value iteration until no value changes by more than `tolerance`.
 
     ValueError where that does not come to rest, as with discount 1 and rewards without end.
     """
@@ -106,7 +106,7 @@ def best_values(process: Process, discount: float, tolerance: float = 1e-9) -> n
 def within(
     process: Process, moves: int, payoffs_N: np.ndarray, policy: Literal["random", "best"]
 ) -> np.ndarray:
-    """V[S]: the expected sum of payoffs within `moves` actions, by backward induction.
+    """Compute V[S], the expected sum of payoffs within `moves` actions, by backward induction.
 
     `random` acts uniformly, `best` as well as is possible with the moves that are left.
     """
@@ -127,10 +127,11 @@ def learn(
     explore: float,
     seed: int,
 ) -> np.ndarray:
-    """Q[S, A] of a tabular Q-learning agent (Watkins) that starts in the first state.
+    """Train a tabular Q-learning agent (Watkins) that starts in the first state; return its Q[S,
+    A].
 
-    It acts ε-greedily with ε = `explore`, for `episodes` of at most `moves` actions:
-    Q(s, a) += rate · (r + discount · max Q(s', ·) − Q(s, a)). Ties go to the first action.
+    It acts ε-greedily with ε = `explore`, for `episodes` of at most `moves` actions: Q(s, a) +=
+    rate · (r + discount · max Q(s', ·) − Q(s, a)). Ties go to the first action.
     """
     rng = random.Random(key(seed, "q_learning"))
     actions = process.actions
@@ -165,7 +166,7 @@ def learn(
 def _drawn(
     outcomes: list[tuple[float, int, float, bool]], luck: float
 ) -> tuple[float, int, float, bool]:
-    """The outcome that `luck`, uniform in [0, 1), falls on."""
+    """Return the outcome that `luck`, uniform in [0, 1), falls on."""
     for outcome in outcomes:
         luck -= outcome[0]
         if luck < 0:
@@ -174,9 +175,9 @@ def _drawn(
 
 
 def exact_of(process: Process, moves: int, wins_N: np.ndarray) -> Exact:
-    """What the first state is worth to a random and to the best policy within `moves` actions:
-    the chance of an outcome in `wins_N`, and the return. The best policy differs between the two.
-    """
+    """Compute the values of the first state for a random and for the best policy within `moves`
+    actions: the probability of an outcome in `wins_N`, and the return. The best policy differs
+    between the two."""
 
     def worth(payoffs_N: np.ndarray, policy: Literal["random", "best"]) -> float:
         return float(within(process, moves, payoffs_N, policy)[0])

@@ -14,7 +14,7 @@ from collections import deque
 
 from actors.failures import FailureCounts
 from actors.llm.quoting import quoted
-from actors.rollout.episode import Advice
+from actors.rollout.policy import Advice
 from evolver_async.config import Experience
 from evolver_async.protocol import messages
 from evolver_async.protocol.transcripts import Transcript, Turn

@@ -21,7 +21,7 @@ OPENING, CLOSING = "<experience>", "</experience>"
 
 
 class Chat:
-    """One tokenizer's way to write conversations.
+    """Conversation format of one tokenizer.
 
     `end_of_turn` is the token that the template puts behind an assistant message (None where that
     is not one special token); `stop_tokens` are those whose sampling ends a turn. `between` is the
@@ -45,16 +45,21 @@ class Chat:
         self.stop_tokens = frozenset(token for token in ends if token is not None)
 
     @property
+    def vocabulary(self) -> int:
+        """Number of tokens, added ones included."""
+        return len(self._tokenizer)
+
+    @property
     def template(self) -> str:
-        """The source of the chat template."""
+        """Source of the chat template."""
         return self._tokenizer.get_chat_template()
 
     def first(self, system: str, user: str, prefix: str) -> list[int]:
-        """The tokens of the first prompt, up to and including the forced `prefix`."""
+        """Return the tokens of the first prompt, up to and including the forced `prefix`."""
         return self.tokens_of(self._opening_text(system, user)) + self.tokens_of(prefix)
 
     def place_of_user(self, system: str, user: str) -> int:
-        """The number of tokens of `first` that come before anything of the user's message."""
+        """Count the tokens of `first` before the user's message."""
         text = self._opening_text(system, user)
         before, found, _ = self._opening_text(system, USER).partition(USER)
         if not found or not text.startswith(before):
@@ -64,12 +69,12 @@ class Chat:
         return next((i for i, end in enumerate(ends) if end > len(before)), len(ends))
 
     def experience(self, text: str) -> list[int]:
-        """The tokens of guidance between its markers, by themselves."""
+        """Return the tokens of guidance between its markers, by themselves."""
         parts = (f"{OPENING}\n", self.plain(text), f"\n{CLOSING}\n")
         return [token for part in parts for token in self.tokens_of(part)]
 
     def plain(self, text: str) -> str:
-        """`text` in which nothing spells a special token or a marker of experience."""
+        """Change `text` so that nothing in it spells a special token or a marker of experience."""
         text, found = encodable(text), True
         while found:
             found = False
@@ -80,7 +85,7 @@ class Chat:
         return text
 
     def next(self, user: str, prefix: str, ended: bool) -> list[int]:
-        """The tokens from the end of the policy's turn to where it writes again.
+        """Return the tokens from the end of the policy's turn to the beginning of its next.
 
         `ended`: the last sampled token was `end_of_turn`, which then must not come twice.
         """
@@ -88,8 +93,8 @@ class Chat:
         return tokens[ended:] + self.tokens_of(prefix)
 
     def message(self, user: str) -> tuple[list[int], list[int]]:
-        """The tokens that `next` has before the user's message, and those of the message, with the
-        one that ends it."""
+        """Return the tokens that `next` has before the user's message, and those of the message
+        with the one that ends it."""
         said = self.plain(user)
         encoded = self._tokenizer(
             self.between + said + self.opening,
@@ -103,15 +108,15 @@ class Chat:
         return tokens[:first], tokens[first : last + 1]
 
     def turn(self, text: str, stop_strings: tuple[str, ...]) -> list[int]:
-        """The tokens of a turn that nobody samples: the end-of-turn token ends what no stop string
-        does."""
+        """Return the tokens of a turn that is not sampled; an end-of-turn token is added unless a
+        stop string ends it."""
         tokens = self.tokens_of(text)
         if not text.endswith(stop_strings) and self.end_of_turn is not None:
             tokens.append(self.end_of_turn)
         return tokens
 
     def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
-        """The template's text of a whole conversation, up to where the policy writes.
+        """Render a whole conversation with the template, up to the beginning of the policy's turn.
 
         Raises whatever the template does.
         """
@@ -124,17 +129,17 @@ class Chat:
         )
 
     def tokens_of(self, text: str) -> list[int]:
-        """The tokens of `text` by itself; nothing is added."""
+        """Tokenize `text` by itself; nothing is added."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def text_of(self, tokens: list[int]) -> str:
-        """The text of sampled tokens, less a stop token at their end."""
+        """Decode sampled tokens, without a stop token at their end."""
         if tokens and tokens[-1] in self.stop_tokens:
             tokens = tokens[:-1]
         return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
 
     def said(self, tokens: list[int], prefix: str) -> str:
-        """The last message of the user in what `first` or `next` gave."""
+        """Return the last message of the user in the result of `first` or `next`."""
         text = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         text = text.removesuffix(prefix).removesuffix(self.opening)
         return text.rpartition(self.between)[2]
@@ -159,12 +164,12 @@ class Chat:
 
 
 def encodable(text: str) -> str:
-    """`text` with question marks for what no UTF-8 can hold, and so no tokenizer read."""
+    """Replace characters that UTF-8 cannot encode, and so no tokenizer reads, by question marks."""
     return text.encode(errors="replace").decode()
 
 
 class Stream:
-    """The token stream of an episode while it grows."""
+    """Token stream of an episode while it grows."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -174,14 +179,14 @@ class Stream:
         self._weights: list[tuple[WeightId, int]] = []
 
     def read(self, tokens: list[int], role: Role) -> None:
-        """Append what the policy is shown."""
+        """Append tokens that the policy is shown."""
         self.tokens += tokens
         self._roles += [role] * len(tokens)
         self._turns += [-1] * len(tokens)
         self._logprobs += [0.0] * len(tokens)
 
     def write(self, generation: Generation, turn: int) -> None:
-        """Append what the policy wrote."""
+        """Append tokens that the policy sampled."""
         count = len(generation.tokens)
         self.tokens += generation.tokens
         self._roles += [Role.ACTION] * count

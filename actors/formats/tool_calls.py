@@ -1,4 +1,4 @@
-"""Actions that are calls of tools: their canonical text, and the two formats they are written in.
+"""Actions that are tool calls: their canonical text, and the two turn formats that write them.
 
 In both the answer is a call too, of the tool `answer`, so that an environment gets one form of
 action. Errors a policy can mend are told to it as what the tool said.
@@ -22,36 +22,37 @@ _BOX = "\\boxed{"
 _FENCED = re.compile(r"```(?:python|py)?\n(.*?)\n?```", re.DOTALL)
 
 
-class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool by its name, and what it is given."""
+class ToolInvocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Name and arguments of a tool call."""
 
     name: str
     arguments: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
-class Unreadable:
+class InvalidCall:
     """A call that cannot be carried out; `complaint` is told to the policy."""
 
     complaint: str
 
 
 def canonical(name: str, arguments: dict[str, Any]) -> str:
-    """The text of a call as an action: JSON of `name` and `arguments`, in this order."""
+    """Write a call as an action: JSON of `name` and `arguments`, in this order."""
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
-def called(text: str) -> Call:
-    """The call that a JSON text means; ValueError says on one line why it is none."""
+def called(text: str) -> ToolInvocation:
+    """Parse a call from JSON; ValueError gives the reason on one line."""
     try:
-        return msgspec.json.decode(text, type=Call)
+        return msgspec.json.decode(text, type=ToolInvocation)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise ValueError(f"this is no call as JSON: {error}") from error
 
 
 class ToolCall:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, what it returned in a message of
-    the user between `<tool_response>` tags, and at last `<answer>...</answer>`.
+    """Turn format with `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; the result
+    follows in a message of the user between `<tool_response>` tags, and the episode ends with
+    `<answer>...</answer>`.
 
     With `think` a turn opens with `<reason>...</reason>`. Several calls stand in a row; then the
     end-of-turn token ends them, which the policy has to write.
@@ -73,17 +74,25 @@ class ToolCall:
             f'reply with {reason}<tool_call>{{"name": name, "arguments": {{...}}}}</tool_call>'
             f"{several} or at last with <answer> answer</answer>"
         )
+        reasoning = "Begin every turn with <reason>your reasoning</reason>. " if think else ""
+        limit = f" You can make up to {actions_per_turn} calls in a row." if several else ""
+        self.plain_instructions = (
+            f"{reasoning}To call one of the tools below, write"
+            ' <tool_call>{"name": "the tool", "arguments": {"an argument": "its value"}}'
+            f"</tool_call>.{limit} The result comes back between <tool_response> and"
+            " </tool_response>. When you know the answer, write <answer>your answer</answer>."
+        )
 
-    def parse(self, text: str) -> list[str | Unreadable] | None:
+    def parse(self, text: str) -> list[str | InvalidCall] | None:
         if self.prefix:
             _, found, text = text.partition("</reason>")
             if not found:
                 return None
-        actions: list[str | Unreadable] = []
+        actions: list[str | InvalidCall] = []
         for found in _CALLS.finditer(text):
             if len(actions) == self.actions_per_turn:
                 limit = f"error: at most {self.actions_per_turn} calls in one turn"
-                return [*actions, Unreadable(limit)]
+                return [*actions, InvalidCall(limit)]
             actions.append(_call(found))
         return actions or None
 
@@ -104,7 +113,7 @@ class ToolCall:
 
 
 class Interleaved:
-    """Text in which `<code>...</code>` is run where it stands, in one message up to its
+    """Turn format with one message, in which `<code>...</code>` is run where it stands, up to
     `<answer>\\boxed{...}</answer>`.
 
     What the code printed follows it between `<interpreter>` tags, in the same message. A turn is
@@ -121,6 +130,11 @@ class Interleaved:
         "think, and where it helps run <code> code</code>, whose output follows it between"
         " <interpreter> tags; end with <answer> \\boxed{answer}</answer>"
     )
+    plain_instructions = (
+        "Think step by step. Where a computation helps, write a Python program between <code> and"
+        " </code>; it is run, and its output follows between <interpreter> and </interpreter>."
+        " End with your answer in this format: <answer>\\boxed{your answer}</answer>"
+    )
 
     def __init__(self, *, think: bool, actions_per_turn: int) -> None:
         if actions_per_turn != 1:
@@ -129,7 +143,7 @@ class Interleaved:
         if think:
             raise ValueError("rollout.think: interleaved text holds its thoughts without a tag")
 
-    def parse(self, text: str) -> list[str | Unreadable] | None:
+    def parse(self, text: str) -> list[str | InvalidCall] | None:
         found = _CODE.fullmatch(text)
         if found is None:
             return None
@@ -151,30 +165,30 @@ class Interleaved:
         return f"\n{_between('interpreter', said)}\n"
 
 
-def _call(found: re.Match[str]) -> str | Unreadable:
-    """One call or answer of a turn."""
+def _call(found: re.Match[str]) -> str | InvalidCall:
+    """Parse one call or answer of a turn."""
     if found["answer"] is not None:
         answer = _answered(found["answer"])
-        return Unreadable("error: the answer is empty") if answer is None else answer[0]
+        return InvalidCall("error: the answer is empty") if answer is None else answer[0]
     if not found["end"]:
-        return Unreadable(UNCLOSED)
+        return InvalidCall(UNCLOSED)
     try:
         call = called(found["call"])
     except ValueError as error:
-        return Unreadable(f"error: {error}")
+        return InvalidCall(f"error: {error}")
     if call.name == ANSWER_TOOL:
-        return Unreadable("error: an answer stands between <answer> and </answer>")
+        return InvalidCall("error: an answer stands between <answer> and </answer>")
     return canonical(call.name, call.arguments)
 
 
 def unfenced(code: str) -> str:
-    """A program without the fence of Markdown around it, where it has one."""
+    """Remove the Markdown fence around a program, if any."""
     found = _FENCED.fullmatch(code.strip())
     return found[1] if found else code
 
 
 def _boxed(text: str) -> str | None:
-    """What the last box holds that is closed, up to the brace that closes it."""
+    """Return the content of the last closed box, with balanced braces; None without one."""
     start = text.rfind(_BOX)
     while start >= 0:
         depth, inside = 1, start + len(_BOX)
@@ -186,13 +200,13 @@ def _boxed(text: str) -> str | None:
     return None
 
 
-def _answered(text: str) -> list[str | Unreadable] | None:
-    """The answer between its tags, in a box or bare; None where there is none."""
+def _answered(text: str) -> list[str | InvalidCall] | None:
+    """Parse the answer between its tags, in a box or bare; None if it is empty."""
     boxed = _boxed(text)
     answer = (text if boxed is None else boxed).strip()
     return [canonical(ANSWER_TOOL, {"text": answer})] if answer else None
 
 
 def _between(tag: str, text: str) -> str:
-    """What a tool said, between tags that it cannot close itself."""
+    """Put a tool's output between tags that it cannot close itself."""
     return f"<{tag}>\n{text.replace(f'</{tag}', f'</ {tag}')}\n</{tag}>"

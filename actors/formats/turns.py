@@ -1,14 +1,13 @@
-"""How a turn is written: what opens it, where generation stops, how actions are read out of it,
-and in which words their outcome is told.
+"""Format of a turn: its prefix, its stop strings, its actions, and the text of their outcome.
 
 A format knows text only. What it costs when a turn cannot be read is the rollout's business. The
-formats whose actions are calls of tools are in `calls.py`.
+formats whose actions are calls of tools are in `tool_calls.py`.
 """
 
 import re
 from typing import Protocol
 
-from actors.formats.tool_calls import Interleaved, ToolCall, Unreadable
+from actors.formats.tool_calls import Interleaved, InvalidCall, ToolCall
 
 SEPARATOR = "||"
 ANSWER = "<answer> action</answer>"
@@ -18,7 +17,8 @@ INVALID = "invalid answer\n{}"  # then the last observation again
 
 
 class TurnFormat(Protocol):
-    """`prefix` is forced and opens the assistant's turn; the sampled text follows it directly.
+    """Format of a turn. `prefix` is forced and opens the assistant's turn; the sampled text follows
+    it directly.
 
     `inline`: what is told stands in the policy's own message, which goes on behind it, and not in a
     message of the user. `tools`: actions are calls, and the environment's tools are listed.
@@ -26,22 +26,23 @@ class TurnFormat(Protocol):
 
     inline: bool
     tools: bool
-    instructions: str  # for the system message
+    instructions: str  # for the system message, in the words of the tiny tokenizer
+    plain_instructions: str  # the same in plain English
     prefix: str
     stop_strings: tuple[str, ...]
     actions_per_turn: int
     min_tokens: int  # a turn cannot be shorter, in any tokenizer
 
-    def parse(self, text: str) -> list[str | Unreadable] | None:
-        """The actions in a sampled text, in order; None where there is none to be read."""
+    def parse(self, text: str) -> list[str | InvalidCall] | None:
+        """Parse the actions of a sampled text, in order; None if none can be read."""
         ...
 
     def render_actions(self, actions: list[str]) -> str:
-        """What a policy that wants these actions would have written after the prefix."""
+        """Write the text that gives these actions, after the prefix."""
         ...
 
     def shown(self, outputs: list[str], valid: bool, last: str) -> str:
-        """What the policy is told after its turn.
+        """Return the text that the policy reads after its turn.
 
         `outputs`: what every action led to, complaints included; `valid`: the whole turn could be
         read; `last`: what was observed before it.
@@ -50,7 +51,8 @@ class TurnFormat(Protocol):
 
 
 class ThinkAnswer:
-    """`<answer> left</answer>`, after `<think>...</think>` where asked; `||` separates actions.
+    """Turn format with `<answer> left</answer>`, after `<think>...</think>` if asked for; `||`
+    separates actions.
 
     A turn with no action, with more than `actions_per_turn`, or with text outside the tags is a
     format error.
@@ -71,12 +73,22 @@ class ThinkAnswer:
         reason = "<think> why</think>" if think else ""
         limit = f"at most {actions_per_turn} actions " if actions_per_turn > 1 else ""
         self.instructions = f"reply with {limit}{reason}{example}"
+        reasoning = "<think>your reasoning</think>" if think else ""
+        self.plain_instructions = (
+            ("Think step by step before you act. " if think else "")
+            + (
+                f"Reply with at most {actions_per_turn} actions, which are carried out in order,"
+                if actions_per_turn > 1
+                else "Reply with exactly one action,"
+            )
+            + f" in this format and with no other text: {reasoning}{example}"
+        )
 
-    def parse(self, text: str) -> list[str | Unreadable] | None:
+    def parse(self, text: str) -> list[str | InvalidCall] | None:
         found = self._pattern.fullmatch(self.prefix + text)
         if found is None:
             return None
-        actions: list[str | Unreadable] = [part.strip() for part in found[1].split(SEPARATOR)]
+        actions: list[str | InvalidCall] = [part.strip() for part in found[1].split(SEPARATOR)]
         if not all(actions) or len(actions) > self.actions_per_turn:
             return None
         return actions

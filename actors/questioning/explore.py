@@ -17,9 +17,9 @@ from actors.formats.turns import TurnFormat
 from actors.llm.asking import Asker, convert, shown, steps_shown
 from actors.llm.client import Unavailable
 from actors.questioning.prompts import BREADTH, DEPTH, EXPLORE
-from actors.rollout.environment import World
-from actors.rollout.episode import Advice
+from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode_config import Setting
+from actors.rollout.policy import Advice
 from evolver_async.config import Questioning
 from evolver_async.schema import Task, Ticket
 
@@ -87,10 +87,10 @@ class Explorer:
         self._steps: list[tuple[str, str]] = []  # what it did, what it saw
         self._action = ""
 
-    async def advise(self, world: World, query: str) -> Advice:
+    async def advise(self, world: TimedEnvironment, query: str) -> Advice:
         return Advice()
 
-    async def write(self, world: World, context: list[int], turn: int) -> Generation:
+    async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
         text = self._chat.said(context[self._read :], self._format.prefix)
         if turn == 0:
             self._beginning = text

@@ -19,7 +19,7 @@ from actors.envs.base import EnvironmentFailure, env_class
 from actors.failures import FailureCounts
 from actors.llm.asking import Asker
 from actors.llm.client import Endpoint, Unavailable
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.questioning import synthesize
 from actors.questioning.explore import Explorer, exploring, has_goals, unbound
 from actors.questioning.filters import Known, feasible
@@ -28,10 +28,11 @@ from actors.questioning.profile import described, load_profile
 from actors.questioning.replay import Played, replay
 from actors.questioning.solve import solve_again
 from actors.questioning.synthesize import Candidate, Exploration, task_of
-from actors.rollout.environment import World
-from actors.rollout.episode import Deliver, Finished, Policy
+from actors.rollout.environment import TimedEnvironment
+from actors.rollout.episode import Deliver, Finished
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import run_group, run_members
+from actors.rollout.policy import EpisodePolicy
 from evolver_async.config import Config
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
@@ -69,7 +70,12 @@ class Questioner:
         self._counts: Counter[str] = Counter(dict.fromkeys(names, 0))
 
     async def explore(
-        self, ticket: Ticket, setting: Setting, engine: Engine, progress: Progress, deliver: Deliver
+        self,
+        ticket: Ticket,
+        setting: Setting,
+        engine: Engine,
+        progress: TicketProgress,
+        deliver: Deliver,
     ) -> None:
         """Run an explore ticket's members; see `rollout.run_members`."""
         ticket, setting = exploring(ticket, setting, self.config)
@@ -78,14 +84,14 @@ class Questioner:
         asker, words = self._asker, self._described(ticket.task)
         max_tokens = ticket.sampling.max_tokens
 
-        def policy_of(member: int) -> Policy:
+        def policy_of(member: int) -> EpisodePolicy:
             style = setting.format
             return Explorer(asker, words, self.config, setting.chat, style, max_tokens)
 
         await run_members(ticket, setting, policy_of, progress, deliver)
 
     async def questions(
-        self, ticket: Ticket, finished: list[Finished], progress: Progress
+        self, ticket: Ticket, finished: list[Finished], progress: TicketProgress
     ) -> list[Task]:
         """The new tasks that the finished episodes of an explore ticket suggest."""
         explorations = [
@@ -140,7 +146,7 @@ class Questioner:
             await self._asker.close()
 
     async def _reached(
-        self, ticket: Ticket, explorations: list[Exploration], progress: Progress
+        self, ticket: Ticket, explorations: list[Exploration], progress: TicketProgress
     ) -> list[Candidate]:
         """The states that were reached, as goals."""
         task, plays = unbound(ticket.task), []
@@ -153,7 +159,7 @@ class Questioner:
         return synthesize.from_goals(task, plays)
 
     async def _written(
-        self, ticket: Ticket, explorations: list[Exploration], progress: Progress
+        self, ticket: Ticket, explorations: list[Exploration], progress: TicketProgress
     ) -> list[Candidate]:
         """What a language model makes of the explorations."""
         found = await asyncio.gather(
@@ -163,7 +169,7 @@ class Questioner:
         return sorted(candidates, key=lambda one: -one.confidence)
 
     async def _proposed(
-        self, ticket: Ticket, exploration: Exploration, progress: Progress
+        self, ticket: Ticket, exploration: Exploration, progress: TicketProgress
     ) -> list[Candidate]:
         most, task = self.config.per_episode, unbound(ticket.task)
         system, question = synthesize.question(
@@ -199,7 +205,7 @@ class Questioner:
         return candidates
 
     async def _goal_of(
-        self, ticket: Ticket, exploration: Exploration, actions: list[str], progress: Progress
+        self, ticket: Ticket, exploration: Exploration, actions: list[str], progress: TicketProgress
     ) -> dict | None:
         """The goal that actions lead to, if they lead to one."""
         task, seed = unbound(ticket.task), exploration.dynamics_seed
@@ -209,7 +215,7 @@ class Questioner:
         return played.goals[-1]
 
     async def _accepted(
-        self, ticket: Ticket, candidate: Candidate, progress: Progress
+        self, ticket: Ticket, candidate: Candidate, progress: TicketProgress
     ) -> Task | None:
         """The task, if nothing speaks against it; with a verified reference where asked for."""
         config, task = self.config, candidate.task
@@ -241,11 +247,16 @@ class Questioner:
         return None
 
     async def _solved(
-        self, asker: Asker, ticket: Ticket, candidate: Candidate, checked: bool, progress: Progress
+        self,
+        asker: Asker,
+        ticket: Ticket,
+        candidate: Candidate,
+        checked: bool,
+        progress: TicketProgress,
     ) -> Task | None:
         task, seed = candidate.task, candidate.dynamics_seed
         own = msgspec.structs.replace(ticket, task=task)
-        world = World(own, candidate.member, self._timeout_s, progress)
+        world = TimedEnvironment(own, candidate.member, self._timeout_s, progress)
         try:
             with progress.during(candidate.member, "solving again"):
                 actions = await solve_again(
@@ -264,7 +275,7 @@ class Questioner:
         task: Task,
         actions: list[str],
         dynamics_seed: int,
-        progress: Progress,
+        progress: TicketProgress,
     ) -> Played | None:
         """See `replay`; None where the environment fails."""
         try:

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from actors.envs.base import Goals, Step
-from actors.progress import Progress
-from actors.rollout.environment import World
+from actors.progress import TicketProgress
+from actors.rollout.environment import TimedEnvironment
 from evolver_async.schema import Task, Ticket
 
 
@@ -34,14 +34,16 @@ async def replay(
     actions: list[str],
     dynamics_seed: int,
     timeout_s: float,
-    progress: Progress,
+    progress: TicketProgress,
 ) -> Played:
     """Play `actions` from the beginning of `task`, as far as the episode goes.
 
     `ticket` and `member`: on whose behalf. EnvironmentFailure where the environment raises or is
     late.
     """
-    world = World(msgspec.structs.replace(ticket, task=task), member, timeout_s, progress)
+    world = TimedEnvironment(
+        msgspec.structs.replace(ticket, task=task), member, timeout_s, progress
+    )
     played, steps, goals, invalid = [], [], [], 0
     try:
         await world.open()

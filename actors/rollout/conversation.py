@@ -1,4 +1,4 @@
-"""What one episode's policy has read and written, in the contexts that its turns saw.
+"""Tokens that one episode's policy has read and written, in the contexts that its turns saw.
 
 Every context is a stream of tokens that only grows, and becomes one Sequence. `full`: one context
 holds everything. `window`: a turn sees the first prompt and the last turns before it, token for
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from actors.engines.base import Generation
-from actors.envs.base import Env, Tooled
+from actors.envs.base import Described, Env, Tooled
 from actors.formats.chat import Stream
 from actors.rollout.episode_config import Setting
 from evolver_async.schema import Role, Sequence
@@ -21,7 +21,7 @@ LEFT_OUT = "..."  # between the first message and a later one, where those betwe
 
 @dataclass(frozen=True)
 class _Past:
-    """A turn that is over: what was told before it, what it wrote, and the tokens that followed."""
+    """A finished turn: the observation before it, its tokens, and the tokens that followed."""
 
     told: str
     written: list[int]
@@ -29,7 +29,7 @@ class _Past:
 
 
 class Conversation:
-    """The contexts of one episode. `room`: tokens that may stand before a turn.
+    """Contexts of one episode. `room`: tokens that may precede a turn.
 
     `task`: what is asked for, in every context; `seen`: the first observation.
     """
@@ -49,12 +49,12 @@ class Conversation:
 
     @property
     def tokens(self) -> list[int]:
-        """What the policy sees next."""
+        """Tokens that the policy sees next."""
         return list(self._stream.tokens)
 
     def guide(self, guidance: list[int]) -> bool:
-        """Show EXPERIENCE tokens at the head of the user's message, in every context; False, and
-        nothing is shown, where they leave no room. Before the first turn."""
+        """Show EXPERIENCE tokens at the head of the user's message, in every context, before the
+        first turn. False, and nothing is shown, if they leave no room for a turn."""
         if len(self._stream.tokens) + len(guidance) > self._room:
             return False
         self._guidance = guidance
@@ -62,12 +62,12 @@ class Conversation:
         return True
 
     def write(self, generation: Generation, turn: int) -> None:
-        """Append what the policy wrote."""
+        """Append tokens that the policy sampled."""
         self._stream.write(generation, turn)
         self._written = generation.tokens
 
     def tell(self, text: str) -> bool:
-        """Tell what the turn led to, in the context of the next; False where there is none such.
+        """Append the outcome of the turn to the context of the next; False if there is no next.
 
         `full`: there is no room, or the message that holds everything is over. `window`: there is
         no room even without a turn before it. `single`: there is no room.
@@ -97,7 +97,7 @@ class Conversation:
         return [*self._closed, self._stream.sequence()]
 
     def _turn_to(self, contexts: Iterable[Stream]) -> bool:
-        """Go on in the first of these that leaves room for a turn."""
+        """Continue in the first of these contexts that leaves room for a turn."""
         for context in contexts:
             if len(context.tokens) <= self._room:
                 self._closed.append(self._stream.sequence())
@@ -106,7 +106,8 @@ class Conversation:
         return False
 
     def _recent(self, count: int) -> Stream:
-        """The context of the next turn, with the last `count` turns, but not all, before it."""
+        """Return the context of the next turn, with the last `count` turns, but not all, before
+        it."""
         kept = self._turns[len(self._turns) - count :]
         told = kept[0].told if kept else self._told
         return self._context(f"{self._first}\n{LEFT_OUT}\n{told}", kept)
@@ -127,22 +128,31 @@ class Conversation:
 
 
 def first_prompt(setting: Setting, env: Env, observation: str) -> list[int]:
-    """The tokens that an episode begins with, the forced prefix of the first turn included."""
+    """Return the tokens that an episode begins with, the forced prefix of the first turn
+    included."""
     return setting.chat.first(system_message(setting, env), observation, setting.format.prefix)
 
 
 def system_message(setting: Setting, env: Env) -> str:
-    """What the task is, how to reply, and the tools, where a turn calls some."""
-    said = f"{env.instructions} {setting.format.instructions}"
+    """Return the task's instructions, those of the turn format, and the tools if a turn calls some.
+
+    `env.prompt` decides the wording; an environment without plain instructions has one wording.
+    """
+    if setting.wording == "plain":
+        task = env.plain_instructions if isinstance(env, Described) else env.instructions
+        text = f"{task}\n\n{setting.system_prompt or setting.format.plain_instructions}"
+    else:
+        text = f"{env.instructions} {setting.system_prompt or setting.format.instructions}"
     if not setting.format.tools:
-        return said
+        return text
     assert isinstance(env, Tooled), f"{type(env).__name__} has no tools"
     specs = "\n".join(json.dumps(spec, ensure_ascii=False) for spec in env.tools())
-    return said if setting.format.inline else f"{said}\n<tools>\n{specs}\n</tools>"
+    return text if setting.format.inline else f"{text}\n<tools>\n{specs}\n</tools>"
 
 
 def tool_names(env: Env) -> frozenset[str]:
-    """The names of what an environment's actions can call; ValueError for a tool without one."""
+    """Return the names of the tools that an environment's actions can call; ValueError for a tool
+    without one."""
     assert isinstance(env, Tooled), f"{type(env).__name__} has no tools"
     names = [str(spec.get("name", "")) for spec in env.tools()]
     if not all(names):

@@ -1,4 +1,4 @@
-"""The environment of one episode, and the way every call of it is made: timed, with a deadline.
+"""Environment of one episode, with timed calls and deadlines.
 
 Where it may block, a thread of its own makes all calls, so that none waits for another episode's;
 not in a serial run, where the virtual clock would run past all deadlines while a thread works. What
@@ -16,18 +16,20 @@ from queue import SimpleQueue
 from typing import Any
 
 from actors.envs.base import Env, EnvironmentFailure, blocks, env_class, make_env, settled
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from evolver_async.schema import Ticket
 
 _closing: set[asyncio.Task[None]] = set()  # of environments that nobody waits for
 
 
-class World:
-    """One member's environment. `spent_s`: seconds of all its calls, injected latency included."""
+class TimedEnvironment:
+    """Environment of one member. `spent_s`: seconds of all its calls, injected latency included."""
 
     env: Env
 
-    def __init__(self, ticket: Ticket, member: int, timeout_s: float, progress: Progress) -> None:
+    def __init__(
+        self, ticket: Ticket, member: int, timeout_s: float, progress: TicketProgress
+    ) -> None:
         self.spent_s = 0.0
         self._task = ticket.task
         self._member = member
@@ -47,7 +49,7 @@ class World:
     async def call(
         self, doing: str, function: Callable[..., Any], *args: object, latency_s: float = 0
     ) -> Any:
-        """What `function` returns; `latency_s` is slept before and counts as its time."""
+        """Return the result of `function`; `latency_s` is slept before and counts as its time."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -81,12 +83,13 @@ class World:
         return found
 
     def failure(self, doing: str, seconds: float, cause: BaseException) -> EnvironmentFailure:
-        """What went wrong, with all that is known of where."""
+        """Return the failure with its task, member, activity and duration."""
         where = f"task {self._task.task_id}, member {self._member}: {doing} for {seconds:.1f} s"
         return EnvironmentFailure(self._task.env, where, doing, cause)
 
     async def close(self) -> None:
-        """Close the environment. One that still hangs in a call is closed when that returns."""
+        """Close the environment. An environment that hangs in a call is closed when that
+        returns."""
         if self._hangs():
             return self.abandon()
         try:
@@ -97,7 +100,7 @@ class World:
                 self._thread.end()
 
     def abandon(self) -> None:
-        """Have the environment closed, without waiting where a thread can do it."""
+        """Close the environment without waiting if a thread can do it."""
         if hasattr(self, "env"):
             if inspect.iscoroutinefunction(self.env.close):
                 closing = asyncio.create_task(self._closed(self.env.close))
@@ -121,8 +124,8 @@ class World:
 
 
 class _Thread:
-    """Makes calls one after the other. Nobody waits for one that hangs, the process's end neither,
-    which is what tells it from an executor."""
+    """Thread that makes calls one after the other. Unlike with an executor, nothing waits for a
+    hanging call, not even the end of the process."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[object, ...]] | None]
@@ -135,7 +138,7 @@ class _Thread:
         return future
 
     def end(self) -> None:
-        """No call comes after those already asked for."""
+        """Accept no calls after those already made."""
         self._calls.put(None)
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""One episode: environment, policy and conversation taking turns.
+"""One episode: environment, policy and conversation take turns.
 
 No sockets here. Tokens are recorded as the model saw them, a Sequence for every context (see
 `conversation.py`): PROMPT up to where it first writes, EXPERIENCE within it, ACTION for what it
@@ -9,22 +9,21 @@ run.
 import asyncio
 import logging
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal
 
 import numpy as np
 
-from actors.engines.base import Generation
 from actors.envs.base import Concluding, EnvironmentFailure, Located, Scored, Step
 from actors.formats.chat import encodable
-from actors.formats.tool_calls import ANSWER_TOOL, Unreadable, called
+from actors.formats.tool_calls import ANSWER_TOOL, InvalidCall, called
 from actors.formats.turns import SEPARATOR
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.rollout.conversation import Conversation, system_message, tool_names
-from actors.rollout.environment import World
-from actors.rollout.episode_config import Setting
+from actors.rollout.environment import TimedEnvironment
+from actors.rollout.episode_config import Setting, step_latency_s
+from actors.rollout.policy import Advice, EpisodePolicy
 from evolver_async.protocol.failures import FailureKind
 from evolver_async.protocol.transcripts import Transcript, Turn
 from evolver_async.randomness import key
@@ -33,22 +32,9 @@ from evolver_async.schema import SCRIPTED, Ticket, Trajectory, TurnFlag
 log = logging.getLogger(__name__)
 
 
-class Advice(NamedTuple):
-    """Experience for one episode; no text, no guidance."""
-
-    text: str = ""
-    ids: tuple[int, ...] = ()
-
-
-class Guide(Protocol):
-    """Whoever knows what earlier episodes found out."""
-
-    async def advise(self, query: str) -> Advice: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """One episode that is over. `query`: its task in words; `ending`: what it saw last.
+    """One finished episode. `query`: its task as text; `ending`: its last observation.
 
     `scores`: the environment's before the first turn and after each. Both these and the transcript
     are empty where nobody wants them.
@@ -65,7 +51,7 @@ Deliver = Callable[[Finished], None]
 
 
 class EpisodeLate(Exception):
-    """An episode missed its deadline, and most of its time was the policy's."""
+    """An episode missed its deadline and spent most of its time in the policy."""
 
     kind: FailureKind = "late"
 
@@ -75,29 +61,18 @@ class EpisodeLate(Exception):
         self.error = failure.error
 
 
-class Policy(Protocol):
-    """Whoever writes the ACTION tokens of one episode."""
-
-    kind: Literal["learned", "scripted"]
-
-    async def advise(self, world: World, query: str) -> Advice:
-        """What guides an episode of the task that `query` describes."""
-        ...
-
-    async def write(self, world: World, context: list[int], turn: int) -> Generation:
-        """The turn that follows `context`. A scripted policy has no `weights` and log-probs 0."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Episode:
-    """One member's way through its task."""
+    """Run of one member's episode."""
 
     def __init__(
-        self, world: World, ticket: Ticket, member: int, setting: Setting, progress: Progress
+        self,
+        environment: TimedEnvironment,
+        ticket: Ticket,
+        member: int,
+        setting: Setting,
+        progress: TicketProgress,
     ) -> None:
-        self.world = world
+        self.environment = environment
         self.ticket = ticket
         self.member = member
         self.setting = setting
@@ -115,8 +90,8 @@ class Episode:
         self.success = self.terminated = self.truncated = False
         self.generate_s = 0.0
 
-    async def play(self, policy: Policy) -> Trajectory:
-        """Reset, then turns until the end, a limit, or too little room for a whole one."""
+    async def play(self, policy: EpisodePolicy) -> Trajectory:
+        """Reset, then run turns until the end, a limit, or too little room for a whole turn."""
         setting = self.setting
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -126,7 +101,9 @@ class Episode:
             asked = loop.time()
             try:
                 with self.progress.during(self.member, f"generation of turn {turn}"):
-                    generation = await policy.write(self.world, self.conversation.tokens, turn)
+                    generation = await policy.write(
+                        self.environment, self.conversation.tokens, turn
+                    )
             finally:
                 self.generate_s += loop.time() - asked
             self.progress.count += len(generation.tokens)
@@ -137,46 +114,50 @@ class Episode:
             unread = sum(bool(flag & TurnFlag.FORMAT_ERROR) for flag in self.flags)
             if 0 < setting.format_errors <= unread or not self.conversation.tell(told):
                 break
-        if not (self.terminated or self.truncated) and isinstance(self.world.env, Concluding):
-            reward, self.success = await self.world.call("verdict", self.world.env.verdict)
+        if not (self.terminated or self.truncated) and isinstance(self.environment.env, Concluding):
+            reward, self.success = await self.environment.call(
+                "verdict", self.environment.env.verdict
+            )
             self.rewards[-1] += self._finite("verdict", reward)
         if not self.terminated:
             self.rewards[-1] += setting.truncated_reward
         return self._trajectory(policy.kind, loop.time() - began)
 
-    async def _begin(self, policy: Policy, room: int) -> None:
-        """Reset, and the tokens up to the first turn, experience among them."""
+    async def _begin(self, policy: EpisodePolicy, room: int) -> None:
+        """Reset and make the tokens up to the first turn, experience included."""
         loop = asyncio.get_running_loop()
-        began, world, task = loop.time(), self.world, self.ticket.task
-        await world.open()
+        began, environment, task = loop.time(), self.environment, self.ticket.task
+        await environment.open()
         dynamics_seed = key(self.ticket.dynamics_seed, self.member)
-        seen = await world.call("reset", world.env.reset, task, dynamics_seed)
+        seen = await environment.call("reset", environment.env.reset, task, dynamics_seed)
         self.observation = encodable(seen)
         self.query = f"{task.query}\n{self.observation}" if task.query else self.observation
-        system = await world.call("instructions", system_message, self.setting, world.env)
+        system = await environment.call(
+            "instructions", system_message, self.setting, environment.env
+        )
         if self.setting.format.tools:
-            self.tools = await world.call("tools", tool_names, world.env)
+            self.tools = await environment.call("tools", tool_names, environment.env)
         talk = Conversation(self.setting, system, task.query, self.observation, room)
         self.conversation, length = talk, len(talk.tokens)
         if length > room:
             cause = f"first prompt of {length} tokens leaves no turn in policy.max_length"
-            raise world.failure("first prompt", loop.time() - began, ValueError(cause))
+            raise environment.failure("first prompt", loop.time() - began, ValueError(cause))
         if self.member in self.ticket.guided:
             with self.progress.during(self.member, "asking for experience"):
-                self.advice = await policy.advise(world, self.query)
+                self.advice = await policy.advise(environment, self.query)
             text = self.advice.text
             if not text or not talk.guide(self.setting.chat.experience(text)):
                 self.advice = Advice()
         await self._score()
 
     async def _turn(self, text: str) -> str:
-        """Carry out what one turn says; returns what is told of it."""
+        """Carry out one turn; return the text that the policy reads after it."""
         actions = self.setting.format.parse(text)
         if self.setting.recorded:
-            env, seen = self.world.env, self.observation
+            env, seen = self.environment.env, self.observation
             state = seen
             if isinstance(env, Located):
-                state = await self.world.call("state", env.state)
+                state = await self.environment.call("state", env.state)
             action = f" {SEPARATOR} ".join(one for one in actions or [] if isinstance(one, str))
             self.turns.append(Turn(observation=seen, state=state, action=action, text=text))
         shown = await self._act(actions)
@@ -184,15 +165,15 @@ class Episode:
         return shown
 
     async def _score(self) -> None:
-        if self.setting.scored and isinstance(self.world.env, Scored):
-            self.scores.append(await self.world.call("score", self.world.env.score))
+        if self.setting.scored and isinstance(self.environment.env, Scored):
+            self.scores.append(await self.environment.call("score", self.environment.env.score))
 
-    async def _act(self, actions: list[str | Unreadable] | None) -> str:
-        """Carry out one turn's actions; returns what is told of it."""
+    async def _act(self, actions: list[str | InvalidCall] | None) -> str:
+        """Carry out one turn's actions; return the text that the policy reads after it."""
         reward, outputs = 0.0, list[str]()
         flags = TurnFlag.FORMAT_ERROR if actions is None else TurnFlag(0)
         for action in actions or []:
-            if isinstance(action, Unreadable):
+            if isinstance(action, InvalidCall):
                 flags |= TurnFlag.FORMAT_ERROR | TurnFlag.TOOL_ERROR
                 outputs.append(action.complaint)
                 continue
@@ -200,8 +181,9 @@ class Episode:
                 flags |= TurnFlag.TOOL_ERROR
                 outputs.append(unknown)
                 continue
-            step: Step = await self.world.call(
-                "step", self.world.env.step, action, latency_s=self._latency_s()
+            latency_s = step_latency_s(self.setting, self.ticket, self.member, self.steps)
+            step: Step = await self.environment.call(
+                "step", self.environment.env.step, action, latency_s=latency_s
             )
             self.steps += 1
             self.progress.count += 1
@@ -222,13 +204,13 @@ class Episode:
         return told
 
     def _finite(self, doing: str, reward: float) -> float:
-        """A reward; EnvironmentFailure where it is none that can be learnt from."""
+        """Return a finite reward; EnvironmentFailure for another."""
         if not math.isfinite(reward):
-            raise self.world.failure(doing, 0.0, ValueError(f"a reward of {reward}"))
+            raise self.environment.failure(doing, 0.0, ValueError(f"a reward of {reward}"))
         return reward
 
     def _unknown(self, action: str) -> str | None:
-        """What is told of a call of a tool that does not exist; None where it does."""
+        """Return the error for a call of an unknown tool; None for a known one."""
         if self.tools is None:
             return None
         name, known = called(action).name, ", ".join(sorted(self.tools))
@@ -236,25 +218,14 @@ class Episode:
         return None if known_or_answer else f"error: no tool {name!r} (known: {known})"
 
     def late(self) -> EnvironmentFailure | EpisodeLate:
-        """Whose fault it is that the deadline was missed: a slow engine or endpoint makes no task
-        bad. Demonstrations are the environment's own."""
+        """Return the failure of a missed deadline. A slow engine or endpoint is not the task's
+        failure; demonstrations are the environment's own."""
         doing, seconds = self.progress.last[self.member]
         limit_s = self.setting.episode_timeout_s
         cause = f"env.episode_timeout_s is {limit_s:g}, {self.generate_s:.1f} s were the policy's"
-        failure = self.world.failure(doing, seconds, TimeoutError(cause))
+        failure = self.environment.failure(doing, seconds, TimeoutError(cause))
         slow_policy = self.ticket.kind not in SCRIPTED and self.generate_s > limit_s / 2
         return EpisodeLate(failure) if slow_policy else failure
-
-    def _latency_s(self) -> float:
-        """This step's injected latency; the draw belongs to the step."""
-        setting, ticket = self.setting, self.ticket
-        if setting.latency == "none":
-            return 0.0
-        if setting.latency == "fixed":
-            return setting.latency_median_s
-        parts = ("latency", ticket.group_id, self.member, ticket.attempt, self.steps)
-        rng = random.Random(key(setting.seed, *parts))
-        return setting.latency_median_s * rng.lognormvariate(0.0, setting.latency_sigma)
 
     def _trajectory(self, kind: Literal["learned", "scripted"], total_s: float) -> Trajectory:
         turns = len(self.rewards)
@@ -276,7 +247,7 @@ class Episode:
             experience_ids=list(self.advice.ids),
             policy=kind,
             timing={
-                "env_s": self.world.spent_s,
+                "env_s": self.environment.spent_s,
                 "generate_s": self.generate_s,
                 "total_s": total_s,
             },
@@ -284,29 +255,29 @@ class Episode:
 
 
 async def run_episode(
-    ticket: Ticket, member: int, setting: Setting, policy: Policy, progress: Progress
+    ticket: Ticket, member: int, setting: Setting, policy: EpisodePolicy, progress: TicketProgress
 ) -> Finished:
     """Run one member.
 
     EnvironmentFailure where its environment raised or missed a deadline, EpisodeLate where the
     whole episode did because of the policy.
     """
-    world = World(ticket, member, setting.step_timeout_s, progress)
-    episode = Episode(world, ticket, member, setting, progress)
+    environment = TimedEnvironment(ticket, member, setting.step_timeout_s, progress)
+    episode = Episode(environment, ticket, member, setting, progress)
     try:
         async with asyncio.timeout(setting.episode_timeout_s) as limit:
             trajectory = await episode.play(policy)
     except TimeoutError:
-        world.abandon()
+        environment.abandon()
         if limit.expired():
             raise episode.late() from None
         raise
     except BaseException:
-        world.abandon()
+        environment.abandon()
         raise
     finally:
         policy.close()
-    await world.close()
+    await environment.close()
     transcript = Transcript(
         trajectory_id=trajectory.trajectory_id,
         reward=trajectory.reward,

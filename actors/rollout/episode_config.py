@@ -1,16 +1,23 @@
-"""What all episodes of a stage share."""
+"""Settings that all episodes of a stage share."""
 
+import random
 from dataclasses import dataclass, field
+from typing import Literal
 
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.formats.turns import FORMATS, TurnFormat
 from evolver_async.config import Config
+from evolver_async.randomness import key
+from evolver_async.schema import Ticket
+
+PLAIN_VOCABULARY = 10_000  # tokens of a tokenizer from which on `env.prompt: auto` means `plain`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all episodes of a stage share. `max_length` bounds the tokens of one context."""
+    """Settings that all episodes of a stage share. `max_length` bounds the tokens of one
+    context."""
 
     chat: Chat
     format: TurnFormat
@@ -26,6 +33,8 @@ class Setting:
     latency: str  # of every step: none, fixed or lognormal
     latency_median_s: float
     latency_sigma: float
+    wording: Literal["tiny", "plain"] = "tiny"  # of the instructions in the system message
+    system_prompt: str = ""  # replaces the turn format's instructions
     context: str = "full"  # what a turn sees: full, window or single
     window: int = 1  # turns that a turn sees before it, where context is window
     truncated_reward: float = 0.0  # added where an episode ends without its environment's end
@@ -37,7 +46,7 @@ class Setting:
 def setting_of(
     config: Config, chat: Chat, name: str, incarnation: int, failures: FailureCounts | None = None
 ) -> Setting:
-    """What the episodes of one stage share."""
+    """Return the settings of a stage's episodes."""
     rollout, env = config.rollout, config.env
     return Setting(
         chat=chat,
@@ -56,6 +65,8 @@ def setting_of(
         latency=env.latency.kind,
         latency_median_s=env.latency.median_s,
         latency_sigma=env.latency.sigma,
+        wording=wording_of(env.prompt, chat.vocabulary),
+        system_prompt=rollout.system_prompt,
         context=rollout.context,
         window=rollout.window,
         truncated_reward=rollout.truncated_reward,
@@ -65,3 +76,21 @@ def setting_of(
         scored=config.judge.kind == "rule",
         failures=failures or FailureCounts(),
     )
+
+
+def wording_of(prompt: str, vocabulary: int) -> Literal["tiny", "plain"]:
+    """Resolve `env.prompt` for a tokenizer of `vocabulary` tokens."""
+    if prompt == "auto":
+        return "plain" if vocabulary >= PLAIN_VOCABULARY else "tiny"
+    return "plain" if prompt == "plain" else "tiny"
+
+
+def step_latency_s(setting: Setting, ticket: Ticket, member: int, step: int) -> float:
+    """Draw the injected latency of a step; the draw belongs to the step."""
+    if setting.latency == "none":
+        return 0.0
+    if setting.latency == "fixed":
+        return setting.latency_median_s
+    parts = ("latency", ticket.group_id, member, ticket.attempt, step)
+    rng = random.Random(key(setting.seed, *parts))
+    return setting.latency_median_s * rng.lognormvariate(0.0, setting.latency_sigma)

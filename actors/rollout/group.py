@@ -1,4 +1,4 @@
-"""A group of episodes: its members side by side, each delivered as it ends."""
+"""One group of episodes: its members run concurrently, each is delivered as it ends."""
 
 import asyncio
 import logging
@@ -7,18 +7,20 @@ from typing import Literal
 
 from actors.engines.base import Engine, Generation, Request
 from actors.envs.base import EnvironmentFailure
-from actors.progress import Progress
-from actors.rollout.environment import World
-from actors.rollout.episode import Advice, Deliver, EpisodeLate, Guide, Policy, run_episode
+from actors.progress import TicketProgress
+from actors.rollout.environment import TimedEnvironment
+from actors.rollout.episode import Deliver, EpisodeLate, run_episode
 from actors.rollout.episode_config import Setting
+from actors.rollout.policy import Advice, EpisodePolicy, Guide
 from evolver_async.randomness import key
 from evolver_async.schema import Ticket
 
 log = logging.getLogger(__name__)
 
 
-class Learned:
-    """The engine, writing for one member of a ticket; every turn's draws have their own key."""
+class LearnedPolicy:
+    """Policy that samples one member's turns from the engine; every turn's draws have their own
+    key."""
 
     kind: Literal["learned", "scripted"] = "learned"
 
@@ -33,10 +35,12 @@ class Learned:
         self._session = f"{ticket.group_id}/{member}/{ticket.attempt}"
         self._seed = setting.seed
 
-    async def advise(self, world: World, query: str) -> Advice:
+    async def advise(self, environment: TimedEnvironment, query: str) -> Advice:
         return Advice() if self._guide is None else await self._guide.advise(query)
 
-    async def write(self, world: World, context: list[int], turn: int) -> Generation:
+    async def write(
+        self, environment: TimedEnvironment, context: list[int], turn: int
+    ) -> Generation:
         return await self._engine.generate(
             Request(
                 tokens=context,
@@ -54,9 +58,13 @@ class Learned:
 
 
 async def side_by_side(
-    ticket: Ticket, setting: Setting, progress: Progress, play: Callable[[int], Awaitable[None]]
+    ticket: Ticket,
+    setting: Setting,
+    progress: TicketProgress,
+    play: Callable[[int], Awaitable[None]],
 ) -> EnvironmentFailure | EpisodeLate | None:
-    """`play` every member of a ticket at once, to the end of all; what went wrong with one of them.
+    """`play` all members of a ticket concurrently to their ends; return one of their failures, if
+    any.
 
     An EnvironmentFailure comes before an EpisodeLate; anything else is raised at once.
     """
@@ -80,11 +88,11 @@ async def side_by_side(
 async def run_members(
     ticket: Ticket,
     setting: Setting,
-    policy_of: Callable[[int], Policy],
-    progress: Progress,
+    policy_of: Callable[[int], EpisodePolicy],
+    progress: TicketProgress,
     deliver: Deliver,
 ) -> None:
-    """Run a ticket's members side by side and `deliver` each as it ends.
+    """Run a ticket's members concurrently and `deliver` each as it ends.
 
     An EnvironmentFailure, else an EpisodeLate, is raised after all the others have ended.
     """
@@ -100,13 +108,13 @@ async def run_group(
     ticket: Ticket,
     setting: Setting,
     engine: Engine,
-    progress: Progress,
+    progress: TicketProgress,
     deliver: Deliver,
     guide: Guide | None = None,
 ) -> None:
     """Run a ticket's members with the engine; see `run_members`."""
 
-    def policy_of(member: int) -> Policy:
-        return Learned(engine, ticket, member, setting, guide)
+    def policy_of(member: int) -> EpisodePolicy:
+        return LearnedPolicy(engine, ticket, member, setting, guide)
 
     await run_members(ticket, setting, policy_of, progress, deliver)

@@ -1,4 +1,4 @@
-"""The confined interpreter: warm, it forks for every program and cleans up behind it.
+"""Confined interpreter: it stays warm, forks for every program and cleans up after it.
 
 Runs as process 1 of its namespace, by path and with the standard library alone; reads frames (four
 bytes of length, then JSON) from its standard input, writes marked ones to its standard output, and
@@ -9,8 +9,6 @@ Every program runs in a copy of its memory, so nothing of a program ever enters 
 the request, the kernel passes on the output, and another fork cleans up.
 """
 
-import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -20,7 +18,6 @@ import resource
 import select
 import shutil
 import signal
-import socket
 import struct
 import sys
 import time
@@ -28,22 +25,18 @@ import traceback
 import types
 from typing import Any, Literal
 
-PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
-CAPABILITY_VERSION = 0x20080522
-HOME = "/tmp"
+sys.path.insert(0, os.path.dirname(__file__))  # the option -P leaves it out
+from hardening import HOME, ConfinementError, end_all, harden
+
+del sys.path[0]
+
 FILE = "program.py"
-MORE_PROCESSES = 4  # that may be counted with ours: this one, and those that shut it in
 Status = Literal["ok", "error", "timeout", "output", "killed"]
 END, STDOUT, STDERR = 0, 1, 2  # the marks of frames
-libc = ctypes.CDLL(None, use_errno=True)
-
-
-class Refused(Exception):
-    """The confinement does not hold; says what."""
 
 
 def read_frame(fd: int) -> dict[str, Any]:
-    """The next message; the process ends where none can come any more."""
+    """Read the next message; end the process if its input is closed."""
     (length,) = struct.unpack(">I", read_exactly(fd, 4))
     return json.loads(read_exactly(fd, length))
 
@@ -69,84 +62,8 @@ def write(fd: int, content: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-# ---- hardening
-
-
-def harden(setup: dict[str, Any]) -> None:
-    """Give up what is left to give up, and check. Refused names what does not hold."""
-    limits = {
-        resource.RLIMIT_CORE: 1,  # unlike 0 also keeps a crash from the host's core handler
-        resource.RLIMIT_MEMLOCK: 0,
-        resource.RLIMIT_FSIZE: setup["temporary_bytes"],
-        resource.RLIMIT_NOFILE: setup["open_files"],
-    }
-    for limit, value in limits.items():
-        resource.setrlimit(limit, (value, value))
-    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
-        raise Refused("no_new_privs cannot be set")
-    limit_processes(setup["processes"])
-    check()
-    forbid(bytes.fromhex(setup["filter"]))
-
-
-def limit_processes(count: int) -> None:
-    """Let `count` processes live beside this one, by trial: which others are counted depends."""
-    for limit in range(count, count + MORE_PROCESSES + 1):
-        resource.setrlimit(resource.RLIMIT_NPROC, (limit, count + MORE_PROCESSES))
-        if forked(count + 1) == count:
-            resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
-            return
-    raise Refused(f"the number of processes cannot be limited to {count} (root's are not counted)")
-
-
-def forked(most: int) -> int:
-    """How many processes can live at once, up to `most`."""
-    for count in range(most):
-        try:
-            if os.fork() == 0:
-                while True:
-                    signal.pause()
-        except BlockingIOError:
-            end_all()
-            return count
-    end_all()
-    return most
-
-
-def forbid(program: bytes) -> None:
-    """Install the filter of system calls."""
-    buffer = ctypes.create_string_buffer(program, len(program))
-    filled = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
-    if libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, filled, 0, 0):
-        raise Refused(f"seccomp: {os.strerror(ctypes.get_errno())}")
-    try:
-        socket.socket(socket.AF_INET).close()
-    except PermissionError:
-        return
-    raise Refused("seccomp lets through what it should not")
-
-
-def check() -> None:
-    """Refused unless this is process 1, without rights, network, /proc and a place to write."""
-    if os.getpid() != 1:
-        raise Refused("no process namespace")
-    held = ctypes.create_string_buffer(24)
-    header = struct.pack("=Ii", CAPABILITY_VERSION, 0)
-    if libc.capget(header, held) or any(held.raw) or 0 in os.getresuid():
-        raise Refused("capabilities are left")
-    if os.path.exists("/proc/self"):
-        raise Refused("/proc is there")
-    if [name for _, name in socket.if_nameindex()] not in ([], ["lo"]):
-        raise Refused("a network is there")
-    for place in ("/", os.path.dirname(__file__), "/dev"):
-        if writable(place):
-            raise Refused(f"{place} can be written")
-    if not writable(HOME):
-        raise Refused(f"{HOME} cannot be written")
-
-
 def free_inodes() -> int:
-    """The inodes left of the empty HOME, 0 if its file system does not count them."""
+    """Return the inodes left of the empty HOME, 0 if its file system does not count them."""
     path, free = os.path.join(HOME, "counted"), os.statvfs(HOME).f_ffree
     with open(path, "w"):
         counted = os.statvfs(HOME).f_ffree == free - 1
@@ -154,21 +71,8 @@ def free_inodes() -> int:
     return free if counted else 0
 
 
-def writable(place: str) -> bool:
-    path = os.path.join(place, "written")
-    try:
-        with open(path, "w"):
-            os.unlink(path)
-    except OSError:
-        return False
-    return True
-
-
-# ---- one program
-
-
 class Relay:
-    """Passes on what a program writes, at most `most` + 1 bytes of each stream.
+    """Relay of a program's output, at most `most` + 1 bytes of each stream.
 
     The bytes go from pipe to pipe within the kernel. `between` is an empty pipe that lets a frame's
     length be known before the frame is written.
@@ -182,7 +86,7 @@ class Relay:
         self._answers = answers
 
     def pass_on(self, fd: int) -> int:
-        """Pass on what there is, at least one byte; the number of bytes, 0 at the end."""
+        """Pass on available output, at least one byte; return the number of bytes, 0 at the end."""
         room = self.most + 1 - self.passed[fd]
         count = left = os.splice(fd, self._given, room) if room else 0
         if count:
@@ -197,8 +101,8 @@ class Relay:
 
 
 def run(setup: dict[str, Any], control: int, answers: int, between: tuple[int, int]) -> None:
-    """Fork for the request that waits, let the program run until it ends or breaks a limit, end
-    what it left behind."""
+    """Fork for the waiting request, let the program run until it ends or breaks a limit, end all of
+    its processes."""
     began = time.monotonic()
     out, out_end = os.pipe()
     err, err_end = os.pipe()
@@ -225,7 +129,7 @@ def run(setup: dict[str, Any], control: int, answers: int, between: tuple[int, i
 
 
 def watch(child: int, relay: Relay, deadline: float, control: int) -> Status | None:
-    """Pass on what is written until the program has ended (None), or the limit that it broke."""
+    """Relay output until the program has ended (None) or has broken the returned limit."""
     ended = os.pidfd_open(child)
     poll = select.poll()
     for fd in (ended, *relay.marks):
@@ -249,21 +153,8 @@ def watch(child: int, relay: Relay, deadline: float, control: int) -> Status | N
         os.close(ended)
 
 
-def end_all() -> dict[int, int]:
-    """Kill every other process of the namespace; the wait status of each by process id."""
-    ended = {}
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)  # all at once, so that none can fork in between
-    while True:
-        try:
-            process, status = os.waitpid(-1, 0)
-        except ChildProcessError:
-            return ended
-        ended[process] = status
-
-
 def cleared(free: int) -> bool:
-    """Clean up in a fork, which alone reads the names of a program's files; False if that fails.
+    """Clean up in a fork, which alone reads the names of a program's files; False on failure.
 
     `free`: the inodes left where there are no files, 0 if the file system does not count them.
     """
@@ -281,7 +172,7 @@ def cleared(free: int) -> bool:
 
 
 def clear() -> bool:
-    """Empty the only place that can be written; False where that fails."""
+    """Empty HOME, the only writable place; False on failure."""
     try:
         os.chmod(HOME, 0o700)
         with os.scandir(HOME) as entries:
@@ -296,7 +187,7 @@ def clear() -> bool:
 
 
 def play(setup: dict[str, Any], control: int, outputs: tuple[int, int], highest: int) -> None:
-    """In the fork: read the request and become its program. Never returns."""
+    """Read the request in the fork and become its program. Never returns."""
     code = 1
     try:
         os.setsid()
@@ -316,7 +207,7 @@ def play(setup: dict[str, Any], control: int, outputs: tuple[int, int], highest:
 
 
 def execute(source: str) -> int:
-    """Run the text as `__main__`; its exit code. What it raises is printed as Python does."""
+    """Run the text as `__main__`; return its exit code. An exception is printed as Python does."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     try:
@@ -334,7 +225,7 @@ def execute(source: str) -> int:
 
 
 def main() -> None:
-    """Harden, say so, then run program after program."""
+    """Harden, report readiness, then run program after program."""
     control, answers = os.dup(0), os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1):
@@ -348,7 +239,7 @@ def main() -> None:
         for name in setup["imports"]:
             importlib.import_module(name)
         harden(setup)
-    except (Refused, ImportError, OSError) as error:
+    except (ConfinementError, ImportError, OSError) as error:
         write_message(answers, {"refused": f"{type(error).__name__}: {error}"})
         return
     between = os.pipe()

@@ -1,4 +1,5 @@
-"""Shuts a program in: namespaces of its own, a read-only root, no network, no rights, no variables.
+"""Confinement of a program: its own namespaces, a read-only root, no network, no rights, no
+variables.
 
 Run as a script with a specification in JSON, by path and with the standard library alone. It stays
 outside, and when it ends, what it shut in is killed with it. Three routes lead in: `root` builds
@@ -34,7 +35,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def must(result: int, doing: str) -> None:
-    """OSError with what could not be done."""
+    """Raise OSError, naming the operation, if a call failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{doing}: {os.strerror(number)}")
@@ -54,7 +55,7 @@ def restrict(path: str, attributes: int, recursive: bool) -> None:
 
 
 def leave_namespaces(user: int, group: int, own_user: bool) -> None:
-    """Into new namespaces; with `own_user` also one of users, in which the caller is nobody."""
+    """Enter new namespaces; with `own_user` also one of users, in which the caller is nobody."""
     flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET | (NEWUSER if own_user else 0)
     must(libc.unshare(flags), "unshare")
     if own_user:
@@ -69,7 +70,7 @@ def leave_namespaces(user: int, group: int, own_user: bool) -> None:
 
 
 def build(paths: list[list[str]], owner: int, temporary_bytes: int) -> None:
-    """Make a new root of `paths` (pairs: what, seen where), devices and a small /tmp."""
+    """Make a new root of `paths` (pairs: source, target), devices and a small /tmp."""
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", "/proc", "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755")  # any place will do
     os.mkdir("/proc/old")
@@ -94,7 +95,7 @@ def build(paths: list[list[str]], owner: int, temporary_bytes: int) -> None:
 
 
 def bind(source: str, target: str) -> None:
-    """Show a file or directory at `target`, whose place is made."""
+    """Mount a file or directory at `target`, which is created."""
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     else:
@@ -104,7 +105,7 @@ def bind(source: str, target: str) -> None:
 
 
 def give_up_rights(user: int) -> None:
-    """No capability now or later; where `user` is positive, also root's user id."""
+    """Drop all capabilities for good; if `user` is positive, also root's user id."""
     for capability in range(LAST_CAPABILITY + 1):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # those that do not exist: EINVAL
     if user > 0:
@@ -114,7 +115,7 @@ def give_up_rights(user: int) -> None:
 
 
 def bubblewrap(spec: dict[str, Any]) -> list[str]:
-    """The command line that asks bubblewrap for the same."""
+    """Return the command line that asks bubblewrap for the same confinement."""
     command = [
         spec["bwrap"],
         "--unshare-all",
@@ -138,7 +139,8 @@ def bubblewrap(spec: dict[str, Any]) -> list[str]:
 
 
 def shut_in(spec: dict[str, Any]) -> None:
-    """In the process that becomes the confined one: the last steps, then the program itself."""
+    """Take the last steps in the process that becomes the confined one, then execute the
+    program."""
     if spec["route"] == "bwrap":
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         command = bubblewrap(spec)
@@ -150,7 +152,7 @@ def shut_in(spec: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Shut in what the specification names, and end as it ends."""
+    """Confine the specified program, and end as it ends."""
     spec = json.loads(sys.argv[1])
     with open("/proc/self/oom_score_adj", "w") as adjustment:
         adjustment.write("1000")  # where memory is short, this goes first

@@ -1,4 +1,4 @@
-"""A pool of confined interpreters: every program runs in the next one that is free.
+"""Pool of confined interpreters: every program runs in the next free one.
 
 Threads may call it at once; each waits for an interpreter. One that died, or that a program left
 unclean, is replaced when it is next needed.
@@ -13,22 +13,22 @@ import threading
 from typing import get_args
 
 from actors.sandbox.process import (
-    Cell,
-    CellDied,
-    CellLate,
-    Interior,
-    Limits,
+    ConfinedInterpreter,
+    InterpreterConfig,
+    InterpreterDied,
+    InterpreterTimeout,
     Result,
     Route,
+    SandboxLimits,
     SandboxUnavailable,
 )
 
-USUAL, PLAIN = Limits(), Interior()
+USUAL, PLAIN = SandboxLimits(), InterpreterConfig()
 KILLED = "the confined interpreter was ended"
 
 
-class Pool:
-    """`size` interpreters, started when first needed.
+class SandboxPool:
+    """Pool of `size` interpreters, started when first needed.
 
     `route`: how programs are confined; empty for the first that works: with root's rights,
     bubblewrap where it is installed, namespaces for ordinary users.
@@ -36,25 +36,25 @@ class Pool:
 
     def __init__(
         self,
-        limits: Limits = USUAL,
+        limits: SandboxLimits = USUAL,
         *,
         size: int = 2,
         route: Route | None = None,
-        interior: Interior = PLAIN,
+        interior: InterpreterConfig = PLAIN,
     ) -> None:
         if size < 1:
             raise ValueError(f"size: {size} is less than 1")
         self.limits = limits
         self._interior = interior
         self._routes: list[Route] = [route] if route else routes()
-        self._free: queue.LifoQueue[Cell | None] = queue.LifoQueue()
+        self._free: queue.LifoQueue[ConfinedInterpreter | None] = queue.LifoQueue()
         for _ in range(size):
             self._free.put(None)
         self._size = size
         self._whole = threading.Lock()  # who wants all interpreters at once, is alone in that
 
     def run(self, source: str) -> Result:
-        """Run a program; SandboxUnavailable where none can be confined here."""
+        """Run a program; SandboxUnavailable if programs cannot be confined here."""
         if len(source.encode(errors="replace")) > self.limits.source_bytes:
             return Result("", f"longer than {self.limits.source_bytes} bytes", "error", 0.0)
         cell = self._free.get()
@@ -66,8 +66,8 @@ class Pool:
             if cell is None:
                 cell = self._start()
             result, clean = cell.run(source)
-        except CellDied as death:
-            status = "timeout" if isinstance(death, CellLate) else "killed"
+        except InterpreterDied as death:
+            status = "timeout" if isinstance(death, InterpreterTimeout) else "killed"
             result = Result("", KILLED, status, self.limits.wall_s)
         finally:
             if cell is not None and not clean:
@@ -76,7 +76,7 @@ class Pool:
         return result
 
     def start(self) -> Route:
-        """Start every interpreter; the route that leads in. SandboxUnavailable: none does."""
+        """Start every interpreter; return the route that works. SandboxUnavailable: none does."""
         with self._whole:
             cells = [self._free.get() for _ in range(self._size)]
             try:
@@ -96,11 +96,11 @@ class Pool:
                     cell.kill()
                 self._free.put(None)
 
-    def _start(self) -> Cell:
+    def _start(self) -> ConfinedInterpreter:
         refusals = []
         for route in self._routes:
             try:
-                cell = Cell(route, self.limits, self._interior)
+                cell = ConfinedInterpreter(route, self.limits, self._interior)
             except SandboxUnavailable as refusal:
                 refusals.append(f"{WAYS[route]}: {refusal}")
             else:
@@ -122,7 +122,7 @@ assert set(WAYS) == set(get_args(Route))
 
 
 def routes() -> list[Route]:
-    """The routes worth trying here, best first."""
+    """Return the routes worth trying here, best first."""
     found: list[Route] = ["root"] if os.geteuid() == 0 else []
     if shutil.which("bwrap"):
         found.append("bwrap")
@@ -132,14 +132,14 @@ def routes() -> list[Route]:
 _sharing = threading.Lock()
 
 
-def shared(limits: Limits, size: int, interior: Interior) -> Pool:
-    """The process's own pool of these limits, closed when it ends."""
+def shared(limits: SandboxLimits, size: int, interior: InterpreterConfig) -> SandboxPool:
+    """Return the process's own pool of these limits, closed when it ends."""
     with _sharing:
         return _pool(limits, size, interior)
 
 
 @functools.cache
-def _pool(limits: Limits, size: int, interior: Interior) -> Pool:
-    pool = Pool(limits, size=size, interior=interior)
+def _pool(limits: SandboxLimits, size: int, interior: InterpreterConfig) -> SandboxPool:
+    pool = SandboxPool(limits, size=size, interior=interior)
     atexit.register(pool.close)
     return pool

@@ -1,7 +1,7 @@
 """One confined interpreter, seen from outside: started, asked to run programs, ended.
 
-A program costs at most its deadline: where the interpreter itself does not answer shortly after,
-it is ended with everything in it.
+A program costs at most its deadline: where the interpreter itself does not answer shortly after, it
+is ended with everything in it.
 """
 
 import json
@@ -24,30 +24,31 @@ Status = Literal["ok", "error", "timeout", "output", "killed"]
 
 START_S = 20.0
 GRACE_S = 1.0  # beyond a program's deadline, for the interpreter to say so
-CONFINE, INSIDE = (Path(__file__).with_name(f"{name}.py") for name in ("namespaces", "guest"))
+CONFINE = Path(__file__).with_name("namespaces.py")
+GUEST_FILES = ("guest.py", "hardening.py")  # of this directory, shown in the root directory inside
 END, STDOUT, STDERR = 0, 1, 2  # the marks of frames, as in guest.py
-SEEN, PYTHON, PACKAGES = "/guest.py", "/python", "/packages"
+GUEST, PYTHON, PACKAGES = "/guest.py", "/python", "/packages"
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 VARIABLES = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 VARIABLES |= {"HOME": "/tmp", "LC_ALL": "C.UTF-8", "LD_LIBRARY_PATH": f"{PYTHON}/lib"}
 
 
 class SandboxUnavailable(RuntimeError):
-    """Programs cannot be confined here; says what is missing."""
+    """Programs cannot be confined here; the message names what is missing."""
 
 
-class CellDied(RuntimeError):
-    """The confined interpreter ended or did not answer in time; it is gone."""
+class InterpreterDied(RuntimeError):
+    """The confined interpreter ended or did not answer in time."""
 
 
-class CellLate(CellDied):
-    """It did not answer in time."""
+class InterpreterTimeout(InterpreterDied):
+    """The confined interpreter did not answer in time."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What one program may use. All its processes together may hold `processes` times
-    `memory_bytes`, and the files of `temporary_bytes`. ValueError names what is out of range."""
+class SandboxLimits:
+    """Limits of one program. All its processes together may hold `processes` times `memory_bytes`,
+    and the files of `temporary_bytes`. ValueError names the value out of range."""
 
     wall_s: float = 2.0
     cpu_s: int = 2  # of each process
@@ -70,7 +71,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """What a program wrote, at most `output_bytes` of each, how it ended and after how long.
+    """Output of a program, at most `output_bytes` of each stream, its status and duration.
 
     `error`: it raised or exited with a code; `timeout` and `output` name the limit that it broke;
     `killed`: by a signal, that of the limit on processor time among them.
@@ -83,9 +84,9 @@ class Result:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interior:
-    """What is warm inside: modules imported before the first program, and whether packages that
-    are installed here can be imported at all. `python`: the interpreter, this one's by default."""
+class InterpreterConfig:
+    """Configuration of the interpreter: modules imported before the first program, and access to
+    installed packages. `python`: the interpreter, this one's by default."""
 
     imports: tuple[str, ...] = ()
     packages: bool = False
@@ -96,7 +97,7 @@ class Interior:
         return Path(os.path.realpath(self.python or getattr(sys, "_base_executable", "")))
 
     def paths(self) -> list[list[str]]:
-        """Pairs of what is shown inside and where."""
+        """Return pairs of source and target of everything visible inside."""
         executable = self.executable()
         prefix = executable.parent.parent
         pairs = [(path, path) for path in LIBRARIES]
@@ -104,21 +105,21 @@ class Interior:
         pairs += [(str(prefix / lib), f"{PYTHON}/{lib}") for lib in ("lib", "lib64")]
         if self.packages:
             pairs.append((sysconfig.get_path("purelib"), PACKAGES))
-        pairs += [(str(INSIDE), SEEN)]
+        pairs += [(str(Path(__file__).with_name(name)), f"/{name}") for name in GUEST_FILES]
         return [list(pair) for pair in pairs if os.path.exists(pair[0])]
 
 
-class Cell:
-    """A confined interpreter. SandboxUnavailable where this route does not lead in."""
+class ConfinedInterpreter:
+    """Confined interpreter. SandboxUnavailable if this route does not work."""
 
-    def __init__(self, route: Route, limits: Limits, interior: Interior) -> None:
+    def __init__(self, route: Route, limits: SandboxLimits, interior: InterpreterConfig) -> None:
         self.limits = limits
         python = str(interior.executable())
         spec = {
             "route": route,
             "bwrap": interior.bwrap or shutil.which("bwrap") or "bwrap",
             "paths": interior.paths(),
-            "command": [f"{PYTHON}/bin/python", "-s", "-S", "-P", "-B", "-X", "utf8", SEEN],
+            "command": [f"{PYTHON}/bin/python", "-s", "-S", "-P", "-B", "-X", "utf8", GUEST],
             "variables": VARIABLES,
             "temporary_bytes": limits.temporary_bytes,
         }
@@ -144,7 +145,7 @@ class Cell:
                 "output_bytes": limits.output_bytes,
             }
             refused = self._ask(setup, START_S)[0]["refused"]
-        except CellDied as death:
+        except InterpreterDied as death:
             raise SandboxUnavailable(self._last_words() or str(death)) from None
         except ValueError as error:
             self.kill()
@@ -154,7 +155,8 @@ class Cell:
             raise SandboxUnavailable(refused)
 
     def run(self, source: str) -> tuple[Result, bool]:
-        """Run a program; also whether the cell is as clean as before. CellDied: it is gone."""
+        """Run a program; return also whether the interpreter is as clean as before.
+        InterpreterDied: it is gone."""
         limits = self.limits
         answer, texts = self._ask({"source": source}, limits.wall_s + GRACE_S)
         stdout, stderr = (
@@ -168,7 +170,7 @@ class Cell:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End the interpreter and all that it runs."""
+        """End the interpreter and all its programs."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
@@ -178,8 +180,8 @@ class Cell:
     def _ask(
         self, message: dict[str, Any], within_s: float
     ) -> tuple[dict[str, Any], dict[int, bytearray]]:
-        """The answer, and what was written before it; CellDied, and the cell is dead, where none
-        comes in time."""
+        """Return the answer and the output before it; without an answer in time the interpreter is
+        killed and InterpreterDied raised."""
         content = json.dumps(message).encode()
         deadline = time.monotonic() + within_s
         texts = {STDOUT: bytearray(), STDERR: bytearray()}
@@ -189,14 +191,14 @@ class Cell:
                 mark, length = struct.unpack(">BI", self._receive(5, deadline))
                 held = len(texts[mark]) if mark in texts else 0
                 if held + length > self.limits.output_bytes + 4096:
-                    raise CellDied(f"the interpreter answered with {held + length} bytes")
+                    raise InterpreterDied(f"the interpreter answered with {held + length} bytes")
                 part = self._receive(length, deadline)
                 if mark == END:
                     return json.loads(part), texts
                 texts[mark] += part
-        except (OSError, ValueError, KeyError, CellDied) as error:
+        except (OSError, ValueError, KeyError, InterpreterDied) as error:
             self._process.kill()
-            died = CellLate if isinstance(error, TimeoutError) else CellDied
+            died = InterpreterTimeout if isinstance(error, TimeoutError) else InterpreterDied
             raise died(f"the confined interpreter: {error}") from error
 
     def _send(self, content: bytes, deadline: float) -> None:
@@ -214,7 +216,7 @@ class Cell:
             self._wait(fd, select.POLLIN, deadline)
             part = os.read(fd, count - len(parts))
             if not part:
-                raise CellDied("ended")
+                raise InterpreterDied("ended")
             parts += part
         return parts
 
@@ -225,6 +227,6 @@ class Cell:
             raise TimeoutError("did not answer in time")
 
     def _last_words(self) -> str:
-        """The last line of what a cell that died at its start had to say."""
+        """Return the last line of error output of an interpreter that died at its start."""
         _, stderr = self._process.communicate(timeout=START_S)
         return stderr.decode(errors="replace").strip().rpartition("\n")[2]

@@ -1,4 +1,4 @@
-"""The system calls that a confined program may not make, as a classic BPF filter.
+"""System calls that a confined program may not make, as a classic BPF filter.
 
 The filter answers EPERM to them, and ENOSYS to `clone3`, whose arguments a filter cannot see: the C
 library then uses `clone`. Numbers are those of the kernel's tables (asm/unistd.h).
@@ -44,12 +44,12 @@ X32 = 0x40000000  # a second table of x86_64, in which the same calls have other
 
 
 def instruction(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
-    """One `struct sock_filter`; `then` and `otherwise` count instructions to skip."""
+    """Encode one `struct sock_filter`; `then` and `otherwise` count instructions to skip."""
     return struct.pack("=HBBI", code, then, otherwise, value)
 
 
 def program(machine: str = platform.machine()) -> bytes:
-    """The filter for this kind of machine; ValueError where its table is not known."""
+    """Build the filter for this machine type; ValueError for an unknown one."""
     if machine not in ARCHITECTURES:
         raise ValueError(f"seccomp: no table of system calls for {machine}")
     column = list(ARCHITECTURES).index(machine)

@@ -1,9 +1,9 @@
-"""Early experience: in the states of an expert's way, what other turns lead to is tried as well.
+"""Early experience: expert episodes with the outcomes of alternative turns.
 
-A member of a branch ticket is one such state. To model the world, what every turn led to is learnt
-from the state and the turn; to reflect, the expert's turn is learnt together with a reason why it
-is better than another one, written from what both led to. What is learnt has the role ACTION, in
-one Sequence a row; nothing of it was sampled.
+A member of a branch ticket is one such state. In a world-model stage, what every turn led to is
+learnt from the state and the turn; to reflect, the expert's turn is learnt together with a reason
+why it is better than another one, written from what both led to. What is learnt has the role
+ACTION, in one Sequence a row; nothing of it was sampled.
 """
 
 import asyncio
@@ -18,12 +18,13 @@ from actors.engines.base import Generation
 from actors.envs.base import Env, EnvironmentFailure, Rewindable
 from actors.formats.turns import TurnFormat
 from actors.llm.quoting import plain
-from actors.progress import Progress
-from actors.rollout.environment import World
-from actors.rollout.episode import Advice, Deliver, EpisodeLate, Finished, Policy
+from actors.progress import TicketProgress
+from actors.rollout.environment import TimedEnvironment
+from actors.rollout.episode import Deliver, EpisodeLate, Finished
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import run_members
-from actors.scripted.expert import Scripted
+from actors.rollout.policy import Advice, EpisodePolicy
+from actors.scripted.expert import ScriptedPolicy
 from actors.scripted.reflection import Reflector
 from evolver_async.config import Stage
 from evolver_async.randomness import key
@@ -35,9 +36,9 @@ CHARS = (400, 300, 200, 150, 100, 75, 50, 35, 25, 15, 8)  # of an outcome, until
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A turn that was tried: its actions, what the policy is shown of where it led, and, where
-    that ends the episode, how."""
+class TriedTurn:
+    """A turn that was tried: its actions, the policy's view of the outcome, and the ending if it
+    ends the episode."""
 
     actions: list[str]
     shown: str
@@ -45,7 +46,7 @@ class Tried:
 
     @property
     def words(self) -> str:
-        """Its actions, on one line."""
+        """Actions on one line."""
         return plain(" , ".join(self.actions))
 
     @property
@@ -53,8 +54,8 @@ class Tried:
         return f"{self.shown} {self.ending}".strip() if self.ending else self.shown
 
     def outcome(self, chars: int) -> str:
-        """What is told, on one line: the whole words among the first `chars` characters of what is
-        shown, and the ending."""
+        """Return the outcome on one line: the whole words among the first `chars` characters, and
+        the ending."""
         shown = plain(self.shown)
         if len(shown) > chars:
             shown = shown[: chars + 1].rpartition(" ")[0]
@@ -62,47 +63,49 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class State:
-    """A state of the expert's way: what the policy sees there, the expert's turn and others."""
+class BranchState:
+    """A state of the expert's episode: the policy's context, the expert's turn and alternatives."""
 
     turn: int
     context: list[int]
-    expert: Tried
-    others: list[Tried]
+    expert: TriedTurn
+    others: list[TriedTurn]
 
 
-class Branching:
-    """Plays the expert's way; in every state it tries the expert's turn and `alternatives` others,
-    whose first action is another one, or as many as there are."""
+class BranchingPolicy:
+    """Policy that plays the expert's episode; in every state it tries the expert's turn and up to
+    `alternatives` others with another first action."""
 
     kind: Literal["learned", "scripted"] = "scripted"
 
     def __init__(self, ticket: Ticket, member: int, setting: Setting, stage: Stage) -> None:
         parts = ("branch", ticket.group_id, member, ticket.attempt)
         self._rng = random.Random(key(setting.seed, *parts))
-        self._expert = Scripted(ticket, member, setting, expert_fraction=1.0)
+        self._expert = ScriptedPolicy(ticket, member, setting, expert_fraction=1.0)
         self._setting = setting
         self._stage = stage
-        self.states: list[State] = []
+        self.states: list[BranchState] = []
 
-    async def advise(self, world: World, query: str) -> Advice:
+    async def advise(self, environment: TimedEnvironment, query: str) -> Advice:
         return Advice()
 
-    async def write(self, world: World, context: list[int], turn: int) -> Generation:
-        state = await world.call("branching", self._branch, world.env, turn, context)
+    async def write(
+        self, environment: TimedEnvironment, context: list[int], turn: int
+    ) -> Generation:
+        state = await environment.call("branching", self._branch, environment.env, turn, context)
         if state is not None:
             self.states.append(state)
-        return await self._expert.write(world, context, turn)
+        return await self._expert.write(environment, context, turn)
 
     def close(self) -> None:
         pass
 
-    def _branch(self, env: Env, turn: int, context: list[int]) -> State | None:
-        """The state one is in; None where what comes of it has no room, which is an error at the
-        beginning, because there would be no state then."""
+    def _branch(self, env: Env, turn: int, context: list[int]) -> BranchState | None:
+        """Return the current state; None if its rows do not fit in the context. At the first turn
+        that is an error, because the episode would have no state."""
         setting, stage = self._setting, self._stage
         expert, *others = try_turns(env, setting.format, stage.alternatives, self._rng)
-        state = State(turn, context, expert, others)
+        state = BranchState(turn, context, expert, others)
         if stage.kind == "reflect" or world_rows(state, setting):
             return state
         if turn == 0:
@@ -111,8 +114,10 @@ class Branching:
         return None
 
 
-def try_turns(env: Env, style: TurnFormat, alternatives: int, rng: random.Random) -> list[Tried]:
-    """The expert's turn, then the others, each from here; afterwards one is here again."""
+def try_turns(
+    env: Env, style: TurnFormat, alternatives: int, rng: random.Random
+) -> list[TriedTurn]:
+    """Try the expert's turn, then the others, each from the current state, which is restored."""
     assert isinstance(env, Rewindable), f"{type(env).__name__} cannot be branched"
     expert = env.solve()[: style.actions_per_turn]
     actions = env.actions()
@@ -128,7 +133,7 @@ def try_turns(env: Env, style: TurnFormat, alternatives: int, rng: random.Random
     return tried
 
 
-def _carry_out(env: Env, style: TurnFormat, actions: list[str]) -> Tried:
+def _carry_out(env: Env, style: TurnFormat, actions: list[str]) -> TriedTurn:
     outputs, valid, ending = list[str](), True, ""
     for action in actions:
         step = env.step(action)
@@ -137,18 +142,19 @@ def _carry_out(env: Env, style: TurnFormat, actions: list[str]) -> Tried:
         if step.terminated or step.truncated:
             ending = f"{DONE} {WON if step.info.success else LOST}"
             break
-    return Tried(actions, style.shown(outputs, valid, ""), ending)
+    return TriedTurn(actions, style.shown(outputs, valid, ""), ending)
 
 
-def chosen(states: list[State], ticket: Ticket, member: int, seed: int) -> State:
-    """The state that is this member's: members of a group have different ones while there are."""
+def chosen(states: list[BranchState], ticket: Ticket, member: int, seed: int) -> BranchState:
+    """Return this member's state; members of a group have different ones as long as possible."""
     order = list(range(len(states)))
     random.Random(key(seed, "states", ticket.group_id)).shuffle(order)
     return states[order[member % len(order)]]
 
 
-def world_rows(state: State, setting: Setting) -> list[Sequence]:
-    """What every turn that was tried led to, after the state and the turn."""
+def world_rows(state: BranchState, setting: Setting) -> list[Sequence]:
+    """Return rows that learn the outcome of every turn that was tried, after the state and the
+    turn."""
     chat, style = setting.chat, setting.format
     rows = []
     for tried in (state.expert, *state.others):
@@ -163,13 +169,13 @@ def world_rows(state: State, setting: Setting) -> list[Sequence]:
 
 
 def reflect_rows(
-    state: State, setting: Setting, max_tokens: int, written: list[str | None] | None = None
+    state: BranchState, setting: Setting, max_tokens: int, written: list[str | None] | None = None
 ) -> list[Sequence]:
-    """The expert's turn after the state, once for every other one that was tried, with the reason
-    why it is better; without a reason where nothing else can be done.
+    """Return rows that learn the expert's turn after the state, once for every alternative, with
+    the reason why it is better; without a reason if there is no alternative.
 
-    `written`: the reasons, where somebody wrote them; None among them, and nothing at all: those
-    of the template. ValueError names `rollout.max_tokens` where a turn with a reason does not fit.
+    `written`: the reasons, where somebody wrote them; None among them, and nothing at all: those of
+    the template. ValueError names `rollout.max_tokens` where a turn with a reason does not fit.
     """
     answer = setting.format.render_actions(state.expert.actions)
     reasons = written or [None for _ in state.others]
@@ -184,8 +190,8 @@ def reflect_rows(
     return [_row(state.context, turn, state.turn) for turn in learnt]
 
 
-def reason(expert: Tried, other: Tried, chars: int) -> str:
-    """Why the expert's turn is better: what both led to, each in at most so many characters."""
+def reason(expert: TriedTurn, other: TriedTurn, chars: int) -> str:
+    """Write why the expert's turn is better: both outcomes, each in at most `chars` characters."""
     return REASON.format(
         bad=other.words,
         bad_outcome=other.outcome(chars),
@@ -195,13 +201,13 @@ def reason(expert: Tried, other: Tried, chars: int) -> str:
 
 
 def _shorter(text: str) -> list[str]:
-    """A text, then the whole words at its beginning, fewer and fewer."""
+    """Return a text, then ever shorter beginnings of whole words."""
     lengths = [chars for chars in CHARS if chars < len(text)]
     return [text, *(text[: chars + 1].rpartition(" ")[0] or text[:chars] for chars in lengths)]
 
 
 def _fitting(texts: list[str], setting: Setting, max_tokens: int) -> list[int]:
-    """The tokens of the first text that a turn has room for."""
+    """Return the tokens of the first text that fits in a turn."""
     turn: list[int] = []
     for text in texts:
         turn = setting.chat.turn(text, setting.format.stop_strings)
@@ -230,7 +236,7 @@ async def branch_group(
     ticket: Ticket,
     setting: Setting,
     stage: Stage,
-    progress: Progress,
+    progress: TicketProgress,
     deliver: Deliver,
     reflector: Reflector | None = None,
 ) -> None:
@@ -239,12 +245,12 @@ async def branch_group(
 
     An EnvironmentFailure, else an EpisodeLate, is raised after all the others were delivered.
     """
-    policies: dict[int, Branching] = {}
+    policies: dict[int, BranchingPolicy] = {}
     done: list[Finished] = []
     failure: EnvironmentFailure | EpisodeLate | None = None
 
-    def policy_of(member: int) -> Policy:
-        policies[member] = Branching(ticket, member, setting, stage)
+    def policy_of(member: int) -> EpisodePolicy:
+        policies[member] = BranchingPolicy(ticket, member, setting, stage)
         return policies[member]
 
     async def hand_over(finished: Finished) -> None:
@@ -271,14 +277,14 @@ async def branch_group(
 
 
 async def _written(
-    state: State, setting: Setting, reflector: Reflector | None, progress: Progress
+    state: BranchState, setting: Setting, reflector: Reflector | None, progress: TicketProgress
 ) -> list[str | None] | None:
-    """The reasons that a model writes, one for every other turn; None without a model."""
+    """Return the reasons that a model writes, one for every alternative; None without a model."""
     if reflector is None:
         return None
     situation = setting.chat.said(state.context, setting.format.prefix)
 
-    async def write(other: Tried) -> str | None:
+    async def write(other: TriedTurn) -> str | None:
         expert = state.expert.words, state.expert.told
         text = await reflector.reason(situation, expert, (other.words, other.told))
         progress.count += 1

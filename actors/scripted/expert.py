@@ -1,4 +1,4 @@
-"""Scripted episodes for the supervised stages: an expert's or a random player's actions, in tokens.
+"""Scripted episodes for the supervised stages: tokens of an expert's or a random player's actions.
 
 The same form as learned episodes, except that nothing was sampled: log-probs are 0 and no weights
 are named.
@@ -11,11 +11,12 @@ from actors.engines.base import Generation
 from actors.envs.base import Env, Located, Rewindable, Solvable
 from actors.experience.templates import contrast
 from actors.llm.quoting import quoted
-from actors.progress import Progress
-from actors.rollout.environment import World
-from actors.rollout.episode import Advice, Deliver, Policy
+from actors.progress import TicketProgress
+from actors.rollout.environment import TimedEnvironment
+from actors.rollout.episode import Deliver
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import run_members
+from actors.rollout.policy import Advice, EpisodePolicy
 from evolver_async.randomness import key
 from evolver_async.schema import Ticket
 
@@ -23,8 +24,8 @@ MOST_HINTS = 8
 TOLD = 0.8  # of the states on the way, about
 
 
-class Scripted:
-    """Plays one whole episode as the expert, or uniformly at random; which, is drawn once.
+class ScriptedPolicy:
+    """Policy that plays one whole episode as the expert or uniformly at random, drawn once.
 
     A guided one is told what to do in some states, in the words of experience, and does it there.
     """
@@ -41,13 +42,15 @@ class Scripted:
         self._chat = setting.chat
         self._format = setting.format
 
-    async def advise(self, world: World, query: str) -> Advice:
-        assert isinstance(world.env, Rewindable), f"{type(world.env).__name__} cannot be guided"
-        text = await world.call("hints", self._hint, world.env)
+    async def advise(self, environment: TimedEnvironment, query: str) -> Advice:
+        assert isinstance(environment.env, Rewindable), (
+            f"{type(environment.env).__name__} cannot be guided"
+        )
+        text = await environment.call("hints", self._hint, environment.env)
         return Advice(text=text)
 
     def _hint(self, env: Rewindable) -> str:
-        """The states of a random walk, each with the move made there and one not to make.
+        """Return the states of a random walk as experience, each with its move and one to avoid.
 
         Drawn at random, so that what is learned is to follow, and no move in particular.
         """
@@ -67,13 +70,16 @@ class Scripted:
         self._hints = {state: states[state][0] for state in told}
         return quoted([contrast(state, *states[state]) for state in told])
 
-    async def write(self, world: World, context: list[int], turn: int) -> Generation:
-        text = await world.call("demonstration", self._answer, world.env)
+    async def write(
+        self, environment: TimedEnvironment, context: list[int], turn: int
+    ) -> Generation:
+        text = await environment.call("demonstration", self._answer, environment.env)
         tokens = self._chat.turn(text, self._format.stop_strings)
         return Generation(tokens=tokens, logprobs=[0.0] * len(tokens), weights=[], finish="stop")
 
     def _answer(self, env: Env) -> str:
-        """The text of a turn; its failures are the environment's, because all of it comes there."""
+        """Return the text of a turn. Its errors count as the environment's, which provides the
+        actions."""
         assert isinstance(env, Solvable), f"{type(env).__name__} cannot demonstrate"
         count = self._format.actions_per_turn
         hint = self._hints.get(env.state()) if isinstance(env, Located) else None
@@ -93,12 +99,12 @@ async def demonstrate_group(
     ticket: Ticket,
     setting: Setting,
     expert_fraction: float,
-    progress: Progress,
+    progress: TicketProgress,
     deliver: Deliver,
 ) -> None:
     """Run a demo ticket's members by script; see `run_members`."""
 
-    def policy_of(member: int) -> Policy:
-        return Scripted(ticket, member, setting, expert_fraction)
+    def policy_of(member: int) -> EpisodePolicy:
+        return ScriptedPolicy(ticket, member, setting, expert_fraction)
 
     await run_members(ticket, setting, policy_of, progress, deliver)

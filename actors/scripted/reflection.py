@@ -1,4 +1,4 @@
-"""Reasons for an expert's turn that a language model writes, from what it and another turn led to.
+"""Reasons for an expert's turn, written by a language model from two outcomes.
 
 The model is shown both outcomes as data and nothing of what comes later. Whatever goes wrong
 (endpoint gone, budget spent, an empty answer) is counted, and the reason is written by template.
@@ -27,7 +27,7 @@ WRITER = (
 
 
 class Reflector:
-    """The endpoint of `reflection.llm`, asked for one reason at a time."""
+    """Endpoint of `reflection.llm`, asked for one reason at a time."""
 
     def __init__(self, config: Reflection, failures: FailureCounts | None = None) -> None:
         self._endpoint = Endpoint(config.llm, "reflection", failures)
@@ -37,7 +37,7 @@ class Reflector:
     async def reason(
         self, situation: str, expert: tuple[str, str], other: tuple[str, str]
     ) -> str | None:
-        """Why the expert's action is better, on one line; None where nobody could say.
+        """Return why the expert's action is better, on one line; None if the model could not tell.
 
         `expert`, `other`: an action and what it led to.
         """
@@ -61,7 +61,7 @@ class Reflector:
         return text or None
 
     def counters(self) -> dict[str, float]:
-        """Totals by metric name, those of the endpoint among them."""
+        """Return totals by metric name, those of the endpoint included."""
         counted = {f"reflection/{name}": float(self._counts[name]) for name in COUNTED}
         return counted | self._endpoint.counters()
 
@@ -74,5 +74,5 @@ def _shown(action: str, outcome: str) -> dict[str, str]:
 
 
 def make_reflector(config: Config, failures: FailureCounts) -> Reflector | None:
-    """Who writes the reasons of reflect stages; None: the template."""
+    """Return the writer of reasons in reflect stages; None: the template writes them."""
     return Reflector(config.reflection, failures) if config.reflection.kind == "llm" else None

@@ -19,6 +19,7 @@ class Env:
 
     name: str = "frozen_lake"
     params: dict[str, Any] = field(default_factory=dict)  # the environment's own parameters
+    prompt: str = "auto"  # wording of instructions: plain, tiny, or auto (by the tokenizer's size)
     latency: Latency = field(default_factory=Latency)
     step_timeout_s: float = 30.0
     episode_timeout_s: float = 600.0
@@ -31,6 +32,7 @@ class Rollout:
     group_size: int = 8  # G: episodes per task
     max_turns: int = 10
     format: str = "think_answer"  # the turn format: think_answer, tool_call or interleaved
+    system_prompt: str = ""  # tells how to reply, after the task's instructions; "" = the format's
     think: bool = False  # whether a turn opens with <think> (tool_call: <reason>)
     actions_per_turn: int = 1
     context: str = "full"  # what a turn sees: full, window (the last turns) or single (now)

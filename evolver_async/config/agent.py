@@ -18,6 +18,8 @@ def check_agent(config: Config) -> None:
     for name, value, usual in (
         ("rollout.format", config.rollout.format, "think_answer"),
         ("rollout.context", config.rollout.context, "full"),
+        ("rollout.system_prompt", config.rollout.system_prompt, ""),
+        ("env.prompt", config.env.prompt, "auto"),
     ):
         require(value == usual, name, "rollout.agent decides itself how its turns are written")
     guide, questioner = config.experience.kind, config.questioning.kind

@@ -32,6 +32,7 @@ class ConfigError(Unrecoverable, ValueError):
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "policy.dtype": ("float32", "bfloat16"),
+    "env.prompt": ("auto", "tiny", "plain"),
     "env.latency.kind": ("none", "fixed", "lognormal"),
     "rollout.agent_reward": ("returned", "judged"),
     "rollout.context": ("full", "window", "single"),

@@ -100,6 +100,15 @@ def test_the_readme_tells_how_an_episode_of_an_async_environment_begins(tmp_path
     assert "the beginning" in (tmp_path / "README.md").read_text()
 
 
+def test_the_readme_tells_the_wording_and_the_system_prompt_of_the_run(tmp_path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    changes = ["env.prompt=plain", "rollout.system_prompt=Answer in <answer> tags."]
+    write_manual(stage_config(load(None, [STEPS, *changes]), 0), tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "`env.prompt: plain`" in text and "You are walking over a frozen lake." in text
+    assert "Answer in <answer> tags." in text and "Reply with exactly" not in text
+
+
 @pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE + "\n", FORGETFUL])
 @pytest.mark.parametrize("prefix", ["", "<think>", 'a "quoted" \\ ö\n'])
 def test_the_template_writes_conversations_as_training_does(template: str, prefix: str) -> None:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from workers import Buffer, Walker, granted, run, version
 
 from actors.judge.judge import Judged
-from actors.postprocess import Mechanisms
+from actors.postprocess import ActorComponents
 from actors.questioning.grade import Grade
 from actors.rollout.group import run_group
 from evolver_async.protocol import messages
@@ -68,7 +68,7 @@ class Teacher(Court):
 
 def test_labels_travel_with_the_trajectory(run: Callable[..., None]) -> None:
     buffer, court = Buffer((0.0, granted())), Court()
-    run(buffer, Walker(), 60.0, Mechanisms(judge=court))
+    run(buffer, Walker(), 60.0, ActorComponents(judge=court))
     pushed = [push.trajectory for push in buffer.seen(messages.Push)]
     assert [trajectory.labels.tolist() for trajectory in pushed] == [[1, -1, 1]] * 2
     assert {trajectory.label_source for trajectory in pushed} == {"rule"}
@@ -78,7 +78,7 @@ def test_labels_travel_with_the_trajectory(run: Callable[..., None]) -> None:
 
 def test_an_episode_that_is_not_judged_has_a_zero_for_every_turn(run: Callable[..., None]) -> None:
     buffer = Buffer((0.0, granted()))
-    run(buffer, Walker(), 60.0, Mechanisms(judge=Court(finds=False)))
+    run(buffer, Walker(), 60.0, ActorComponents(judge=Court(finds=False)))
     for push in buffer.seen(messages.Push):
         assert push.trajectory.labels.tolist() == [0, 0, 0]
         assert push.trajectory.label_source == ""
@@ -86,7 +86,7 @@ def test_an_episode_that_is_not_judged_has_a_zero_for_every_turn(run: Callable[.
 
 def test_only_rollouts_are_judged(run: Callable[..., None]) -> None:
     court = Court()
-    run(Buffer((0.0, granted({"kind": "eval"}))), Walker(), 60.0, Mechanisms(judge=court))
+    run(Buffer((0.0, granted({"kind": "eval"}))), Walker(), 60.0, ActorComponents(judge=court))
     assert court.heard == []
 
 
@@ -94,13 +94,13 @@ def test_a_slow_judge_holds_up_no_other_group(run: Callable[..., None]) -> None:
     """One group at a time: the second is played while the first is still being judged."""
     court = Court(seconds=40.0)
     buffer = Buffer((0.0, granted()), (1.0, granted({"group_id": 1})))
-    run(buffer, Walker(), 30.0, Mechanisms(judge=court), groups=1)
+    run(buffer, Walker(), 30.0, ActorComponents(judge=court), groups=1)
     assert len(court.heard) == 4
 
 
 def test_what_is_being_judged_when_the_actor_leaves_is_handed_in(run: Callable[..., None]) -> None:
     buffer = Buffer((0.0, granted()))
-    run(buffer, Walker(), 10.0, Mechanisms(judge=Court(seconds=1000.0)))
+    run(buffer, Walker(), 10.0, ActorComponents(judge=Court(seconds=1000.0)))
     pushed = [push.trajectory for push in buffer.seen(messages.Push)]
     assert sorted(trajectory.member for trajectory in pushed) == [0, 1]
     assert all(trajectory.label_source == "" for trajectory in pushed)
@@ -111,7 +111,7 @@ def test_a_graded_episode_is_worth_its_grade_wherever_it_goes(run: Callable[...,
     ticket = granted()
     ticket = replace(ticket, task=replace(ticket.task, query="walk", origin="synthetic"))
     buffer, teacher = Buffer((0.0, ticket)), Teacher(Grade(0.8, True), Grade(0.25, False))
-    run(buffer, Walker(), 60.0, Mechanisms(guide=teacher, questioner=teacher))  # type: ignore[arg-type]
+    run(buffer, Walker(), 60.0, ActorComponents(guide=teacher, questioner=teacher))  # type: ignore[arg-type]
     pushed = {push.trajectory.member: push.trajectory for push in buffer.seen(messages.Push)}
     assert [(pushed[m].reward, pushed[m].success) for m in (0, 1)] == [(0.8, True), (0.25, False)]
     ((task_id, query, transcripts),) = teacher.contributed
@@ -124,7 +124,7 @@ def test_an_episode_without_a_grade_is_played_again(run: Callable[..., None]) ->
     ticket = granted()
     ticket = replace(ticket, task=replace(ticket.task, query="walk", origin="synthetic"))
     buffer = Buffer((0.0, ticket))
-    run(buffer, Walker(), 60.0, Mechanisms(questioner=Teacher(None, Grade(1.0, True))))  # type: ignore[arg-type]
+    run(buffer, Walker(), 60.0, ActorComponents(questioner=Teacher(None, Grade(1.0, True))))  # type: ignore[arg-type]
     (push,) = buffer.seen(messages.Push)
     (release,) = buffer.seen(messages.Release)
     assert release.reason == "grade"
@@ -135,7 +135,7 @@ def test_of_an_episode_without_a_grade_nothing_is_learned(run: Callable[..., Non
     ticket = granted()
     ticket = replace(ticket, task=replace(ticket.task, query="walk", origin="synthetic"))
     teacher = Teacher(None, Grade(0.8, True))
-    run(Buffer((0.0, ticket)), Walker(), 60.0, Mechanisms(guide=teacher, questioner=teacher))  # type: ignore[arg-type]
+    run(Buffer((0.0, ticket)), Walker(), 60.0, ActorComponents(guide=teacher, questioner=teacher))  # type: ignore[arg-type]
     ((_, _, transcripts),) = teacher.contributed
     assert [(one.reward, one.success) for one in transcripts] == [(0.8, True)]
 
@@ -144,7 +144,7 @@ def test_what_exploration_suggests_is_offered_before_it_is_handed_in(
     run: Callable[..., None],
 ) -> None:
     buffer = Buffer((0.0, granted({"kind": "explore"})))
-    run(buffer, Walker(), 100.0, Mechanisms(questioner=Teacher()))  # type: ignore[arg-type]
+    run(buffer, Walker(), 100.0, ActorComponents(questioner=Teacher()))  # type: ignore[arg-type]
     order = [type(r) for r in buffer.requests if isinstance(r, messages.Offer | messages.Push)]
     assert order == [messages.Offer, messages.Offer, messages.Push, messages.Push]
     assert [len(offer.tasks) for offer in buffer.seen(messages.Offer)] == [16, 4]
@@ -155,7 +155,7 @@ def test_exploration_is_handed_in_though_its_actor_leaves(
     run: Callable[..., None], leaves_s: float
 ) -> None:
     buffer = Buffer((0.0, granted({"kind": "explore"})))
-    run(buffer, Walker(), leaves_s, Mechanisms(questioner=Teacher()))  # type: ignore[arg-type]
+    run(buffer, Walker(), leaves_s, ActorComponents(questioner=Teacher()))  # type: ignore[arg-type]
     assert len(buffer.seen(messages.Push)) == 2
     assert bool(buffer.seen(messages.Offer)) == (leaves_s > 50.0)
 
@@ -173,7 +173,7 @@ def test_an_exploration_on_its_way_is_handed_in_though_its_actor_leaves(
     run: Callable[..., None],
 ) -> None:
     buffer = Reluctant((0.0, granted({"kind": "explore"})))
-    run(buffer, Walker(), 51.0, Mechanisms(questioner=Teacher()))  # type: ignore[arg-type]
+    run(buffer, Walker(), 51.0, ActorComponents(questioner=Teacher()))  # type: ignore[arg-type]
     assert len(buffer.seen(messages.Push)) == 2
     assert buffer.seen(messages.Release) == []
 
@@ -185,5 +185,5 @@ def test_no_evaluation_waits_for_an_endpoint_that_explores(run: Callable[..., No
 
     evaluation = granted({"kind": "eval", "group_id": 1, "weights": version(1)})
     buffer = Buffer((0.0, granted({"kind": "explore"})), (1.0, evaluation))
-    run(buffer, Walker(), 60.0, Mechanisms(questioner=Slow()), questioning="llm")  # type: ignore[arg-type]
+    run(buffer, Walker(), 60.0, ActorComponents(questioner=Slow()), questioning="llm")  # type: ignore[arg-type]
     assert [push.trajectory.group_id for push in buffer.seen(messages.Push)] == [1, 1]

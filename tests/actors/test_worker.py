@@ -20,8 +20,8 @@ from workers import Buffer, Walker, granted, run, version, worker_of
 
 from actors.engines.base import Generation, Request
 from actors.envs.adapters.service_client import drain
-from actors.postprocess import Mechanisms
-from actors.worker import Displaced
+from actors.postprocess import ActorComponents
+from actors.worker import ActorReplaced
 from evolver_async.config import Stage
 from evolver_async.config.load import dump, load
 from evolver_async.model.tokenizer import tokenizer_hash
@@ -101,13 +101,14 @@ def test_what_was_sampled_never_falls_while_the_policy_judges(tmp_path: Path) ->
         generated = 0
 
     engine, judge = Counting(), Own()
-    worker = worker_of(None, engine, ShmPublisher(tmp_path / "w", background=False))
-    worker.mechanisms = Mechanisms(judge=judge)  # type: ignore[arg-type]
-    assert worker.generated() == 100
+    publisher = ShmPublisher(tmp_path / "w", background=False)
+    components = ActorComponents(judge=judge)  # type: ignore[arg-type]
+    worker = worker_of(None, engine, publisher, components=components)
+    assert worker.reporter.generated() == 100
     engine.sampled, judge.generated = 110.0, 60
-    assert worker.generated() == 100
+    assert worker.reporter.generated() == 100
     engine.sampled = 200.0
-    assert worker.generated() == 140
+    assert worker.reporter.generated() == 140
 
 
 def test_a_failing_solver_is_the_environments_failure(run: Callable[..., None]) -> None:
@@ -373,7 +374,7 @@ def test_an_actor_that_lost_its_name_ends_and_says_to_whom(run: Callable[..., No
                 return [messages.Fenced(reason="the name actor-0 is held by process 7 on alpha")]
             return super().handle(peer, request, now)
 
-    with pytest.raises(Displaced, match="held by process 7 on alpha"):
+    with pytest.raises(ActorReplaced, match="held by process 7 on alpha"):
         run(Taken(), Walker(), 60.0)
 
 

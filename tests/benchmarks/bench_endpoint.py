@@ -28,7 +28,7 @@ from actors.endpoint.runner import Agents
 from actors.engines.base import Generation, Request
 from actors.formats.chat import Chat
 from actors.formats.turns import ThinkAnswer
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.rollout.episode import Finished
 from actors.rollout.episode_config import Setting
 from evolver_async.model.tiny import make_tokenizer
@@ -141,10 +141,10 @@ async def measure(words: int, pool: Any) -> tuple[float, float]:
 
     agents = Agents(agent, "bench:agent", Parrot(), CHAT)
     finished: list[Finished] = []
-    await agents.run(ticket(0), setting(), Progress(), finished.append)  # warm
+    await agents.run(ticket(0), setting(), TicketProgress(), finished.append)  # warm
     began_cpu, began = time.process_time(), time.perf_counter()
     for number in range(1, ROUNDS + 1):
-        await agents.run(ticket(number), setting(), Progress(), finished.append)
+        await agents.run(ticket(number), setting(), TicketProgress(), finished.append)
     calls = ROUNDS * MEMBERS * TURNS
     cpu_ms = 1e3 * (time.process_time() - began_cpu) / calls
     wall_ms = 1e3 * (time.perf_counter() - began) / calls

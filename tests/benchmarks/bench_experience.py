@@ -23,7 +23,7 @@ from actors.experience.guide import ServiceGuide, make_guide
 from actors.experience.pool import Item
 from actors.experience.service import open_pool
 from actors.formats.chat import Chat
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.rollout.episode import Finished
 from actors.rollout.episode_config import setting_of
 from actors.rollout.group import run_group
@@ -148,7 +148,7 @@ async def roll(number: int, guide: ServiceGuide | None) -> float:
     finished: list[Finished] = []
     setting = setting_of(CONFIG, chat, "actor-0", 0)
     start = time.perf_counter()
-    await run_group(ticket, setting, Walker(chat), Progress(), finished.append, guide)  # pyright: ignore
+    await run_group(ticket, setting, Walker(chat), TicketProgress(), finished.append, guide)  # pyright: ignore
     seconds = time.perf_counter() - start
     if guide is not None:
         guide.contribute(task, finished[0].query, [one.transcript for one in finished])

@@ -22,13 +22,14 @@ from chatml import make_tokenizer
 from torch import Tensor
 
 from actors.engines.base import Generation, Request
-from actors.envs.grid.frozen_lake import ACTIONS, FrozenLake
+from actors.envs.grid.frozen_lake import FrozenLake
+from actors.envs.grid.frozen_lake_map import ACTIONS
 from actors.formats.chat import Chat
 from actors.formats.turns import ThinkAnswer
 from actors.judge.judge import Judged, RuleJudge
 from actors.judge.labels import parse
 from actors.judge.prompt import question
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.rollout.episode import Finished
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import run_group
@@ -139,7 +140,11 @@ async def rollouts(judge: RuleJudge | None) -> tuple[float, float, int]:
         for group_id in range(GROUPS):
             groups.create_task(
                 run_group(
-                    ticket(group_id), setting(judge is not None), Walker(), Progress(), deliver
+                    ticket(group_id),
+                    setting(judge is not None),
+                    Walker(),
+                    TicketProgress(),
+                    deliver,
                 )
             )
     labelled = await asyncio.gather(*ends)

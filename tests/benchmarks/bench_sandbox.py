@@ -18,14 +18,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import hostile
 
-from actors.sandbox.pool import Pool
-from actors.sandbox.process import Limits
+from actors.sandbox.pool import SandboxPool
+from actors.sandbox.process import SandboxLimits
 
 PROGRAM = "print(34*57%1000)"
 REQUIRED = 50
 
 
-def rate(pool: Pool, threads: int, seconds: float) -> float:
+def rate(pool: SandboxPool, threads: int, seconds: float) -> float:
     """Programs a second."""
     end = time.perf_counter() + seconds
 
@@ -46,7 +46,7 @@ def starts(count: int) -> list[float]:
     """Seconds from nothing to the first program's output."""
     took = []
     for _ in range(count):
-        pool, began = Pool(size=1), time.perf_counter()
+        pool, began = SandboxPool(size=1), time.perf_counter()
         assert pool.run(PROGRAM).status == "ok"
         took.append(time.perf_counter() - began)
         pool.close()
@@ -54,17 +54,17 @@ def starts(count: int) -> list[float]:
 
 
 def measure(seconds: float) -> None:
-    pool = Pool(size=2)
+    pool = SandboxPool(size=2)
     route = pool.start()
     print(f"confined by {route}; load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
     both = rate(pool, 4, seconds)
     print(f"two warm interpreters: {both:.0f} programs/s (required {REQUIRED})")
     pool.close()
-    pool = Pool(size=1)
+    pool = SandboxPool(size=1)
     print(f"one: {rate(pool, 1, seconds):.0f} programs/s")
     pool.close()
     print(f"cold: {1e3 * statistics.median(starts(10)):.0f} ms to the first program's output")
-    pool = Pool(Limits(wall_s=hostile.WALL_S), size=1)
+    pool = SandboxPool(SandboxLimits(wall_s=hostile.WALL_S), size=1)
     over = {}
     for name, program in hostile.BATTERY.items():
         began = time.perf_counter()

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from study import train
 
 from actors.formats.chat import Chat
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.rollout.episode_config import setting_of
 from actors.scripted.branching import branch_group
 from evolver_async.buffer.stages import source_of
@@ -58,7 +58,7 @@ def rows_of(config: Config, maps: int) -> list[Sequence]:
                 ticket,
                 setting,
                 config.stages[0],
-                Progress(),
+                TicketProgress(),
                 lambda finished: rows.extend(finished.trajectory.sequences),
             )
         )

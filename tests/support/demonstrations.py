@@ -2,7 +2,7 @@
 
 import asyncio
 
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.rollout.episode import Finished
 from actors.rollout.episode_config import Setting
 from actors.scripted.expert import demonstrate_group
@@ -15,5 +15,5 @@ def demonstrated(ticket: Ticket, setting: Setting, expert_fraction: float) -> li
     def deliver(finished: Finished) -> None:
         done.append(finished.trajectory)
 
-    asyncio.run(demonstrate_group(ticket, setting, expert_fraction, Progress(), deliver))
+    asyncio.run(demonstrate_group(ticket, setting, expert_fraction, TicketProgress(), deliver))
     return sorted(done, key=lambda trajectory: trajectory.member)

@@ -65,7 +65,14 @@ READS = tuple(
 WRITES = tuple(
     f"open({path!r}, 'w').write('x')"
     for path in (
-        *("/escaped", "/guest.py", "/dev/escaped", "/usr/lib/escaped", os.__file__),
+        *(
+            "/escaped",
+            "/guest.py",
+            "/hardening.py",
+            "/dev/escaped",
+            "/usr/lib/escaped",
+            os.__file__,
+        ),
         *("/dev/shm/escaped", f"{tempfile.gettempdir()}/sub/escaped", "/../escaped"),
     )
 )
@@ -275,16 +282,16 @@ def visible(directory: str) -> str:
 
 def let_loose(user: int, route: str, bwrap: str, directory: str) -> None:
     """The whole battery as an ordinary user; prints what went wrong, by name. Never returns."""
-    from actors.sandbox.pool import Pool
-    from actors.sandbox.process import Interior, Limits
+    from actors.sandbox.pool import SandboxPool
+    from actors.sandbox.process import InterpreterConfig, SandboxLimits
 
     try:
         python = visible(directory)
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-        interior = Interior(python=python, bwrap=bwrap)
-        pool = Pool(Limits(wall_s=WALL_S), size=1, route=route, interior=interior)  # type: ignore
+        interior = InterpreterConfig(python=python, bwrap=bwrap)
+        pool = SandboxPool(SandboxLimits(wall_s=WALL_S), size=1, route=route, interior=interior)  # type: ignore
         print("confined by", pool.start(), flush=True)
         for name, hostile in BATTERY.items():
             if wrong := failure(pool, hostile):

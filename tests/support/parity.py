@@ -14,7 +14,7 @@ from rollouts import RIGHT, Adviser, FakeEngine, corridor, roll_out
 from actors.engines.base import Engine
 from actors.engines.torch_engine import TorchEngine
 from actors.formats.chat import Chat
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.rollout.episode import Finished
 from actors.rollout.group import run_group
 from actors.scripted.expert import demonstrate_group
@@ -80,7 +80,7 @@ class Taught:
         one = msgspec.structs.replace(self.asked, members=[0], guided=[])
         if self.how.format.tools:
             done: list[Finished] = []
-            asyncio.run(demonstrate_group(one, self.how, 1.0, Progress(), done.append))
+            asyncio.run(demonstrate_group(one, self.how, 1.0, TicketProgress(), done.append))
             return done[0].trajectory
         said = [self.how.chat.tokens_of(RIGHT)] * 3
         return roll_out(one, self.how, FakeEngine({"0/0/0": said}))[0]
@@ -124,7 +124,7 @@ class Taught:
         async def run() -> dict[str, float]:
             try:
                 await run_group(
-                    asked, self.how, engine, Progress(), done.append, Adviser("go right")
+                    asked, self.how, engine, TicketProgress(), done.append, Adviser("go right")
                 )
             finally:
                 await engine.close()

@@ -12,10 +12,11 @@ from actors.engines.base import Generation, Request
 from actors.envs.base import Info, Step
 from actors.formats.chat import Chat
 from actors.formats.turns import ThinkAnswer
-from actors.progress import Progress
-from actors.rollout.episode import Advice, Finished
+from actors.progress import TicketProgress
+from actors.rollout.episode import Finished
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import run_group
+from actors.rollout.policy import Advice
 from evolver_async.schema import (
     Task,
     Ticket,
@@ -140,14 +141,14 @@ def say(*turns: str) -> list[list[int]]:
 
 
 def roll_out(
-    ticket: Ticket, setting: Setting, engine: FakeEngine, progress: Progress | None = None
+    ticket: Ticket, setting: Setting, engine: FakeEngine, progress: TicketProgress | None = None
 ) -> list[Trajectory]:
     done: list[Trajectory] = []
 
     def deliver(finished: Finished) -> None:
         done.append(finished.trajectory)
 
-    asyncio.run(run_group(ticket, setting, engine, progress or Progress(), deliver))
+    asyncio.run(run_group(ticket, setting, engine, progress or TicketProgress(), deliver))
     return done
 
 
@@ -204,5 +205,5 @@ def play(
     ticket: Ticket, how: Setting, engine: FakeEngine, guide: Adviser | None = None
 ) -> list[Finished]:
     done: list[Finished] = []
-    asyncio.run(run_group(ticket, how, engine, Progress(), done.append, guide))
+    asyncio.run(run_group(ticket, how, engine, TicketProgress(), done.append, guide))
     return sorted(done, key=lambda finished: finished.trajectory.member)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from rollouts import CHAT, RIGHT, FakeEngine, corridor
 
 from actors.engines.base import Generation, Request
-from actors.postprocess import Mechanisms
+from actors.postprocess import ActorComponents
 from actors.worker import Worker
 from evolver_async.config import Config, Stage
 from evolver_async.launch.serial import VirtualLoop
@@ -84,7 +84,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., None]]:
         buffer: Buffer,
         engine: FakeEngine,
         seconds: float,
-        mechanisms: Mechanisms | None = None,
+        components: ActorComponents | None = None,
         groups: int = 8,
         questioning: str = "none",
     ) -> None:
@@ -92,9 +92,13 @@ def run(tmp_path: Path) -> Iterator[Callable[..., None]]:
             server = LocalServer(buffer, "run")
             server.start()
             worker = worker_of(
-                LocalClient(server, "actor-0"), engine, publisher, groups=groups, group_size=2
+                LocalClient(server, "actor-0"),
+                engine,
+                publisher,
+                groups=groups,
+                group_size=2,
+                components=components,
             )
-            worker.mechanisms = mechanisms or Mechanisms()
             worker.config.questioning.kind = questioning
             loop.call_later(seconds, worker.stop.set)
             await worker.run()
@@ -116,13 +120,14 @@ def worker_of(
     groups: int = 8,
     group_size: int = 8,
     stages: list[Stage] | None = None,
+    components: ActorComponents | None = None,
 ) -> Worker:
     config = Config(stages=stages or [Stage(kind="sft", steps=5)])
     config.actors.groups, config.rollout.group_size = groups, group_size
     config.actors.weight_lag = lag
     config.env.step_timeout_s = step_timeout_s
     receiver = ShmReceiver(publisher.address)
-    return Worker(config, client, receiver, engine, CHAT, "actor-0", 0)
+    return Worker(config, client, receiver, engine, CHAT, "actor-0", 0, components)
 
 
 def granted(changes: dict[str, Any] | None = None, **params: Any) -> Ticket:

@@ -8,7 +8,13 @@ reward is what `evaluate` says at the end; a step's own reward counts only where
 import math
 from typing import Any, Literal
 
-from actors.envs.adapters.service_client import Lease, Service, ServiceError, State, service
+from actors.envs.adapters.service_client import (
+    EnvironmentService,
+    ServiceError,
+    ServiceLease,
+    ServiceState,
+    service,
+)
 from actors.envs.base import Info, Step
 from actors.formats.tool_calls import ANSWER_TOOL, CODE_TOOL, called
 from evolver_async.schema import Task
@@ -73,8 +79,9 @@ class AgentEvolver:
         self.shown_chars = shown_chars
         self.timeout_s = timeout_s
         self.retries = retries
-        self.lease: Lease | None = None
+        self.lease: ServiceLease | None = None
         self.instructions = f"act in {env_type} ."
+        self.plain_instructions = f"Act in the environment {env_type} to solve the task."
 
     def probe(self) -> None:
         try:
@@ -92,7 +99,7 @@ class AgentEvolver:
         self.moves = 0
         said = [m.content for m in state.messages if m.role == "system" and m.content]
         if said:
-            self.instructions = "\n".join(said)
+            self.instructions = self.plain_instructions = "\n".join(said)
         return self._shown(state, "system")
 
     def step(self, action: str) -> Step:
@@ -123,15 +130,15 @@ class AgentEvolver:
         if lease is not None:
             lease.release()
 
-    def _name_of(self, host: Service, task: Task) -> str:
-        """The service's name of a task."""
+    def _name_of(self, host: EnvironmentService, task: Task) -> str:
+        """Return the service's name of a task."""
         if self.name:
             return self.name
         names = self._names(host, task.split)
         return names[task.map_seed % len(names)]
 
-    def _names(self, host: Service, split: str) -> list[str]:
-        """The service's names of all tasks of one of our splits."""
+    def _names(self, host: EnvironmentService, split: str) -> list[str]:
+        """Return the service's names of all tasks of one of our splits."""
         if split not in self.splits:
             raise ValueError(f"splits: no name for the split {split!r}")
         names = host.profile(self.env_type, self.splits[split])
@@ -139,19 +146,19 @@ class AgentEvolver:
             raise ValueError(f"splits: {self.env_type} has no tasks in {self.splits[split]!r}")
         return names
 
-    def _shown(self, state: State, without: str = "") -> str:
-        """The messages of a state that the policy is told."""
+    def _shown(self, state: ServiceState, without: str = "") -> str:
+        """Return the messages of a state that the policy reads."""
         text = "\n".join(m.content or "" for m in state.messages if m.role != without)
         return text if len(text) <= self.shown_chars else text[: self.shown_chars] + CUT
 
     def _text(self, action: str) -> str | None:
-        """What is sent for an action; None where there is none like it."""
+        """Return the text that is sent for an action; None for an unknown tool."""
         return action
 
 
 class AgentEvolverCode(AgentEvolver):
-    """One whose actions are Python code, as AppWorld's: a call of `python` is sent as a fenced
-    block, an answer as text. Its parameters are the same."""
+    """Environment whose actions are Python code, as AppWorld's: a call of `python` is sent as a
+    fenced block, an answer as text. Its parameters are the same."""
 
     def tools(self) -> list[dict[str, Any]]:
         return [TOOL]

@@ -1,9 +1,9 @@
-"""Environments of gymnasium whose observations and actions are text or numbers that can be counted.
+"""Environments of gymnasium with text or discrete observations and actions.
 
 `terminated` and `truncated` stay what gymnasium says. An environment gets two seeds where gymnasium
 has one: its reset is seeded by the task, so that a group shares its start, and what happens by
-chance afterwards by the episode. What can be demonstrated and measured are those that keep
-their transitions in a table `P`, as gymnasium's toy texts do.
+chance afterwards by the episode. What can be demonstrated and measured are those that keep their
+transitions in a table `P`, as gymnasium's toy texts do.
 """
 
 import copy
@@ -80,6 +80,9 @@ class Gymnasium:
         self.names = _names(id, self.env.action_space, actions)
         listed = f" actions {' '.join(self.names)} ." if self.names else ""
         self.instructions = f"{instructions or f'act in {id} .'}{listed}"
+        self.plain_instructions = instructions or f"Act in the environment {id} to reach its goal."
+        if self.names:
+            self.plain_instructions += f" The actions are: {', '.join(self.names)}."
 
     def reset(self, task: Task, dynamics_seed: int) -> str:
         for draw in range(MAX_DRAWS):
@@ -116,7 +119,7 @@ class Gymnasium:
         self.env.close()
 
     def _chosen(self, action: str) -> Any | None:
-        """The action in gymnasium's form; None where there is none like it."""
+        """Return the action in gymnasium's form; None for an unknown one."""
         space = self.env.action_space
         if isinstance(space, spaces.Text):
             return action if space.contains(action) else None
@@ -133,8 +136,8 @@ class Gymnasium:
 
 
 class GymnasiumTable(Gymnasium):
-    """One that keeps its transitions in a table, so that it can demonstrate by value iteration, be
-    walked back and forth, and have its values computed. Its parameters are the same."""
+    """Environment with a table of transitions, so that it can demonstrate by value iteration, be
+    restored from snapshots, and have exact values. Its parameters are the same."""
 
     needs_table = True
 
@@ -145,7 +148,7 @@ class GymnasiumTable(Gymnasium):
         return observation
 
     def actions(self) -> list[str]:
-        """Those that change the state."""
+        """Return the actions that change the state."""
         table, now = self.env.unwrapped.P, int(self.env.unwrapped.s)
         return [
             name
@@ -154,7 +157,7 @@ class GymnasiumTable(Gymnasium):
         ]
 
     def solve(self) -> list[str]:
-        """The best actions, as long as what they lead to is certain."""
+        """Return the best actions as long as their outcomes are certain."""
         if not self.best:
             process = self._process()
             actions_S = best_values(process, DISCOUNT).argmax(axis=1)
@@ -181,15 +184,15 @@ class GymnasiumTable(Gymnasium):
         self.env = copy.deepcopy(env)
 
     def exact(self, max_turns: int) -> Exact:
-        """From the start, by backward induction over `max_turns` moves; gymnasium's own limit on
-        moves holds as well."""
+        """Compute values from the start, by backward induction over `max_turns` moves; gymnasium's
+        own limit on moves holds as well."""
         limit = self.env.spec.max_episode_steps
         process = self._process()
         won_N = process.ends_N & (process.rewards_N > self.success_above)
         return exact_of(process, min(max_turns, limit or max_turns), won_N)
 
     def _process(self) -> Process:
-        """All that can be reached from the start, which comes first."""
+        """Tabulate all states that can be reached from the start, the start first."""
         table = self.env.unwrapped.P
 
         def outcomes(state: Hashable, action: int) -> Iterable[Outcome]:
@@ -202,7 +205,7 @@ class GymnasiumTable(Gymnasium):
 
 
 def text_of(space: spaces.Space[Any], value: Any) -> str:
-    """An observation in words: text as it is, numbers with spaces between them, each part of a
+    """Write an observation as text: text as it is, numbers with spaces between them, each part of a
     `Dict` after its name."""
     if isinstance(space, spaces.Text):
         return value
@@ -214,7 +217,7 @@ def text_of(space: spaces.Space[Any], value: Any) -> str:
 
 
 def uncoloured(text: str) -> str:
-    """Terminal colours in words: `(blue R)` for a letter, `[red S]` for what lies behind one."""
+    """Write terminal colours as words: `(blue R)` for a letter, `[red S]` for a background."""
 
     def named(found: re.Match[str]) -> str:
         codes = [int(code) for code in found[1].split(";") if code]
@@ -230,7 +233,7 @@ def uncoloured(text: str) -> str:
 
 
 def _require_text(id: str, space: spaces.Space[Any]) -> None:
-    """ValueError where an observation cannot be written down."""
+    """Raise ValueError for an observation that cannot be written as text."""
     if isinstance(space, spaces.Tuple):
         for part in space.spaces:
             _require_text(id, part)
@@ -244,8 +247,8 @@ def _require_text(id: str, space: spaces.Space[Any]) -> None:
 
 
 def _names(id: str, space: spaces.Space[Any], actions: list[str] | None) -> list[str]:
-    """What the actions are called, in lower case; nothing where they are text. ValueError where
-    the names do not fit."""
+    """Return the names of the actions in lower case; none if actions are text. ValueError if the
+    names do not fit."""
     if isinstance(space, spaces.Text):
         if actions is not None:
             raise ValueError(f"actions: those of {id} are text and need no names")

@@ -1,4 +1,4 @@
-"""Environments behind an OpenEnv server, spoken to with OpenEnv's own client.
+"""Environments behind an OpenEnv server, called with OpenEnv's own client.
 
 Every episode is a session of its own on the server. Actions and observations of OpenEnv are JSON
 objects of the environment's own; here they are text. OpenEnv has one end of an episode, which
@@ -40,7 +40,7 @@ class OpenEnv:
         success_at: float = 1.0,
         shown_chars: int = 16000,
         timeout_s: float = 60.0,
-        instructions: str = "act in the environment .",
+        instructions: str = "",
     ) -> None:
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
             raise ValueError(f"url: {url!r} is not the address of an OpenEnv server")
@@ -64,7 +64,8 @@ class OpenEnv:
         self.success_at = success_at
         self.shown_chars = shown_chars
         self.timeout_s = timeout_s
-        self.instructions = instructions
+        self.instructions = instructions or "act in the environment ."
+        self.plain_instructions = instructions or "Act in the environment to reach its goal."
         self.client: Any = None
 
     def reset(self, task: Task, dynamics_seed: int) -> str:
@@ -97,7 +98,7 @@ class OpenEnv:
             client.close()
 
     def _sent(self, action: str) -> dict[str, Any] | None:
-        """The object that is sent for an action; None where it is none."""
+        """Return the object that is sent for an action; None if the action is not a JSON object."""
         if self.action_key:
             return self.action | {self.action_key: action}
         try:

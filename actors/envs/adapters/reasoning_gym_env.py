@@ -34,7 +34,7 @@ class ReasoningGym:
         dataset: str = "",
         kwargs: dict[str, Any] | None = None,
         success_at: float = 1.0,
-        instructions: str = "answer the question .",
+        instructions: str = "",
     ) -> None:
         if not 0 < success_at <= 1:
             raise ValueError(f"success_at: {success_at} is not in (0, 1]")
@@ -51,7 +51,8 @@ class ReasoningGym:
         except (TypeError, ValueError, AssertionError) as error:
             raise ValueError(f"kwargs: {error}") from error
         self.success_at = success_at
-        self.instructions = instructions
+        self.instructions = instructions or "answer the question ."
+        self.plain_instructions = instructions or "Answer the question."
 
     def reset(self, task: Task, dynamics_seed: int) -> str:
         for draw in range(MAX_DRAWS):
@@ -75,14 +76,14 @@ class ReasoningGym:
         pass
 
     def actions(self) -> list[str]:
-        """Answers that are there to be chosen from: the right one, and what it is not."""
+        """Return two answers to choose from: the right one and a wrong one."""
         return [self._best(), "none"]
 
     def solve(self) -> list[str]:
         return [self._best()]
 
     def _best(self) -> str:
-        """The dataset's own answer, where it keeps one that it accepts itself."""
+        """Return the dataset's own answer. ValueError if it has none that it accepts."""
         answer = self.entry["answer"]
         if answer is None or self.questions.score_answer(str(answer), self.entry) < self.success_at:
             raise ValueError(f"dataset: {self.dataset} keeps no answer of its own")

@@ -1,15 +1,15 @@
-"""The calls of an environment service of AgentEvolver's protocol, made with patience and in bounds.
+"""Client of an environment service of AgentEvolver's protocol, with retries and limits.
 
     profile, create, step, evaluate, release
 
-Every call is a POST of `{env_type, task_id, instance_id, messages, params}`, answered by
-`{success, data}`. The service keeps an instance until it is released or has idled for too long; a
-`Lease` is the right to one. Calls that change nothing are retried. A `step` is sent again only
-where the service cannot have carried it out, since an answer that got lost tells nothing about
+Every call is a POST of `{env_type, task_id, instance_id, messages, params}`, answered by `{success,
+data}`. The service keeps an instance until it is released or has idled for too long; a
+`ServiceLease` is the right to one. Calls that change nothing are retried. A `step` is sent again
+only where the service cannot have carried it out, since an answer that got lost tells nothing about
 that; a `create` is sent again under a new name, and what the lost one may have made is released.
 
-What the service sends is of unknown origin: an answer is left at MAX_BYTES, and only the fields of
-the protocol are looked at.
+The service's answers are not trusted: reading stops at MAX_BYTES, and only the fields of the
+protocol are used.
 """
 
 import json
@@ -45,7 +45,7 @@ _counting = threading.Lock()
 
 
 class ServiceError(Exception):
-    """A call that failed for good.
+    """Final failure of a call.
 
     `kind`: connection, timeout, status, garbage, too_long, refused (by the service itself), or
     expired (there is no such instance any more).
@@ -56,20 +56,20 @@ class ServiceError(Exception):
         self.kind = kind
 
 
-class Message(msgspec.Struct):
+class ServiceMessage(msgspec.Struct):
     role: str
     content: str | None = None
 
 
-class State(msgspec.Struct):
-    """What `create` and `step` lead to; `state` may be one message or several."""
+class ServiceState(msgspec.Struct):
+    """Result of `create` and `step`; `state` may be one message or several."""
 
-    state: list[Message] | Message
+    state: list[ServiceMessage] | ServiceMessage
     reward: float = 0.0
     is_terminated: bool = False
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[ServiceMessage]:
         return self.state if isinstance(self.state, list) else [self.state]
 
 
@@ -79,8 +79,8 @@ class _Reply(msgspec.Struct):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Failure:
-    """One request that failed. `undone`: the service cannot have carried it out."""
+class _RequestFailure:
+    """One failed request. `undone`: the service cannot have carried it out."""
 
     kind: str
     text: str
@@ -89,8 +89,8 @@ class _Failure:
 
 
 def drain() -> Counter[str]:
-    """Requests that failed, retries, and calls given up in this process since this was last asked,
-    by metric name: `env_service/<call>/<kind>`, `env_service/retries`, `env_service/given_up`."""
+    """Return and reset this process's counts of failed requests, retries and abandoned calls, by
+    metric name: `env_service/<call>/<kind>`, `env_service/retries`, `env_service/given_up`."""
     with _counting:
         drained = _counts.copy()
         _counts.clear()
@@ -103,16 +103,16 @@ def _count(name: str) -> None:
 
 
 @cache
-def service(url: str, timeout_s: float, retries: int) -> "Service":
-    """The service at `url`, one for all episodes of this process."""
-    return Service(url, timeout_s, retries)
+def service(url: str, timeout_s: float, retries: int) -> "EnvironmentService":
+    """Return the service at `url`, one for all episodes of this process."""
+    return EnvironmentService(url, timeout_s, retries)
 
 
-class Service:
-    """The service at one address; its methods may be called from several threads at once.
+class EnvironmentService:
+    """Service at one address; its methods may be called from several threads at once.
 
-    `timeout_s` is for one request with its whole answer, of which a call makes at most
-    `retries` + 1.
+    `timeout_s` is for one request with its whole answer, of which a call makes at most `retries` +
+    1.
     """
 
     def __init__(self, url: str, timeout_s: float, retries: int) -> None:
@@ -127,19 +127,21 @@ class Service:
         self._profiles: dict[tuple[str, str], list[str]] = {}
 
     def profile(self, env_type: str, split: str) -> list[str]:
-        """The names of a split's tasks; asked for once."""
+        """Return the names of a split's tasks; requested once."""
         place = env_type, split
         if place not in self._profiles:
             body = {"env_type": env_type, "params": {"split": split}}
             self._profiles[place] = self._persist("get_env_profile", env_type, body, list[str])
         return self._profiles[place]
 
-    def create(self, env_type: str, task_id: str, params: dict[str, Any]) -> tuple["Lease", State]:
-        """A new instance of a task, and what is seen first."""
+    def create(
+        self, env_type: str, task_id: str, params: dict[str, Any]
+    ) -> tuple["ServiceLease", ServiceState]:
+        """Create an instance of a task; return its lease and first state."""
         for attempt in range(self.retries + 1):
-            lease = Lease(self, env_type, task_id, f"evolver-{uuid.uuid4().hex}")
-            made = self._request("create", lease.body() | {"params": params}, State)
-            if isinstance(made, State):
+            lease = ServiceLease(self, env_type, task_id, f"evolver-{uuid.uuid4().hex}")
+            made = self._request("create", lease.body() | {"params": params}, ServiceState)
+            if isinstance(made, ServiceState):
                 return lease, made
             if not made.undone:
                 lease.release()
@@ -149,17 +151,19 @@ class Service:
     def _persist(
         self, call: str, of: str, body: dict[str, Any], shape: Any, *, safe: bool = True
     ) -> Any:
-        """The data of an answer. `of`: whose call it is, in words; `safe`: it may be carried out
-        twice."""
+        """Return the data of an answer, with retries. `of`: the caller, for messages; `safe`: the
+        call may be carried out twice."""
         for attempt in range(self.retries + 1):
             found = self._request(call, body, shape)
-            if not isinstance(found, _Failure):
+            if not isinstance(found, _RequestFailure):
                 return found
             self._again(call, of, found, attempt, found.again and (safe or found.undone))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _again(self, call: str, of: str, failure: _Failure, attempt: int, helps: bool) -> None:
-        """Pause before another attempt; ServiceError where there is none."""
+    def _again(
+        self, call: str, of: str, failure: _RequestFailure, attempt: int, helps: bool
+    ) -> None:
+        """Pause before another attempt; raise ServiceError if there is none."""
         if not helps or attempt == self.retries:
             _count("given_up")
             tries = f"after {attempt + 1} attempts, " if attempt else ""
@@ -172,10 +176,10 @@ class Service:
     def _request(
         self, call: str, body: dict[str, Any], shape: Any, limit_s: float | None = None
     ) -> Any:
-        """The data of one request's answer, or why there is none; failures are counted."""
+        """Return the data of one request's answer or its failure; failures are counted."""
         limit_s = self.timeout_s if limit_s is None else limit_s
         found = self._send(call, body, shape, limit_s)
-        if isinstance(found, _Failure):
+        if isinstance(found, _RequestFailure):
             _count(f"{call}/{found.kind}")
         return found
 
@@ -190,30 +194,32 @@ class Service:
                     received += part
                     if len(received) > MAX_BYTES:
                         text = f"an answer of more than {MAX_BYTES} bytes"
-                        return _Failure(kind="too_long", text=text, again=False)
+                        return _RequestFailure(kind="too_long", text=text, again=False)
                     if time.monotonic() > deadline:
                         raise httpx.ReadTimeout("the answer does not end")
         except UNSENT as error:
-            return _Failure(kind="connection", text=_said(error), undone=True)
+            return _RequestFailure(kind="connection", text=_said(error), undone=True)
         except httpx.TimeoutException:
-            return _Failure(kind="timeout", text=f"no whole answer within {limit_s:g} s")
+            return _RequestFailure(kind="timeout", text=f"no whole answer within {limit_s:g} s")
         except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
-            return _Failure(kind="connection", text=_said(error))
+            return _RequestFailure(kind="connection", text=_said(error))
         if response.status_code != 200:
             return _bad_status(response.status_code, bytes(received))
         try:
             reply = msgspec.json.decode(received, type=_Reply)
             if not reply.success:
-                return _Failure(kind="refused", text=_excerpt(bytes(received)), again=False)
+                return _RequestFailure(kind="refused", text=_excerpt(bytes(received)), again=False)
             return msgspec.json.decode(reply.data, type=shape)
         except (ValueError, RecursionError) as error:
-            return _Failure(kind="garbage", text=f"an answer in no known form: {error}")
+            return _RequestFailure(kind="garbage", text=f"an answer in no known form: {error}")
 
 
-class Lease:
-    """One instance, from `create` to `release`."""
+class ServiceLease:
+    """Right to one instance, from `create` to `release`."""
 
-    def __init__(self, service: Service, env_type: str, task_id: str, instance_id: str) -> None:
+    def __init__(
+        self, service: EnvironmentService, env_type: str, task_id: str, instance_id: str
+    ) -> None:
         self._service = service
         self._env_type = env_type
         self._task_id = task_id
@@ -233,40 +239,42 @@ class Lease:
             "params": {},
         }
 
-    def step(self, text: str) -> State:
-        """What the policy's `text` leads to; carried out at most once."""
+    def step(self, text: str) -> ServiceState:
+        """Send the policy's `text` and return the next state; carried out at most once."""
         said = {"role": "assistant", "content": text}
         body = self.body() | {"messages": said}
-        return self._service._persist("step", self.named, body, State, safe=False)
+        return self._service._persist("step", self.named, body, ServiceState, safe=False)
 
     def evaluate(self, *, sparse: bool) -> float:
-        """What the instance is worth as it stands."""
+        """Return the score of the instance in its present state."""
         body = self.body() | {"params": {"sparse": sparse}}
         return self._service._persist("evaluate", self.named, body, float)
 
     def release(self) -> None:
-        """Give the instance back. Where that fails the service does so itself after a while, so it
-        is counted and logged only."""
+        """Release the instance. A failure is only counted and logged, because the service releases
+        an idle instance by itself."""
         self.held = False
         limit_s = min(RELEASE_S, self._service.timeout_s)
         for _ in range(2):
             found = self._service._request("release", self.body(), Any, limit_s)
-            if not isinstance(found, _Failure) or found.kind in ("refused", "expired"):
+            if not isinstance(found, _RequestFailure) or found.kind in ("refused", "expired"):
                 return
         log.warning("%s: cannot release %s: %s", self._service.url, self.named, mask(found.text))
 
 
-def _bad_status(status: int, received: bytes) -> _Failure:
-    """An answer with a status that is not 200. The service says 400 of an instance it lost, older
-    versions 500."""
+def _bad_status(status: int, received: bytes) -> _RequestFailure:
+    """Classify an answer with a status other than 200. The service answers 400 for an instance it
+    lost, older versions 500."""
     text = f"status {status}: {_excerpt(received)}"
     if status in (400, 404, 500) and "Instance" in text and GONE in text:
-        return _Failure(kind="expired", text=text, again=False)
-    return _Failure(kind="status", text=text, again=status in AGAIN, undone=status in REFUSED)
+        return _RequestFailure(kind="expired", text=text, again=False)
+    return _RequestFailure(
+        kind="status", text=text, again=status in AGAIN, undone=status in REFUSED
+    )
 
 
 def _excerpt(received: bytes) -> str:
-    """What an error says, from its end, where a traceback tells most."""
+    """Return the end of an error's text, the most telling part of a traceback."""
     try:
         said = json.loads(received)
         text = str(said.get("detail", said)) if isinstance(said, dict) else str(said)

@@ -43,14 +43,15 @@ class TextArena:
         kwargs: dict[str, Any] | None = None,
         success_at: float = 1.0,
         held_out: Literal["opening", "seed"] = "opening",
-        instructions: str = "play the game .",
+        instructions: str = "",
     ) -> None:
         self.package = _package()
         self.id = id
         self.kwargs = dict(kwargs or {})
         self.success_at = success_at
         self.held_out = held_out
-        self.instructions = instructions
+        self.instructions = instructions or "play the game ."
+        self.plain_instructions = instructions or "Play the game by the rules below, and win it."
         registration = importlib.import_module("textarena.envs.registration")
         if f"{id}-raw" not in registration.ENV_REGISTRY:
             raise ValueError(f"id: textarena has no game {id!r}")
@@ -115,18 +116,18 @@ class TextArena:
         self.game: Any = None
 
     def _make(self, seed: int | None = None) -> None:
-        """The game, begun where a seed is given."""
+        """Make the game and reset it with the seed."""
         self.game = self.package.make(f"{self.id}-raw", **self.kwargs)
         self.game.reset(num_players=1, seed=seed)
 
     def _news(self) -> str:
-        """What the game has said since it was last asked; the player's own words left out."""
+        """Return the game's messages since the last call, without the player's own."""
         _, messages = self.game.get_observation()
         return "\n".join(text.strip() for sender, text, _ in messages if sender != PLAYER)
 
     @contextlib.contextmanager
     def _chance(self) -> Iterator[None]:
-        """This game's generator in place of everybody's."""
+        """Replace Python's global random generator by this game's while the context lasts."""
         with _generator:
             before = random.getstate()
             random.setstate(self.generator)

@@ -35,7 +35,7 @@ class Verifiers:
         test_kwargs: dict[str, Any] | None = None,
         first: int = 10_000,
         success_at: float = 1.0,
-        instructions: str = "answer the question .",
+        instructions: str = "",
     ) -> None:
         if not taskset:
             raise ValueError("taskset: name an installed taskset of verifiers")
@@ -47,7 +47,8 @@ class Verifiers:
         self.test_kwargs = test_kwargs
         self.first = first
         self.success_at = success_at
-        self.instructions = instructions
+        self.instructions = instructions or "answer the question ."
+        self.plain_instructions = instructions or "Answer the question."
 
     def probe(self) -> None:
         for split in ("train", "test"):
@@ -63,7 +64,7 @@ class Verifiers:
             raise ValueError(f"taskset: {self.taskset} has no tasks for {task.split}")
         self.task = tasks[task.map_seed % len(tasks)]
         if self.task.data.system_prompt:
-            self.instructions = self.task.data.system_prompt
+            self.instructions = self.plain_instructions = self.task.data.system_prompt
         return self.task.data.prompt_text
 
     def step(self, action: str) -> Step:
@@ -86,7 +87,7 @@ class Verifiers:
         pass
 
     def _tasks(self, split: str) -> list[Any]:
-        """All tasks of a split."""
+        """Return all tasks of a split."""
         if self.test_kwargs is None:
             tasks = _loaded(self.taskset, json.dumps(self.kwargs, sort_keys=True), self.first)
             return tasks.get(split, [])
@@ -97,7 +98,8 @@ class Verifiers:
 
 @cache
 def _loaded(taskset: str, kwargs: str, first: int) -> dict[str, list[Any]]:
-    """The tasks of a taskset by the split of their content; ValueError where it cannot be had."""
+    """Load a taskset, grouped by the split of the tasks' content; ValueError if it cannot be
+    loaded."""
     vf = _package()
     try:
         config = vf.taskset_config_type(taskset)(id=taskset, **json.loads(kwargs))
@@ -113,7 +115,7 @@ def _loaded(taskset: str, kwargs: str, first: int) -> dict[str, list[Any]]:
 
 
 def _more_than_words(vf: Any, task: Any) -> str | None:
-    """What a task needs beyond a conversation; None where nothing."""
+    """Return what a task needs beyond a conversation; None if nothing."""
     kind = type(task)
     if kind.NEEDS_CONTAINER or task.data.image:
         return "needs a container"

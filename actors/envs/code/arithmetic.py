@@ -1,4 +1,4 @@
-"""Products of two-digit numbers modulo 1000: hard to say at once, easy to compute by program."""
+"""Products of two-digit numbers modulo 1000: hard to guess, easy to compute by program."""
 
 import random
 
@@ -12,7 +12,8 @@ WRONG = 20
 
 
 def draw_product(split: str, map_seed: int) -> Problem:
-    """The product of (split, map_seed): the first draw whose content hashes into the split."""
+    """Return the product of (split, map_seed): the first draw whose content hashes into the
+    split."""
     rng = random.Random(key(map_seed, "arithmetic", split))
     while True:
         a, b = rng.randint(10, 99), rng.randint(10, 99)

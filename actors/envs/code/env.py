@@ -13,9 +13,16 @@ from actors.envs.base import Info, Step
 from actors.envs.code.arithmetic import draw_product
 from actors.envs.code.problems import Problem, same
 from actors.envs.code.programs import draw_program
-from actors.formats.tool_calls import ANSWER_TOOL, CODE_TOOL, Call, called, canonical, unfenced
-from actors.sandbox.pool import Pool, shared
-from actors.sandbox.process import Interior, Limits, Result, SandboxUnavailable
+from actors.formats.tool_calls import (
+    ANSWER_TOOL,
+    CODE_TOOL,
+    ToolInvocation,
+    called,
+    canonical,
+    unfenced,
+)
+from actors.sandbox.pool import SandboxPool, shared
+from actors.sandbox.process import InterpreterConfig, Result, SandboxLimits, SandboxUnavailable
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 
@@ -23,6 +30,12 @@ INSTRUCTIONS = {
     "arithmetic": "answer the question with a number .",
     "programs": "answer with a python program that defines the function asked for .",
     "given": "answer the question .",
+}
+PLAIN_INSTRUCTIONS = {
+    "arithmetic": "Compute what the question asks for. Your answer is a number.",
+    "programs": "Write the Python function that the question asks for. Your answer is a program"
+    " that defines it; hidden tests check it.",
+    "given": "Answer the question.",
 }
 TOOL = {
     "name": CODE_TOOL,
@@ -82,6 +95,7 @@ class Code:
         if memory_mb < 64:
             raise ValueError(f"memory_mb: {memory_mb} is less than 64")
         self.instructions = INSTRUCTIONS[kind]
+        self.plain_instructions = PLAIN_INSTRUCTIONS[kind]
         self.kind = kind
         self.given = Problem(question=question, answer=answer, tests=tuple(tests or ()))
         self.wrong = wrong
@@ -90,11 +104,11 @@ class Code:
         self.shown_chars = shown_chars
         self.workers = workers
         cpu_s = max(1, round(wall_s))
-        self.limits = Limits(wall_s=wall_s, cpu_s=cpu_s, memory_bytes=memory_mb << 20)
-        self.interior = Interior(packages=packages)
+        self.limits = SandboxLimits(wall_s=wall_s, cpu_s=cpu_s, memory_bytes=memory_mb << 20)
+        self.interior = InterpreterConfig(packages=packages)
 
     def probe(self) -> None:
-        pool = Pool(self.limits, size=1, interior=self.interior)
+        pool = SandboxPool(self.limits, size=1, interior=self.interior)
         try:
             pool.start()
         except SandboxUnavailable as refusal:
@@ -141,8 +155,8 @@ class Code:
         return [TOOL]
 
     def actions(self) -> list[str]:
-        """What a random player chooses from: after an error not to guess, after an output to
-        answer. ValueError: nothing is known of the question but its answer."""
+        """Return the choices of a random player: after an error it does not guess, after an output
+        it answers. ValueError for a given question, of which only the answer is known."""
         problem = self.problem
         if not problem.program:
             raise ValueError("kind: a given question has no actions to choose from")
@@ -156,8 +170,8 @@ class Code:
         return chosen + [_code(problem.program)] * (CHOICES - guesses - broken)
 
     def solve(self) -> list[str]:
-        """First the program; once it has said something, the answer. A given question is solved by
-        its task's reference. ValueError: there is none."""
+        """Return the program, or the answer once the program has printed something. A given
+        question is solved by its task's reference; ValueError if there is none."""
         problem = self.problem
         if problem.program:
             return [_answer(problem.solution) if self.outcome == "ok" else _code(problem.program)]
@@ -183,11 +197,11 @@ class Code:
         return Step(self.shown, 0.0, False, False, Info(tool_error=failed))
 
     def _refuse(self, why: str) -> Step:
-        """Nothing was run; the policy is told why."""
+        """Return the step of an invalid call: nothing is run, and the policy is told why."""
         return Step(f"{ERROR}{why}", 0.0, False, False, Info(valid=False, tool_error=True))
 
     def _observation(self, result: Result) -> str:
-        """What a program wrote and how it failed, in at most about `shown_chars` characters."""
+        """Format a program's output and failure in at most about `shown_chars` characters."""
         written = result.stdout.strip()
         if len(written) > self.shown_chars:
             written = f"{written[: self.shown_chars]} ..."
@@ -207,15 +221,15 @@ class Code:
         examination = self.problem.examination(unfenced(answer))
         return self.problem.passed(self._pool().run(examination).stdout)
 
-    def _pool(self) -> Pool:
+    def _pool(self) -> SandboxPool:
         return shared(self.limits, self.workers, self.interior)
 
 
-def _call(action: str) -> Call:
-    """The call that an action means; ValueError says why it is none."""
+def _call(action: str) -> ToolInvocation:
+    """Return the call that an action means; ValueError says why there is none."""
     if action.lstrip().startswith("{"):
         return called(action)
-    return Call(name=ANSWER_TOOL, arguments={"text": action})
+    return ToolInvocation(name=ANSWER_TOOL, arguments={"text": action})
 
 
 def _answer(text: str) -> str:

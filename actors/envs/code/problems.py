@@ -1,4 +1,4 @@
-"""What the code environment asks: a question, and what decides whether an answer is right."""
+"""Questions of the code environment, and the check of their answers."""
 
 import json
 import re
@@ -40,19 +40,19 @@ class Problem:
     broken: tuple[str, ...] = ()
 
     def examination(self, answer: str) -> str:
-        """The program that puts an answer to the hidden tests. It holds no result: what has to
-        come out is compared outside, where a program cannot read it."""
+        """Return the program that runs an answer on the hidden tests. It holds no expected result:
+        results are compared outside, where no program can read them."""
         cases = json.dumps([arguments for arguments, _ in self.tests])
         return answer + HARNESS.format(cases=cases, function=self.function)
 
     def passed(self, stdout: str) -> bool:
-        """Whether every test came out right, by what the examination wrote."""
+        """Return True if every test passed, according to the output of the examination."""
         last = stdout.rstrip("\n").rpartition("\n")[2]
         return last == json.dumps([json.dumps(result, sort_keys=True) for _, result in self.tests])
 
 
 def same(text: str, answer: str) -> bool:
-    """Whether an answer is the right one: as a number where both are one, else as a text."""
+    """Return True if an answer is right: as a number if both are numbers, otherwise as text."""
     given, wanted = number(text), number(answer)
     if given is not None and wanted is not None:
         return given == wanted
@@ -60,7 +60,7 @@ def same(text: str, answer: str) -> bool:
 
 
 def number(text: str) -> Fraction | None:
-    """The value of `12`, `-1.50`, `3/4` or `1,000`; None for what is not written like these."""
+    """Parse `12`, `-1.50`, `3/4` or `1,000`; None for other text."""
     found = _NUMBER.fullmatch(re.sub(r",(?=\d{3}(\D|$))", "", text.strip().strip("$ ")))
     if found is None or (found[3] and not int(found[3])):
         return None

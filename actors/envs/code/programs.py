@@ -14,7 +14,7 @@ LONGEST, LARGEST = 7, 20
 MAX_DRAWS = 1000
 
 
-class Part(NamedTuple):
+class ProgramPart(NamedTuple):
     """A step or a result: in words, as code over `x`, and as a function of `x` and of `k`."""
 
     words: str
@@ -23,22 +23,30 @@ class Part(NamedTuple):
 
 
 STEPS = (
-    Part("add {k} to each", "[v + {k} for v in x]", lambda x, k: [v + k for v in x]),
-    Part("multiply each by {k}", "[v * {k} for v in x]", lambda x, k: [v * k for v in x]),
-    Part("square each", "[v * v for v in x]", lambda x, k: [v * v for v in x]),
-    Part("keep those above {k}", "[v for v in x if v > {k}]", lambda x, k: [v for v in x if v > k]),
-    Part("keep the even ones", "[v for v in x if v % 2 == 0]", lambda x, k: [*filter(_even, x)]),
-    Part("drop the first {k}", "x[{k}:]", lambda x, k: x[k:]),
-    Part("keep the last {k}", "x[-{k}:]", lambda x, k: x[-k:]),
-    Part("reverse them", "x[::-1]", lambda x, k: x[::-1]),
-    Part("sort them", "sorted(x)", lambda x, k: sorted(x)),
-    Part("keep each value once, in order", "list(dict.fromkeys(x))", lambda x, k: [*_once(x)]),
+    ProgramPart("add {k} to each", "[v + {k} for v in x]", lambda x, k: [v + k for v in x]),
+    ProgramPart("multiply each by {k}", "[v * {k} for v in x]", lambda x, k: [v * k for v in x]),
+    ProgramPart("square each", "[v * v for v in x]", lambda x, k: [v * v for v in x]),
+    ProgramPart(
+        "keep those above {k}", "[v for v in x if v > {k}]", lambda x, k: [v for v in x if v > k]
+    ),
+    ProgramPart(
+        "keep the even ones", "[v for v in x if v % 2 == 0]", lambda x, k: [*filter(_even, x)]
+    ),
+    ProgramPart("drop the first {k}", "x[{k}:]", lambda x, k: x[k:]),
+    ProgramPart("keep the last {k}", "x[-{k}:]", lambda x, k: x[-k:]),
+    ProgramPart("reverse them", "x[::-1]", lambda x, k: x[::-1]),
+    ProgramPart("sort them", "sorted(x)", lambda x, k: sorted(x)),
+    ProgramPart(
+        "keep each value once, in order", "list(dict.fromkeys(x))", lambda x, k: [*_once(x)]
+    ),
 )
 RESULTS = (
-    Part("the list", "x", lambda x, k: x),
-    Part("their sum", "sum(x)", lambda x, k: sum(x)),
-    Part("how many there are", "len(x)", lambda x, k: len(x)),
-    Part("the largest, 0 where there is none", "max(x, default=0)", lambda x, k: max(x, default=0)),
+    ProgramPart("the list", "x", lambda x, k: x),
+    ProgramPart("their sum", "sum(x)", lambda x, k: sum(x)),
+    ProgramPart("how many there are", "len(x)", lambda x, k: len(x)),
+    ProgramPart(
+        "the largest, 0 where there is none", "max(x, default=0)", lambda x, k: max(x, default=0)
+    ),
 )
 
 
@@ -50,14 +58,14 @@ def _once(values: list[int]) -> dict[int, None]:
     return dict.fromkeys(values)
 
 
-class Plan(NamedTuple):
+class ProgramPlan(NamedTuple):
     """Two steps with their numbers, and what is returned."""
 
-    first: Part
+    first: ProgramPart
     k: int
-    second: Part
+    second: ProgramPart
     n: int
-    last: Part
+    last: ProgramPart
 
     def code(self) -> str:
         first, second = self.first.code.format(k=self.k), self.second.code.format(k=self.n)
@@ -68,8 +76,8 @@ class Plan(NamedTuple):
 
 
 def draw_program(split: str, map_seed: int) -> Problem:
-    """The task of (split, map_seed): the first draw whose code hashes into the split, and whose
-    tests tell it from the wrong answers beside it."""
+    """Return the task of (split, map_seed): the first draw whose code hashes into the split and
+    whose tests distinguish it from wrong answers."""
     rng = random.Random(key(map_seed, "programs", split))
     for _ in range(MAX_DRAWS):
         plan = _plan(rng)
@@ -86,7 +94,7 @@ def draw_program(split: str, map_seed: int) -> Problem:
 
 
 def _problem(
-    plan: Plan, shown: list[list[int]], tests: list[tuple[list[int], Any]], wrong: list[str]
+    plan: ProgramPlan, shown: list[list[int]], tests: list[tuple[list[int], Any]], wrong: list[str]
 ) -> Problem:
     cases = "".join(f" f({x}) = {plan.value(x)}" for x in shown)
     question = QUESTION.format(
@@ -111,9 +119,9 @@ def _problem(
     )
 
 
-def _plan(rng: random.Random) -> Plan:
+def _plan(rng: random.Random) -> ProgramPlan:
     first, second = rng.sample(STEPS, 2)
-    return Plan(first, rng.randint(2, 9), second, rng.randint(1, 4), rng.choice(RESULTS))
+    return ProgramPlan(first, rng.randint(2, 9), second, rng.randint(1, 4), rng.choice(RESULTS))
 
 
 def _numbers(rng: random.Random) -> list[int]:

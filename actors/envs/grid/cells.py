@@ -1,21 +1,21 @@
-"""How places on a grid are said. Cells are numbered row by row, `columns` a row."""
+"""Grid positions as text. Cells are numbered row by row, `columns` a row."""
 
 ARRIVED = "√"  # the player at the goal, where that ends the episode
 
 
 def rows_of(cells: str, columns: int) -> list[str]:
-    """The rows of a grid whose glyphs stand in one string."""
+    """Split the glyphs of a grid into rows."""
     return [cells[start : start + columns] for start in range(0, len(cells), columns)]
 
 
 def place(cell: int, columns: int) -> str:
-    """`row 1 column 2`."""
+    """Write a cell's position: `row 1 column 2`."""
     row, column = divmod(cell, columns)
     return f"row {row} column {column}"
 
 
 def bearing(here: int, there: int, columns: int) -> str:
-    """The way from one cell to another: `up 1 right 2`."""
+    """Write the offset from one cell to another: `up 1 right 2`."""
     down = there // columns - here // columns
     right = there % columns - here % columns
     vertical, horizontal = "up" if down < 0 else "down", "left" if right < 0 else "right"

@@ -21,6 +21,15 @@ from evolver_async.randomness import key
 from evolver_async.schema import Task
 
 INSTRUCTIONS = "walk from P to the goal G . O is a cliff that you must avoid . actions {} ."
+PLAIN_INSTRUCTIONS = (
+    "You are walking along a cliff. Reach the goal in as few moves as you can without falling off"
+    " the cliff; after a fall you are back at the start. On the map, P is you, G is the goal, O is"
+    " the cliff and _ is safe ground. A line of text says in which row and column you are,"
+    " counted from 0 at the top left; it may add how far away the goal is and what lies next to you"
+    " in each direction, where the cliff is called hole. The actions are: up, right, down, left."
+    " Each moves you by one cell; at the edge of the map you stay where you are."
+)
+PLAIN_SLIPPERY = " The ground is slippery: you may slide to one side of where you wanted to go."
 PLAYER, GROUND, CLIFF, GOAL = "P", "_", "O", "G"
 WORDS = {GROUND: "safe", CLIFF: "hole", GOAL: "goal"}
 
@@ -34,7 +43,7 @@ EPISODES, EPISODE_MOVES, RATE, EXPLORE = 500, 1000, 0.5, 0.1
 
 @dataclass(frozen=True)
 class Cliff:
-    """A map of `_`, `O` and one `G` in one string, `columns` a row, and what moving on it means."""
+    """Map of `_`, `O` and one `G` in one string, `columns` a row, with the dynamics of a move."""
 
     columns: int
     cells: str
@@ -47,15 +56,15 @@ class Cliff:
         return self.cells.index(GOAL)
 
     def moved(self, cell: int, action: int) -> int:
-        """Where a move leads, before any fall; the edge holds the player."""
+        """Return the cell a move leads to, before any fall; the edge holds the player."""
         row, column = divmod(cell, self.columns)
         down, right = MOVES[action]
         row = min(max(row + down, 0), len(self.cells) // self.columns - 1)
         return row * self.columns + min(max(column + right, 0), self.columns - 1)
 
     def outcomes(self, cell: Hashable, action: int) -> list[Outcome]:
-        """As in gymnasium: where it is slippery, each of the action and its two neighbours in the
-        order of the actions happens with probability 1/3."""
+        """List the outcomes as gymnasium does: on slippery ground each of the action and its two
+        neighbours in the order of the actions has probability 1/3."""
         assert isinstance(cell, int)
         slid = [(action - 1) % 4, action, (action + 1) % 4] if self.slippery else [action]
         found: list[Outcome] = []
@@ -69,11 +78,11 @@ class Cliff:
 
     @cached_property
     def process(self) -> Process:
-        """All cells that can be reached, the start first."""
+        """Transition table of all cells that can be reached, the start first."""
         return tabulate([self.start], len(ACTIONS), self.outcomes)
 
     def can_be_walked(self) -> bool:
-        """Whether a way without a fall leads from the start to the goal."""
+        """Return True if a path without a fall leads from the start to the goal."""
         frontier = [self.start]
         for cell in frontier:  # grows while it is walked
             for action in range(4):
@@ -86,7 +95,8 @@ class Cliff:
 
 
 def classic_cliff(rows: int, columns: int, fall_reward: float, slippery: bool) -> Cliff:
-    """Start and goal in the corners of the last row, the cliff between them."""
+    """Make the classic map: start and goal in the corners of the last row, the cliff between
+    them."""
     cells = GROUND * (columns * (rows - 1) + 1) + CLIFF * (columns - 2) + GOAL
     return Cliff(columns, cells, columns * (rows - 1), fall_reward, slippery)
 
@@ -101,7 +111,7 @@ def draw_cliff(
     split: str,
     map_seed: int,
 ) -> Cliff:
-    """The map of (split, map_seed): the first solvable draw that hashes into the split."""
+    """Return the map of (split, map_seed): the first solvable draw that hashes into the split."""
     rng = random.Random(key(map_seed, "cliff_walking", split))
     count = rows * columns
     for _ in range(MAX_DRAWS):
@@ -117,7 +127,8 @@ def draw_cliff(
 
 @lru_cache(maxsize=256)
 def expert_values(cliff: Cliff, expert: Literal["values", "q_learning"]) -> dict[int, list[float]]:
-    """Q[cell][action] by value iteration or of a Q-learning agent, both without discount."""
+    """Compute Q[cell][action] by value iteration or by a Q-learning agent, both without
+    discount."""
     process = cliff.process
     if expert == "values":
         table = best_values(process, 1.0)
@@ -136,8 +147,8 @@ def expert_values(cliff: Cliff, expert: Literal["values", "q_learning"]) -> dict
 
 
 class CliffWalking:
-    """The environment. `layout: classic` is gymnasium's map in any size, `drawn` has its start, its
-    goal and its cliff cells (of probability `cliff_prob`) anywhere.
+    """CliffWalking environment. `layout: classic` is gymnasium's map in any size; in a `drawn` one
+    the start, the goal and the cliff cells (of probability `cliff_prob`) are anywhere.
 
     `grid` says in which turns the map is shown; `hints` describes the four neighbours and where the
     goal lies, until it is reached; `expert` is who demonstrates; `max_moves` truncates an episode,
@@ -145,6 +156,7 @@ class CliffWalking:
     """
 
     instructions = INSTRUCTIONS.format(" ".join(ACTIONS))
+    plain_instructions = PLAIN_INSTRUCTIONS
 
     def __init__(
         self,
@@ -178,6 +190,8 @@ class CliffWalking:
         self.layout = layout
         self.cliff_prob = cliff_prob
         self.slippery = slippery
+        if slippery:
+            self.plain_instructions += PLAIN_SLIPPERY
         self.fall_reward = fall_reward
         self.grid = grid
         self.hints = hints
@@ -222,7 +236,7 @@ class CliffWalking:
         pass
 
     def actions(self) -> list[str]:
-        """The moves that lead to another cell, a fall included."""
+        """Return the moves that lead to another cell, a fall included."""
         return [
             name
             for number, name in enumerate(ACTIONS)
@@ -230,8 +244,8 @@ class CliffWalking:
         ]
 
     def solve(self) -> list[str]:
-        """What the expert holds for best: up to the goal, or as far as it does not go in circles;
-        only the next action where it is slippery."""
+        """Return the expert's best actions: up to the goal, or until they repeat a cell; on
+        slippery ground only the next one."""
         values, cell = expert_values(self.cliff, self.expert), self.cell
         path, seen = list[str](), set[int]()
         while cell != self.cliff.goal and cell not in seen:
@@ -246,8 +260,8 @@ class CliffWalking:
         return path
 
     def score(self) -> float:
-        """What the best policy still collects from here on: minus the moves left, where it is not
-        slippery."""
+        """Return the value of the best policy from here on: minus the moves left if the ground is
+        not slippery."""
         if self.cell == self.cliff.goal:
             return 0.0
         return max(expert_values(self.cliff, "values")[self.cell])
@@ -262,7 +276,7 @@ class CliffWalking:
         self.cell, self.moves = snapshot
 
     def exact(self, max_turns: int) -> Exact:
-        """From the start, by backward induction over `max_turns` moves."""
+        """Compute values from the start, by backward induction over `max_turns` moves."""
         process = self.cliff.process
         return exact_of(process, min(max_turns, self.max_moves or max_turns), process.ends_N)
 

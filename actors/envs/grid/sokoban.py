@@ -28,12 +28,19 @@ INSTRUCTIONS = (
     "push each X on to an O . P is you and S is you on O and √ is X on O and # is a wall ."
     " actions up down left right ."
 )
+PLAIN_INSTRUCTIONS = (
+    "You are playing Sokoban. Push every box onto a target in as few moves as you can. In the room,"
+    " P is you, X is a box, O is a target, √ is a box on a target, S is you on a target, # is a"
+    " wall and _ is free floor. Rows and columns are counted from 0 at the top left. The actions"
+    " are: up, down, left, right. You push a box by walking into it; you cannot pull a box, nor"
+    " push it into a wall or another box."
+)
 COST, PLACED, DONE = -0.1, 1.0, 10.0
 
 
 class Sokoban:
-    """The environment. A `walled` room of `size` has a wall around it and walls in it, an `open`
-    one is all floor; `max_solution` bounds the moves that solve a level.
+    """Sokoban environment. A `walled` room of `size` has a wall around it and walls in it, an
+    `open` one is all floor; `max_solution` bounds the moves that solve a level.
 
     `view`: the room as glyphs, the places of player, boxes and targets as coordinates, or both;
     `hints` add how far boxes and targets are from the player and what lies around, until it is
@@ -42,6 +49,7 @@ class Sokoban:
     """
 
     instructions = INSTRUCTIONS
+    plain_instructions = PLAIN_INSTRUCTIONS
 
     def __init__(
         self,
@@ -96,16 +104,17 @@ class Sokoban:
         pass
 
     def actions(self) -> list[str]:
-        """The moves that change something; there is always one back to where one came from."""
+        """Return the moves that change something; there is always one back."""
         room, now = self.room, self.now
         return [name for number, name in enumerate(ACTIONS) if room.moved(now, number) != now]
 
     def solve(self) -> list[str]:
-        """The fewest moves; where a box is stuck for good any one move, as none is better."""
+        """Return the fewest moves to a solution; any one move if a box is stuck for good."""
         return [ACTIONS[action] for action in way(self.room, self.now)] or self.actions()[:1]
 
     def score(self) -> float:
-        """Minus the moves that are left to the solution; where none is left, worse than any."""
+        """Return minus the moves left to the solution, or less than any of these if there is
+        none."""
         distances = all_distances(self.room)
         distance = distances.get(self.now)
         return -float(max(distances.values()) + 1 if distance is None else distance)
@@ -121,7 +130,7 @@ class Sokoban:
         self.now, self.moves = snapshot
 
     def exact(self, max_turns: int) -> Exact:
-        """From the state one is in, by backward induction over `max_turns` moves."""
+        """Compute values from the current state, by backward induction over `max_turns` moves."""
         moves = min(max_turns, self.max_moves or max_turns)
 
         def model(state: Hashable, action: int) -> Iterable[Outcome]:
@@ -131,7 +140,7 @@ class Sokoban:
         return exact_of(process, moves, process.ends_N)
 
     def _outcome(self, state: State, action: int) -> tuple[float, State, float, bool]:
-        """Gym-sokoban's rules: certain, as in the form of `tabular.Outcome`."""
+        """Apply gym-sokoban's rules; the certain outcome in the form of `tabular.Outcome`."""
         room = self.room
         reached = room.moved(state, action)
         gained = room.placed(reached) - room.placed(state)
@@ -152,8 +161,8 @@ class Sokoban:
         return "\n".join(lines)
 
     def _hints(self) -> str:
-        """What a move in each direction would meet, and what is behind a box; then the way to each
-        box and target."""
+        """Describe what a move in each direction meets and what is behind a box, then the offset of
+        each box and target."""
         glyphs = "".join(self.room.render(self.now))
         player, boxes = self.now
         text = ""

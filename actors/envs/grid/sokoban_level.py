@@ -1,4 +1,4 @@
-"""Sokoban's rules and its levels: rooms, moves, and how far every state is from being solved.
+"""Rules and levels of Sokoban: rooms, moves, and the distance of every state from a solution.
 
 A state is the player's cell and the boxes' cells, ascending; cells are numbered row by row. Levels
 are drawn from `(split, map_seed)`: a room, its targets, then one of the states from which the boxes
@@ -29,8 +29,8 @@ MAX_DRAWS = 5_000
 
 @dataclass(frozen=True)
 class Room:
-    """What never moves: `size` rows of `#`, `_` and `O` in one string. Its edge holds the player
-    and the boxes like a wall."""
+    """Immovable part of a level: `size` rows of `#`, `_` and `O` in one string. Its edge holds the
+    player and the boxes like a wall."""
 
     size: int
     cells: str
@@ -57,7 +57,7 @@ class Room:
         ]
 
     def moved(self, state: State, action: int) -> State:
-        """What an action leads to; the same state where nothing can move."""
+        """Return the state an action leads to; the same state if nothing can move."""
         player, boxes = state
         reached = self.neighbours[player][action]
         if reached is None:
@@ -70,7 +70,8 @@ class Room:
         return reached, _with(boxes, reached, beyond)
 
     def before(self, state: State, action: int) -> list[State]:
-        """The states that `action` brings to this one: by walking, and by having pushed a box."""
+        """Return the states that `action` brings to this one: by walking, and by having pushed a
+        box."""
         player, boxes = state
         came = self.neighbours[player][BACK[action]]
         if came is None or came in boxes:
@@ -84,11 +85,11 @@ class Room:
         return state[1] == self.targets
 
     def placed(self, state: State) -> int:
-        """How many boxes are on targets."""
+        """Count the boxes on targets."""
         return sum(self.cells[box] == TARGET for box in state[1])
 
     def render(self, state: State) -> list[str]:
-        """The rows as glyphs, RAGEN's."""
+        """Return the rows as RAGEN's glyphs."""
         player, boxes = state
         cells = list(self.cells)
         for box in boxes:
@@ -99,7 +100,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Level:
-    """A room and the state one begins in."""
+    """Room and initial state."""
 
     room: Room
     start: State
@@ -110,8 +111,8 @@ def _with(boxes: tuple[int, ...], old: int, new: int) -> tuple[int, ...]:
 
 
 def moves_to_solve(room: Room, limit: int | None = None) -> dict[State, int]:
-    """The fewest moves from each state to a solved one, of all states where they are at most
-    `limit`; from a state that is missing without one, no way leads to a solution.
+    """Compute the fewest moves to a solved state, for all states with at most `limit`; without a
+    limit, a state that is missing has no solution.
 
     Breadth first, backwards from the solved states.
     """
@@ -132,12 +133,12 @@ def moves_to_solve(room: Room, limit: int | None = None) -> dict[State, int]:
 
 @lru_cache(maxsize=32)  # a group plays the same level; a large room has 100,000 states
 def all_distances(room: Room) -> dict[State, int]:
-    """`moves_to_solve` of all states."""
+    """Compute `moves_to_solve` of all states."""
     return moves_to_solve(room)
 
 
 def way(room: Room, state: State) -> list[int]:
-    """The fewest actions to a solved state; empty where it is solved or no way leads to one."""
+    """Return the fewest actions to a solved state; empty if it is solved or cannot be."""
     distances, path = all_distances(room), []
     while distances.get(state, 0) > 0:
         nearer = distances[state] - 1
@@ -156,8 +157,8 @@ def draw_level(
     split: str,
     map_seed: int,
 ) -> Level:
-    """The level of (split, map_seed): no box is on a target, `max_solution` moves solve it, and its
-    glyphs hash into the split. ValueError where the parameters leave none."""
+    """Return the level of (split, map_seed): no box is on a target, `max_solution` moves solve it,
+    and its glyphs hash into the split. ValueError if the parameters allow none."""
     rng = random.Random(key(map_seed, "sokoban", split))
     for _ in range(MAX_DRAWS):
         room = _room(rng, size, boxes, layout)
@@ -178,7 +179,7 @@ def draw_level(
 
 
 def _room(rng: random.Random, size: int, boxes: int, layout: str) -> Room | None:
-    """A room with its targets; None where there is too little floor: half of what is not edge."""
+    """Draw a room with its targets; None if less than half of its inside is floor."""
     cells = [FLOOR] * size**2 if layout == "open" else _cleared(rng, size)
     floor = [cell for cell, ground in enumerate(cells) if ground == FLOOR]
     if len(floor) < max(2 * boxes + 1, (size - 2) ** 2 // 2):
@@ -189,8 +190,8 @@ def _room(rng: random.Random, size: int, boxes: int, layout: str) -> Room | None
 
 
 def _cleared(rng: random.Random, size: int) -> list[str]:
-    """Walls, and among them the floor that a random walk leaves behind, some of what lies beside it
-    included: corridors alone leave no room to walk around a box."""
+    """Draw walls with the floor that a random walk clears, and some cells beside it: corridors
+    alone leave no room to walk around a box."""
     cells = [WALL] * size**2
     row, column = rng.randint(1, size - 2), rng.randint(1, size - 2)
     heading = rng.choice(MOVES)

@@ -1,4 +1,4 @@
-"""What a shop sells and what its customers want: products, goals, and the goals' splits.
+"""Products of a shop, goals of its customers, and the goals' splits.
 
 A catalogue ships with the package (`products.jsonl`, made by `make.py`); `load.py` reads WebShop's
 own files. How goals come about and are ordered and split is WebShop's way.
@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from actors.envs.webshop.search import Index
+from actors.envs.webshop.search import FullTextIndex
 from evolver_async.randomness import key
 
 SHIPPED = "products.jsonl"
@@ -44,13 +44,13 @@ class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def texts(self) -> tuple[str, str, str]:
-        """All that is said about it, in small letters."""
+        """Name, features and description in lower case."""
         features = " ".join(self.features)
         return self.name.lower(), features.lower(), self.description.lower()
 
     @property
     def indexed(self) -> str:
-        """The text by which it is found."""
+        """Text of the product in the search index."""
         options = ", and ".join(f"{name}: {', '.join(of)}" for name, of in self.options.items())
         feature = self.features[0] if self.features else ""
         return " ".join((self.asin, self.name, self.description, feature, options))
@@ -65,7 +65,7 @@ class Wish(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     options: tuple[str, ...] | None = None
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CatalogueEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A line of the catalogue that ships."""
 
     product: Product
@@ -74,7 +74,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Goal:
-    """What a customer wants: a product like `asin`, with attributes and options, not too dear."""
+    """Goal of a customer: a product like `asin` with attributes, options and a price limit."""
 
     asin: str
     name: str
@@ -91,7 +91,7 @@ Split = Literal["test", "val", "train"]
 
 @dataclass(eq=False)  # hashed by identity, so that what was found in it can be remembered
 class Catalogue:
-    """A shop's whole stock. `skipped`: what could not be used, counted by reason."""
+    """Stock of a shop. `skipped`: unusable rows, counted by reason."""
 
     products: list[Product]
     wishes: list[Wish]
@@ -103,24 +103,24 @@ class Catalogue:
 
     @cached_property
     def goals(self) -> list[Goal]:
-        """In WebShop's shuffled order."""
+        """All goals in WebShop's shuffled order."""
         found = [goal for wish in self.wishes for goal in self._goals_of(wish)]
         random.Random(SHUFFLE_SEED).shuffle(found)
         return found
 
     def split(self, name: Split, test: int, val: int) -> range:
-        """The numbers of a split's goals; WebShop has 500 for `test` and 1,000 for `val`."""
+        """Return the numbers of a split's goals; WebShop has 500 for `test` and 1,000 for `val`."""
         ends = {"test": (0, test), "val": (test, test + val), "train": (test + val, None)}
         start, end = ends[name]
         return range(len(self.goals))[start:end]
 
     def search(self, query: str) -> tuple[Product, ...]:
-        """The products found, best first."""
+        """Return the products found, best first."""
         return _search(self, query)
 
     @cached_property
-    def index(self) -> Index:
-        return Index(product.indexed for product in self.products)
+    def index(self) -> FullTextIndex:
+        return FullTextIndex(product.indexed for product in self.products)
 
     def _goals_of(self, wish: Wish) -> Iterator[Goal]:
         product = self.by_asin[wish.asin]
@@ -146,7 +146,7 @@ def _search(shop: Catalogue, query: str) -> tuple[Product, ...]:
 
 
 def combinations(product: Product) -> Iterator[dict[str, str]]:
-    """Every choice of one value for each option, by the options' sorted names."""
+    """Yield every choice of one value for each option, by the options' sorted names."""
     names = sorted(product.options)
     values = itertools.product(*(product.options[name] for name in names))
     for combination in values:
@@ -159,7 +159,7 @@ def option_text(options: dict[str, str]) -> str:
 
 
 def price_limit(product: Product, instruction: str) -> tuple[float, str]:
-    """A price above the product's, and how an instruction says it; drawn for the two."""
+    """Draw a price above the product's, and its wording in an instruction; keyed by the two."""
     above = [limit for limit in PRICE_LIMITS if limit > product.price][:4]
     if len(above) < 2:
         return UNBOUNDED, ""
@@ -170,11 +170,11 @@ def price_limit(product: Product, instruction: str) -> tuple[float, str]:
 
 @lru_cache(maxsize=1)
 def shipped() -> Catalogue:
-    """The catalogue of this package."""
+    """Return the catalogue of this package."""
     lines = resources.files("actors.envs.webshop").joinpath(SHIPPED).read_bytes().splitlines()
-    return catalogue_of(msgspec.json.decode(line, type=Entry) for line in lines)
+    return catalogue_of(msgspec.json.decode(line, type=CatalogueEntry) for line in lines)
 
 
-def catalogue_of(entries: Iterable[Entry]) -> Catalogue:
+def catalogue_of(entries: Iterable[CatalogueEntry]) -> Catalogue:
     listed = list(entries)
     return Catalogue([entry.product for entry in listed], [entry.wish for entry in listed])

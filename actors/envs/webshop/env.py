@@ -1,4 +1,5 @@
-"""The environment: search, click from page to page, buy; buying ends the episode with its reward.
+"""WebShop environment: search, click from page to page, buy; buying ends the episode with its
+reward.
 
 WebShop's rules: any page takes a search, a click needs its button, an action that does not exist
 changes nothing. Success is a reward of exactly 1.
@@ -13,12 +14,22 @@ from actors.envs.webshop import pages
 from actors.envs.webshop.catalogue import MOST_RESULTS, Catalogue, Goal, Split
 from actors.envs.webshop.expert import Action, queries, way
 from actors.envs.webshop.load import Files, stocked
-from actors.envs.webshop.pages import Place
+from actors.envs.webshop.pages import PageState
 from actors.envs.webshop.reward import score
 from actors.formats.tool_calls import called, canonical
 from evolver_async.schema import Task
 
 GOAL = "buy what the instruction asks for ; a page shows each button as [button] ."
+PLAIN_GOAL = (
+    "You are shopping on a website. Find and buy the product that best matches the instruction: its"
+    " kind, its attributes, its options and its price all count. Every page shows its buttons in"
+    " square brackets, as in [buy now]. Search for products, open one by clicking its number, click"
+    " the options that are asked for, and click [buy now] to finish."
+)
+PLAIN_ACTIONS = (
+    " The actions are: search[words], to search for products, and click[button], to click a button"
+    " of the page."
+)
 ACTION = re.compile(r"(search|click)\[(.*)\]", re.IGNORECASE | re.DOTALL)
 TOOLS = {  # by name: the argument and what it does
     "search": ("words", "search for products"),
@@ -28,9 +39,9 @@ LEAST_CHARS = 300
 
 
 class WebShop:
-    """The environment. `page_size`: results on a page; `max_chars`: of an observation; `show`: in
-    which observations the instruction stands; `test_goals`, `val_goals`: how many of the shuffled
-    goals these splits have, before those for training.
+    """WebShop environment. `page_size`: results on a page; `max_chars`: of an observation; `show`:
+    the observations that contain the instruction; `test_goals`, `val_goals`: sizes of these splits
+    of the shuffled goals, before those for training.
 
     `items` and `attributes` name WebShop's own files, in place of the catalogue that ships; `human`
     its human instructions, in place of made ones; of the items only the first `limit` (0: all).
@@ -41,6 +52,7 @@ class WebShop:
 
     blocking = True  # large catalogues take minutes to read, and their searches a while
     instructions = f"{GOAL} actions search[words] click[button] ."
+    plain_instructions = PLAIN_GOAL + PLAIN_ACTIONS
     refusal = ""  # what is said before the page when an action does not exist
 
     def __init__(
@@ -94,7 +106,7 @@ class WebShop:
 
     def step(self, action: str) -> Step:
         verb, words = self._parsed(action)
-        place = Place("results", words) if verb == "search" and words else None
+        place = PageState("results", words) if verb == "search" and words else None
         if verb == "click":
             place = self._buttons().get(words)
         if place is None:
@@ -110,7 +122,7 @@ class WebShop:
         pass
 
     def actions(self) -> list[str]:
-        """Every button, and on the search page what the instruction suggests to search for."""
+        """Return every button; on the search page, the searches that the instruction suggests."""
         if self.place.page == "search":
             return [self._written(("search", query)) for query in queries(self.wanted)]
         return [self._written(("click", name)) for name in self._buttons()]
@@ -120,7 +132,7 @@ class WebShop:
         return [self._written(action) for action in found]
 
     def score(self) -> float:
-        """What buying now would be worth; 0 where no product is shown."""
+        """Return the reward for buying now; 0 if no product is shown."""
         if not self.place.asin:
             return 0.0
         product = self.shop.by_asin[self.place.asin]
@@ -129,13 +141,13 @@ class WebShop:
     def state(self) -> str:
         return str(self.place)
 
-    def snapshot(self) -> Place:
+    def snapshot(self) -> PageState:
         return self.place
 
-    def restore(self, snapshot: Place) -> None:
+    def restore(self, snapshot: PageState) -> None:
         self.place = snapshot
 
-    def _buttons(self) -> dict[str, Place]:
+    def _buttons(self) -> dict[str, PageState]:
         return pages.buttons(self.shop, self.place, self.page_size)
 
     def _observe(self, head: str = "", instruction: bool = False) -> str:
@@ -150,15 +162,16 @@ class WebShop:
         return f"{verb}[{words}]"
 
     def _parsed(self, action: str) -> Action:
-        """The verb and its words, in small letters; both empty where it is no action."""
+        """Return the verb and its words in lower case; both empty for an unknown action."""
         found = ACTION.fullmatch(action.strip())
         return (found[1].lower(), pages.button(found[2])) if found else ("", "")
 
 
 class ToolShop(WebShop):
-    """The same shop, whose actions are calls of the tools `search` and `click`."""
+    """WebShop with calls of the tools `search` and `click` as actions."""
 
     instructions = GOAL
+    plain_instructions = PLAIN_GOAL
     refusal = "error: no such button on this page, or not the argument that the tool takes\n"
 
     def tools(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Who knows what is wanted: what to search for, which options to choose, the way to the purchase.
+"""Expert of WebShop: searches, options and the path to the purchase.
 
 Searches are written in the instruction's words, so that they can be learned from.
 """
@@ -9,14 +9,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from actors.envs.webshop.catalogue import Catalogue, Goal, Product
-from actors.envs.webshop.pages import BUY, DETAILS, NEXT, PREVIOUS, Place, button
+from actors.envs.webshop.pages import BUY, DETAILS, NEXT, PREVIOUS, PageState, button
 from actors.envs.webshop.reward import fits, plain_color, score
 
 Action = tuple[str, str]  # search or click, and its words
 
 
 def queries(goal: Goal) -> list[str]:
-    """What the instruction suggests to search for, from little to much."""
+    """Return the searches that the instruction suggests, from short to long."""
     attributes, options = " ".join(goal.attributes), " ".join(goal.options)
     suggested = (
         goal.query,
@@ -27,8 +27,9 @@ def queries(goal: Goal) -> list[str]:
     return list(dict.fromkeys(plain for query in suggested if (plain := _plain(query))))
 
 
-def way(shop: Catalogue, goal: Goal, place: Place, page_size: int) -> list[Action]:
-    """From `place` to the best product that can be found, its options, and the purchase."""
+def way(shop: Catalogue, goal: Goal, place: PageState, page_size: int) -> list[Action]:
+    """Return the actions from `place` to the best product that can be found, its options, and the
+    purchase."""
     plan = best_plan(shop, goal, page_size)
     if place.asin:
         product = shop.by_asin[place.asin]
@@ -44,8 +45,8 @@ def way(shop: Catalogue, goal: Goal, place: Place, page_size: int) -> list[Actio
     return [("search", plan.query), *_clicks(*steps)]
 
 
-class Plan(NamedTuple):
-    """What to search for, on which page of the results to stop, and what to buy there."""
+class PurchasePlan(NamedTuple):
+    """Plan of a purchase: a search, the page of its results, and the product to buy there."""
 
     query: str
     page: int
@@ -54,9 +55,9 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=8192)
-def best_plan(shop: Catalogue, goal: Goal, page_size: int) -> Plan:
-    """To the product that is worth most, on the earliest page that one of the suggested searches
-    shows it on. The product the goal was made of is searched by its number where that is better."""
+def best_plan(shop: Catalogue, goal: Goal, page_size: int) -> PurchasePlan:
+    """Plan the purchase of the most valuable product, on the earliest page that a suggested search
+    shows it on. The goal's own product is searched by its number if that is better."""
     found = sorted(
         (
             (place // page_size + 1, query, product)
@@ -70,25 +71,25 @@ def best_plan(shop: Catalogue, goal: Goal, page_size: int) -> Plan:
         if product.asin in seen:
             continue
         seen.add(product.asin)
-        plan = Plan(query, page, product, worth(product, goal))
+        plan = PurchasePlan(query, page, product, worth(product, goal))
         if best is None or plan.worth > best.worth:
             best = plan
         if best.worth == 1.0:
             return best
     own = shop.by_asin[goal.asin]
-    by_number = Plan(button(own.asin), 1, own, worth(own, goal))
+    by_number = PurchasePlan(button(own.asin), 1, own, worth(own, goal))
     return best if best is not None and best.worth >= by_number.worth else by_number
 
 
 def worth(product: Product, goal: Goal) -> float:
-    """The reward of buying it with the options that fit; 0 where that would be more than 1."""
+    """Return the reward of buying it with the fitting options; 0 if that would exceed 1."""
     reward = score(product, goal, fitting(product, goal)).reward
     return reward if reward <= 1 else 0.0
 
 
 def fitting(product: Product, goal: Goal) -> dict[str, str]:
-    """The value to choose for each option of the product that fits a wanted one; each wanted one is
-    used once, so that nothing more is chosen than was wanted."""
+    """Return the value to choose for each option of the product that fits a wanted one; each wanted
+    one is used once, so that nothing is chosen beyond the goal."""
     left, found = list(goal.options), {}
     for name, values in product.options.items():
         for value in sorted(values, key=lambda value: value not in left):
@@ -101,12 +102,12 @@ def fitting(product: Product, goal: Goal) -> dict[str, str]:
 
 
 def _met(name: str, value: str, wanted: list[str]) -> Iterator[str]:
-    """Those of `wanted` that an option's value fits, the same text first."""
+    """Yield those of `wanted` that an option's value fits, equal text first."""
     yield from (goal for goal in wanted if goal == value)
     yield from (goal for goal in wanted if fits(name, plain_color(value), [plain_color(goal)]))
 
 
-def _unchosen(wanted: dict[str, str], place: Place) -> list[str]:
+def _unchosen(wanted: dict[str, str], place: PageState) -> list[str]:
     chosen = dict(place.chosen)
     return [value for name, value in wanted.items() if chosen.get(name) != value]
 
@@ -116,5 +117,5 @@ def _clicks(*names: str) -> list[Action]:
 
 
 def _plain(query: str) -> str:
-    """The query without what could end an action."""
+    """Return the query without characters that could end an action."""
     return " ".join(re.sub(r"[^\w$.'-]+", " ", query.lower()).split())

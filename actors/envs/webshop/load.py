@@ -1,5 +1,5 @@
-"""WebShop's own files as a catalogue: `items_shuffle*.json`, `items_ins_v2*.json` and, for what
-people wrote, `items_human_ins.json`.
+"""WebShop's own files as a catalogue: `items_shuffle*.json`, `items_ins_v2*.json` and, for human
+instructions, `items_human_ins.json`.
 
 Rows that cannot be used are skipped and counted by reason. Of a product that costs from one price
 to another, the price is drawn once, keyed by the product.
@@ -37,7 +37,7 @@ class Unusable(ValueError):
 
 @dataclass(frozen=True)
 class Files:
-    """Where the files are; `human` may be empty; `limit`: the first so many items, 0: all."""
+    """Paths of the files; `human` may be empty; `limit`: the first items only, 0: all."""
 
     items: str
     attributes: str
@@ -46,8 +46,8 @@ class Files:
 
 
 def stocked(files: Files | None) -> Catalogue:
-    """The catalogue of these files, or what ships, with its goals and its index; made once, while
-    other threads that ask for it wait."""
+    """Return the catalogue of these files, or the one that ships, with its goals and its index;
+    made once, while other threads wait."""
     with _STOCKING:
         shop = shipped() if files is None else _kept(files)
         assert shop.by_asin is not None and shop.goals is not None and shop.index is not None
@@ -55,7 +55,7 @@ def stocked(files: Files | None) -> Catalogue:
 
 
 def loaded(files: Files) -> Catalogue:
-    """The catalogue of these files, and a line in the log on what was skipped.
+    """Load the catalogue of these files and log the skipped rows.
 
     ValueError names a file that is not what it should be.
     """
@@ -90,7 +90,8 @@ _kept = lru_cache(maxsize=2)(loaded)
 
 
 def product_of(row: Any, about: dict[str, Any]) -> Product:
-    """An item as a product, with its attributes from `about`. Unusable says what is missing."""
+    """Convert an item to a product with its attributes from `about`. Unusable names a missing
+    field."""
     if not isinstance(row, dict):
         raise Unusable("item: no object")
     for field in NEEDED:
@@ -115,7 +116,7 @@ def product_of(row: Any, about: dict[str, Any]) -> Product:
 
 
 def wish_of(asin: str, row: Any, *, human: bool) -> Wish:
-    """An instruction, of people with the options they asked for. Unusable says what is missing."""
+    """Convert an instruction, with its options if it is human. Unusable names a missing field."""
     if not isinstance(row, dict):
         raise Unusable("instruction: no object")
     text = row.get("instruction")
@@ -132,7 +133,7 @@ def wish_of(asin: str, row: Any, *, human: bool) -> Wish:
 
 
 def _wish_rows(asin: str, about: dict[str, Any], people: dict[str, Any] | None) -> Iterator[Any]:
-    """What is asked for with this product in mind; most products nobody asks for."""
+    """Yield the instructions for this product; most products have none."""
     if people is not None:
         told = people.get(asin, [])
         yield from told if isinstance(told, list) else [told]
@@ -141,7 +142,7 @@ def _wish_rows(asin: str, about: dict[str, Any], people: dict[str, Any] | None) 
 
 
 def _price(asin: str, pricing: Any) -> float:
-    """The price in dollars of a text like `$9.99` or `$9.99 to $12.99`."""
+    """Parse the price in dollars of a text like `$9.99` or `$9.99 to $12.99`."""
     if not pricing:
         return DEFAULT_PRICE
     if not isinstance(pricing, str):
@@ -186,5 +187,5 @@ def _string(value: Any) -> str:
 
 
 def _strings(values: Any) -> tuple[str, ...]:
-    """The texts of a list, without whatever else it holds."""
+    """Return the strings of a list, without its other items."""
     return tuple(v for v in values or () if isinstance(v, str)) if isinstance(values, list) else ()

@@ -1,4 +1,5 @@
-"""Makes the catalogue that ships: `python -m actors.envs.webshop.make` writes `products.jsonl`.
+"""Generator of the catalogue that ships: `python -m actors.envs.webshop.make` writes
+`products.jsonl`.
 
 Everything is drawn by the products' numbers, so the same file comes out every time.
 """
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from actors.envs.webshop.catalogue import SHIPPED, Entry, Product, Wish
+from actors.envs.webshop.catalogue import SHIPPED, CatalogueEntry, Product, Wish
 from evolver_async.randomness import key
 
 PER_KIND = 42
@@ -106,15 +107,15 @@ KINDS = (
 )
 
 
-def entries() -> Iterator[Entry]:
-    """The whole catalogue."""
+def entries() -> Iterator[CatalogueEntry]:
+    """Yield the whole catalogue."""
     numbers = itertools.count(1)
     for _, kind in itertools.product(range(PER_KIND), KINDS):
         yield entry(kind, next(numbers))
 
 
-def entry(kind: Kind, number: int) -> Entry:
-    """A product and the wish for it; only some of its attributes stand in its title."""
+def entry(kind: Kind, number: int) -> CatalogueEntry:
+    """Draw a product and the wish for it; only some of its attributes are in its title."""
     rng = random.Random(key(0, "webshop catalogue", number))
     brand = rng.choice(BRANDS)
     attributes = rng.sample(kind.attributes.split(","), ATTRIBUTES)
@@ -133,18 +134,18 @@ def entry(kind: Kind, number: int) -> Entry:
         features=tuple(f"{attribute} {kind.noun}" for attribute in hidden[1:]),
     )
     text = f"find me {wanted[0]}, {wanted[1]} {kind.noun}"
-    return Entry(product, Wish(asin=asin, text=text, attributes=tuple(wanted)))
+    return CatalogueEntry(product, Wish(asin=asin, text=text, attributes=tuple(wanted)))
 
 
 def _values(name: str, rng: random.Random) -> tuple[str, ...]:
-    """Some of an option's values, in their usual order."""
+    """Draw some of an option's values, in their usual order."""
     known = OPTIONS[name].split(",")
     kept = rng.sample(range(len(known)), rng.randint(2, min(4, len(known))))
     return tuple(known[index] for index in sorted(kept))
 
 
 def text() -> bytes:
-    """The file's content."""
+    """Return the file's content."""
     return b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries())
 
 

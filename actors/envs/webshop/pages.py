@@ -1,4 +1,4 @@
-"""The shop's pages: which buttons each has, where they lead, and what it says.
+"""Pages of the shop: their buttons, links and text.
 
 A place says all there is to say about where a customer stands; nothing else changes in an episode.
 """
@@ -17,9 +17,9 @@ LONGEST_QUERY = 80  # as a page of results shows it
 
 
 @dataclass(frozen=True)
-class Place:
-    """`page` and what it shows: results `number` (from 1) of `query`, or the product `asin` with
-    the options chosen so far."""
+class PageState:
+    """Complete state of a customer: `page` and what it shows, results `number` (from 1) of `query`,
+    or the product `asin` with the options chosen so far."""
 
     page: Literal["search", "results", "item", "description", "features", "done"] = "search"
     query: str = ""
@@ -28,7 +28,7 @@ class Place:
     chosen: tuple[tuple[str, str], ...] = ()  # name and value, in the order of the first choice
 
     def __str__(self) -> str:
-        """A short key, the same for the same place."""
+        """Return a short key, the same for equal states."""
         words = [self.page]
         if self.page == "results":
             words += [repr(self.query), "page", str(self.number)]
@@ -37,34 +37,35 @@ class Place:
         return " ".join(words)
 
 
-START = Place()
+START = PageState()
 
 
 def button(text: str) -> str:
-    """The name by which what a page shows in brackets is clicked: without `<` and `>`, which an
-    answer between tags cannot hold; so WebShop's own `< prev` and `next >` are names as well."""
+    """Return the name that clicks a bracketed text: without `<` and `>`, which an answer between
+    tags cannot contain; so WebShop's own `< prev` and `next >` are names as well."""
     return " ".join(re.sub("[<>]", " ", text).lower().split())
 
 
-def buttons(shop: Catalogue, place: Place, page_size: int) -> dict[str, Place]:
-    """Where each button of a page leads, by its name, in the order shown."""
+def buttons(shop: Catalogue, place: PageState, page_size: int) -> dict[str, PageState]:
+    """Return the target of each button of a page by its name, in the order shown."""
     return _links(shop, place, page_size) | _fixed(shop, place, page_size)
 
 
-def text(shop: Catalogue, place: Place, page_size: int, most: int) -> str:
-    """What a page says, in at most `most` characters, of which its fixed buttons come first."""
+def text(shop: Catalogue, place: PageState, page_size: int, most: int) -> str:
+    """Return the text of a page in at most `most` characters; its fixed buttons take precedence."""
     foot = " ".join(f"[{name}]" for name in _fixed(shop, place, page_size))
     body = shortened("\n".join(_lines(shop, place, page_size)), most - len(foot) - 1)
     return f"{body}\n{foot}" if foot else body
 
 
 def shortened(text: str, most: int) -> str:
-    """The text, cut where it is longer than `most` characters."""
+    """Cut a text that is longer than `most` characters."""
     return text if len(text) <= most else text[: max(most - len(MORE), 0)] + MORE
 
 
-def _links(shop: Catalogue, place: Place, page_size: int) -> dict[str, Place]:
-    """A page's own buttons: products, or the values of options, the last of the same name."""
+def _links(shop: Catalogue, place: PageState, page_size: int) -> dict[str, PageState]:
+    """Return a page's own buttons: products, or the values of options, the last of the same
+    name."""
     if place.page == "results":
         return {
             button(product.asin): replace(place, page="item", asin=product.asin)
@@ -80,8 +81,8 @@ def _links(shop: Catalogue, place: Place, page_size: int) -> dict[str, Place]:
     return {}
 
 
-def _fixed(shop: Catalogue, place: Place, page_size: int) -> dict[str, Place]:
-    """The buttons that every page of its kind has."""
+def _fixed(shop: Catalogue, place: PageState, page_size: int) -> dict[str, PageState]:
+    """Return the buttons that every page of its kind has."""
     if place.page == "results":
         found = {}
         if place.number > 1:
@@ -90,15 +91,15 @@ def _fixed(shop: Catalogue, place: Place, page_size: int) -> dict[str, Place]:
             found[NEXT] = replace(place, number=place.number + 1)
         return found | {BACK: START}
     if place.page == "item":
-        details: dict[str, Place] = {page: replace(place, page=page) for page in DETAILS}
-        left = Place("results", place.query, place.number)
+        details: dict[str, PageState] = {page: replace(place, page=page) for page in DETAILS}
+        left = PageState("results", place.query, place.number)
         return details | {BUY: replace(place, page="done"), PREVIOUS: left, BACK: START}
     if place.page in DETAILS:
         return {PREVIOUS: replace(place, page="item"), BACK: START}
     return {}
 
 
-def _lines(shop: Catalogue, place: Place, page_size: int) -> list[str]:
+def _lines(shop: Catalogue, place: PageState, page_size: int) -> list[str]:
     if place.page == "results":
         pages = -(-len(shop.search(place.query)) // page_size)
         number = f"page {place.number} of {pages}" if pages else "nothing"
@@ -119,15 +120,15 @@ def _lines(shop: Catalogue, place: Place, page_size: int) -> list[str]:
     ]
 
 
-def _choices(place: Place, product: Product) -> Iterator[str]:
-    """A line for each option: its values, and the one chosen."""
+def _choices(place: PageState, product: Product) -> Iterator[str]:
+    """Yield a line for each option: its values, and the one chosen."""
     chosen = dict(place.chosen)
     for name, values in product.options.items():
         said = f" chosen {chosen[name]}" if name in chosen else ""
         yield f"{name}: {' '.join(f'[{value}]' for value in values)}{said}"
 
 
-def _listed(shop: Catalogue, place: Place, page_size: int) -> tuple[Product, ...]:
-    """The products that a page of results shows."""
+def _listed(shop: Catalogue, place: PageState, page_size: int) -> tuple[Product, ...]:
+    """Return the products that a page of results shows."""
     first = (place.number - 1) * page_size
     return shop.search(place.query)[first : first + page_size]

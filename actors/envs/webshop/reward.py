@@ -1,4 +1,4 @@
-"""WebShop's reward for a purchase: what fits the goal, times how much it is the right kind.
+"""WebShop's reward for a purchase: the share of the goal that fits, scaled by the kind of product.
 
 The formula is that of WebShop (Yao et al. 2022, `get_reward` of its `engine/goal.py`), quirks
 included: an option that was chosen counts as a hit where it fits any wanted one, or where its value
@@ -35,7 +35,7 @@ _COLORS, _FUNCTION_WORDS = tuple(COLORS.split()), frozenset(FUNCTION_WORDS.split
 
 
 class Score(NamedTuple):
-    """The reward of a purchase and what it is made of: `kind` scales the share of hits."""
+    """Reward of a purchase and its parts: `kind` scales the share of hits."""
 
     reward: float
     kind: float  # 0, 0.1, 0.5 or 1
@@ -45,7 +45,7 @@ class Score(NamedTuple):
 
 
 def score(product: Product, goal: Goal, options: Mapping[str, str]) -> Score:
-    """What buying `product` with `options` (value by name) is worth for `goal`."""
+    """Compute the reward for buying `product` with `options` (value by name) for `goal`."""
     kind = kind_score(product, goal)
     attributes = attribute_hits(product, goal.attributes)
     chosen = option_hits(product, goal.options, options)
@@ -55,7 +55,7 @@ def score(product: Product, goal: Goal, options: Mapping[str, str]) -> Score:
 
 
 def kind_score(product: Product, goal: Goal) -> float:
-    """How much it is the kind of product that was wanted: by query, categories and title."""
+    """Compare the kinds of product by query, categories and title."""
     wanted = nouns(goal.name)
     shared = set(wanted) & set(nouns(product.name))
     share = len(shared) / len(wanted) if wanted else 0.2  # words told twice count twice below
@@ -68,7 +68,7 @@ def kind_score(product: Product, goal: Goal) -> float:
 
 
 def attribute_hits(product: Product, wanted: Iterable[str]) -> int:
-    """How many of the wanted attributes the product has, in its list or anywhere in its text."""
+    """Count the wanted attributes that the product has, in its list or anywhere in its text."""
     return sum(
         any(alike(attribute, goal) > CLOSE for attribute in product.attributes)
         or any(goal in text for text in product.texts)
@@ -77,7 +77,7 @@ def attribute_hits(product: Product, wanted: Iterable[str]) -> int:
 
 
 def option_hits(product: Product, wanted: Iterable[str], options: Mapping[str, str]) -> int:
-    """How many of the chosen options fit a wanted one, or name what the product's text says."""
+    """Count the chosen options that fit a wanted one or are named in the product's text."""
     goals = [plain_color(goal) for goal in wanted]
     return sum(
         fits(name, plain_color(value), goals)
@@ -87,14 +87,15 @@ def option_hits(product: Product, wanted: Iterable[str], options: Mapping[str, s
 
 
 def fits(name: str, value: str, wanted: Iterable[str]) -> bool:
-    """Whether an option's value is one of the wanted: sizes exactly, all else roughly."""
+    """Return True if an option's value is one of the wanted: sizes exactly, others
+    approximately."""
     if name.lower() in EXACT_OPTIONS:
         return value in wanted
     return any(alike(goal, value) > CLOSE for goal in wanted)
 
 
 def plain_color(text: str) -> str:
-    """The first known colour that the text contains, or the text itself."""
+    """Return the first known colour that the text contains, or the text itself."""
     return next((color for color in _COLORS if color in text), text)
 
 
@@ -107,7 +108,8 @@ def nouns(title: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=65536)
 def alike(one: str, other: str) -> int:
-    """thefuzz's `token_set_ratio`: 0 to 100, 100 where the words of one contain the other's."""
+    """Compute thefuzz's `token_set_ratio`: 0 to 100, 100 if the words of one contain the
+    other's."""
     words, others = _words(one), _words(other)
     if not words or not others:
         return 0
@@ -118,21 +120,22 @@ def alike(one: str, other: str) -> int:
 
 
 def _words(text: str) -> set[str]:
-    """In small letters, one for each (İ too); what Latin-1 has beyond ASCII is left out, as in
-    thefuzz."""
+    """Split into lower-case words (İ is one letter); Latin-1 letters beyond ASCII are dropped, as
+    in thefuzz."""
     plain = re.sub(r"[\x80-\xff]", "", text).replace("İ", "i")
     return set(re.sub(r"[\W_]", " ", plain).lower().split())
 
 
 def _ratio(one: str, other: str) -> int:
-    """How much of both texts is their longest common subsequence, in per cent."""
+    """Compute the share of the longest common subsequence in both texts, in per cent."""
     if not one or not other:
         return 0
     return round(200 * _common(one, other) / (len(one) + len(other)))
 
 
 def _common(one: str, other: str) -> int:
-    """The length of the longest common subsequence; Hyyrö's bit-parallel algorithm (2004)."""
+    """Compute the length of the longest common subsequence; Hyyrö's bit-parallel algorithm
+    (2004)."""
     places: dict[str, int] = {}
     for place, letter in enumerate(one):
         places[letter] = places.get(letter, 0) | 1 << place

@@ -17,8 +17,8 @@ these they this to was will with
 _STOP_WORDS = frozenset(STOP_WORDS.split())
 
 
-class Index:
-    """Texts by number, in memory; may be used from any thread."""
+class FullTextIndex:
+    """Index of texts by number, in memory; usable from any thread."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._one_at_a_time = threading.Lock()
@@ -32,7 +32,7 @@ class Index:
         self._database.commit()
 
     def search(self, query: str, limit: int) -> list[int]:
-        """The numbers of the texts that contain any word of the query, best first.
+        """Return the numbers of the texts that contain any word of the query, best first.
 
         Any text is a query; one without words finds nothing.
         """
@@ -49,11 +49,11 @@ class Index:
 
 
 def words_of(query: str) -> list[str]:
-    """The distinct words to search for: stop words only where there are no others."""
+    """Return the distinct words to search for; stop words only if there are no others."""
     words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))
     return ([word for word in words if word not in _STOP_WORDS] or words)[:MOST_WORDS]
 
 
 def _sound(text: str) -> str:
-    """The text without what SQLite cannot store."""
+    """Return the text without characters that SQLite cannot store."""
     return text.encode("utf-8", "ignore").decode()

@@ -8,7 +8,8 @@ import gymnasium
 import numpy as np
 import pytest
 
-from actors.envs.base import EnvError, Measurable, Rewindable, Scored, exact, make_env, split_of
+from actors.envs.base import EnvError, Measurable, Rewindable, Scored, make_env, split_of
+from actors.envs.exact import exact
 from actors.envs.grid.cliff_walking import (
     ACTIONS,
     CliffWalking,

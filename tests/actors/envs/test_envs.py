@@ -23,11 +23,12 @@ from actors.envs.base import (
     Scored,
     Solvable,
     Step,
-    exact,
     make_env,
     split_of,
 )
-from actors.envs.grid.frozen_lake import ACTIONS, FrozenLake, Lake, draw_lake
+from actors.envs.exact import exact
+from actors.envs.grid.frozen_lake import FrozenLake
+from actors.envs.grid.frozen_lake_map import ACTIONS, Lake, draw_lake
 from evolver_async.config import Config, Stage
 from evolver_async.randomness import key, uniform
 from evolver_async.schema import Task

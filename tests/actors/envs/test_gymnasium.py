@@ -12,10 +12,11 @@ from episodes import ticket
 from gymnasium import spaces
 
 from actors.envs.adapters.gymnasium_env import Gymnasium, GymnasiumTable, text_of, uncoloured
-from actors.envs.base import EnvError, Measurable, Rewindable, Solvable, exact, make_env, split_of
+from actors.envs.base import EnvError, Measurable, Rewindable, Solvable, make_env, split_of
+from actors.envs.exact import exact
 from actors.envs.grid.cliff_walking import CliffWalking
-from actors.progress import Progress
-from actors.rollout.environment import World
+from actors.progress import TicketProgress
+from actors.rollout.environment import TimedEnvironment
 from evolver_async.launch.serial import VirtualLoop
 from evolver_async.schema import Task
 
@@ -233,7 +234,7 @@ def test_blocking_environment_plays_under_a_virtual_clock() -> None:
     asked = ticket(task(**CLIFF))
 
     async def play() -> bool:
-        world = World(asked, 0, 30.0, Progress())
+        world = TimedEnvironment(asked, 0, 30.0, TicketProgress())
         await world.open()
         await world.call("reset", world.env.reset, asked.task, 0)
         for action in await world.call("solve", world.env.solve):

@@ -17,8 +17,8 @@ from actors.envs.adapters.agentevolver_service import CUT, AgentEvolver, AgentEv
 from actors.envs.adapters.service_client import ServiceError, drain
 from actors.envs.base import Concluding, EnvError, EnvironmentFailure, Probed, Tooled, make_env
 from actors.formats.tool_calls import canonical
-from actors.progress import Progress
-from actors.rollout.environment import World
+from actors.progress import TicketProgress
+from actors.rollout.environment import TimedEnvironment
 from evolver_async.schema import Task
 
 
@@ -295,7 +295,7 @@ def test_a_failure_names_environment_task_member_and_call() -> None:
         played = task(0)
         params = {"url": url, "env_type": "counting", "timeout_s": 5.0}
         asked = Task(task_id="t/0", env="agentevolver", split="train", map_seed=0, params=params)
-        world = World(ticket(asked, members=[3]), 3, 20.0, Progress())
+        world = TimedEnvironment(ticket(asked, members=[3]), 3, 20.0, TicketProgress())
         await world.open()
         await world.call("reset", world.env.reset, played, 0)
         try:

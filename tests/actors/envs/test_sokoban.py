@@ -17,10 +17,10 @@ from actors.envs.base import (
     Measurable,
     Rewindable,
     Scored,
-    exact,
     make_env,
     split_of,
 )
+from actors.envs.exact import exact
 from actors.envs.grid.sokoban import Sokoban
 from actors.envs.grid.sokoban_level import (
     ACTIONS,

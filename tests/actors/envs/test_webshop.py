@@ -40,7 +40,7 @@ from actors.envs.webshop.expert import best_plan, fitting, queries
 from actors.envs.webshop.load import Files, loaded, stocked
 from actors.envs.webshop.pages import BACK, BUY, NEXT, PREVIOUS
 from actors.envs.webshop.reward import COLORS, alike, kind_score, nouns, option_hits, score
-from actors.envs.webshop.search import Index, words_of
+from actors.envs.webshop.search import FullTextIndex, words_of
 from actors.formats.tool_calls import ToolCall, canonical
 from evolver_async.schema import Task
 
@@ -375,7 +375,7 @@ def test_search_ranks_by_bm25() -> None:
     rng = random.Random(3)
     vocabulary = ["zork", "quux", "blip", "frob", "mux", "gnat", "plim", "tok"]
     texts = [rng.choices(vocabulary, k=rng.randint(1, 12)) for _ in range(200)]
-    index = Index(" ".join(text) for text in texts)
+    index = FullTextIndex(" ".join(text) for text in texts)
     for _ in range(50):
         words = rng.sample(vocabulary, rng.randint(1, 3))
         scores = bm25(texts, words)
@@ -386,7 +386,9 @@ def test_search_ranks_by_bm25() -> None:
 
 
 def test_search_stems_ignores_case_and_stop_words_and_keeps_ties_in_order() -> None:
-    index = Index(["Running shoes", "the runner", "a shoe for runs", "red shoe", "red shoe"])
+    index = FullTextIndex(
+        ["Running shoes", "the runner", "a shoe for runs", "red shoe", "red shoe"]
+    )
     assert set(index.search("RUN", 9)) == {0, 2}
     assert index.search("red", 9) == [3, 4] and index.search("red", 1) == [3]
     assert index.search("the red", 9) == [3, 4]
@@ -396,7 +398,7 @@ def test_search_stems_ignores_case_and_stop_words_and_keeps_ties_in_order() -> N
 
 @given(st.text())
 def test_any_text_is_a_query(query: str) -> None:
-    assert set(Index(["one", "two"]).search(query, 5)) <= {0, 1}
+    assert set(FullTextIndex(["one", "two"]).search(query, 5)) <= {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -404,11 +406,11 @@ def test_any_text_is_a_query(query: str) -> None:
     ['"', 'red"', "red AND", "NEAR(red, 2)", "red*", "text:red", "-red", "^red", "red\0", "\ud800"],
 )
 def test_a_query_is_words_and_no_syntax(query: str) -> None:
-    assert Index(["red"]).search(query, 5) == ([0] if "red" in query else [])
+    assert FullTextIndex(["red"]).search(query, 5) == ([0] if "red" in query else [])
 
 
 def test_a_text_that_cannot_be_stored_is_stored_without_what_cannot() -> None:
-    assert Index(["red\ud800 shoe"]).search("shoe", 5) == [0]
+    assert FullTextIndex(["red\ud800 shoe"]).search("shoe", 5) == [0]
 
 
 # Pages

@@ -20,7 +20,7 @@ from launches import COMMAND, DEADLINE_S, wait_for
 from actors.experience import guide as guides
 from actors.experience.guide import ServiceGuide, shortened
 from actors.experience.service import build
-from actors.rollout.episode import Advice
+from actors.rollout.policy import Advice
 from evolver_async.cli import main
 from evolver_async.config import Config, Experience, Stage
 from evolver_async.config.load import dump

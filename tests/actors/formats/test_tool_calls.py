@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.formats.tool_calls import Interleaved, ToolCall, Unreadable, called, canonical
+from actors.formats.tool_calls import Interleaved, InvalidCall, ToolCall, called, canonical
 
 plain = st.text(st.characters(codec="utf-8", exclude_characters="<\\`{}"), min_size=1).filter(
     lambda text: bool(text.strip())
@@ -53,7 +53,7 @@ def test_no_text_is_too_strange_for_a_format(text: str) -> None:
     ):
         for body in (text, f"<tool_call>{text}</tool_call>", f"<code>{text}", f"<answer>{text}"):
             for one in style.parse(body) or []:
-                assert isinstance(one, Unreadable) or json.loads(one).keys() == {
+                assert isinstance(one, InvalidCall) or json.loads(one).keys() == {
                     "name",
                     "arguments",
                 }
@@ -94,7 +94,7 @@ def test_a_broken_call_is_told_what_is_wrong_and_costs_no_other(body: str, said:
     )
     first, broken, last = style.parse(text) or []
     assert first == last == good
-    assert isinstance(broken, Unreadable) and broken.complaint.startswith("error: ")
+    assert isinstance(broken, InvalidCall) and broken.complaint.startswith("error: ")
     assert said in broken.complaint and "\n" not in broken.complaint
 
 
@@ -103,9 +103,9 @@ def test_parallel_calls_have_a_limit_and_an_end() -> None:
     good = canonical("f", {})
     once = f"<tool_call>{good}</tool_call>"
     *kept, refused = style.parse(once * 4) or []
-    assert kept == [good, good] and refused == Unreadable("error: at most 2 calls in one turn")
+    assert kept == [good, good] and refused == InvalidCall("error: at most 2 calls in one turn")
     unclosed = style.parse(f"{once}<tool_call>{good}") or []
-    assert unclosed[0] == good and isinstance(unclosed[1], Unreadable)
+    assert unclosed[0] == good and isinstance(unclosed[1], InvalidCall)
     assert "</tool_call>" not in style.stop_strings
 
 

@@ -60,5 +60,6 @@ def test_instructions_show_a_turn_that_parses() -> None:
     for think in (False, True):
         for count in (1, 3):
             style = FORMATS["think_answer"](think=think, actions_per_turn=count)
-            _, found, example = style.instructions.partition(style.prefix)
-            assert found and style.parse(example)
+            for text in (style.instructions, style.plain_instructions):
+                _, found, example = text.partition(style.prefix)
+                assert found and style.parse(example)

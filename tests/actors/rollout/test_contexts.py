@@ -26,7 +26,7 @@ from rollouts import (
 
 from actors.checks.config import check
 from actors.formats.tool_calls import canonical
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.rollout.episode import Finished
 from actors.scripted.expert import demonstrate_group
 from evolver_async.config.load import load
@@ -231,7 +231,7 @@ def test_demonstrations_call_tools_and_end_their_turns(name: str, count: int) ->
     """An expert's turns are what the format reads, each ended by what ends it for a policy."""
     done: list[Finished] = []
     how = styled(name, actions_per_turn=count)
-    asyncio.run(demonstrate_group(abacus(members=3), how, 1.0, Progress(), done.append))
+    asyncio.run(demonstrate_group(abacus(members=3), how, 1.0, TicketProgress(), done.append))
     stops = [CHAT.tokens_of(text)[-1] for text in how.format.stop_strings]
     for finished in done:
         trajectory = finished.trajectory

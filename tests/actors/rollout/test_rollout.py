@@ -35,8 +35,8 @@ from rollouts import (
 
 from actors.engines.base import Generation, Request
 from actors.envs.base import EnvironmentFailure, Info, Step
-from actors.progress import Progress
-from actors.rollout.environment import World
+from actors.progress import TicketProgress
+from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode import EpisodeLate, Finished
 from actors.rollout.group import run_group, run_members
 from actors.scripted.expert import demonstrate_group
@@ -248,7 +248,9 @@ def test_other_members_are_delivered_before_a_failure_is_raised() -> None:
     engine = FakeEngine(script)
     with pytest.raises(EnvironmentFailure):
         asyncio.run(
-            run_group(broken, setting(max_turns=3, actions_per_turn=2), engine, Progress(), deliver)
+            run_group(
+                broken, setting(max_turns=3, actions_per_turn=2), engine, TicketProgress(), deliver
+            )
         )
     assert [trajectory.member for trajectory in done] == [1, 2]
     assert sorted(engine.released) == ["0/0/0", "0/1/0", "0/2/0"]
@@ -315,7 +317,7 @@ def test_a_slow_explorer_is_not_the_environments_failure() -> None:
     class Endpoint:
         kind: Literal["learned", "scripted"] = "scripted"
 
-        async def write(self, world: World, context: list[int], turn: int) -> Generation:
+        async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
             await asyncio.sleep(9.0)
             raise AssertionError
 
@@ -323,7 +325,7 @@ def test_a_slow_explorer_is_not_the_environments_failure() -> None:
 
     async def explore(kind: Kind) -> None:
         asked, how = msgspec.structs.replace(corridor(), kind=kind), setting(episode_timeout_s=1.0)
-        await run_members(asked, how, lambda _: Endpoint(), Progress(), lambda _: None)  # type: ignore[arg-type]
+        await run_members(asked, how, lambda _: Endpoint(), TicketProgress(), lambda _: None)  # type: ignore[arg-type]
 
     with pytest.raises(EpisodeLate, match="generation of turn 0 for"):
         asyncio.run(explore("explore"))
@@ -386,7 +388,7 @@ def test_blocking_environment_stops_nobody_else() -> None:
         ticks = 0
         how = setting(step_timeout_s=0.1)
         task = asyncio.create_task(
-            run_group(corridor(env="Stuck"), how, engine, Progress(), deliver)
+            run_group(corridor(env="Stuck"), how, engine, TicketProgress(), deliver)
         )
         while not task.done():
             await asyncio.sleep(0.001)
@@ -473,7 +475,7 @@ def test_an_async_environment_that_hangs_is_late_and_is_closed(call: str) -> Non
         engine = FakeEngine({"0/0/0": say(RIGHT)})
         ticket = corridor(env="Awaited", hangs=call)
         with pytest.raises(EnvironmentFailure, match=f"{call} for"):
-            await run_group(ticket, how, engine, Progress(), lambda _: None)
+            await run_group(ticket, how, engine, TicketProgress(), lambda _: None)
         async with asyncio.timeout(30):
             while "close" not in Awaited.log:
                 await asyncio.sleep(0.01)
@@ -529,7 +531,7 @@ def test_blocking_environments_do_not_wait_for_each_other(expert: float) -> None
 
     how = setting(step_timeout_s=40.0, episode_timeout_s=200.0, max_turns=2)
     many = corridor(members=64, env="Together")
-    asyncio.run(demonstrate_group(many, how, expert, Progress(), deliver))
+    asyncio.run(demonstrate_group(many, how, expert, TicketProgress(), deliver))
     assert len(done) == 64
     script = "solve" if expert else "actions"
     assert set(Together.threads) == {"init", "reset", "step", "close", script}
@@ -562,7 +564,7 @@ def test_latency_is_keyed_and_counted_as_environment_time() -> None:
 def test_draws_have_their_own_key_and_progress_counts_tokens_and_steps() -> None:
     script = {f"0/{member}/0": say(RIGHT, RIGHT) for member in range(4)}
     engine = FakeEngine(script)
-    progress = Progress()
+    progress = TicketProgress()
     done = roll_out(corridor(members=4, length=2), setting(), engine, progress)
     assert len({request.seed for request in engine.requests}) == 8
     assert progress.count == sum(one.action_tokens for one in done) + 8

@@ -19,27 +19,34 @@ from launches import fair_time, wait_for
 
 from actors.sandbox import process as cell
 from actors.sandbox import seccomp
-from actors.sandbox.pool import Pool, routes, shared
-from actors.sandbox.process import Cell, Interior, Limits, SandboxUnavailable
+from actors.sandbox.pool import SandboxPool, routes, shared
+from actors.sandbox.process import (
+    ConfinedInterpreter,
+    InterpreterConfig,
+    SandboxLimits,
+    SandboxUnavailable,
+)
 
 ROOT = Path(__file__).parents[3]
-LIMITS = Limits(wall_s=hostile.WALL_S)
-PATIENT = Limits(wall_s=10.0)  # for programs that end by themselves, however busy the host is
+LIMITS = SandboxLimits(wall_s=hostile.WALL_S)
+PATIENT = SandboxLimits(
+    wall_s=10.0
+)  # for programs that end by themselves, however busy the host is
 SOON_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
+def pool() -> Iterator[SandboxPool]:
     os.environ["HOSTILE_SECRET"] = hostile.CANARY
-    pool = Pool(LIMITS, size=1)
+    pool = SandboxPool(LIMITS, size=1)
     yield pool
     pool.close()
     del os.environ["HOSTILE_SECRET"]
 
 
 @pytest.fixture(scope="module")
-def patient() -> Iterator[Pool]:
-    pool = Pool(PATIENT, size=1)
+def patient() -> Iterator[SandboxPool]:
+    pool = SandboxPool(PATIENT, size=1)
     yield pool
     pool.close()
 
@@ -51,7 +58,7 @@ def eventually(holds, what: str) -> None:
         time.sleep(0.01)
 
 
-def test_a_program_says_what_it_says(patient: Pool) -> None:
+def test_a_program_says_what_it_says(patient: SandboxPool) -> None:
     patient.start()
     began = time.monotonic()
     result = patient.run("import sys\nprint(34 * 57 % 1000)\nprint('ö', file=sys.stderr)")
@@ -71,7 +78,7 @@ def test_a_program_says_what_it_says(patient: Pool) -> None:
     ],
 )
 def test_an_error_is_told_as_python_tells_it(
-    patient: Pool, source: str, last: str, stdout: str
+    patient: SandboxPool, source: str, last: str, stdout: str
 ) -> None:
     result = patient.run(source)
     assert (result.status, result.stdout) == ("error", stdout)
@@ -79,21 +86,21 @@ def test_an_error_is_told_as_python_tells_it(
     assert "guest.py" not in result.stderr
 
 
-def test_exit_code_0_is_no_error(patient: Pool) -> None:
+def test_exit_code_0_is_no_error(patient: SandboxPool) -> None:
     assert patient.run("import sys\nprint(1)\nsys.exit()").status == "ok"
 
 
-def test_the_same_program_says_the_same(patient: Pool) -> None:
+def test_the_same_program_says_the_same(patient: SandboxPool) -> None:
     source = "import random\nprint(random.random(), hash('a'), list({'x', 'y', 'z'}))"
     first = patient.run(source)
     assert first.status == "ok" and first.stdout == patient.run(source).stdout
-    other = Pool(PATIENT, size=1)
+    other = SandboxPool(PATIENT, size=1)
     assert other.run(source).stdout == first.stdout
     other.close()
 
 
 def test_what_was_said_before_the_deadline_is_kept(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cell, "GRACE_S", 20.0)  # of an interpreter that is ended nothing is kept
     result = pool.run("print('before')\nwhile True: pass")
@@ -101,7 +108,9 @@ def test_what_was_said_before_the_deadline_is_kept(
 
 
 @pytest.mark.parametrize("name", hostile.BATTERY)
-def test_a_hostile_program_costs_its_deadline_and_harms_nobody(pool: Pool, name: str) -> None:
+def test_a_hostile_program_costs_its_deadline_and_harms_nobody(
+    pool: SandboxPool, name: str
+) -> None:
     assert hostile.failure(pool, hostile.BATTERY[name]) == ""
 
 
@@ -114,7 +123,7 @@ def held_bytes() -> int:
     return held
 
 
-def test_nothing_hostile_is_left_on_the_host(pool: Pool) -> None:
+def test_nothing_hostile_is_left_on_the_host(pool: SandboxPool) -> None:
     pool.start()
     others = len(psutil.Process().children(recursive=True))
     before, available = held_bytes(), psutil.virtual_memory().available
@@ -151,7 +160,7 @@ def test_the_whole_battery_as_an_ordinary_user(route: str) -> None:
 
 
 def test_an_interpreter_that_is_killed_costs_one_program() -> None:
-    pool, others = Pool(Limits(wall_s=5.0), size=1), set(psutil.Process().children())
+    pool, others = SandboxPool(SandboxLimits(wall_s=5.0), size=1), set(psutil.Process().children())
     pool.start()
     (outside,) = set(psutil.Process().children()) - others
     with ThreadPoolExecutor(1) as thread:
@@ -165,8 +174,9 @@ def test_an_interpreter_that_is_killed_costs_one_program() -> None:
 
 def test_nobody_is_left_when_the_owner_is_killed() -> None:
     script = (
-        "from actors.sandbox.pool import Pool, Limits\n"
-        "pool = Pool(Limits(wall_s=60, cpu_s=60), size=1)\npool.start()\nprint('up', flush=True)\n"
+        "from actors.sandbox.pool import SandboxLimits, SandboxPool\n"
+        "pool = SandboxPool(SandboxLimits(wall_s=60, cpu_s=60), size=1)\n"
+        "pool.start()\nprint('up', flush=True)\n"
         "pool.run('while True: pass')"
     )
     owner = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
@@ -182,7 +192,7 @@ def test_nobody_is_left_when_the_owner_is_killed() -> None:
 
 
 def test_threads_share_a_pool() -> None:
-    pool = Pool(PATIENT, size=2)
+    pool = SandboxPool(PATIENT, size=2)
     with ThreadPoolExecutor(8) as threads:
         results = list(threads.map(lambda n: pool.run(f"print({n})"), range(40)))
     assert [result.stdout for result in results] == [f"{n}\n" for n in range(40)]
@@ -194,14 +204,14 @@ def test_an_interpreter_too_busy_to_say_so_has_broken_the_limit_on_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cell, "GRACE_S", -0.4)
-    pool = Pool(Limits(wall_s=0.5), size=1)
+    pool = SandboxPool(SandboxLimits(wall_s=0.5), size=1)
     pool.start()
     assert pool.run("while True: pass").status == "timeout"
     pool.close()
 
 
 def test_limits_are_the_callers() -> None:
-    pool = Pool(Limits(wall_s=0.2), size=1)
+    pool = SandboxPool(SandboxLimits(wall_s=0.2), size=1)
     pool.start()
     took = []
     for _ in range(3):
@@ -210,11 +220,11 @@ def test_limits_are_the_callers() -> None:
         took.append(fair_time() - began)
     assert min(took) < 0.2 + 0.5, "the best of three, since the host may stand still"
     pool.close()
-    pool = Pool(Limits(wall_s=10.0, memory_bytes=64 << 20, processes=1), size=1)
+    pool = SandboxPool(SandboxLimits(wall_s=10.0, memory_bytes=64 << 20, processes=1), size=1)
     assert "MemoryError" in pool.run("x = bytearray(60 << 20)").stderr
     assert "BlockingIOError" in pool.run("import os\nos.fork()").stderr
     pool.close()
-    pool = Pool(Limits(wall_s=10.0, output_bytes=10), size=1)
+    pool = SandboxPool(SandboxLimits(wall_s=10.0, output_bytes=10), size=1)
     assert pool.run("print('123456789')").status == "ok"
     cut = pool.run("print('1234567890')")
     assert (cut.status, cut.stdout) == ("output", "1234567890")
@@ -222,7 +232,7 @@ def test_limits_are_the_callers() -> None:
 
 
 def test_processor_time_is_limited_too() -> None:
-    pool = Pool(Limits(wall_s=8.0, cpu_s=1), size=1)
+    pool = SandboxPool(SandboxLimits(wall_s=8.0, cpu_s=1), size=1)
     result = pool.run("while True: pass")
     assert result.status == "killed" and 0.9 < result.seconds < 7
     pool.close()
@@ -233,22 +243,24 @@ def test_processor_time_is_limited_too() -> None:
 )
 def test_a_limit_out_of_range_is_named(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: 0 is less than"):
-        Limits(**{name: 0})
+        SandboxLimits(**{name: 0})
 
 
-def test_modules_are_warm_and_packages_are_there_when_asked_for(patient: Pool) -> None:
+def test_modules_are_warm_and_packages_are_there_when_asked_for(patient: SandboxPool) -> None:
     asks = (
         "import sys\nprint('fractions' in sys.modules)\nimport numpy\nprint(numpy.arange(4).sum())"
     )
     assert patient.run(asks).stdout == "False\n"
-    limits = Limits(wall_s=20.0, cpu_s=20, memory_bytes=1 << 30)
-    warm = Pool(limits, size=1, interior=Interior(imports=("fractions", "numpy"), packages=True))
+    limits = SandboxLimits(wall_s=20.0, cpu_s=20, memory_bytes=1 << 30)
+    warm = SandboxPool(
+        limits, size=1, interior=InterpreterConfig(imports=("fractions", "numpy"), packages=True)
+    )
     assert warm.run(asks).stdout == "True\n6\n"
     warm.close()
 
 
 def test_a_program_that_is_too_long_is_not_run() -> None:
-    pool = Pool(Limits(source_bytes=10), size=1)
+    pool = SandboxPool(SandboxLimits(source_bytes=10), size=1)
     assert pool.run("print('01234567890')").status == "error"
     pool.close()
 
@@ -258,19 +270,19 @@ def test_a_program_that_is_too_long_is_not_run() -> None:
 
 def test_where_nothing_works_it_says_what_is_missing() -> None:
     with pytest.raises(SandboxUnavailable, match=r"confined here; bubblewrap: .*nowhere"):
-        Pool(route="bwrap", interior=Interior(bwrap="/nowhere/bwrap")).start()
+        SandboxPool(route="bwrap", interior=InterpreterConfig(bwrap="/nowhere/bwrap")).start()
     with pytest.raises(SandboxUnavailable, match="No module named 'nowhere'"):
-        Cell(routes()[0], LIMITS, Interior(imports=("nowhere",)))
+        ConfinedInterpreter(routes()[0], LIMITS, InterpreterConfig(imports=("nowhere",)))
 
 
 def test_a_container_that_forbids_namespaces_is_refused() -> None:
     script = (
         "import ctypes, struct\nfrom actors.sandbox import seccomp\n"
-        "from actors.sandbox.pool import Pool\nprogram = seccomp.program()\n"
+        "from actors.sandbox.pool import SandboxPool\nprogram = seccomp.program()\n"
         "libc, held = ctypes.CDLL(None), ctypes.create_string_buffer(program, len(program))\n"
         "filter = struct.pack('@HP', len(program) // 8, ctypes.addressof(held))\n"
         "assert libc.prctl(38, 1, 0, 0, 0) == 0 == libc.prctl(22, 2, filter, 0, 0)\n"
-        "Pool().start()"
+        "SandboxPool().start()"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
@@ -283,7 +295,7 @@ def test_a_container_that_forbids_namespaces_is_refused() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's processes are not counted")
 def test_confinement_whose_limits_do_not_hold_is_refused() -> None:
     with pytest.raises(SandboxUnavailable, match="number of processes cannot be limited to 4"):
-        Pool(LIMITS, route="user").start()
+        SandboxPool(LIMITS, route="user").start()
 
 
 def test_a_machine_whose_system_calls_are_not_known_is_refused() -> None:
@@ -292,7 +304,7 @@ def test_a_machine_whose_system_calls_are_not_known_is_refused() -> None:
 
 
 def test_a_program_is_not_blamed_for_an_interpreter_that_was_dead_before() -> None:
-    pool = Pool(PATIENT, size=1)
+    pool = SandboxPool(PATIENT, size=1)
     try:
         others = set(psutil.Process().children())
         pool.start()
@@ -306,8 +318,10 @@ def test_a_program_is_not_blamed_for_an_interpreter_that_was_dead_before() -> No
 
 
 def test_the_shared_pool_is_one() -> None:
-    assert shared(LIMITS, 1, Interior()) is shared(LIMITS, 1, Interior())
-    assert shared(LIMITS, 1, Interior()) is not shared(Limits(), 1, Interior())
+    assert shared(LIMITS, 1, InterpreterConfig()) is shared(LIMITS, 1, InterpreterConfig())
+    assert shared(LIMITS, 1, InterpreterConfig()) is not shared(
+        SandboxLimits(), 1, InterpreterConfig()
+    )
 
 
 # ---- the filter, against a machine that carries it out

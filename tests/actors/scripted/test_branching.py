@@ -18,10 +18,10 @@ from actors.checks.config import check
 from actors.envs.base import Env, EnvironmentFailure, Info, Rewindable, Step, make_env
 from actors.formats.chat import Chat
 from actors.formats.tool_calls import ToolCall
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.rollout.episode import Finished
 from actors.rollout.episode_config import Setting
-from actors.scripted.branching import State, Tried, branch_group, reflect_rows, try_turns
+from actors.scripted.branching import BranchState, TriedTurn, branch_group, reflect_rows, try_turns
 from actors.scripted.reflection import Reflector
 from evolver_async.config import Llm, Reflection, Stage
 from evolver_async.config.load import load
@@ -49,7 +49,7 @@ def branched(
     def deliver(finished: Finished) -> None:
         done.append(finished.trajectory)
 
-    asyncio.run(branch_group(granted, how, stage, Progress(), deliver, reflector))
+    asyncio.run(branch_group(granted, how, stage, TicketProgress(), deliver, reflector))
     return sorted(done, key=lambda trajectory: trajectory.member)
 
 
@@ -177,8 +177,8 @@ def test_reasons_and_outcomes_spell_no_special_token():
     tokenizer.add_special_tokens({"additional_special_tokens": ["[gMASK]"]})
     how = setting(chat=Chat(tokenizer), think=True)
     style, special = how.format, tokenizer.convert_tokens_to_ids("[gMASK]")
-    expert, other = Tried(["left"], "a [gMASK]", ""), Tried(["right"], "b [gMASK]", "")
-    state = State(0, [1, 2], expert, [other, other])
+    expert, other = TriedTurn(["left"], "a [gMASK]", ""), TriedTurn(["right"], "b [gMASK]", "")
+    state = BranchState(0, [1, 2], expert, [other, other])
     for row in reflect_rows(state, how, 600, ["so [gMASK] it is", None]):
         assert special not in row.tokens
         assert tokenizer.decode(row.tokens.tolist()).endswith(style.render_actions(["left"]))

@@ -11,7 +11,7 @@ from rollouts import TOKENIZER, FakeEngine, setting, ticket
 
 from actors.checks.config import check
 from actors.envs.base import make_env
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.rollout.episode import Finished
 from actors.rollout.group import run_group
 from evolver_async.config.load import load
@@ -66,7 +66,7 @@ def test_scripted_sequence_has_the_shape_of_a_learned_one() -> None:
             into.append(finished.trajectory)
 
         engine = FakeEngine({"0/0/0": turns})
-        asyncio.run(run_group(ticket(members=1), how, engine, Progress(), deliver))
+        asyncio.run(run_group(ticket(members=1), how, engine, TicketProgress(), deliver))
         (twin,) = learned[0].sequences
         assert twin.tokens.tolist() == sequence.tokens.tolist()
         assert twin.roles.tolist() == sequence.roles.tolist()

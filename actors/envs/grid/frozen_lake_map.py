@@ -1,0 +1,151 @@
+"""Maps of FrozenLake: drawing, dynamics and best actions.
+
+Maps are drawn from `(split, map_seed)` until one is solvable and its content hashes into the split,
+so no map is in two splits. Cells are numbered row by row. The goal of a drawn map can be moved, as
+far as its content stays in the split, or be left out.
+"""
+
+import random
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from actors.envs.base import split_of
+from actors.envs.grid.cells import rows_of
+from actors.envs.tabular import Outcome, Process, best_values, tabulate
+from evolver_async.randomness import key
+
+ICE, HOLE, GOAL = "_", "O", "G"
+ACTIONS = ("left", "down", "right", "up")  # gymnasium's order: a slip goes to a neighbour in it
+MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
+MAX_DRAWS = 20_000
+DISCOUNT = 0.95  # of the slippery solver: moves are limited, so a safe way must not be too long
+
+
+@dataclass(frozen=True)
+class Lake:
+    """Map as rows of `_`, `O` and at most one `G`, with the player's start."""
+
+    rows: tuple[str, ...]
+    start: int
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def cells(self) -> str:
+        return "".join(self.rows)
+
+    @cached_property
+    def goal(self) -> int:
+        """Cell of the goal; -1 if there is none."""
+        return self.cells.find(GOAL)
+
+    @cached_property
+    def split(self) -> str:
+        return split_of(f"{self.cells}/{self.start}".encode())
+
+    @cached_property
+    def neighbours(self) -> list[list[int | None]]:
+        """For each cell the cell in each direction, None beyond the edge."""
+        size = self.size
+        return [
+            [
+                (row + down) * size + column + right
+                if 0 <= row + down < size and 0 <= column + right < size
+                else None
+                for down, right in MOVES
+            ]
+            for row in range(size)
+            for column in range(size)
+        ]
+
+    def moved(self, cell: int, action: int) -> int:
+        """Return the cell where a move ends; the edge holds the player."""
+        neighbour = self.neighbours[cell][action]
+        return cell if neighbour is None else neighbour
+
+    @cached_property
+    def distances(self) -> list[int]:
+        """Moves to the goal from every cell without slipping; -1 if no path leads there."""
+        distances = [-1] * len(self.cells)
+        if self.goal < 0:
+            return distances
+        distances[self.goal] = 0
+        frontier = [self.goal]
+        for cell in frontier:  # grows while it is walked: breadth first
+            for neighbour in self.neighbours[cell]:
+                if (
+                    neighbour is not None
+                    and distances[neighbour] < 0
+                    and self.cells[neighbour] == ICE
+                ):
+                    distances[neighbour] = distances[cell] + 1
+                    frontier.append(neighbour)
+        return distances
+
+    def process(self, success_rate: float) -> Process:
+        """Tabulate all transitions from the start, the first state; reaching the goal gives 1."""
+
+        def outcomes(cell: Hashable, action: int) -> list[Outcome]:
+            assert isinstance(cell, int)
+            found: list[Outcome] = []
+            for probability, slid in slips(action, success_rate):
+                reached = self.moved(cell, slid)
+                ground = self.cells[reached]
+                found.append((probability, reached, float(ground == GOAL), ground != ICE))
+            return found
+
+        return tabulate([self.start], len(ACTIONS), outcomes)
+
+
+def slips(action: int, success_rate: float) -> list[tuple[float, int]]:
+    """Return the actions that may happen when `action` is tried, in gymnasium's order."""
+    fail_rate = (1.0 - success_rate) / 2.0
+    return [(fail_rate, (action - 1) % 4), (success_rate, action), (fail_rate, (action + 1) % 4)]
+
+
+@lru_cache(maxsize=4096)
+def draw_lake(size: int, frozen_prob: float, placement: str, split: str, map_seed: int) -> Lake:
+    """Return the map of (split, map_seed): the first solvable draw that hashes into the split."""
+    rng = random.Random(key(map_seed, "frozen_lake", split))
+    count = size * size
+    for _ in range(MAX_DRAWS):
+        cells = [ICE if rng.random() < frozen_prob else HOLE for _ in range(count)]
+        start, goal = (0, count - 1) if placement == "corners" else rng.sample(range(count), 2)
+        cells[start], cells[goal] = ICE, GOAL
+        lake = _lake("".join(cells), size, start)
+        if lake.split == split and lake.distances[start] > 0:
+            return lake
+    raise ValueError(f"frozen_prob: {frozen_prob} leaves no solvable {split} map of size {size}")
+
+
+@lru_cache(maxsize=4096)
+def with_goal(lake: Lake, cell: int) -> Lake:
+    """Return the same map with its goal at `cell`, which must be ice, or without a goal for -1."""
+    cells = lake.cells.replace(GOAL, ICE)
+    if cell >= 0:
+        cells = cells[:cell] + GOAL + cells[cell + 1 :]
+    return _lake(cells, lake.size, lake.start)
+
+
+def _lake(cells: str, size: int, start: int) -> Lake:
+    return Lake(rows=tuple(rows_of(cells, size)), start=start)
+
+
+@lru_cache(maxsize=256)
+def best_actions(lake: Lake, success_rate: float) -> dict[Hashable, int]:
+    """Compute the best action in every reachable cell of a slippery lake."""
+    process = lake.process(success_rate)
+    best_S = best_values(process, DISCOUNT).argmax(axis=1)
+    return dict(zip(process.states, best_S.tolist(), strict=True))
+
+
+def can_be_goal(lake: Lake, cell: int, split: str) -> bool:
+    """Return True if the goal can be moved there: onto ice that is not the start, can be reached,
+    and leaves the map in its split."""
+    if lake.cells[cell] == HOLE or cell == lake.start:
+        return False
+    moved = with_goal(lake, cell)
+    return moved.split == split and moved.distances[moved.start] > 0

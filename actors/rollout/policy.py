@@ -1,0 +1,38 @@
+"""The policy of one episode as the rollout sees it, and the experience that guides it."""
+
+from typing import Literal, NamedTuple, Protocol
+
+from actors.engines.base import Generation
+from actors.rollout.environment import TimedEnvironment
+
+
+class Advice(NamedTuple):
+    """Experience for one episode; an empty text guides nothing."""
+
+    text: str = ""
+    ids: tuple[int, ...] = ()
+
+
+class Guide(Protocol):
+    """Source of experience from earlier episodes."""
+
+    async def advise(self, query: str) -> Advice: ...
+
+
+class EpisodePolicy(Protocol):
+    """Author of the ACTION tokens of one episode."""
+
+    kind: Literal["learned", "scripted"]
+
+    async def advise(self, environment: TimedEnvironment, query: str, /) -> Advice:
+        """Return experience for an episode of the task that `query` describes."""
+        ...
+
+    async def write(
+        self, environment: TimedEnvironment, context: list[int], turn: int, /
+    ) -> Generation:
+        """Return the turn that follows `context`; a scripted policy gives no `weights` and
+        log-probs of 0."""
+        ...
+
+    def close(self) -> None: ...
