@@ -4,7 +4,7 @@ import asyncio
 import statistics
 from pathlib import Path
 
-from actors.endpoint.runner import Unjudged, make_agents
+from actors.endpoint.runner import JudgementMissing, make_agents
 from actors.engines.factory import load_engine
 from actors.envs.base import EnvironmentFailure, exact
 from actors.formats.chat import Chat
@@ -85,7 +85,7 @@ async def play_all(
                     await run_group(ticket, setting, engine, Progress(), deliver)
                 else:
                     await agents.run(ticket, setting, Progress(), deliver)
-            except (EnvironmentFailure, EpisodeLate, Unjudged) as failure:
+            except (EnvironmentFailure, EpisodeLate, JudgementMissing) as failure:
                 failures.append(f"{task.task_id}: {failure}")
 
     async with asyncio.TaskGroup() as group:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
-from actors.endpoint.runner import Agents
+from actors.endpoint.runner import AgentRunner
 from actors.experience.guide import ServiceGuide
 from actors.failures import FailureCounts
 from actors.judge.judge import Judge, Judged
@@ -34,7 +34,7 @@ class Mechanisms:
     judge: Judge | None = None
     guide: ServiceGuide | None = None
     questioner: Questioner | None = None
-    agents: Agents | None = None
+    agents: AgentRunner | None = None
     reflector: Reflector | None = None
     failures: FailureCounts = field(default_factory=FailureCounts)  # theirs and the episodes'
 
@@ -46,7 +46,9 @@ class Mechanisms:
                 counted |= mechanism.counters()
         return counted
 
-    def _all(self) -> tuple[Judge | ServiceGuide | Questioner | Agents | Reflector | None, ...]:
+    def _all(
+        self,
+    ) -> tuple[Judge | ServiceGuide | Questioner | AgentRunner | Reflector | None, ...]:
         return self.judge, self.guide, self.questioner, self.agents, self.reflector
 
     async def close(self) -> None:

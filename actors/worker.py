@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections import Counter
 
-from actors.endpoint.runner import Unjudged
+from actors.endpoint.runner import JudgementMissing
 from actors.engines.base import Engine
 from actors.engines.weight_sync import Adoption, WeightsLate
 from actors.envs.adapters import service_client
@@ -329,7 +329,7 @@ class Worker:
                 return "environment"
             case EpisodeLate():
                 return "engine"
-            case Ungraded() | Unjudged():
+            case Ungraded() | JudgementMissing():
                 return "grade"
         return "error"
 

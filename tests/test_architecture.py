@@ -139,7 +139,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "verifiers": ("actors.envs.adapters.verifiers_env",),
     "openenv": ("actors.envs.adapters.openenv_env",),
     "httpx": ("actors.llm.client", "actors.envs.adapters.service_client"),
-    "h11": ("actors.endpoint.server",),
+    "uvicorn": ("actors.endpoint.server",),
     "wandb": ("evolver_async.metrics.wandb_upload",),
     "omegaconf": ("evolver_async.config",),
     "msgpack": ("evolver_async.protocol.bounded",),
