@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from actors.endpoint.runner import AgentRunner
 from actors.experience.guide import ServiceGuide
 from actors.failures import FailureCounts
-from actors.judge.judge import Judge, Judged
+from actors.judge.judge import Judge, JudgedEpisode
 from actors.outbox import Outbox
 from actors.progress import Progress
 from actors.questioning.grade import regrade
@@ -129,7 +129,7 @@ class Aftermath:
     async def _label(self, judge: Judge, finished: Finished) -> None:
         trajectory = finished.trajectory
         labels, source = await judge.label(
-            Judged(
+            JudgedEpisode(
                 query=finished.query,
                 turns=finished.transcript.turns,
                 reward=trajectory.reward,

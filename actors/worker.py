@@ -12,7 +12,7 @@ from collections import Counter
 
 from actors.endpoint.runner import JudgementMissing
 from actors.engines.base import Engine
-from actors.engines.weight_sync import Adoption, WeightsLate
+from actors.engines.weight_sync import WeightsLate, WeightSync
 from actors.envs.adapters import service_client
 from actors.envs.base import EnvironmentFailure
 from actors.failures import unread
@@ -74,7 +74,7 @@ class Worker:
         self.receiver = receiver
         self.engine = engine
         self.name = name
-        self.adoption = Adoption(receiver, engine, config.actors, config.run.seed, name)
+        self.adoption = WeightSync(receiver, engine, config.actors, config.run.seed, name)
         self.turnover = self.adoption.turnover  # notified whenever a ticket ends
         self.running: dict[Place, tuple[Ticket, Progress, asyncio.Task[None]]] = {}
         self.tasks: set[asyncio.Task[None]] = set()  # of these, and of those being given back

@@ -127,7 +127,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "evolver_async.transport.keys",
     ),
     "ray": ("evolver_async.launch.ray",),
-    "faiss": ("actors.experience.pool",),
+    "faiss": ("actors.experience.index",),
     "vllm": (
         "actors.engines.vllm_engine",
         "actors.engines.vllm_core",

@@ -56,7 +56,7 @@ class NoInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class Snapshot(WeightTransferUpdateInfo):
+class WeightsFile(WeightTransferUpdateInfo):
     """A safetensors file with all weights, as the Hugging Face model names them.
 
     `wipe`: the weights before were broken. Attention multiplies what lies behind the end of a
@@ -67,14 +67,14 @@ class Snapshot(WeightTransferUpdateInfo):
     wipe: bool
 
 
-class SnapshotTransfer(WeightTransferEngine[NoInfo, Snapshot]):
+class SnapshotTransfer(WeightTransferEngine[NoInfo, WeightsFile]):
     """Loads a snapshot into this worker's part of the model, in place.
 
     The file is mapped: a tensor-parallel worker reads what is its own of it.
     """
 
     init_info_cls = NoInfo
-    update_info_cls = Snapshot
+    update_info_cls = WeightsFile
 
     def init_transfer_engine(self, init_info: NoInfo) -> None:
         """Nothing to do."""
@@ -87,7 +87,7 @@ class SnapshotTransfer(WeightTransferEngine[NoInfo, Snapshot]):
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
-    def receive_weights(self, update_info: Snapshot) -> None:
+    def receive_weights(self, update_info: WeightsFile) -> None:
         with safe_open(update_info.path, framework="pt", device="cpu") as file:
             self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
         if update_info.wipe:

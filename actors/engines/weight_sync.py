@@ -19,7 +19,7 @@ class WeightsLate(Exception):
     """The weights that a ticket asks for did not arrive in time."""
 
 
-class Adoption:
+class WeightSync:
     """The weights of one engine. `turnover` is notified by the worker whenever a ticket ends."""
 
     def __init__(

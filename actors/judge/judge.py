@@ -17,10 +17,10 @@ from typing import Protocol
 from actors.engines.base import Engine
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
-from actors.judge.labels import UNLABELLED, Unreadable, by_progress, parse
+from actors.judge.labels import UNLABELLED, UnreadableLabels, by_progress, parse
 from actors.judge.prompt import SYSTEM, again, question
 from actors.llm.client import Endpoint, Unavailable
-from actors.llm.self_client import OwnEngine
+from actors.llm.self_client import PolicyClient
 from evolver_async.config import Config
 from evolver_async.config import Judge as JudgeConfig
 from evolver_async.schema import Turn
@@ -28,7 +28,7 @@ from evolver_async.schema import Turn
 ATTEMPTS = 2  # at an answer that can be read
 QUEUEING = 0.5  # of `timeout_s`, at most: who is asked late would only be asked in vain
 # Why there are no labels. `unscored`: the environment tells no progress; `busy`: too many episodes
-# wait; `error`: ours; the others are those of Unreadable and Unavailable.
+# wait; `error`: ours; the others are those of UnreadableLabels and Unavailable.
 REASONS = (
     *("unscored", "unreadable", "wrong_count", "busy", "error"),
     *("timeout", "connection", "status", "garbage", "too_long", "breaker", "budget"),
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class JudgedEpisode:
     """A finished episode of K turns, for the judge.
 
     `query`: its task in words; turns[K]: what was seen and done; scores[K+1]: the environment's
@@ -58,7 +58,7 @@ Labels = tuple[list[int], str]
 class Judge(Protocol):
     """Labels episodes, many at a time, on one asyncio loop."""
 
-    async def label(self, episode: Judged) -> Labels:
+    async def label(self, episode: JudgedEpisode) -> Labels:
         """One label a turn (+1 GOOD, -1 BAD) and their source ("rule", "self", "llm").
 
         Where there are none the source is "", and so are the labels, or all 0.
@@ -106,7 +106,7 @@ class RuleJudge:
     def __init__(self) -> None:
         self._tally = Tally()
 
-    async def label(self, episode: Judged) -> Labels:
+    async def label(self, episode: JudgedEpisode) -> Labels:
         scores, turns = episode.scores, len(episode.turns)
         known = len(scores) > 1 and all(map(math.isfinite, scores))
         if not known or (turns and len(scores) != turns + 1):
@@ -122,7 +122,7 @@ class RuleJudge:
         pass
 
 
-class WordsJudge:
+class ModelJudge:
     """Judges by asking a language model about the whole episode.
 
     `asked` answers at most as many at a time as `config` allows its endpoint. Judgments are kept
@@ -132,12 +132,12 @@ class WordsJudge:
     def __init__(
         self,
         config: JudgeConfig,
-        asked: Endpoint | OwnEngine,
+        asked: Endpoint | PolicyClient,
         failures: FailureCounts | None = None,
     ) -> None:
         self._asked = asked
         self._failures = failures or FailureCounts()
-        self._own = asked if isinstance(asked, OwnEngine) else None
+        self._own = asked if isinstance(asked, PolicyClient) else None
         self._source = config.kind
         self._name = "the policy itself" if self._own else config.llm.url
         self._max_chars = config.max_chars
@@ -152,7 +152,7 @@ class WordsJudge:
     def generated(self) -> int:
         return self._own.generated if self._own else 0
 
-    async def label(self, episode: Judged) -> Labels:
+    async def label(self, episode: JudgedEpisode) -> Labels:
         turns = len(episode.turns)
         if not turns:
             return [], ""
@@ -169,7 +169,7 @@ class WordsJudge:
     async def close(self) -> None:
         await self._asked.close()
 
-    async def _shared(self, episode: Judged) -> list[int] | str:
+    async def _shared(self, episode: JudgedEpisode) -> list[int] | str:
         """The labels or the reason why not; asked for once, however often the same is wanted."""
         wanted = question(
             episode.query, episode.turns, episode.success, episode.reward, self._max_chars
@@ -233,7 +233,7 @@ class WordsJudge:
             answer = await self._asked.complete(chat, within_s=deadline - loop.time())
             try:
                 return parse(answer, turns)
-            except Unreadable as error:
+            except UnreadableLabels as error:
                 log.info("an answer that cannot be read: %s", error)
                 self._failed(f"an answer that cannot be read: {error}")
                 reason = error.reason
@@ -253,7 +253,7 @@ def make_judge(
         case "rule":
             return RuleJudge()
         case "self":
-            return WordsJudge(config.judge, OwnEngine(config, engine, chat), failures)
+            return ModelJudge(config.judge, PolicyClient(config, engine, chat), failures)
         case _:
             endpoint = Endpoint(config.judge.llm, "judge", failures)
-            return WordsJudge(config.judge, endpoint, failures)
+            return ModelJudge(config.judge, endpoint, failures)

@@ -21,7 +21,7 @@ _VERDICT = re.compile(
 )
 
 
-class Unreadable(Exception):
+class UnreadableLabels(Exception):
     """An answer without proper labels. `reason`: unreadable (none at all, or one that is neither
     GOOD nor BAD) or wrong_count (not one for each turn, in order)."""
 
@@ -33,7 +33,7 @@ class Unreadable(Exception):
 def parse(answer: str, turns: int) -> list[int]:
     """Exactly one `Step i Judgment: GOOD|BAD` for i = 1..turns, in order, each on its line.
 
-    Other lines are ignored. Raises Unreadable.
+    Other lines are ignored. Raises UnreadableLabels.
     """
     labels: list[int] = []
     for line in answer.rpartition(THOUGHT)[2].splitlines():
@@ -41,15 +41,19 @@ def parse(answer: str, turns: int) -> list[int]:
             continue
         verdict = _VERDICT.fullmatch(line) if len(line) <= LINE_CHARS else None
         if verdict is None:
-            raise Unreadable("unreadable", f"a line that is no judgment: {line[:LINE_CHARS]!r}")
+            raise UnreadableLabels(
+                "unreadable", f"a line that is no judgment: {line[:LINE_CHARS]!r}"
+            )
         number = len(labels) + 1
         if int(verdict[1]) != number or number > turns:
-            raise Unreadable("wrong_count", f"step {verdict[1]} where {number} of {turns} was due")
+            raise UnreadableLabels(
+                "wrong_count", f"step {verdict[1]} where {number} of {turns} was due"
+            )
         labels.append(GOOD if verdict[2].upper() == "GOOD" else BAD)
     if not labels:
-        raise Unreadable("unreadable", "no line is a judgment")
+        raise UnreadableLabels("unreadable", "no line is a judgment")
     if len(labels) < turns:
-        raise Unreadable("wrong_count", f"{len(labels)} judgments of {turns}")
+        raise UnreadableLabels("wrong_count", f"{len(labels)} judgments of {turns}")
     return labels
 
 

@@ -59,13 +59,13 @@ class _Choice(msgspec.Struct):
     message: _Message
 
 
-class _Answer(msgspec.Struct):
+class _ChatCompletion(msgspec.Struct):
     choices: list[_Choice]
     usage: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Failure:
+class _CallFailure:
     """One call that failed. `again`: it may be retried; `theirs`: the endpoint is to blame."""
 
     reason: str
@@ -157,7 +157,7 @@ class Endpoint:
             await asyncio.sleep(pause_s)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _admitted(self, body: bytes, limit_s: float) -> str | _Failure:
+    async def _admitted(self, body: bytes, limit_s: float) -> str | _CallFailure:
         """One call, if budget and breaker have nothing against it; tells them how it went."""
         loop = asyncio.get_running_loop()
         exhausted = self._budget.exhausted()
@@ -192,7 +192,7 @@ class Endpoint:
             log.warning("%s.llm is left alone for %g s: %s", self._section, rest_s, why)
         return outcome
 
-    async def _call(self, body: bytes, limit_s: float) -> str | _Failure:
+    async def _call(self, body: bytes, limit_s: float) -> str | _CallFailure:
         """One request and its whole answer."""
         url = self._llm.url.rstrip("/") + "/chat/completions"
         received = bytearray()
@@ -206,23 +206,23 @@ class Endpoint:
                     if len(received) > self._llm.max_bytes:
                         self._budget.spend(tokens=len(received) // CHARS_PER_TOKEN)
                         text = f"an answer of more than {self._llm.max_bytes} bytes"
-                        return _Failure(reason="too_long", text=text, again=False)
+                        return _CallFailure(reason="too_long", text=text, again=False)
         except TimeoutError:
-            return _Failure(reason="timeout", text=f"no whole answer within {limit_s:.1f} s")
+            return _CallFailure(reason="timeout", text=f"no whole answer within {limit_s:.1f} s")
         except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
             text = f"{type(error).__name__}: {error}"
-            return _Failure(reason="connection", text=text)
+            return _CallFailure(reason="connection", text=text)
         if response.status_code != 200:
             return _refused(response, bytes(received))
         return self._text(body, bytes(received))
 
-    def _text(self, body: bytes, received: bytes) -> str | _Failure:
+    def _text(self, body: bytes, received: bytes) -> str | _CallFailure:
         """The text of an answer."""
         try:
-            answer = msgspec.json.decode(received, type=_Answer)
+            answer = msgspec.json.decode(received, type=_ChatCompletion)
             text = answer.choices[0].message.content
         except (ValueError, RecursionError, IndexError) as error:
-            return _Failure(reason="garbage", text=f"an answer in no known form: {error}")
+            return _CallFailure(reason="garbage", text=f"an answer in no known form: {error}")
         said = answer.usage.get("total_tokens") if isinstance(answer.usage, dict) else None
         if not isinstance(said, int) or not 0 <= said <= MOST_TOKENS:
             said = (len(body) + len(received)) // CHARS_PER_TOKEN
@@ -243,12 +243,12 @@ def authorization(llm: Llm, section: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def _refused(response: httpx.Response, received: bytes) -> _Failure:
+def _refused(response: httpx.Response, received: bytes) -> _CallFailure:
     """An answer with a status that is not 200."""
     status = response.status_code
     wanted = RETRY_AFTER.fullmatch(response.headers.get("retry-after", "").strip())
     said = mask(received[: 10 * EXCERPT].decode(errors="replace"))[:EXCERPT]
-    return _Failure(
+    return _CallFailure(
         reason="status",
         text=f"status {status}: {said!r}",
         again=status in AGAIN or status >= 500,

@@ -14,7 +14,7 @@ from evolver_async.schema import WeightId, key
 log = logging.getLogger(__name__)
 
 
-class OwnEngine:
+class PolicyClient:
     """Asks with sessions of its own, greedily. `generated`: tokens that this has sampled."""
 
     def __init__(self, config: Config, engine: Engine, chat: Chat) -> None:

@@ -34,8 +34,8 @@ from actors.engines.torch_engine import TorchEngine
 from actors.envs.grid.frozen_lake import FrozenLake
 from actors.formats.chat import Chat
 from actors.judge import judge
-from actors.judge.judge import REASONS, Judge, Judged, RuleJudge, make_judge
-from actors.judge.labels import BAD, GOOD, Unreadable, by_progress, parse
+from actors.judge.judge import REASONS, Judge, JudgedEpisode, RuleJudge, make_judge
+from actors.judge.labels import BAD, GOOD, UnreadableLabels, by_progress, parse
 from actors.judge.prompt import SYSTEM, question
 from actors.llm import client
 from evolver_async.config import Config
@@ -59,9 +59,9 @@ def said(*labels: int) -> str:
     return "It went like this.\n" + "\n".join(lines)
 
 
-def episode(turns: list[Turn] = TWO, **changes: Any) -> Judged:
+def episode(turns: list[Turn] = TWO, **changes: Any) -> JudgedEpisode:
     values: dict[str, Any] = {"query": "reach 3", "reward": 0.0, "success": False, "scores": []}
-    return Judged(turns=turns, **(values | changes))
+    return JudgedEpisode(turns=turns, **(values | changes))
 
 
 def configured(kind: str, url: str = "http://unused/v1", **changes: Any) -> Config:
@@ -89,7 +89,7 @@ def with_judge(
     return asyncio.run(whole())
 
 
-def judged(config: Config, *episodes: Judged, engine: Engine | None = None) -> Any:
+def judged(config: Config, *episodes: JudgedEpisode, engine: Engine | None = None) -> Any:
     """Labels and source of each, one after the other, and what was counted (but zeros)."""
 
     async def use(judge: Judge) -> tuple[list[Any], dict[str, float]]:
@@ -136,7 +136,7 @@ def test_anything_but_one_judgment_a_step_in_order_gives_no_labels(
         "from nought": [f"Step {i} Judgment: GOOD" for i in range(len(lines))],
     }
     for name, text in broken.items():
-        with pytest.raises(Unreadable) as error:
+        with pytest.raises(UnreadableLabels) as error:
             parse("\n".join(text), len(labels))
             pytest.fail(name)
         assert error.value.reason in ("unreadable", "wrong_count")
@@ -161,7 +161,7 @@ def test_anything_but_one_judgment_a_step_in_order_gives_no_labels(
     ],
 )
 def test_an_answer_of_another_form_gives_no_labels(text: str, reason: str) -> None:
-    with pytest.raises(Unreadable) as error:
+    with pytest.raises(UnreadableLabels) as error:
         parse(text, 2)
     assert error.value.reason == reason
 
@@ -184,7 +184,7 @@ def test_a_long_answer_is_read_in_no_time() -> None:
         *(" " * 30_000, "\t" * 30_000, "step" + " " * 30_000),
     ):
         began = fair_time()
-        with pytest.raises(Unreadable):
+        with pytest.raises(UnreadableLabels):
             parse(text, 2)
         assert fair_time() - began < 2
 
