@@ -131,6 +131,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "vllm": (
         "actors.engines.vllm_engine",
         "actors.engines.vllm_core",
+        "actors.engines.vllm_start",
         "actors.engines.vllm_weights",
     ),
     "gymnasium": ("actors.envs.adapters.gymnasium_env",),

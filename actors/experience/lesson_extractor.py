@@ -205,7 +205,7 @@ def parse_lessons(answer: str, most: int) -> list[Lesson]:
     lessons = decode_json(answer, list[Lesson])
     lessons = [Lesson(plain(lesson.when_to_use), plain(lesson.content)) for lesson in lessons]
     if len(lessons) > most:
-        raise ValueError(f"{len(lessons)} lessons, asked for {most}")
+        raise ValueError(f"{len(lessons)} lessons instead of at most {most}")
     for lesson in lessons:
         for text in (lesson.when_to_use, lesson.content):
             if not 0 < len(text) <= LESSON_CHARS:
@@ -217,7 +217,7 @@ def parse_scores(answer: str, count: int) -> list[float]:
     """Read exactly `count` numbers between 0 and 1. Raise ValueError for anything else."""
     scores = decode_json(answer, list[float])
     if len(scores) != count or not all(0 <= score <= 1 for score in scores):
-        raise ValueError(f"{len(scores)} scores {scores[:5]}, asked for {count} between 0 and 1")
+        raise ValueError(f"{scores[:5]}: not {count} scores between 0 and 1")
     return scores
 
 

@@ -389,8 +389,8 @@ def test_whoever_waits_for_a_cancelled_question_asks_it_again() -> None:
 def test_judging_is_bounded_in_number_and_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four at a time; who does not get its turn in its share of the time is told so, and nobody
     who began is cut short for having waited."""
-    assert 0 < judge.QUEUEING <= 0.5, "as much time to answer as to wait"
-    monkeypatch.setattr(judge, "QUEUEING", 0.05)
+    assert 0 < judge.QUEUE_SHARE <= 0.5, "as much time to answer as to wait"
+    monkeypatch.setattr(judge, "QUEUE_SHARE", 0.05)
 
     async def use(judge: Judge) -> tuple[list[Any], float]:
         began = time.monotonic()
