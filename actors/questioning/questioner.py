@@ -50,10 +50,8 @@ log = logging.getLogger(__name__)
 
 
 class Questioner:
-    """Questioner of one actor. `client`: None without a language model.
-
-    Raise ConfigError for an invalid profile.
-    """
+    """Questioner of one actor. `client`: None without a language model. Raise ConfigError for an
+    invalid profile."""
 
     def __init__(
         self, config: Config, client: JsonClient | None, failures: FailureCounts | None = None

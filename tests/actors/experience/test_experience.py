@@ -1,6 +1,7 @@
 """Self-Navigating without processes: pool, store, extraction, service, quoting."""
 
 import contextlib
+import importlib.util
 import itertools
 import random
 import re
@@ -17,6 +18,7 @@ from contributions import LOST, WON, Told, contribution, episode, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.checks.config import check
 from actors.experience import index as indexes
 from actors.experience.contrast import contrast_items
 from actors.experience.embed import HashEmbedder, embed
@@ -28,6 +30,7 @@ from actors.experience.templates import contrast
 from actors.formats.chat import Chat
 from actors.llm.quoting import plain, quoted
 from evolver_async.config import Experience
+from evolver_async.config.load import load
 from evolver_async.model.tiny import make_tokenizer
 from evolver_async.protocol import messages
 from evolver_async.schema import Transcript
@@ -129,6 +132,13 @@ def test_a_gpu_that_cannot_be_used_costs_a_warning(
     index.add(7, np.ones(2, np.float32))
     assert index.search(np.ones(2, np.float32), 1) == [(7, 2.0)]
     assert "without the GPU: out of memory" in caplog.text
+
+
+def test_without_faiss_a_run_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(None, ["stages.0.steps=10", "experience.kind=contrast"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^experience\.kind: contrast needs faiss.*pip install"):
+        check(config)
 
 
 # ---- pool
