@@ -122,12 +122,17 @@ class EndpointServer:
 
 
 async def _read(receive: Any) -> bytes:
-    """Receive the body of a request. Raise RequestRefused if it is too large or too late."""
+    """Receive the body of a request.
+
+    Raise RequestRefused if it is too large or too late, ConnectionError if the client disconnects.
+    """
     body, more = bytearray(), True
     try:
         async with asyncio.timeout(IDLE_S):
             while more:
                 message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ConnectionError
                 body += message.get("body", b"")
                 more = message.get("more_body", False)
                 if len(body) > MAX_BODY_BYTES:

@@ -601,10 +601,12 @@ def test_a_url_is_of_one_episode_on_this_host_and_ends_with_it(
     monkeypatch.setattr(server_module, "MAX_BODY_BYTES", 10_000)
     urls: list[str] = []
 
-    async def raw(url: str, said: bytes) -> bytes:
+    async def raw(url: str, said: bytes, *, ends: bool = False) -> bytes:
         host, port = url.split("/")[2].split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(said)
+        if ends:
+            writer.write_eof()
         answer = await asyncio.wait_for(reader.read(65536), 5)
         writer.close()
         return answer
@@ -630,6 +632,8 @@ def test_a_url_is_of_one_episode_on_this_host_and_ends_with_it(
         assert len(await raw(url, early)) < 1000
         waits = head + b"2\r\nexpect: 100-continue\r\n\r\n"
         assert (await raw(url, waits)).startswith(b"HTTP/1.1 100")
+        partial = head + b"500\r\n\r\n" + json.dumps({"messages": ASK}).encode()
+        assert (await raw(url, partial, ends=True)) == b""
         assert [model.id async for model in client.models.list()] == ["policy"]
         await ask(client, ASK)
         return 1.0
@@ -648,7 +652,7 @@ def test_a_url_is_of_one_episode_on_this_host_and_ends_with_it(
         for _ in range(2):
             await agents.run(ticket(), used, Progress(), finished.append)
         await agents.close()
-        assert len(finished) == 2 and urls[0] != urls[1]
+        assert len(finished) == len(engine.requests) == 2 and urls[0] != urls[1]
 
     asyncio.run(both())
 
