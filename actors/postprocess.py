@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
-from actors.endpoint.runner import Agents, Unjudged
+from actors.endpoint.runner import AgentRunner, Unjudged
 from actors.engines.weight_sync import WeightsLate
 from actors.envs.base import EnvironmentFailure
 from actors.experience.guide import ServiceGuide
 from actors.failures import FailureCounts, unread
 from actors.formats.turns import FORMATS
-from actors.judge.judge import Judge, Judged
+from actors.judge.judge import Judge, JudgedEpisode
 from actors.outbox import Outbox
 from actors.progress import TicketProgress
 from actors.questioning.grade import regrade
@@ -41,7 +41,7 @@ class ActorComponents:
     judge: Judge | None = None
     guide: ServiceGuide | None = None
     questioner: Questioner | None = None
-    agents: Agents | None = None
+    agents: AgentRunner | None = None
     reflector: Reflector | None = None
     failures: FailureCounts = field(default_factory=FailureCounts)  # theirs and the episodes'
 
@@ -53,7 +53,9 @@ class ActorComponents:
                 counted |= component.counters()
         return counted
 
-    def _all(self) -> tuple[Judge | ServiceGuide | Questioner | Agents | Reflector | None, ...]:
+    def _all(
+        self,
+    ) -> tuple[Judge | ServiceGuide | Questioner | AgentRunner | Reflector | None, ...]:
         return self.judge, self.guide, self.questioner, self.agents, self.reflector
 
     async def close(self) -> None:
@@ -152,7 +154,7 @@ class TicketPostprocessing:
     async def _label(self, judge: Judge, finished: Finished) -> None:
         trajectory = finished.trajectory
         labels, source = await judge.label(
-            Judged(
+            JudgedEpisode(
                 query=finished.query,
                 turns=finished.transcript.turns,
                 reward=trajectory.reward,

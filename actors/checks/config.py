@@ -50,6 +50,11 @@ def check(config: Config) -> None:
                 "engine.kind: vllm is not installed: pip install 'evolver-async[gpu]', or for CPU"
                 " see README.md, Engines"
             )
+    if config.experience.kind != "none" and importlib.util.find_spec("faiss") is None:
+        raise ValueError(
+            f"experience.kind: {config.experience.kind} needs faiss, which is not installed: run"
+            " pip install 'evolver-async[faiss]', or 'evolver-async[gpu]' for GPUs"
+        )
     if config.rollout.agent:
         load_agent(config.rollout.agent)
     if config.rollout.agent_reward == "judged":

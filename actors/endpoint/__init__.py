@@ -1,10 +1,13 @@
-"""Bring your own agent: an OpenAI-compatible endpoint for agents that we did not write.
+"""OpenAI-compatible endpoint for the user's own agents.
 
-agents.py    runs a ticket's members as agents, each with a base URL of its own
-server.py    HTTP on the loopback interface
-asked.py     a request, decoded strictly; reply.py: an answer, as JSON or as events
-template.py  messages and tools → tokens; tools.py: tool calls as text
-session.py   one episode's calls: limits, generation, what becomes of them
-recorder.py  calls → token streams, merged only on exact token prefix
-judge.py     rewards the members of a group against each other
+runner.py       runs the members of a ticket as agents, each with a base URL of its own
+outcome.py      imports an agent and reads its return value
+server.py       HTTP on the loopback interface
+request.py      decodes a request strictly
+response.py     encodes an answer as JSON or as events
+session.py      limits, generates and records the calls of one episode
+template.py     messages and tools → tokens
+tools.py        tool calls ↔ text
+recorder.py     calls → token streams, merged only on an exact token prefix
+group_judge.py  scores the members of a group relative to each other
 """

@@ -1,7 +1,7 @@
-"""What an agent is, how one is found by import path, and what it may return.
+"""Import of an agent by its path, and the values that it can return.
 
-An agent is `async def agent(*, base_url, api_key, task, seed)`. It talks to `base_url` as to
-OpenAI's, has its tools and surroundings in its own hands, and returns what it earned.
+An agent is `async def agent(*, base_url, api_key, task, seed)`. It calls `base_url` as it would
+call OpenAI's, runs its own tools and environment, and returns its reward.
 """
 
 import importlib
@@ -12,28 +12,28 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What an agent earned, and whether it did what the task asks for."""
+class AgentOutcome:
+    """Reward of an agent. `success`: True if it solved the task."""
 
     reward: float
     success: bool
 
 
-Agent = Callable[..., Awaitable[Outcome | float | None]]
+Agent = Callable[..., Awaitable[AgentOutcome | float | None]]
 
 
 def load_agent(path: str) -> Agent:
-    """The agent of an import path; ValueError names `rollout.agent`."""
+    """Import an agent. Raise ValueError, which names `rollout.agent`."""
     module, separator, attribute = path.partition(":")
     if not separator:
-        raise ValueError(f"rollout.agent: {path!r} is no package.module:function")
+        raise ValueError(f"rollout.agent: {path!r} is not of the form package.module:function")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # importing runs whatever the module does
-        said = f"{type(error).__name__}: {error}"
-        raise ValueError(f"rollout.agent: cannot import {path!r}: {said}") from error
+    except Exception as error:  # the module's own code runs, which can raise anything
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"rollout.agent: cannot import {path!r}: {problem}") from error
     if not inspect.iscoroutinefunction(found):
-        raise ValueError(f"rollout.agent: {path!r} is no async function")
+        raise ValueError(f"rollout.agent: {path!r} is not an async function")
     try:
         inspect.signature(found).bind(base_url="", api_key="", task=None, seed=0)
     except TypeError as error:
@@ -42,15 +42,15 @@ def load_agent(path: str) -> Agent:
     return found
 
 
-def outcome_of(returned: object) -> Outcome:
-    """What a returned value says; a number of at least 1 is a success. Raises ValueError."""
-    if isinstance(returned, Outcome):
+def outcome_of(returned: object) -> AgentOutcome:
+    """Convert an agent's return value; a number of at least 1 is a success. Raise ValueError."""
+    if isinstance(returned, AgentOutcome):
         outcome = returned
     elif isinstance(returned, int | float):
-        outcome = Outcome(float(returned), returned >= 1)
+        outcome = AgentOutcome(float(returned), returned >= 1)
     else:
         kind = type(returned).__name__
-        raise ValueError(f"it returned {kind}, and rollout.agent_reward is returned")
+        raise ValueError(f"it returned {kind}; rollout.agent_reward=returned needs a number")
     if not math.isfinite(outcome.reward):
         raise ValueError(f"it returned the reward {outcome.reward}")
     return outcome

@@ -1,17 +1,17 @@
-"""A request to the endpoint, decoded strictly: chat completions as OpenAI's clients send them.
+"""Strict decoding of chat completion requests, as OpenAI's clients send them.
 
-What cannot be honoured is refused, not overlooked, so also what would change the distribution that
-is sampled from: training needs its log-probs. The temperature alone is the run's own
-(`rollout.temperature`) whatever a request says, as clients send one unasked.
+An unsupported option is refused, never ignored. This includes options that change the sampled
+distribution, as training needs its log-probs. Only `temperature` is ignored, because clients send
+it by default: `rollout.temperature` applies.
 """
 
 import json
 from typing import Any, NamedTuple
 
-from actors.endpoint.tools import Call, canonical
+from actors.endpoint.tools import ChatToolCall, canonical
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "tool": "tool"}
-_NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys of which only these values can be honoured
+_NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys of which only these values are supported
     "n": (None, 1),
     "tool_choice": (None, "auto", "none"),
     "response_format": (None, {"type": "text"}),
@@ -28,11 +28,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys of which only these values can 
     "presence_penalty": (None, 0),
     "repetition_penalty": (None, 1),
 }
-MOST_STOPS = 4
+MAX_STOPS = 4
 
 
-class Refused(Exception):
-    """A request that gets an error instead of an answer; `code` is for programs to read."""
+class RequestRefused(Exception):
+    """A request that is answered with an error. `code` is machine-readable."""
 
     def __init__(self, text: str, code: str = "invalid_request", status: int = 400) -> None:
         super().__init__(text)
@@ -40,45 +40,48 @@ class Refused(Exception):
         self.status = status
 
 
-class Message(NamedTuple):
-    """One message of a conversation. Two that say the same are equal, whoever wrote them down."""
+class ChatMessage(NamedTuple):
+    """One message of a conversation, normalised: equal in meaning is equal in value."""
 
     role: str
     content: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ChatToolCall, ...] = ()
 
 
-class Asked(NamedTuple):
-    """A request. `tools`: function specs, by `canonical` text as well; `max_tokens` 0: no limit."""
+class ChatRequest(NamedTuple):
+    """A decoded request.
 
-    messages: tuple[Message, ...]
+    `tools`: function specs, `tools_text` their canonical text; `max_tokens`: 0 is no limit.
+    """
+
+    messages: tuple[ChatMessage, ...]
     tools: list[dict[str, Any]]
     tools_text: str
-    calling: bool  # whether tools may be called
+    calling: bool  # True if the model may call tools
     max_tokens: int
     stop: tuple[str, ...]
     stream: bool
-    usage: bool  # whether a stream ends with the numbers of tokens
+    usage: bool  # True if a stream ends with token counts
     model: str
 
 
-def decode(body: bytes) -> Asked:
-    """The request that a body is. Raises Refused, which names the key."""
+def decode(body: bytes) -> ChatRequest:
+    """Decode the body of a request. Raise RequestRefused, which names the key."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Refused(f"the body is no JSON: {error}") from None
+        raise RequestRefused(f"the body is not JSON: {error}") from None
     _require(isinstance(value, dict), "the body must be an object")
     for name, allowed in _NEUTRAL.items():
         _require(value.get(name) in allowed, f"{name}: {value.get(name)!r} is not supported")
     messages = tuple(map(_message, _list(value, "messages")))
-    _require(bool(messages), "messages: there is none")
-    _require(messages[-1].role != "assistant", "messages: the last is the assistant's")
+    _require(bool(messages), "messages: the list is empty")
+    _require(messages[-1].role != "assistant", "messages: the last one must not be the assistant's")
     tools = _list(value, "tools")
     for tool in tools:
         _function(tool)
     options = value.get("stream_options")
-    return Asked(
+    return ChatRequest(
         messages=messages,
         tools=tools,
         tools_text=canonical(tools),
@@ -93,7 +96,7 @@ def decode(body: bytes) -> Asked:
 
 def _require(holds: bool, problem: str) -> None:
     if not holds:
-        raise Refused(problem[:500])
+        raise RequestRefused(problem[:500])
 
 
 def _list(value: dict[str, Any], name: str) -> list[Any]:
@@ -103,17 +106,17 @@ def _list(value: dict[str, Any], name: str) -> list[Any]:
     return found
 
 
-def _message(value: Any) -> Message:
+def _message(value: Any) -> ChatMessage:
     _require(isinstance(value, dict), "messages: each must be an object")
     role, content = value.get("role"), _text(value.get("content"))
     if role == "assistant":
-        return Message(role, content.strip(), tuple(map(_call, _list(value, "tool_calls"))))
-    _require(role in _ROLES, f"messages: no role {role!r}")
-    return Message(_ROLES[role], content)
+        return ChatMessage(role, content.strip(), tuple(map(_call, _list(value, "tool_calls"))))
+    _require(role in _ROLES, f"messages: the role {role!r} is not supported")
+    return ChatMessage(_ROLES[role], content)
 
 
 def _text(content: Any) -> str:
-    """The text of a message; one that no UTF-8 can hold has question marks in it."""
+    """Return the text of a message; a question mark replaces what UTF-8 cannot encode."""
     if content is None:
         return ""
     if isinstance(content, list):
@@ -125,19 +128,19 @@ def _text(content: Any) -> str:
     return content.encode(errors="replace").decode()
 
 
-def _call(value: Any) -> Call:
+def _call(value: Any) -> ChatToolCall:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict):
-        raise Refused("messages: tool_calls must have a function")
+        raise RequestRefused("messages: tool_calls must have a function")
     name, arguments = function.get("name"), function.get("arguments")
     if not isinstance(name, str):
-        raise Refused("messages: a tool call has no name")
+        raise RequestRefused("messages: a tool call has no name")
     try:
         found = json.loads(arguments or "{}")
         _require(isinstance(found, dict), "messages: arguments of a tool call must be an object")
-        return Call(name, canonical(found))
+        return ChatToolCall(name, canonical(found))
     except (TypeError, ValueError, RecursionError):
-        raise Refused("messages: arguments of a tool call must be JSON") from None
+        raise RequestRefused("messages: arguments of a tool call must be JSON") from None
 
 
 def _function(tool: Any) -> None:
@@ -157,6 +160,9 @@ def _max_tokens(value: dict[str, Any]) -> int:
 
 def _stop(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else [] if value is None else value
-    fits = isinstance(stops, list) and len(stops) <= MOST_STOPS
-    _require(fits and all(isinstance(text, str) and text for text in stops), "stop: no texts")
+    fits = isinstance(stops, list) and len(stops) <= MAX_STOPS
+    _require(
+        fits and all(isinstance(text, str) and text for text in stops),
+        f"stop: must be at most {MAX_STOPS} non-empty texts",
+    )
     return tuple(stops)

@@ -1,6 +1,6 @@
-"""Runs the members of a ticket as agents that we did not write, beside `actors/rollout/group.py`.
+"""Runner of a ticket's members as the user's own agents; counterpart of `actors/rollout/group.py`.
 
-An agent runs on the actor's loop: what blocks in it belongs into a thread.
+An agent runs on the actor's event loop: blocking code in it must run in a thread.
 """
 
 import asyncio
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from actors.endpoint.group_judge import GroupJudge
-from actors.endpoint.outcome import Agent, Outcome, load_agent, outcome_of
-from actors.endpoint.server import Server
-from actors.endpoint.session import Session
+from actors.endpoint.outcome import Agent, AgentOutcome, load_agent, outcome_of
+from actors.endpoint.server import EndpointServer
+from actors.endpoint.session import EndpointSession
 from actors.endpoint.template import Template
 from actors.engines.base import Engine
 from actors.envs.base import EnvironmentFailure
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.llm.client import Endpoint
-from actors.progress import TicketProgress
+from actors.progress import Progress
 from actors.rollout.episode import Deliver, EpisodeLate, Finished
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import side_by_side
@@ -39,17 +39,17 @@ COUNTED = (
 
 
 class AgentFailure(EnvironmentFailure):
-    """An agent raised an exception, missed a deadline, or returned no reward."""
+    """Failure of an agent: an exception, a missed deadline, or a return value without a reward."""
 
     kind = "agent"
 
 
-class Unjudged(Exception):
-    """No judge says what a group's members are worth; they are to be played again."""
+class JudgementMissing(Exception):
+    """Missing scores of a group, whose members must be run again."""
 
 
-class _Failed(Exception):
-    """What an agent did wrong; `reason` is the name it is counted by."""
+class _AgentError(Exception):
+    """Cause of an agent's failure. `reason` is the name of its counter."""
 
     def __init__(self, reason: str, cause: BaseException) -> None:
         super().__init__(str(cause))
@@ -58,17 +58,18 @@ class _Failed(Exception):
 
 
 @dataclass(kw_only=True)
-class _Played:
-    """A member that is over, except for the reward of a judge. `total_s`: its seconds."""
+class _EpisodeRun:
+    """A finished member. `outcome`: None if a judge is to score it."""
 
     member: int
-    session: Session
-    outcome: Outcome | None
+    session: EndpointSession
+    outcome: AgentOutcome | None
     total_s: float
 
 
-class Agents:
-    """One actor's. `path` names the agent in messages; without a judge it must return rewards."""
+class AgentRunner:
+    """Agents of one actor. `path` names the agent in messages; `judge`: None if agents return
+    rewards."""
 
     def __init__(
         self,
@@ -84,18 +85,18 @@ class Agents:
         self._engine = engine
         self._template = Template(chat)
         self._judge = judge
-        self._server = Server(path, failures or FailureCounts())
+        self._server = EndpointServer(path, failures or FailureCounts())
         self._counts: Counter[str] = Counter()
 
     async def run(
-        self, ticket: Ticket, setting: Setting, progress: TicketProgress, deliver: Deliver
+        self, ticket: Ticket, setting: Setting, progress: Progress, deliver: Deliver
     ) -> None:
-        """Run a ticket's members side by side and `deliver` each as it ends, or is judged.
+        """Run a ticket's members concurrently and `deliver` each when it has ended and is scored.
 
-        An EnvironmentFailure, else an EpisodeLate, is raised after all the others have ended, and
-        so is Unjudged. What the engine raises is raised at once.
+        After all members have ended, raise EnvironmentFailure, else EpisodeLate, if one failed, or
+        JudgementMissing. An exception of the engine is raised at once.
         """
-        waiting: list[_Played] = []
+        waiting: list[_EpisodeRun] = []
 
         async def play(member: int) -> None:
             played = await self._play(ticket, member, setting, progress)
@@ -112,7 +113,7 @@ class Agents:
             raise failure
 
     def counters(self) -> dict[str, float]:
-        """Totals by metric name."""
+        """Return totals by metric name."""
         counted = {name: float(self._counts[name]) for name in COUNTED}
         counted |= {name: float(self._server.counts[name]) for name in ("requests", "refused")}
         judged = self._judge.counters() if self._judge is not None else {}
@@ -124,12 +125,12 @@ class Agents:
             await self._judge.close()
 
     async def _play(
-        self, ticket: Ticket, member: int, setting: Setting, progress: TicketProgress
-    ) -> _Played:
-        """One member to its end. Raises EnvironmentFailure or EpisodeLate."""
+        self, ticket: Ticket, member: int, setting: Setting, progress: Progress
+    ) -> _EpisodeRun:
+        """Run one member. Raise EnvironmentFailure or EpisodeLate."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        session = Session(ticket, member, setting, self._engine, self._template, progress)
+        session = EndpointSession(ticket, member, setting, self._engine, self._template, progress)
         base_url, token = await self._server.open(session)
         where = f"task {ticket.task.task_id}, member {member}"
         try:
@@ -140,63 +141,63 @@ class Agents:
             if not limit.expired():
                 raise
             self._counts["late"] += 1
-            seconds = f"{session.generate_s:.1f} s were the policy's"
-            cause = f"env.episode_timeout_s is {setting.episode_timeout_s:g}, {seconds}"
+            seconds = f"generation took {session.generate_s:.1f} s of it"
+            cause = f"env.episode_timeout_s={setting.episode_timeout_s:g} has passed, {seconds}"
             failure = AgentFailure(self._path, where, "", TimeoutError(cause))
             slow_policy = session.generate_s > setting.episode_timeout_s / 2
             raise (EpisodeLate(failure) if slow_policy else failure) from None
-        except _Failed as failed:
+        except _AgentError as failed:
             self._counts[failed.reason] += 1
             raise AgentFailure(self._path, where, "", failed.cause) from failed.cause
         finally:
             self._server.close_session(token)
         total_s = loop.time() - began
-        return _Played(member=member, session=session, outcome=outcome, total_s=total_s)
+        return _EpisodeRun(member=member, session=session, outcome=outcome, total_s=total_s)
 
     async def _call(
-        self, ticket: Ticket, member: int, session: Session, base_url: str, token: str
-    ) -> Outcome | None:
-        """What the agent earned; None where a judge is to say it.
+        self, ticket: Ticket, member: int, session: EndpointSession, base_url: str, token: str
+    ) -> AgentOutcome | None:
+        """Call the agent and return its outcome; None if a judge is to score it.
 
-        Whoever is refused a call at a limit and gives up has earned nothing, and is not to blame.
-        Raises _Failed, and what the engine raised, which is the fault of neither.
+        An agent that raises after a call was refused at a limit has the reward 0 and is not counted
+        as failed. Raise _AgentError, or the exception that the engine raised.
         """
-        returned: Outcome | float | None = None
+        returned: AgentOutcome | float | None = None
         try:
             seed = key(ticket.dynamics_seed, member)
             task = ticket.task
             returned = await self._agent(base_url=base_url, api_key=token, task=task, seed=seed)
         except (Exception, SystemExit) as error:
             if not (session.limited and session.recorder.turns):
-                raise _Failed("exceptions", error) from error
-            returned = Outcome(0.0, False)
+                raise _AgentError("exceptions", error) from error
+            returned = AgentOutcome(0.0, False)
         finally:
             if session.failure is not None:
                 raise session.failure
         if not session.recorder.turns:
-            raise _Failed("no_calls", ValueError("it returned without one answered call"))
+            raise _AgentError("no_calls", ValueError("it returned without one answered call"))
         if self._judge is not None:
             return None
         try:
             return outcome_of(returned)
         except ValueError as error:
-            raise _Failed("no_reward", error) from None
+            raise _AgentError("no_reward", error) from None
 
     async def _compare(
-        self, ticket: Ticket, setting: Setting, waiting: list[_Played], deliver: Deliver
+        self, ticket: Ticket, setting: Setting, waiting: list[_EpisodeRun], deliver: Deliver
     ) -> None:
-        """Have a group judged. Raises Unjudged."""
-        assert self._judge is not None, "only a judge's episodes wait"
+        """Have a group scored. Raise JudgementMissing."""
+        assert self._judge is not None, "only episodes for a judge are compared"
         waiting.sort(key=lambda played: played.member)
-        said = [played.session.recorder.histories() for played in waiting]
-        scores = await self._judge.score(ticket.group_id, said)
+        histories = [played.session.recorder.histories() for played in waiting]
+        scores = await self._judge.score(ticket.group_id, histories)
         if scores is None:
-            raise Unjudged(ticket.task.task_id)
+            raise JudgementMissing(ticket.task.task_id)
         for played, score in zip(waiting, scores, strict=True):
             deliver(self._finished(ticket, setting, played, outcome_of(score)))
 
     def _finished(
-        self, ticket: Ticket, setting: Setting, played: _Played, outcome: Outcome
+        self, ticket: Ticket, setting: Setting, played: _EpisodeRun, outcome: AgentOutcome
     ) -> Finished:
         session = played.session
         rewards, flags = session.arrays()
@@ -231,7 +232,7 @@ class Agents:
                 "total_s": played.total_s,
             },
         )
-        said = session.recorder.histories()[0]
+        history = session.recorder.histories()[0]
         transcript = Transcript(
             trajectory_id=trajectory.trajectory_id,
             reward=trajectory.reward,
@@ -239,8 +240,8 @@ class Agents:
             experience_ids=[],
             turns=session.turns,
         )
-        query = ticket.task.query or next((m.content for m in said if m.role == "user"), "")
-        ending = said[-1].content
+        query = ticket.task.query or next((m.content for m in history if m.role == "user"), "")
+        ending = history[-1].content
         return Finished(
             trajectory=trajectory, transcript=transcript, query=query, ending=ending, scores=[]
         )
@@ -248,16 +249,16 @@ class Agents:
 
 def make_agents(
     config: Config, engine: Engine, chat: Chat, failures: FailureCounts | None = None
-) -> Agents | None:
-    """The configured agent, None where the environment's own loop is played."""
+) -> AgentRunner | None:
+    """Make the runner of the configured agent; None if `rollout.agent` is empty."""
     path = config.rollout.agent
     if not path:
         return None
-    for client in ("httpx", "httpx2"):  # OpenAI's logs the whole URL of every call, its token too
+    for client in ("httpx", "httpx2"):  # at INFO they log every URL, which contains the token
         logging.getLogger(client).setLevel(logging.WARNING)
     judge = None
     if config.rollout.agent_reward == "judged":
         judge = GroupJudge(
             Endpoint(config.judge.llm, "judge", failures), config.run.seed, config.judge.timeout_s
         )
-    return Agents(load_agent(path), path, engine, chat, judge, failures)
+    return AgentRunner(load_agent(path), path, engine, chat, judge, failures)

@@ -1,14 +1,14 @@
-"""One episode's calls: how far they may go, what answers them, what is recorded of them."""
+"""Calls of one episode: limits, generation and recording."""
 
 import asyncio
 from dataclasses import dataclass
 
 import numpy as np
 
-from actors.endpoint.recorder import Pending, Recorder
-from actors.endpoint.request import Asked, Message, Refused
+from actors.endpoint.recorder import PendingCall, Recorder
+from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
 from actors.endpoint.template import Template
-from actors.endpoint.tools import Said, parse
+from actors.endpoint.tools import ParsedTurn, parse
 from actors.engines.base import Engine, Generation, Request
 from actors.progress import TicketProgress
 from actors.rollout.episode_config import Setting
@@ -18,20 +18,23 @@ from evolver_async.schema import Ticket, TurnFlag
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What a call gets. `finish` is in OpenAI's words; the numbers are tokens."""
+class Completion:
+    """Answer to a call. `finish` is a finish reason of OpenAI's API."""
 
-    said: Said
+    turn: ParsedTurn
     finish: str
-    read: int
-    written: int
+    prompt_tokens: int
+    completion_tokens: int
     name: str  # unique in the run
     weights: str
 
 
-class Session:
-    """One member. `limited`: a call was refused because the episode had come to a limit;
-    `failure`: what the engine raised, which no client can mend."""
+class EndpointSession:
+    """One member's episode.
+
+    `limited`: True if a call was refused because the episode had reached a limit. `failure`: the
+    exception that the engine raised, for which the agent is not to blame.
+    """
 
     def __init__(
         self,
@@ -53,23 +56,25 @@ class Session:
         self._setting = setting
         self._engine = engine
         self._progress = progress
-        self._begun = 0  # calls with a seed of their own
-        self._since = 0.0
+        self._started = 0  # calls, each with a seed of its own
+        self._busy_since = 0.0
         self._calls: set[asyncio.Task[None] | None] = set()
-        self._threads: set[str] = set()  # names that the engine knows
+        self._threads: set[str] = set()  # session names that the engine holds a cache for
 
     @property
     def generate_s(self) -> float:
-        """Seconds in which at least one call was being answered."""
-        since = asyncio.get_running_loop().time() - self._since if self._calls else 0.0
-        return self._generated_s + since
+        """Return the seconds during which at least one call was being answered."""
+        running_s = asyncio.get_running_loop().time() - self._busy_since if self._calls else 0.0
+        return self._generated_s + running_s
 
-    async def complete(self, asked: Asked) -> Answer:
-        """Answer one call and record it. Raises Refused; what is cancelled is not recorded."""
+    async def complete(self, request: ChatRequest) -> Completion:
+        """Answer and record one call. Raise RequestRefused. A cancelled call is not recorded."""
         if self.recorder.turns + len(self._calls) >= self._setting.max_turns:
             self.limited = True
-            raise Refused(f"an episode has at most {self._setting.max_turns} calls", "max_turns")
-        pending = self.recorder.begin(asked)
+            raise RequestRefused(
+                f"an episode has at most {self._setting.max_turns} calls", "max_turns"
+            )
+        pending = self.recorder.begin(request)
         try:
             generation = await self._generate(pending)
             answer = self._record(pending, generation)
@@ -80,7 +85,7 @@ class Session:
         return answer
 
     def close(self) -> None:
-        """No more calls: those in flight are cancelled."""
+        """Cancel the calls in flight and release the engine's caches."""
         for call in self._calls:
             if call is not None:
                 call.cancel()
@@ -88,34 +93,34 @@ class Session:
             self._engine.release(name)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rewards float32[K] and flags uint8[K] of the turns, penalties only."""
+        """Return rewards float32[K] (only format penalties) and flags uint8[K] of the turns."""
         penalty = self._setting.format_penalty
         rewards = [penalty if flag & TurnFlag.FORMAT_ERROR else 0.0 for flag in self.flags]
         return np.array(rewards, np.float32), np.array(self.flags, np.uint8)
 
-    async def _generate(self, pending: Pending) -> Generation:
+    async def _generate(self, pending: PendingCall) -> Generation:
         context = pending.context
         room = min(self._sampling.max_tokens, self._setting.max_length - len(context))
         if room < 1:
             self.limited = True
-            most = self._setting.max_length
-            text = f"a conversation of {len(context)} tokens leaves no room in {most}"
-            raise Refused(text, "context_length_exceeded")
-        number, self._begun = self._begun, self._begun + 1
+            limit = self._setting.max_length
+            text = f"a conversation of {len(context)} tokens leaves no room in {limit}"
+            raise RequestRefused(text, "context_length_exceeded")
+        number, self._started = self._started, self._started + 1
         name = f"{self._name}/{pending.thread.number}"
         self._threads.add(name)
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         if not self._calls:
-            self._since = loop.time()
+            self._busy_since = loop.time()
         self._calls.add(task)
         try:
             return await self._engine.generate(
                 Request(
                     tokens=context,
-                    max_tokens=min(room, pending.asked.max_tokens or room),
+                    max_tokens=min(room, pending.request.max_tokens or room),
                     temperature=self._sampling.temperature,
                     stop_tokens=self._setting.chat.stop_tokens,
-                    stop_strings=pending.asked.stop,
+                    stop_strings=pending.request.stop,
                     session=name,
                     seed=key(self._setting.seed, "sample", self._name, number),
                 )
@@ -126,30 +131,31 @@ class Session:
         finally:
             self._calls.discard(task)
             if not self._calls:
-                self._generated_s += loop.time() - self._since
+                self._generated_s += loop.time() - self._busy_since
 
-    def _record(self, pending: Pending, generation: Generation) -> Answer:
-        asked, turn = pending.asked, self.recorder.turns
+    def _record(self, pending: PendingCall, generation: Generation) -> Completion:
+        request, turn = pending.request, self.recorder.turns
         text = self._setting.chat.text_of(generation.tokens)
-        shown = text
-        for stop in asked.stop:
-            shown = shown.partition(stop)[0]
-        said = parse(shown) if asked.calling else Said(shown, (), True)
-        read = len(pending.context)
-        message = Message("assistant", said.content.strip(), said.calls)
+        visible = text
+        for stop in request.stop:
+            visible = visible.partition(stop)[0]
+        parsed = parse(visible) if request.calling else ParsedTurn(visible, (), True)
+        prompt_tokens = len(pending.context)
+        message = ChatMessage("assistant", parsed.content.strip(), parsed.calls)
         self.recorder.finish(pending, generation, message)
-        self.flags.append(TurnFlag(0) if said.readable else TurnFlag.FORMAT_ERROR)
+        self.flags.append(TurnFlag(0) if parsed.readable else TurnFlag.FORMAT_ERROR)
         if self._setting.recorded:
-            seen = asked.messages[-1].content
-            action = " ".join(f"{name}({arguments})" for name, arguments in said.calls)
-            did = action or (said.content if said.readable else "")
-            self.turns.append(Turn(observation=seen, state=seen, action=did, text=text))
-        finish = "tool_calls" if said.calls else generation.finish
-        return Answer(
-            said=said,
+            observation = request.messages[-1].content
+            action = " ".join(f"{name}({arguments})" for name, arguments in parsed.calls)
+            action = action or (parsed.content if parsed.readable else "")
+            turn_record = Turn(observation=observation, state=observation, action=action, text=text)
+            self.turns.append(turn_record)
+        finish = "tool_calls" if parsed.calls else generation.finish
+        return Completion(
+            turn=parsed,
             finish=finish,
-            read=read,
-            written=len(generation.tokens),
+            prompt_tokens=prompt_tokens,
+            completion_tokens=len(generation.tokens),
             name=f"{self._name}/{turn}",
             weights=str(generation.weights[-1]) if generation.weights else "",
         )

@@ -1,17 +1,24 @@
-"""Messages and tools in the tokens of a chat template, as a conversation's beginning or as more.
+"""Rendering of messages and tools with a chat template, as whole conversations or continuations.
 
-A template that writes tools and their calls as `tools.py` reads them does so itself; with any other
-they are text in the messages that it knows.
+A template that writes tool calls in the form that `tools.py` reads is used as it is. For any other
+template, tools and calls are written as text into the messages that it supports.
 """
 
 import json
 from typing import Any
 
-from actors.endpoint.request import Asked, Message, Refused
-from actors.endpoint.tools import Call, answered, enclosed, instructions, parse, written
+from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
+from actors.endpoint.tools import (
+    ChatToolCall,
+    assistant_text,
+    escaped,
+    instructions,
+    parse,
+    tool_responses,
+)
 from actors.formats.chat import ASSISTANT, Chat
 
-_PROBE = Call("probe-name", '{"probe-key": "probe-value"}')
+_PROBE = ChatToolCall("probe-name", '{"probe-key": "probe-value"}')
 _PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -23,16 +30,16 @@ _PROBE_TOOL = {
 
 
 class Template:
-    """One tokenizer's way to write what agents say. `native`: it has tools of its own."""
+    """Chat template of one tokenizer. `native`: True if it supports tools itself."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
-        self.native = self._knows_tools()
+        self.native = self._supports_tools()
 
-    def first(self, asked: Asked) -> list[int]:
-        """The tokens of a whole conversation, up to where the policy writes. Raises Refused."""
-        tools = [self._plain(tool) for tool in asked.tools]
-        messages = self._messages(asked.messages)
+    def first(self, request: ChatRequest) -> list[int]:
+        """Render a whole conversation up to the policy's turn. Raise RequestRefused."""
+        tools = [self._plain(tool) for tool in request.tools]
+        messages = self._messages(request.messages)
         if tools and not self.native:
             described = {"role": "system", "content": instructions(tools)}
             if messages[0]["role"] == "system":
@@ -41,26 +48,26 @@ class Template:
             messages, tools = [described, *messages], []
         return self._chat.tokens_of(self._render(messages, tools))
 
-    def next(self, messages: tuple[Message, ...], ended: bool) -> list[int]:
-        """The tokens from the end of the policy's turn to where it writes again. Raises Refused.
+    def next(self, messages: tuple[ChatMessage, ...], ended: bool) -> list[int]:
+        """Render the tokens between the policy's last turn and its next. Raise RequestRefused.
 
-        `ended`: the last sampled token was the template's end of a turn, which must not come twice.
+        `ended`: the last sampled token was the end-of-turn token, which is then left out here.
         """
         before = [{"role": "user", "content": ""}, {"role": "assistant", "content": ASSISTANT}]
         _, _, after = self._render([*before, *self._messages(messages)], []).partition(ASSISTANT)
         return self._chat.tokens_of(after)[ended:]
 
-    def _messages(self, messages: tuple[Message, ...]) -> list[dict[str, Any]]:
-        """The messages in the roles that the template knows."""
+    def _messages(self, messages: tuple[ChatMessage, ...]) -> list[dict[str, Any]]:
+        """Convert messages to the roles that the template supports."""
         found: list[dict[str, Any]] = []
         responses: list[str] = []  # of consecutive tool messages, which are one message as text
-        for role, said, calls in messages:
-            content = self._chat.plain(enclosed(said) if role == "tool" else said)
+        for role, text, calls in messages:
+            content = self._chat.plain(escaped(text) if role == "tool" else text)
             if role == "tool" and not self.native:
                 if not responses:
                     found.append({"role": "user"})
                 responses.append(content)
-                found[-1]["content"] = answered(responses)
+                found[-1]["content"] = tool_responses(responses)
                 continue
             responses = []
             message: dict[str, Any] = {"role": role, "content": content}
@@ -76,18 +83,18 @@ class Template:
                     for name, arguments in calls
                 ]
             elif calls:
-                message["content"] = self._chat.plain(written(said, calls))
+                message["content"] = self._chat.plain(assistant_text(text, calls))
             found.append(message)
         return found
 
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
         try:
             return self._chat.render(messages, tools)
-        except Exception as error:  # a template raises what its author thought of
-            raise Refused(f"messages: the chat template refuses them: {error}") from None
+        except Exception as error:  # templates raise exceptions of any kind
+            raise RequestRefused(f"messages: the chat template rejects them: {error}") from None
 
     def _plain(self, value: Any) -> Any:
-        """A value in whose texts nothing spells a special token."""
+        """Escape special tokens in all texts of a value."""
         if isinstance(value, str):
             return self._chat.plain(value)
         if isinstance(value, list):
@@ -96,15 +103,15 @@ class Template:
             return {self._plain(name): self._plain(item) for name, item in value.items()}
         return value
 
-    def _knows_tools(self) -> bool:
-        """Whether a call can be read back from what the template makes of it, and all is shown."""
+    def _supports_tools(self) -> bool:
+        """Return True if the template renders tools, and calls in the form that `parse` reads."""
         self.native = True
-        asked = (Message("user", ""), Message("assistant", "", (_PROBE,)))
-        messages = self._messages((*asked, Message("tool", "probe-answer")))
+        request = (ChatMessage("user", ""), ChatMessage("assistant", "", (_PROBE,)))
+        messages = self._messages((*request, ChatMessage("tool", "probe-answer")))
         try:
             text = self._render(messages, [_PROBE_TOOL])
             before = self._render(messages[:2], [])
-        except Refused:
+        except RequestRefused:
             return False
         shown = all(name in text for name in ("probe-tool", "probe-answer"))
         return shown and parse(before[before.find("<tool_call>") :]).calls[:1] == (_PROBE,)

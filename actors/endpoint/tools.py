@@ -1,4 +1,4 @@
-"""Tool calls as text, in the form of Hermes and Qwen; pure.
+"""Text form of tool calls, as Hermes and Qwen write them; pure.
 
 <tool_call>
 {"name": "look", "arguments": {"where": "left"}}
@@ -24,50 +24,53 @@ For each call return a JSON object with its name and arguments within <tool_call
 </tool_call>"""
 
 
-class Call(NamedTuple):
-    """One call of a tool; `arguments` is a JSON object in canonical text."""
+class ChatToolCall(NamedTuple):
+    """A tool call in a chat message. `arguments` is a JSON object as canonical text.
+
+    The text, not the object, is compared: in Python 1 == 1.0 == True.
+    """
 
     name: str
     arguments: str
 
 
-class Said(NamedTuple):
-    """What one turn says. `readable`: whether all calls that it makes can be read."""
+class ParsedTurn(NamedTuple):
+    """Text and calls of one turn. `readable`: False if one of its calls cannot be parsed."""
 
     content: str
-    calls: tuple[Call, ...]
+    calls: tuple[ChatToolCall, ...]
     readable: bool
 
 
 def canonical(value: Any) -> str:
-    """The one JSON text of a value; ValueError for what JSON does not have."""
+    """Encode a value as canonical JSON. Raise ValueError if JSON cannot express it."""
     return json.dumps(value, sort_keys=True, allow_nan=False)
 
 
-def parse(text: str) -> Said:
-    """The calls in a turn and the text around them.
+def parse(text: str) -> ParsedTurn:
+    """Parse the calls in a turn and the text around them.
 
-    Where one of them cannot be read, or has no end, all of the turn is text and nothing is called.
+    If one call cannot be parsed or is not closed, the whole turn is text without calls.
     """
     calls = []
     for body in _CALL.findall(text):
         call = _call(body)
         if call is None:
-            return Said(text, (), False)
+            return ParsedTurn(text, (), False)
         calls.append(call)
     content = _CALL.sub("", text)
     if _OPENING in content:
-        return Said(text, (), False)
-    return Said(content.strip() if calls else text, tuple(calls), True)
+        return ParsedTurn(text, (), False)
+    return ParsedTurn(content.strip() if calls else text, tuple(calls), True)
 
 
 def instructions(tools: list[dict[str, Any]]) -> str:
-    """What the system message says of tools where the template has no place for them."""
+    """Describe tools for the system message of a template that does not support them."""
     return _INSTRUCTIONS.format("\n".join(map(canonical, tools)))
 
 
-def written(content: str, calls: tuple[Call, ...]) -> str:
-    """An assistant message as text."""
+def assistant_text(content: str, calls: tuple[ChatToolCall, ...]) -> str:
+    """Write an assistant message as text."""
     parts = [content] if content else []
     for name, arguments in calls:
         body = f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}'
@@ -75,17 +78,17 @@ def written(content: str, calls: tuple[Call, ...]) -> str:
     return "\n".join(parts)
 
 
-def enclosed(content: str) -> str:
-    """What a tool returned, in which nothing ends its place."""
+def escaped(content: str) -> str:
+    """Escape closing tags in a tool's output."""
     return content.replace("</tool_response", "</ tool_response")
 
 
-def answered(contents: list[str]) -> str:
-    """What tools returned, as a message of the user."""
+def tool_responses(contents: list[str]) -> str:
+    """Write the outputs of tools as the text of a user message."""
     return "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in contents)
 
 
-def _call(body: str) -> Call | None:
+def _call(body: str) -> ChatToolCall | None:
     try:
         found = json.loads(body)
         if not isinstance(found, dict):
@@ -93,6 +96,6 @@ def _call(body: str) -> Call | None:
         name, arguments = found.get("name"), found.get("arguments")
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             return None
-        return Call(name, canonical(arguments))
+        return ChatToolCall(name, canonical(arguments))
     except (ValueError, RecursionError):
         return None

@@ -1,1 +1,1 @@
-"""Engines: what generates tokens. `base` is the promise, each other module one way to keep it."""
+"""Engines, which generate tokens. `base` is their interface; each other engine implements it."""

@@ -1,4 +1,4 @@
-"""What an actor expects of an engine, whatever runs underneath.
+"""Interface of engines.
 
     loop      produces                      consumes             waits for     unblocked by
     step      tokens, log-probs, versions   requests, weights    a request     `generate`
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from evolver_async.schema import WeightId
 
-if TYPE_CHECKING:  # a configuration is checked without loading torch
+if TYPE_CHECKING:  # checking a configuration must not import torch
     from torch import Tensor
 
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:  # a configuration is checked without loading torch
 class Request:
     """One turn to generate.
 
-    `tokens` is the whole context so far. `session` names the episode: KV of its earlier turns is
-    reused, until `Engine.release`. `seed` keys the draws, so that the sampled tokens depend on
-    nothing but weights, context and seed. Temperature 0 is greedy.
+    `tokens` is the whole context. `session` names the episode, whose KV is reused until
+    `Engine.release`. The sampled tokens depend only on weights, context and `seed`. Temperature 0
+    is greedy.
     """
 
     tokens: list[int]
@@ -35,9 +35,9 @@ class Request:
 
 @dataclass(kw_only=True)
 class Generation:
-    """What was sampled, the stop token or the text that completed a stop string included.
+    """Sampled tokens, including the stop token or the end of a stop string.
 
-    Per token: its log-prob under the distribution it was drawn from (greedy: temperature 1) and the
+    Per token: its log-prob under the sampled distribution (greedy: at temperature 1) and the
     weights that sampled it. `finish` is "length" at `max_tokens` or when the context is full.
     """
 
@@ -48,11 +48,11 @@ class Generation:
 
 
 class Engine(Protocol):
-    """Generates for many sessions at once on one asyncio loop."""
+    """Generator of turns for many concurrent sessions on one asyncio loop."""
 
     @property
     def weights(self) -> WeightId | None:
-        """Those that new tokens are sampled with, None before the first update."""
+        """Return the weights that sample new tokens; None before the first update."""
         ...
 
     async def generate(self, request: Request) -> Generation:
@@ -60,21 +60,21 @@ class Engine(Protocol):
         ...
 
     def release(self, session: str) -> None:
-        """The episode is over: its KV may go. Unknown sessions are ignored."""
+        """Allow the eviction of a session's KV; ignore unknown sessions."""
         ...
 
     async def update(self, weights: WeightId, tensors: "dict[str, Tensor]") -> None:
-        """Swap the weights, all or, with an error, none; no KV of the old ones is used afterwards.
+        """Swap all weights, or none and raise; KV of the old ones is not used afterwards.
 
-        In flight `keep`: running generations go on with the new weights on their whole context;
-        `wait`: they finish first, while new ones are held back.
+        With `in_flight` keep, running generations continue with the new weights on their whole
+        context; with wait, they finish first while new ones queue.
         """
         ...
 
     async def close(self) -> None:
-        """End the step loop; what still runs is cancelled."""
+        """End the step loop and cancel running generations."""
         ...
 
     def stats(self) -> dict[str, float]:
-        """Totals since the start: tokens `generated`, `prefilled`, `reused`; `busy_s`."""
+        """Return totals since the start: tokens `generated`, `prefilled`, `reused`; `busy_s`."""
         ...

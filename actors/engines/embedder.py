@@ -1,7 +1,10 @@
-"""Embeds texts with a local sentence-transformers directory: an encoder, its states pooled.
+"""Embedder for a local sentence-transformers directory: an encoder whose states are pooled.
 
-Only what such a directory says in `1_Pooling/config.json` and `sentence_bert_config.json` is read;
-without them the mean of at most `MAX_TOKENS` tokens is taken. Runs on the CPU: a query is short.
+Of such a directory only `1_Pooling/config.json` and `sentence_bert_config.json` are read; the
+default is the mean of at most `MAX_TOKENS` tokens. It runs on the CPU, as queries are short.
+
+It does not use the package sentence-transformers, which is shorter by some 40 lines but brings
+scikit-learn and scipy: transformers imports both in every process as soon as they are installed.
 """
 
 import hashlib
@@ -23,7 +26,10 @@ POOLINGS = {  # sentence-transformers' names
 
 
 class TransformerEmbedder:
-    """See `actors/experience/embed.py: Embedder`. ValueError where the directory holds no model."""
+    """Embedder on an encoder; see `actors/experience/embed.py: Embedder`.
+
+    Raise ValueError if the directory holds no model.
+    """
 
     def __init__(self, directory: str) -> None:
         path = Path(directory)
@@ -32,8 +38,8 @@ class TransformerEmbedder:
             self._model: Any = AutoModel.from_pretrained(path, local_files_only=True).eval()
             config = (path / "config.json").read_bytes()
         except (OSError, ValueError) as error:
-            said = " ".join(str(error).split())[:300]
-            raise ValueError(f"experience.embedder: {directory}: {said}") from error
+            problem = " ".join(str(error).split())[:300]
+            raise ValueError(f"experience.embedder: {directory}: {problem}") from error
         self._pooling = _pooling(path)
         limit = _read(path / "sentence_bert_config.json").get("max_seq_length") or MAX_TOKENS
         positions = getattr(self._model.config, "max_position_embeddings", None) or limit
@@ -43,7 +49,7 @@ class TransformerEmbedder:
         self.name = f"{path.resolve()}-{self._pooling}-{digest}"
 
     def embed(self, texts: list[str]) -> np.ndarray:
-        """float32[n, d], rows of length 1."""
+        """Return float32[n, d] with rows of length 1."""
         parts = [self._batch(texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
         return np.concatenate(parts) if parts else np.zeros((0, self.dimensions), np.float32)
 
@@ -60,7 +66,7 @@ class TransformerEmbedder:
         mask_BT1 = inputs["attention_mask"][:, :, None].float()
         if self._pooling == "mean":
             pooled_BD = (states_BTD * mask_BT1).sum(1) / mask_BT1.sum(1).clamp(min=1.0)
-        else:  # the first or the last token that is no padding, on whichever side that is
+        else:  # the first or last token, with padding on either side
             places_BT = torch.arange(mask_BT1.shape[1]) * inputs["attention_mask"]
             last_B = places_BT.argmax(1)
             first_B = inputs["attention_mask"].argmax(1)
@@ -70,13 +76,15 @@ class TransformerEmbedder:
 
 
 def _pooling(path: Path) -> str:
-    said = _read(path / "1_Pooling" / "config.json")
-    wanted = [name for name, on in said.items() if name.startswith("pooling_mode_") and on is True]
+    config = _read(path / "1_Pooling" / "config.json")
+    wanted = [
+        name for name, on in config.items() if name.startswith("pooling_mode_") and on is True
+    ]
     if not wanted:
         return "mean"
     if len(wanted) > 1 or wanted[0] not in POOLINGS:
         raise ValueError(
-            f"experience.embedder: {path} pools by {', '.join(wanted)}: not known here"
+            f"experience.embedder: {path}: pooling {', '.join(wanted)} is not supported"
         )
     return POOLINGS[wanted[0]]
 

@@ -1,4 +1,4 @@
-"""Makes the engine that a configuration asks for, the same for actors and for evaluation."""
+"""Factory of the configured engine, for actors and for evaluation."""
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ def load_engine(
 ) -> tuple[Engine, PreTrainedTokenizerBase]:
     """Return the engine and its tokenizer. The engine holds `tensors` if they are given.
 
-    Without `weights` the first update brings them. `engine.threads` becomes the number of threads
-    of this process' torch.
+    Without `weights` the engine waits for the first update. Set the number of torch's threads to
+    `engine.threads`.
     """
     torch.set_num_threads(config.engine.threads)
     tokenizer = policy.load_tokenizer(config.policy.path)
@@ -53,8 +53,9 @@ def _torch_engine(
 def _vllm_engine(
     config: Config, weights: WeightId | None, tensors: dict[str, Tensor] | None
 ) -> Engine:
-    from actors.engines.vllm_core import Settings, VllmCore
+    from actors.engines.vllm_core import VllmCore
     from actors.engines.vllm_engine import VllmEngine
+    from actors.engines.vllm_start import Settings
 
     settings = Settings(
         path=config.policy.path,

@@ -1,7 +1,7 @@
-"""A leaner forward for Llama-shaped models: the module's own weights without the module's overhead.
+"""Fused forward pass of Llama-like models on the module's own weights.
 
-On small models transformers spends more time between the operations than in them. The operations
-here are the same, fewer and fused where torch has a kernel; a conformance test holds the two equal.
+On small models the overhead of transformers' modules exceeds the time of their operations. This
+module runs the same operations, fused if torch has a kernel; a conformance test compares the two.
 
 `B` rows, `Q` new tokens a row, `H` heads, `D` head size, `M` hidden size.
 """
@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 from actors.engines.kv_slots import Slots
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-ROPE_TYPES = ("default", "linear", "llama3")  # positions alone decide the rotation
+ROPE_TYPES = ("default", "linear", "llama3")  # rotations that depend on positions only
 
 
 @dataclass
 class _Layer:
-    """Views of one layer's parameters, (weight, bias) or a norm's weight; updates in place show."""
+    """Views of one layer's parameters: (weight, bias) or the weight of a norm."""
 
     norm: Tensor
     query: tuple[Tensor, Tensor | None]
@@ -37,12 +37,15 @@ class _Layer:
     down: tuple[Tensor, Tensor | None]
 
 
-class LeanDecoder:
-    """Hidden states [B, Q, M] of the next tokens of slots; ValueError for other kinds of models."""
+class FusedDecoder:
+    """Forward pass over KV slots to hidden states [B, Q, M].
+
+    Raise ValueError for unsupported models.
+    """
 
     def __init__(self, model: PreTrainedModel, max_length: int) -> None:
         if not self.fits(model):
-            raise ValueError(f"{type(model).__name__} has no lean forward")
+            raise ValueError(f"{type(model).__name__} has no fused forward")
         config = model.config
         decoder: Any = model.base_model
         self._eps = torch.tensor(config.rms_norm_eps, device=model.device)
@@ -54,7 +57,7 @@ class LeanDecoder:
         positions = torch.arange(max_length, device=model.device)[None]
         with torch.no_grad():
             cos, sin = decoder.rotary_emb(self._embed, positions)
-        # x rotated by half a head, times this, is rotate_half(x) * sin.
+        # (x rolled by half a head) * self._sin == rotate_half(x) * sin
         first, second = sin[0].chunk(2, -1)
         self._cos, self._sin = cos[0], torch.cat([-first, second], -1)
 
@@ -100,8 +103,8 @@ class LeanDecoder:
         if layer.key_norm is not None:
             key_BQHD = _rms_norm(key_BQHD, layer.key_norm, self._eps)
         both_BQHD = torch.cat([query_BQHD, key_BQHD], 2)
-        turned_BQHD = both_BQHD.roll(self._head_dim // 2, -1).mul_(sin_BQ1D)
-        both_BHQD = turned_BQHD.addcmul_(both_BQHD, cos_BQ1D).transpose(1, 2)
+        rotated_BQHD = both_BQHD.roll(self._head_dim // 2, -1).mul_(sin_BQ1D)
+        both_BHQD = rotated_BQHD.addcmul_(both_BQHD, cos_BQ1D).transpose(1, 2)
         keys, values = slots.update(
             both_BHQD[:, self._queries :], value_BQHD.transpose(1, 2), index
         )
@@ -112,7 +115,7 @@ class LeanDecoder:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-    """x / rms(x) * weight; fewer passes than torch's own, which is no single kernel on the CPU."""
+    """Compute x / rms(x) * weight, in fewer passes than torch's function, unfused on CPU."""
     size = x.shape[-1]
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = torch.addcmul(eps, norm, norm, value=1 / size).rsqrt_()

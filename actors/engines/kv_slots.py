@@ -1,7 +1,7 @@
 """KV slots: one row of keys and values per session, written and read in place by the model.
 
-A slot knows which tokens its KV belongs to, so that a later turn, or another member of the group,
-can go on from the longest common prefix. Which request gets which slot: see `torch_engine`.
+A slot stores the tokens of its KV, so that a later turn or another member of the group can continue
+from the longest common prefix. `torch_engine` assigns slots to requests.
 
 `S` slots, `B` rows of one forward, `Q` new tokens a row (padded), `T` columns of context attended.
 """
@@ -15,12 +15,11 @@ COLUMNS = 32  # attended lengths are rounded up to multiples of this
 
 
 class Slots(Cache):
-    """The KV of all slots, in the form of a transformers cache, with the tokens it stands for.
+    """KV of all slots as a transformers cache, with its tokens.
 
-    tokens int32[S, max_length], the known context of a slot; total[S], how many are known;
-    cached[S], for how many of them the KV is there. Keys and values of a layer lie as
-    [S, max_length + 1, heads, head size]; the last column takes what padding writes and is never
-    read.
+    tokens int32[S, max_length]: context of each slot; total[S]: its length; cached[S]: number of
+    its tokens with valid KV. Keys and values of a layer have shape [S, max_length + 1, heads, head
+    size]; padding is written to the last column, which is never read.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class Slots(Cache):
         return self.tokens.shape[1]
 
     def assign(self, slot: int, context: np.ndarray) -> int:
-        """Make `context` the slot's tokens; returns how many of them its KV already covers."""
+        """Set the slot's tokens to `context`; return the number of those with valid KV."""
         known = min(int(self.cached[slot]), len(context) - 1)
         differs = np.flatnonzero(self.tokens[slot, :known] != context[:known])
         known = int(differs[0]) if len(differs) else known
@@ -50,18 +49,19 @@ class Slots(Cache):
         return known
 
     def append(self, slot: int, token: int) -> None:
-        """Add a sampled token; its KV is written by the forward that reads it."""
+        """Add a sampled token, whose KV the next forward writes."""
         self.tokens[slot, self.total[slot]] = token
         self.total[slot] += 1
 
     def common(self, slot: int, others: np.ndarray) -> np.ndarray:
-        """Length of the common prefix of a slot's tokens, the last one left out, with others'."""
+        """Return the lengths of the prefixes that a slot's tokens, except the last, share with
+        other slots."""
         length = int(self.total[slot]) - 1
         same = self.tokens[others, :length] == self.tokens[slot, :length]
         return np.minimum(np.where(same.all(1), length, same.argmin(1)), self.total[others])
 
     def borrow(self, slot: int) -> int:
-        """Copy KV from the slot with the longest common prefix; returns the tokens gained."""
+        """Copy KV from the slot with the longest common prefix; return the number of tokens."""
         shared = np.minimum(self.common(slot, np.arange(len(self.total))), self.cached)
         source = int(shared.argmax())
         old, new = int(self.cached[slot]), int(shared[source])
@@ -73,21 +73,20 @@ class Slots(Cache):
         return new - old
 
     def forget(self) -> None:
-        """No KV is valid any more; the tokens stay, so that running generations can go on."""
+        """Mark all KV as invalid; the tokens stay, as running generations continue."""
         self.cached[:] = 0
 
     def erase(self) -> None:
-        """Forget, and overwrite: a masked NaN would still spoil what is computed beside it."""
+        """Invalidate and overwrite all KV: a masked NaN still makes attention NaN."""
         self.forget()
         for pool in (pool for pair in self._pools for pool in pair):
             pool.zero_()
 
     def batch(self, slots: np.ndarray, counts: np.ndarray) -> dict[str, Tensor]:
-        """Inputs for a forward of the next `counts` tokens of each slot (ascending), rows in order.
+        """Return the model's inputs for the next `counts` tokens of each slot (ascending).
 
-        Slots that lie close together are read in place, with idle rows between them along for the
-        ride; scattered ones are gathered. Returns the model's arguments and, as `rows`, where the
-        slots are among the rows.
+        Adjacent slots are read in place, together with idle rows between them; scattered slots are
+        gathered. `rows` holds the positions of the slots among the rows.
         """
         low, span = int(slots[0]), int(slots[-1] - slots[0]) + 1
         longest = int(counts.max())
@@ -127,7 +126,7 @@ class Slots(Cache):
         *args: object,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Called by the model's attention: store the new keys and values, return all to attend."""
+        """Store new keys and values and return all to attend to; called by the model."""
         if layer_idx == len(self._pools):
             self._pools.append((self._allocate(key_states), self._allocate(value_states)))
         keys, values = self._pools[layer_idx]
@@ -138,7 +137,7 @@ class Slots(Cache):
 
     def _allocate(self, states_BHQD: Tensor) -> Tensor:
         _, heads, _, size = states_BHQD.shape
-        # Zeros, because what is masked must still be finite.
+        # Zeros, because masked values must be finite too.
         return torch.zeros(
             (len(self.total), self.max_length + 1, heads, size),
             dtype=states_BHQD.dtype,
@@ -156,7 +155,7 @@ class Slots(Cache):
 
 
 def check_attention(config: PretrainedConfig, max_length: int) -> None:
-    """ValueError unless every layer attends to the whole context of `max_length` tokens."""
+    """Raise ValueError unless every layer attends to the whole context of `max_length` tokens."""
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True) and window < max_length:
         raise ValueError(f"the model's sliding window {window} is shorter than {max_length} tokens")

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits. Shapes: `B` rows, `V` vocabulary."""
+"""Sampling of tokens from logits. Shapes: `B` rows, `V` vocabulary."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ from torch import Tensor
 def sample(
     logits_BV: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """A token for each row, by inverse CDF at its uniform number in [0, 1), and its log-prob.
+    """Sample one token per row by inverse CDF of a uniform number in [0, 1); return log-probs too.
 
-    Temperature 0 takes the most likely token and gives its log-prob at temperature 1.
+    Temperature 0 takes the most likely token, with its log-prob at temperature 1.
     """
     device = logits_BV.device
     greedy = 0.0 in temperatures

@@ -1,22 +1,22 @@
-"""Stop strings over tokens: which tokens can complete one, and whether one is complete."""
+"""Detection of stop strings in sampled tokens."""
 
 from collections.abc import Sequence
 from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
-UNDECODED = "\ufffd"  # a piece of a multi-byte character: could be part of anything
+UNDECODED = "\ufffd"  # decoded part of a multi-byte character
 
 
 class StopStrings:
-    """Finds stop strings in sampled text, decoding only where a token can complete one."""
+    """Detector that decodes only after a token that can complete a stop string."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._completers: dict[tuple[str, ...], frozenset[int]] = {}
 
     def completers(self, strings: tuple[str, ...]) -> frozenset[int]:
-        """The tokens whose text can contain the end of one of the strings."""
+        """Return the tokens whose text can contain the end of one of the strings."""
         if strings not in self._completers:
             self._completers[strings] = frozenset(
                 token
@@ -26,8 +26,8 @@ class StopStrings:
         return self._completers[strings]
 
     def found(self, tokens: Sequence[int], strings: tuple[str, ...]) -> bool:
-        """Whether a string has just been completed at the end of the sampled tokens."""
-        # Every token holds at least a byte: the string lies within as many tokens as it has bytes.
+        """Return True if a string ends within the last of the sampled tokens."""
+        # Every token has at least one byte, so the string has at most as many tokens as bytes.
         reach = max(len(string.encode()) for string in strings) + 1
         text = self._tokenizer.decode(list(tokens[-reach:]), skip_special_tokens=False)
         return any(string in text for string in strings)
@@ -39,7 +39,7 @@ class StopStrings:
 
 
 def _may_complete(text: str, string: str) -> bool:
-    # Some decoders drop the space before a text's first word, hence both forms.
+    # Some decoders drop the space before the first word, hence both forms.
     return UNDECODED in text or any(
         string in form or any(form.startswith(string[i:]) for i in range(1, len(string)))
         for form in (text, " " + text)

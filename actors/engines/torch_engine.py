@@ -1,12 +1,12 @@
-"""The default engine: continuous batching over KV slots, on the Hugging Face module's own weights.
+"""Default engine: continuous batching over KV slots, on the Hugging Face module's own weights.
 
 One step is one forward: either the pending context of some requests (prefill; first, so that more
-rows decode together) or one token of every running request (decode). Between two steps the loop
-yields, and that is where requests come and go and weights are swapped: a step never sees a change.
+rows decode together) or one token of every running request (decode). The loop yields between two
+steps. Only then do requests start and end and weights change, never during a step.
 
-A request waits for a slot, first come, first served; slots of idle sessions are taken when no free
-one is left, least recently used first. Members of a group that arrive together share their prompt:
-the first one is prefilled, the others copy its KV one step later.
+Requests get slots in the order of arrival. If no slot is free, the least recently used one of an
+idle session is taken. Members of a group that arrive together share their prompt: the first one is
+prefilled, the others copy its KV one step later.
 """
 
 import asyncio
@@ -21,19 +21,18 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from actors.engines.base import Generation, Request
-from actors.engines.fused import LeanDecoder
+from actors.engines.fused import FusedDecoder
 from actors.engines.kv_slots import Slots, check_attention
+from actors.engines.prefill import choose_prefill
 from actors.engines.sampling import sample
 from actors.engines.stops import StopStrings
 from evolver_async.model.policy import load_state, split_model
 from evolver_async.schema import WeightId
 
-MIN_SHARED = 8  # a common prefix that saves fewer tokens than this is not worth a copy
-
 
 @dataclass(eq=False)
 class _Running:
-    """A request from its arrival to its end; `draws` are its uniform numbers, one per token."""
+    """Waiting or running request. `draws`: its uniform random numbers, one per token."""
 
     request: Request
     context: np.ndarray
@@ -45,11 +44,11 @@ class _Running:
 
 
 class TorchEngine:
-    """Generates with a Hugging Face causal language model; see `actors.engines.base.Engine`.
+    """Engine on a Hugging Face causal language model; see `actors.engines.base.Engine`.
 
-    `slots`: sequences that generate together; `max_length`: tokens of context; `prefill_tokens`:
-    tokens, padding included, of one prefill step; `in_flight`: "keep" or "wait". The model must run
-    with sdpa or eager attention over its whole context (ValueError otherwise).
+    `slots`: number of concurrent sequences; `max_length`: tokens of context; `prefill_tokens`:
+    tokens of one prefill step, padding included; `in_flight`: "keep" or "wait". Raise ValueError if
+    a layer does not attend to the whole context.
     """
 
     def __init__(
@@ -67,31 +66,31 @@ class TorchEngine:
         self.weights = weights
         self._model = model
         self._decoder, self._head = split_model(model)
-        self._lean = LeanDecoder(model, max_length) if LeanDecoder.fits(model) else None
+        self._fused = FusedDecoder(model, max_length) if FusedDecoder.fits(model) else None
         self._stops = StopStrings(tokenizer)
         self._slots = Slots(slots, max_length, model.dtype, model.device)
         self._prefill_tokens = prefill_tokens
-        self._drains = in_flight == "wait"
+        self._waits_for_drain = in_flight == "wait"
         self._runs: dict[str, _Running] = {}  # by session, waiting ones included
         self._waiting: deque[_Running] = deque()
         self._running: list[_Running | None] = [None] * slots
         self._active = np.zeros(slots, bool)
-        self._searching = np.zeros(slots, bool)  # may find KV of another slot to copy
+        self._searching = np.zeros(slots, bool)  # slots that can still copy KV of another slot
         self._clock = 0  # counts arrivals and departures
-        self._order = np.zeros(slots, np.int64)  # when each slot was last taken or left
+        self._order = np.zeros(slots, np.int64)  # clock at which each slot was last taken or left
         self._owner: list[str | None] = [None] * slots
         self._slot_of: dict[str, int] = {}
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
         self._updating = asyncio.Lock()
-        self._held = False
+        self._holding = False
         self._loop: asyncio.Task[None] | None = None
         self._stats: dict[str, float] = dict.fromkeys(
             ("generated", "prefilled", "reused", "steps", "busy_s", "forward_s"), 0.0
         )
 
     async def generate(self, request: Request) -> Generation:
-        """Sample one turn; ValueError for an empty context, unknown tokens or a busy session."""
+        """Sample one turn. Raise ValueError for invalid tokens or a busy session."""
         if self.weights is None:
             raise RuntimeError("the engine has no weights yet")
         context = np.asarray(request.tokens, np.int32)
@@ -124,22 +123,22 @@ class TorchEngine:
                 self._leave(self._running.index(run))
 
     def release(self, session: str) -> None:
-        """The session's slot is free again; its KV stays for others to copy until it is taken."""
+        """Free the session's slot; other sessions can copy its KV until it is taken."""
         slot = self._slot_of.pop(session, None)
         if slot is not None:
             self._owner[slot] = None
 
     async def update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None:
-        """Swap the weights between two steps; ModelError (the old ones stay) if they do not fit."""
+        """Swap the weights between two steps. Raise ModelError, keeping the old ones, if unfit."""
         async with self._updating:
-            if self._drains:
-                self._held = True
+            if self._waits_for_drain:
+                self._holding = True
                 try:
                     while self._active.any():
                         self._drained.clear()
                         await self._drained.wait()
                 finally:
-                    self._held = False
+                    self._holding = False
                     self._wake.set()
             load_state(self._model, tensors)
             self.weights = weights
@@ -157,7 +156,7 @@ class TorchEngine:
     async def _work(self) -> None:
         try:
             while True:
-                if not (self._active.any() or (self._waiting and not self._held)):
+                if not (self._active.any() or (self._waiting and not self._holding)):
                     self._wake.clear()
                     await self._wake.wait()
                     continue
@@ -188,8 +187,8 @@ class TorchEngine:
         self._stats["busy_s"] += time.perf_counter() - start
 
     def _admit(self) -> None:
-        """Give slots to waiting requests, in the order of their arrival."""
-        while self._waiting and not self._held:
+        """Assign slots to waiting requests in the order of arrival."""
+        while self._waiting and not self._holding:
             run = self._waiting[0]
             slot = self._slot_of.get(run.request.session)
             if slot is None:
@@ -212,7 +211,7 @@ class TorchEngine:
             self._order[slot] = self._clock
 
     def _leave(self, slot: int) -> None:
-        """The slot's generation is over; its session keeps the slot until it is released."""
+        """End the slot's generation; its session keeps the slot until it is released."""
         self._running[slot] = None
         self._active[slot] = False
         self._clock += 1
@@ -221,7 +220,7 @@ class TorchEngine:
             self._drained.set()
 
     def _vacant(self) -> int | None:
-        """The slot to take: an unused one, else the free or idle one that was left longest ago."""
+        """Return an unused slot, else the least recently used free or idle one; None if all run."""
         idle = np.flatnonzero(~self._active)
         if not len(idle):
             return None
@@ -231,50 +230,32 @@ class TorchEngine:
         return int(idle[rank[0]])
 
     def _plan(self) -> tuple[np.ndarray, np.ndarray]:
-        """The slots of the next forward, ascending, and how many tokens of each it takes."""
+        """Return the slots of the next forward, ascending, and their numbers of tokens."""
         pending = self._slots.total - self._slots.cached
         behind = np.flatnonzero(self._active & (pending > 1))
         for slot in behind[self._searching[behind]]:
-            gain = self._slots.borrow(slot)
-            self._stats["reused"] += gain
+            self._stats["reused"] += self._slots.borrow(slot)
         pending = self._slots.total - self._slots.cached
         behind = behind[pending[behind] > 1]
         if not len(behind):
             slots = np.flatnonzero(self._active)
             return slots, np.ones(len(slots), np.int64)
-        # Around the request that has waited longest, those of similar length: little padding.
-        oldest = behind[self._order[behind].argmin()]
-        behind = behind[np.lexsort((self._order[behind], abs(pending[behind] - pending[oldest])))]
-        chosen: list[int] = []
-        longest = 1
-        for slot in behind:
-            padded = max(longest, min(int(pending[slot]), self._prefill_tokens))
-            if chosen and padded * (len(chosen) + 1) > self._prefill_tokens:
-                break
-            if self._searching[slot] and self._soon_shared(slot, chosen):
-                continue
-            chosen.append(int(slot))
-            longest = padded
+        chosen = choose_prefill(
+            self._slots, behind, self._order, self._searching, self._prefill_tokens
+        )
         self._searching[chosen] = False
         slots = np.array(sorted(chosen))
         counts = np.minimum(pending[slots], self._prefill_tokens)
         self._stats["prefilled"] += float(counts.sum())
         return slots, counts
 
-    def _soon_shared(self, slot: int, chosen: list[int]) -> bool:
-        """Whether this step computes KV that the slot can copy in the next one."""
-        if not chosen:
-            return False
-        common = self._slots.common(slot, np.array(chosen))
-        return int(common.max()) >= self._slots.cached[slot] + MIN_SHARED
-
     def _forward(self, slots: np.ndarray, counts: np.ndarray) -> Tensor:
-        """Logits float32[B, V] after the next `counts` tokens of each slot; their KV is stored."""
+        """Run the next `counts` tokens of each slot; return logits float32[B, V] after them."""
         start = time.perf_counter()
         inputs = self._slots.batch(slots, counts)
         rows = inputs.pop("rows")
-        if self._lean is not None:
-            hidden_BQD = self._lean(**inputs, slots=self._slots)
+        if self._fused is not None:
+            hidden_BQD = self._fused(**inputs, slots=self._slots)
         else:
             hidden_BQD = self._decoder(
                 **inputs, past_key_values=self._slots, use_cache=True
@@ -286,10 +267,9 @@ class TorchEngine:
         return logits_BV
 
     def _advance(self, slots: np.ndarray, logits_BV: Tensor) -> None:
-        """Sample one token for each slot and end what is complete."""
+        """Sample one token per slot and end complete generations."""
         runs = [run for slot in slots if (run := self._running[slot]) is not None]
-        weights = self.weights
-        if not runs or weights is None:
+        if not runs or (weights := self.weights) is None:
             return
         temperatures = [run.request.temperature for run in runs]
         uniforms = [run.draws[len(run.out.tokens)] for run in runs]
@@ -298,7 +278,7 @@ class TorchEngine:
         drawn = zip(slots.tolist(), runs, tokens_B.tolist(), logprobs_B.tolist(), strict=True)
         for slot, run, token, logprob in drawn:
             if not math.isfinite(logprob):
-                # Never sample on from broken weights, and leave none of their KV behind.
+                # Broken weights: stop sampling and erase their KV.
                 self._leave(slot)
                 run.future.set_exception(FloatingPointError(f"weights {self.weights}: {logprob}"))
                 self._slots.erase()

@@ -1,7 +1,7 @@
-"""The engine on vLLM: tokens in, tokens with their log-probs and the weights of each out.
+"""Engine on vLLM: samples tokens with their log-probs and weights.
 
-A request that was running when vLLM died is sampled again from its beginning. Which processes there
-are and what weights they hold is the matter of `vllm_core`.
+A request that was running when vLLM died is sampled again from its start. `vllm_core` manages
+vLLM's processes and their weights.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
     from vllm.outputs import CompletionOutput  # pyright: ignore[reportMissingImports]
 
-SEEDS = 1 << 63  # vLLM's are below
+SEED_LIMIT = 1 << 63  # vLLM's seeds are below it
 
 
 class VllmEngine:
-    """Generates on a VllmCore, which it ends with itself; see `actors.engines.base.Engine`.
+    """Engine that owns a VllmCore; see `actors.engines.base.Engine`.
 
-    `vocabulary`: token ids are below it; `slots`: sequences that generate together where
-    `in_flight` is "wait", which holds new ones back on this side of vLLM; `max_length`: tokens of
-    context, at most the core's.
+    Token ids are below `vocabulary`. `slots`: number of concurrent sequences if `in_flight` is
+    "wait", in which case new requests queue here. `max_length`: tokens of context, at most the
+    core's.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class VllmEngine:
         self._vocabulary = vocabulary
         self._max_length = max_length
         self._room = asyncio.Semaphore(slots) if in_flight == "wait" else None
-        self._open = asyncio.Event()  # new generations may begin
+        self._open = asyncio.Event()  # cleared while an update holds back new generations
         self._open.set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -58,7 +58,7 @@ class VllmEngine:
         return self.core.weights
 
     async def generate(self, request: Request) -> Generation:
-        """Sample one turn; ValueError for an empty context, unknown tokens or a busy session."""
+        """Sample one turn. Raise ValueError for invalid tokens or a busy session."""
         if self.weights is None:
             raise RuntimeError("the engine has no weights yet")
         tokens = request.tokens
@@ -77,12 +77,12 @@ class VllmEngine:
             del self._sessions[request.session]
 
     def release(self, session: str) -> None:
-        """Nothing to do: vLLM drops the KV that was used longest ago."""
+        """Do nothing: vLLM evicts the least recently used KV itself."""
 
     async def update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None:
-        """Swap the weights; ModelError, with the old ones in place, where they do not fit.
+        """Swap the weights. Raise ModelError and keep the old ones if they do not fit.
 
-        Cancelling the call does not stop it: a swap is never left half done.
+        Cancelling the call does not stop the swap, which is never left incomplete.
         """
         self.core.check(tensors)
         await asyncio.shield(asyncio.ensure_future(self._update(weights, tensors)))
@@ -154,7 +154,7 @@ class VllmEngine:
                 self.core.lose(llm)
 
     def _whole(self, out: Generation, last: "CompletionOutput") -> Generation:
-        """`out` with what only the last piece tells: why it ended, and every token's weights."""
+        """Complete `out` with the finish reason and the weights of each token."""
         for span in last.weight_versions or ():
             lineage, step = span.version.split(".")
             weights = WeightId(lineage=int(lineage), step=int(step))
@@ -178,7 +178,7 @@ def _sampling(request: Request, limit: int) -> "SamplingParams":
     return SamplingParams(
         temperature=request.temperature,
         max_tokens=limit,
-        seed=request.seed % SEEDS,
+        seed=request.seed % SEED_LIMIT,
         stop=list(request.stop_strings),
         stop_token_ids=sorted(request.stop_tokens),
         include_stop_str_in_output=True,

@@ -1,7 +1,7 @@
-"""What runs inside vLLM's own processes: they read new weights, and end with the actor.
+"""Plugin inside vLLM's processes: loads new weights and ends the process with the actor.
 
-vLLM calls `register` in each of its processes, because pyproject.toml names it as a plugin. The
-other end of both is `vllm_core`.
+vLLM calls `register` in each of its processes, as pyproject.toml names it as a plugin. `vllm_core`
+is its counterpart in the actor.
 """
 
 import os
@@ -27,11 +27,11 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
 )
 
 BACKEND = "evolver_snapshot"
-OWNER = "EVOLVER_ENGINE_OWNER"  # the process that vLLM's processes end with
+OWNER = "EVOLVER_ENGINE_OWNER"  # environment variable with the actor's process id
 
 
 def register() -> None:
-    """Make the backend known, and have this process end with its owner if it has one."""
+    """Register the backend, and end this process with its owner if it has one."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, SnapshotTransfer)
     owner = int(os.environ.get(OWNER, 0))
@@ -40,7 +40,7 @@ def register() -> None:
 
 
 def _end_with(owner: int) -> None:
-    """Kill this process once `owner` has ended, however that ends."""
+    """Kill this process when `owner` has ended."""
     try:
         descriptor = os.pidfd_open(owner)
     except ProcessLookupError:
@@ -52,32 +52,32 @@ def _end_with(owner: int) -> None:
 
 @dataclass
 class NoInfo(WeightTransferInitInfo):
-    """There is nothing to agree on before the first update."""
+    """Empty: the backend needs no initialisation."""
 
 
 @dataclass
-class Snapshot(WeightTransferUpdateInfo):
-    """A safetensors file with all weights, as the Hugging Face model names them.
+class WeightsFile(WeightTransferUpdateInfo):
+    """Safetensors file with all weights under the names of the Hugging Face model.
 
-    `wipe`: the weights before were broken. Attention multiplies what lies behind the end of a
-    context by 0, and NaN stays NaN, so their KV is overwritten.
+    `wipe`: True if the previous weights were broken. Then the KV cache is overwritten, because
+    attention multiplies masked positions by 0, and NaN times 0 is NaN.
     """
 
     path: str
     wipe: bool
 
 
-class SnapshotTransfer(WeightTransferEngine[NoInfo, Snapshot]):
-    """Loads a snapshot into this worker's part of the model, in place.
+class SnapshotTransfer(WeightTransferEngine[NoInfo, WeightsFile]):
+    """Weight transfer that loads a file into this worker's part of the model, in place.
 
-    The file is mapped: a tensor-parallel worker reads what is its own of it.
+    The file is memory-mapped: a tensor-parallel worker reads only its own part.
     """
 
     init_info_cls = NoInfo
-    update_info_cls = Snapshot
+    update_info_cls = WeightsFile
 
     def init_transfer_engine(self, init_info: NoInfo) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -87,7 +87,7 @@ class SnapshotTransfer(WeightTransferEngine[NoInfo, Snapshot]):
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
-    def receive_weights(self, update_info: Snapshot) -> None:
+    def receive_weights(self, update_info: WeightsFile) -> None:
         with safe_open(update_info.path, framework="pt", device="cpu") as file:
             self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
         if update_info.wipe:
@@ -96,17 +96,17 @@ class SnapshotTransfer(WeightTransferEngine[NoInfo, Snapshot]):
     @torch.inference_mode()
     def _wipe(self) -> None:
         for layer in self.vllm_config.compilation_config.static_forward_context.values():
-            cache = getattr(layer, "kv_cache", None)  # experts, for instance, have none
+            cache = getattr(layer, "kv_cache", None)  # layers of experts have none
             if isinstance(cache, torch.Tensor):
                 cache.zero_()
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        # On CPU a layer multiplies by a packed copy of its weights. Of a head that shares the
-        # embedding's weights nothing was loaded, so its copy is still that of the old ones.
+        # On CPU a layer uses a packed copy of its weights. A head that shares the embedding's
+        # weights was not loaded itself, so its copy must be refreshed.
         for module in self.model.modules():
             if hasattr(module, "cpu_linear") and module.weight.numel():
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        """Do nothing: no resources are held between updates."""

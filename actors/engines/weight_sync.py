@@ -1,7 +1,7 @@
-"""Which weights an actor holds, and which of its tickets may sample with them now.
+"""Weight synchronisation of an actor's engine, and admission of tickets to it.
 
-Rollouts share the engine with newer weights arriving; evaluations have it to themselves, with
-exactly the weights that they name.
+Rollouts share the engine while newer weights arrive; evaluations use it exclusively, with exactly
+the weights that they name.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from actors.engines.base import Engine
-from actors.progress import TicketProgress
+from actors.progress import Progress
 from evolver_async.config import Actors
 from evolver_async.randomness import key
 from evolver_async.schema import SCRIPTED, Ticket, WeightId
@@ -17,11 +17,11 @@ from evolver_async.weights.channel.base import Receiver, WeightsGone
 
 
 class WeightsLate(Exception):
-    """The weights that a ticket asks for did not arrive in time."""
+    """Timeout of a ticket that waits for its weights."""
 
 
-class Adoption:
-    """The weights of one engine. `turnover` is notified by the worker whenever a ticket ends."""
+class WeightSync:
+    """Weights of one engine. The worker notifies `turnover` when a ticket ends."""
 
     def __init__(
         self, receiver: Receiver, engine: Engine, actors: Actors, seed: int, name: str
@@ -32,28 +32,28 @@ class Adoption:
         self.seed = seed
         self.name = name
         self.turnover = asyncio.Condition()
-        self.oldest: WeightId | None = None  # the newest of the oldest weights that tickets allow
+        self.oldest: WeightId | None = None  # maximum over tickets of the oldest weights they allow
         self.pinned: WeightId | None = None
         self._adopting: asyncio.Task[None] | None = None
         self._rollouts = 0  # tickets that share the engine
-        self._evaluations = 0  # tickets that want it, or have it, to themselves
+        self._evaluations = 0  # tickets that wait for exclusive use, or have it
         self._pins = 0
 
     def expect(self, ticket: Ticket) -> None:
-        """A ticket has come: nothing older than it allows is held for it."""
+        """Note the oldest weights that a new ticket allows."""
         if ticket.kind == "rollout" and ticket.weights is not None:
             self.oldest = max(ticket.weights, self.oldest or ticket.weights)
 
     async def follow(self) -> None:
-        """Adopt new weights soon after they appear, whatever is being generated."""
+        """Adopt new weights when they appear, also during generation."""
         while True:
             await self.adopt()
             await asyncio.sleep(self.actors.poll_s)
 
     async def adopt(self) -> None:
-        """Hold what the configuration asks for: the pinned weights, or the head less the lag.
+        """Load the pinned weights, or else the head minus the configured lag.
 
-        Whoever asks meanwhile waits for the same copy, which goes on if one is cancelled.
+        Concurrent calls wait for the same copy, which continues if one call is cancelled.
         """
         if self._adopting is not None and self._adopting.done():
             self._adopting.result()  # an error whose only waiter was cancelled
@@ -66,13 +66,13 @@ class Adoption:
         await asyncio.shield(self._adopting)
 
     async def close(self) -> None:
-        """Give up what is being adopted, before the engine ends."""
+        """Cancel a running copy; call this before the engine is closed."""
         if self._adopting is not None:
             self._adopting.cancel()
             await asyncio.wait([self._adopting])
 
     def target(self) -> WeightId | None:
-        """The weights to hold; None where there are none that are new enough for the tickets."""
+        """Return the weights to load; None if none are new enough for the tickets."""
         if self.pinned is not None:
             return self.pinned
         head = self.receiver.head()
@@ -85,29 +85,28 @@ class Adoption:
         wanted = WeightId(lineage=head.lineage, step=max(0, head.step - lag))
         if wanted == head:
             return head
-        # After a resume the lineage begins at its checkpoint's step: nothing older exists in it.
+        # After a resume the lineage starts at its checkpoint's step and has no older weights.
         oldest = max(wanted, self.oldest or wanted)
         return min((w for w in self.receiver.available() if oldest <= w <= head), default=None)
 
     async def _take(self, target: WeightId) -> None:
         fetch = self.receiver.fetch
         try:
-            # By a thread, as copying may take seconds; a virtual clock would not wait for one.
+            # In a thread, as copying can take seconds. A virtual clock does not wait for threads.
             if getattr(asyncio.get_running_loop(), "virtual", False):
                 tensors = fetch(target)
             else:
                 tensors = await asyncio.to_thread(fetch, target)
         except WeightsGone:
-            return  # a newer head has replaced them; the next look finds it
+            return  # replaced by a newer head, which the next call finds
         await self.engine.update(target, tensors)
 
     @contextlib.asynccontextmanager
-    async def weights_for(self, ticket: Ticket, progress: TicketProgress) -> AsyncIterator[None]:
-        """Hold the engine with weights that the ticket allows.
+    async def weights_for(self, ticket: Ticket, progress: Progress) -> AsyncIterator[None]:
+        """Hold the engine with weights that the ticket allows. Raise WeightsLate.
 
-        Rollouts share it. Evaluations wait until no rollout runs, pin their weights and keep new
-        rollouts out, so that nothing is sampled by weights that were not asked for. Raises
-        WeightsLate.
+        Rollouts share it. Evaluations wait until no rollout runs, pin their weights and block new
+        rollouts, so that every token of an evaluation comes from the named weights.
         """
         if ticket.kind in SCRIPTED:
             yield
@@ -127,7 +126,7 @@ class Adoption:
             self._rollouts -= 1
 
     @contextlib.asynccontextmanager
-    async def _pinned(self, ticket: Ticket, progress: TicketProgress) -> AsyncIterator[None]:
+    async def _pinned(self, ticket: Ticket, progress: Progress) -> AsyncIterator[None]:
         self._evaluations += 1
         try:
             await self._turn(
@@ -145,8 +144,8 @@ class Adoption:
         finally:
             self._evaluations -= 1
 
-    async def _turn(self, condition: Callable[[], bool], progress: TicketProgress) -> None:
-        """Wait for `condition`; it may change whenever a ticket ends."""
+    async def _turn(self, condition: Callable[[], bool], progress: Progress) -> None:
+        """Wait for `condition`, which can change when a ticket ends."""
         progress.queued = True
         with progress.during(None, "waiting for other tickets to leave the engine"):
             async with self.turnover:
@@ -154,9 +153,9 @@ class Adoption:
         progress.queued = False
 
     async def _arrival(
-        self, ticket: Ticket, allowed: Callable[[WeightId], bool], progress: TicketProgress
+        self, ticket: Ticket, allowed: Callable[[WeightId], bool], progress: Progress
     ) -> None:
-        """Wait until the engine holds allowed weights; WeightsLate after the configured time."""
+        """Wait until the engine holds allowed weights. Raise WeightsLate on timeout."""
         deadline = asyncio.get_running_loop().time() + self.actors.weights_timeout_s
         with progress.during(None, f"waiting for weights {ticket.weights}"):
             while True:

@@ -1,1 +1,1 @@
-"""Self-Navigating: what earlier groups found out, kept, found again, and told to later episodes."""
+"""Self-Navigating: a pool of experience from earlier groups that guides later episodes."""

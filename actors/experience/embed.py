@@ -1,7 +1,7 @@
-"""Texts as vectors whose inner product says how alike they are.
+"""Embedding of texts as vectors whose inner product is their similarity.
 
-Two ways: hashed n-grams of words, which need no model and are the same everywhere, or a local
-sentence-transformers directory (`actors/engines/embedder.py`).
+Either by hashed n-grams of words, which need no model and are equal on every machine, or by a model
+in a local sentence-transformers directory (`actors/engines/embedder.py`).
 """
 
 import importlib
@@ -16,17 +16,17 @@ from evolver_async.config import Experience
 DIMENSIONS = 256
 NGRAM = 3  # words
 WORD = re.compile(r"\w+|[^\w\s]")
-DEDUP_HASH, DEDUP_NEURAL = 0.95, 0.5  # cosines from which two texts are the same
+DEDUP_HASH, DEDUP_NEURAL = 0.95, 0.5  # texts with at least this cosine are duplicates
 
 
 class Embedder(Protocol):
-    """`name` tells one that makes other vectors apart; `dimensions` is their length."""
+    """Embedder of texts. Embedders with different vectors have different names."""
 
     name: str
     dimensions: int
 
     def embed(self, texts: list[str]) -> np.ndarray:
-        """float32[n, d], rows of length 1 (0 where a text has no words)."""
+        """Return float32[n, d] with rows of length 1 (0 if a text has no words)."""
         ...
 
 
@@ -42,7 +42,7 @@ class HashEmbedder:
 
 
 def embed(texts: list[str], dimensions: int = DIMENSIONS) -> np.ndarray:
-    """Hashed n-grams of words as float32[n, d] with rows of length 1; see `HashEmbedder`."""
+    """Embed texts by hashed n-grams as float32[n, d] with rows of length 1; see `HashEmbedder`."""
     vectors = np.zeros((len(texts), dimensions), np.float32)
     for vector, text in zip(vectors, texts, strict=True):
         words = [word.encode(errors="replace") for word in WORD.findall(text.lower())]
@@ -59,12 +59,12 @@ def embed(texts: list[str], dimensions: int = DIMENSIONS) -> np.ndarray:
 
 
 def load_embedder(config: Experience) -> tuple[Embedder, float]:
-    """The configured embedder, and the cosine from which two of its texts are the same.
+    """Load the configured embedder and its cosine from which two texts are duplicates.
 
-    ValueError names `experience.embedder` where its directory holds none.
+    Raise ValueError, which names `experience.embedder`, if its directory holds no model.
     """
     if config.embedder == "hash":
         return HashEmbedder(config.dimensions), config.dedup or DEDUP_HASH
-    # by name, so that a service without a model starts without torch
+    # imported here, as a service without a model needs no torch
     module = importlib.import_module("actors.engines.embedder")
     return module.TransformerEmbedder(config.embedder), config.dedup or DEDUP_NEURAL

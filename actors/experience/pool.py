@@ -1,35 +1,29 @@
-"""The pool of experience: found by what it is good for, without copies, bounded, the useless gone.
+"""Bounded pool of experience without duplicates.
 
-Everything is in memory and, through `Store`, on disk. An entry is found by the cosine of its
-`when_to_use` with a task; of those equally near, the one that has helped more often comes first. No
-clock and no chance in here: the same calls give the same pool.
+All entries are in memory and, through `Store`, on disk. Retrieval ranks entries by the cosine of
+`when_to_use` and the task, then by their success rate. The pool uses neither a clock nor random
+numbers: equal calls give equal pools.
 """
 
-import functools
 import heapq
-import importlib.util
-import logging
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from actors.experience.embed import Embedder
-from actors.experience.store import Entry, Store
+from actors.experience.index import VectorIndex
+from actors.experience.store import ExperienceEntry, Store
 
-CANDIDATES = 128  # nearest entries that are looked at more closely
-STEPS = 1000  # cosines that differ by less than one of so many steps are equal
-REMOVED = 64  # entries that an index only hides before it is made anew
-TRIMMED = 100  # of so many entries over a limit one more goes, so that not every new one sorts all
-FOUND = 1024  # answers kept until the pool changes
-GPU_BYTES = 64 << 20
-
-log = logging.getLogger(__name__)
+CANDIDATES = 128  # nearest entries that are ranked
+COSINE_STEPS = 1000  # resolution at which cosines are compared
+TRIM_SHARE = 100  # trimming removes limit / TRIM_SHARE entries more, as each trim sorts all
+MAX_CACHED = 1024  # queries in the cache, which is cleared when the pool changes
 
 
 class Item(NamedTuple):
-    """What could become an entry."""
+    """Candidate for an entry."""
 
     when_to_use: str
     content: str
@@ -37,10 +31,14 @@ class Item(NamedTuple):
     state: str = ""
 
 
-class Pool:
-    """`dedup`: the cosine of both fields from which an item is there already. `per_source` entries
-    of one contributor and `capacity` in all: the least useful go. After `retire_uses` uses an entry
-    with less than `retire_utility` success per use is retired: found no more, nor learned again."""
+class ExperiencePool:
+    """Pool of experience entries.
+
+    `dedup`: an item is a duplicate if the cosines of both its fields reach this. `per_source` and
+    `capacity` limit the entries of one contributor and in all; the least useful are deleted. An
+    entry with less than `retire_utility` success per use after `retire_uses` uses is retired: it is
+    never retrieved nor added again.
+    """
 
     def __init__(
         self,
@@ -54,7 +52,7 @@ class Pool:
         retire_utility: float,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.entries: dict[int, Entry] = {}  # those that can be found
+        self.entries: dict[int, ExperienceEntry] = {}  # not retired
         self._store = store
         self._embedder = embedder
         self._dedup = dedup
@@ -62,46 +60,48 @@ class Pool:
         self._per_source = per_source
         self._retire_uses = retire_uses
         self._retire_utility = retire_utility
-        self._index = Index(embedder.dimensions)
-        self._retired: dict[int, Entry] = {}
-        self._known: set[tuple[str, str]] = set()  # texts, retired ones too
+        self._index = VectorIndex(embedder.dimensions)
+        self._retired: dict[int, ExperienceEntry] = {}
+        self._known: set[tuple[str, str]] = set()  # texts, also of retired entries
         self._sources: Counter[str] = Counter()
-        self._found: dict[str, list[tuple[int, Entry]]] = {}
+        self._cache: dict[str, list[tuple[int, ExperienceEntry]]] = {}
         self._load()
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def retrieve(self, query: str, top_k: int, similarity: float) -> list[Entry]:
-        """The best entries for a task, at most one about each state."""
+    def retrieve(self, query: str, top_k: int, similarity: float) -> list[ExperienceEntry]:
+        """Return the best entries for a task, at most one per state."""
         self.counts["retrievals"] += 1
-        found = self._found.get(query)
+        found = self._cache.get(query)
         if found is None:
             near = self._index.search(self._embedder.embed([query])[0], CANDIDATES)
-            found = [(round(STEPS * cosine), self.entries[number]) for number, cosine in near]
+            found = [
+                (round(COSINE_STEPS * cosine), self.entries[number]) for number, cosine in near
+            ]
             found.sort(key=lambda pair: (-pair[0], -pair[1].worth, -pair[1].id))
-            if len(self._found) >= FOUND:
-                self._found.clear()
-            self._found[query] = found
-        chosen: list[Entry] = []
+            if len(self._cache) >= MAX_CACHED:
+                self._cache.clear()
+            self._cache[query] = found
+        chosen: list[ExperienceEntry] = []
         states: set[tuple[str, str]] = set()
         for steps, entry in found:
-            place = entry.when_to_use, entry.state
-            if steps < round(STEPS * similarity) or len(chosen) == top_k:
+            key = entry.when_to_use, entry.state
+            if steps < round(COSINE_STEPS * similarity) or len(chosen) == top_k:
                 break
-            if entry.state and place in states:
+            if entry.state and key in states:
                 continue
-            states.add(place)
+            states.add(key)
             chosen.append(entry)
         self.counts["empty"] += not chosen
         return chosen
 
     def take_group(self, name: str) -> bool:
-        """Whether this group is contributed for the first time."""
+        """Register a group; False if it was contributed before."""
         return self._store.take_group(name)
 
     def add(self, items: Iterable[Item], source: str, trajectories: list[str]) -> int:
-        """Take in what is new; returns how many entries that made."""
+        """Add the items that are no duplicates; return their number."""
         before = self.counts["added"]
         for item in items:
             self.counts["items"] += 1
@@ -112,7 +112,7 @@ class Pool:
             if self._similar(when, content):
                 self.counts["duplicates"] += 1
                 continue
-            entry = Entry(
+            entry = ExperienceEntry(
                 when_to_use=item.when_to_use,
                 content=item.content,
                 state=item.state,
@@ -124,7 +124,7 @@ class Pool:
                 content_vector=content,
             )
             self._store.add(entry)
-            self._show(entry)
+            self._publish(entry)
             self.counts["added"] += 1
         if self._sources[source] > self._per_source:
             own = [entry for entry in self.entries.values() if entry.source == source]
@@ -134,12 +134,12 @@ class Pool:
         return self.counts["added"] - before
 
     def feed_back(self, ids: Iterable[int], success: bool) -> None:
-        """What became of an episode that these entries guided; who is gone meanwhile is skipped."""
+        """Record the outcome of an episode that these entries guided; skip deleted ones."""
         for number in ids:
             entry = self.entries.get(number)
             if entry is None:
                 continue
-            self._found.clear()
+            self._cache.clear()
             entry.uses += 1
             entry.utility += success
             self.counts["uses"] += 1
@@ -151,21 +151,20 @@ class Pool:
             ):
                 entry.retired = True
                 self.counts["retired"] += 1
-                self._hide(entry)
+                self._withdraw(entry)
                 self._retired[entry.id] = entry
                 if len(self._retired) > self._capacity:
-                    self._forget([next(iter(self._retired.values()))])
+                    self._delete([next(iter(self._retired.values()))])
             self._store.update(entry)
 
     def purge(self, source: str) -> int:
-        """Delete whatever a source has contributed, also from the disk; returns how many entries
-        that was, retired ones included."""
+        """Delete all entries of a source, also retired ones and on disk; return their number."""
         gone = [
             entry
             for entry in (*self.entries.values(), *self._retired.values())
             if entry.source == source
         ]
-        self._forget(gone)
+        self._delete(gone)
         self._store.shrink()
         self.counts["purged"] += len(gone)
         return len(gone)
@@ -177,7 +176,7 @@ class Pool:
         self._store.close()
 
     def counters(self) -> dict[str, float]:
-        """Totals and what is the case now, by metric name."""
+        """Return totals and current sizes by metric name."""
         counts = self.counts
         return {
             "experience/pool_size": float(len(self.entries)),
@@ -202,132 +201,38 @@ class Pool:
                 self._retired[entry.id] = entry
                 self._known.add((entry.when_to_use, entry.content))
             else:
-                self._show(entry)
+                self._publish(entry)
 
     def _similar(self, when: np.ndarray, content: np.ndarray) -> bool:
-        """Whether an entry that can be found says the same about the same."""
+        """Return True if an entry in the index is a duplicate."""
         return any(
             cosine >= self._dedup and self.entries[number].content_vector @ content >= self._dedup
             for number, cosine in self._index.search(when, CANDIDATES)
         )
 
-    def _trim(self, entries: list[Entry], limit: int) -> None:
-        """Delete the least useful of these, so many that a few more find room."""
-        surplus = len(entries) - limit + limit // TRIMMED
+    def _trim(self, entries: list[ExperienceEntry], limit: int) -> None:
+        """Delete the least useful of these entries, a few below the limit."""
+        surplus = len(entries) - limit + limit // TRIM_SHARE
         gone = heapq.nsmallest(surplus, entries, key=lambda entry: (entry.worth, entry.id))
         self.counts["evicted"] += len(gone)
-        self._forget(gone)
+        self._delete(gone)
 
-    def _show(self, entry: Entry) -> None:
-        self._found.clear()
+    def _publish(self, entry: ExperienceEntry) -> None:
+        self._cache.clear()
         self.entries[entry.id] = entry
         self._sources[entry.source] += 1
         self._known.add((entry.when_to_use, entry.content))
         self._index.add(entry.id, entry.when_vector)
 
-    def _hide(self, entry: Entry) -> None:
-        self._found.clear()
+    def _withdraw(self, entry: ExperienceEntry) -> None:
+        self._cache.clear()
         del self.entries[entry.id]
-        self._sources -= Counter([entry.source])  # drops who has none left
+        self._sources -= Counter([entry.source])  # drops sources without entries
         self._index.remove(entry.id)
 
-    def _forget(self, entries: list[Entry]) -> None:
+    def _delete(self, entries: list[ExperienceEntry]) -> None:
         for entry in entries:
             if self._retired.pop(entry.id, None) is None:
-                self._hide(entry)
+                self._withdraw(entry)
             self._known.discard((entry.when_to_use, entry.content))
         self._store.remove(entries)
-
-
-class Index:
-    """Vectors by number, found by inner product: with faiss where it is installed, on a GPU where
-    it finds one, else with numpy."""
-
-    def __init__(self, dimensions: int) -> None:
-        self._dimensions = dimensions
-        self._flat = _flat(dimensions)
-        self._numbers: list[int] = []  # by position in the flat index; -1 for one that is removed
-        self._places: dict[int, int] = {}
-
-    def add(self, number: int, vector: np.ndarray) -> None:
-        self._places[number] = len(self._numbers)
-        self._numbers.append(number)
-        self._flat.add(vector[None])
-
-    def remove(self, number: int) -> None:
-        self._numbers[self._places.pop(number)] = -1
-        if len(self._numbers) - len(self._places) > REMOVED:
-            self._rebuild()
-
-    def search(self, vector: np.ndarray, count: int) -> list[tuple[int, float]]:
-        """The nearest `count` numbers and their inner products, nearest first."""
-        hidden = len(self._numbers) - len(self._places)
-        count = min(count, len(self._places))
-        if not count:
-            return []
-        products, places = self._flat.search(vector[None], count + hidden)
-        found = [
-            (self._numbers[place], float(product))
-            for product, place in zip(products[0].tolist(), places[0].tolist(), strict=True)
-            if self._numbers[place] >= 0
-        ]
-        return found[:count]
-
-    def _rebuild(self) -> None:
-        kept = [place for place, number in enumerate(self._numbers) if number >= 0]
-        vectors = self._flat.reconstruct_n(0, len(self._numbers))[kept]
-        self._numbers = [self._numbers[place] for place in kept]
-        self._places = {number: place for place, number in enumerate(self._numbers)}
-        self._flat = _flat(self._dimensions)
-        if kept:
-            self._flat.add(vectors)
-
-
-class Rows:
-    """What `Index` uses of faiss's flat index, in numpy."""
-
-    def __init__(self, dimensions: int) -> None:
-        self._rows = np.empty((64, dimensions), np.float32)
-        self._count = 0
-
-    def add(self, vectors: np.ndarray) -> None:
-        needed = self._count + len(vectors)
-        if needed > len(self._rows):
-            grown = np.empty((2 * needed, self._rows.shape[1]), np.float32)
-            grown[: self._count] = self._rows[: self._count]
-            self._rows = grown
-        self._rows[self._count : needed] = vectors
-        self._count = needed
-
-    def search(self, vectors: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        products = vectors @ self._rows[: self._count].T
-        places = np.argsort(-products, axis=1, kind="stable")[:, :count]
-        return np.take_along_axis(products, places, axis=1), places
-
-    def reconstruct_n(self, first: int, count: int) -> np.ndarray:
-        return self._rows[first : first + count]
-
-
-def _flat(dimensions: int) -> Any:
-    if importlib.util.find_spec("faiss") is None:
-        return Rows(dimensions)
-    import faiss
-
-    flat = faiss.IndexFlatIP(dimensions)
-    if faiss.get_num_gpus() == 0:
-        return flat
-    try:
-        return faiss.index_cpu_to_gpu(_gpu(), 0, flat)
-    except RuntimeError as error:
-        log.warning("experience is searched without the GPU: %s", error)
-        return flat
-
-
-@functools.cache
-def _gpu() -> Any:
-    """What faiss needs of the GPU, once a process, and little of it: an engine lives there too."""
-    import faiss
-
-    resources = faiss.StandardGpuResources()
-    resources.setTempMemory(GPU_BYTES)
-    return resources

@@ -1,11 +1,11 @@
-"""What a language model is asked: to draw lessons from episodes, to rate them, to reword them.
+"""Prompts that ask a language model to extract, rate and rewrite lessons.
 
-Episodes, tasks and lessons are shown as JSON strings: records of what happened, whatever they say.
+Episodes, tasks and lessons are quoted as JSON strings, as data without instructions.
 """
 
-import json
 from collections.abc import Sequence
 
+from actors.llm.json_client import as_json
 from evolver_async.protocol.transcripts import Transcript
 
 PROMPT_CHARS = 24_000  # of the episodes in one question
@@ -41,37 +41,34 @@ leave out what does not, add nothing. Answer with a JSON array that holds one st
 
 
 def lessons(question: str, most: int, query: str, episodes: Sequence[Transcript]) -> str:
-    """Asks for lessons from these episodes."""
-    shown = {"task": query, "episodes": _shown(episodes)}
-    return f"{question}\n{LESSON_FORM.format(least=1, most=most)}\n\n{_json(shown)}"
+    """Ask for lessons from these episodes."""
+    record = {"task": query, "episodes": _records(episodes)}
+    return f"{question}\n{LESSON_FORM.format(least=1, most=most)}\n\n{as_json(record)}"
 
 
 def validation(query: str, episodes: Sequence[Transcript], texts: Sequence[str]) -> str:
-    """Asks how good each of these lessons is."""
-    shown = {"task": query, "episodes": _shown(episodes), "lessons": list(texts)}
-    return f"{VALIDATION.format(count=len(texts))}\n\n{_json(shown)}"
+    """Ask for a rating of each lesson."""
+    record = {"task": query, "episodes": _records(episodes), "lessons": list(texts)}
+    return f"{VALIDATION.format(count=len(texts))}\n\n{as_json(record)}"
 
 
 def rewrite(query: str, texts: Sequence[str]) -> str:
-    """Asks for one text out of these lessons."""
-    return f"{REWRITE}\n\n{_json({'task': query, 'lessons': list(texts)})}"
+    """Ask for one text that combines these lessons."""
+    return f"{REWRITE}\n\n{as_json({'task': query, 'lessons': list(texts)})}"
 
 
-def _shown(episodes: Sequence[Transcript]) -> list[dict[str, object]]:
-    """The episodes with every text cut to its fair share of the prompt."""
+def _records(episodes: Sequence[Transcript]) -> list[dict[str, object]]:
+    """Return the episodes with each text cut to its fair share of the prompt."""
     texts = 2 * sum(len(episode.turns) for episode in episodes)
-    most = PROMPT_CHARS // max(1, texts)
+    limit = PROMPT_CHARS // max(1, texts)
     return [
         {
             "solved": episode.success,
             "reward": round(episode.reward, 3),
             "turns": [
-                {"saw": turn.observation[:most], "did": turn.said[:most]} for turn in episode.turns
+                {"saw": turn.observation[:limit], "did": turn.said[:limit]}
+                for turn in episode.turns
             ],
         }
         for episode in episodes
     ]
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=1)

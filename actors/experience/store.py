@@ -1,7 +1,7 @@
-"""Where experience lies on disk: one SQLite file, written as the pool changes.
+"""SQLite file of the experience pool, written as the pool changes.
 
-A killed process loses at most what it had not committed; a damaged file is put aside, and said so.
-Vectors are stored with the name of the embedder that made them.
+A killed process loses at most its uncommitted changes. A damaged file is moved aside with an error
+in the log. The name of the embedder is stored with its vectors.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 FILE = "experience.db"
-KEPT_GROUPS = 10_000  # whose repeated arrival would be noticed
+KEPT_GROUPS = 10_000  # among which a repeated contribution is recognised
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS entries (
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class Entry:
-    """One experience.
+class ExperienceEntry:
+    """One entry of the pool.
 
-    `when_to_use` is what it is found by, `state` where in a task it applies ("" for all of it).
-    `created`: the number of groups that had been contributed before. `utility`: successful episodes
-    among the `uses` that it guided. Vectors are float32[d].
+    `when_to_use`: the text that queries are compared with. `state`: the state of a task in which
+    the entry applies; "" for every state. `created`: number of groups contributed before.
+    `utility`: successful episodes among the `uses` that it guided. Vectors are float32[d].
     """
 
     when_to_use: str
@@ -51,29 +51,29 @@ class Entry:
     uses: int = 0
     utility: float = 0.0
     retired: bool = False
-    worth: float = field(init=False)  # success per use, as if it had been useful in one of two
+    worth: float = field(init=False)  # success per use, smoothed by one success in two uses
 
     def __post_init__(self) -> None:
         self.rate()
 
     def rate(self) -> None:
-        """After a change of `uses` or `utility`."""
+        """Update `worth` after a change of `uses` or `utility`."""
         self.worth = (self.utility + 1.0) / (self.uses + 2.0)
 
 
 class Store:
-    """The entries on disk. Used by one thread at a time."""
+    """Entries on disk, for one thread at a time."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         try:
             self._database = _open(path)
-        except sqlite3.OperationalError:  # locked, unreadable, a full disk: no damage
+        except sqlite3.OperationalError:  # locked, unreadable or disk full: the file is intact
             raise
         except sqlite3.DatabaseError as error:
             aside = path.with_name(f"{path.name}.damaged")
-            log.error("%s is damaged (%s): put aside as %s", path, error, aside.name)
+            log.error("%s is damaged (%s) and moved to %s", path, error, aside.name)
             path.replace(aside)
             for suffix in ("-wal", "-shm"):
                 path.with_name(path.name + suffix).unlink(missing_ok=True)
@@ -81,15 +81,15 @@ class Store:
         (newest,) = self._database.execute("SELECT max(number) FROM groups").fetchone()
         self.groups: int = newest or 0  # contributed so far
 
-    def load(self) -> tuple[str, list[Entry]]:
-        """The name of the vectors' embedder ("" of none), and every entry, retired ones too."""
+    def load(self) -> tuple[str, list[ExperienceEntry]]:
+        """Load the embedder's name ("" if there is none) and all entries, also retired ones."""
         found = self._database.execute("SELECT value FROM facts WHERE name = 'embedder'").fetchone()
         rows = self._database.execute(
             "SELECT id, when_to_use, content, state, score, source, trajectories, created, uses,"
             " utility, retired, when_vector, content_vector FROM entries ORDER BY id"
         )
         return found[0] if found else "", [
-            Entry(
+            ExperienceEntry(
                 id=number,
                 when_to_use=when,
                 content=content,
@@ -110,8 +110,8 @@ class Store:
             ) in rows
         ]  # fmt: skip
 
-    def adopt(self, embedder: str, entries: list[Entry]) -> None:
-        """From now on the vectors are this embedder's; those of `entries` are written anew."""
+    def adopt(self, embedder: str, entries: list[ExperienceEntry]) -> None:
+        """Set the embedder's name and rewrite the vectors of `entries`."""
         write = self._database.execute
         write("INSERT OR REPLACE INTO facts VALUES ('embedder', ?)", (embedder,))
         for entry in entries:
@@ -121,8 +121,8 @@ class Store:
                 (*vectors, entry.id),
             )
 
-    def add(self, entry: Entry) -> None:
-        """Write a new entry, which gets its id: no id is ever given twice."""
+    def add(self, entry: ExperienceEntry) -> None:
+        """Insert an entry and set its id; ids are never reused."""
         cursor = self._database.execute(
             "INSERT INTO entries (when_to_use, content, state, score, source, trajectories,"
             " created, uses, utility, retired, when_vector, content_vector)"
@@ -145,25 +145,25 @@ class Store:
         assert cursor.lastrowid is not None
         entry.id = cursor.lastrowid
 
-    def update(self, entry: Entry) -> None:
-        """Write what has changed about an entry."""
+    def update(self, entry: ExperienceEntry) -> None:
+        """Write the fields of an entry that can change."""
         self._database.execute(
             "UPDATE entries SET uses = ?, utility = ?, retired = ? WHERE id = ?",
             (entry.uses, entry.utility, entry.retired, entry.id),
         )
 
-    def remove(self, entries: list[Entry]) -> None:
-        """Delete entries; after `shrink` nothing of their texts is left on disk."""
+    def remove(self, entries: list[ExperienceEntry]) -> None:
+        """Delete entries; `shrink` then removes their texts from the disk."""
         ids = [(entry.id,) for entry in entries]
         self._database.executemany("DELETE FROM entries WHERE id = ?", ids)
 
     def shrink(self) -> None:
-        """Commit, and leave nothing in the write-ahead log that the file does not have."""
+        """Commit and truncate the write-ahead log."""
         self.commit()
         self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def take_group(self, name: str) -> bool:
-        """Note that this group was contributed; False where it was already."""
+        """Register a group; False if it was registered before."""
         added = self._database.execute("INSERT OR IGNORE INTO groups (name) VALUES (?)", (name,))
         if added.rowcount == 0:
             return False
@@ -185,10 +185,10 @@ def _open(path: Path) -> sqlite3.Connection:
     try:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
-        database.execute("PRAGMA secure_delete = ON")  # what is purged is gone from the file
-        (verdict,) = database.execute("PRAGMA quick_check").fetchone()
-        if verdict != "ok":
-            raise sqlite3.DatabaseError(verdict)
+        database.execute("PRAGMA secure_delete = ON")  # purged texts must not remain in the file
+        (result,) = database.execute("PRAGMA quick_check").fetchone()
+        if result != "ok":
+            raise sqlite3.DatabaseError(result)
         database.executescript(SCHEMA)
         database.commit()
     except BaseException:

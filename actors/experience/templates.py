@@ -1,11 +1,12 @@
-"""The words of an experience that no language model wrote.
+"""Wording of experience that is made without a language model.
 
-Every word is one of the tiny preset's tokenizer, which learns from demonstrations how to read them.
+Every word is a token of the tiny preset's tokenizer, whose policy learns from demonstrations to
+read them.
 """
 
 CONTRAST = "{state} {good} not {bad}"
 
 
 def contrast(state: str, good: str, bad: str) -> str:
-    """What to do in a state, and what others did there before they failed."""
+    """Write which action to take in a state, and which action failed there."""
     return CONTRAST.format(state=state, good=good, bad=bad)

@@ -1,7 +1,6 @@
-"""Self-Attributing: which turns of a finished episode helped.
+"""Self-Attributing: labels of the turns of a finished episode.
 
-judge    who is asked, and what becomes of the answer: labels, or none and the reason
-prompt   how an episode is put to a language model
-labels   labels out of an answer, or out of the environment's scores
-own      the policy itself as that language model
+judge    judges: by rule or by language model; labels, or none and the reason
+prompt   question about an episode to a language model
+labels   labels from an answer or from the environment's scores
 """

@@ -1,9 +1,9 @@
-"""Who labels the turns of a finished episode, and what becomes of the answer.
+"""Judges that label the turns of a finished episode.
 
     label    an episode → +1 (GOOD) or -1 (BAD) for each of its turns, or no labels and the reason
 
-Whatever goes wrong (endpoint gone, budget spent, answers that cannot be read) is counted and leaves
-the episode unlabelled: labels are never invented, and nothing is raised into the rollout.
+A failure (no endpoint, no budget, unreadable answers) is counted and leaves the episode unlabelled.
+Labels are never guessed, and no exception reaches the rollout.
 """
 
 import asyncio
@@ -17,18 +17,18 @@ from typing import Protocol
 from actors.engines.base import Engine
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
-from actors.judge.labels import UNLABELLED, Unreadable, by_progress, parse
+from actors.judge.labels import UNLABELLED, UnreadableLabels, by_progress, parse
 from actors.judge.prompt import SYSTEM, again, question
 from actors.llm.client import Endpoint, Unavailable
-from actors.llm.self_client import OwnEngine
+from actors.llm.self_client import PolicyClient
 from evolver_async.config import Config
 from evolver_async.config import Judge as JudgeConfig
 from evolver_async.protocol.transcripts import Turn
 
-ATTEMPTS = 2  # at an answer that can be read
-QUEUEING = 0.5  # of `timeout_s`, at most: who is asked late would only be asked in vain
-# Why there are no labels. `unscored`: the environment tells no progress; `busy`: too many episodes
-# wait; `error`: ours; the others are those of Unreadable and Unavailable.
+ATTEMPTS = 2  # until an answer can be parsed
+QUEUE_SHARE = 0.5  # of `timeout_s`; a question sent later would have too little time
+# Reasons without labels. `unscored`: no scores from the environment; `busy`: too many episodes
+# wait; `error`: a bug here; the others are those of UnreadableLabels and Unavailable.
 REASONS = (
     *("unscored", "unreadable", "wrong_count", "busy", "error"),
     *("timeout", "connection", "status", "garbage", "too_long", "breaker", "budget"),
@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
-    """A finished episode of K turns, for the judge.
+class JudgedEpisode:
+    """Finished episode of K turns, for the judge.
 
-    `query`: its task in words; turns[K]: what was seen and done; scores[K+1]: the environment's
-    before the first turn and after each. `rule` needs only the scores, the others all but them.
+    `query`: its task; turns[K]: observations and actions; scores[K+1]: the environment's scores
+    before the first turn and after each. The rule uses only the scores, a model all other fields.
     """
 
     query: str
@@ -56,29 +56,29 @@ Labels = tuple[list[int], str]
 
 
 class Judge(Protocol):
-    """Labels episodes, many at a time, on one asyncio loop."""
+    """Judge of concurrent episodes on one asyncio loop."""
 
-    async def label(self, episode: Judged) -> Labels:
-        """One label a turn (+1 GOOD, -1 BAD) and their source ("rule", "self", "llm").
+    async def label(self, episode: JudgedEpisode) -> Labels:
+        """Return one label per turn (+1 GOOD, -1 BAD) and their source ("rule", "self", "llm").
 
-        Where there are none the source is "", and so are the labels, or all 0.
+        Without labels the source is "", and the labels are empty or all 0.
         """
         ...
 
     def counters(self) -> dict[str, float]:
-        """Totals by metric name."""
+        """Return totals by metric name."""
         ...
 
     @property
     def generated(self) -> int:
-        """Tokens that the actor's own engine has sampled for this."""
+        """Return the number of tokens that the actor's engine has sampled for judging."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Tally:
-    """What became of the episodes, by metric name; every reason has one, also while it is 0."""
+    """Counts of labelled and unlabelled episodes; every reason is reported, also while it is 0."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -99,14 +99,14 @@ class Tally:
 
 
 class RuleJudge:
-    """Judges by the environment's score: a turn that raises it is GOOD, any other BAD."""
+    """Judge by the environment's score: a turn that raises it is GOOD, any other BAD."""
 
     generated = 0
 
     def __init__(self) -> None:
         self._tally = Tally()
 
-    async def label(self, episode: Judged) -> Labels:
+    async def label(self, episode: JudgedEpisode) -> Labels:
         scores, turns = episode.scores, len(episode.turns)
         known = len(scores) > 1 and all(map(math.isfinite, scores))
         if not known or (turns and len(scores) != turns + 1):
@@ -122,37 +122,37 @@ class RuleJudge:
         pass
 
 
-class WordsJudge:
-    """Judges by asking a language model about the whole episode.
+class ModelJudge:
+    """Judge that asks a language model about the whole episode.
 
-    `asked` answers at most as many at a time as `config` allows its endpoint. Judgments are kept
-    by content (and, of the policy itself, by weights), and one that is being made is waited for.
+    `client` gets at most `llm.concurrency` questions at a time. Judgments are cached by content
+    (and by weights, if the policy itself judges); equal questions share one running call.
     """
 
     def __init__(
         self,
         config: JudgeConfig,
-        asked: Endpoint | OwnEngine,
+        client: Endpoint | PolicyClient,
         failures: FailureCounts | None = None,
     ) -> None:
-        self._asked = asked
+        self._client = client
         self._failures = failures or FailureCounts()
-        self._own = asked if isinstance(asked, OwnEngine) else None
+        self._policy = client if isinstance(client, PolicyClient) else None
         self._source = config.kind
-        self._name = "the policy itself" if self._own else config.llm.url
+        self._name = "the policy itself" if self._policy else config.llm.url
         self._max_chars = config.max_chars
         self._timeout_s = config.timeout_s
         self._slots = asyncio.Semaphore(config.llm.concurrency)
-        self._kept: OrderedDict[str, list[int]] = OrderedDict()
-        self._most_kept = config.cache
+        self._cached: OrderedDict[str, list[int]] = OrderedDict()
+        self._cache_size = config.cache
         self._running: dict[str, asyncio.Future[list[int] | str]] = {}
         self._tally = Tally()
 
     @property
     def generated(self) -> int:
-        return self._own.generated if self._own else 0
+        return self._policy.generated if self._policy else 0
 
-    async def label(self, episode: Judged) -> Labels:
+    async def label(self, episode: JudgedEpisode) -> Labels:
         turns = len(episode.turns)
         if not turns:
             return [], ""
@@ -164,56 +164,56 @@ class WordsJudge:
         return list(outcome), self._source
 
     def counters(self) -> dict[str, float]:
-        return self._tally.counters("cached", "asked_again") | self._asked.counters()
+        return self._tally.counters("cached", "asked_again") | self._client.counters()
 
     async def close(self) -> None:
-        await self._asked.close()
+        await self._client.close()
 
-    async def _shared(self, episode: Judged) -> list[int] | str:
-        """The labels or the reason why not; asked for once, however often the same is wanted."""
-        wanted = question(
+    async def _shared(self, episode: JudgedEpisode) -> list[int] | str:
+        """Return labels or the reason without them; equal concurrent questions share one call."""
+        prompt = question(
             episode.query, episode.turns, episode.success, episode.reward, self._max_chars
         )
-        text = f"{self._own.weights if self._own else ''}\n{wanted}"
+        text = f"{self._policy.weights if self._policy else ''}\n{prompt}"
         name = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-        while name not in self._kept and name in self._running:
+        while name not in self._cached and name in self._running:
             running = self._running[name]
             await asyncio.wait([running])
             if not running.cancelled():
                 self._tally.count("cached")
                 return running.result()
-        if name in self._kept:
-            self._kept.move_to_end(name)
+        if name in self._cached:
+            self._cached.move_to_end(name)
             self._tally.count("cached")
-            return self._kept[name]
+            return self._cached[name]
         future = self._running[name] = asyncio.get_running_loop().create_future()
         try:
-            outcome = await self._judge(wanted, len(episode.turns))
+            outcome = await self._judge(prompt, len(episode.turns))
             future.set_result(outcome)
         finally:
             del self._running[name]
-            future.cancel()  # where nothing was set: another one who wants it begins anew
+            future.cancel()  # if no result was set, another waiting episode asks again
         if not isinstance(outcome, str):
-            self._kept[name] = outcome
-            if len(self._kept) > self._most_kept:
-                self._kept.popitem(last=False)
+            self._cached[name] = outcome
+            if len(self._cached) > self._cache_size:
+                self._cached.popitem(last=False)
         return outcome
 
-    async def _judge(self, wanted: str, turns: int) -> list[int] | str:
-        """The labels, or the reason why there are none."""
+    async def _judge(self, prompt: str, turns: int) -> list[int] | str:
+        """Return the labels, or the reason without them."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         try:
-            async with asyncio.timeout(QUEUEING * self._timeout_s):
+            async with asyncio.timeout(QUEUE_SHARE * self._timeout_s):
                 await self._slots.acquire()
         except TimeoutError:
-            self._failed("too many episodes wait to be judged")
+            self._failed("too many episodes are waiting for the judge")
             return "busy"
         try:
-            return await self._ask(wanted, turns, deadline)
+            return await self._ask(prompt, turns, deadline)
         except Unavailable as error:
             log.info("an episode stays unlabelled: %s", error)
-            if self._own:  # an endpoint counts its failed calls itself
+            if self._policy:  # an Endpoint counts its failed calls itself
                 self._failed(str(error))
             return error.reason
         except Exception:
@@ -222,20 +222,20 @@ class WordsJudge:
         finally:
             self._slots.release()
 
-    async def _ask(self, wanted: str, turns: int, deadline: float) -> list[int] | str:
+    async def _ask(self, first: str, turns: int, deadline: float) -> list[int] | str:
         loop = asyncio.get_running_loop()
-        asked, reason = wanted, ""
+        prompt, reason = first, ""
         for attempt in range(ATTEMPTS):
             if attempt:
                 self._tally.count("asked_again")
-                asked = again(wanted, turns)
-            chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
-            answer = await self._asked.complete(chat, within_s=deadline - loop.time())
+                prompt = again(first, turns)
+            chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
+            answer = await self._client.complete(chat, within_s=deadline - loop.time())
             try:
                 return parse(answer, turns)
-            except Unreadable as error:
-                log.info("an answer that cannot be read: %s", error)
-                self._failed(f"an answer that cannot be read: {error}")
+            except UnreadableLabels as error:
+                log.info("the answer cannot be parsed: %s", error)
+                self._failed(f"the answer cannot be parsed: {error}")
                 reason = error.reason
         return reason
 
@@ -246,14 +246,15 @@ class WordsJudge:
 def make_judge(
     config: Config, engine: Engine, chat: Chat, failures: FailureCounts | None = None
 ) -> Judge | None:
-    """The configured judge, None where there is none. Raises ConfigError for a missing key."""
+    """Make the configured judge; None if `judge.kind` is none. Raise ConfigError if a key is
+    missing."""
     match config.judge.kind:
         case "none":
             return None
         case "rule":
             return RuleJudge()
         case "self":
-            return WordsJudge(config.judge, OwnEngine(config, engine, chat), failures)
+            return ModelJudge(config.judge, PolicyClient(config, engine, chat), failures)
         case _:
             endpoint = Endpoint(config.judge.llm, "judge", failures)
-            return WordsJudge(config.judge, endpoint, failures)
+            return ModelJudge(config.judge, endpoint, failures)

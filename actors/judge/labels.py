@@ -1,6 +1,6 @@
-"""Labels of the turns of one episode, out of a judge's words or of the environment's scores; pure.
+"""Labels of one episode's turns from a judge's answer or the environment's scores; pure.
 
-A label is +1 (GOOD) or -1 (BAD). What cannot be read gives none at all: they are never guessed.
+A label is +1 (GOOD) or -1 (BAD). An answer that cannot be parsed gives no labels at all.
 """
 
 import re
@@ -9,8 +9,8 @@ from itertools import pairwise
 
 GOOD, BAD, UNLABELLED = 1, -1, 0
 VERDICT = "Step {} Judgment: {}"  # of a turn, counted from 1
-THOUGHT = "</think>"  # what comes before it is not the answer
-LINE_CHARS = 80  # a verdict is no longer
+THOUGHT = "</think>"  # the answer starts after it
+LINE_CHARS = 80  # limit of a line with a judgment
 
 _EMPHASIS = r"[ \t*_`]*"
 _BEGINS = re.compile(rf"[ \t>#-]*{_EMPHASIS}step +[0-9]+ +judge?ment", re.IGNORECASE)
@@ -21,9 +21,12 @@ _VERDICT = re.compile(
 )
 
 
-class Unreadable(Exception):
-    """An answer without proper labels. `reason`: unreadable (none at all, or one that is neither
-    GOOD nor BAD) or wrong_count (not one for each turn, in order)."""
+class UnreadableLabels(Exception):
+    """Answer without valid labels.
+
+    `reason`: unreadable (no label, or one that is neither GOOD nor BAD) or wrong_count (not one per
+    turn, in order).
+    """
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -31,30 +34,34 @@ class Unreadable(Exception):
 
 
 def parse(answer: str, turns: int) -> list[int]:
-    """Exactly one `Step i Judgment: GOOD|BAD` for i = 1..turns, in order, each on its line.
+    """Parse exactly one line `Step i Judgment: GOOD|BAD` for each i = 1..turns, in order.
 
-    Other lines are ignored. Raises Unreadable.
+    Other lines are ignored. Raise UnreadableLabels.
     """
     labels: list[int] = []
     for line in answer.rpartition(THOUGHT)[2].splitlines():
-        if not _BEGINS.match(line[:LINE_CHARS]):  # of a long one the search would take for ever
+        if not _BEGINS.match(line[:LINE_CHARS]):  # cut, as the search is slow on long lines
             continue
         verdict = _VERDICT.fullmatch(line) if len(line) <= LINE_CHARS else None
         if verdict is None:
-            raise Unreadable("unreadable", f"a line that is no judgment: {line[:LINE_CHARS]!r}")
+            raise UnreadableLabels(
+                "unreadable", f"the line is not a judgment: {line[:LINE_CHARS]!r}"
+            )
         number = len(labels) + 1
         if int(verdict[1]) != number or number > turns:
-            raise Unreadable("wrong_count", f"step {verdict[1]} where {number} of {turns} was due")
+            raise UnreadableLabels(
+                "wrong_count", f"found step {verdict[1]} instead of {number} of {turns}"
+            )
         labels.append(GOOD if verdict[2].upper() == "GOOD" else BAD)
     if not labels:
-        raise Unreadable("unreadable", "no line is a judgment")
+        raise UnreadableLabels("unreadable", "no line is a judgment")
     if len(labels) < turns:
-        raise Unreadable("wrong_count", f"{len(labels)} judgments of {turns}")
+        raise UnreadableLabels("wrong_count", f"only {len(labels)} of {turns} judgments")
     return labels
 
 
 def by_progress(scores: Sequence[float]) -> list[int]:
-    """A turn is GOOD if the environment's score after it is higher than before, else BAD.
+    """Label a turn GOOD if the environment's score after it is higher than before, else BAD.
 
     scores[K+1]: before the first turn and after each.
     """

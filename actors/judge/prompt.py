@@ -1,7 +1,6 @@
-"""How a finished episode is put to a language model that judges its turns; pure.
+"""Question to a language model that judges the turns of a finished episode; pure.
 
-Task, observations and actions are shown as JSON strings, so that nothing in them can end its place
-or pass for a line of ours.
+Task, observations and actions are quoted as JSON strings, which their text cannot break out of.
 """
 
 import json
@@ -33,8 +32,7 @@ CUT = "…"
 
 
 def question(query: str, turns: Sequence[Turn], success: bool, reward: float, chars: int) -> str:
-    """The episode and what is wanted; task, action and observation in at most `chars` characters
-    each."""
+    """Write the question, with at most `chars` characters of each task, action and observation."""
     lines = [f"Task: {_quoted(query, chars)}", "", "Steps:"]
     for number, turn in enumerate(turns, 1):
         lines.append(f"Step {number} saw: {_quoted(turn.observation, chars)}")
@@ -49,10 +47,10 @@ def question(query: str, turns: Sequence[Turn], success: bool, reward: float, ch
     return "\n".join(lines)
 
 
-def again(asked: str, turns: int) -> str:
-    """The same question after an answer that could not be read."""
+def again(prompt: str, turns: int) -> str:
+    """Repeat a question after an answer that could not be parsed."""
     return (
-        f"{asked}\nAn earlier answer was of no use. There must be exactly {turns} such lines,"
+        f"{prompt}\nAn earlier answer was of no use. There must be exactly {turns} such lines,"
         " numbered from 1 without a gap, each ending in GOOD or BAD and in nothing else."
     )
 

@@ -1,1 +1,1 @@
-"""Clients for language models other than the one in training."""
+"""Clients of language models: endpoints of other models, and the policy itself."""

@@ -1,7 +1,4 @@
-"""Bounds on the use of whoever answers questions: a budget, and a breaker for times of failure.
-
-Pure: the time is an argument.
-"""
+"""Budget and circuit breaker for calls of a language model; pure, with the time as an argument."""
 
 import math
 
@@ -9,7 +6,7 @@ from evolver_async.config import Llm
 
 
 class Budget:
-    """How much may be used, and what was; a limit of 0 is none."""
+    """Limits on calls, tokens and seconds, and the amounts used; 0 is no limit."""
 
     def __init__(self, llm: Llm) -> None:
         self._limits = {
@@ -24,7 +21,7 @@ class Budget:
             self.used[name] += amount
 
     def exhausted(self) -> str:
-        """What is used up, in words; "" while nothing is."""
+        """Describe the limit that is reached; "" if none is."""
         for name, limit in self._limits.items():
             if 0 < limit <= self.used[name]:
                 return f"the budget of {limit:g} {name} is used up"
@@ -32,36 +29,37 @@ class Budget:
 
 
 class Breaker:
-    """Leaves alone for `rest_s` who has failed `failures` times in a row, then tries once."""
+    """Circuit breaker: opens for `rest_s` after `failures` consecutive failures, then allows one
+    trial call."""
 
     def __init__(self, failures: int, rest_s: float) -> None:
         self._failures = failures
         self._rest_s = rest_s
-        self._in_a_row = 0
-        self._until = -math.inf
-        self._trying = False
+        self._consecutive = 0
+        self._open_until = -math.inf
+        self._trial_running = False
 
     def admits(self, now: float) -> bool:
-        """Whether a call may be made; it must be followed by one of the methods below."""
-        if self._in_a_row < self._failures:
+        """Return True if a call is allowed, after which one of the methods below must follow."""
+        if self._consecutive < self._failures:
             return True
-        if now < self._until or self._trying:
+        if now < self._open_until or self._trial_running:
             return False
-        self._trying = True
+        self._trial_running = True
         return True
 
     def succeeded(self) -> None:
-        self._in_a_row = 0
-        self._trying = False
+        self._consecutive = 0
+        self._trial_running = False
 
     def failed(self, now: float) -> bool:
-        """Whether this makes it a rest."""
-        self._in_a_row += 1
-        self._trying = False
-        if self._in_a_row >= self._failures:
-            self._until = now + self._rest_s
-        return self._in_a_row >= self._failures
+        """Record a failed call; return True if the breaker is now open."""
+        self._consecutive += 1
+        self._trial_running = False
+        if self._consecutive >= self._failures:
+            self._open_until = now + self._rest_s
+        return self._consecutive >= self._failures
 
     def undecided(self) -> None:
-        """The call told nothing."""
-        self._trying = False
+        """Record a call that says nothing about the endpoint."""
+        self._trial_running = False

@@ -1,10 +1,13 @@
-"""One OpenAI-compatible endpoint, asked with patience and within bounds.
+"""Client of one OpenAI-compatible endpoint, with retries, a budget and a circuit breaker.
 
     complete    messages → the text of the answer, or Unavailable with the reason
 
-What comes from there is of unknown origin: an answer is read as it arrives and left at `max_bytes`,
-compression is not asked for, and of its JSON only the text and the token count are looked at. What
-the text means, and whether it is any good, is the caller's matter.
+Answers are untrusted: reading stops at `max_bytes`, compression is not requested, redirects are not
+followed, and only text and token count are decoded. The caller interprets the text.
+
+It does not use OpenAI's SDK. The SDK reads whole bodies, decompresses, follows redirects and
+retries past budget and breaker, so each of these would be replaced by the code below; only the URL
+and the JSON of a request would go. Also `verifiers` needs a version before 3 of it.
 """
 
 import asyncio
@@ -28,23 +31,23 @@ from evolver_async.config.secrets import mask, secret
 from evolver_async.protocol.failures import FailureKind
 from evolver_async.randomness import uniform
 
-PAUSE_S = 0.5  # before the first retry, on average; twice as long before each further one
-LONGEST_PAUSE_S = 30.0  # an endpoint that wants to be left alone for longer is not asked again
-AGAIN = {408, 409, 425, 429}  # statuses that may be gone the next time, besides 5xx
-OURS = {400, 413, 422}  # statuses that say nothing about other requests
-MOST_TOKENS = 10**9  # a usage that says more is not believed
-CHARS_PER_TOKEN = 4  # where an answer does not say its usage
-EXCERPT = 200  # characters of an error that are shown
+PAUSE_S = 0.5  # mean pause before the first retry; doubles with each retry
+LONGEST_PAUSE_S = 30.0  # no retry if the endpoint demands a longer pause
+RETRYABLE = {408, 409, 425, 429}  # besides 5xx
+REQUEST_ERRORS = {400, 413, 422}  # these do not open the breaker
+MAX_TOKENS = 10**9  # a reported usage above it is replaced by an estimate
+CHARS_PER_TOKEN = 4  # estimate for answers without usage
+EXCERPT_CHARS = 200  # of an error in messages
 RETRY_AFTER = re.compile(r"[0-9]{1,6}")
 
 log = logging.getLogger(__name__)
 
 
 class Unavailable(Exception):
-    """There is no answer.
+    """Failure to get an answer.
 
-    `reason`: timeout, connection, status, garbage (an answer in no known form), too_long (answer or
-    question), breaker or budget.
+    `reason`: timeout, connection, status, garbage (invalid form), too_long (answer or question),
+    breaker or budget.
     """
 
     def __init__(self, reason: str, text: str) -> None:
@@ -60,27 +63,27 @@ class _Choice(msgspec.Struct):
     message: _Message
 
 
-class _Answer(msgspec.Struct):
+class _ChatCompletion(msgspec.Struct):
     choices: list[_Choice]
     usage: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Failure:
-    """One call that failed. `again`: it may be retried; `theirs`: the endpoint is to blame."""
+class _CallFailure:
+    """Failed call. `retryable`: a retry can help; `endpoint_fault`: counts for the breaker."""
 
     reason: str
     text: str
-    again: bool = True
-    theirs: bool = True
-    pause_s: float = 0.0  # at least, before the next call
+    retryable: bool = True
+    endpoint_fault: bool = True
+    pause_s: float = 0.0  # minimum before the next call
 
 
 class Endpoint:
-    """The endpoint of one configuration section, for one asyncio loop.
+    """Endpoint of one configuration section, for one asyncio loop.
 
-    `section` is the section's name: errors begin with it, and so do its metrics; its failures are
-    counted under it. Raises ConfigError where its key is missing.
+    `section`: the section's name, with which errors and metrics begin and under which failures are
+    counted. Raise ConfigError if its key is missing.
     """
 
     def __init__(
@@ -93,11 +96,11 @@ class Endpoint:
         self._breaker = Breaker(llm.breaker_failures, llm.breaker_s)
         self._counts: Counter[str] = Counter()
         self._slots = asyncio.Semaphore(llm.concurrency)
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line for every call
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs every call
         self._client = httpx.AsyncClient(
             headers={"content-type": "application/json", "accept-encoding": "identity"}
             | authorization(llm, section),
-            timeout=None,  # `_call` has one for the whole of it
+            timeout=None,  # `_call` limits the whole call
             limits=httpx.Limits(max_connections=llm.concurrency),
         )
 
@@ -109,32 +112,36 @@ class Endpoint:
         temperature: float = 0.0,
         within_s: float = math.inf,
     ) -> str:
-        """The answer to a chat, retried where that may help. `within_s`: all retries and waiting
-        included. Raises Unavailable."""
-        asked = {
+        """Return the answer to a chat, with retries. Raise Unavailable.
+
+        `within_s` limits the total time, including waits and retries.
+        """
+        request = {
             "model": self._llm.model,
             "messages": messages,
             "max_tokens": max_tokens or self._llm.max_tokens,
             "temperature": temperature,
         }
-        body = json.dumps(asked).encode()
+        body = json.dumps(request).encode()
         deadline = asyncio.get_running_loop().time() + within_s
         try:
             async with asyncio.timeout_at(deadline if within_s < math.inf else None):
                 await self._slots.acquire()
         except TimeoutError:
-            raise Unavailable("timeout", f"{self._section}.llm: busy with other calls") from None
+            raise Unavailable(
+                "timeout", f"{self._section}.llm: llm.concurrency other calls are running"
+            ) from None
         try:
-            return await self._persist(body, deadline)
+            return await self._with_retries(body, deadline)
         finally:
             self._slots.release()
 
     def failed(self, error: str) -> None:
-        """Count a failure: of a call, or of an answer that is no use to who asked."""
+        """Count the failure of a call, or an answer that the caller rejects."""
         self._failures.note(self._section, self._llm.url, error)
 
     def counters(self) -> dict[str, float]:
-        """Totals by metric name; `seconds` and `tokens` are what the budget counts."""
+        """Return totals by metric name; `seconds` and `tokens` are those of the budget."""
         names = ("failures", "retries", "refused_by_breaker", "refused_by_budget")
         counted = {name: float(self._counts[name]) for name in names}
         return {f"{self._section}/{name}": v for name, v in (self._budget.used | counted).items()}
@@ -142,24 +149,24 @@ class Endpoint:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _persist(self, body: bytes, deadline: float) -> str:
-        """Calls until one succeeds, it is no use, or it is too late."""
+    async def _with_retries(self, body: bytes, deadline: float) -> str:
+        """Call until one succeeds, a retry cannot help, or time is up."""
         loop = asyncio.get_running_loop()
         for attempt in range(self._llm.retries + 1):
-            outcome = await self._admitted(body, deadline - loop.time())
+            outcome = await self._call_within_limits(body, deadline - loop.time())
             if isinstance(outcome, str):
                 return outcome
             jitter = 0.5 + uniform(zlib.crc32(body), "pause", attempt)
             pause_s = max(PAUSE_S * 2**attempt * jitter, outcome.pause_s)
             too_late = loop.time() + pause_s >= deadline or pause_s > LONGEST_PAUSE_S
-            if attempt == self._llm.retries or not outcome.again or too_late:
+            if attempt == self._llm.retries or not outcome.retryable or too_late:
                 raise Unavailable(outcome.reason, f"{self._section}.llm: {outcome.text}")
             self._counts["retries"] += 1
             await asyncio.sleep(pause_s)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _admitted(self, body: bytes, limit_s: float) -> str | _Failure:
-        """One call, if budget and breaker have nothing against it; tells them how it went."""
+    async def _call_within_limits(self, body: bytes, limit_s: float) -> str | _CallFailure:
+        """Make one call if budget and breaker allow it, and record its outcome in both."""
         loop = asyncio.get_running_loop()
         exhausted = self._budget.exhausted()
         if exhausted:
@@ -170,7 +177,10 @@ class Endpoint:
             raise Unavailable("budget", f"{self._section}.llm: {exhausted}")
         if not self._breaker.admits(loop.time()):
             self._counts["refused_by_breaker"] += 1
-            raise Unavailable("breaker", f"{self._section}.llm: failed too often, is left alone")
+            raise Unavailable(
+                "breaker",
+                f"{self._section}.llm: the circuit breaker is open after repeated failures",
+            )
         began = loop.time()
         self._budget.spend(calls=1)
         try:
@@ -185,16 +195,18 @@ class Endpoint:
             return outcome
         self._counts["failures"] += 1
         self.failed(outcome.text)
-        if not outcome.theirs:
+        if not outcome.endpoint_fault:
             self._breaker.undecided()
         elif self._breaker.failed(loop.time()):
             rest_s = self._llm.breaker_s
             why = mask(outcome.text)
-            log.warning("%s.llm is left alone for %g s: %s", self._section, rest_s, why)
+            log.warning(
+                "%s.llm: the circuit breaker opens for %g s: %s", self._section, rest_s, why
+            )
         return outcome
 
-    async def _call(self, body: bytes, limit_s: float) -> str | _Failure:
-        """One request and its whole answer."""
+    async def _call(self, body: bytes, limit_s: float) -> str | _CallFailure:
+        """Send one request and read its answer."""
         url = self._llm.url.rstrip("/") + "/chat/completions"
         received = bytearray()
         try:
@@ -206,53 +218,55 @@ class Endpoint:
                     received += part
                     if len(received) > self._llm.max_bytes:
                         self._budget.spend(tokens=len(received) // CHARS_PER_TOKEN)
-                        text = f"an answer of more than {self._llm.max_bytes} bytes"
-                        return _Failure(reason="too_long", text=text, again=False)
+                        text = f"the answer has more than {self._llm.max_bytes} bytes"
+                        return _CallFailure(reason="too_long", text=text, retryable=False)
         except TimeoutError:
-            return _Failure(reason="timeout", text=f"no whole answer within {limit_s:.1f} s")
+            return _CallFailure(reason="timeout", text=f"no complete answer within {limit_s:.1f} s")
         except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
             text = f"{type(error).__name__}: {error}"
-            return _Failure(reason="connection", text=text)
+            return _CallFailure(reason="connection", text=text)
         if response.status_code != 200:
-            return _refused(response, bytes(received))
+            return _status_failure(response, bytes(received))
         return self._text(body, bytes(received))
 
-    def _text(self, body: bytes, received: bytes) -> str | _Failure:
-        """The text of an answer."""
+    def _text(self, body: bytes, received: bytes) -> str | _CallFailure:
+        """Decode the text of an answer and spend its tokens."""
         try:
-            answer = msgspec.json.decode(received, type=_Answer)
+            answer = msgspec.json.decode(received, type=_ChatCompletion)
             text = answer.choices[0].message.content
         except (ValueError, RecursionError, IndexError) as error:
-            return _Failure(reason="garbage", text=f"an answer in no known form: {error}")
-        said = answer.usage.get("total_tokens") if isinstance(answer.usage, dict) else None
-        if not isinstance(said, int) or not 0 <= said <= MOST_TOKENS:
-            said = (len(body) + len(received)) // CHARS_PER_TOKEN
-        self._budget.spend(tokens=said)
+            return _CallFailure(
+                reason="garbage", text=f"the answer is not a chat completion: {error}"
+            )
+        tokens = answer.usage.get("total_tokens") if isinstance(answer.usage, dict) else None
+        if not isinstance(tokens, int) or not 0 <= tokens <= MAX_TOKENS:
+            tokens = (len(body) + len(received)) // CHARS_PER_TOKEN
+        self._budget.spend(tokens=tokens)
         return text
 
 
 def authorization(llm: Llm, section: str) -> dict[str, str]:
-    """The header that shows the key of `key_env`; none where there is no such variable's name.
+    """Return the header with the key in the variable `key_env`; none if `key_env` is empty.
 
-    Raises ConfigError, which names the key of the configuration, never the secret.
+    Raise ConfigError, which names the configuration's key, never the secret.
     """
     if not llm.key_env:
         return {}
     key = secret(llm.key_env, f"{section}.llm.key_env")
     if not (key.isascii() and key.isprintable() and key.strip()):
-        raise ConfigError(f"{section}.llm.key_env: {llm.key_env} holds no key")
+        raise ConfigError(f"{section}.llm.key_env: {llm.key_env} holds no valid key")
     return {"authorization": f"Bearer {key}"}
 
 
-def _refused(response: httpx.Response, received: bytes) -> _Failure:
-    """An answer with a status that is not 200."""
+def _status_failure(response: httpx.Response, received: bytes) -> _CallFailure:
+    """Convert an answer with a status other than 200."""
     status = response.status_code
-    wanted = RETRY_AFTER.fullmatch(response.headers.get("retry-after", "").strip())
-    said = mask(received[: 10 * EXCERPT].decode(errors="replace"))[:EXCERPT]
-    return _Failure(
+    retry_after = RETRY_AFTER.fullmatch(response.headers.get("retry-after", "").strip())
+    excerpt = mask(received[: 10 * EXCERPT_CHARS].decode(errors="replace"))[:EXCERPT_CHARS]
+    return _CallFailure(
         reason="status",
-        text=f"status {status}: {said!r}",
-        again=status in AGAIN or status >= 500,
-        theirs=status not in OURS,
-        pause_s=float(wanted[0]) if wanted else 0.0,
+        text=f"status {status}: {excerpt!r}",
+        retryable=status in RETRYABLE or status >= 500,
+        endpoint_fault=status not in REQUEST_ERRORS,
+        pause_s=float(retry_after[0]) if retry_after else 0.0,
     )

@@ -1,20 +1,20 @@
-"""How text of unknown origin is written into a prompt: as data.
+"""Quoting of untrusted text in a prompt, as data.
 
-It can neither end its place there, nor spell a marker, nor pass for a line of somebody else's.
-Special tokens of the tokenizer at hand are the matter of `actors/formats/chat.py`.
+A quoted text can neither start a new line nor contain a tag or marker. `actors/formats/chat.py`
+escapes the tokenizer's special tokens.
 """
 
 import re
 import unicodedata
 
-MAX_CHARS = 2_000  # of one episode's guidance where nothing else is said
+MAX_CHARS = 2_000  # default limit of one episode's guidance
 OPENING = re.compile(r"<(?=[^\s<])|\[(?=/?[A-Z]+\])")  # of a tag, or of a marker like [INST]
 
 
 def quoted(texts: list[str], max_chars: int = MAX_CHARS) -> str:
-    """Texts of unknown origin as one list of data, an item a line, in at most so many characters.
+    """Quote untrusted texts as a list with one line per item, in at most `max_chars` characters.
 
-    An item that does not fit any more is left out; the first is cut instead.
+    Items that do not fit are left out, except the first, which is cut.
     """
     lines: list[str] = []
     room = max_chars
@@ -30,7 +30,7 @@ def quoted(texts: list[str], max_chars: int = MAX_CHARS) -> str:
 
 
 def plain(text: str) -> str:
-    """A text on one line, without control and invisible characters and without markers."""
+    """Return a text on one line, without control characters, invisible characters and markers."""
     text = unicodedata.normalize("NFKC", text)
     text = "".join(" " if c.isspace() else c for c in text)
     text = "".join(c for c in text if unicodedata.category(c)[0] != "C")

@@ -1,4 +1,4 @@
-"""The policy's own engine as a judge: asked like an endpoint, between the turns of its episodes."""
+"""Client of the policy's own engine, with the interface of `Endpoint.complete`."""
 
 import asyncio
 import logging
@@ -15,8 +15,8 @@ from evolver_async.schema import WeightId
 log = logging.getLogger(__name__)
 
 
-class OwnEngine:
-    """Asks with sessions of its own, greedily. `generated`: tokens that this has sampled."""
+class PolicyClient:
+    """Client that samples greedily in sessions of its own. `generated`: tokens sampled so far."""
 
     def __init__(self, config: Config, engine: Engine, chat: Chat) -> None:
         self._engine = engine
@@ -26,17 +26,19 @@ class OwnEngine:
         self._max_tokens = config.judge.max_tokens
         self._budget = Budget(config.judge.llm)
         self._refused = 0
-        self._asked = 0
+        self._calls = 0
         self.generated = 0
 
     @property
     def weights(self) -> WeightId | None:
-        """Whose answers these are."""
+        """Return the weights that answer."""
         return self._engine.weights
 
     async def complete(self, messages: list[dict[str, str]], *, within_s: float = math.inf) -> str:
-        """The answer to one system and one user message. Raises Unavailable, also where the context
-        has no room for `judge.max_tokens` after the question."""
+        """Return the answer to one system and one user message.
+
+        Raise Unavailable, also if the context has no room for `judge.max_tokens` more.
+        """
         exhausted = self._budget.exhausted()
         if exhausted:
             if not self._refused:
@@ -46,10 +48,10 @@ class OwnEngine:
         system, user = (message["content"] for message in messages)
         tokens = self._chat.first(system, user, "")
         if len(tokens) + self._max_tokens > self._max_length:
-            text = f"{len(tokens)} tokens and judge.max_tokens ({self._max_tokens}) are too many"
-            raise Unavailable("too_long", f"{text} for policy.max_length ({self._max_length})")
-        self._asked += 1
-        session = f"judge/{self._asked}"
+            text = f"{len(tokens)} tokens and judge.max_tokens={self._max_tokens} exceed"
+            raise Unavailable("too_long", f"{text} policy.max_length={self._max_length}")
+        self._calls += 1
+        session = f"judge/{self._calls}"
         request = Request(
             tokens=tokens,
             max_tokens=self._max_tokens,
@@ -66,16 +68,16 @@ class OwnEngine:
             self.generated += len(generation.tokens)
             return self._chat.text_of(generation.tokens)
         except TimeoutError:
-            raise Unavailable("timeout", f"no whole answer within {within_s:.1f} s") from None
+            raise Unavailable("timeout", f"no complete answer within {within_s:.1f} s") from None
         finally:
             self._engine.release(session)
             sampled = self.generated - before
             self._budget.spend(calls=1, tokens=len(tokens) + sampled, seconds=loop.time() - began)
 
     def counters(self) -> dict[str, float]:
-        """Totals by metric name."""
+        """Return totals by metric name."""
         counted = self._budget.used | {"refused_by_budget": float(self._refused)}
         return {f"judge/{name}": value for name, value in counted.items()}
 
     async def close(self) -> None:
-        """The engine is the worker's to close."""
+        """Do nothing: the worker owns the engine."""

@@ -1,10 +1,11 @@
-"""Self-Questioning: tasks that the system sets itself.
+"""Self-Questioning: synthetic tasks from explorations.
 
-profile      what an environment is, in words, for a language model
-explore      what an exploration is, and a language model that explores
-replay       what actions lead to in a fresh instance
+profile      description of an environment for a language model
+explore      explorations, and a language model that explores
+replay       replay of actions in a fresh instance
 synthesize   explorations → candidates for tasks, each with a reference solution
-filters      which candidates become tasks: not empty, not known, feasible
-grade        what an episode of a task is worth that the environment cannot check
+filters      candidates → tasks: not empty, not known, feasible
+solve        second solution of a candidate by a language model
+grade        rewards of tasks that the environment cannot check
 questioner   all of it, for one actor
 """

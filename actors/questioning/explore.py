@@ -1,7 +1,7 @@
-"""What an exploration is: a long episode without a task, by the policy or by a language model.
+"""Explorations: long episodes without a task, by the policy or by a language model.
 
-The policy plays at the ticket's own temperature. A language model looks around for some turns and
-sees everything; then it goes deep and sees only what was last.
+The policy samples at the ticket's temperature. A language model first explores broadly and sees all
+steps; then it explores in depth and sees only the last ones.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ from actors.engines.base import Generation
 from actors.envs.base import env_class
 from actors.formats.chat import Chat
 from actors.formats.turns import TurnFormat
-from actors.llm.asking import Asker, convert, shown, steps_shown
 from actors.llm.client import Unavailable
+from actors.llm.json_client import JsonClient, as_json, decode_json, step_records
 from actors.questioning.prompts import BREADTH, DEPTH, EXPLORE
 from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode_config import Setting
@@ -27,26 +27,28 @@ ACTION_CHARS = 200
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a language model is asked for when it acts."""
+    """Answer of a language model with its next action."""
 
     action: Annotated[str, msgspec.Meta(max_length=ACTION_CHARS, pattern=r"^[^\n]*$")]
 
 
 def has_goals(env: str) -> bool:
-    """Whether states of this environment can be made goals; EnvError where there is none such."""
+    """Return True if states of the environment can be goals. Raise EnvError if it is unknown."""
     return hasattr(env_class(env), "goal")
 
 
 def unbound(task: Task) -> Task:
-    """The same beginning without any goal, where the environment can leave it out."""
+    """Remove the goal from a task if the environment supports that."""
     if not has_goals(task.env):
         return task
     return msgspec.structs.replace(task, params=task.params | {"free": True})
 
 
 def exploring(ticket: Ticket, setting: Setting, config: Questioning) -> tuple[Ticket, Setting]:
-    """Ticket and setting of an exploration's episodes. One that a language model cannot go on with
-    ends at once, and reads what is new behind what it has read."""
+    """Derive ticket and setting of an exploration's episodes.
+
+    With a language model the context is `full` and the first unreadable turn ends the episode.
+    """
     setting = dataclasses.replace(
         setting,
         max_turns=config.max_turns,
@@ -59,32 +61,32 @@ def exploring(ticket: Ticket, setting: Setting, config: Questioning) -> tuple[Ti
 
 
 class Explorer:
-    """A language model that plays one exploration, in the words of the turn format.
+    """Policy that lets a language model act in one exploration, in the turn format.
 
-    Where there is no answer it waits for `pause_s` and asks once more; without one it writes
-    nothing, which ends the episode.
+    Without an answer it waits once and asks again; without a second one it writes an empty turn,
+    which ends the episode.
     """
 
     kind: Literal["learned", "scripted"] = "scripted"
 
     def __init__(
         self,
-        asker: Asker,
+        client: JsonClient,
         described: str,
         config: Questioning,
         chat: Chat,
         style: TurnFormat,
         max_tokens: int,
     ) -> None:
-        self._asker = asker
+        self._client = client
         self._described = described
         self._config = config
         self._chat = chat
         self._format = style
         self._max_tokens = max_tokens
-        self._read = 0  # tokens of the context that are known
+        self._read = 0  # tokens of the context that were processed
         self._beginning = ""
-        self._steps: list[tuple[str, str]] = []  # what it did, what it saw
+        self._steps: list[tuple[str, str]] = []  # action, observation after it
         self._action = ""
 
     async def advise(self, world: TimedEnvironment, query: str) -> Advice:
@@ -105,19 +107,19 @@ class Explorer:
         return Generation(tokens=tokens, logprobs=[0.0] * len(tokens), weights=[], finish="stop")
 
     def question(self, turn: int) -> str:
-        """What it is asked in a turn."""
+        """Write the question of a turn."""
         broad = turn < self._config.breadth
         steps = self._steps if broad else self._steps[-self._config.depth :]
-        record = {"beginning": self._beginning, "steps": steps_shown(steps)}
+        record = {"beginning": self._beginning, "steps": step_records(steps)}
         if not broad and len(steps) < len(self._steps):
-            del record["beginning"]  # it is out of sight
-        return f"{self._described}\n\n{BREADTH if broad else DEPTH}\n\n{shown(record)}"
+            del record["beginning"]  # it does not precede these steps directly
+        return f"{self._described}\n\n{BREADTH if broad else DEPTH}\n\n{as_json(record)}"
 
     async def _choose(self, turn: int) -> str | None:
         temperature = self._config.temperature
         for pause_s in (self._config.llm.breaker_s, 0.0):
             try:
-                choice = await self._asker.ask(
+                choice = await self._client.ask(
                     EXPLORE, self.question(turn), parse_choice, temperature
                 )
             except Unavailable:
@@ -131,5 +133,5 @@ class Explorer:
 
 
 def parse_choice(answer: str) -> Choice:
-    """One action on one line, else ValueError."""
-    return convert(answer, Choice)
+    """Parse one action on one line. Raise ValueError for anything else."""
+    return decode_json(answer, Choice)

@@ -1,4 +1,4 @@
-"""Which candidates become tasks: with a solution, not known, and feasible when played again."""
+"""Filters of candidates: a task needs a solution, must be new, and feasible when replayed."""
 
 import re
 from collections import OrderedDict
@@ -8,20 +8,21 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from actors.experience.embed import embed
-from actors.questioning.replay import Played
+from actors.questioning.replay import ReplayedEpisode
 from actors.questioning.synthesize import Candidate
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 
-MAPS = 4096  # of which the known tasks are remembered; the buffer knows the ids of all
+MAX_MAPS = 4096  # with remembered tasks; the buffer knows the ids of all tasks
 WORD = re.compile(r"\w+")
 
-Play = Callable[[Task, list[str], int], Awaitable[Played]]  # a task, actions, a dynamics seed
+# (task, actions, dynamics seed) → replay
+Play = Callable[[Task, list[str], int], Awaitable[ReplayedEpisode]]
 
 
 @dataclass
 class _Map:
-    """The tasks that begin in the same way."""
+    """Tasks with the same initial state."""
 
     ids: set[str] = field(default_factory=set)
     queries: list[str] = field(default_factory=list)
@@ -29,9 +30,12 @@ class _Map:
     vectors: list[np.ndarray] = field(default_factory=list)
 
 
-class Known:
-    """The tasks that this actor has accepted. `jaccard`, `similarity`: from which share of common
-    words, from which cosine, two queries are the same task where they begin in the same way."""
+class KnownTasks:
+    """Tasks that this actor has accepted.
+
+    Two tasks with the same initial state are duplicates if their queries reach `jaccard` (share of
+    common words) or `similarity` (cosine).
+    """
 
     def __init__(self, jaccard: float, similarity: float) -> None:
         self._jaccard = jaccard
@@ -39,11 +43,11 @@ class Known:
         self._maps: OrderedDict[tuple[str, str, int], _Map] = OrderedDict()
 
     def queries(self, task: Task) -> list[str]:
-        """Those of the tasks that begin like `task`."""
+        """Return the queries of the tasks with the initial state of `task`."""
         return list(self._of(task).queries)
 
     def objection(self, task: Task) -> str | None:
-        """Why the task is none: empty, known, lexical or semantic; None where it may be one."""
+        """Return why a task is rejected (empty, known, lexical, semantic); None if it is not."""
         if not task.reference or not all(task.reference):
             return "empty"
         others = self._of(task)
@@ -73,13 +77,13 @@ class Known:
         place = (task.env, task.split, task.map_seed)
         found = self._maps.setdefault(place, _Map())
         self._maps.move_to_end(place)
-        if len(self._maps) > MAPS:
+        if len(self._maps) > MAX_MAPS:
             self._maps.popitem(last=False)
         return found
 
 
 def jaccard(left: set[str], right: set[str]) -> float:
-    """The share of common words in all words of both."""
+    """Return the Jaccard similarity of two sets."""
     both = left | right
     return len(left & right) / len(both) if both else 1.0
 
@@ -87,11 +91,11 @@ def jaccard(left: set[str], right: set[str]) -> float:
 async def feasible(
     candidate: Candidate, play: Play, checked: bool, replays: int, kept: int
 ) -> bool:
-    """Whether the reference solves the task in fresh instances: with the chance that exploration
-    had, and in `kept` of `replays` instances that have their own.
+    """Return True if the reference solves the task in fresh instances.
 
-    `checked`: the environment knows whether the task is solved. Where it does not, the reference
-    must at least consist of actions that exist, in an episode that lasts for all of them.
+    It must do so with the exploration's dynamics seed and in `kept` of `replays` instances with
+    other seeds. `checked`: the environment checks success; otherwise all actions of the reference
+    must at least be valid within one episode.
     """
     task, reference = candidate.task, candidate.task.reference or []
 

@@ -1,14 +1,13 @@
-"""What an episode of a synthetic task is worth where only a language model can tell.
+"""Grading by a language model of synthetic tasks that the environment cannot check.
 
     score 60-100   achieved, less for errors and detours
     score 0-40     not achieved
-    41-59          forbidden: an answer that says so is none
-    irrelevant     0, whatever else is said
-    repetition     at most 20 where the same action led to the same thing three times on end
-                   (and 0 where irrelevant); this is counted here, not asked for
+    41-59          invalid
+    irrelevant     0, whatever the score
+    repetition     at most 20 if the same action was taken in the same situation three times in a
+                   row (0 if irrelevant); counted here, not by the language model
 
-The reward is the score / 100. Without an answer that can be read there is no grade: none is
-invented.
+The reward is score / 100. Without a valid answer there is no grade.
 """
 
 from dataclasses import dataclass
@@ -17,58 +16,61 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from actors.llm.asking import Asker, convert, cut, shown, steps_shown
+from actors.llm.json_client import JsonClient, as_json, decode_json, step_records, truncate
 from actors.questioning.prompts import GRADE
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.schema import Task, Trajectory
 
-ACHIEVED, FAILED = 60, 40  # the least score of a success, the most of a failure
-REPEATS, REPEATED = 3, 20  # so often the same caps the score at this
+ACHIEVED, FAILED = 60, 40  # lowest score of a success, highest score of a failure
+REPEATS, REPEATED_SCORE = 3, 20  # so many repetitions limit the score to this
 
 
 @dataclass(frozen=True)
 class Grade:
-    """`reward` in 0..1; `success`: the task was achieved."""
+    """Grade of an episode. `reward` in 0..1; `success`: True if the task was achieved."""
 
     reward: float
     success: bool
 
 
-class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the language model is asked for."""
+class GradeAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Answer of the language model."""
 
     relevant: bool
     achieved: bool
     score: Annotated[int, msgspec.Meta(ge=0, le=100)]
 
 
-async def grade(asker: Asker, task: Task, turns: list[Turn], ending: str) -> Grade | None:
-    """The grade of one episode; None where no answer can be read. Raises Unavailable.
+async def grade(client: JsonClient, task: Task, turns: list[Turn], ending: str) -> Grade | None:
+    """Grade one episode; None if there is no valid answer. Raise Unavailable.
 
-    `ending`: what its last action led to.
+    `ending`: observation after the last action.
     """
-    verdict = await asker.ask(GRADE, _question(task, turns, ending), parse_verdict)
-    if verdict is None:
+    answered = await client.ask(GRADE, _question(task, turns, ending), parse_grade)
+    if answered is None:
         return None
-    score = verdict.score if verdict.relevant else 0
+    score = answered.score if answered.relevant else 0
     if repetitive(turns):
-        score = min(score, REPEATED)
+        score = min(score, REPEATED_SCORE)
     return Grade(score / 100, score >= ACHIEVED)
 
 
-def parse_verdict(answer: str) -> Verdict:
-    """ValueError for another form, a score between failure and success, or one that contradicts
-    the verdict."""
-    verdict = convert(answer, Verdict)
-    if FAILED < verdict.score < ACHIEVED:
-        raise ValueError(f"a score of {verdict.score} is neither failure nor success")
-    if verdict.relevant and verdict.achieved != (verdict.score >= ACHIEVED):
-        raise ValueError(f"a score of {verdict.score} with achieved={verdict.achieved}")
-    return verdict
+def parse_grade(answer: str) -> GradeAnswer:
+    """Parse an answer.
+
+    Raise ValueError for another form, a score between failure and success, or a score that
+    contradicts `achieved`.
+    """
+    answered = decode_json(answer, GradeAnswer)
+    if FAILED < answered.score < ACHIEVED:
+        raise ValueError(f"a score of {answered.score} is neither failure nor success")
+    if answered.relevant and answered.achieved != (answered.score >= ACHIEVED):
+        raise ValueError(f"a score of {answered.score} with achieved={answered.achieved}")
+    return answered
 
 
 def repetitive(turns: list[Turn]) -> bool:
-    """Whether the same action was made in the same situation so often on end."""
+    """Return True if an action was repeated in the same situation `REPEATS` times in a row."""
     run = 0
     for before, turn in zip([None, *turns], turns, strict=False):
         same = (
@@ -83,7 +85,7 @@ def repetitive(turns: list[Turn]) -> bool:
 
 
 def regrade(trajectory: Trajectory, given: Grade) -> None:
-    """Make the grade the outcome of a trajectory; it comes with the last turn."""
+    """Make the grade the outcome of a trajectory, as the reward of its last turn."""
     trajectory.reward, trajectory.success = given.reward, given.success
     trajectory.turn_rewards = np.zeros_like(trajectory.turn_rewards)
     trajectory.turn_rewards[-1:] = given.reward
@@ -91,11 +93,11 @@ def regrade(trajectory: Trajectory, given: Grade) -> None:
 
 def _question(task: Task, turns: list[Turn], ending: str) -> str:
     after = [*(turn.observation for turn in turns[1:]), ending]
-    (query,) = cut([task.query])
+    (query,) = truncate([task.query])
     record = {
         "task": query,
-        "reference": cut(task.reference or []),
-        "beginning": cut([turns[0].observation])[0] if turns else "",
-        "agent": steps_shown([(t.said, seen) for t, seen in zip(turns, after, strict=True)]),
+        "reference": truncate(task.reference or []),
+        "beginning": truncate([turns[0].observation])[0] if turns else "",
+        "agent": step_records([(t.said, seen) for t, seen in zip(turns, after, strict=True)]),
     }
-    return shown(record)
+    return as_json(record)

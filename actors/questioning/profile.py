@@ -1,4 +1,4 @@
-"""What an environment is, in words: the profile that a language model explores and asks with."""
+"""Profile of an environment: its description for the language model that explores it."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,20 +7,20 @@ import msgspec
 
 from evolver_async.config.check import ConfigError
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Something that can be done with an entity."""
+    """Operation on an entity."""
 
     name: Text
     description: str = ""
 
 
 class Entity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Something that there is. `attributes`: what each is, by its name."""
+    """Kind of object in an environment. `attributes`: descriptions by name."""
 
     name: Text
     description: str = ""
@@ -28,9 +28,12 @@ class Entity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     operations: list[Operation] = []
 
 
-class Preference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What tasks are wanted: how many entities and operations one involves, and how they hang
-    together (1: each by itself, 2: in a chain, 3: some depend on what others find)."""
+class ProfilePreference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Preferred tasks: numbers of entities and operations, and the difficulty.
+
+    Difficulty 1: operations are independent; 2: they form a chain; 3: some depend on the results of
+    others.
+    """
 
     entities: Annotated[int, msgspec.Meta(ge=1)] = 2
     operations: Annotated[int, msgspec.Meta(ge=1)] = 3
@@ -38,12 +41,12 @@ class Preference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An environment, and the tasks that are wanted of it."""
+    """Description of an environment and of the preferred tasks."""
 
     name: Text
     background: str = ""
     entities: list[Entity] = []
-    preference: Preference = Preference()
+    preference: ProfilePreference = ProfilePreference()
 
 
 RELATIONS = {
@@ -54,11 +57,13 @@ RELATIONS = {
 
 
 def load_profile(path: str) -> Profile:
-    """The profile in a JSON file. ConfigError names `questioning.profile`, the file and the
-    field."""
+    """Load a profile from a JSON file.
+
+    Raise ConfigError, which names `questioning.profile`, the file and the field.
+    """
     try:
-        if Path(path).stat().st_size > MOST_BYTES:
-            raise ConfigError(f"questioning.profile: {path} is larger than {MOST_BYTES} bytes")
+        if Path(path).stat().st_size > MAX_BYTES:
+            raise ConfigError(f"questioning.profile: {path} is larger than {MAX_BYTES} bytes")
         return msgspec.json.decode(Path(path).read_bytes(), type=Profile)
     except OSError as error:
         raise ConfigError(f"questioning.profile: {path}: {error.strerror}") from None
@@ -67,7 +72,7 @@ def load_profile(path: str) -> Profile:
 
 
 def described(profile: Profile) -> str:
-    """The profile as text."""
+    """Describe the environment of a profile as text."""
     lines = [f"Environment: {profile.name}", profile.background]
     for entity in profile.entities:
         lines.append(f"- {entity.name}: {entity.description}")

@@ -1,6 +1,6 @@
-"""What a language model is asked: to explore, to set tasks, to solve one again, to grade.
+"""Prompts that ask a language model to explore, to propose tasks, to solve one and to grade.
 
-Observations, actions and tasks are shown as JSON strings: records, whatever they say.
+Observations, actions and tasks are quoted as JSON strings, as data without instructions.
 """
 
 DATA = """\

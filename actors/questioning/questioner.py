@@ -1,11 +1,11 @@
-"""One actor's Self-Questioning.
+"""Self-Questioning of one actor.
 
     explore    explore ticket → episodes without a task
     questions  finished explorations → candidates → filters → tasks for the buffer's pool
     grade      episode of a task that the environment cannot check → its reward
 
-An outage of the language model means fewer tasks and counters, nothing else. All that is recorded
-of environments is data of unknown origin; it reaches a language model as JSON strings.
+An outage of the language model only reduces the number of tasks, and is counted. Data recorded from
+environments is untrusted; a language model gets it as JSON strings.
 """
 
 import asyncio
@@ -17,29 +17,29 @@ import msgspec
 from actors.engines.base import Engine
 from actors.envs.base import EnvironmentFailure, env_class
 from actors.failures import FailureCounts
-from actors.llm.asking import Asker
 from actors.llm.client import Endpoint, Unavailable
-from actors.progress import TicketProgress
+from actors.llm.json_client import JsonClient
+from actors.progress import Progress
 from actors.questioning import synthesize
 from actors.questioning.explore import Explorer, exploring, has_goals, unbound
-from actors.questioning.filters import Known, feasible
+from actors.questioning.filters import KnownTasks, feasible
 from actors.questioning.grade import Grade, grade
 from actors.questioning.profile import described, load_profile
-from actors.questioning.replay import Played, replay
+from actors.questioning.replay import ReplayedEpisode, replay
 from actors.questioning.solve import solve_again
 from actors.questioning.synthesize import Candidate, Exploration, task_of
-from actors.rollout.environment import TimedEnvironment
+from actors.rollout.environment import World
 from actors.rollout.episode import Deliver, Finished
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import run_group, run_members
-from actors.rollout.policy import EpisodePolicy
 from evolver_async.config import Config
+from evolver_async.config.run import Policy
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
 from evolver_async.schema import Task, Ticket
 
 COUNTED = ("candidates", "accepted", "dropped_known", "dropped_infeasible")
-OF_WORDS = (  # counted where a language model takes part
+LLM_COUNTED = (  # only with a language model
     "dropped_empty",
     "dropped_lexical",
     "dropped_semantic",
@@ -53,47 +53,43 @@ log = logging.getLogger(__name__)
 
 
 class Questioner:
-    """`asker`: where a language model takes part. ConfigError where the profile is none."""
+    """Questioner of one actor. `client`: None without a language model. Raise ConfigError for an
+    invalid profile."""
 
     def __init__(
-        self, config: Config, asker: Asker | None, failures: FailureCounts | None = None
+        self, config: Config, client: JsonClient | None, failures: FailureCounts | None = None
     ) -> None:
         self.config = config.questioning
         self._failures = failures or FailureCounts()
-        self._asker = asker
+        self._client = client
         self._timeout_s = config.env.step_timeout_s
         self._profile = ""
         if self.config.profile:
             self._profile = described(load_profile(self.config.profile))
-        self._known = Known(self.config.jaccard, self.config.similarity)
-        names = COUNTED if asker is None else (*COUNTED, *OF_WORDS)
+        self._known = KnownTasks(self.config.jaccard, self.config.similarity)
+        names = COUNTED if client is None else (*COUNTED, *LLM_COUNTED)
         self._counts: Counter[str] = Counter(dict.fromkeys(names, 0))
 
     async def explore(
-        self,
-        ticket: Ticket,
-        setting: Setting,
-        engine: Engine,
-        progress: TicketProgress,
-        deliver: Deliver,
+        self, ticket: Ticket, setting: Setting, engine: Engine, progress: Progress, deliver: Deliver
     ) -> None:
         """Run an explore ticket's members; see `rollout.run_members`."""
         ticket, setting = exploring(ticket, setting, self.config)
-        if self._asker is None:
+        if self._client is None:
             return await run_group(ticket, setting, engine, progress, deliver)
-        asker, words = self._asker, self._described(ticket.task)
+        client, words = self._client, self._described(ticket.task)
         max_tokens = ticket.sampling.max_tokens
 
-        def policy_of(member: int) -> EpisodePolicy:
+        def policy_of(member: int) -> Policy:
             style = setting.format
-            return Explorer(asker, words, self.config, setting.chat, style, max_tokens)
+            return Explorer(client, words, self.config, setting.chat, style, max_tokens)
 
         await run_members(ticket, setting, policy_of, progress, deliver)
 
     async def questions(
-        self, ticket: Ticket, finished: list[Finished], progress: TicketProgress
+        self, ticket: Ticket, finished: list[Finished], progress: Progress
     ) -> list[Task]:
-        """The new tasks that the finished episodes of an explore ticket suggest."""
+        """Return the new tasks from the finished episodes of an explore ticket."""
         explorations = [
             Exploration(
                 member=one.trajectory.member,
@@ -103,7 +99,7 @@ class Questioner:
             )
             for one in sorted(finished, key=lambda one: one.trajectory.member)
         ]
-        find = self._reached if self._asker is None else self._written
+        find = self._from_states if self._client is None else self._from_proposals
         candidates = await find(ticket, explorations, progress)
         self._counts["candidates"] += len(candidates)
         tasks: list[Task] = []
@@ -114,41 +110,41 @@ class Questioner:
             if task is not None:
                 self._known.add(task)
                 tasks.append(task)
-            await asyncio.sleep(0)  # others of this actor are generating
+            await asyncio.sleep(0)  # lets other tickets of this actor run
         self._counts["accepted"] += len(tasks)
         return tasks
 
     def grades(self, task: Task) -> bool:
-        """Whether episodes of the task are graded here, as its environment cannot check it."""
+        """Return True if the environment cannot check the task, so that `grade` must."""
         return bool(task.query) and task.origin == "synthetic" and not has_goals(task.env)
 
     async def grade(self, task: Task, turns: list[Turn], ending: str) -> Grade | None:
-        """The grade of one episode; None, which is counted, where there is none to be had.
+        """Grade one episode; None if that is not possible, which is counted.
 
-        `ending`: what its last action led to.
+        `ending`: observation after the last action.
         """
         given = None
-        if self._asker is not None:
+        if self._client is not None:
             try:
-                given = await grade(self._asker, task, turns, ending)
+                given = await grade(self._client, task, turns, ending)
             except Unavailable as error:
                 self._outage("an episode is not graded", error)
         self._counts["ungraded" if given is None else "graded"] += 1
         return given
 
     def counters(self) -> dict[str, float]:
-        """Totals by metric name."""
+        """Return totals by metric name."""
         counted = {f"questioning/{name}": float(count) for name, count in self._counts.items()}
-        return counted | ({} if self._asker is None else self._asker.counters())
+        return counted | ({} if self._client is None else self._client.counters())
 
     async def close(self) -> None:
-        if self._asker is not None:
-            await self._asker.close()
+        if self._client is not None:
+            await self._client.close()
 
-    async def _reached(
-        self, ticket: Ticket, explorations: list[Exploration], progress: TicketProgress
+    async def _from_states(
+        self, ticket: Ticket, explorations: list[Exploration], progress: Progress
     ) -> list[Candidate]:
-        """The states that were reached, as goals."""
+        """Make candidates from the states that were reached."""
         task, plays = unbound(ticket.task), []
         for one in explorations:
             played = await self._play(
@@ -158,10 +154,10 @@ class Questioner:
                 plays.append((one, played))
         return synthesize.from_goals(task, plays)
 
-    async def _written(
-        self, ticket: Ticket, explorations: list[Exploration], progress: TicketProgress
+    async def _from_proposals(
+        self, ticket: Ticket, explorations: list[Exploration], progress: Progress
     ) -> list[Candidate]:
-        """What a language model makes of the explorations."""
+        """Make candidates with a language model."""
         found = await asyncio.gather(
             *(self._proposed(ticket, one, progress) for one in explorations if one.turns)
         )
@@ -169,20 +165,20 @@ class Questioner:
         return sorted(candidates, key=lambda one: -one.confidence)
 
     async def _proposed(
-        self, ticket: Ticket, exploration: Exploration, progress: TicketProgress
+        self, ticket: Ticket, exploration: Exploration, progress: Progress
     ) -> list[Candidate]:
         most, task = self.config.per_episode, unbound(ticket.task)
         system, question = synthesize.question(
             self._described(task), exploration, self._known.queries(task), most
         )
-        assert self._asker is not None
+        assert self._client is not None
         try:
             with progress.during(exploration.member, "asking for tasks"):
-                proposals = await self._asker.ask(
+                proposals = await self._client.ask(
                     system, question, lambda answer: synthesize.parse_proposals(answer, most)
                 )
         except Unavailable as error:
-            self._outage("no tasks are made of an exploration", error)
+            self._outage("an exploration yields no tasks", error)
             return []
         progress.count += 1
         candidates = []
@@ -205,9 +201,9 @@ class Questioner:
         return candidates
 
     async def _goal_of(
-        self, ticket: Ticket, exploration: Exploration, actions: list[str], progress: TicketProgress
+        self, ticket: Ticket, exploration: Exploration, actions: list[str], progress: Progress
     ) -> dict | None:
-        """The goal that actions lead to, if they lead to one."""
+        """Return the goal that the actions reach; None if they reach none."""
         task, seed = unbound(ticket.task), exploration.dynamics_seed
         played = await self._play(ticket, exploration.member, task, actions, seed, progress)
         if played is None or not played.goals or len(played.actions) != len(actions):
@@ -215,13 +211,13 @@ class Questioner:
         return played.goals[-1]
 
     async def _accepted(
-        self, ticket: Ticket, candidate: Candidate, progress: TicketProgress
+        self, ticket: Ticket, candidate: Candidate, progress: Progress
     ) -> Task | None:
-        """The task, if nothing speaks against it; with a verified reference where asked for."""
+        """Return the task, or None if a filter rejects it; with `resolve` its solution is new."""
         config, task = self.config, candidate.task
         checked = has_goals(task.env)
 
-        async def play(task: Task, actions: list[str], dynamics_seed: int) -> Played:
+        async def play(task: Task, actions: list[str], dynamics_seed: int) -> ReplayedEpisode:
             member, timeout_s = candidate.member, self._timeout_s
             return await replay(ticket, member, task, actions, dynamics_seed, timeout_s, progress)
 
@@ -231,15 +227,15 @@ class Questioner:
                 candidate, play, checked, config.replays, config.replays_kept
             ):
                 objection = "infeasible"
-            if objection is None and config.resolve and self._asker is not None:
-                task = await self._solved(self._asker, ticket, candidate, checked, progress)
+            if objection is None and config.resolve and self._client is not None:
+                task = await self._solved(self._client, ticket, candidate, checked, progress)
                 objection = "unsolved" if task is None else None
         except EnvironmentFailure as failure:
-            log.warning("no task: %s", failure)
+            log.warning("a candidate is dropped: %s", failure)
             self._failures.note(failure.kind, failure.name, failure.error)
             objection = "infeasible"
         except Unavailable as error:
-            self._outage("a task is not solved again", error)
+            self._outage("a candidate is not solved again", error)
             objection = "unsolved"
         if objection is None:
             return task
@@ -248,19 +244,19 @@ class Questioner:
 
     async def _solved(
         self,
-        asker: Asker,
+        client: JsonClient,
         ticket: Ticket,
         candidate: Candidate,
         checked: bool,
-        progress: TicketProgress,
+        progress: Progress,
     ) -> Task | None:
         task, seed = candidate.task, candidate.dynamics_seed
         own = msgspec.structs.replace(ticket, task=task)
-        world = TimedEnvironment(own, candidate.member, self._timeout_s, progress)
+        world = World(own, candidate.member, self._timeout_s, progress)
         try:
             with progress.during(candidate.member, "solving again"):
                 actions = await solve_again(
-                    asker, world, progress, task, seed, self.config.max_turns, checked
+                    client, world, progress, task, seed, self.config.max_turns, checked
                 )
         except BaseException:
             world.abandon()
@@ -275,20 +271,20 @@ class Questioner:
         task: Task,
         actions: list[str],
         dynamics_seed: int,
-        progress: TicketProgress,
-    ) -> Played | None:
-        """See `replay`; None where the environment fails."""
+        progress: Progress,
+    ) -> ReplayedEpisode | None:
+        """Replay actions; None if the environment fails."""
         try:
             return await replay(
                 ticket, member, task, actions, dynamics_seed, self._timeout_s, progress
             )
         except EnvironmentFailure as failure:
-            log.warning("nothing is made of an exploration: %s", failure)
+            log.warning("an exploration is dropped: %s", failure)
             self._failures.note(failure.kind, failure.name, failure.error)
             return None
 
     def _described(self, task: Task) -> str:
-        """The environment in words: its profile, or what its own instructions say."""
+        """Describe the environment by its profile, or else by its instructions."""
         return self._profile or env_class(task.env).instructions
 
     def _outage(self, what: str, error: Unavailable) -> None:
@@ -297,11 +293,11 @@ class Questioner:
 
 
 def make_questioner(config: Config, failures: FailureCounts | None = None) -> Questioner | None:
-    """The questioner that the configuration asks for, if any."""
+    """Make the configured questioner; None if `questioning.kind` is none."""
     match config.questioning.kind:
         case "none":
             return None
         case "llm":
             endpoint = Endpoint(config.questioning.llm, "questioning", failures)
-            return Questioner(config, Asker(endpoint), failures)
+            return Questioner(config, JsonClient(endpoint), failures)
     return Questioner(config, None, failures)

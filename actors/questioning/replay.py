@@ -1,4 +1,4 @@
-"""What actions lead to in a fresh instance of an environment."""
+"""Replay of actions in a fresh instance of an environment."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,21 +6,24 @@ from typing import Any
 import msgspec
 
 from actors.envs.base import Goals, Step
-from actors.progress import TicketProgress
-from actors.rollout.environment import TimedEnvironment
+from actors.progress import Progress
+from actors.rollout.environment import World
 from evolver_async.schema import Task, Ticket
 
 
 @dataclass(frozen=True)
-class Played:
-    """One sequence of actions. `actions`: those that existed; for each its step, and the parameters
-    that make the state it reached the goal (None where that cannot be, or there are none)."""
+class ReplayedEpisode:
+    """Replay of a sequence of actions.
+
+    `actions`: the valid ones. Per action, `steps` and `goals` hold its step and the task parameters
+    that make the reached state the goal (None if it cannot be one).
+    """
 
     first: str
     actions: list[str]
     steps: list[Step]
     goals: list[dict[str, Any] | None]
-    invalid: int  # actions that did not exist
+    invalid: int  # number of invalid actions
 
     @property
     def success(self) -> bool:
@@ -34,16 +37,14 @@ async def replay(
     actions: list[str],
     dynamics_seed: int,
     timeout_s: float,
-    progress: TicketProgress,
-) -> Played:
-    """Play `actions` from the beginning of `task`, as far as the episode goes.
+    progress: Progress,
+) -> ReplayedEpisode:
+    """Replay `actions` from the initial state of `task` until the episode ends.
 
-    `ticket` and `member`: on whose behalf. EnvironmentFailure where the environment raises or is
-    late.
+    `ticket` and `member` identify the caller. Raise EnvironmentFailure if the environment raises or
+    times out.
     """
-    world = TimedEnvironment(
-        msgspec.structs.replace(ticket, task=task), member, timeout_s, progress
-    )
+    world = World(msgspec.structs.replace(ticket, task=task), member, timeout_s, progress)
     played, steps, goals, invalid = [], [], [], 0
     try:
         await world.open()
@@ -64,4 +65,4 @@ async def replay(
         world.abandon()
         raise
     await world.close()
-    return Played(first, played, steps, goals, invalid)
+    return ReplayedEpisode(first, played, steps, goals, invalid)

@@ -1,32 +1,32 @@
-"""A language model solves a task again, with the reference as a hint that may be wrong.
+"""Second solution of a task by a language model, with the reference as an unreliable hint.
 
-What cannot be solved so is no task; what can gets the solution that was found as its reference.
+An unsolved task is rejected; a solved one gets the found solution as its reference.
 """
 
 from actors.envs.base import Step
-from actors.llm.asking import Asker, shown, steps_shown
-from actors.progress import TicketProgress
+from actors.llm.json_client import JsonClient, as_json, step_records
+from actors.progress import Progress
 from actors.questioning.explore import parse_choice
 from actors.questioning.grade import grade
 from actors.questioning.prompts import SOLVE
-from actors.rollout.environment import TimedEnvironment
+from actors.rollout.environment import World
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.schema import Task
 
 
 async def solve_again(
-    asker: Asker,
-    world: TimedEnvironment,
-    progress: TicketProgress,
+    client: JsonClient,
+    world: World,
+    progress: Progress,
     task: Task,
     dynamics_seed: int,
     max_turns: int,
     checked: bool,
 ) -> list[str] | None:
-    """The actions that solved the task in `world`, which is fresh; None where none did.
+    """Return the actions that solved the task in the fresh `world`; None if it was not solved.
 
-    `checked`: the environment knows whether it is solved; else the language model grades. Raises
-    Unavailable and EnvironmentFailure.
+    `checked`: the environment checks success; otherwise the language model grades it. Raise
+    Unavailable or EnvironmentFailure.
     """
     await world.open()
     beginning = seen = await world.call("reset", world.env.reset, task, dynamics_seed)
@@ -38,9 +38,9 @@ async def solve_again(
             "task": task.query,
             "hint": task.reference,
             "beginning": beginning,
-            "so far": steps_shown([(t.action, s) for t, s in zip(turns, after, strict=True)]),
+            "so far": step_records([(t.action, s) for t, s in zip(turns, after, strict=True)]),
         }
-        choice = await asker.ask(SOLVE, shown(record), parse_choice)
+        choice = await client.ask(SOLVE, as_json(record), parse_choice)
         if choice is None or not choice.action.strip():
             break
         action = choice.action.strip()
@@ -54,6 +54,6 @@ async def solve_again(
     if not turns:
         return None
     if not checked:
-        given = await grade(asker, task, turns, seen)
+        given = await grade(client, task, turns, seen)
         solved = given is not None and given.success
     return [turn.action for turn in turns] if solved else None

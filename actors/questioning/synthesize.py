@@ -1,7 +1,7 @@
-"""Explorations → candidates for tasks, each with a solution that the exploration suggests.
+"""Candidates for tasks from explorations, each with a reference solution.
 
-goals   a state that was reached is the goal, the way there the solution; no language model
-llm     a language model words tasks and solutions out of what was done and seen
+goals   a reached state becomes the goal, the actions up to it the solution; no language model
+llm     a language model writes tasks and solutions from actions and observations
 """
 
 import hashlib
@@ -12,19 +12,19 @@ from typing import Annotated, Any
 import msgspec
 
 from actors.formats.turns import SEPARATOR
-from actors.llm.asking import convert, cut, shown, steps_shown
+from actors.llm.json_client import as_json, decode_json, step_records, truncate
 from actors.questioning.prompts import SYNTHESIS
-from actors.questioning.replay import Played
+from actors.questioning.replay import ReplayedEpisode
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.schema import Task
 
 QUERY_CHARS = 1_000
-SOLUTION_CHARS = 4_000  # all actions together: tasks travel, and are kept, with their solution
+SOLUTION_CHARS = 4_000  # of all actions, as tasks are sent and stored with their solution
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exploration:
-    """One episode of a ticket, as it can be played again; `ending`: what it saw last."""
+    """Episode of an explore ticket, with all that a replay needs. `ending`: last observation."""
 
     member: int
     dynamics_seed: int
@@ -39,7 +39,7 @@ class Exploration:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A task that may be. `member`, `dynamics_seed`: the exploration that it comes from."""
+    """Candidate for a task. `member`, `dynamics_seed`: of the exploration it comes from."""
 
     task: Task
     confidence: float
@@ -48,7 +48,7 @@ class Candidate:
 
 
 class Proposal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a language model is asked for."""
+    """Task in an answer of a language model."""
 
     query: Annotated[str, msgspec.Meta(min_length=1, max_length=QUERY_CHARS)]
     confidence: Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -58,10 +58,10 @@ class Proposal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def task_of(
     explored: Task, reference: list[str], *, goal: dict[str, Any] | None = None, query: str = ""
 ) -> Task:
-    """The synthetic task whose goal these parameters or these words are.
+    """Make the synthetic task with this goal or query.
 
-    Its id is its content's: whoever finds the same task gives it the same name. Where there is a
-    goal, the words do not count.
+    Its id is a hash of its content, so equal tasks have equal ids. With a goal, the query is not
+    part of the content.
     """
     params = explored.params | (goal or {})
     content = [explored.env, explored.split, explored.map_seed, params, "" if goal else query]
@@ -79,11 +79,11 @@ def task_of(
     )
 
 
-def from_goals(explored: Task, plays: list[tuple[Exploration, Played]]) -> list[Candidate]:
-    """The states that were reached as goals, each once.
+def from_goals(explored: Task, plays: list[tuple[Exploration, ReplayedEpisode]]) -> list[Candidate]:
+    """Make one candidate for each state that was reached.
 
-    The share of the explorations that reached a state tells how hard it is: those nearest to one
-    half come first, of equals the one that took longest.
+    The share of explorations that reached a state measures its difficulty: candidates are sorted by
+    its distance from one half, then by descending length of the solution.
     """
     reached: dict[str, list[tuple[Exploration, Task]]] = {}
     for exploration, played in plays:
@@ -117,25 +117,23 @@ def from_goals(explored: Task, plays: list[tuple[Exploration, Played]]) -> list[
 
 
 def question(described: str, explored: Exploration, known: list[str], most: int) -> tuple[str, str]:
-    """What a language model is asked for tasks with: the system's words and the question. There is
-    at least one turn."""
+    """Return system message and question that ask for tasks. There must be at least one turn."""
     turns, ending = explored.turns, explored.ending or "(the exploration ended)"
     after = [*(turn.observation for turn in turns[1:]), ending]
     pairs = [(turn.said, seen) for turn, seen in zip(turns, after, strict=True)]
     record = {
-        "beginning": cut([turns[0].observation])[0],
-        "explored": steps_shown(pairs),
+        "beginning": truncate([turns[0].observation])[0],
+        "explored": step_records(pairs),
         "existing tasks": known,
     }
-    return SYNTHESIS.format(most=most), f"{described}\n\n{shown(record)}"
+    return SYNTHESIS.format(most=most), f"{described}\n\n{as_json(record)}"
 
 
 def parse_proposals(answer: str, most: int) -> list[Proposal]:
-    """The proposals in an answer, the surest first; ValueError where it is anything but a list of
-    at most `most`."""
-    proposals = convert(answer, list[Proposal])
+    """Parse at most `most` proposals, sorted by descending confidence. Raise ValueError."""
+    proposals = decode_json(answer, list[Proposal])
     if len(proposals) > most:
-        raise ValueError(f"{len(proposals)} tasks, asked for {most}")
+        raise ValueError(f"{len(proposals)} tasks instead of at most {most}")
     longest = max((sum(len(one) + 1 for one in p.action_sequence) for p in proposals), default=0)
     if longest > SOLUTION_CHARS:
         raise ValueError(f"a solution of {longest} characters")

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from workers import Buffer, Walker, granted, run, version
 
-from actors.judge.judge import Judged
+from actors.judge.judge import JudgedEpisode
 from actors.postprocess import ActorComponents
 from actors.questioning.grade import Grade
 from actors.rollout.group import run_group
@@ -25,9 +25,9 @@ class Court:
 
     def __init__(self, seconds: float = 0.0, finds: bool = True) -> None:
         self.seconds, self.finds = seconds, finds
-        self.heard: list[Judged] = []
+        self.heard: list[JudgedEpisode] = []
 
-    async def label(self, episode: Judged) -> tuple[list[int], str]:
+    async def label(self, episode: JudgedEpisode) -> tuple[list[int], str]:
         self.heard.append(episode)
         await asyncio.sleep(self.seconds)
         return ([1, -1, 1], "rule") if self.finds else ([], "")

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from torch import Tensor
 
-from actors.endpoint.runner import Agents
+from actors.endpoint.runner import AgentRunner
 from actors.engines.base import Generation, Request
 from actors.formats.chat import Chat
 from actors.formats.turns import ThinkAnswer
@@ -139,7 +139,7 @@ async def measure(words: int, pool: Any) -> tuple[float, float]:
         )
         return await done
 
-    agents = Agents(agent, "bench:agent", Parrot(), CHAT)
+    agents = AgentRunner(agent, "bench:agent", Parrot(), CHAT)
     finished: list[Finished] = []
     await agents.run(ticket(0), setting(), TicketProgress(), finished.append)  # warm
     began_cpu, began = time.process_time(), time.perf_counter()

@@ -26,7 +26,7 @@ from actors.envs.grid.frozen_lake import FrozenLake
 from actors.envs.grid.frozen_lake_map import ACTIONS
 from actors.formats.chat import Chat
 from actors.formats.turns import ThinkAnswer
-from actors.judge.judge import Judged, RuleJudge
+from actors.judge.judge import JudgedEpisode, RuleJudge
 from actors.judge.labels import parse
 from actors.judge.prompt import question
 from actors.progress import TicketProgress
@@ -113,7 +113,9 @@ async def alone() -> float:
     began = time.perf_counter()
     for _ in range(repeats):
         scores = [lake.score() for _ in range(TURNS + 1)]
-        await judge.label(Judged(query="", turns=[], reward=0.0, success=False, scores=scores))
+        await judge.label(
+            JudgedEpisode(query="", turns=[], reward=0.0, success=False, scores=scores)
+        )
     return (time.perf_counter() - began) / repeats
 
 
@@ -126,7 +128,7 @@ async def rollouts(judge: RuleJudge | None) -> tuple[float, float, int]:
         done.append(finished)
         if judge is not None:
             trajectory = finished.trajectory
-            judged = Judged(
+            judged = JudgedEpisode(
                 query=finished.query,
                 turns=finished.transcript.turns,
                 reward=trajectory.reward,

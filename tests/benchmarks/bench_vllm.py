@@ -110,8 +110,9 @@ def worst(model: Any, versions: dict[WeightId, Any], request: Request, out: Gene
 
 
 async def measure(path: Path) -> None:
-    from actors.engines.vllm_core import Settings, VllmCore
+    from actors.engines.vllm_core import VllmCore
     from actors.engines.vllm_engine import VllmEngine
+    from actors.engines.vllm_start import Settings
 
     settings = Settings(
         path=str(path),

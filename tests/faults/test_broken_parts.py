@@ -149,6 +149,6 @@ def test_a_judge_that_answers_nonsense_is_on_the_console(
         judge = ("judge.kind=llm", f"judge.llm.url={server.url}", "judge.llm.model=m")
         with run(*judge) as console:  # type: ignore[attr-defined]
             seen = console.waits_for(
-                rf"judge {re.escape(server.url)} failed .*an answer that cannot be read"
+                rf"judge {re.escape(server.url)} failed .*the answer cannot be parsed"
             )
-            check_quick("nonsense", seen, console.logged("an answer that cannot be read"))
+            check_quick("nonsense", seen, console.logged("the answer cannot be parsed"))

@@ -13,10 +13,10 @@ import torch
 from openai import AsyncOpenAI
 from transformers.models.auto import AutoModelForCausalLM
 
-from actors.endpoint.outcome import Outcome
-from actors.endpoint.request import Message, decode
+from actors.endpoint.outcome import AgentOutcome
+from actors.endpoint.request import ChatMessage, decode
 from actors.endpoint.template import Template
-from actors.endpoint.tools import Call, canonical, written
+from actors.endpoint.tools import ChatToolCall, assistant_text, canonical
 from actors.envs.base import make_env
 from actors.formats.chat import Chat
 from evolver_async.model.policy import token_logprobs
@@ -51,7 +51,7 @@ def shared_client() -> AsyncOpenAI:
     return AsyncOpenAI(base_url="http://127.0.0.1", api_key="none")
 
 
-async def puller(*, base_url: str, api_key: str, task: Task, seed: int) -> Outcome:
+async def puller(*, base_url: str, api_key: str, task: Task, seed: int) -> AgentOutcome:
     """Plays one pull of the bandit by tool calls, and earns what the arm pays."""
     env = make_env(task.env, task.params)
     messages: list[Any] = [{"role": "user", "content": env.reset(task, seed)}]
@@ -73,7 +73,7 @@ async def puller(*, base_url: str, api_key: str, task: Task, seed: int) -> Outco
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
         if not said.tool_calls:
             break
-    return Outcome(earned, success)
+    return AgentOutcome(earned, success)
 
 
 def make_policy(directory: Path, steps: int = 200) -> float:
@@ -114,12 +114,12 @@ def _stream(chat: Chat, template: Template, rng: random.Random) -> tuple[list[in
     rng.shuffle(arms)
     asked: list[Any] = [{"role": "user", "content": f"arms {arms[0]} {arms[1]}"}]
     arm, paid = rng.choice(arms), rng.choice(["0", "1", "0.15"])
-    call = Call("pull", canonical({"arm": arm}))
+    call = ChatToolCall("pull", canonical({"arm": arm}))
     assert chat.end_of_turn is not None
     tokens = template.first(decode(json.dumps({"messages": asked, "tools": [PULL]}).encode()))
     learnt = [0] * len(tokens)
-    between = template.next((Message("tool", f"paid {paid}"),), True)
-    for said, after in ((written("", (call,)), between), (f" {paid}", [])):
+    between = template.next((ChatMessage("tool", f"paid {paid}"),), True)
+    for said, after in ((assistant_text("", (call,)), between), (f" {paid}", [])):
         sampled = [*chat.tokens_of(said), chat.end_of_turn]
         tokens += sampled + after
         learnt += [1] * len(sampled) + [0] * len(after)

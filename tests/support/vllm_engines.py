@@ -7,8 +7,9 @@ from engine_conformance import RUNNER
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
-from actors.engines.vllm_core import Settings, VllmCore
+from actors.engines.vllm_core import VllmCore
 from actors.engines.vllm_engine import VllmEngine
+from actors.engines.vllm_start import Settings
 from evolver_async.model.policy import state_tensors
 from evolver_async.model.tiny import make_tokenizer
 from evolver_async.schema import WeightId

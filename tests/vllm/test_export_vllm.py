@@ -11,7 +11,7 @@ import psutil
 import pytest
 from exported import EPISODES, make_export, play
 
-from actors.engines.vllm_core import CPU_BLOCK, CPU_KV_BYTES, ENVIRONMENT
+from actors.engines.vllm_start import CPU_BLOCK, CPU_KV_BYTES, ENVIRONMENT
 
 pytestmark = pytest.mark.vllm
 

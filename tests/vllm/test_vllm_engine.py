@@ -15,8 +15,9 @@ from launches import alive, wait_for
 from vllm_engines import TOKENIZER, engine_of, lend, make_model, save, settings
 
 from actors.engines.base import Generation
-from actors.engines.vllm_core import CPU_BLOCK, EngineDied, VllmCore
+from actors.engines.vllm_core import EngineDied, VllmCore
 from actors.engines.vllm_engine import VllmEngine
+from actors.engines.vllm_start import CPU_BLOCK
 from evolver_async.model.policy import ModelError
 from evolver_async.process.private_directories import PREFIX, claim
 

@@ -25,18 +25,18 @@ from transformers.models.auto import AutoModelForCausalLM
 from actors.endpoint import server as server_module
 from actors.endpoint.group_judge import GroupJudge, question
 from actors.endpoint.group_judge import parse as parse_scores
-from actors.endpoint.outcome import Outcome, load_agent, outcome_of
-from actors.endpoint.request import Message, Refused, decode
-from actors.endpoint.runner import Agents, Unjudged
+from actors.endpoint.outcome import AgentOutcome, load_agent, outcome_of
+from actors.endpoint.request import ChatMessage, RequestRefused, decode
+from actors.endpoint.runner import AgentRunner, JudgementMissing
 from actors.endpoint.template import Template
-from actors.endpoint.tools import Call, canonical, parse, written
+from actors.endpoint.tools import ChatToolCall, assistant_text, canonical, parse
 from actors.engines.base import Engine, Generation, Request
 from actors.engines.torch_engine import TorchEngine
 from actors.envs.base import EnvironmentFailure
 from actors.formats.chat import Chat
 from actors.formats.turns import ThinkAnswer
 from actors.llm.client import Endpoint
-from actors.progress import TicketProgress
+from actors.progress import Progress
 from actors.rollout.episode import EpisodeLate, Finished
 from actors.rollout.episode_config import Setting
 from evolver_async.config import Llm
@@ -194,12 +194,10 @@ def run(
 
     async def all_of_it() -> None:
         used = setting(**changes)
-        agents = Agents(agent, "tests:agent", engine, used.chat, judge)
+        agents = AgentRunner(agent, "tests:agent", engine, used.chat, judge)
         try:
-            await agents.run(
-                ticket(members, max_tokens), used, TicketProgress(), ran.finished.append
-            )
-        except (EnvironmentFailure, EpisodeLate, Unjudged, RuntimeError) as error:
+            await agents.run(ticket(members, max_tokens), used, Progress(), ran.finished.append)
+        except (EnvironmentFailure, EpisodeLate, JudgementMissing, RuntimeError) as error:
             ran.error = error
         except BaseExceptionGroup as errors:
             ran.error = errors.exceptions[0]
@@ -575,9 +573,9 @@ def test_a_call_that_outlives_its_episode_is_ended() -> None:
         return 1.0
 
     async def all_of_it() -> None:
-        agents = Agents(agent, "tests:agent", engine, CHAT)
+        agents = AgentRunner(agent, "tests:agent", engine, CHAT)
         finished: list[Finished] = []
-        await agents.run(ticket(), setting(), TicketProgress(), finished.append)
+        await agents.run(ticket(), setting(), Progress(), finished.append)
         async with asyncio.timeout(5):
             while not heard:
                 await asyncio.sleep(0.01)
@@ -585,7 +583,7 @@ def test_a_call_that_outlives_its_episode_is_ended() -> None:
         await agents.close()
 
     asyncio.run(all_of_it())
-    assert isinstance(heard[0], openai.APIConnectionError) and engine.cancelled == 1
+    assert isinstance(heard[0], openai.NotFoundError) and engine.cancelled == 1
 
 
 def test_what_the_engine_raises_is_no_fault_of_the_agent() -> None:
@@ -600,13 +598,15 @@ def test_what_the_engine_raises_is_no_fault_of_the_agent() -> None:
 def test_a_url_is_of_one_episode_on_this_host_and_ends_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server_module, "MOST_BODY", 10_000)
+    monkeypatch.setattr(server_module, "MAX_BODY_BYTES", 10_000)
     urls: list[str] = []
 
-    async def raw(url: str, said: bytes) -> bytes:
+    async def raw(url: str, said: bytes, *, ends: bool = False) -> bytes:
         host, port = url.split("/")[2].split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(said)
+        if ends:
+            writer.write_eof()
         answer = await asyncio.wait_for(reader.read(65536), 5)
         writer.close()
         return answer
@@ -621,7 +621,7 @@ def test_a_url_is_of_one_episode_on_this_host_and_ends_with_it(
             with pytest.raises(openai.NotFoundError):
                 await ask(stranger, ASK)
             await stranger.close()
-        assert (await raw(url, b"\x16\x03\x01 hello\r\n\r\n")) == b""
+        assert (await raw(url, b"\x16\x03\x01 hello\r\n\r\n")).startswith(b"HTTP/1.1 400")
         head = f"POST /{token}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: ".encode()
         assert (await raw(url, head + b"5\r\n\r\n{nope")).startswith(b"HTTP/1.1 400")
         long = head + b"20000\r\n\r\n" + b"[" * 20000
@@ -632,6 +632,8 @@ def test_a_url_is_of_one_episode_on_this_host_and_ends_with_it(
         assert len(await raw(url, early)) < 1000
         waits = head + b"2\r\nexpect: 100-continue\r\n\r\n"
         assert (await raw(url, waits)).startswith(b"HTTP/1.1 100")
+        partial = head + b"500\r\n\r\n" + json.dumps({"messages": ASK}).encode()
+        assert (await raw(url, partial, ends=True)) == b""
         assert [model.id async for model in client.models.list()] == ["policy"]
         await ask(client, ASK)
         return 1.0
@@ -645,12 +647,12 @@ def test_a_url_is_of_one_episode_on_this_host_and_ends_with_it(
             async with Client(base_url=base_url, api_key=api_key, max_retries=0) as client:
                 return await player(client)
 
-        agents = Agents(agent, "tests:agent", engine, CHAT)
+        agents = AgentRunner(agent, "tests:agent", engine, CHAT)
         finished: list[Finished] = []
         for _ in range(2):
-            await agents.run(ticket(), used, TicketProgress(), finished.append)
+            await agents.run(ticket(), used, Progress(), finished.append)
         await agents.close()
-        assert len(finished) == 2 and urls[0] != urls[1]
+        assert len(finished) == len(engine.requests) == 2 and urls[0] != urls[1]
 
     asyncio.run(both())
 
@@ -714,7 +716,7 @@ def test_who_says_nothing_is_hung_up_on_and_who_waits_for_an_answer_is_not(
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_its_name(change: dict[str, Any], named: str) -> None:
-    with pytest.raises(Refused, match=named):
+    with pytest.raises(RequestRefused, match=named):
         decode(json.dumps({"messages": ASK} | change).encode())
 
 
@@ -735,7 +737,7 @@ def test_what_changes_no_distribution_is_taken_and_the_temperature_is_the_run_s(
 
 
 def test_the_same_message_is_equal_whoever_wrote_it_down() -> None:
-    def message(**parts: Any) -> Message:
+    def message(**parts: Any) -> ChatMessage:
         body = {"messages": [{"role": "assistant", **parts}, *ASK]}
         return decode(json.dumps(body).encode()).messages[0]
 
@@ -761,8 +763,8 @@ PLAIN = st.recursive(
 
 @given(st.lists(st.tuples(st.text("fgh_", min_size=1), st.dictionaries(st.text("ab"), PLAIN))))
 def test_calls_that_are_written_are_read_back(listed: list[tuple[str, dict[str, Any]]]) -> None:
-    calls = tuple(Call(name, canonical(arguments)) for name, arguments in listed)
-    assert parse(written("so", calls)) == ("so", calls, True)
+    calls = tuple(ChatToolCall(name, canonical(arguments)) for name, arguments in listed)
+    assert parse(assistant_text("so", calls)) == ("so", calls, True)
 
 
 @pytest.mark.parametrize(
@@ -785,14 +787,14 @@ def test_a_call_that_is_none_is_not_guessed(body: str) -> None:
 
 
 def test_a_return_value_is_an_outcome() -> None:
-    assert outcome_of(1) == Outcome(1.0, True)
-    assert outcome_of(0.75) == Outcome(0.75, False)
-    assert outcome_of(Outcome(0.2, True)) == Outcome(0.2, True)
+    assert outcome_of(1) == AgentOutcome(1.0, True)
+    assert outcome_of(0.75) == AgentOutcome(0.75, False)
+    assert outcome_of(AgentOutcome(0.2, True)) == AgentOutcome(0.2, True)
 
 
-def conversation(*said: str) -> tuple[Message, ...]:
+def conversation(*said: str) -> tuple[ChatMessage, ...]:
     roles = ("user", "assistant")
-    return tuple(Message(roles[index % 2], text) for index, text in enumerate(said))
+    return tuple(ChatMessage(roles[index % 2], text) for index, text in enumerate(said))
 
 
 def test_the_judge_reads_the_common_beginning_once_and_texts_stay_in_their_place() -> None:
@@ -842,10 +844,10 @@ def judged(server: OpenAIServer) -> Ran:
 
     async def all_of_it() -> None:
         judge = GroupJudge(Endpoint(Llm(url=server.url, model="m", retries=0), "judge"), 1, 10.0)
-        agents = Agents(agent, "tests:agent", Scripted(*said), CHAT, judge)
+        agents = AgentRunner(agent, "tests:agent", Scripted(*said), CHAT, judge)
         try:
-            await agents.run(ticket(4), setting(), TicketProgress(), ran.finished.append)
-        except Unjudged as error:
+            await agents.run(ticket(4), setting(), Progress(), ran.finished.append)
+        except JudgementMissing as error:
             ran.error = error
         ran.counts = agents.counters()
         await agents.close()
@@ -873,7 +875,7 @@ def test_a_judge_pays_each_member_for_what_it_said_in_whatever_order_it_is_shown
 def test_without_a_good_judgment_nobody_is_paid_anything() -> None:
     with OpenAIServer("all of them are fine", '{"scores": [1, 1]}') as server:
         ran = judged(server)
-    assert isinstance(ran.error, Unjudged) and ran.finished == []
+    assert isinstance(ran.error, JudgementMissing) and ran.finished == []
     assert ran.counts["agent/unjudged"] == 1 and ran.counts["agent/unreadable_judgments"] == 2
 
 
@@ -906,8 +908,6 @@ def test_an_agent_that_cannot_be_is_named_before_anything_starts(path: str) -> N
         (["rollout.agent=a:b", "launch.kind=serial"], "rollout.agent: "),
         (["rollout.agent=a:b", "rollout.format=tool_call"], "rollout.format: "),
         (["rollout.agent=a:b", "rollout.context=single"], "rollout.context: "),
-        (["rollout.agent=a:b", "rollout.system_prompt=hi"], "rollout.system_prompt: "),
-        (["rollout.agent=a:b", "env.prompt=plain"], "env.prompt: "),
         (["rollout.agent=a:b", "experience.kind=contrast"], "experience.kind: contrast writes"),
         (["rollout.agent=a:b", "questioning.kind=goals"], "questioning.kind: goals explores"),
         (["rollout.agent=a:b", "judge.kind=rule"], "judge.kind: "),

@@ -13,7 +13,7 @@ from transformers import (
 )
 from transformers.models.auto import AutoModelForCausalLM
 
-from actors.engines.fused import LeanDecoder
+from actors.engines.fused import FusedDecoder
 from actors.engines.sampling import sample
 from actors.engines.torch_engine import TorchEngine
 from evolver_async.model.tiny import make_tokenizer
@@ -59,7 +59,7 @@ def test_conformance_of_other_architectures(promise, name):
 
 
 def test_lean_forward_is_used_where_it_fits():
-    assert [name for name in CONFIGS if LeanDecoder.fits(settings(name).model)] == [
+    assert [name for name in CONFIGS if FusedDecoder.fits(settings(name).model)] == [
         "qwen3",
         "qwen2_tied_grouped",
         "llama_grouped",

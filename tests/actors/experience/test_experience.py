@@ -1,6 +1,7 @@
 """Self-Navigating without processes: pool, store, extraction, service, quoting."""
 
 import contextlib
+import importlib.util
 import itertools
 import random
 import re
@@ -17,16 +18,19 @@ from contributions import LOST, WON, Told, contribution, episode, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.experience import pool as pools
+from actors.checks.config import check
+from actors.experience import index as indexes
+from actors.experience.contrast import contrast_items
 from actors.experience.embed import HashEmbedder, embed
-from actors.experience.extract import diverged
-from actors.experience.pool import Index, Item, Pool, Rows
-from actors.experience.service import Service
+from actors.experience.index import VectorIndex
+from actors.experience.pool import ExperiencePool, Item
+from actors.experience.service import ExperienceService
 from actors.experience.store import FILE, Store
 from actors.experience.templates import contrast
 from actors.formats.chat import Chat
 from actors.llm.quoting import plain, quoted
 from evolver_async.config import Experience
+from evolver_async.config.load import load
 from evolver_async.model.tiny import make_tokenizer
 from evolver_async.protocol import messages
 from evolver_async.protocol.transcripts import Transcript
@@ -35,14 +39,14 @@ LIMITS = {"capacity": 1000, "per_source": 500, "retire_uses": 4, "retire_utility
 
 
 @pytest.fixture
-def open_pool(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
+def open_pool(tmp_path: Path) -> Iterator[Callable[..., ExperiencePool]]:
     """Opens the pool of this test's directory, as often as wanted."""
-    opened: list[Pool] = []
+    opened: list[ExperiencePool] = []
 
-    def open_pool(dimensions: int = 64, **limits: float) -> Pool:
+    def open_pool(dimensions: int = 64, **limits: float) -> ExperiencePool:
         store = Store(tmp_path / "experience" / FILE)
         numbers = {**LIMITS, "dedup": 0.95, **limits}
-        opened.append(Pool(store, HashEmbedder(dimensions), **numbers))
+        opened.append(ExperiencePool(store, HashEmbedder(dimensions), **numbers))
         return opened[-1]
 
     yield open_pool
@@ -56,7 +60,7 @@ def item(number: int, state: str = "", when: str = "walk to the goal") -> Item:
     return Item(when, " ".join(words), 1.0, state)
 
 
-def contents(pool: Pool, query: str = "walk to the goal", top_k: int = 100) -> list[str]:
+def contents(pool: ExperiencePool, query: str = "walk to the goal", top_k: int = 100) -> list[str]:
     return [entry.content for entry in pool.retrieve(query, top_k, 0.5)]
 
 
@@ -95,18 +99,15 @@ def test_alike_texts_are_nearer_than_others() -> None:
 # ---- index
 
 
-@pytest.mark.parametrize("flat", ["faiss", "numpy"])
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 30), max_size=60), st.integers(1, 8))
-def test_the_index_finds_what_a_slow_search_finds(flat: str, flips: list[int], count: int) -> None:
+def test_the_index_finds_what_a_slow_search_finds(flips: list[int], count: int) -> None:
     """Each number in `flips` is added, or removed where it is there; the oracle is a loop."""
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(31, 8)).astype(np.float32)
     with pytest.MonkeyPatch.context() as patch:
-        if flat == "numpy":
-            patch.setattr(pools, "_flat", Rows)
-        patch.setattr(pools, "REMOVED", 3)
-        index, there = Index(8), set()
+        patch.setattr(indexes, "MAX_REMOVED", 3)
+        index, there = VectorIndex(8), set()
         for number in flips:
             if number in there:
                 index.remove(number)
@@ -118,10 +119,6 @@ def test_the_index_finds_what_a_slow_search_finds(flat: str, flips: list[int], c
             assert [found for found, _ in index.search(query, count)] == slow
 
 
-def test_faiss_is_what_the_tests_run_on() -> None:
-    assert type(Index(8)._flat).__module__.startswith("faiss")
-
-
 def test_a_gpu_that_cannot_be_used_costs_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -129,18 +126,25 @@ def test_a_gpu_that_cannot_be_used_costs_a_warning(
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(faiss, "get_num_gpus", lambda: 1)
-    monkeypatch.setattr(pools, "_gpu", lambda: None)
+    monkeypatch.setattr(indexes, "_gpu", lambda: None)
     monkeypatch.setattr(faiss, "index_cpu_to_gpu", full, raising=False)
-    index = Index(2)
+    index = VectorIndex(2)
     index.add(7, np.ones(2, np.float32))
     assert index.search(np.ones(2, np.float32), 1) == [(7, 2.0)]
     assert "without the GPU: out of memory" in caplog.text
 
 
+def test_without_faiss_a_run_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(None, ["stages.0.steps=10", "experience.kind=contrast"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^experience\.kind: contrast needs faiss.*pip install"):
+        check(config)
+
+
 # ---- pool
 
 
-def test_the_same_is_taken_in_once_and_counted(open_pool: Callable[..., Pool]) -> None:
+def test_the_same_is_taken_in_once_and_counted(open_pool: Callable[..., ExperiencePool]) -> None:
     pool = open_pool()
     assert pool.add([item(1), item(2), item(1)], "a", []) == 2
     near = Item(item(1).when_to_use, item(1).content.upper(), 1.0)
@@ -150,7 +154,9 @@ def test_the_same_is_taken_in_once_and_counted(open_pool: Callable[..., Pool]) -
     assert pool.add([other_task], "a", []) == 1, "the same advice for another task is something new"
 
 
-def test_everything_is_there_again_after_a_restart(open_pool: Callable[..., Pool]) -> None:
+def test_everything_is_there_again_after_a_restart(
+    open_pool: Callable[..., ExperiencePool],
+) -> None:
     pool = open_pool()
     pool.add([item(1, "s"), item(2)], "a", ["7/0/0"])
     pool.add([item(3)], "b", ["7/1/0"])
@@ -173,7 +179,7 @@ def test_everything_is_there_again_after_a_restart(open_pool: Callable[..., Pool
     assert max(again.entries) == 4, "no id is given twice"
 
 
-def test_another_embedder_gets_vectors_of_its_own(open_pool: Callable[..., Pool]) -> None:
+def test_another_embedder_gets_vectors_of_its_own(open_pool: Callable[..., ExperiencePool]) -> None:
     pool = open_pool(64)
     pool.add([item(number) for number in range(5)], "a", [])
     pool.close()
@@ -184,7 +190,9 @@ def test_another_embedder_gets_vectors_of_its_own(open_pool: Callable[..., Pool]
     assert all(entry.when_vector.shape == (32,) for entry in open_pool(32).entries.values())
 
 
-def test_who_helps_comes_first_and_who_does_not_retires(open_pool: Callable[..., Pool]) -> None:
+def test_who_helps_comes_first_and_who_does_not_retires(
+    open_pool: Callable[..., ExperiencePool],
+) -> None:
     pool = open_pool()
     pool.add([item(number) for number in range(3)], "a", [])
     useful, useless, unused = sorted(pool.entries)
@@ -199,7 +207,9 @@ def test_who_helps_comes_first_and_who_does_not_retires(open_pool: Callable[...,
     assert pool.counters()["experience/retired"] == 1
 
 
-def test_one_advice_a_state_and_no_more_than_asked_for(open_pool: Callable[..., Pool]) -> None:
+def test_one_advice_a_state_and_no_more_than_asked_for(
+    open_pool: Callable[..., ExperiencePool],
+) -> None:
     pool = open_pool()
     pool.add([item(1, "s"), item(2, "s"), item(3, "t"), item(4), item(5)], "a", [])
     pool.feed_back([1], success=True)
@@ -209,7 +219,7 @@ def test_one_advice_a_state_and_no_more_than_asked_for(open_pool: Callable[..., 
     assert pool.counters()["experience/empty"] == 1
 
 
-def test_the_least_useful_make_room(open_pool: Callable[..., Pool]) -> None:
+def test_the_least_useful_make_room(open_pool: Callable[..., ExperiencePool]) -> None:
     pool = open_pool(capacity=10, per_source=6)
     pool.add([item(number) for number in range(6)], "a", [])
     pool.feed_back([2, 3], success=True)
@@ -225,7 +235,7 @@ def test_the_least_useful_make_room(open_pool: Callable[..., Pool]) -> None:
 
 
 def test_a_purged_source_leaves_nothing_anywhere(
-    open_pool: Callable[..., Pool], tmp_path: Path
+    open_pool: Callable[..., ExperiencePool], tmp_path: Path
 ) -> None:
     pool = open_pool()
     pool.add([Item("walk to the goal", "poison poison jump", 1.0), item(1)], "bad", [])
@@ -243,17 +253,17 @@ def test_a_purged_source_leaves_nothing_anywhere(
 
 
 def test_what_was_not_committed_is_gone_and_the_rest_whole(
-    open_pool: Callable[..., Pool], tmp_path: Path
+    open_pool: Callable[..., ExperiencePool], tmp_path: Path
 ) -> None:
     """A process that is killed between two commits, many times."""
     code = """
 import os, sys
 from pathlib import Path
 from actors.experience.embed import HashEmbedder
-from actors.experience.pool import Item, Pool
+from actors.experience.pool import Item, ExperiencePool
 from actors.experience.store import Store
-pool = Pool(Store(Path(sys.argv[1])), HashEmbedder(64), dedup=0.95, capacity=1000, per_source=1000,
-    retire_uses=4, retire_utility=0.3)
+pool = ExperiencePool(Store(Path(sys.argv[1])), HashEmbedder(64), dedup=0.95, capacity=1000,
+    per_source=1000, retire_uses=4, retire_utility=0.3)
 number = len(pool)
 while True:
     words = " ".join(f"w{number}x{part}" for part in range(6))
@@ -282,7 +292,9 @@ while True:
         pool.close()
 
 
-def test_a_damaged_file_is_put_aside(open_pool: Callable[..., Pool], tmp_path: Path) -> None:
+def test_a_damaged_file_is_put_aside(
+    open_pool: Callable[..., ExperiencePool], tmp_path: Path
+) -> None:
     pool = open_pool()
     pool.add([item(number) for number in range(200)], "a", [])
     pool.close()
@@ -296,7 +308,7 @@ def test_a_damaged_file_is_put_aside(open_pool: Callable[..., Pool], tmp_path: P
 
 
 def test_a_locked_file_is_not_taken_for_a_damaged_one(
-    open_pool: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_pool: Callable[..., ExperiencePool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = open_pool()
     pool.add([item(1)], "a", [])  # holds the write lock until commit
@@ -335,7 +347,7 @@ def test_items_are_where_failures_left_the_ways_of_successes(
         for n, (way, success) in enumerate(group)
     ]
     expected = slow_divergence(episodes)
-    items = diverged("task", episodes)
+    items = contrast_items("task", episodes)
     assert {item.state for item in items} == set(expected) and len(items) == len(expected)
     for found in items:
         good, bad = expected[found.state]
@@ -396,17 +408,17 @@ def test_hostile_text_cannot_end_its_span(text: str) -> None:
 
 
 @pytest.fixture
-def service(open_pool: Callable[..., Pool]) -> Service:
-    return Service(open_pool(), Experience(kind="contrast", similarity=0.9), Told())
+def service(open_pool: Callable[..., ExperiencePool]) -> ExperienceService:
+    return ExperienceService(open_pool(), Experience(kind="contrast", similarity=0.9), Told())
 
 
-def guidance(service: Service, query: str = "walk to the goal") -> messages.Guidance:
+def guidance(service: ExperienceService, query: str = "walk to the goal") -> messages.Guidance:
     (reply,) = service.handle("actor-0", messages.Retrieve(query=query), 0.0)
     assert isinstance(reply, messages.Guidance)
     return reply
 
 
-def test_a_group_teaches_the_next_one_of_its_task(service: Service) -> None:
+def test_a_group_teaches_the_next_one_of_its_task(service: ExperienceService) -> None:
     assert guidance(service).texts == []
     (reply,) = service.handle("actor-0", contribution(WON, LOST), 0.0)
     assert isinstance(reply, messages.Ok)
@@ -417,7 +429,7 @@ def test_a_group_teaches_the_next_one_of_its_task(service: Service) -> None:
     assert (entry.source, entry.trajectories) == ("actor-0", ["7/0/0", "7/1/0"])
 
 
-def test_a_contribution_that_comes_twice_counts_once(service: Service) -> None:
+def test_a_contribution_that_comes_twice_counts_once(service: ExperienceService) -> None:
     service.handle("actor-0", contribution(WON, LOST), 0.0)
     (number,) = service.pool.entries
     later = [episode("b=down", success=True, number=n, used=(number,)) for n in (2, 3)]
@@ -428,12 +440,12 @@ def test_a_contribution_that_comes_twice_counts_once(service: Service) -> None:
 
 
 @pytest.mark.parametrize("split", ["test", "", "validation"])
-def test_only_training_tasks_teach(service: Service, split: str) -> None:
+def test_only_training_tasks_teach(service: ExperienceService, split: str) -> None:
     service.handle("actor-0", contribution(WON, LOST, split=split), 0.0)
     assert len(service.pool) == 0 and service.counters()["experience/foreign"] == 1
 
 
-def test_useless_advice_is_retired_through_the_wire(service: Service) -> None:
+def test_useless_advice_is_retired_through_the_wire(service: ExperienceService) -> None:
     service.handle("actor-0", contribution(WON, LOST), 0.0)
     ids = guidance(service).ids
     for number in range(4):
@@ -442,15 +454,17 @@ def test_useless_advice_is_retired_through_the_wire(service: Service) -> None:
     assert guidance(service).ids == []
 
 
-def test_a_source_is_purged_through_the_wire(service: Service) -> None:
+def test_a_source_is_purged_through_the_wire(service: ExperienceService) -> None:
     service.handle("evil", contribution(WON, LOST), 0.0)
     (reply,) = service.handle("purge-1", messages.Purge(source="evil"), 0.0)
     assert isinstance(reply, messages.Purged) and reply.count == 1
     assert guidance(service).texts == []
 
 
-def test_counters_are_told_when_they_change_and_not_with_every_question(service: Service) -> None:
-    told = service._tell
+def test_counters_are_told_when_they_change_and_not_with_every_question(
+    service: ExperienceService,
+) -> None:
+    told = service._report
     assert isinstance(told, Told)
     service.commit()
     for _ in range(5):
@@ -469,10 +483,10 @@ def test_counters_are_told_when_they_change_and_not_with_every_question(service:
     "request_", [messages.Lease(credit=1), messages.Counters(values={}), messages.Offer(tasks=[])]
 )
 def test_the_service_refuses_what_is_the_buffers(
-    service: Service, request_: messages.Request
+    service: ExperienceService, request_: messages.Request
 ) -> None:
     (reply,) = service.handle("actor-0", request_, 0.0)
-    assert isinstance(reply, messages.Reject) and "answers no" in reply.reason
+    assert isinstance(reply, messages.Reject) and "does not support" in reply.reason
 
 
 def test_a_turn_that_could_not_be_read_is_no_lesson() -> None:
@@ -480,5 +494,5 @@ def test_a_turn_that_could_not_be_read_is_no_lesson() -> None:
     good = episode("a=left", "b=right", "b=", success=True)
     bad = episode("a=left", "b=", success=False, number=1)
     worse = episode("a=left", "b=up", "b=", success=False, number=2)
-    (item,) = diverged("q", [good, bad, worse])
+    (item,) = contrast_items("q", [good, bad, worse])
     assert item.content == contrast("b", "right", "up")

@@ -201,13 +201,13 @@ def test_contributions_wait_for_the_service_in_bounds_and_in_order() -> None:
             await asyncio.sleep(1)
             assert guide.counters()["experience/dropped"] == 3
             client.deaf = False
-            await asyncio.sleep(guides.HAND_IN_S)
+            await asyncio.sleep(guides.SEND_TIMEOUT_S)
             assert [group.task_id for group in service.seen] == [
                 str(n) for n in range(guides.QUEUE)
             ]
             client.deaf = True
             guide.contribute(TASK, QUERY, [WON])
-            await asyncio.sleep(guides.HAND_IN_S + 1)
+            await asyncio.sleep(guides.SEND_TIMEOUT_S + 1)
             guide.contribute(TASK, QUERY, [WON])
         assert guide.counters()["experience/dropped"] == 5, "one waited too long, one for ever"
 

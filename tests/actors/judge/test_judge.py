@@ -34,8 +34,8 @@ from actors.engines.torch_engine import TorchEngine
 from actors.envs.grid.frozen_lake import FrozenLake
 from actors.formats.chat import Chat
 from actors.judge import judge
-from actors.judge.judge import REASONS, Judge, Judged, RuleJudge, make_judge
-from actors.judge.labels import BAD, GOOD, Unreadable, by_progress, parse
+from actors.judge.judge import REASONS, Judge, JudgedEpisode, RuleJudge, make_judge
+from actors.judge.labels import BAD, GOOD, UnreadableLabels, by_progress, parse
 from actors.judge.prompt import SYSTEM, question
 from actors.llm import client
 from evolver_async.config import Config
@@ -60,9 +60,9 @@ def said(*labels: int) -> str:
     return "It went like this.\n" + "\n".join(lines)
 
 
-def episode(turns: list[Turn] = TWO, **changes: Any) -> Judged:
+def episode(turns: list[Turn] = TWO, **changes: Any) -> JudgedEpisode:
     values: dict[str, Any] = {"query": "reach 3", "reward": 0.0, "success": False, "scores": []}
-    return Judged(turns=turns, **(values | changes))
+    return JudgedEpisode(turns=turns, **(values | changes))
 
 
 def configured(kind: str, url: str = "http://unused/v1", **changes: Any) -> Config:
@@ -90,7 +90,7 @@ def with_judge(
     return asyncio.run(whole())
 
 
-def judged(config: Config, *episodes: Judged, engine: Engine | None = None) -> Any:
+def judged(config: Config, *episodes: JudgedEpisode, engine: Engine | None = None) -> Any:
     """Labels and source of each, one after the other, and what was counted (but zeros)."""
 
     async def use(judge: Judge) -> tuple[list[Any], dict[str, float]]:
@@ -137,7 +137,7 @@ def test_anything_but_one_judgment_a_step_in_order_gives_no_labels(
         "from nought": [f"Step {i} Judgment: GOOD" for i in range(len(lines))],
     }
     for name, text in broken.items():
-        with pytest.raises(Unreadable) as error:
+        with pytest.raises(UnreadableLabels) as error:
             parse("\n".join(text), len(labels))
             pytest.fail(name)
         assert error.value.reason in ("unreadable", "wrong_count")
@@ -162,7 +162,7 @@ def test_anything_but_one_judgment_a_step_in_order_gives_no_labels(
     ],
 )
 def test_an_answer_of_another_form_gives_no_labels(text: str, reason: str) -> None:
-    with pytest.raises(Unreadable) as error:
+    with pytest.raises(UnreadableLabels) as error:
         parse(text, 2)
     assert error.value.reason == reason
 
@@ -185,7 +185,7 @@ def test_a_long_answer_is_read_in_no_time() -> None:
         *(" " * 30_000, "\t" * 30_000, "step" + " " * 30_000),
     ):
         began = fair_time()
-        with pytest.raises(Unreadable):
+        with pytest.raises(UnreadableLabels):
             parse(text, 2)
         assert fair_time() - began < 2
 
@@ -390,8 +390,8 @@ def test_whoever_waits_for_a_cancelled_question_asks_it_again() -> None:
 def test_judging_is_bounded_in_number_and_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four at a time; who does not get its turn in its share of the time is told so, and nobody
     who began is cut short for having waited."""
-    assert 0 < judge.QUEUEING <= 0.5, "as much time to answer as to wait"
-    monkeypatch.setattr(judge, "QUEUEING", 0.05)
+    assert 0 < judge.QUEUE_SHARE <= 0.5, "as much time to answer as to wait"
+    monkeypatch.setattr(judge, "QUEUE_SHARE", 0.05)
 
     async def use(judge: Judge) -> tuple[list[Any], float]:
         began = time.monotonic()

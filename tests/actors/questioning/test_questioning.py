@@ -21,13 +21,13 @@ from actors.engines.base import Generation, Request
 from actors.envs.base import Info, Step, make_env, split_of
 from actors.envs.grid.frozen_lake import FrozenLake
 from actors.formats.chat import Chat
-from actors.progress import TicketProgress
+from actors.progress import Progress
 from actors.questioning.explore import exploring, unbound
-from actors.questioning.filters import Known, feasible, jaccard
-from actors.questioning.grade import Grade, parse_verdict, regrade, repetitive
+from actors.questioning.filters import KnownTasks, feasible, jaccard
+from actors.questioning.grade import Grade, parse_grade, regrade, repetitive
 from actors.questioning.profile import described, load_profile
 from actors.questioning.questioner import Questioner, make_questioner
-from actors.questioning.replay import Played, replay
+from actors.questioning.replay import ReplayedEpisode, replay
 from actors.questioning.synthesize import (
     Candidate,
     Exploration,
@@ -156,7 +156,7 @@ async def explored(
 ) -> list[Finished]:
     finished: list[Finished] = []
     setting = setting_of(config, CHAT, "actor-0", 0)
-    await questioner.explore(ticket, setting, engine, TicketProgress(), finished.append)
+    await questioner.explore(ticket, setting, engine, Progress(), finished.append)
     return finished
 
 
@@ -172,7 +172,7 @@ def run(
         for ticket in tickets:
             finished = await explored(questioner, config, ticket, engine or Wanderer())
             assert len(finished) == len(ticket.members)
-            found.append(await questioner.questions(ticket, finished, TicketProgress()))
+            found.append(await questioner.questions(ticket, finished, Progress()))
         counted = questioner.counters()
         await questioner.close()
         return found, counted
@@ -254,10 +254,10 @@ def _reaches(task: Task, seed: int) -> bool:
     return False
 
 
-def played(*goals: dict[str, Any] | None) -> Played:
+def played(*goals: dict[str, Any] | None) -> ReplayedEpisode:
     step = Step("", 0.0, False, False, Info())
     actions = [f"a{number}" for number in range(len(goals))]
-    return Played("", actions, [step] * len(goals), list(goals), 0)
+    return ReplayedEpisode("", actions, [step] * len(goals), list(goals), 0)
 
 
 def exploration(member: int) -> Exploration:
@@ -304,7 +304,7 @@ def made(query: str, reference: list[str] | None = None, map_seed: int = 0) -> T
 
 
 def test_what_is_empty_or_alike_is_no_task():
-    known = Known(0.8, 0.95)
+    known = KnownTasks(0.8, 0.95)
     first = made("buy one apple and two pears for the cook")
     assert known.objection(first) is None
     known.add(first)
@@ -320,7 +320,7 @@ def test_what_is_empty_or_alike_is_no_task():
 
 
 def test_alike_is_as_alike_as_configured():
-    known = Known(1.0, 0.6)
+    known = KnownTasks(1.0, 0.6)
     known.add(made("buy one apple and two pears"))
     assert known.objection(made("buy one apple and two plums")) == "semantic"
     assert known.objection(made("look at the ceiling and leave")) is None
@@ -344,9 +344,11 @@ def test_a_reference_must_hold_with_its_own_chance_and_with_enough_others(
     candidate = Candidate(task=made("q"), confidence=1.0, member=0, dynamics_seed=5)
     others = [key(5, "replay", number) for number in range(3)]
 
-    async def play(task: Task, actions: list[str], seed: int) -> Played:
+    async def play(task: Task, actions: list[str], seed: int) -> ReplayedEpisode:
         won = recorded if seed == 5 else others.index(seed) < lucky
-        return Played("", actions, [Step("", 0.0, True, False, Info(success=won))], [None], 0)
+        return ReplayedEpisode(
+            "", actions, [Step("", 0.0, True, False, Info(success=won))], [None], 0
+        )
 
     assert asyncio.run(feasible(candidate, play, True, 3, kept)) is expected
 
@@ -361,8 +363,8 @@ def test_where_nothing_is_checked_every_action_of_the_reference_must_exist():
             task=task_of(task, reference, query="q"), confidence=1.0, member=0, dynamics_seed=5
         )
 
-        async def play(task: Task, actions: list[str], seed: int) -> Played:
-            return await replay(ticket, 0, task, actions, seed, 1.0, TicketProgress())
+        async def play(task: Task, actions: list[str], seed: int) -> ReplayedEpisode:
+            return await replay(ticket, 0, task, actions, seed, 1.0, Progress())
 
         return asyncio.run(feasible(candidate, play, False, 1, 1))
 
@@ -600,7 +602,7 @@ def test_a_grade_is_the_score_out_of_a_hundred():
 )
 def test_what_is_no_grade_is_asked_for_once_more_and_never_invented(answer: str):
     with pytest.raises(ValueError):
-        parse_verdict(answer)
+        parse_grade(answer)
     assert graded(answer, answer)[0] is None
     given, prompts = graded(answer, verdict(80))
     assert given == Grade(0.8, True) and len(prompts) == 2

@@ -1,11 +1,11 @@
-"""Draws lessons from episodes with a language model, in a thread of its own.
+"""Extraction of lessons from episodes with a language model, in a thread of its own.
 
-    read     a group's episodes → success, failure and comparison lessons → each rated
-    collect  what has become of the groups read so far
+    read     starts on a group's episodes → success, failure and comparison lessons → ratings
+    collect  returns the lessons of finished groups
     rewrite  the entries found for a task → one text
 
-Nobody waits for it: what it cannot do (endpoint gone, budget spent, answers that cannot be read)
-is counted, and nothing is learned from that group.
+No caller waits. A failure (no endpoint, no budget, unreadable answers) is counted, and the group
+yields no lessons.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from actors.experience import prompts
 from actors.experience.pool import Item
 from actors.failures import FailureCounts
 from actors.llm.client import Endpoint, Unavailable
+from actors.llm.json_client import JsonClient, decode_json
 from actors.llm.quoting import plain
 from evolver_async.config import Experience
 from evolver_async.protocol import messages
@@ -32,87 +33,89 @@ from evolver_async.protocol.transcripts import Transcript
 T = TypeVar("T")
 
 PENDING = 64  # groups read at a time; more are dropped
-LESSONS, COMPARED = 3, 2  # of one question, at most
-LESSON_CHARS = 2_000  # of each of its texts; a longer one is none
-ATTEMPTS = 2  # at an answer that can be read
-KEPT = 1_024  # reworded texts
-PATIENCE = 0.75  # of `timeout_s`: then the entries are given as they are
+LESSONS, COMPARED = 3, 2  # at most, per question
+LESSON_CHARS = 2_000  # limit of each text of a lesson
+MAX_REWRITTEN = 1_024  # rewritten texts in memory
+REWRITE_SHARE = 0.75  # of `timeout_s`; after it the entries are returned as they are
 
 log = logging.getLogger(__name__)
 
 
 class Lesson(msgspec.Struct, forbid_unknown_fields=True):
-    """What the model is asked for."""
+    """A lesson in an answer of the model."""
 
     when_to_use: str
     content: str
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a group taught."""
+class GroupLessons:
+    """Lessons of one group."""
 
     items: list[Item]
     source: str
     trajectories: list[str]
 
 
-class Scribe:
-    """Used by one thread; everything that waits happens in another."""
+class LessonExtractor:
+    """Extractor for one caller's thread; requests run in a thread of the extractor."""
 
     def __init__(self, config: Experience, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
+        self._client = JsonClient(endpoint)
         self._least_score = config.least_score
         self._rewrites = config.rewrite
-        self._patience_s = PATIENCE * config.timeout_s
+        self._rewrite_s = REWRITE_SHARE * config.timeout_s
         self._counts: Counter[str] = Counter()
         self._pending = 0
-        self._found: queue.SimpleQueue[Found] = queue.SimpleQueue()
-        self._reworded: OrderedDict[tuple[str, ...], tuple[Future[list[str]], float]]
-        self._reworded = OrderedDict()
+        self._found: queue.SimpleQueue[GroupLessons] = queue.SimpleQueue()
+        self._rewritten: OrderedDict[tuple[str, ...], tuple[Future[list[str]], float]]
+        self._rewritten = OrderedDict()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
     def read(self, source: str, group: messages.Contribute) -> None:
-        """Begin to learn from a group."""
+        """Start to extract lessons from a group."""
         if self._pending >= PENDING:
             self._counts["unread"] += 1
             return
         self._pending += 1
         self._submit(self._read(source, group))
 
-    def collect(self) -> list[Found]:
-        """What was found since the last call."""
+    def collect(self) -> list[GroupLessons]:
+        """Return the lessons of the groups that have finished since the last call."""
         found = [self._found.get() for _ in range(self._found.qsize())]
         self._pending -= len(found)
         return found
 
     def rewrite(self, query: str, texts: list[str], now: float) -> list[str] | None:
-        """The texts as one for this task, None while that is being written. As they are where
-        nobody wants that, where it fails, or takes too long."""
+        """Return the texts rewritten as one for this task; None while that is running.
+
+        Return them unchanged if rewriting is off, has failed or takes too long.
+        """
         if not self._rewrites:
             return texts
         name = (query, *texts)
-        if name not in self._reworded:
-            self._reworded[name] = self._submit(self._rewrite(query, texts)), now
-            if len(self._reworded) > KEPT:
-                self._reworded.popitem(last=False)
-        reworded, since = self._reworded[name]
-        if reworded.done():
-            if not reworded.result():
-                del self._reworded[name]  # to be tried again
-            return reworded.result() or texts
-        return texts if now - since >= self._patience_s else None
+        if name not in self._rewritten:
+            self._rewritten[name] = self._submit(self._rewrite(query, texts)), now
+            if len(self._rewritten) > MAX_REWRITTEN:
+                self._rewritten.popitem(last=False)
+        rewritten, since = self._rewritten[name]
+        if rewritten.done():
+            if not rewritten.result():
+                del self._rewritten[name]  # the next call tries again
+            return rewritten.result() or texts
+        return texts if now - since >= self._rewrite_s else None
 
     def counters(self) -> dict[str, float]:
-        """Totals by metric name, those of the endpoint among them."""
+        """Return totals by metric name, those of the endpoint included."""
         names = ("unread", "unanswered", "unreadable", "rejected")
         counted = {f"experience/{name}": float(self._counts[name]) for name in names}
         return counted | self._endpoint.counters()
 
     def close(self) -> None:
-        """What is not learned by now never will be."""
+        """Cancel running requests and end the thread."""
 
         async def end() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -135,27 +138,27 @@ class Scribe:
             items = await self._learn(group)
         except Unavailable as error:
             self._counts["unanswered"] += 1
-            log.warning("nothing is learned from %s: %s", group.task_id, error)
+            log.warning("a group of %s yields no lessons: %s", group.task_id, error)
         except Exception:
-            log.exception("nothing is learned from %s", group.task_id)
+            log.exception("a group of %s yields no lessons", group.task_id)
         finally:
             trajectories = [episode.trajectory_id for episode in group.episodes]
-            self._found.put(Found(items, source, trajectories))
+            self._found.put(GroupLessons(items, source, trajectories))
 
     async def _learn(self, group: messages.Contribute) -> list[Item]:
-        """Lessons of all three kinds that apply, as far as they were rated well."""
+        """Extract lessons of the kinds that apply; return those with a sufficient rating."""
         ranked = sorted(group.episodes, key=lambda e: (-e.success, -e.reward, e.trajectory_id))
         solved = [episode for episode in ranked if episode.success]
         failed = [episode for episode in ranked if not episode.success]
-        asked: list[tuple[str, int, Sequence[Transcript]]] = []
+        questions: list[tuple[str, int, Sequence[Transcript]]] = []
         if solved:
-            asked.append((prompts.SUCCESS, LESSONS, solved[:2]))
+            questions.append((prompts.SUCCESS, LESSONS, solved[:2]))
         if failed:
-            asked.append((prompts.FAILURE, LESSONS, failed[-2:]))
+            questions.append((prompts.FAILURE, LESSONS, failed[-2:]))
         if solved and failed:
-            asked.append((prompts.COMPARISON, COMPARED, [solved[0], failed[-1]]))
+            questions.append((prompts.COMPARISON, COMPARED, [solved[0], failed[-1]]))
         found = await asyncio.gather(
-            *(self._lessons(question, most, group.query, of) for question, most, of in asked)
+            *(self._lessons(question, most, group.query, of) for question, most, of in questions)
         )
         lessons = [lesson for some in found for lesson in some]
         if not lessons:
@@ -183,39 +186,26 @@ class Scribe:
             return await self._ask(prompts.rewrite(query, texts), parse_text) or []
         except Unavailable as error:
             self._counts["unanswered"] += 1
-            log.warning("experience is given as it is: %s", error)
+            log.warning("experience is not rewritten: %s", error)
             return []
 
     async def _ask(self, question: str, parse: Callable[[str], T]) -> T | None:
-        """What `parse` makes of an answer; None where it raises ValueError at each."""
-        chat = [
-            {"role": "system", "content": prompts.SYSTEM},
-            {"role": "user", "content": question},
-        ]
-        for _ in range(ATTEMPTS):
-            answer = await self._endpoint.complete(chat)
-            try:
-                return parse(answer)
-            except ValueError as error:
-                said = f"an answer that cannot be read: {error}"
-                self._endpoint.failed(said)
-                log.info("%s", said)
-        self._counts["unreadable"] += 1
-        return None
+        answer = await self._client.ask(prompts.SYSTEM, question, parse)
+        self._counts["unreadable"] += answer is None
+        return answer
 
 
-def make_scribe(config: Experience, failures: FailureCounts) -> Scribe:
-    """The scribe that asks the configured endpoint, whose failures are counted there."""
-    return Scribe(config, Endpoint(config.llm, "experience", failures))
+def make_lesson_extractor(config: Experience, failures: FailureCounts) -> LessonExtractor:
+    """Make the extractor for the configured endpoint, whose failures go to `failures`."""
+    return LessonExtractor(config, Endpoint(config.llm, "experience", failures))
 
 
 def parse_lessons(answer: str, most: int) -> list[Lesson]:
-    """The lessons in an answer. ValueError where there is anything but a list of at most `most`,
-    or one is empty or too long."""
-    lessons = _json(answer, list[Lesson])
+    """Read at most `most` lessons in an answer. Raise ValueError for anything else."""
+    lessons = decode_json(answer, list[Lesson])
     lessons = [Lesson(plain(lesson.when_to_use), plain(lesson.content)) for lesson in lessons]
     if len(lessons) > most:
-        raise ValueError(f"{len(lessons)} lessons, asked for {most}")
+        raise ValueError(f"{len(lessons)} lessons instead of at most {most}")
     for lesson in lessons:
         for text in (lesson.when_to_use, lesson.content):
             if not 0 < len(text) <= LESSON_CHARS:
@@ -224,27 +214,16 @@ def parse_lessons(answer: str, most: int) -> list[Lesson]:
 
 
 def parse_scores(answer: str, count: int) -> list[float]:
-    """Exactly `count` numbers between 0 and 1, else ValueError."""
-    scores = _json(answer, list[float])
+    """Read exactly `count` numbers between 0 and 1. Raise ValueError for anything else."""
+    scores = decode_json(answer, list[float])
     if len(scores) != count or not all(0 <= score <= 1 for score in scores):
-        raise ValueError(f"{len(scores)} scores {scores[:5]}, asked for {count} between 0 and 1")
+        raise ValueError(f"{scores[:5]}: not {count} scores between 0 and 1")
     return scores
 
 
 def parse_text(answer: str) -> list[str]:
-    """A list of one text, else ValueError."""
-    (text,) = _json(answer, tuple[str])
+    """Read a list of one text. Raise ValueError for anything else."""
+    (text,) = decode_json(answer, tuple[str])
     if not plain(text):
         raise ValueError("an empty text")
     return [plain(text)]
-
-
-def _json(answer: str, kind: Any) -> Any:
-    """The JSON that an answer is, perhaps within a fence, as a `kind`; else ValueError."""
-    text = answer.strip()
-    if text.startswith("```") and text.endswith("```"):
-        text = text[3:-3].removeprefix("json")
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None

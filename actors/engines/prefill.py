@@ -1,0 +1,40 @@
+"""Choice of the slots whose pending context one prefill step reads; pure."""
+
+import numpy as np
+
+from actors.engines.kv_slots import Slots
+
+MIN_SHARED = 8  # tokens; a shorter common prefix is not worth waiting for a copy
+
+
+def choose_prefill(
+    slots: Slots, behind: np.ndarray, order: np.ndarray, searching: np.ndarray, max_tokens: int
+) -> list[int]:
+    """Choose slots among `behind`, those with pending context.
+
+    `order`: clock at which each slot was taken; `searching`: slots that can still copy KV;
+    `max_tokens`: tokens of the step, padding included. The slot that waits longest comes first,
+    followed by those with the most similar lengths, which need the least padding.
+    """
+    pending = slots.total - slots.cached
+    oldest = behind[order[behind].argmin()]
+    behind = behind[np.lexsort((order[behind], abs(pending[behind] - pending[oldest])))]
+    chosen: list[int] = []
+    longest = 1
+    for slot in behind:
+        padded = max(longest, min(int(pending[slot]), max_tokens))
+        if chosen and padded * (len(chosen) + 1) > max_tokens:
+            break
+        if searching[slot] and _can_copy_next(slots, slot, chosen):
+            continue
+        chosen.append(int(slot))
+        longest = padded
+    return chosen
+
+
+def _can_copy_next(slots: Slots, slot: int, chosen: list[int]) -> bool:
+    """Return True if this step computes KV that the slot can copy in the next step."""
+    if not chosen:
+        return False
+    common = slots.common(slot, np.array(chosen))
+    return int(common.max()) >= slots.cached[slot] + MIN_SHARED

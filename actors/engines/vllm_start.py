@@ -1,0 +1,87 @@
+"""Start of vLLM's processes: settings, environment variables and engine arguments."""
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+
+CPU_KV_BYTES = 128 << 20
+CPU_BLOCK = 32  # tokens per block of KV; the minimum of vLLM's CPU kernels
+STREAM_INTERVAL = 8  # new tokens of a request between two outputs of vLLM
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked worker would outlive the actor
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # OMP_NUM_THREADS sets the number of threads
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of vLLM; `config.Engine` and `config.Policy` document them.
+
+    `directory`: directory in shared memory, in which a private one for weights is made.
+    """
+
+    path: str
+    dtype: str
+    directory: str
+    slots: int
+    max_length: int
+    prefill_tokens: int
+    device: str = "auto"
+    tensor_parallel: int = 1
+    memory: float = 0.9
+    kv_cache_bytes: int = 0
+    eager: bool = True
+    restarts: int = 3
+
+
+def start(settings: Settings) -> "AsyncLLM":
+    """Start vLLM with the weights of the policy directory, in processes that end with this one.
+
+    Raise ValueError if this build of vLLM does not support `settings.device`.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from vllm import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+    from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+
+    from actors.engines.vllm_weights import BACKEND, OWNER
+
+    os.environ[OWNER] = str(os.getpid())
+    on_cpu = current_platform.is_cpu()
+    if settings.device not in ("auto", "cpu" if on_cpu else "cuda"):
+        raise ValueError(
+            f"engine.device: this build of vLLM supports {'cpu' if on_cpu else 'cuda'} only,"
+            f" not {settings.device}"
+        )
+    if on_cpu and settings.eager:
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    arguments = AsyncEngineArgs(
+        model=settings.path,
+        dtype=settings.dtype,
+        max_model_len=settings.max_length,
+        max_num_seqs=settings.slots,
+        # On CPU vLLM cannot prefill the prompt of a request with a seed in chunks ("CPU Generator
+        # does not use offset").
+        enable_chunked_prefill=not on_cpu,
+        max_num_batched_tokens=max(settings.prefill_tokens, settings.max_length if on_cpu else 0),
+        tensor_parallel_size=settings.tensor_parallel,
+        gpu_memory_utilization=settings.memory,
+        kv_cache_memory_bytes=settings.kv_cache_bytes or (CPU_KV_BYTES if on_cpu else None),
+        block_size=CPU_BLOCK if on_cpu else None,
+        enforce_eager=settings.eager,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        stream_interval=STREAM_INTERVAL,
+        weight_transfer_config={"backend": BACKEND},
+        disable_log_stats=True,
+        generation_config="vllm",
+    )
+    return AsyncLLM.from_engine_args(arguments)

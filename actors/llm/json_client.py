@@ -1,0 +1,79 @@
+"""Questions to a language model whose answers must be JSON of a given form."""
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from actors.llm.client import Endpoint
+
+T = TypeVar("T")
+
+ATTEMPTS = 2  # until an answer can be parsed
+QUESTION_CHARS = 24_000  # of all recorded texts in one question
+TEXT_CHARS = 2_000  # of one of them
+
+log = logging.getLogger(__name__)
+
+
+class JsonClient:
+    """Client of one endpoint. `malformed`: number of answers that could not be parsed."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self.malformed = 0
+
+    async def ask(
+        self, system: str, question: str, parse: Callable[[str], T], temperature: float = 0.0
+    ) -> T | None:
+        """Return the parsed answer; None if `parse` raises ValueError for every answer.
+
+        Raise Unavailable.
+        """
+        chat = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+        for _ in range(ATTEMPTS):
+            answer = await self._endpoint.complete(chat, temperature=temperature)
+            try:
+                return parse(answer)
+            except ValueError as error:
+                self.malformed += 1
+                problem = f"the answer cannot be parsed: {str(error)[:200]}"
+                self._endpoint.failed(problem)
+                log.info("%s", problem)
+        return None
+
+    def counters(self) -> dict[str, float]:
+        return self._endpoint.counters() | {"questioning/malformed": float(self.malformed)}
+
+    async def close(self) -> None:
+        await self._endpoint.close()
+
+
+def decode_json(answer: str, kind: type[T]) -> T:
+    """Decode an answer, perhaps within a code fence, as a `kind`. Raise ValueError."""
+    text = answer.strip()
+    if text.startswith("```") and text.endswith("```"):
+        text = text[3:-3].removeprefix("json")
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def as_json(value: Any) -> str:
+    """Encode recorded data for a question as JSON, which no text in it can break out of."""
+    return json.dumps(value, ensure_ascii=False, indent=1)
+
+
+def truncate(texts: list[str]) -> list[str]:
+    """Cut each text to its fair share of a question."""
+    limit = min(TEXT_CHARS, QUESTION_CHARS // max(1, len(texts)))
+    return [text if len(text) <= limit else f"{text[:limit]} …" for text in texts]
+
+
+def step_records(pairs: list[tuple[str, str]]) -> list[dict[str, str]]:
+    """Convert (action, observation after it) pairs for a question."""
+    texts = truncate([text for pair in pairs for text in pair])
+    return [{"did": texts[i], "saw": texts[i + 1]} for i in range(0, len(texts), 2)]
