@@ -4,7 +4,7 @@ import asyncio
 import statistics
 from pathlib import Path
 
-from actors.endpoint.runner import Unjudged, make_agents
+from actors.endpoint.runner import JudgementMissing, make_agents
 from actors.engines.factory import load_engine
 from actors.envs.base import EnvironmentFailure
 from actors.envs.exact import exact
@@ -87,7 +87,7 @@ async def play_all(
                     await run_group(ticket, setting, engine, TicketProgress(), deliver)
                 else:
                     await agents.run(ticket, setting, TicketProgress(), deliver)
-            except (EnvironmentFailure, EpisodeLate, Unjudged) as failure:
+            except (EnvironmentFailure, EpisodeLate, JudgementMissing) as failure:
                 failures.append(f"{task.task_id}: {failure}")
 
     async with asyncio.TaskGroup() as group:

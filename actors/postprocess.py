@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
-from actors.endpoint.runner import AgentRunner, Unjudged
+from actors.endpoint.runner import AgentRunner, JudgementMissing
 from actors.engines.weight_sync import WeightsLate
 from actors.envs.base import EnvironmentFailure
 from actors.experience.guide import ServiceGuide
@@ -178,6 +178,6 @@ def release_reason(error: Exception, ticket: Ticket) -> str:
             return "environment"
         case EpisodeLate():
             return "engine"
-        case Ungraded() | Unjudged():
+        case Ungraded() | JudgementMissing():
             return "grade"
     return "error"

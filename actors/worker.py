@@ -11,7 +11,7 @@ import logging
 
 from actors.backoff import FailureBackoff
 from actors.engines.base import Engine
-from actors.engines.weight_sync import Adoption
+from actors.engines.weight_sync import WeightSync
 from actors.formats.chat import Chat
 from actors.outbox import Outbox
 from actors.postprocess import ActorComponents, TicketPostprocessing, release_reason
@@ -67,7 +67,7 @@ class Worker:
         self.engine = engine
         self.name = name
         self.reporter = Reporter(client, engine, self.components)
-        self.adoption = Adoption(receiver, engine, config.actors, config.run.seed, name)
+        self.adoption = WeightSync(receiver, engine, config.actors, config.run.seed, name)
         self.turnover = self.adoption.turnover  # notified whenever a ticket ends
         self.running: dict[TicketId, tuple[Ticket, TicketProgress, asyncio.Task[None]]] = {}
         self.tasks: set[asyncio.Task[None]] = set()  # of these and of those being released

@@ -21,7 +21,7 @@ from actors.envs.base import EnvironmentFailure
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.llm.client import Endpoint
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.rollout.episode import Deliver, EpisodeLate, Finished
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import side_by_side
@@ -89,7 +89,7 @@ class AgentRunner:
         self._counts: Counter[str] = Counter()
 
     async def run(
-        self, ticket: Ticket, setting: Setting, progress: Progress, deliver: Deliver
+        self, ticket: Ticket, setting: Setting, progress: TicketProgress, deliver: Deliver
     ) -> None:
         """Run a ticket's members concurrently and `deliver` each when it has ended and is scored.
 
@@ -125,7 +125,7 @@ class AgentRunner:
             await self._judge.close()
 
     async def _play(
-        self, ticket: Ticket, member: int, setting: Setting, progress: Progress
+        self, ticket: Ticket, member: int, setting: Setting, progress: TicketProgress
     ) -> _EpisodeRun:
         """Run one member. Raise EnvironmentFailure or EpisodeLate."""
         loop = asyncio.get_running_loop()

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from actors.engines.base import Engine
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from evolver_async.config import Actors
 from evolver_async.randomness import key
 from evolver_async.schema import SCRIPTED, Ticket, WeightId
@@ -102,7 +102,7 @@ class WeightSync:
         await self.engine.update(target, tensors)
 
     @contextlib.asynccontextmanager
-    async def weights_for(self, ticket: Ticket, progress: Progress) -> AsyncIterator[None]:
+    async def weights_for(self, ticket: Ticket, progress: TicketProgress) -> AsyncIterator[None]:
         """Hold the engine with weights that the ticket allows. Raise WeightsLate.
 
         Rollouts share it. Evaluations wait until no rollout runs, pin their weights and block new
@@ -126,7 +126,7 @@ class WeightSync:
             self._rollouts -= 1
 
     @contextlib.asynccontextmanager
-    async def _pinned(self, ticket: Ticket, progress: Progress) -> AsyncIterator[None]:
+    async def _pinned(self, ticket: Ticket, progress: TicketProgress) -> AsyncIterator[None]:
         self._evaluations += 1
         try:
             await self._turn(
@@ -144,7 +144,7 @@ class WeightSync:
         finally:
             self._evaluations -= 1
 
-    async def _turn(self, condition: Callable[[], bool], progress: Progress) -> None:
+    async def _turn(self, condition: Callable[[], bool], progress: TicketProgress) -> None:
         """Wait for `condition`, which can change when a ticket ends."""
         progress.queued = True
         with progress.during(None, "waiting for other tickets to leave the engine"):
@@ -153,7 +153,7 @@ class WeightSync:
         progress.queued = False
 
     async def _arrival(
-        self, ticket: Ticket, allowed: Callable[[WeightId], bool], progress: Progress
+        self, ticket: Ticket, allowed: Callable[[WeightId], bool], progress: TicketProgress
     ) -> None:
         """Wait until the engine holds allowed weights. Raise WeightsLate on timeout."""
         deadline = asyncio.get_running_loop().time() + self.actors.weights_timeout_s

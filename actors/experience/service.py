@@ -89,7 +89,7 @@ class ExperienceService:
                     "purged %d entries of %s as requested by %s", count, request.source, peer
                 )
                 return [messages.Purged(count=count)]
-            case messages.Status():
+            case messages.StatusRequest():
                 return [messages.StatusReply(status={**self.counters()})]
             case _:
                 kind = type(request).__name__.upper()

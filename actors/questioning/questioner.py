@@ -19,7 +19,7 @@ from actors.envs.base import EnvironmentFailure, env_class
 from actors.failures import FailureCounts
 from actors.llm.client import Endpoint, Unavailable
 from actors.llm.json_client import JsonClient
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.questioning import synthesize
 from actors.questioning.explore import Explorer, exploring, has_goals, unbound
 from actors.questioning.filters import KnownTasks, feasible
@@ -28,12 +28,12 @@ from actors.questioning.profile import described, load_profile
 from actors.questioning.replay import ReplayedEpisode, replay
 from actors.questioning.solve import solve_again
 from actors.questioning.synthesize import Candidate, Exploration, task_of
-from actors.rollout.environment import World
+from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode import Deliver, Finished
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import run_group, run_members
+from actors.rollout.policy import EpisodePolicy
 from evolver_async.config import Config
-from evolver_async.config.run import Policy
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
 from evolver_async.schema import Task, Ticket
@@ -71,7 +71,12 @@ class Questioner:
         self._counts: Counter[str] = Counter(dict.fromkeys(names, 0))
 
     async def explore(
-        self, ticket: Ticket, setting: Setting, engine: Engine, progress: Progress, deliver: Deliver
+        self,
+        ticket: Ticket,
+        setting: Setting,
+        engine: Engine,
+        progress: TicketProgress,
+        deliver: Deliver,
     ) -> None:
         """Run an explore ticket's members; see `rollout.run_members`."""
         ticket, setting = exploring(ticket, setting, self.config)
@@ -80,14 +85,14 @@ class Questioner:
         client, words = self._client, self._described(ticket.task)
         max_tokens = ticket.sampling.max_tokens
 
-        def policy_of(member: int) -> Policy:
+        def policy_of(member: int) -> EpisodePolicy:
             style = setting.format
             return Explorer(client, words, self.config, setting.chat, style, max_tokens)
 
         await run_members(ticket, setting, policy_of, progress, deliver)
 
     async def questions(
-        self, ticket: Ticket, finished: list[Finished], progress: Progress
+        self, ticket: Ticket, finished: list[Finished], progress: TicketProgress
     ) -> list[Task]:
         """Return the new tasks from the finished episodes of an explore ticket."""
         explorations = [
@@ -142,7 +147,7 @@ class Questioner:
             await self._client.close()
 
     async def _from_states(
-        self, ticket: Ticket, explorations: list[Exploration], progress: Progress
+        self, ticket: Ticket, explorations: list[Exploration], progress: TicketProgress
     ) -> list[Candidate]:
         """Make candidates from the states that were reached."""
         task, plays = unbound(ticket.task), []
@@ -155,7 +160,7 @@ class Questioner:
         return synthesize.from_goals(task, plays)
 
     async def _from_proposals(
-        self, ticket: Ticket, explorations: list[Exploration], progress: Progress
+        self, ticket: Ticket, explorations: list[Exploration], progress: TicketProgress
     ) -> list[Candidate]:
         """Make candidates with a language model."""
         found = await asyncio.gather(
@@ -165,7 +170,7 @@ class Questioner:
         return sorted(candidates, key=lambda one: -one.confidence)
 
     async def _proposed(
-        self, ticket: Ticket, exploration: Exploration, progress: Progress
+        self, ticket: Ticket, exploration: Exploration, progress: TicketProgress
     ) -> list[Candidate]:
         most, task = self.config.per_episode, unbound(ticket.task)
         system, question = synthesize.question(
@@ -201,7 +206,7 @@ class Questioner:
         return candidates
 
     async def _goal_of(
-        self, ticket: Ticket, exploration: Exploration, actions: list[str], progress: Progress
+        self, ticket: Ticket, exploration: Exploration, actions: list[str], progress: TicketProgress
     ) -> dict | None:
         """Return the goal that the actions reach; None if they reach none."""
         task, seed = unbound(ticket.task), exploration.dynamics_seed
@@ -211,7 +216,7 @@ class Questioner:
         return played.goals[-1]
 
     async def _accepted(
-        self, ticket: Ticket, candidate: Candidate, progress: Progress
+        self, ticket: Ticket, candidate: Candidate, progress: TicketProgress
     ) -> Task | None:
         """Return the task, or None if a filter rejects it; with `resolve` its solution is new."""
         config, task = self.config, candidate.task
@@ -248,11 +253,11 @@ class Questioner:
         ticket: Ticket,
         candidate: Candidate,
         checked: bool,
-        progress: Progress,
+        progress: TicketProgress,
     ) -> Task | None:
         task, seed = candidate.task, candidate.dynamics_seed
         own = msgspec.structs.replace(ticket, task=task)
-        world = World(own, candidate.member, self._timeout_s, progress)
+        world = TimedEnvironment(own, candidate.member, self._timeout_s, progress)
         try:
             with progress.during(candidate.member, "solving again"):
                 actions = await solve_again(
@@ -271,7 +276,7 @@ class Questioner:
         task: Task,
         actions: list[str],
         dynamics_seed: int,
-        progress: Progress,
+        progress: TicketProgress,
     ) -> ReplayedEpisode | None:
         """Replay actions; None if the environment fails."""
         try:

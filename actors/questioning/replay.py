@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from actors.envs.base import Goals, Step
-from actors.progress import Progress
-from actors.rollout.environment import World
+from actors.progress import TicketProgress
+from actors.rollout.environment import TimedEnvironment
 from evolver_async.schema import Task, Ticket
 
 
@@ -37,14 +37,16 @@ async def replay(
     actions: list[str],
     dynamics_seed: int,
     timeout_s: float,
-    progress: Progress,
+    progress: TicketProgress,
 ) -> ReplayedEpisode:
     """Replay `actions` from the initial state of `task` until the episode ends.
 
     `ticket` and `member` identify the caller. Raise EnvironmentFailure if the environment raises or
     times out.
     """
-    world = World(msgspec.structs.replace(ticket, task=task), member, timeout_s, progress)
+    world = TimedEnvironment(
+        msgspec.structs.replace(ticket, task=task), member, timeout_s, progress
+    )
     played, steps, goals, invalid = [], [], [], 0
     try:
         await world.open()

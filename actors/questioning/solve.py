@@ -5,19 +5,19 @@ An unsolved task is rejected; a solved one gets the found solution as its refere
 
 from actors.envs.base import Step
 from actors.llm.json_client import JsonClient, as_json, step_records
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.questioning.explore import parse_choice
 from actors.questioning.grade import grade
 from actors.questioning.prompts import SOLVE
-from actors.rollout.environment import World
+from actors.rollout.environment import TimedEnvironment
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.schema import Task
 
 
 async def solve_again(
     client: JsonClient,
-    world: World,
-    progress: Progress,
+    world: TimedEnvironment,
+    progress: TicketProgress,
     task: Task,
     dynamics_seed: int,
     max_turns: int,

@@ -36,7 +36,7 @@ from actors.envs.base import EnvironmentFailure
 from actors.formats.chat import Chat
 from actors.formats.turns import ThinkAnswer
 from actors.llm.client import Endpoint
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.rollout.episode import EpisodeLate, Finished
 from actors.rollout.episode_config import Setting
 from evolver_async.config import Llm
@@ -196,7 +196,9 @@ def run(
         used = setting(**changes)
         agents = AgentRunner(agent, "tests:agent", engine, used.chat, judge)
         try:
-            await agents.run(ticket(members, max_tokens), used, Progress(), ran.finished.append)
+            await agents.run(
+                ticket(members, max_tokens), used, TicketProgress(), ran.finished.append
+            )
         except (EnvironmentFailure, EpisodeLate, JudgementMissing, RuntimeError) as error:
             ran.error = error
         except BaseExceptionGroup as errors:
@@ -575,7 +577,7 @@ def test_a_call_that_outlives_its_episode_is_ended() -> None:
     async def all_of_it() -> None:
         agents = AgentRunner(agent, "tests:agent", engine, CHAT)
         finished: list[Finished] = []
-        await agents.run(ticket(), setting(), Progress(), finished.append)
+        await agents.run(ticket(), setting(), TicketProgress(), finished.append)
         async with asyncio.timeout(5):
             while not heard:
                 await asyncio.sleep(0.01)
@@ -650,7 +652,7 @@ def test_a_url_is_of_one_episode_on_this_host_and_ends_with_it(
         agents = AgentRunner(agent, "tests:agent", engine, CHAT)
         finished: list[Finished] = []
         for _ in range(2):
-            await agents.run(ticket(), used, Progress(), finished.append)
+            await agents.run(ticket(), used, TicketProgress(), finished.append)
         await agents.close()
         assert len(finished) == len(engine.requests) == 2 and urls[0] != urls[1]
 
@@ -846,7 +848,7 @@ def judged(server: OpenAIServer) -> Ran:
         judge = GroupJudge(Endpoint(Llm(url=server.url, model="m", retries=0), "judge"), 1, 10.0)
         agents = AgentRunner(agent, "tests:agent", Scripted(*said), CHAT, judge)
         try:
-            await agents.run(ticket(4), setting(), Progress(), ran.finished.append)
+            await agents.run(ticket(4), setting(), TicketProgress(), ran.finished.append)
         except JudgementMissing as error:
             ran.error = error
         ran.counts = agents.counters()

@@ -21,7 +21,7 @@ from actors.engines.base import Generation, Request
 from actors.envs.base import Info, Step, make_env, split_of
 from actors.envs.grid.frozen_lake import FrozenLake
 from actors.formats.chat import Chat
-from actors.progress import Progress
+from actors.progress import TicketProgress
 from actors.questioning.explore import exploring, unbound
 from actors.questioning.filters import KnownTasks, feasible, jaccard
 from actors.questioning.grade import Grade, parse_grade, regrade, repetitive
@@ -156,7 +156,7 @@ async def explored(
 ) -> list[Finished]:
     finished: list[Finished] = []
     setting = setting_of(config, CHAT, "actor-0", 0)
-    await questioner.explore(ticket, setting, engine, Progress(), finished.append)
+    await questioner.explore(ticket, setting, engine, TicketProgress(), finished.append)
     return finished
 
 
@@ -172,7 +172,7 @@ def run(
         for ticket in tickets:
             finished = await explored(questioner, config, ticket, engine or Wanderer())
             assert len(finished) == len(ticket.members)
-            found.append(await questioner.questions(ticket, finished, Progress()))
+            found.append(await questioner.questions(ticket, finished, TicketProgress()))
         counted = questioner.counters()
         await questioner.close()
         return found, counted
@@ -364,7 +364,7 @@ def test_where_nothing_is_checked_every_action_of_the_reference_must_exist():
         )
 
         async def play(task: Task, actions: list[str], seed: int) -> ReplayedEpisode:
-            return await replay(ticket, 0, task, actions, seed, 1.0, Progress())
+            return await replay(ticket, 0, task, actions, seed, 1.0, TicketProgress())
 
         return asyncio.run(feasible(candidate, play, False, 1, 1))
 
