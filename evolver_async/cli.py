@@ -97,7 +97,7 @@ def _add(
     commands: Commands, name: str, function: str, about: str | None
 ) -> argparse.ArgumentParser:
     """Add a command that runs `function` of `commands/`; without a help text it is not listed."""
-    # argparse lists a command whose help is given at all, even as None.
+    # argparse lists a command if its help is given at all, even as None.
     command = commands.add_parser(name, help=about) if about else commands.add_parser(name)
     command.set_defaults(function=function)
     return command

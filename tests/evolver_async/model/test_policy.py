@@ -250,7 +250,7 @@ def test_bad_directories_are_refused_by_name(tiny, tmp_path):
     (tmp_path / "mute" / "chat_template.jinja").unlink()
     with pytest.raises(ModelError, match="mute has no chat template"):
         load_tokenizer(tmp_path / "mute")
-    with pytest.raises(ModelError, match=r"hidden_size: .* is 36"):
+    with pytest.raises(ModelError, match=r"policy\.hidden_size: .* is 36"):
         make_tiny(tmp_path / "odd", seed=0, **SIZES | {"hidden_size": 36})
 
 
