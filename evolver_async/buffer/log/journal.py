@@ -195,21 +195,20 @@ class Journal:
     def read(self, location: Location) -> bytes:
         """Read the body of a committed record. Raises JournalError if it is not as written."""
         number, offset, size, crc = location
+        path = self._path(number)
         try:
-            fd = os.open(self._path(number), os.O_RDONLY)
+            fd = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
-            raise JournalError(f"{self._path(number)} at {offset}: the file is missing") from None
+            raise JournalError(f"{path} at {offset}: the file is missing") from None
         try:
             data = os.pread(fd, size, offset)
         finally:
             os.close(fd)
         if len(data) != size:
-            raise damaged(
-                self._path(number), offset, f"damaged, {len(data)} of {size} bytes are there"
-            )
+            raise damaged(path, offset, f"damaged, {len(data)} of {size} bytes are there")
         if zlib.crc32(data) != crc:
             raise damaged(
-                self._path(number),
+                path,
                 offset,
                 f"damaged, a body of {size} bytes has the wrong checksum",
             )
