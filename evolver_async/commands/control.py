@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from evolver_async.commands.checked import run_directory, user_mistakes
-from evolver_async.config.check import ConfigError
+from evolver_async.config import ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch import run_directory as directory
 from evolver_async.launch.registry import resolve

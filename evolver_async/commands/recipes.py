@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from evolver_async.config.check import ConfigError
+from evolver_async.config import ConfigError
 from evolver_async.config.load import load, to_yaml
 from evolver_async.config.plan import plan
 from evolver_async.config.secrets import mask

@@ -328,8 +328,8 @@ def model(path: str, *dotlist: str) -> Found:
 
 def recipe(path: str, *dotlist: str) -> Found:
     """What the start of this recipe would refuse: paths, the wings' checks, addresses."""
-    from evolver_async.config.check import check_paths
     from evolver_async.config.load import load
+    from evolver_async.config.paths import check_paths
     from evolver_async.launch.registry import check_wings
     from evolver_async.launch.run_directory import check_addresses
 

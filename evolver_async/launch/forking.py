@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.checkpoint import history
-from evolver_async.config import Config, Env, Tasks
-from evolver_async.config.check import ConfigError, check_name
+from evolver_async.config import Config, ConfigError, Env, Tasks
 from evolver_async.config.load import load, stage_config
+from evolver_async.config.paths import check_name
 from evolver_async.launch.run_directory import check_goes_on, create
 
 MAY_CHANGE = ("path", "max_length")  # of the policy; the rest shapes what the checkpoint holds

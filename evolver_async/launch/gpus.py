@@ -1,7 +1,6 @@
 """Which GPUs a child of the launcher sees."""
 
-from evolver_async.config import Config
-from evolver_async.config.check import ConfigError
+from evolver_async.config import Config, ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

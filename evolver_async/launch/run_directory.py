@@ -24,11 +24,11 @@ from evolver_async.buffer.actor_requests import source_of
 from evolver_async.buffer.tasks.stream import held_out_task
 from evolver_async.checkpoint import history
 from evolver_async.checkpoint.directory import exists
-from evolver_async.config import Config
-from evolver_async.config.channels import host_and_port
-from evolver_async.config.check import ConfigError, check_paths
+from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import dump, load, stage_config
-from evolver_async.config.stages import limit_reached
+from evolver_async.config.paths import check_paths
+from evolver_async.config.sections.channel import host_and_port
+from evolver_async.config.sections.run import limit_reached
 from evolver_async.errors import USER_ERROR
 from evolver_async.launch.gpus import VISIBLE, check_seen
 from evolver_async.launch.registry import check_wings, resolve

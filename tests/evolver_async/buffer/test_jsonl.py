@@ -17,8 +17,8 @@ from actors.checks.config import check
 from evolver_async.buffer.actor_requests import source_of
 from evolver_async.buffer.tasks.jsonl import load_tasks
 from evolver_async.buffer.tasks.stream import Cursor, Part, Source, Tasks, held_out_task
+from evolver_async.config import ConfigError
 from evolver_async.config import Tasks as TasksSection
-from evolver_async.config.check import ConfigError
 from evolver_async.config.load import dump, from_dict, load, to_dict
 from evolver_async.launch import run_directory
 

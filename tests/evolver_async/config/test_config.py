@@ -5,18 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from evolver_async.config import Config, Selection, Stage
-from evolver_async.config.check import check, check_paths
-from evolver_async.config.load import (
-    ConfigError,
-    dump,
-    from_dict,
-    load,
-    stage_config,
-    to_dict,
-)
+from evolver_async.config import Config, ConfigError, Selection, Stage
+from evolver_async.config.checks import check
+from evolver_async.config.load import dump, from_dict, load, stage_config, to_dict
+from evolver_async.config.paths import check_paths
 from evolver_async.config.reference import BEGIN, END, reference, rewrite
-from evolver_async.config.values import AT_LEAST, CHOICES, FRACTIONS, POSITIVE
+from evolver_async.config.values.rules import OneOf, Range, check_fields, keys, rule
 from learner.data.selection import kept_groups
 
 STEPS = "stages.0.steps=10"
@@ -140,8 +134,8 @@ def test_unknown_keys_and_wrong_types_are_named(argument: str, message: str) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["learner.lr=nan"], "learner.lr: is not a number"),
-        (["learner.lr=-1"], "learner.lr: must not be negative"),
+        (["learner.lr=nan"], "learner.lr: must be finite, is nan"),
+        (["learner.lr=-1"], "learner.lr: must be at least 0"),
         (["learner.lr=inf"], "learner.lr: must be finite"),
         (["learner.grad_clip=0"], "learner.grad_clip: must be greater than 0"),
         (["actors.count=0"], "actors.count: must be at least 1"),
@@ -151,7 +145,7 @@ def test_unknown_keys_and_wrong_types_are_named(argument: str, message: str) -> 
         (["buffer.max_staleness=2", "actors.weight_lag=2", "buffer.reuse=2"], "buffer.reuse: "),
         (["actors.weight_lag=5"], "actors.weight_lag: must be at most buffer.max_staleness"),
         (["actors.weight_lag=1", "actors.weight_lag_low=2"], "actors.weight_lag_low: "),
-        (["rollout.group_size=1"], "rollout.group_size: advantage.kind=grpo"),
+        (["rollout.group_size=1"], "rollout.group_size: must be at least 2: advantage.kind=grpo"),
         (["rollout.group_size=1", "advantage.kind=rloo"], "rollout.group_size: "),
         (
             ["rollout.group_size=1", "advantage.kind=adca", "judge.kind=rule"],
@@ -164,53 +158,74 @@ def test_unknown_keys_and_wrong_types_are_named(argument: str, message: str) -> 
                 "judge.kind=rule",
                 "advantage={kind: adca, alpha_final: 0}",
             ],
-            "stages[0].steps: advantage.alpha_final",
+            "stages[0].steps: must be set: advantage.alpha_final",
         ),
-        (["learner.minibatches=33"], "learner.minibatches: must be at most the groups"),
+        (["learner.minibatches=33"], "learner.minibatches: must be at most "),
         (["selection.kind=spread", "learner.minibatches=17"], "learner.minibatches: "),
-        (["advantage.kind=vtrace"], "correction.kind: advantage.kind=vtrace corrects by itself"),
-        (["advantage={kind: gae, gamma: 1.1}"], "advantage.gamma: must be at most 1"),
+        (["advantage.kind=vtrace"], "correction.kind: must be none: advantage.kind=vtrace"),
+        (
+            ["advantage={kind: gae, gamma: 1.1}"],
+            "advantage.gamma: must be at least 0 and at most 1",
+        ),
         (["critic.kind=none"], "critic.kind: must be one of shared, separate"),
         (["critic.lr=0"], "critic.lr: must be greater than 0"),
         (["loss.dpo_beta=0"], "loss.dpo_beta: must be greater than 0"),
         (["loss.kl=k1"], "loss.kl: k1 has no gradient"),
-        (["tasks={train: 0, solved: 0.5, failed: 1}"], "tasks.solved: no task is met twice"),
-        (["tasks={train: 0, solved: 1, failed: 0.5}"], "tasks.failed: no task is met twice"),
+        (
+            ["tasks={train: 0, solved: 0.5, failed: 1}"],
+            "tasks.solved: must be 1: with tasks.train=0 no task repeats",
+        ),
+        (
+            ["tasks={train: 0, solved: 1, failed: 0.5}"],
+            "tasks.failed: must be 1: with tasks.train=0 no task repeats",
+        ),
         (
             ["tasks.train=0", "stages=[{kind: rl, steps: 1, override: {tasks: {solved: 0}}}]"],
-            "stages[0].override: tasks.solved: no task is met twice",
+            "stages[0].override: tasks.solved: must be 1: with tasks.train=0",
         ),
-        (["correction={kind: gspo, level: trajectory}"], "correction.level: correction.kind=gspo"),
-        (["correction={kind: icepop, low: 1.5}"], "correction.low: must be at most 1"),
+        (
+            ["correction={kind: gspo, level: trajectory}"],
+            "correction.level: must be auto: correction.kind=gspo",
+        ),
+        (
+            ["correction={kind: icepop, low: 1.5}"],
+            "correction.low: must be at least 0 and at most 1, or -1, is 1.5",
+        ),
         (["correction={kind: icepop, high: 0.9}"], "correction.high: must be at least 1"),
-        (["correction.low=-0.5"], "correction.low: must not be negative, is -0.5"),
+        (
+            ["correction.low=-0.5"],
+            "correction.low: must be at least 0 and at most 1, or -1, is -0.5",
+        ),
         (["correction.w_max=0"], "correction.w_max: must be greater than 0"),
-        (["correction.w_max=-2"], "correction.w_max: must not be negative"),
-        (["loss.clip_low=-0.2"], "loss.clip_low: must not be negative"),
-        (["loss.clip_low=1"], "loss.clip_low: must be less than 1"),
-        (["loss.clip_high=-1.5"], "loss.clip_high: must not be negative"),
-        (["loss.boost=-1"], "loss.boost: must not be negative"),
+        (["correction.w_max=-2"], "correction.w_max: must be greater than 0"),
+        (["loss.clip_low=-0.2"], "loss.clip_low: must be greater than 0"),
+        (["loss.clip_low=1"], "loss.clip_low: must be greater than 0 and less than 1"),
+        (["loss.clip_high=-1.5"], "loss.clip_high: must be greater than 0"),
+        (["loss.boost=-1"], "loss.boost: must be at least 0"),
         (
             ["experience.kind=contrast", "correction.kind=cispo"],
-            "loss.boost: correction.kind=cispo",
+            "loss.boost: must be 0: correction.kind=cispo",
         ),
-        (["selection={kind: top_k, k: 2}"], "learner.minibatches: must be at most the groups"),
-        (["selection={kind: top_p, p: 1.1}"], "selection.p: must be at most 1"),
-        (["selection.members=4"], "selection.members: selection.kind=all keeps groups whole"),
+        (["selection={kind: top_k, k: 2}"], "learner.minibatches: must be at most "),
+        (["selection={kind: top_p, p: 1.1}"], "selection.p: must be greater than 0 and at most 1"),
+        (
+            ["selection.members=4"],
+            "selection.members: must be 0: selection.kind=all keeps groups whole",
+        ),
         (["selection={kind: resample_on_correct, members: 99}"], "selection.members: must be at"),
         (["selection={kind: resample_on_correct, members: 3}"], "selection.members: must be 0 or"),
-        (["advantage.overlong_limit=10"], "advantage.overlong_cache: advantage.overlong_limit and"),
+        (["advantage.overlong_limit=10"], "advantage.overlong_cache: must be set together with"),
         (["advantage={overlong_limit: 9, overlong_cache: 10}"], "advantage.overlong_cache: must"),
         (["stages=[]"], "stages: needs at least one stage"),
         (["stages=[{kind: rl}]"], "stages[0]: has no limit"),
-        (["stages=[{kind: rl, hours: 1}]"], "stages[0].steps: learner.decay=linear"),
+        (["stages=[{kind: rl, hours: 1}]"], "stages[0].steps: must be set: learner.decay=linear"),
         (["stages=[{kind: ppo, steps: 1}]"], "stages[0].kind: must be one of sft, world_model,"),
         (["stages=[{kind: reflect, steps: 1, alternatives: 0}]"], "stages[0].alternatives: "),
         (["stages=[{kind: world_model, steps: 1}]", "buffer.demo_groups=8"], "buffer.demo_groups"),
         (["stages=[{kind: dpo, steps: 1}]", "rollout.group_size=1"], "rollout.group_size: "),
         (["tasks.path=x", "tasks.train=3"], "tasks.train: "),
         (["tasks.path=x", "tasks.mixture=[{env: bandit}]"], "tasks.mixture: "),
-        (["tasks.mixture=[{weight: 1}]"], "tasks.mixture[0].env: names no environment"),
+        (["tasks.mixture=[{weight: 1}]"], "tasks.mixture[0].env: must name an environment"),
         (["tasks.mixture=[{env: bandit, weight: 0}]"], "tasks.mixture[0].weight: "),
         (["tasks.mixture=[{env: bandit, params: {a: .nan}}]"], "tasks.mixture[0].params.a: "),
         (["tasks.mixture=[{env: bandit, wait: 2}]"], "tasks.mixture[0].wait"),
@@ -225,15 +240,18 @@ def test_unknown_keys_and_wrong_types_are_named(argument: str, message: str) -> 
             ["stages.0.kind=dpo", "stages.0.refresh_reference=true", "loss.kl_coef=0.1"],
             "stages[0].refresh_reference: ",
         ),
-        (["rollout.max_turns=32768"], "rollout.max_turns: must be at most 32767"),
-        (["questioning.max_turns=32768"], "questioning.max_turns: must be at most 32767"),
+        (["rollout.max_turns=32768"], "rollout.max_turns: must be at least 1 and at most 32767"),
+        (
+            ["questioning.max_turns=32768"],
+            "questioning.max_turns: must be at least 1 and at most 32767",
+        ),
         (
             [
                 "experience.kind=contrast",
                 "learner.minibatches=1",
                 "correction={kind: ppo, guided: anchor}",
             ],
-            "loss.boost: with one update",
+            "loss.boost: must be 0: with learner.minibatches=1",
         ),
         (["policy.hidden_size=60"], "policy.hidden_size: "),
         (["rollout.max_tokens=1024"], "rollout.max_tokens: "),
@@ -250,21 +268,39 @@ def test_impossible_values_and_combinations_are_named(arguments: list[str], mess
     assert refusal(*arguments).startswith(message)
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_an_unknown_choice_lists_the_allowed_ones(name: str) -> None:
-    message = refusal(f"{name}=sideways")
-    assert message.startswith(f"{name}: must be one of ")
-    assert all(choice in message for choice in CHOICES[name])
+RULES = {key: allowed for key, annotation in keys(Config) if (allowed := rule(annotation))}
 
 
-def test_the_tables_name_existing_keys_and_the_defaults_pass_them() -> None:
-    config = Config(stages=[Stage(steps=1)])
-    check(config)
-    flat = to_dict(config)
-    for name in [*CHOICES, *AT_LEAST, *POSITIVE, *FRACTIONS]:
-        value = flat
-        for part in name.split("."):
-            value = value[part]
+@pytest.mark.parametrize("key", [key for key, each in RULES.items() if isinstance(each, OneOf)])
+def test_an_unknown_choice_lists_the_allowed_ones(key: str) -> None:
+    assert refusal(f"{key}=sideways") == f"{key}: must be {RULES[key]}, is 'sideways'"
+    config = Config()
+    section, (*path, name) = config, key.split(".")
+    for part in path:
+        section = getattr(section, part)
+    setattr(section, name, "sideways")
+    with pytest.raises(ConfigError) as caught:
+        check_fields(config)
+    assert str(caught.value) == f"{key}: must be {RULES[key]}, is 'sideways'"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "allowed", "refused", "words"),
+    [
+        (Range(), [0, 2.5], [-0.1, math.inf, math.nan], "at least 0"),
+        (Range(gt=0, le=1), [0.1, 1], [0, 1.1], "greater than 0 and at most 1"),
+        (Range(ge=1, infinite=True), [1, math.inf], [0.9, math.nan], "at least 1"),
+        (Range(gt=0, lt=1, also=-1), [-1, 0.5], [-0.5, 1], "greater than 0 and less than 1, or -1"),
+        (Range(ge=-math.inf), [-3], [math.inf, -math.inf, math.nan], "a finite number"),
+    ],
+)
+def test_a_range_allows_what_it_says(numbers, allowed, refused, words) -> None:
+    assert all(map(numbers.allows, allowed)) and not any(map(numbers.allows, refused))
+    assert str(numbers) == words
+
+
+def test_the_defaults_are_allowed() -> None:
+    check(Config(stages=[Stage(steps=1)]))
 
 
 @pytest.mark.parametrize("key", ["policy.path", "weights.dir"])
@@ -317,7 +353,7 @@ def test_a_stage_may_have_shorter_contexts_than_the_run() -> None:
         ("{policy: {max_length: 16}}", "stages[0].override: rollout.max_tokens: must be less"),
         ("{policy: {dtype: bfloat16}}", "stages[0].override.policy.dtype: belongs to the whole"),
         ("{learner: {lrr: 1}}", "stages[0].override: learner.lrr: unknown key"),
-        ("{learner: {lr: -1}}", "stages[0].override: learner.lr: must not be negative"),
+        ("{learner: {lr: -1}}", "stages[0].override: learner.lr: must be at least 0"),
         ("{buffer: {reuse: 9}}", "stages[0].override: buffer.reuse: "),
         ("{tasks: {train: x}}", "stages[0].override: tasks.train: "),
         ("{launch: {kind: serial}}", "stages[0].override.launch: belongs to the whole run"),
@@ -468,7 +504,7 @@ def test_a_rollback_changes_the_stage_and_lowers_its_learning_rate_every_time() 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["safety.rollback={loss: {kl_coef: 1}}"], "safety.rollback: safety.action=warn never"),
+        (["safety.rollback={loss: {kl_coef: 1}}"], "safety.rollback: needs safety.action=rollback"),
         ([ROLLBACK, "safety.rollback={rollout: {max_turns: 3}}"], "safety.rollback: rollout: must"),
         (
             [ROLLBACK, "safety.rollback={loss: {kl_cof: 1}}"],
@@ -541,9 +577,10 @@ def test_the_plain_dict_form_is_finite_and_loads_back_equal() -> None:
 
 def test_the_reference_names_every_key_with_default_and_comment() -> None:
     text = reference()
-    assert "| `learner.lr` | `0.0005` |" in text
-    assert "| `env.latency.sigma` | `1.0` | of the logarithm |" in text
-    assert '| `policy.path` | `""` | a Hugging Face causal-LM directory' in text
+    assert "| `learner.lr` | `0.0005` | at least 0 |" in text
+    assert "| `env.latency.sigma` | `1.0` | at least 0 | of the logarithm |" in text
+    assert '| `policy.path` | `""` |  | a Hugging Face causal-LM directory' in text
+    assert "| `loss.kl_place` | `loss` | loss, reward | k1 only as reward |" in text
     assert "`stages[i].until_success`" in text
 
 
