@@ -1,6 +1,6 @@
 """Faults 18 and 19: what cannot work is refused in one sentence that names the key, before a start.
 
-More of the same is in `test_cli` and `test_config`; here each kind of mistake is made once, and it
+More of the same is in `test_cli` and `test_load`; here each kind of mistake is made once, and it
 is looked at that nothing was started and nothing is left.
 """
 
