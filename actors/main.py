@@ -16,8 +16,7 @@ from actors.postprocess import ActorComponents
 from actors.questioning.questioner import make_questioner
 from actors.scripted.reflection import make_reflector
 from actors.worker import ActorReplaced, Worker
-from evolver_async.config import Config
-from evolver_async.config.check import ConfigError
+from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import from_dict, stage_config
 from evolver_async.config.secrets import reveal
 from evolver_async.errors import USER_ERROR

@@ -3,7 +3,7 @@
 import time
 
 from evolver_async.config import Stage
-from evolver_async.config.stages import limit_reached
+from evolver_async.config.sections.run import limit_reached
 from learner.state import State, Watched
 
 

@@ -23,10 +23,11 @@ from buffer_world import config as small
 from launches import fair_time
 
 from evolver_async.cli import main
-from evolver_async.config import secrets, values
-from evolver_async.config.check import ConfigError, check_paths
+from evolver_async.config import ConfigError, secrets
 from evolver_async.config.load import dump, from_dict, load, stage_config, to_dict
+from evolver_async.config.paths import check_paths
 from evolver_async.config.secrets import looks_secret, mask, reveal, without_secrets
+from evolver_async.config.values import errors
 from evolver_async.protocol import messages
 from evolver_async.transport.addresses import from_here
 from evolver_async.transport.client import AccessDenied
@@ -404,7 +405,7 @@ def test_references_are_kept_as_text_and_read_where_they_are_used(
         ("env.params.password='${oc.env:A,hunter2}'", r"env\.params\.password: looks"),
         ("stages=[{steps: 1, override: {env: {params: {key: hunter2}}}}]", r"params\.key: looks"),
         ("run.name='${oc.env:MY_API_KEY}'", r"run\.name: MY_API_KEY looks like a secret"),
-        ("env.params.a='${oc.env:A}${run.seed}'", r"env\.params\.a: may refer to"),
+        ("env.params.a='${oc.env:A}${run.seed}'", r"env\.params\.a: can refer to"),
     ],
 )
 def test_a_secret_in_the_configuration_is_refused_by_name(entry: str, said: str) -> None:
@@ -418,7 +419,7 @@ def test_a_secret_in_the_configuration_is_refused_by_name(entry: str, said: str)
     [
         ("learner.lr='${oc.env:X}'", "hunter2", "learner.lr: "),
         ("learner.lr='${oc.env:X}'", "hunter-2000\nof two lines", "learner.lr: "),
-        ("learner.lr='${oc.env:X}'", "-77.125e1", "learner.lr: must not be negative, is "),
+        ("learner.lr='${oc.env:X}'", "-77.125e1", "learner.lr: must be at least 0, is "),
         ("correction.kind='${oc.env:X}'", "hunter2", "correction.kind: must be one of none, ppo,"),
         ("policy.path='/${oc.env:X}2'", "hunter2hunter", "policy.path: "),
         ("run.name='${oc.env:X}'", "hunter/2'\\", "run.name: must be a plain directory name, is "),
@@ -428,8 +429,8 @@ def test_a_secret_in_the_configuration_is_refused_by_name(entry: str, said: str)
 def test_an_error_shows_the_reference_instead_of_what_came_from_the_environment(
     entry: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(values, "references", {})
-    monkeypatch.setattr(secrets, "references", values.references)
+    monkeypatch.setattr(errors, "references", {})
+    monkeypatch.setattr(secrets, "references", errors.references)
     monkeypatch.setenv("X", value)
     with pytest.raises(ConfigError) as caught:
         check_paths(load(None, ["stages=[{steps: 1}]", entry]))

@@ -25,7 +25,7 @@ from actors.rollout.conversation import tool_names
 from evolver_async.buffer.stages import TICKETS, source_of
 from evolver_async.config import Config, Stage
 from evolver_async.config.load import stage_config
-from evolver_async.config.values import LLM_SECTIONS
+from evolver_async.config.sections.agentevolver import LLM_SECTIONS
 
 PLAIN = (  # methods of an environment that cannot be async
     *("actions", "solve", "state", "snapshot", "restore", "score", "verdict", "tools", "goal"),

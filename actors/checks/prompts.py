@@ -9,8 +9,7 @@ from actors.rollout.conversation import first_prompt
 from actors.rollout.episode_config import Setting, setting_of
 from actors.scripted.branching import BranchState, TriedTurn, reflect_rows, try_turns
 from evolver_async.buffer.stages import source_of
-from evolver_async.config import Config
-from evolver_async.config.check import ConfigError
+from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import stage_config
 from evolver_async.model.tokenizer import load_tokenizer
 from evolver_async.schema import Task

@@ -25,8 +25,7 @@ import msgspec
 
 from actors.failures import FailureCounts
 from actors.llm.budget import Breaker, Budget
-from evolver_async.config import Llm
-from evolver_async.config.check import ConfigError
+from evolver_async.config import ConfigError, Llm
 from evolver_async.config.secrets import mask, secret
 from evolver_async.protocol.failures import FailureKind
 from evolver_async.randomness import uniform

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import msgspec
 
-from evolver_async.config.check import ConfigError
+from evolver_async.config import ConfigError
 
 MAX_BYTES = 1 << 20
 

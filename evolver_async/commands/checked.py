@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from evolver_async.config.check import ConfigError
+from evolver_async.config import ConfigError
 
 
 @contextlib.contextmanager

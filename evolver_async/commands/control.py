@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from evolver_async.commands.checked import as_config_errors, run_directory
-from evolver_async.config.check import ConfigError
+from evolver_async.config import ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch import run_directory as directory
 from evolver_async.launch.registry import resolve

@@ -3,10 +3,10 @@
 import argparse
 
 from evolver_async.commands.recipes import recipe_path
-from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load, to_yaml
 from evolver_async.config.plan import plan
 from evolver_async.config.secrets import mask
+from evolver_async.config.values.errors import ConfigError
 from evolver_async.doctor import report
 
 

@@ -10,7 +10,7 @@ import itertools
 from importlib.resources import files
 from pathlib import Path
 
-from evolver_async.config.check import ConfigError
+from evolver_async.config.values.errors import ConfigError
 
 RECIPES = Path(str(files("evolver_async"))) / "recipes"
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from evolver_async.commands.checked import as_config_errors, run_directory
-from evolver_async.config.check import ConfigError
+from evolver_async.config import ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch.registry import resolve
 from evolver_async.metrics import wandb_upload

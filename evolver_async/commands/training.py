@@ -10,8 +10,7 @@ from pathlib import Path
 
 from evolver_async.commands.checked import as_config_errors, run_directory
 from evolver_async.commands.recipes import recipe_path
-from evolver_async.config import Config
-from evolver_async.config.check import ConfigError
+from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
 from evolver_async.launch import forking

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from evolver_async.commands.checked import run_directory
-from evolver_async.config.check import ConfigError
+from evolver_async.config import ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch.run_directory import address_of
 from evolver_async.process.addresses import keys_of

@@ -1,15 +1,15 @@
-"""A configuration in words, as it would run: processes, stages, steps, and where weights go."""
+"""A summary of a configuration in words: processes, stages, steps and the way of weights."""
 
-from evolver_async.config import Config
-from evolver_async.config.channels import channel
+from evolver_async.config.sections import Config
+from evolver_async.config.sections.channel import channel
 
 
 def plan(config: Config) -> list[str]:
-    """One line a subject."""
+    """Return one line for each subject."""
     learner, eval_ = config.learner, config.eval
     steps = [stage.steps for stage in config.stages]
     total = str(sum(steps)) if all(steps) else "as many as its stages' limits allow"
-    said = [f"processes: {_processes(config)}"]
+    stages = []
     for index, stage in enumerate(config.stages):
         limits = {
             "steps": stage.steps,
@@ -18,11 +18,12 @@ def plan(config: Config) -> list[str]:
             "eval success": stage.until_success,
         }
         until = " or ".join(f"{value:g} {name}" for name, value in limits.items() if value)
-        said.append(f"stage {index}: {stage.kind}, until {until}")
+        stages.append(f"stage {index}: {stage.kind}, until {until}")
     size = config.rollout.group_size
     every = f"every {eval_.every} versions " if eval_.every else "after each stage "
     return [
-        *said,
+        f"processes: {_processes(config)}",
+        *stages,
         f"steps: {total}, each of {learner.groups_per_step} groups (of {size} in rl stages)",
         f"weights: {channel(config)} by {config.weights.address or config.weights.dir}",
         f"evaluations: {every}over {eval_.episodes} episodes, after the last stage"

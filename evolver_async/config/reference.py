@@ -1,4 +1,4 @@
-"""The config reference of the README, generated from the dataclasses and their fields' comments.
+"""The table of all keys in the README, generated from the fields and the comments at them.
 
 `python -m evolver_async.config.reference README.md` rewrites the part between the two markers.
 """
@@ -12,27 +12,29 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from evolver_async.config import Config, Stage
+from evolver_async.config.sections import Config
+from evolver_async.config.sections.run import Stage
+from evolver_async.config.values.rules import annotations, rule
 
 BEGIN = "<!-- config reference: begin -->"
 END = "<!-- config reference: end -->"
 
 
 def reference() -> str:
-    """Markdown: one heading and one table a section, in the order of `Config`."""
+    """Return Markdown: one heading and one table a section, in the order of `Config`."""
     parts = []
     for section in fields(Config):
         is_stages = section.name == "stages"
         default = Stage() if is_stages else getattr(Config(), section.name)
         title = "stages[i]" if is_stages else section.name
         rows = "\n".join(_rows(default, f"{title}."))
-        about = inspect.getdoc(type(default))
-        parts.append(f"#### `{title}`\n\n{about}\n\n| key | default | |\n|---|---|---|\n{rows}\n")
+        head = "| key | default | allowed | |\n|---|---|---|---|"
+        parts.append(f"#### `{title}`\n\n{inspect.getdoc(type(default))}\n\n{head}\n{rows}\n")
     return "\n".join(parts)
 
 
 def rewrite(text: str) -> str:
-    """`text` with a fresh reference between the markers. Raises ValueError without them."""
+    """Return `text` with a new table between the markers. Raise ValueError without markers."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -41,33 +43,42 @@ def rewrite(text: str) -> str:
 
 
 def _rows(section: Any, prefix: str) -> list[str]:
-    """One table row a field; a nested section follows with its own prefix."""
+    """Return one table row a field. A nested section follows with its own prefix."""
     comments = _comments(type(section))
     rows = []
-    for item in fields(section):
-        value = getattr(section, item.name)
+    for name, annotation in annotations(type(section)).items():
+        value = getattr(section, name)
         if is_dataclass(value):
-            rows += _rows(value, f"{prefix}{item.name}.")
+            rows += _rows(value, f"{prefix}{name}.")
             continue
         shown = '""' if value == "" else str(value).lower() if isinstance(value, bool) else value
-        comment = comments.get(item.name, "").replace("|", "\\|").replace("<", "\\<")
-        rows.append(f"| `{prefix}{item.name}` | `{shown}` | {comment} |")
+        allowed = str(rule(annotation) or "").removeprefix("one of ")
+        cells = (f"`{prefix}{name}`", f"`{shown}`", *map(_escaped, (allowed, comments[name])))
+        rows.append(f"| {' | '.join(cells)} |")
     return rows
 
 
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "\\<")
+
+
 def _comments(kind: type) -> dict[str, str]:
-    """The comment on the lines of each field, by field name."""
+    """Return the comment above and beside each field, by field name."""
     source = inspect.getsource(kind)
     by_line = {
         token.start[0]: token.string.lstrip("# ")
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
-    found = {}
-    for node in ast.walk(ast.parse(source)):
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.ClassDef)
+    found, above = {}, 0
+    for node in definition.body:
+        end = node.end_lineno or node.lineno
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+            lines = range(above + 1, end + 1)
             found[node.target.id] = " ".join(by_line[line] for line in lines if line in by_line)
+        above = end
     return found
 
 

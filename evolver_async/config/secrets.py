@@ -1,8 +1,8 @@
-"""Secrets stay in the environment: a configuration refers to them, and nothing writes them down.
+"""Secrets, which stay in the environment: a configuration refers to them, and no file holds them.
 
 `${oc.env:NAME}` among an environment's own parameters is kept as that text in every dump, on the
-wire and in the journal; `reveal` reads the variable in the process that uses it. What is logged
-goes through `mask`. Values that came from the environment are never part of an error.
+wire and in the journal; `reveal` reads the variable in the process that uses it. Logs go through
+`mask`. Values that came from the environment are never part of an error.
 """
 
 import json
@@ -14,13 +14,12 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, quote_plus
 
-from evolver_async.config.check import ConfigError
-from evolver_async.config.values import references
+from evolver_async.config.values.errors import ConfigError, references
 
-# What holds keys of the user's own, list indices aside; every stage's override may as well.
+# Sections with keys of the user's own, without list indices. A stage's override can hold them too.
 FREE = ("env.params", "tasks.mixture.params")
 MASK = "***"
-SHORTEST = 8  # characters of a text that is masked: a shorter one would turn up everywhere
+SHORTEST = 8  # characters of a masked text: a shorter one would occur in unrelated words
 REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")
 INDEX = re.compile(r"\[\d+\]")
 MENTIONED = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
@@ -29,24 +28,26 @@ SECRET = re.compile(  # the plurals `keys` and `tokens` alone count things
     r"|(^|_)(api|access|auth|private)_?(key|token)s?$|(password|apikey)s?$|(^|_)secrets?(_|$)"
 )
 
-_revealed: set[str] = set()  # variables without a telling name that held a secret after all
+_revealed: set[str] = set()  # variables that hold a secret, by their use and not by their name
 
 
 @lru_cache(maxsize=4096)
 def looks_secret(name: str) -> bool:
-    """Whether a value of this name (of a key, of an environment variable) must not be shown."""
+    """Return True if the name of a key or an environment variable says that its value is secret."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
     return bool(SECRET.search(words))
 
 
 def reveal(params: Any) -> Any:
-    """Parameters with the variables that they refer to put in. ConfigError where one is not set."""
+    """Return parameters with values for references. Raise ConfigError for a variable not set."""
     return _revealed_in(params, "env.params", False)
 
 
 def secret(name: str, key: str) -> str:
-    """The secret in the environment variable that configuration key `key` names; it is masked
-    wherever it turns up from now on. ConfigError where the variable is not set."""
+    """Return the secret in the environment variable `name` of configuration key `key`.
+
+    From now on `mask` removes it. Raise ConfigError if the variable is not set.
+    """
     if name not in os.environ:
         raise ConfigError(f"{key}: the environment variable {name} is not set")
     _revealed.add(name)
@@ -54,7 +55,7 @@ def secret(name: str, key: str) -> str:
 
 
 def mask(text: str) -> str:
-    """`text` without the values of the environment's secrets, plain or encoded."""
+    """Replace the values of the environment's secrets in `text`, plain or encoded, by asterisks."""
     for name, value in os.environ.items():
         if len(value) >= SHORTEST and (name in _revealed or looks_secret(name)):
             for form in _forms(value):
@@ -65,9 +66,9 @@ def mask(text: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _forms(value: str) -> tuple[str, ...]:
-    """The texts in which a secret turns up, the longest first.
+    """Return the texts that can represent a secret, the longest first.
 
-    As it is, percent-encoded, escaped as in JSON and in Python's repr, and each line by itself.
+    Plain, percent-encoded, escaped as in JSON and in Python's repr, and each line by itself.
     """
     lines = [line.strip() for line in value.splitlines()]
     forms = {value, *(line for line in lines if len(line) >= SHORTEST)}
@@ -77,12 +78,12 @@ def _forms(value: str) -> tuple[str, ...]:
             forms |= {encoded, re.sub(r"%..", lambda code: code[0].lower(), encoded)}
         forms |= {json.dumps(plain, ensure_ascii=only)[1:-1] for only in (True, False)}
         forms |= {repr(plain)[1:-1], repr(raw)[2:-1], ascii(plain)[1:-1]}
-        forms |= {form.replace("/", r"\/") for form in forms}  # which JSON may escape as well
+        forms |= {form.replace("/", r"\/") for form in forms}  # JSON can escape it as well
     return tuple(sorted(forms, key=len, reverse=True))
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A nested configuration without the entries whose names say that they are secret."""
+    """Return a nested configuration without the entries whose names say that they are secret."""
     return {
         name: without_secrets(value) if isinstance(value, Mapping) else value
         for name, value in config.items()
@@ -91,22 +92,22 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_written(tree: Mapping[str, Any]) -> None:
-    """ConfigError for a secret that stands in the raw configuration, or that would be put there."""
+    """Raise ConfigError for a secret in the raw configuration, or one that a file would hold."""
     for key, text, free, secret in _texts(tree, "", False, False):
         if free and secret and text and not REFERENCE.search(text):
             raise ConfigError(
-                f"{key}: looks like a secret; put it into an environment variable and write"
+                f"{key}: looks like a secret: set an environment variable and write"
                 " ${oc.env:NAME}"
             )
         if free and REFERENCE.search(text) and "${" in REFERENCE.sub("", text):
-            raise ConfigError(f"{key}: may refer to environment variables or to keys, not to both")
+            raise ConfigError(f"{key}: can refer to environment variables or to keys, not to both")
         named = next(filter(looks_secret, MENTIONED.findall(text)), None)
         if named and not (free and REFERENCE.search(text)):
-            raise ConfigError(f"{key}: {named} looks like a secret, and this would be written down")
+            raise ConfigError(f"{key}: {named} looks like a secret, which files would hold")
 
 
 def note_references(tree: Mapping[str, Any]) -> None:
-    """Let no error show the values of the variables that a raw configuration refers to."""
+    """Make errors show references instead of the values of a raw configuration's variables."""
     for _, text, _, _ in _texts(tree, "", False, False):
         for name in MENTIONED.findall(text):
             if value := os.environ.get(name, ""):
@@ -115,14 +116,14 @@ def note_references(tree: Mapping[str, Any]) -> None:
 
 
 def _numbers(value: str) -> Iterator[str]:
-    """The other ways in which an error writes a value that is a number."""
+    """Yield the other texts of a value that is a number, as errors write them."""
     for kind in (int, float):
         with suppress(ValueError):
             yield from (f"{kind(value)}", f"{kind(value):g}")
 
 
 def kept(params: Any) -> Any:
-    """Parameters whose references survive the resolving of interpolations, as the text they are."""
+    """Escape references in parameters, so that the resolution of interpolations keeps them."""
     if isinstance(params, dict):
         return {name: kept(value) for name, value in params.items()}
     if isinstance(params, list):
@@ -133,7 +134,7 @@ def kept(params: Any) -> Any:
 
 
 def _texts(node: Any, key: str, free: bool, secret: bool) -> Iterator[tuple[str, str, bool, bool]]:
-    """Every text with its key, whether it is the user's own, and whether its name is secret."""
+    """Yield every text with its key, True if the key is free, and True if its name is secret."""
     if isinstance(node, Mapping):
         for name, value in node.items():
             deeper = f"{key}.{name}".lstrip(".")

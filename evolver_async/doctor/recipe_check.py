@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evolver_async.config import Config
-from evolver_async.config.channels import channel, versions_kept
+from evolver_async.config.sections.channel import channel, versions_kept
 from evolver_async.doctor.probes.result import FLASH_CAPABILITY, ProbeResult, gib
 from evolver_async.doctor.sizes import (
     MASTER_BYTES,

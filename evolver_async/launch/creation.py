@@ -20,8 +20,8 @@ from evolver_async.buffer.stages import source_of
 from evolver_async.buffer.tasks.source import held_out_task
 from evolver_async.checkpoint.directory import exists
 from evolver_async.config import Config
-from evolver_async.config.check import ConfigError
 from evolver_async.config.load import dump, stage_config
+from evolver_async.config.values.errors import ConfigError
 from evolver_async.errors import USER_ERROR
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.run_directory import CREATING, EXACT, LOCK, last_lines, locked

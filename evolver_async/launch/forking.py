@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.checkpoint import history
-from evolver_async.config import Config, Env, Tasks
-from evolver_async.config.check import ConfigError, check_name
+from evolver_async.config import Config, ConfigError, Env, Tasks
 from evolver_async.config.load import load, stage_config
+from evolver_async.config.paths import check_name
 from evolver_async.launch.creation import create
 from evolver_async.launch.resumption import check_continues
 

@@ -1,7 +1,6 @@
 """GPUs that are visible to the processes of a launch."""
 
-from evolver_async.config import Config
-from evolver_async.config.check import ConfigError
+from evolver_async.config import Config, ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -8,9 +8,9 @@ from typing import Any
 from evolver_async.checkpoint import history
 from evolver_async.checkpoint.directory import exists
 from evolver_async.config import Config
-from evolver_async.config.check import ConfigError
 from evolver_async.config.load import dump, load, stage_config
-from evolver_async.config.stages import limit_reached
+from evolver_async.config.sections.run import limit_reached
+from evolver_async.config.values.errors import ConfigError
 from evolver_async.launch.creation import complete, measure
 from evolver_async.launch.run_directory import CREATING, PAUSED
 from evolver_async.launch.start_checks import check_start

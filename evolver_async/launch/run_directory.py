@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from evolver_async.config.check import ConfigError
+from evolver_async.config import ConfigError
 
 EXACT = "exact.json"
 PAUSED = "PAUSED"

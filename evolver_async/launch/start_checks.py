@@ -4,8 +4,9 @@ import os
 from pathlib import Path
 
 from evolver_async.config import Config
-from evolver_async.config.channels import host_and_port
-from evolver_async.config.check import ConfigError, check_paths
+from evolver_async.config.paths import check_paths
+from evolver_async.config.sections.channel import host_and_port
+from evolver_async.config.values.errors import ConfigError
 from evolver_async.launch.gpus import VISIBLE, check_visible
 from evolver_async.launch.registry import check_wings
 from evolver_async.metrics.wandb_process import has_key

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from evolver_async.config.check import ConfigError
+from evolver_async.config import ConfigError
 from evolver_async.config.load import load, to_dict
 from evolver_async.config.secrets import without_secrets
 from evolver_async.metrics.lineages import RowKey, current, key_of

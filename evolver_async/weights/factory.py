@@ -2,9 +2,8 @@
 
 import torch
 
-from evolver_async.config import Config
-from evolver_async.config.channels import channel, versions_kept
-from evolver_async.config.check import ConfigError
+from evolver_async.config import Config, ConfigError
+from evolver_async.config.sections.channel import channel, versions_kept
 from evolver_async.weights.channel.base import Publisher, Receiver
 from evolver_async.weights.collective.channel import CollectivePublisher, CollectiveReceiver
 from evolver_async.weights.cuda_ipc import CudaMemory, IpcPublisher, IpcReceiver

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from evolver_async.config import Correction, Loss
-from evolver_async.config.learner import by_kind
+from evolver_async.config.sections.learner import by_kind
 from learner.data.batch import MicroBatch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
 from learner.loss.correction import Corrected, correct, interpolated_anchor, log_rho

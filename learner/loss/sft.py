@@ -4,7 +4,7 @@ import torch
 
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
-from evolver_async.config.stages import SUPERVISED
+from evolver_async.config.sections.run import SUPERVISED
 
 
 def sft_loss(theta_N: torch.Tensor, *, tokens: int) -> torch.Tensor:

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from evolver_async.config.check import ConfigError
+from evolver_async.config import ConfigError
 from evolver_async.model import policy
 from evolver_async.model.attention import Borders
 from evolver_async.schema import Array

@@ -12,9 +12,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from evolver_async.config import Config
-from evolver_async.config.channels import leaves_host
-from evolver_async.config.check import ConfigError
+from evolver_async.config import Config, ConfigError
+from evolver_async.config.sections.channel import leaves_host
 from evolver_async.lineages import Fork
 from evolver_async.metrics.writer import Timers
 from evolver_async.process.setup import RoleArgs

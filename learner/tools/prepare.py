@@ -2,7 +2,7 @@
 
 import torch
 
-from evolver_async.config.check import ConfigError
+from evolver_async.config import ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch.registry import resolve
 from evolver_async.model import policy

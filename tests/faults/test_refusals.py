@@ -1,6 +1,6 @@
 """Faults 18 and 19: what cannot work is refused in one sentence that names the key, before a start.
 
-More of the same is in `test_cli` and `test_config`; here each kind of mistake is made once, and it
+More of the same is in `test_cli` and `test_load`; here each kind of mistake is made once, and it
 is looked at that nothing was started and nothing is left.
 """
 
@@ -37,8 +37,8 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], argument: str) -
     [
         ("learner.minibatches=many", "learner.minibatches", "many"),  # a wrong type
         ("learner.lrr=1", "learner.lrr", "did you mean learner.lr"),  # an unknown key
-        ("learner.lr=nan", "learner.lr", "not a number"),
-        ("policy.layers=-1", "policy.layers", "negative"),
+        ("learner.lr=nan", "learner.lr", "finite"),
+        ("policy.layers=-1", "policy.layers", "at least 1"),
         ("buffer.segment_bytes=1", "buffer.segment_bytes", "65536"),
         ("buffer.reuse=9", "buffer.reuse", "buffer.max_staleness"),  # excludes another value
     ],

@@ -12,7 +12,7 @@ from parity import (
 )
 
 from evolver_async.config import Correction, Loss
-from evolver_async.config.learner import by_kind
+from evolver_async.config.sections.learner import by_kind
 from evolver_async.model import policy
 from evolver_async.schema import Role
 from learner.data.batch import Batch

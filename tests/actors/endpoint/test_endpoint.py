@@ -39,8 +39,8 @@ from actors.llm.client import Endpoint
 from actors.progress import TicketProgress
 from actors.rollout.episode import EpisodeLate, Finished
 from actors.rollout.episode_config import Setting
-from evolver_async.config import Llm
-from evolver_async.config.load import ConfigError, load
+from evolver_async.config import ConfigError, Llm
+from evolver_async.config.load import load
 from evolver_async.model.policy import token_logprobs
 from evolver_async.model.tiny import make_tokenizer as make_tiny_tokenizer
 from evolver_async.schema import Role, Task, Ticket, TurnFlag, WeightId

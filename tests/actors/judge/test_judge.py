@@ -38,8 +38,7 @@ from actors.judge.judge import REASONS, Judge, JudgedEpisode, RuleJudge, make_ju
 from actors.judge.labels import BAD, GOOD, UnreadableLabels, by_progress, parse
 from actors.judge.prompt import SYSTEM, question
 from actors.llm import client
-from evolver_async.config import Config
-from evolver_async.config.check import ConfigError
+from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.schema import Task, WeightId

@@ -32,8 +32,7 @@ from openai_server import (
 from actors.llm import client
 from actors.llm.budget import Breaker, Budget
 from actors.llm.client import Endpoint, Unavailable
-from evolver_async.config import Llm
-from evolver_async.config.check import ConfigError
+from evolver_async.config import ConfigError, Llm
 
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello ü \ud800"}]
 

@@ -38,8 +38,7 @@ from actors.questioning.synthesize import (
 )
 from actors.rollout.episode import Finished
 from actors.rollout.episode_config import setting_of
-from evolver_async.config import Config, Llm, Questioning, Stage
-from evolver_async.config.check import ConfigError
+from evolver_async.config import Config, ConfigError, Llm, Questioning, Stage
 from evolver_async.model.tiny import make_tokenizer as make_tiny_tokenizer
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key

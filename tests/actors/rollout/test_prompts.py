@@ -8,8 +8,8 @@ from actors.envs.base import Described, Solvable, Step, make_env
 from actors.formats.tool_calls import Interleaved, ToolCall
 from actors.rollout.conversation import first_prompt, system_message
 from actors.rollout.episode_config import PLAIN_VOCABULARY, setting_of, wording_of
-from evolver_async.config.check import ConfigError
 from evolver_async.config.load import load
+from evolver_async.config.values.errors import ConfigError
 from evolver_async.schema import Task
 
 STEPS = "stages=[{kind: rl, steps: 1}]"

@@ -4,9 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from evolver_async.config import Actors, Config, Engine, Gpus, Launch, Learner, Stage
-from evolver_async.config.check import ConfigError, check
-from evolver_async.launch.gpus import VISIBLE, check_visible, index_of, visible_gpus
+from evolver_async.config import Actors, Config, ConfigError, Engine, Gpus, Launch, Learner, Stage
+from evolver_async.config.checks import check
+from evolver_async.launch.gpus import (
+    VISIBLE,
+    check_visible,
+    index_of,
+    visible_gpus,
+)
 from evolver_async.launch.local import Launcher
 
 
@@ -63,7 +68,7 @@ def test_numbers_of_names():
         ({"actors": [0, 1, 2], "wide": 2}, "launch.gpus.actors: must name 2 "),
         ({"actors": [1, 1], "wide": 2}, r"launch.gpus.actors: \[1, 1\] hold one model"),
         ({"learner": [2, 2]}, r"launch.gpus.learner: \[2, 2\] hold one model"),
-        ({"actors": [-1]}, "launch.gpus.actors: GPUs are counted from 0"),
+        ({"actors": [-1]}, r"launch.gpus.actors\[0\]: must be at least 0"),
     ],
 )
 def test_gpus_that_cannot_be_are_named(change, message):

@@ -23,8 +23,7 @@ from actors.engines.base import Generation, Request
 from actors.engines.torch_engine import TorchEngine
 from actors.evaluate import evaluate
 from evolver_async.checkpoint import shards
-from evolver_async.config import Advantage, Config, Critic, Lora, Loss, Policy, Stage
-from evolver_async.config.check import ConfigError
+from evolver_async.config import Advantage, Config, ConfigError, Critic, Lora, Loss, Policy, Stage
 from evolver_async.config.load import dump, load, stage_config
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import lora, policy

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evolver_async.config import Correction, Loss
-from evolver_async.config.learner import by_kind
+from evolver_async.config.sections.learner import by_kind
 from learner.data.batch import Batch
 from learner.data.collate import Strip
 from learner.diagnostics.offpolicy import Accounting

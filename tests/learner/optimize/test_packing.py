@@ -26,9 +26,8 @@ from transformers import (
 )
 from updates import FORKS, config, updater
 
-from evolver_async.config import Advantage, Config, Correction, Critic, Stage
+from evolver_async.config import Advantage, Config, ConfigError, Correction, Critic, Stage
 from evolver_async.config.load import dump, load, stage_config
-from evolver_async.config.values import ConfigError
 from evolver_async.errors import TrainingError
 from evolver_async.model import attention, policy
 from evolver_async.model.attention import NAME as PACKED

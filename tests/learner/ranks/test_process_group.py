@@ -18,8 +18,8 @@ from alike import assert_alike
 from parallel_world import SAVED, STEPS, Trained, be_rank, make_policies, read, train
 
 from evolver_async.checkpoint import shards
-from evolver_async.config import Config, Stage
-from evolver_async.config.check import ConfigError, check
+from evolver_async.config import Config, ConfigError, Stage
+from evolver_async.config.checks import check
 from evolver_async.process.setup import RoleArgs
 from learner.optimize.adamw import make_adamw, master, update
 from learner.ranks.process_group import alone, check_apart

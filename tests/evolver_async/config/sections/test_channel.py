@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from evolver_async.config.channels import channel
-from evolver_async.config.check import ConfigError
+from evolver_async.config import ConfigError
 from evolver_async.config.load import load
+from evolver_async.config.sections.channel import channel
 from evolver_async.launch.start_checks import check_addresses
 
 STEPS = "stages=[{kind: rl, steps: 1}]"
@@ -38,14 +38,20 @@ def test_the_channel_follows_from_the_configuration(arguments: list[str], kind: 
     ("arguments", "message"),
     [
         (["weights.kind=smoke"], "weights.kind: must be one of"),
-        (["weights.kind=collective", "launch.kind=serial"], "weights.kind: launch.kind=serial"),
+        (
+            ["weights.kind=collective", "launch.kind=serial"],
+            "weights.kind: must be shm: launch.kind=serial",
+        ),
         (["weights.kind=cuda_ipc", "learner.device=cpu"], "learner.device: "),
         (["weights.kind=cuda_ipc", *CUDA, "engine.tensor_parallel=2"], "weights.kind: "),
         (
             ["weights.kind=cuda_ipc", *CUDA, "launch.gpus={actors: [1], learner: [0]}"],
             "weights.kind: cuda_ipc is for a learner and engines on one GPU, and",
         ),
-        (["weights.kind=shm", "weights.address=tcp://127.0.0.1:9"], "weights.address: is for"),
+        (
+            ["weights.kind=shm", "weights.address=tcp://127.0.0.1:9"],
+            "weights.address: needs weights.kind=collective",
+        ),
         (["weights.address=127.0.0.1:9"], "weights.address: must be tcp://host:port"),
         (["weights.address=tcp://127.0.0.1:0"], "weights.address: 0 is not a port"),
         (["weights.address=tcp://127.0.0.1:65536"], "weights.address: 65536 is not a port"),

@@ -1,0 +1,78 @@
+"""Arguments of a command line, `section.key=value`, and their application to a configuration."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from evolver_async.config.merge import apply, environment, environment_name, merge
+from evolver_async.config.sections.run import Stage
+from evolver_async.config.values.errors import ConfigError
+
+APPEND = "stages+"  # key of an argument that adds a stage at the end
+
+
+class Argument(NamedTuple):
+    """One `key=value`: the stage that it changes, if any, and the tree of sections or of stage."""
+
+    key: str
+    stage: str
+    tree: Any
+
+    def names_environment(self, stages: int) -> bool:
+        """Return True if it names the environment of the run, or of one of `stages` stages."""
+        if not self.stage:
+            return "name" in environment(self.tree)
+        known = self.stage.isdigit() and int(self.stage) < stages
+        return known and "name" in environment(self.tree.get("override"))
+
+
+def apply_arguments(resolved: DictConfig, dotlist: Sequence[str]) -> DictConfig:
+    """Merge arguments over `resolved`, in order. Raise ConfigError, naming the key."""
+    arguments = [_argument(entry) for entry in dotlist]
+    # Names of environments come first in any order: they drop the parameters of others.
+    names = [one for one in arguments if one.names_environment(len(resolved.stages))]
+    for argument in (*names, *arguments):
+        resolved = _apply_argument(resolved, argument)
+    return resolved
+
+
+def _argument(entry: str) -> Argument:
+    """Read `key=value`, the value as YAML. An empty value is the empty string."""
+    key, equals, text = entry.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{entry!r}: arguments are written section.key=value")
+    try:
+        read: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+        tree: Any = read["value"] if text else ""
+    except (yaml.YAMLError, OmegaConfBaseException):
+        raise ConfigError(f"{key}: cannot read {text!r}") from None
+    parts, stage = key.replace("[", ".").replace("]", "").split("."), ""
+    if parts[0] == "stages" and len(parts) > 2:
+        _, stage, *parts = parts
+    for part in reversed(parts):
+        tree = {part: tree}
+    return Argument(key, stage, tree)
+
+
+def _apply_argument(resolved: DictConfig, argument: Argument) -> DictConfig:
+    if argument.key == APPEND:
+        added = merge(OmegaConf.structured(Stage), argument.tree[APPEND], Stage, f"{APPEND}.")
+        resolved.stages.append(added)
+        return resolved
+    if not argument.stage:
+        return apply(resolved, argument.tree)
+    if not argument.stage.isdigit() or int(argument.stage) >= len(resolved.stages):
+        raise ConfigError(f"{argument.key}: there is no stage {argument.stage}")
+    stage = int(argument.stage)
+    raw: Any = OmegaConf.to_container(resolved.stages[stage])
+    env = environment(raw["override"])
+    now = env.get("name", environment_name(resolved))
+    if environment(argument.tree.get("override")).get("name", now) != now:
+        env.pop("params", None)
+    base = OmegaConf.merge(OmegaConf.structured(Stage), raw)
+    assert isinstance(base, DictConfig)
+    resolved.stages[stage] = merge(base, argument.tree, Stage, f"stages[{stage}].")
+    return resolved

@@ -1,0 +1,44 @@
+"""Checks of a configuration: each value by its field, then the combinations of keys.
+
+A check is a generator of problems, each a key and a predicate. The files are named after the
+sections that they concern. Nothing here touches files.
+"""
+
+from collections.abc import Iterator
+from itertools import chain
+
+from evolver_async.config.checks.addresses import buffer_address, weight_channel
+from evolver_async.config.checks.agentevolver import agent, mechanisms
+from evolver_async.config.checks.learner import groups, guided, learner
+from evolver_async.config.checks.processes import engine, gpus, policy, timeouts
+from evolver_async.config.checks.stages import limits, stages, tasks
+from evolver_async.config.sections import Config
+from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.rules import check_fields
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for the first value or combination that cannot work.
+
+    `load.stage_config` checks stages that have an override.
+    """
+    check_fields(config)
+    _refuse(chain(gpus(config), weight_channel(config), stages(config)))
+    for index, stage in enumerate(config.stages):
+        if not stage.override:
+            check_stage(config, index)
+
+
+def check_stage(config: Config, index: int) -> None:
+    """Raise ConfigError for what cannot work in stage `index`, whose configuration this is."""
+    check_fields(config)
+    _refuse(chain(policy(config), engine(config), tasks(config), timeouts(config)))
+    _refuse(chain(buffer_address(config), limits(config, index), learner(config)))
+    _refuse(chain(agent(config), mechanisms(config)))
+    if config.stages[index].kind == "rl":
+        _refuse(chain(groups(config), guided(config)))
+
+
+def _refuse(problems: Iterator[tuple[str, str]]) -> None:
+    for key, problem in problems:
+        raise ConfigError(f"{key}: {problem}")

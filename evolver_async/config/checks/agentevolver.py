@@ -1,0 +1,65 @@
+"""Checks of experience, judge, questioning and reflection, and of agents that play episodes."""
+
+from collections.abc import Iterator
+
+from evolver_async.config.checks.addresses import endpoint, socket_address
+from evolver_async.config.sections import Config
+from evolver_async.config.sections.agentevolver import LLM_SECTIONS
+
+
+def agent(config: Config) -> Iterator[tuple[str, str]]:
+    """Refuse settings that an agent of `rollout.agent`, which plays whole episodes, ignores."""
+    judged = config.rollout.agent_reward == "judged"
+    if not config.rollout.agent:
+        if judged:
+            yield "rollout.agent_reward", "must be returned: rollout.agent is not set"
+        return
+    if config.launch.kind == "serial":
+        yield "rollout.agent", "needs real time, and launch.kind=serial has a virtual clock"
+    for key, value, required, reason in (
+        ("rollout.format", config.rollout.format, "think_answer", "writes its own turns"),
+        ("rollout.context", config.rollout.context, "full", "writes its own prompts"),
+        ("experience.kind", config.experience.kind, "none", "writes its own prompts"),
+        ("questioning.kind", config.questioning.kind, "none", "plays without an environment"),
+    ):
+        if value != required:
+            yield key, f"must be {required}: rollout.agent {reason}, is {value}"
+    if config.judge.kind == "rule":
+        yield "judge.kind", "rule needs an environment's scores: rollout.agent plays without one"
+
+
+def mechanisms(config: Config) -> Iterator[tuple[str, str]]:
+    """Require the models, labels and timeouts that the mechanisms need."""
+    judged = config.rollout.agent_reward == "judged"
+    for name in LLM_SECTIONS:
+        section = getattr(config, name)
+        if section.kind != "llm" and not (judged and name == "judge"):
+            continue
+        if config.launch.kind == "serial":
+            yield f"{name}.kind", "llm needs real time, and launch.kind=serial has a virtual clock"
+        yield from endpoint(f"{name}.llm", section.llm)
+    stall = config.buffer.stall_s
+    for name, waits in (
+        ("judge", judged or config.judge.kind in ("self", "llm")),
+        ("reflection", config.reflection.kind == "llm"),
+    ):
+        if waits and getattr(config, name).timeout_s >= stall:
+            yield (
+                f"{name}.timeout_s",
+                f"must be less than buffer.stall_s ({stall:g}): a group makes no progress while it"
+                " waits for the model",
+            )
+    questioning, experience = config.questioning, config.experience
+    if config.advantage.kind == "adca" and config.judge.kind == "none":
+        yield "advantage.kind", "adca needs labels: judge.kind is none"
+    if config.tasks.synthetic and questioning.kind == "none":
+        yield "tasks.synthetic", "must be 0: questioning.kind=none makes no tasks"
+    if questioning.replays_kept > questioning.replays:
+        yield (
+            "questioning.replays_kept",
+            f"must be at most questioning.replays ({questioning.replays})",
+        )
+    yield from socket_address("experience.address", experience.address, config.security.keys)
+    remote = config.buffer.address.startswith("tcp://")
+    if experience.kind != "none" and remote and not experience.address:
+        yield "experience.address", "must be set, because buffer.address is a tcp:// address"

@@ -1,0 +1,93 @@
+"""Checks of the learner's sections: selection, advantage, correction, loss, ranks, rollbacks."""
+
+from collections.abc import Iterator
+
+from evolver_async.config.sections import Config
+from evolver_async.config.sections.learner import INTERPOLATED
+
+RELATIVE = {  # values that compare the members of a group
+    "advantage": ("grpo", "adca", "rloo"),
+    "selection": ("spread", "top_p", "top_k", "min_p", "resample_on_correct", "dynamic"),
+}
+
+
+def learner(config: Config) -> Iterator[tuple[str, str]]:
+    """Require that updates of a step, correction, loss and ranks fit each other."""
+    learner, loss, correction = config.learner, config.loss, config.correction
+    selection, kept = config.selection, learner.groups_per_step
+    if selection.kind == "spread":
+        kept = max(1, round(kept * selection.keep))
+    elif selection.kind == "top_k":
+        kept = min(kept, selection.k)
+    if learner.minibatches > kept:
+        yield (
+            "learner.minibatches",
+            f"must be at most {kept}, the groups that one step trains, is {learner.minibatches}",
+        )
+    if correction.level == "trajectory" and correction.kind not in ("decoupled", "topr"):
+        yield "correction.level", f"must be auto: correction.kind={correction.kind} determines it"
+    if config.advantage.kind == "vtrace" and correction.kind != "none":
+        yield "correction.kind", "must be none: advantage.kind=vtrace has its own correction"
+    if loss.kl == "k1" and loss.kl_place == "loss":
+        yield (
+            "loss.kl",
+            "k1 has no gradient in the loss on average: set loss.kl_place=reward, or k2 or k3",
+        )
+    if len(learner.betas) != 2:
+        yield "learner.betas", f"must be two numbers, is {learner.betas}"
+    if config.safety.rollback and config.safety.action != "rollback":
+        yield "safety.rollback", f"needs safety.action=rollback, which is {config.safety.action}"
+    if learner.ranks > 1 and config.launch.kind == "serial":
+        yield "learner.ranks", "must be 1: launch.kind=serial is one process"
+    if learner.ranks > 1 and ":" in learner.device:
+        yield (
+            "learner.device",
+            f"{learner.device} is one GPU: with learner.ranks > 1 set cuda, and name the GPUs in"
+            " launch.gpus.learner",
+        )
+
+
+def groups(config: Config) -> Iterator[tuple[str, str]]:
+    """Require groups that are large enough for selection and advantage in an rl stage."""
+    selection, advantage, size = config.selection, config.advantage, config.rollout.group_size
+    for section, kinds in RELATIVE.items():
+        kind = getattr(config, section).kind
+        if size == 1 and kind in kinds:
+            yield (
+                "rollout.group_size",
+                f"must be at least 2: {section}.kind={kind} compares members of a group",
+            )
+    if selection.members > size:
+        yield "selection.members", f"must be at most rollout.group_size ({size})"
+    if 0 < selection.members < min(4, size):
+        yield (
+            "selection.members",
+            f"must be 0 or at least 4 (two good and two bad ones), is {selection.members}",
+        )
+    if selection.members and selection.kind != "resample_on_correct":
+        yield "selection.members", f"must be 0: selection.kind={selection.kind} keeps groups whole"
+    if bool(advantage.overlong_cache) != bool(advantage.overlong_limit):
+        yield "advantage.overlong_cache", "must be set together with advantage.overlong_limit"
+    if advantage.overlong_cache > advantage.overlong_limit:
+        yield (
+            "advantage.overlong_cache",
+            f"must be at most advantage.overlong_limit ({advantage.overlong_limit})",
+        )
+
+
+def guided(config: Config) -> Iterator[tuple[str, str]]:
+    """Refuse settings that training without the prompts' experience does not support."""
+    experience, correction, boost = config.experience, config.correction, config.loss.boost
+    if (
+        experience.kind == "none"
+        or experience.strip == "never"
+        or not config.rollout.guided_fraction
+    ):
+        return
+    if correction.anchor == "interpolate" and correction.kind in INTERPOLATED:
+        yield "correction.anchor", "must be recompute: guided tokens have no interpolated anchor"
+    if boost and correction.kind in ("cispo", "topr"):
+        yield "loss.boost", f"must be 0: correction.kind={correction.kind} has no clip to raise"
+    stale = correction.kind == "ppo" and correction.guided != "anchor"
+    if boost and config.learner.minibatches == 1 and not stale:
+        yield "loss.boost", "must be 0: with learner.minibatches=1 no clip takes effect"

@@ -1,0 +1,125 @@
+"""Checks of processes: model, engine, GPUs and the order of their timeouts."""
+
+from collections.abc import Iterator
+
+from evolver_async.config.sections import Config
+
+LEAST_TEMPERATURE = 0.01  # vLLM replaces a lower positive temperature by this one
+
+
+def policy(config: Config) -> Iterator[tuple[str, str]]:
+    """Require that the model's shape and its context suit rollouts and the learner."""
+    policy, rollout, learner = config.policy, config.rollout, config.learner
+    if not policy.path and policy.hidden_size % (2 * policy.heads):
+        yield (
+            "policy.hidden_size",
+            f"must be a multiple of 2 × policy.heads ({2 * policy.heads}), is {policy.hidden_size}",
+        )
+    if rollout.max_tokens >= policy.max_length:
+        yield (
+            "rollout.max_tokens",
+            f"must be less than policy.max_length ({policy.max_length}), is {rollout.max_tokens}",
+        )
+    if 0 < learner.token_budget < policy.max_length:
+        yield (
+            "learner.token_budget",
+            f"must hold one sequence of policy.max_length ({policy.max_length}) tokens",
+        )
+    if not learner.token_budget and learner.device == "cpu":
+        yield "learner.token_budget", "0 measures a GPU's memory, and learner.device is cpu"
+
+
+def engine(config: Config) -> Iterator[tuple[str, str]]:
+    """Refuse settings that the engine of this kind does not support."""
+    engine = config.engine
+    if engine.kind == "torch":
+        if engine.tensor_parallel != 1:
+            yield (
+                "engine.tensor_parallel",
+                "must be 1: with engine.kind=torch one process holds the whole model",
+            )
+        return
+    if config.launch.kind == "serial":
+        yield "engine.kind", "vllm needs real time, and launch.kind=serial has a virtual clock"
+    if ":" in engine.device:
+        yield (
+            "engine.device",
+            f"must be cuda: vllm uses the GPUs of launch.gpus, is {engine.device}",
+        )
+    if engine.prefill_tokens < engine.slots:
+        yield (
+            "engine.prefill_tokens",
+            f"must be at least engine.slots ({engine.slots}), from each of which vllm takes a token"
+            f" in a step, is {engine.prefill_tokens}",
+        )
+    for section in ("rollout", "eval"):
+        temperature = getattr(config, section).temperature
+        if 0 < temperature < LEAST_TEMPERATURE:
+            yield (
+                f"{section}.temperature",
+                f"must be at least {LEAST_TEMPERATURE} with engine.kind=vllm, is {temperature}",
+            )
+
+
+def gpus(config: Config) -> Iterator[tuple[str, str]]:
+    """Require that the GPUs of each role suit its processes."""
+    models, shards = config.actors.count, config.engine.tensor_parallel
+    counted = "actors.count × engine.tensor_parallel"
+    yield from _role_gpus(config, "actors", "engine", models, shards, counted)
+    yield from _role_gpus(config, "learner", "learner", 1, config.learner.ranks, "learner.ranks")
+
+
+def _role_gpus(
+    config: Config, role: str, section: str, models: int, shards: int, counted: str
+) -> Iterator[tuple[str, str]]:
+    """Check the GPUs of `models` copies of the model, each split over `shards` GPUs."""
+    key, numbers = f"launch.gpus.{role}", getattr(config.launch.gpus, role)
+    if not numbers:
+        return
+    if len(numbers) != models * shards:
+        yield key, f"must name {models * shards} ({counted}), names {len(numbers)}"
+    for start in range(0, len(numbers), shards):
+        part = numbers[start : start + shards]
+        if len(set(part)) < shards:
+            yield key, f"{part} hold one model: must be different"
+    device = getattr(config, section).device
+    if device not in ("auto", "cuda"):
+        yield f"{section}.device", f"must be cuda where {key} names the GPUs, is {device}"
+    if config.launch.kind == "serial":
+        yield key, "launch.kind=serial is one process: must be empty"
+
+
+def timeouts(config: Config) -> Iterator[tuple[str, str]]:
+    """Require consistent staleness, reuse, sizes and timeouts of the buffer."""
+    buffer, actors, step = config.buffer, config.actors, config.env.step_timeout_s
+    bound, lag = buffer.max_staleness, actors.weight_lag
+    if lag > bound:
+        yield "actors.weight_lag", f"must be at most buffer.max_staleness ({bound}), is {lag}"
+    if actors.weight_lag_low > lag:
+        yield (
+            "actors.weight_lag_low",
+            f"must be at most actors.weight_lag ({lag}), is {actors.weight_lag_low}",
+        )
+    if buffer.reuse > bound + 1 - lag:
+        yield (
+            "buffer.reuse",
+            f"must be at most buffer.max_staleness + 1 - actors.weight_lag ({bound + 1 - lag}), "
+            f"is {buffer.reuse}",
+        )
+    if step >= buffer.stall_s:
+        yield (
+            "env.step_timeout_s",
+            f"must be less than buffer.stall_s ({buffer.stall_s:g}): a ticket makes no progress"
+            " during a step",
+        )
+    if step >= config.eval.timeout_s:
+        yield (
+            "eval.timeout_s",
+            f"must be more than env.step_timeout_s ({step:g}): an evaluation makes no progress"
+            " during a step",
+        )
+    if buffer.segment_bytes > buffer.disk_limit_bytes:
+        yield (
+            "buffer.segment_bytes",
+            f"must fit into buffer.disk_limit_bytes ({buffer.disk_limit_bytes})",
+        )

@@ -1,0 +1,70 @@
+"""Checks of stages and tasks against the other sections."""
+
+from collections.abc import Iterator
+
+from evolver_async.config.sections import Config
+from evolver_async.config.sections.run import SUPERVISED
+from evolver_async.config.values.rules import check_finite
+
+
+def stages(config: Config) -> Iterator[tuple[str, str]]:
+    """Require at least one stage, and a limit of every stage."""
+    if not config.stages:
+        yield "stages", "needs at least one stage"
+    for index, stage in enumerate(config.stages):
+        if not (stage.steps or stage.tokens or stage.hours or stage.until_success):
+            yield f"stages[{index}]", "has no limit: set steps, tokens, hours or until_success"
+
+
+def limits(config: Config, index: int) -> Iterator[tuple[str, str]]:
+    """Require what the limits and the kind of a stage need from other sections."""
+    stage, where = config.stages[index], f"stages[{index}]"
+    if stage.until_success and not config.eval.every:
+        yield f"{where}.until_success", "needs evaluations: eval.every is 0"
+    if stage.kind != "rl" and not (stage.steps or stage.tokens or stage.hours):
+        yield (
+            f"{where}.until_success",
+            f"a stage of kind {stage.kind} is evaluated only after its end: set steps, tokens or"
+            " hours",
+        )
+    if stage.kind == "dpo" and config.rollout.group_size == 1:
+        yield "rollout.group_size", f"must be at least 2: {where} compares members of a group"
+    if stage.refresh_reference and stage.kind == "dpo":
+        yield (
+            f"{where}.refresh_reference",
+            "the reference of a dpo stage always is the policy that it begins with",
+        )
+    if stage.refresh_reference and not config.loss.kl_coef:
+        yield f"{where}.refresh_reference", "there is no reference: loss.kl_coef is 0"
+    if config.learner.decay != "none" and not stage.steps:
+        yield (
+            f"{where}.steps",
+            f"must be set: learner.decay={config.learner.decay} runs over the stage's steps",
+        )
+    decays = config.advantage.kind == "adca" and config.advantage.alpha_final >= 0
+    if stage.kind == "rl" and decays and not stage.steps:
+        yield f"{where}.steps", "must be set: advantage.alpha_final is reached at the last step"
+    groups = config.learner.groups_per_step
+    if stage.kind in SUPERVISED and config.buffer.demo_groups < groups:
+        yield (
+            "buffer.demo_groups",
+            f"must be at least learner.groups_per_step ({groups}), or {where} never fills a step",
+        )
+
+
+def tasks(config: Config) -> Iterator[tuple[str, str]]:
+    """Refuse keys of `tasks` that exclude each other or have no effect."""
+    tasks = config.tasks
+    check_finite("env.params", config.env.params)
+    if tasks.path and tasks.mixture:
+        yield "tasks.mixture", "must be empty: tasks.path is a file that names the environments"
+    if tasks.path and tasks.train:
+        yield "tasks.train", "must be 0: the file of tasks.path determines the number of tasks"
+    for name in ("solved", "failed"):
+        repeats = tasks.train or tasks.path or tasks.synthetic
+        if getattr(tasks, name) != 1 and not repeats:
+            yield f"tasks.{name}", "must be 1: with tasks.train=0 no task repeats"
+    for index, part in enumerate(tasks.mixture):
+        if not part.env:
+            yield f"tasks.mixture[{index}].env", "must name an environment"
+        check_finite(f"tasks.mixture[{index}].params", part.params)

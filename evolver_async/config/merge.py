@@ -1,0 +1,120 @@
+"""Merging of trees of sections into a structured configuration, and its typed result.
+
+Unknown keys and wrong types are a ConfigError that names the key.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import is_dataclass
+from typing import Any, get_args, get_type_hints
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from evolver_async.config.secrets import kept, note_references, refuse_written
+from evolver_async.config.sections import Config
+from evolver_async.config.sections.run import Stage
+from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.rules import keys
+
+NOT_A_CHOICE = re.compile(r"Invalid value '(.*)', expected one of \[(.*)\]", re.DOTALL)
+
+
+def apply(resolved: DictConfig, tree: dict[str, Any]) -> DictConfig:
+    """Merge a tree of sections over `resolved`.
+
+    A list of stages replaces the list. Another environment drops the parameters of the one before.
+    """
+    now = environment_name(resolved)
+    if environment(tree).get("name", now) != now:
+        resolved.env.params = {}
+        for stage in resolved.stages:
+            env = stage.override.get("env")
+            if isinstance(env, DictConfig) and "name" not in env:
+                env.pop("params", None)
+    rest = {name: value for name, value in tree.items() if name != "stages"}
+    merged = merge(resolved, rest, Config, "")
+    stages = tree.get("stages")
+    if stages is not None:
+        items = OmegaConf.to_container(stages) if OmegaConf.is_config(stages) else stages
+        if not isinstance(items, list):
+            raise ConfigError("stages: must be a list")
+        merged.stages = [
+            merge(OmegaConf.structured(Stage), item, Stage, f"stages[{index}].")
+            for index, item in enumerate(items)
+        ]
+    return merged
+
+
+def merge(base: DictConfig, tree: Any, kind: type, prefix: str) -> DictConfig:
+    """Merge `tree` over `base`, a structured node of dataclass `kind` at key prefix `prefix`."""
+    _refuse_unknown(tree, kind, prefix)
+    try:
+        return OmegaConf.merge(base, tree)  # pyright: ignore[reportReturnType]
+    except OmegaConfBaseException as error:
+        raise _explained(error, prefix) from None
+
+
+def to_config(resolved: DictConfig) -> Config:
+    """Resolve everything except references to the environment in parameters of environments."""
+    raw: Any = OmegaConf.to_container(resolved)
+    refuse_written(raw)
+    note_references(raw)
+    resolved.env.params = kept(raw["env"]["params"])
+    for part, plain in zip(resolved.tasks.mixture, raw["tasks"]["mixture"], strict=True):
+        part.params = kept(plain["params"])
+    for stage, plain in zip(resolved.stages, raw["stages"], strict=True):
+        stage.override = kept(plain["override"])
+    try:
+        config = OmegaConf.to_object(resolved)
+    except OmegaConfBaseException as error:
+        raise _explained(error, "") from None
+    assert isinstance(config, Config)
+    return config
+
+
+def environment(tree: Any) -> dict[str, Any]:
+    """Return the `env` section of a tree, empty if it has none."""
+    env = tree.get("env") if isinstance(tree, dict) else None
+    return env if isinstance(env, dict) else {}
+
+
+def environment_name(resolved: DictConfig) -> str:
+    """Return the environment's name as written: no reference is followed."""
+    raw: Any = OmegaConf.to_container(resolved.env)
+    return raw["name"]
+
+
+def _explained(error: OmegaConfBaseException, prefix: str) -> ConfigError:
+    key = f"{prefix}{error.full_key or ''}".rstrip(".")
+    if choice := NOT_A_CHOICE.search(str(error)):
+        allowed = choice[2].replace("'", "")
+        return ConfigError(f"{key}: must be one of {allowed}, is {choice[1]!r}")
+    return ConfigError(f"{key}: {str(error).splitlines()[0]}")
+
+
+def _refuse_unknown(tree: Any, kind: type, prefix: str) -> None:
+    if not isinstance(tree, dict | DictConfig):
+        raise ConfigError(f"{prefix.rstrip('.')}: must be a mapping, is {tree!r}")
+    types = get_type_hints(kind)
+    for name, value in tree.items():
+        if name not in types:
+            raise ConfigError(f"{prefix}{name}: unknown key{_hint(str(name), types, prefix)}")
+        if is_dataclass(types[name]):
+            _refuse_unknown(value, types[name], f"{prefix}{name}.")
+        item = next(iter(get_args(types[name])), None)
+        if isinstance(item, type) and is_dataclass(item) and isinstance(value, list | ListConfig):
+            for index, part in enumerate(value):
+                _refuse_unknown(part, item, f"{prefix}{name}[{index}].")
+
+
+def _hint(name: str, siblings: Iterable[str], prefix: str) -> str:
+    """Suggest a sibling, or keys of that name in any section."""
+    close = [f"{prefix}{one}" for one in difflib.get_close_matches(name, siblings, n=1)]
+    leaves = {key: key.rpartition(".")[2] for key, _ in keys(Config)}
+    exact = [key for key, leaf in leaves.items() if leaf == name]
+    if exact or not close:
+        near = difflib.get_close_matches(name, leaves.values(), n=1)
+        close = exact or [key for key, leaf in leaves.items() if leaf in near]
+    return f", did you mean {' or '.join(close[:3])}?" if close else ""

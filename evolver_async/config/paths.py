@@ -1,0 +1,38 @@
+"""Checks of paths and names that a configuration holds. They alone look at the file system."""
+
+import tempfile
+from pathlib import Path
+
+from evolver_async.config.sections import Config
+from evolver_async.config.sections.run import RunName
+from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.rules import check_value
+
+
+def check_paths(config: Config) -> None:
+    """Raise ConfigError for a path of the configuration that is missing or not writable."""
+    if config.policy.path:
+        directory = Path(config.policy.path)
+        if not directory.is_dir():
+            raise ConfigError(f"policy.path: {directory} is not a directory")
+        for name in ("config.json", "tokenizer.json"):
+            if not (directory / name).is_file():
+                raise ConfigError(f"policy.path: {directory} has no {name}")
+    embedder = config.experience.embedder
+    if config.experience.kind != "none" and embedder != "hash" and not Path(embedder).is_dir():
+        raise ConfigError(f"experience.embedder: {embedder} is neither hash nor a directory")
+    if not Path(config.weights.dir).is_dir():
+        raise ConfigError(f"weights.dir: {config.weights.dir} is not a directory")
+    try:
+        tempfile.TemporaryDirectory(dir=config.weights.dir).cleanup()
+    except OSError as error:
+        raise ConfigError(
+            f"weights.dir: {config.weights.dir} cannot be written to: {error.strerror}"
+        ) from None
+
+
+def check_name(key: str, name: str) -> None:
+    """Raise ConfigError if a run cannot have this name."""
+    if not name:
+        raise ConfigError(f"{key}: must be a plain directory name, is empty")
+    check_value(key, name, RunName)

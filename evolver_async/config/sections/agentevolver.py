@@ -1,0 +1,106 @@
+"""Sections of AgentEvolver's three mechanisms and of reflection, which calls models as well."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from evolver_async.config.sections.rollout import Turns
+from evolver_async.config.values.rules import Count, Fraction, Pattern, Positive, Range
+
+Variable = Annotated[
+    str, Pattern(r"([A-Za-z_]\w*)?", "the name of an environment variable", hidden=True)
+]
+LLM_SECTIONS = ("experience", "judge", "questioning", "reflection")  # each with an endpoint
+
+
+@dataclass
+class Llm:
+    """An OpenAI-compatible endpoint and its budget (0 = without limit)."""
+
+    url: str = ""  # up to and including /v1
+    model: str = ""
+    key_env: Variable = ""  # environment variable that holds the API key; "" sends none
+    timeout_s: Positive = 60.0  # of one call
+    retries: int = 3  # of a failed call, with growing pauses
+    concurrency: Count = 8  # calls in flight per process
+    max_tokens: Count = 2048  # of one answer
+    max_bytes: Count = 1 << 20  # of one answer: a longer one is a failure
+    breaker_failures: Count = 5  # consecutive failures after which no calls are made ...
+    breaker_s: float = 30.0  # ... for this time
+    budget_calls: int = 0  # per process, as are the next two
+    budget_tokens: int = 0  # of prompts and answers
+    budget_s: float = 0.0  # seconds of calls
+
+
+@dataclass
+class Experience:
+    """Self-Navigating: lessons of earlier groups guide some members of later ones."""
+
+    # contrast compares members of a group where they diverged; llm asks an endpoint
+    kind: Literal["none", "contrast", "llm"] = "none"
+    # experience that the learner removes from prompts
+    strip: Literal["always", "never", "fraction"] = "always"
+    strip_fraction: Fraction = 0.5  # fraction: of the guided trajectories
+    embedder: str = "hash"  # hash (n-grams) or the directory of a sentence-transformers model
+    dimensions: Annotated[int, Range(ge=8)] = 256  # hash: of a vector
+    top_k: Count = 5  # entries that guide an episode
+    similarity: Fraction = 0.5  # least cosine between an entry's when_to_use and the task
+    # cosine above which a new entry is a duplicate; 0: 0.95 for hash, else 0.5
+    dedup: Fraction = 0.0
+    least_score: Fraction = 0.5  # least validation score of a new entry
+    capacity: Count = 10_000  # entries; the least useful are removed
+    per_source: Count = 5_000  # entries of one contributor
+    retire_uses: int = 8  # uses of an entry ...
+    retire_utility: Fraction = 0.1  # ... after which it is retired below this success per use
+    max_chars: Count = 2_000  # of the guidance of one episode
+    timeout_s: Positive = 2.0  # without an answer by then an episode is not guided
+    rewrite: bool = False  # llm: merge the retrieved entries into one text for the task
+    address: str = ""  # ipc:// or tcp:// address; "" makes an ipc socket beside the buffer's
+    llm: Llm = field(default_factory=Llm)
+
+
+@dataclass
+class Judge:
+    """Self-Attributing: labels GOOD or BAD for the turns of a finished episode.
+
+    `self` is subject to the concurrency and the budgets of `llm`, too.
+    """
+
+    # rule uses the environment's score, self asks the policy, llm asks an endpoint
+    kind: Literal["none", "rule", "self", "llm"] = "none"
+    max_chars: Count = 2_000  # of an action, and of an observation, in the judge's prompt
+    max_tokens: Count = 1024  # self: of its answer
+    timeout_s: Positive = 90.0  # of the labels of one trajectory, retries and waiting included
+    cache: int = 4096  # cached judgements
+    llm: Llm = field(default_factory=Llm)
+
+
+@dataclass
+class Reflection:
+    """Early experience: reasons why an expert's turn is better than a tried alternative."""
+
+    kind: Literal["template", "llm"] = "template"  # template writes from both outcomes
+    timeout_s: Positive = 60.0  # of one reason, retries included; then the template writes it
+    llm: Llm = field(default_factory=Llm)
+
+
+@dataclass
+class Questioning:
+    """Self-Questioning: synthetic tasks from exploration of the environment."""
+
+    # goals takes states that exploration reached as tasks; llm asks an endpoint
+    kind: Literal["none", "goals", "llm"] = "none"
+    profile: str = ""  # llm: a JSON file that describes the environment; "" its own instructions
+    every: Count = 8  # rollout groups per group of exploration
+    groups: Count = 4  # exploration groups at a time
+    max_tasks: Count = 10_000  # in the pool; then exploration ends
+    per_episode: Count = 4  # most tasks from one exploration episode
+    temperature: Positive = 1.0  # of exploration
+    max_turns: Turns = 30  # of exploration
+    breadth: int = 3  # first turns of exploration, which look around before it goes deep
+    depth: Count = 8  # observations in the prompt while it goes deep
+    jaccard: Fraction = 0.8  # word overlap from which two tasks are the same
+    similarity: Fraction = 0.95  # cosine from which two tasks are the same
+    replays: Count = 3  # of a reference, in addition to the one with its original dynamics ...
+    replays_kept: int = 2  # ... and how many of them must succeed
+    resolve: bool = False  # llm: keep only tasks that it solves again with the reference as a hint
+    llm: Llm = field(default_factory=Llm)

@@ -1,0 +1,59 @@
+"""Sections about tasks and the replay buffer."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from evolver_async.config.values.rules import Count, Fraction, Pattern, Positive, Range
+
+
+@dataclass
+class Part:
+    """One environment of a mixture."""
+
+    env: str = ""  # a registered name or an import path
+    params: dict[str, Any] = field(default_factory=dict)
+    weight: Positive = 1.0  # its share of the tasks, relative to the sum of all weights
+
+
+@dataclass
+class Tasks:
+    """The source of tasks."""
+
+    train: int = 0  # distinct training tasks, which repeat; 0 draws new ones without end
+    # probability that a pass includes a task whose newest group succeeded in all its episodes
+    solved: Fraction = 1.0
+    failed: Fraction = 1.0  # the same for a task whose newest group failed in all its episodes
+    synthetic: Fraction = 0.0  # share of new groups that get a task from questioning
+    path: str = ""  # a JSONL file of tasks, one a line, instead of numbered ones
+    mixture: list[Part] = field(default_factory=list)  # several environments instead of one
+
+
+Archive = Annotated[str, Pattern(r"none|all|\d+", "one of none, all, <bytes>")]
+
+
+@dataclass
+class Buffer:
+    """The replay buffer: admission, storage and sampling of groups."""
+
+    # S: versions between sampling and training; an older group is never trained
+    max_staleness: int = 4
+    reuse: Count = 1  # number of times that a group is trained
+    # prioritized: by the group's reward spread
+    sampler: Literal["fifo", "freshest", "prioritized"] = "fifo"
+    # groups that grow too old: evict drops them, wait holds the learner for them
+    straggler: Literal["evict", "wait"] = "evict"
+    lease_s: Positive = 30.0  # a ticket is reissued after this time without renewal
+    stall_s: Positive = 120.0  # a ticket is not renewed after this time without progress
+    # a process without progress for this time is named in log, status and metrics
+    warn_s: Positive = 30.0
+    demo_groups: Count = 128  # bound on outstanding demonstration groups
+    # memory for groups; when it is full, grants stop while a full batch is ready
+    limit_bytes: Annotated[int, Range(ge=1 << 20)] = 2 << 30
+    # journal size at which grants stop
+    disk_limit_bytes: Annotated[int, Range(ge=1 << 20)] = 20 << 30
+    segment_bytes: Annotated[int, Range(ge=1 << 16)] = 64 << 20  # size of a journal segment
+    # old segments that stay in journal/archive: none, all, or at most this many bytes
+    archive: Archive = "none"
+    # failed tickets of a task, without a whole episode between them, before it is quarantined
+    max_attempts: Count = 2
+    address: str = ""  # ipc:// or tcp:// address; "" makes an ipc socket in a private directory

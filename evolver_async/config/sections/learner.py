@@ -1,0 +1,211 @@
+"""Sections about training: selection, advantage, correction, loss, optimizer, safety."""
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+from evolver_async.config.sections.rollout import Device
+from evolver_async.config.values.rules import (
+    Count,
+    Fraction,
+    Positive,
+    PositiveFraction,
+    PositiveOrInfinite,
+    Range,
+)
+
+LEFT_OPEN = -1.0  # value of a bound that correction.kind determines
+
+
+@dataclass
+class Selection:
+    """The groups of a step that train."""
+
+    kind: Literal["all", "spread", "top_p", "top_k", "min_p", "resample_on_correct", "dynamic"] = (
+        "all"
+    )
+    keep: PositiveFraction = 0.5  # spread: share of the groups, those with the largest reward std
+    # top_p: share of all std that is kept; min_p: least std, as a share of the largest one
+    p: PositiveFraction = 0.9
+    k: Count = 8  # top_k: number of groups
+    drop_zero: bool = True  # spread, top_k, min_p: drop groups with equal rewards
+    members: int = 0  # resample_on_correct: members of a group that are kept; 0: all
+    # resample_on_correct: good members by lowest penalty, or inverse to the penalty
+    draw: Literal["lowest", "inverse"] = "lowest"
+    # factor on advantages: none, the share of groups kept, or its square root
+    scale: Literal["none", "linear", "sqrt"] = "none"
+    # dynamic: refills of a step with equal rewards throughout after which the run ends
+    max_refills: Count = 10
+    max_empty: Count = 5  # consecutive empty steps after which the run ends
+
+
+@dataclass
+class Advantage:
+    """The advantage estimator."""
+
+    kind: Literal[
+        "grpo", "grpo_process", "adca", "rloo", "reinforce", "gae", "gae_bilevel", "vtrace"
+    ] = "grpo"
+    # grpo, grpo_process, adca: divide by the std of the group or of the batch, or not at all
+    std: Literal["group", "batch", "none"] = "group"
+    baseline_decay: Fraction = 0.9  # reinforce: b <- decay * b + (1 - decay) * mean reward
+    alpha: float = 0.1  # adca: weight of the judge's labels beside the outcome
+    # adca: from 0: the end of a cosine of alpha over the stage's steps; -1: alpha is constant
+    alpha_final: Annotated[float, Range(ge=-1)] = -1.0
+    length: Literal["none", "sqrt"] = "none"  # adca: sqrt divides by the square root of the turns
+    gamma: Fraction = 1.0  # with a critic (gae, gae_bilevel, vtrace): the discount by token
+    lam: Fraction = 1.0  # with a critic: lambda, from one-step (0) to whole returns (1)
+    gamma_turn: Fraction = 0.95  # gae_bilevel: the discount by turn
+    whiten: bool = True  # with a critic: mean 0 and std 1 over the step's ACTION tokens
+    bootstrap: bool = True  # with a critic: truncated episodes end with its value; else with 0
+    rho_max: PositiveOrInfinite = 1.0  # vtrace: truncation of a token's own importance weight
+    c_max: PositiveOrInfinite = 1.0  # vtrace: truncation of the weights that carry corrections back
+    overlong_limit: int = 0  # ACTION tokens at which a trajectory's reward is 1 less; 0: never
+    overlong_cache: int = 0  # ACTION tokens before the limit over which the reward falls
+
+
+@dataclass
+class Critic:
+    """The value function for advantage.kind gae, gae_bilevel and vtrace; absent for others."""
+
+    kind: Literal["shared", "separate"] = "shared"  # a head on the policy, or a separate model
+    lr: Positive = 1e-3  # of the critic's own weights; constant
+    clip: PositiveOrInfinite = 0.2  # largest change of a value in one step
+    coef: Positive = 0.5  # weight of the value loss
+    warmup: int = 0  # first learner steps of the critic, which leave the policy unchanged
+
+
+@dataclass
+class Correction:
+    """The off-policy correction."""
+
+    kind: Literal["none", "ppo", "decoupled", "icepop", "geo_mask", "cispo", "gspo", "topr"] = (
+        "decoupled"
+    )
+    # decoupled, icepop, geo_mask, gspo: one more forward pass, or a mixture by the version lag;
+    # the other kinds do not compare an anchor with mu
+    anchor: Literal["recompute", "interpolate"] = "recompute"
+    # old log-probs of guided tokens
+    guided: Literal["stale", "anchor", "behaviour"] = "stale"
+    # decoupled, topr: weights per token or per trajectory; auto: topr per trajectory, else token
+    level: Literal["auto", "token", "trajectory"] = "auto"
+    # truncation of the importance weight; -1: 2, decoupled by trajectory 5
+    w_max: Annotated[float, Range(gt=0, infinite=True, also=LEFT_OPEN)] = LEFT_OPEN
+    # icepop, geo_mask: smaller weights are masked; -1: 0.5, geo_mask 0.8
+    low: Annotated[float, Range(le=1, also=LEFT_OPEN)] = LEFT_OPEN
+    # icepop, geo_mask: larger weights are masked; -1: 5, geo_mask 1.25
+    high: Annotated[float, Range(ge=1, infinite=True, also=LEFT_OPEN)] = LEFT_OPEN
+    # cispo: its weights are truncated at 1 + epsilon
+    epsilon: Annotated[float, Range(infinite=True)] = 4.0
+    max_masked: Fraction = 0.9  # share of tokens without gradient above which a warning is logged
+
+
+@dataclass
+class Loss:
+    """The policy loss."""
+
+    # -1: 0.2; with correction.kind=gspo, which clips the ratio of a sequence, 0.0003
+    clip_low: Annotated[float, Range(gt=0, lt=1, also=LEFT_OPEN)] = LEFT_OPEN
+    # -1: 0.28, gspo 0.0004
+    clip_high: Annotated[float, Range(gt=0, infinite=True, also=LEFT_OPEN)] = LEFT_OPEN
+    # upper clip of tokens whose experience was stripped; 0: clip_high
+    boost: Annotated[float, Range(infinite=True)] = 0.6
+    dual_clip: Annotated[float, Range(ge=1, infinite=True)] = 3.0
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_norm"] = "token_mean"
+    norm_tokens: Count = 1024  # sequence_sum_norm: the constant length
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    kl_coef: float = 0.0  # 0 loads no reference
+    kl_place: Literal["loss", "reward"] = "loss"  # k1 only as reward
+    entropy_coef: float = 0.0
+    dpo_beta: Positive = 0.1  # dpo stages: strength of the pull towards the reference
+    entropy_top_k: int = 0  # the bonus raises entropy among the k likeliest tokens only; 0: all
+
+
+INTERPOLATED = ("decoupled", "icepop", "geo_mask", "gspo")  # kinds that compare an anchor with mu
+BOUNDS = {"w_max": 2.0, "low": 0.5, "high": 5.0, "clip_low": 0.2, "clip_high": 0.28}
+BOUNDS_OF = {  # differences from BOUNDS, by kind and level
+    ("decoupled", "trajectory"): {"w_max": 5.0},
+    ("geo_mask", "token"): {"low": 0.8, "high": 1.25},
+    ("gspo", "token"): {"clip_low": 3e-4, "clip_high": 4e-4},
+}
+
+
+def by_kind(correction: Correction, loss: Loss) -> tuple[Correction, Loss]:
+    """Return both sections with the open level and bounds replaced by those of `correction.kind`.
+
+    The values are the defaults of the table in algorithms §2. The anchor of a kind that compares
+    no anchor with mu is `recompute`.
+    """
+    anchor = correction.anchor if correction.kind in INTERPOLATED else "recompute"
+    level = correction.level
+    if level == "auto":
+        level = "trajectory" if correction.kind == "topr" else "token"
+    bounds = BOUNDS | BOUNDS_OF.get((correction.kind, level), {})
+
+    def closed(section: Correction | Loss) -> dict[str, Any]:
+        values = vars(section)
+        return {name: bounds[name] for name in bounds if values.get(name) == LEFT_OPEN}
+
+    correction = replace(correction, anchor=anchor, level=level, **closed(correction))
+    return correction, replace(loss, **closed(loss))
+
+
+@dataclass
+class Learner:
+    """The training loop."""
+
+    groups_per_step: Count = 32  # B: groups of one step
+    minibatches: Count = 4  # optimizer updates of one step
+    token_budget: int = 16384  # tokens (padding included) of a pass; 0: by the GPU's free memory
+    packing: bool = False  # rows one behind the other in a single one, instead of padded
+    gradient_checkpointing: bool = False  # recompute layers in the backward pass, for less memory
+    logprob_chunk: Count = 4096  # most tokens of one chunk of the vocabulary projection
+    lr: float = 5e-4
+    warmup_steps: int = 5  # learner steps
+    decay: Literal["none", "linear", "cosine"] = "linear"  # over the stage's steps
+    # share of the stage's steps before the decay begins
+    decay_start: Annotated[float, Range(lt=1)] = 0.0
+    lr_final: Fraction = 0.1  # share of lr at the end of the stage
+    betas: list[Annotated[float, Range(lt=1)]] = field(default_factory=lambda: [0.9, 0.99])
+    eps: float = 1e-8  # of Adam; a larger one limits the drift of tokens that are never sampled
+    weight_decay: float = 0.0
+    grad_clip: PositiveOrInfinite = 0.5
+    max_bad_steps: Count = 3  # consecutive non-finite steps before the run ends
+    device: Device = "auto"
+    threads: Count = 1
+    ranks: Count = 1  # processes that share one learner: weights, optimizer and micro-batches
+    deadline_s: Positive = 600.0  # of a common operation of the ranks; then the learner restarts
+
+
+@dataclass
+class Safety:
+    """Refusal of impossible trajectories, and alarms that detect a collapse of training.
+
+    Alarms watch rl stages. Each fires after `patience` consecutive suspicious steps.
+    """
+
+    # warn logs; checkpoint also writes one; pause also stops until `unpause`; rollback continues
+    # from the last checkpoint before the alarm, with the next three keys
+    action: Literal["warn", "checkpoint", "pause", "rollback"] = "warn"
+    rollbacks: Count = 3  # of a stage; one more alarm ends the run
+    rollback_lr: PositiveFraction = 0.5  # factor on learner.lr at every rollback
+    # keys of selection, advantage, correction, loss and learner, from the first rollback to the
+    # end of the stage
+    rollback: dict[str, Any] = field(default_factory=dict)
+    max_reward: Positive = 1e6  # a trajectory with a larger reward, of either sign, is refused
+    warmup: Annotated[int, Range(ge=2)] = 10  # first steps of a stage, which are not suspicious
+    patience: Count = 5  # consecutive suspicious steps before an alarm fires
+    solved: Fraction = 0.8  # success from which equal rewards and certain actions are no alarm
+    # of the largest mean reward std within groups: below is suspicious
+    spread_share: Fraction = 0.1
+    zero_groups: Fraction = 0.9  # share of groups without any reward spread: above is suspicious
+    entropy_share: Fraction = 0.05  # of the entropy at the stage's beginning: below is suspicious
+    entropy_floor: float = 0.01  # nats per token: below is suspicious
+    # times the entropy at the stage's beginning: above is suspicious
+    entropy_rise: Annotated[float, Range(ge=1, infinite=True)] = 3.0
+    dependence_share: Fraction = 0.25  # of the largest input dependence: below is suspicious
+    # standard deviations of the log gradient norm: above is suspicious
+    grad_z: Annotated[float, Range(infinite=True)] = 5.0
+    # of train/format_errors over its least mean: above is suspicious
+    format_rise: Fraction = 0.25
+    format_warmup: Count = 2  # warmup of the alarm on format errors, which rise in a few steps
+    format_patience: Count = 3  # patience of the same alarm

@@ -1,0 +1,92 @@
+"""Sections about rollouts: environment, turns, engine, actors."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from evolver_async.config.values.rules import (
+    Count,
+    Fraction,
+    Pattern,
+    Positive,
+    PositiveFraction,
+    Range,
+    Signed,
+)
+
+Device = Annotated[str, Pattern(r"auto|cpu|cuda(:\d+)?", "auto, cpu or cuda")]
+Turns = Annotated[int, Range(ge=1, le=32767)]  # turns are numbered in 16 bits
+
+
+@dataclass
+class Latency:
+    """Artificial latency of each environment step, as a model of slow tools."""
+
+    kind: Literal["none", "fixed", "lognormal"] = "none"
+    median_s: float = 0.05
+    sigma: float = 1.0  # of the logarithm
+
+
+@dataclass
+class Env:
+    """The environment: a registered name or an import path (`my_package.my_env:MyEnv`)."""
+
+    name: str = "frozen_lake"
+    params: dict[str, Any] = field(default_factory=dict)  # the environment's own parameters
+    latency: Latency = field(default_factory=Latency)
+    step_timeout_s: Positive = 30.0
+    episode_timeout_s: Positive = 600.0
+
+
+@dataclass
+class Rollout:
+    """The course of an episode."""
+
+    group_size: Count = 8  # G: episodes per task
+    max_turns: Turns = 10
+    format: str = "think_answer"  # the turn format: think_answer, tool_call or interleaved
+    think: bool = False  # a turn opens with <think> (tool_call: <reason>)
+    actions_per_turn: Count = 1
+    # context of a turn: all turns, the last turns or the present one alone
+    context: Literal["full", "window", "single"] = "full"
+    window: Count = 3  # window: turns before the present one
+    max_tokens: Count = 16  # per turn
+    # training needs the log-probs of the sampled tokens, so it cannot be 0
+    temperature: Positive = 1.0
+    format_penalty: Signed = -0.1  # added to the reward for every turn that cannot be parsed
+    truncated_reward: Signed = 0.0  # added if an episode ends before its environment ends it
+    guided_fraction: Fraction = 0.5  # share of a group's members that experience guides
+    format_errors: int = 0  # turns that cannot be parsed after which an episode ends; 0: never
+    agent: str = ""  # import path of an async function that plays whole episodes
+    # reward of the agent's episodes: its return value, or the verdict of judge.llm
+    agent_reward: Literal["returned", "judged"] = "returned"
+
+
+@dataclass
+class Engine:
+    """The generation engine of an actor."""
+
+    kind: Literal["torch", "vllm"] = "torch"  # vllm: AsyncLLM in its own processes
+    slots: Count = 64  # sequences decoded together
+    prefill_tokens: Count = 4096  # tokens (padding included) of one prefill step
+    # new weights during a generation: swap and drop the KV cache (keep), or drain first (wait)
+    in_flight: Literal["keep", "wait"] = "keep"
+    device: Device = "auto"
+    threads: Count = 1
+    tensor_parallel: Count = 1  # vllm: GPUs (or CPU processes) that share one engine's model
+    memory: PositiveFraction = 0.9  # vllm: share of the GPU's memory, KV cache included
+    kv_cache_bytes: int = 0  # vllm: size of the KV cache; 0: by memory, on CPU 128 MiB
+    eager: bool = True  # vllm: no compilation and no graph capture, for a faster start
+    restarts: int = 3  # vllm: restarts of a dead engine by its actor
+
+
+@dataclass
+class Actors:
+    """The rollout processes."""
+
+    count: Count = 2
+    groups: Count = 8  # groups that one actor plays at a time
+    weight_lag: int = 0  # versions by which an actor holds new weights back
+    # >= 0: the lag is uniform in [weight_lag_low, weight_lag], drawn at each version
+    weight_lag_low: Annotated[int, Range(ge=-1)] = -1
+    poll_s: Positive = 0.02  # interval at which an actor looks for new weights
+    weights_timeout_s: Positive = 30.0  # wait for a ticket's weights before it is given back

@@ -1,0 +1,115 @@
+"""Sections about a run as a whole: directory, model, stages, evaluations, checkpoints, metrics."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from evolver_async.config.values.rules import Count, Fraction, Pattern, Positive, Range
+
+RunName = Annotated[str, Pattern(r"(?!\.{1,2}$)[^/\\\0]*", "a plain directory name")]
+Hardware = Annotated[
+    str, Pattern(r"([1-9]\d*x[1-9]\d*GB)?", "GPUs x memory of each, such as 8x80GB")
+]
+
+
+@dataclass
+class Run:
+    """The run directory and the seed."""
+
+    name: RunName = ""  # "" names the run after the recipe and the time
+    dir: str = "runs"  # the run directory is <dir>/<name>
+    seed: int = 0  # every random draw is keyed by the seed and by the purpose of the draw
+    hardware: Hardware = ""  # GPUs that the recipe is written for; `doctor` compares them
+
+
+@dataclass
+class Lora:
+    """Low-rank adapters. With them, only adapters are trained, published and checkpointed."""
+
+    rank: int = 0  # of the adapters; 0 trains the whole model
+    alpha: Positive = 16.0  # the adapters' product is scaled by alpha / rank
+    # last parts of the names of linear layers, such as q_proj; none: all of the decoder's layers
+    targets: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Policy:
+    """The model that is trained."""
+
+    # a Hugging Face causal-LM directory; "" makes the `tiny` preset in the run directory
+    path: str = ""
+    hidden_size: Count = 64  # tiny preset only, as are the next three
+    layers: Count = 2
+    heads: Count = 4
+    intermediate_size: Count = 192
+    # tokens of context: prompt, actions and observations together
+    max_length: Annotated[int, Range(ge=2)] = 1024
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    lora: Lora = field(default_factory=Lora)
+
+
+@dataclass
+class Stage:
+    """One stretch of training. It ends at the first of its limits (0 = no such limit)."""
+
+    kind: Literal["sft", "world_model", "reflect", "dpo", "rl"] = "rl"
+    steps: int = 0  # learner steps
+    tokens: int = 0  # trained ACTION tokens
+    hours: float = 0.0
+    until_success: Fraction = 0.0  # the newest eval/success reaches this value
+    # sft: share of demonstrations by the environment's solver; the others are random
+    expert_fraction: Fraction = 1.0
+    # world_model, reflect: actions that are tried beside the expert's in each state
+    alternatives: Count = 3
+    reset_optimizer: bool = False  # start the stage with a fresh optimizer
+    # start the stage with the current policy as the KL reference
+    refresh_reference: bool = False
+    # keys of other sections, for this stage only; keys of the whole run are refused
+    override: dict[str, Any] = field(default_factory=dict)
+
+
+SUPERVISED = ("sft", "world_model", "reflect")  # kinds that train on scripted episodes
+
+
+def limit_reached(stage: Stage, *, steps: int, tokens: int, seconds: float, success: float) -> bool:
+    """Return True if a stage with these totals has reached the first of its limits."""
+    return (
+        0 < stage.steps <= steps
+        or 0 < stage.tokens <= tokens
+        or 0 < stage.hours * 3600 <= seconds
+        or 0 < stage.until_success <= success
+    )
+
+
+@dataclass
+class Eval:
+    """Evaluation on held-out tasks with exact weights, greedy and never guided."""
+
+    every: int = 25  # versions between evaluations; 0 evaluates only after each stage
+    episodes: Count = 256
+    final_episodes: int = 512  # after the last stage; 0: as many as `episodes`
+    temperature: float = 0.0
+    # time without progress after which the last evaluation is lost (exit code 4)
+    timeout_s: Positive = 120.0
+
+
+@dataclass
+class Checkpoint:
+    """Checkpoints in <run>/checkpoints, the newest last."""
+
+    every: Count = 25  # learner steps; one is also written at the end of a stage and on SIGTERM
+    keep: Annotated[int, Range(ge=2)] = 2  # the newest ones
+    keep_best: int = 1  # in addition, those with the highest eval/success; 0: none
+    keep_every: int = 0  # in addition and for good, those of every n-th step; 0: none
+
+
+@dataclass
+class Metrics:
+    """JSONL files always; Weights & Biases on request."""
+
+    # auto: online with an API key, else offline
+    wandb: Literal["auto", "online", "offline", "disabled"] = "disabled"
+    project: str = "evolver-async"
+    samples: int = 2  # trajectories written to <run>/samples every `samples_every` steps
+    samples_every: Count = 10
+    # auto: a live panel on a terminal, else lines
+    panel: Literal["auto", "panel", "lines", "none"] = "auto"

@@ -1,0 +1,58 @@
+"""Sections about processes, GPUs, weight transfer and access."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from evolver_async.config.values.rules import Positive, Range
+
+
+@dataclass
+class Weights:
+    """The transfer of weights from the learner to the actors."""
+
+    # shm: files of one host; collective: gloo or NCCL, also between hosts; cuda_ipc: learner and
+    # engines on one GPU; auto: collective if weights.address is set, cuda_ipc if launch.gpus names
+    # one GPU for all and the engine is torch, else shm
+    kind: Literal["auto", "shm", "collective", "cuda_ipc"] = "auto"
+    dir: str = "/dev/shm"  # parent of the channel's private directory
+    address: str = ""  # collective: tcp://host:port of the learner; "" serves this host alone
+    trusted_network: bool = False  # allows an address of other hosts; nothing is encrypted there
+    deadline_s: Positive = 30.0  # collective: an actor without progress for this time is left out
+    # collective: unit of transfer and verification
+    bucket_bytes: Annotated[int, Range(ge=1 << 12)] = 64 << 20
+    delta: bool = False  # collective: send only changed blocks of 4 KiB, if that is less
+
+
+@dataclass
+class Gpus:
+    """The GPUs of this host that a process sees, counted from 0. Processes share a repeated one.
+
+    None for a role: its processes see the same GPUs as the launcher.
+    """
+
+    # dealt out in order, engine.tensor_parallel to each of actors.count
+    actors: list[int] = field(default_factory=list)
+    learner: list[int] = field(default_factory=list)  # one for each of learner.ranks
+
+
+@dataclass
+class Launch:
+    """The start, restart and end of processes."""
+
+    # serial: one loop with a virtual clock, reproducible; local: spawned processes
+    kind: Literal["serial", "local"] = "local"
+    restarts: int = 3  # per process; one more failure ends the run with an error
+    healthy_s: Positive = 600.0  # running time after which a process has all its restarts again
+    backoff_s: float = 1.0  # before the first restart, doubled each time
+    # failed episodes in a row, beyond those in play, that end the run if no group finishes; 0: none
+    max_failures: int = 200
+    # wait after Ctrl-C or SIGTERM, and after the last progress of a checkpoint, before a kill
+    drain_s: float = 20.0
+    gpus: Gpus = field(default_factory=Gpus)
+
+
+@dataclass
+class Security:
+    """Access to the buffer. Without keys its address must belong to this host."""
+
+    keys: str = ""  # a directory made by `evolver-async keys`, which encrypts every socket

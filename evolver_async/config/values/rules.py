@@ -1,0 +1,136 @@
+"""Rules that a field's annotation carries, and the check of a section's values by them.
+
+The choices of a field are its `Literal`; a range or a pattern is the metadata of its `Annotated`.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from evolver_async.config.values.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Range:
+    """Allowed numbers. A number without a range of its own is finite and at least 0."""
+
+    ge: float = 0
+    gt: float = -math.inf
+    le: float = math.inf
+    lt: float = math.inf
+    infinite: bool = False  # inf is allowed
+    also: float = math.nan  # one number outside the range, with a meaning of its own
+
+    def allows(self, value: float) -> bool:
+        """True if the field may have this number."""
+        if value == self.also:
+            return True
+        inside = self.ge <= value <= self.le and self.gt < value
+        return inside and (value < self.lt or (self.infinite and value == math.inf))
+
+    def __str__(self) -> str:
+        if self.ge == -math.inf:
+            return "a finite number"
+        lower = f"greater than {self.gt}" if self.gt >= self.ge else f"at least {self.ge}"
+        upper = f" and at most {self.le}" if self.le < math.inf else ""
+        upper = f" and less than {self.lt}" if self.lt < math.inf else upper
+        also = "" if math.isnan(self.also) else f", or {self.also:g}"
+        return f"{lower}{upper}{also}"
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Allowed texts: a regular expression for all of the text, and its meaning in words."""
+
+    pattern: str
+    words: str
+    hidden: bool = False  # errors leave the value out, because it could be a secret by mistake
+
+    def allows(self, value: str) -> bool:
+        """True if the field may have this text."""
+        return re.fullmatch(self.pattern, value) is not None
+
+    def __str__(self) -> str:
+        return self.words
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The values of a `Literal`."""
+
+    values: tuple[str, ...]
+
+    def allows(self, value: str) -> bool:
+        """True if the field may have this value."""
+        return value in self.values
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.values)}"
+
+
+Positive = Annotated[float, Range(gt=0)]
+PositiveOrInfinite = Annotated[float, Range(gt=0, infinite=True)]
+Fraction = Annotated[float, Range(le=1)]
+PositiveFraction = Annotated[float, Range(gt=0, le=1)]
+Signed = Annotated[float, Range(ge=-math.inf)]
+Count = Annotated[int, Range(ge=1)]
+
+
+@cache
+def annotations(kind: type) -> dict[str, Any]:
+    """Return the annotations of a dataclass by field name, with their metadata."""
+    return get_type_hints(kind, include_extras=True)
+
+
+def rule(annotation: Any) -> Range | Pattern | OneOf | None:
+    """Return the rule of an annotation. None if every value of its type is allowed."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return arguments[1]
+    if origin is Literal:
+        return OneOf(arguments)
+    return Range() if annotation in (int, float) else None
+
+
+def keys(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key of a dataclass and of the sections in it, with its annotation."""
+    for name, annotation in annotations(kind).items():
+        if isinstance(annotation, type) and is_dataclass(annotation):
+            yield from keys(annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", annotation
+
+
+def check_fields(section: Any, prefix: str = "") -> None:
+    """Raise ConfigError for the first value in a section that its field does not allow."""
+    for name, annotation in annotations(type(section)).items():
+        check_value(f"{prefix}{name}", getattr(section, name), annotation)
+
+
+def check_value(key: str, value: Any, annotation: Any) -> None:
+    """Raise ConfigError, naming `key`, for a value that its field's annotation does not allow."""
+    if is_dataclass(value):
+        check_fields(value, f"{key}.")
+    elif isinstance(value, list):
+        (item,) = get_args(annotation)
+        for index, part in enumerate(value):
+            check_value(f"{key}[{index}]", part, item)
+    elif (allowed := rule(annotation)) and not allowed.allows(value):
+        finite = not isinstance(value, float) or math.isfinite(value)
+        shown = "" if isinstance(allowed, Pattern) and allowed.hidden else f", is {value!r}"
+        raise ConfigError(f"{key}: must be {allowed if finite else 'finite'}{shown}")
+
+
+def check_finite(key: str, value: Any) -> None:
+    """Raise ConfigError for a number inside free parameters that the wire does not carry."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            check_finite(f"{key}.{name}", item)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            check_finite(f"{key}[{index}]", item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key}: must be finite, is {value}")

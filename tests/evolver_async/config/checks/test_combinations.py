@@ -1,0 +1,166 @@
+"""Values and combinations of keys that cannot work, each refused by its key."""
+
+from pathlib import Path
+
+import pytest
+from refusals import refusal
+
+from evolver_async.config import ConfigError, Selection
+from evolver_async.config.load import load
+from learner.data.selection import kept_groups
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["learner.lr=nan"], "learner.lr: must be finite, is nan"),
+        (["learner.lr=-1"], "learner.lr: must be at least 0"),
+        (["learner.lr=inf"], "learner.lr: must be finite"),
+        (["learner.grad_clip=0"], "learner.grad_clip: must be greater than 0"),
+        (["actors.count=0"], "actors.count: must be at least 1"),
+        (["checkpoint.keep=1"], "checkpoint.keep: must be at least 2"),
+        (["rollout.temperature=0"], "rollout.temperature: must be greater than 0"),
+        (["buffer.reuse=6"], "buffer.reuse: must be at most buffer.max_staleness + 1"),
+        (["buffer.max_staleness=2", "actors.weight_lag=2", "buffer.reuse=2"], "buffer.reuse: "),
+        (["actors.weight_lag=5"], "actors.weight_lag: must be at most buffer.max_staleness"),
+        (["actors.weight_lag=1", "actors.weight_lag_low=2"], "actors.weight_lag_low: "),
+        (["rollout.group_size=1"], "rollout.group_size: must be at least 2: advantage.kind=grpo"),
+        (["rollout.group_size=1", "advantage.kind=rloo"], "rollout.group_size: "),
+        (
+            ["rollout.group_size=1", "advantage.kind=adca", "judge.kind=rule"],
+            "rollout.group_size: ",
+        ),
+        (
+            [
+                "stages=[{kind: rl, tokens: 9}]",
+                "learner.decay=none",
+                "judge.kind=rule",
+                "advantage={kind: adca, alpha_final: 0}",
+            ],
+            "stages[0].steps: must be set: advantage.alpha_final",
+        ),
+        (["learner.minibatches=33"], "learner.minibatches: must be at most "),
+        (["selection.kind=spread", "learner.minibatches=17"], "learner.minibatches: "),
+        (["advantage.kind=vtrace"], "correction.kind: must be none: advantage.kind=vtrace"),
+        (
+            ["advantage={kind: gae, gamma: 1.1}"],
+            "advantage.gamma: must be at least 0 and at most 1",
+        ),
+        (["critic.kind=none"], "critic.kind: must be one of shared, separate"),
+        (["critic.lr=0"], "critic.lr: must be greater than 0"),
+        (["loss.dpo_beta=0"], "loss.dpo_beta: must be greater than 0"),
+        (["loss.kl=k1"], "loss.kl: k1 has no gradient"),
+        (
+            ["tasks={train: 0, solved: 0.5, failed: 1}"],
+            "tasks.solved: must be 1: with tasks.train=0 no task repeats",
+        ),
+        (
+            ["tasks={train: 0, solved: 1, failed: 0.5}"],
+            "tasks.failed: must be 1: with tasks.train=0 no task repeats",
+        ),
+        (
+            ["tasks.train=0", "stages=[{kind: rl, steps: 1, override: {tasks: {solved: 0}}}]"],
+            "stages[0].override: tasks.solved: must be 1: with tasks.train=0",
+        ),
+        (
+            ["correction={kind: gspo, level: trajectory}"],
+            "correction.level: must be auto: correction.kind=gspo",
+        ),
+        (
+            ["correction={kind: icepop, low: 1.5}"],
+            "correction.low: must be at least 0 and at most 1, or -1, is 1.5",
+        ),
+        (["correction={kind: icepop, high: 0.9}"], "correction.high: must be at least 1"),
+        (
+            ["correction.low=-0.5"],
+            "correction.low: must be at least 0 and at most 1, or -1, is -0.5",
+        ),
+        (["correction.w_max=0"], "correction.w_max: must be greater than 0"),
+        (["correction.w_max=-2"], "correction.w_max: must be greater than 0"),
+        (["loss.clip_low=-0.2"], "loss.clip_low: must be greater than 0"),
+        (["loss.clip_low=1"], "loss.clip_low: must be greater than 0 and less than 1"),
+        (["loss.clip_high=-1.5"], "loss.clip_high: must be greater than 0"),
+        (["loss.boost=-1"], "loss.boost: must be at least 0"),
+        (
+            ["experience.kind=contrast", "correction.kind=cispo"],
+            "loss.boost: must be 0: correction.kind=cispo",
+        ),
+        (["selection={kind: top_k, k: 2}"], "learner.minibatches: must be at most "),
+        (["selection={kind: top_p, p: 1.1}"], "selection.p: must be greater than 0 and at most 1"),
+        (
+            ["selection.members=4"],
+            "selection.members: must be 0: selection.kind=all keeps groups whole",
+        ),
+        (["selection={kind: resample_on_correct, members: 99}"], "selection.members: must be at"),
+        (["selection={kind: resample_on_correct, members: 3}"], "selection.members: must be 0 or"),
+        (["advantage.overlong_limit=10"], "advantage.overlong_cache: must be set together with"),
+        (["advantage={overlong_limit: 9, overlong_cache: 10}"], "advantage.overlong_cache: must"),
+        (["stages=[]"], "stages: needs at least one stage"),
+        (["stages=[{kind: rl}]"], "stages[0]: has no limit"),
+        (["stages=[{kind: rl, hours: 1}]"], "stages[0].steps: must be set: learner.decay=linear"),
+        (["stages=[{kind: ppo, steps: 1}]"], "stages[0].kind: must be one of sft, world_model,"),
+        (["stages=[{kind: reflect, steps: 1, alternatives: 0}]"], "stages[0].alternatives: "),
+        (["stages=[{kind: world_model, steps: 1}]", "buffer.demo_groups=8"], "buffer.demo_groups"),
+        (["stages=[{kind: dpo, steps: 1}]", "rollout.group_size=1"], "rollout.group_size: "),
+        (["tasks.path=x", "tasks.train=3"], "tasks.train: "),
+        (["tasks.path=x", "tasks.mixture=[{env: bandit}]"], "tasks.mixture: "),
+        (["tasks.mixture=[{weight: 1}]"], "tasks.mixture[0].env: must name an environment"),
+        (["tasks.mixture=[{env: bandit, weight: 0}]"], "tasks.mixture[0].weight: "),
+        (["tasks.mixture=[{env: bandit, params: {a: .nan}}]"], "tasks.mixture[0].params.a: "),
+        (["tasks.mixture=[{env: bandit, wait: 2}]"], "tasks.mixture[0].wait"),
+        (["stages.0.until_success=0.9", "eval.every=0"], "stages[0].until_success: "),
+        (["stages.0.kind=sft", "buffer.demo_groups=8"], "buffer.demo_groups: "),
+        (
+            ["stages=[{kind: sft, until_success: 0.5}]", "learner.decay=none"],
+            "stages[0].until_success: a stage of kind sft is evaluated only after its end",
+        ),
+        (["stages.0.refresh_reference=true"], "stages[0].refresh_reference: "),
+        (
+            ["stages.0.kind=dpo", "stages.0.refresh_reference=true", "loss.kl_coef=0.1"],
+            "stages[0].refresh_reference: ",
+        ),
+        (["rollout.max_turns=32768"], "rollout.max_turns: must be at least 1 and at most 32767"),
+        (
+            ["questioning.max_turns=32768"],
+            "questioning.max_turns: must be at least 1 and at most 32767",
+        ),
+        (
+            [
+                "experience.kind=contrast",
+                "learner.minibatches=1",
+                "correction={kind: ppo, guided: anchor}",
+            ],
+            "loss.boost: must be 0: with learner.minibatches=1",
+        ),
+        (["policy.hidden_size=60"], "policy.hidden_size: "),
+        (["rollout.max_tokens=1024"], "rollout.max_tokens: "),
+        (["learner.token_budget=100"], "learner.token_budget: "),
+        (["learner.betas=[0.9]"], "learner.betas: "),
+        (["buffer.address=tcp://0.0.0.0:5555"], "buffer.address: 0.0.0.0 is not a loopback"),
+        (["buffer.address=udp://127.0.0.1:1"], "buffer.address: must be ipc://"),
+        (["run.name=a/b"], "run.name: "),
+        (["engine.device=tpu"], "engine.device: "),
+        (["env.params.x=.nan"], "env.params.x: must be finite"),
+    ],
+)
+def test_impossible_values_and_combinations_are_named(arguments: list[str], message: str) -> None:
+    assert refusal(*arguments).startswith(message)
+
+
+def test_vtrace_runs_on_a_recipe_that_interpolates() -> None:
+    recipe = Path(__file__).parents[4] / "configs" / "starpo_s.yaml"
+    load(recipe, ["advantage.kind=vtrace", "correction.kind=none"])
+
+
+@pytest.mark.parametrize(("groups", "keep"), [(2, 0.25), (3, 0.5), (5, 0.5), (7, 0.5)])
+def test_as_many_updates_are_allowed_as_selection_leaves_groups(groups: int, keep: float) -> None:
+    selection = Selection(kind="spread", keep=keep)
+    kept = len(kept_groups([1.0] * groups, selection))
+    step = [
+        "stages=[{steps: 10}]",
+        f"selection={{kind: spread, keep: {keep}}}",
+        f"learner.groups_per_step={groups}",
+    ]
+    assert load(None, [*step, f"learner.minibatches={kept}"]).learner.minibatches == kept
+    with pytest.raises(ConfigError, match=r"learner\.minibatches: must be at most"):
+        load(None, [*step, f"learner.minibatches={kept + 1}"])

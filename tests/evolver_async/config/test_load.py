@@ -1,0 +1,193 @@
+"""Recipes, bases and arguments: what wins, and mistakes that are named by their key."""
+
+import math
+from pathlib import Path
+
+import pytest
+from refusals import STEPS, refusal
+
+from evolver_async.config import Config, ConfigError, Stage
+from evolver_async.config.load import dump, from_dict, load, stage_config, to_dict
+
+
+def test_arguments_win_over_the_recipe_and_the_recipe_over_the_defaults(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("learner: {lr: 1e-3, minibatches: 2}\nstages: [{kind: rl, steps: 7}]\n")
+    config = load(recipe, ["learner.lr=2e-3", "env.params.size=4"])
+    assert config.learner.lr == 2e-3
+    assert config.learner.minibatches == 2
+    assert config.learner.grad_clip == Config().learner.grad_clip
+    assert config.env.params == {"size": 4}
+    assert config.stages == [Stage(kind="rl", steps=7)]
+
+
+def test_another_environment_drops_the_parameters_of_the_one_below(tmp_path: Path) -> None:
+    (tmp_path / "low.yaml").write_text(
+        "env: {name: first, params: {size: 4, grid: words}}\nstages: [{steps: 1}]\n"
+    )
+    top, same = tmp_path / "top.yaml", tmp_path / "same.yaml"
+    top.write_text("base: low.yaml\nenv: {name: second, params: {limit: 9}}\n")
+    same.write_text("base: low.yaml\nenv: {name: first, params: {limit: 9}}\n")
+    assert load(top).env.params == {"limit": 9}
+    assert load(same).env.params == {"size": 4, "grid": "words", "limit": 9}
+    assert load(same, ["env.name=first"]).env.params == load(same).env.params
+    assert load(same, ["env.name=third"]).env.params == {}
+    assert load(same, ["env={name: third, params: {a: 1}}"]).env.params == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["env.name=second", "env.params={limit: 20}", "env.params.low=1"],
+        ["env.params.low=1", "env.name=second", "env.params={limit: 20}"],
+        ["env[params]={limit: 20, low: 1}", "env={name: second}"],
+        ["env={params: {limit: 20}}", "env={name: second, params: {low: 0}}", "env.params.low=1"],
+    ],
+)
+def test_parameters_are_those_of_the_environment_named_in_whatever_order(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("env: {name: first, params: {size: 4}}\nstages: [{steps: 1}]\n")
+    config = load(recipe, arguments)
+    assert (config.env.name, config.env.params) == ("second", {"limit": 20, "low": 1})
+
+
+def test_a_stage_with_another_environment_has_parameters_of_its_own(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "env: {name: first, params: {size: 4, grid: words}}\n"
+        "stages: [{steps: 1, override: {env: {name: second, params: {limit: 9}}}},"
+        " {steps: 1, override: {env: {params: {size: 6}}}}]\n"
+    )
+
+    def params(*more: str) -> list[dict[str, object]]:
+        config = load(recipe, more)
+        return [stage_config(config, index).env.params for index in range(2)]
+
+    assert params() == [{"limit": 9}, {"size": 6, "grid": "words"}]
+    third = ["stages.0.override.env.params.low=1", "stages.0.override.env.name=third"]
+    assert params(*third)[0] == {"low": 1}
+    assert params("stages.0.override.env.name=second")[0] == {"limit": 9}
+    assert params("stages.1.override={env: {name: third}}")[1] == {}
+    assert params("env={name: third, params: {limit: 20}}")[1] == {"limit": 20}
+    late = ["stages.1.override={env: {params: {low: 1}}}", "stages.1.override.env.name=third"]
+    assert params(*late)[1] == {"low": 1}
+
+
+def test_what_is_no_environment_in_a_stage_is_refused_by_its_key(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("stages: [{steps: 1, override: {env: ice}}]\n")
+    with pytest.raises(ConfigError, match=r"^stages\[0\]\.override: env: must be a mapping"):
+        load(tmp_path / "recipe.yaml", ["env.name=other"])
+
+
+def test_the_last_of_several_arguments_wins() -> None:
+    config = load(None, [STEPS, "env.params.size=9", "env={name: other, params: {size: 5}}"])
+    assert config.env.params == {"size": 5}
+
+
+def test_an_argument_about_a_stage_leaves_references_in_it(monkeypatch) -> None:
+    monkeypatch.setenv("SERVER", "http://here")
+    stages = "stages=[{steps: 1, override: {env: {params: {url: '${oc.env:SERVER}'}}}}]"
+    config = load(None, [stages, "stages.0.steps=3"])
+    assert config.stages[0].steps == 3
+    assert config.stages[0].override["env"]["params"]["url"] == "${oc.env:SERVER}"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("learner.lrr=3", "learner.lrr: unknown key, did you mean learner.lr?"),
+        ("learnr.lr=3", "learnr: unknown key, did you mean learner?"),
+        ("env.latency.medan_s=3", "env.latency.medan_s: unknown key"),
+        ("stages.0.stps=4", "stages[0].stps: unknown key, did you mean stages[0].steps?"),
+        ("learner.lr=fast", "learner.lr: "),
+        ("learner.minibatches=1.5", "learner.minibatches: "),
+        ("learner=3", "learner: must be a mapping"),
+        ("stages.0.steps=x", "stages[0].steps: "),
+        ("stages.4.steps=3", "stages.4.steps: there is no stage 4"),
+        ("stages=[3]", "stages[0]: must be a mapping"),
+        ("stages+={stps: 4}", "stages+.stps: unknown key, did you mean stages+.steps?"),
+        ("stages+=3", "stages+: must be a mapping"),
+        ("stages+={kind: rl}", "stages[1]: has no limit"),
+        ("learner.betas=[a,b]", "learner.betas[0]: "),
+        ("learner.lr=[1", "learner.lr: cannot read"),
+        ("lr", "'lr': arguments are written section.key=value"),
+    ],
+)
+def test_unknown_keys_and_wrong_types_are_named(argument: str, message: str) -> None:
+    assert refusal(argument).startswith(message)
+
+
+def test_a_recipe_that_is_no_text_is_named(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_bytes(b"a: \xff\xfe")
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: byte 3 is not UTF-8 text$"):
+        load(recipe)
+    recipe.write_bytes(b"a: \x00\x01")
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: not valid YAML: "):
+        load(recipe)
+
+
+def test_a_stage_can_be_appended() -> None:
+    config = load(None, [STEPS, "stages+={kind: sft, steps: 4}", "stages.1.expert_fraction=0.5"])
+    assert [(stage.kind, stage.steps) for stage in config.stages] == [("rl", 10), ("sft", 4)]
+    assert config.stages[1].expert_fraction == 0.5
+
+
+@pytest.mark.parametrize("text", ["learner: [", "- a\n- b\n", "learner: {lr: 1}\nlearner: {}\n"])
+def test_a_recipe_that_is_no_mapping_is_named(tmp_path: Path, text: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    with pytest.raises(ConfigError, match=str(recipe)):
+        load(recipe, [])
+    with pytest.raises(ConfigError, match=r"missing\.yaml"):
+        load(tmp_path / "missing.yaml", [])
+
+
+def test_a_dumped_configuration_loads_back_equal(tmp_path: Path) -> None:
+    config = load(None, [STEPS, "correction.w_max=inf", "env.params={size: 4, names: [a, b]}"])
+    dump(config, tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml", []) == config
+
+
+def test_the_plain_dict_form_is_finite_and_loads_back_equal() -> None:
+    config = load(None, [STEPS, "correction.w_max=inf", "env.params={size: 4}"])
+    plain = to_dict(config)
+    assert plain["correction"]["w_max"] == "inf"
+    restored = from_dict(plain)
+    assert restored == config
+    assert math.isinf(restored.correction.w_max)
+
+
+def test_a_recipe_says_what_differs_from_its_base(tmp_path):
+    (tmp_path / "low.yaml").write_text("learner: {lr: 0.5, minibatches: 2}\nrun: {seed: 3}\n")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "mid.yaml").write_text("base: ../low.yaml\nlearner: {lr: 0.25}\n")
+    (tmp_path / "top.yaml").write_text("base: deep/mid.yaml\nrun: {seed: 4}\n")
+    config = load(tmp_path / "top.yaml", [STEPS, "learner.minibatches=1"])
+    assert (config.learner.lr, config.learner.minibatches, config.run.seed) == (0.25, 1, 4)
+
+
+@pytest.mark.parametrize(
+    "base, message",
+    [
+        ("missing.yaml", "missing.yaml: No such file"),
+        ("b.yaml", "based on this very"),
+        ("[1]", "path"),
+    ],
+)
+def test_a_base_that_cannot_be_is_named(tmp_path, base, message):
+    (tmp_path / "a.yaml").write_text(f"base: {base}\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path / "a.yaml", [])
+
+
+RECIPES = sorted((Path(__file__).parents[3] / "configs").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_loads_and_is_short(recipe: Path) -> None:
+    load(recipe)
+    assert len(recipe.read_text().splitlines()) <= 40

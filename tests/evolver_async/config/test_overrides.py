@@ -1,0 +1,129 @@
+"""Overrides of a stage and of a rollback: their effect, and keys that they cannot change."""
+
+import pytest
+from refusals import STEPS, refusal
+
+from evolver_async.config import Config
+from evolver_async.config.load import load, stage_config
+
+
+def test_a_stage_override_holds_for_that_stage_alone() -> None:
+    config = load(
+        None,
+        [
+            "stages=[{kind: sft, steps: 3, override: {learner: {lr: 1e-2}}}, {steps: 5}]",
+            "learner.lr=1e-3",
+        ],
+    )
+    assert stage_config(config, 0).learner.lr == 1e-2
+    assert stage_config(config, 1).learner.lr == 1e-3
+
+
+def test_a_stage_may_have_shorter_contexts_than_the_run() -> None:
+    stages = "stages=[{steps: 3, override: {policy: {max_length: 512}}}, {steps: 5}]"
+    config = load(None, [stages, "policy.max_length=768"])
+    assert [stage_config(config, index).policy.max_length for index in (0, 1)] == [512, 768]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "{policy: {max_length: 2048}}",
+            "stages[0].override: policy.max_length: must be at most the run's (1024)",
+        ),
+        ("{policy: {max_length: 16}}", "stages[0].override: rollout.max_tokens: must be less"),
+        ("{policy: {dtype: bfloat16}}", "stages[0].override.policy.dtype: belongs to the whole"),
+        ("{learner: {lrr: 1}}", "stages[0].override: learner.lrr: unknown key"),
+        ("{learner: {lr: -1}}", "stages[0].override: learner.lr: must be at least 0"),
+        ("{buffer: {reuse: 9}}", "stages[0].override: buffer.reuse: "),
+        ("{tasks: {train: x}}", "stages[0].override: tasks.train: "),
+        ("{launch: {kind: serial}}", "stages[0].override.launch: belongs to the whole run"),
+    ],
+)
+def test_a_bad_stage_override_is_named(override: str, message: str) -> None:
+    assert refusal(f"stages.0.override={override}").startswith(message)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actors.weight_lag",
+        "eval.every",
+        "learner.betas",
+        "learner.eps",
+        "learner.weight_decay",
+        "learner.device",
+        "learner.threads",
+        "learner.max_bad_steps",
+        "critic.kind",
+        "buffer.lease_s",
+        "buffer.stall_s",
+        "buffer.warn_s",
+        "buffer.segment_bytes",
+        "buffer.archive",
+        "buffer.address",
+        "buffer.limit_bytes",
+        "buffer.disk_limit_bytes",
+    ],
+)
+def test_a_stage_cannot_override_what_the_whole_run_shares(key: str) -> None:
+    section, name = key.split(".")
+    default = getattr(getattr(Config(), section), name)
+    override = f"{{{section}: {{{name}: {default!r}}}}}"
+    said = refusal(f"stages.0.override={override}")
+    assert said.startswith(f"stages[0].override.{section}")
+    assert said.endswith("belongs to the whole run, not to one stage")
+
+
+def test_a_stage_overrides_what_the_buffer_reads_anew_in_every_stage() -> None:
+    changes = {"max_staleness": 2, "sampler": "freshest", "straggler": "wait", "demo_groups": 64}
+    config = load(None, [STEPS, f"stages.0.override={{buffer: {changes}}}"])
+    assert stage_config(config, 0).buffer.demo_groups == 64
+
+
+def test_a_stage_may_override_what_would_be_impossible_elsewhere() -> None:
+    config = load(None, ["stages=[{hours: 1, override: {learner: {decay: none}}}]"])
+    assert stage_config(config, 0).learner.decay == "none"
+
+
+ROLLBACK = "safety.action=rollback"
+
+
+def test_a_rollback_changes_the_stage_and_lowers_its_learning_rate_every_time() -> None:
+    change = "safety.rollback={selection: {kind: spread}, learner: {lr: 4e-4}}"
+    config = load(None, [STEPS, ROLLBACK, change, "stages.0.override={loss: {kl_coef: 0.1}}"])
+    stages = [stage_config(config, 0, rollbacks) for rollbacks in range(3)]
+    assert [stage.selection.kind for stage in stages] == ["all", "spread", "spread"]
+    assert [stage.learner.lr for stage in stages] == pytest.approx([5e-4, 2e-4, 1e-4])
+    assert {stage.loss.kl_coef for stage in stages} == {0.1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["safety.rollback={loss: {kl_coef: 1}}"], "safety.rollback: needs safety.action=rollback"),
+        ([ROLLBACK, "safety.rollback={rollout: {max_turns: 3}}"], "safety.rollback: rollout: must"),
+        (
+            [ROLLBACK, "safety.rollback={loss: {kl_cof: 1}}"],
+            "safety.rollback: loss.kl_cof: unknown",
+        ),
+        (
+            [ROLLBACK, "safety.rollback={learner: {groups_per_step: 3}}"],
+            "safety.rollback: learner.groups_per_step: belongs to the whole stage",
+        ),
+        (
+            [ROLLBACK, "safety.rollback={selection: {kind: dynamic}}"],
+            "safety.rollback: selection: dynamic",
+        ),
+        (
+            [ROLLBACK, "safety.rollback={learner: {minibatches: 99}}"],
+            "safety.rollback: learner.minibatches: must be at most",
+        ),
+        ([ROLLBACK, "safety.rollback_lr=0"], "safety.rollback_lr: must be greater than 0"),
+        ([ROLLBACK, "safety.rollbacks=0"], "safety.rollbacks: must be at least 1"),
+    ],
+)
+def test_what_a_rollback_cannot_change_is_named(arguments: list[str], message: str) -> None:
+    said = refusal(*arguments)
+    assert said.startswith(message), said

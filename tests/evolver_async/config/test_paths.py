@@ -1,0 +1,27 @@
+"""Paths of a configuration: each is named if it is missing or not writable."""
+
+from pathlib import Path
+
+import pytest
+from refusals import STEPS
+
+from evolver_async.config import ConfigError
+from evolver_async.config.load import load
+from evolver_async.config.paths import check_paths
+
+
+@pytest.mark.parametrize("key", ["policy.path", "weights.dir"])
+def test_a_missing_directory_is_named(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: /nowhere is not a directory"):
+        check_paths(load(None, [STEPS, f"{key}=/nowhere"]))
+
+
+def test_a_model_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"policy\.path: .* has no tokenizer\.json"):
+        check_paths(load(None, [STEPS, f"policy.path={tmp_path}"]))
+
+
+def test_a_weights_directory_that_cannot_be_written_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"weights\.dir: /proc cannot be written to"):
+        check_paths(load(None, [STEPS, "weights.dir=/proc"]))
