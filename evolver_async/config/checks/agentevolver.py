@@ -19,6 +19,8 @@ def agent(config: Config) -> Iterator[tuple[str, str]]:
     for key, value, required, reason in (
         ("rollout.format", config.rollout.format, "think_answer", "writes its own turns"),
         ("rollout.context", config.rollout.context, "full", "writes its own prompts"),
+        ("rollout.system_prompt", config.rollout.system_prompt, "", "writes its own prompts"),
+        ("env.prompt", config.env.prompt, "auto", "writes its own prompts"),
         ("experience.kind", config.experience.kind, "none", "writes its own prompts"),
         ("questioning.kind", config.questioning.kind, "none", "plays without an environment"),
     ):

@@ -32,6 +32,8 @@ class Env:
 
     name: str = "frozen_lake"
     params: dict[str, Any] = field(default_factory=dict)  # the environment's own parameters
+    # wording of instructions; auto: plain for a tokenizer of normal size, else tiny
+    prompt: Literal["auto", "tiny", "plain"] = "auto"
     latency: Latency = field(default_factory=Latency)
     step_timeout_s: Positive = 30.0
     episode_timeout_s: Positive = 600.0
@@ -56,6 +58,7 @@ class Rollout:
     truncated_reward: Signed = 0.0  # added if an episode ends before its environment ends it
     guided_fraction: Fraction = 0.5  # share of a group's members that experience guides
     format_errors: int = 0  # turns that cannot be parsed after which an episode ends; 0: never
+    system_prompt: str = ""  # how to reply, after the task's instructions; "": the format's text
     agent: str = ""  # import path of an async function that plays whole episodes
     # reward of the agent's episodes: its return value, or the verdict of judge.llm
     agent_reward: Literal["returned", "judged"] = "returned"

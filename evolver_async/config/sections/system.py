@@ -20,7 +20,6 @@ class Weights:
     deadline_s: Positive = 30.0  # collective: an actor without progress for this time is left out
     # collective: unit of transfer and verification
     bucket_bytes: Annotated[int, Range(ge=1 << 12)] = 64 << 20
-    delta: bool = False  # collective: send only changed blocks of 4 KiB, if that is less
 
 
 @dataclass
