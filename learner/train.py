@@ -1,8 +1,8 @@
 """The training loop: sample, select, collate, advantage, loss, step, publish, done, checkpoint.
 
-One SAMPLE of B groups, all its minibatches and one publish make one version. All that the loop
-knows is in `State` and in the tensors beside it: a checkpoint is everything there is to resume
-from. What a step does to the policy is in `update`, what an alarm leads to in `guard`.
+One SAMPLE of B groups, all its minibatches and one publish make one version. The loop keeps its
+numbers in `LearnerState`; with the tensors of the models they are all that a resume needs. `step`
+changes the policy, `stop_rules` reacts to alarms.
 """
 
 import asyncio
@@ -26,22 +26,21 @@ from evolver_async.model import policy
 from evolver_async.process.addresses import weights_address
 from evolver_async.process.setup import RoleArgs, collect_rarely
 from evolver_async.protocol import messages
-from evolver_async.schema import Fork, Group, WeightId
+from evolver_async.schema import Fork, Group
 from evolver_async.transport.sockets import Client, DealerClient, Rejected
 from evolver_async.weights import factory as channel
 from evolver_async.weights.channel.base import Publisher
 from learner.diagnostics.alarms import Alarm
-from learner.diagnostics.rollouts import Outcome
 from learner.diagnostics.samples import write_samples
+from learner.diagnostics.step_result import StepResult
 from learner.diagnostics.stop_rules import Guard
-from learner.loss.sft import Stages
 from learner.ranks.process_group import Ranks
 from learner.run.buffer_client import Requests, Stopping
 from learner.run.checkpoint import Checkpoints
-from learner.run.evaluations import Evaluations, Standstill
+from learner.run.evaluations import EvaluationTracker, Standstill
 from learner.run.rank_server import Leader, attend, meeting
-from learner.schedule import Clock, next_stage, reopen, stage_over
-from learner.state import State
+from learner.schedule import Clock, Stages, next_stage, reopen, stage_over
+from learner.state import LearnerState
 from learner.step import Updater
 
 log = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ class Learner:
         self.timers = Timers()
         updater = Updater(config, run_dir, self.timers, ranks)
         self.updater = updater if ranks is None else Leader(updater, ranks)
-        self.evaluations = Evaluations(
+        self.evaluations = EvaluationTracker(
             publisher,
             metrics,
             every=config.eval.every,
@@ -81,7 +80,7 @@ class Learner:
         self.checkpoints = Checkpoints(run_dir, config)
         self.guard = Guard(run_dir, metrics)
         self.tokenizer = policy.load_tokenizer(config.policy.path)
-        self.state = State()
+        self.state = LearnerState()
         self.forks: dict[int, Fork] = {}
         self.clock = Clock()
 
@@ -206,7 +205,7 @@ class Learner:
                 self.save()
         return not over
 
-    def train(self, groups: list[Group]) -> Outcome:
+    def train(self, groups: list[Group]) -> StepResult:
         """One step of the current stage's kind."""
         stage = self.stages(self.state.stage, self.state.rollbacks)
         kind = self.kind(self.state.stage)
@@ -217,7 +216,7 @@ class Learner:
             return self.updater.dpo(stage, groups, self.state, self.forks, steps)
         return self.updater.sft(stage, groups, self.state, steps)
 
-    def roll_back(self, stage: Config, alarmed: State, alarms: list[Alarm]) -> None:
+    def roll_back(self, stage: Config, alarmed: LearnerState, alarms: list[Alarm]) -> None:
         """Go on from before the alarms with what `safety` changes, or end with the reason.
 
         `alarmed`: the state in the stage that raised them, which may have ended with that step.
@@ -259,10 +258,9 @@ class Learner:
 
     def publish(self, retain: bool) -> None:
         """Hand the policy to the weight channel under its version."""
-        weights = WeightId(lineage=self.state.lineage, step=self.state.version)
-        self.publisher.publish(weights, self.updater.published(), retain=retain)
+        self.publisher.publish(self.state.head, self.updater.published(), retain=retain)
 
-    def report(self, take: int, outcome: Outcome, episodes: int, changed: bool) -> messages.Ok:
+    def report(self, take: int, outcome: StepResult, episodes: int, changed: bool) -> messages.Ok:
         """Tell the buffer what became of a take, and take in what it knows."""
         reply = self.requests.ask(
             messages.Done(
@@ -298,7 +296,7 @@ class Learner:
         return 0
 
     def log(
-        self, take: int, stage: int, outcome: Outcome, reply: messages.Ok, passed: float
+        self, take: int, stage: int, outcome: StepResult, reply: messages.Ok, passed: float
     ) -> None:
         """One row of metrics a step, now and then a few trajectories.
 
@@ -321,9 +319,9 @@ class Learner:
             },
         )
         metrics = self.config.metrics
-        if outcome.batch is not None and metrics.samples and take % metrics.samples_every == 0:
+        if outcome.data is not None and metrics.samples and take % metrics.samples_every == 0:
             path = self.run_dir / "samples" / f"step_{self.state.take:06d}.jsonl"
-            write_samples(path, self.tokenizer, outcome.groups, outcome.batch, metrics.samples)
+            write_samples(path, self.tokenizer, outcome.data, metrics.samples)
 
     def save(self) -> None:
         """Write a checkpoint, drop old ones, and let the journal go as far as they allow."""

@@ -11,8 +11,8 @@ from evolver_async.launch import run_directory
 from evolver_async.metrics.writer import Metrics
 from evolver_async.schema import FailureTotal, Group
 from learner.diagnostics.alarms import Alarm, group_signals, judge
-from learner.diagnostics.rollouts import NON_FINITE, Outcome
-from learner.state import State
+from learner.diagnostics.step_result import NON_FINITE, StepResult
+from learner.state import LearnerState
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ MASKED_STEPS = 5  # nearly everything masked: so many in a row end the run
 
 
 class Guard:
-    """Looks at every step of the stages that may train nothing; its memory is in `State`."""
+    """Looks at every step of the stages that may train nothing; its memory is in `LearnerState`."""
 
     def __init__(self, run_dir: Path, metrics: Metrics) -> None:
         self.run_dir = run_dir
@@ -28,7 +28,7 @@ class Guard:
         self.told: set[tuple[str, str]] = set()  # kinds and names of failures
 
     def watch(
-        self, stage: Config, state: State, groups: list[Group], outcome: Outcome
+        self, stage: Config, state: LearnerState, groups: list[Group], outcome: StepResult
     ) -> list[Alarm]:
         """Raise alarms about a step of an rl stage and add its signals to its metrics.
 
@@ -51,7 +51,7 @@ class Guard:
             found["safety/rollbacks"] = float(state.rollbacks)
         return begun
 
-    def allow_rollback(self, stage: Config, state: State, begun: list[Alarm]) -> None:
+    def allow_rollback(self, stage: Config, state: LearnerState, begun: list[Alarm]) -> None:
         """Raise TrainingError, with the reason, where no further rollback is allowed."""
         reasons = "; ".join(map(str, begun))
         if state.rollbacks >= stage.safety.rollbacks:
@@ -79,7 +79,7 @@ class Guard:
                 counts[f"failures/{failure.kind}"] += failure.count
             self.metrics.log(take, {name: float(count) for name, count in counts.items()})
 
-    def check(self, stage: Config, state: State, outcome: Outcome) -> None:
+    def check(self, stage: Config, state: LearnerState, outcome: StepResult) -> None:
         """Stop a run that no longer learns from anything, with the reason."""
         if state.empty_steps >= stage.selection.max_empty:
             raise TrainingError(
@@ -94,7 +94,7 @@ class Guard:
                 f"{MASKED_STEPS} steps in a row had {masked:.0%} of their tokens masked"
             )
 
-    def count(self, stage: Config, state: State, outcome: Outcome) -> None:
+    def count(self, stage: Config, state: LearnerState, outcome: StepResult) -> None:
         """Count the steps in a row that had nothing to train, or next to nothing."""
         empty = not outcome.trained and NON_FINITE not in outcome.filtered
         masked = outcome.metrics.get("offpolicy/masked", 0.0) > stage.correction.max_masked

@@ -14,7 +14,7 @@ from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.errors import TrainingError
 from evolver_async.schema import EvalResult
-from learner.state import State
+from learner.state import LearnerState
 
 
 class Checkpoints:
@@ -45,7 +45,7 @@ class Checkpoints:
             evaluated and self.settings.keep_best > 0
         )
 
-    def write(self, state: State, fill: Callable[[Path], object]) -> None:
+    def write(self, state: LearnerState, fill: Callable[[Path], object]) -> None:
         """Let `fill` write one of `state` into an empty directory, and drop old ones."""
         checkpoint.save(
             self.directory,
@@ -70,7 +70,7 @@ class Checkpoints:
         for path in self._of_versions({result.weights.step}):
             history.note(path, evaluation)
 
-    def go_back(self, state: State, suspicious: int) -> Path:
+    def go_back(self, state: LearnerState, suspicious: int) -> Path:
         """Make one of this stage the newest, rolled back once more.
 
         Only those count that no alarm suspected and whose policy was seen to act before the last
@@ -86,7 +86,7 @@ class Checkpoints:
         change = {"rollbacks": state.rollbacks + 1}
         return history.go_back(self.directory, chosen, lambda numbers: numbers.update(change))
 
-    def _lasting(self, state: State) -> set[Path]:
+    def _lasting(self, state: LearnerState) -> set[Path]:
         """Those to keep besides the newest."""
         found = checkpoint.valid(self.directory)
         lasting = set(history.best(found)[: self.settings.keep_best])

@@ -1,7 +1,7 @@
 """The learner's side of evaluations: when one is due, which are outstanding, what they found.
 
 The episodes themselves are granted and counted by the buffer. What is outstanding is part of
-`State`, so that a resumed learner asks again for what only its own weights can answer.
+`LearnerState`, so that a resumed learner asks again for what only its own weights can answer.
 """
 
 import logging
@@ -10,7 +10,7 @@ from pathlib import Path
 from evolver_async.metrics.writer import Metrics
 from evolver_async.schema import EvalResult, WeightId
 from evolver_async.weights.channel.base import Publisher
-from learner.state import Asked, State
+from learner.state import LearnerState, PendingEvaluation
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Standstill:
         return now > self.deadline
 
 
-class Evaluations:
+class EvaluationTracker:
     """`every`: versions between evaluations (0: only at a stage's end), of `episodes` episodes."""
 
     def __init__(
@@ -64,13 +64,13 @@ class Evaluations:
         due = self.every > 0 and changed and version % self.every == 0
         return self.episodes if over or due else 0
 
-    def ask(self, state: State, stage: int, episodes: int) -> None:
+    def ask(self, state: LearnerState, stage: int, episodes: int) -> None:
         """The newest version is about to be evaluated, on the tasks of `stage`."""
-        asked = Asked(version=state.version, stage=stage, episodes=episodes)
+        asked = PendingEvaluation(version=state.version, stage=stage, episodes=episodes)
         state.pending = [other for other in state.pending if other.version != asked.version]
         state.pending.append(asked)
 
-    def ask_again(self, state: State) -> Asked | None:
+    def ask_again(self, state: LearnerState) -> PendingEvaluation | None:
         """After a resume: what is to be evaluated once more. The weights of the rest are gone."""
         again = [asked for asked in state.pending if asked.version == state.version]
         lost = [asked.version for asked in state.pending if asked.version != state.version]
@@ -79,13 +79,13 @@ class Evaluations:
         state.pending = again
         return again[0] if again else None
 
-    def abandon(self, state: State) -> None:
+    def abandon(self, state: LearnerState) -> None:
         """Ask for nothing more: the weights of what is outstanding are no longer needed."""
         for asked in state.pending:
             self.publisher.release(WeightId(lineage=state.lineage, step=asked.version))
         state.pending = []
 
-    def report_lost(self, state: State, still_s: float, run_dir: Path) -> None:
+    def report_lost(self, state: LearnerState, still_s: float, run_dir: Path) -> None:
         """Log which evaluations stood still after the last step."""
         log.error(
             "training is done, but the evaluations of versions %s are lost: no progress for %g s"
@@ -96,7 +96,7 @@ class Evaluations:
         )
 
     def take_in(
-        self, state: State, results: list[EvalResult], seconds: float
+        self, state: LearnerState, results: list[EvalResult], seconds: float
     ) -> list[tuple[EvalResult, int]]:
         """Log results, each once: the buffer repeats them. Their weights are no longer needed.
 

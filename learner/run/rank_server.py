@@ -1,7 +1,7 @@
 """Ranks in step: rank 0 makes every call of the updater on all of them, the others answer.
 
 A call travels as msgpack from rank 0 to the others, groups as the parcels that they came in. What
-it changes in `State` only rank 0 keeps; a rank that is told nothing waits.
+it changes in `LearnerState` only rank 0 keeps; a rank that is told nothing waits.
 """
 
 import signal
@@ -19,16 +19,16 @@ from evolver_async.metrics.writer import Timers
 from evolver_async.process.setup import RoleArgs
 from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
 from evolver_async.schema import Fork, Group, Kind, Task, WeightId
-from learner.diagnostics.rollouts import Outcome
-from learner.loss.sft import Stages
+from learner.diagnostics.step_result import StepResult
 from learner.ranks.process_group import Ranks, join
-from learner.state import State
+from learner.schedule import Stages
+from learner.state import LearnerState
 from learner.step import Updater
 
 END = "end"
 
 
-class Taken(msgspec.Struct, array_like=True):
+class PackedGroup(msgspec.Struct, array_like=True):
     """A group with its trajectories as parcels."""
 
     group_id: int
@@ -40,16 +40,16 @@ class Taken(msgspec.Struct, array_like=True):
     parcels: list[Parcel]
 
 
-class Call(msgspec.Struct, kw_only=True):
+class RankCall(msgspec.Struct, kw_only=True):
     """A method of `Updater` and its arguments, as far as it has them."""
 
     method: str
     stage: int = 0
     steps: int = 0
     path: str = ""
-    state: State = msgspec.field(default_factory=State)
+    state: LearnerState = msgspec.field(default_factory=LearnerState)
     forks: dict[int, Fork] = {}
-    groups: list[Taken] = []
+    groups: list[PackedGroup] = []
 
 
 class Leader:
@@ -60,56 +60,68 @@ class Leader:
         self.ranks = ranks
 
     def begin_stage(self, stage: Config, index: int) -> None:
-        self._tell(Call(method="begin_stage", stage=index))
+        self._tell(RankCall(method="begin_stage", stage=index))
         self.updater.begin_stage(stage, index)
 
     def ensure_reference(self, stage: Config, index: int) -> None:
-        self._tell(Call(method="ensure_reference", stage=index))
+        self._tell(RankCall(method="ensure_reference", stage=index))
         self.updater.ensure_reference(stage, index)
 
-    def save(self, directory: Path, state: State) -> None:
-        self._tell(Call(method="save", path=str(directory), state=state))
+    def save(self, directory: Path, state: LearnerState) -> None:
+        self._tell(RankCall(method="save", path=str(directory), state=state))
         self.updater.save(directory, state)
 
-    def restore(self, directory: Path) -> State:
-        self._tell(Call(method="restore", path=str(directory)))
+    def restore(self, directory: Path) -> LearnerState:
+        self._tell(RankCall(method="restore", path=str(directory)))
         return self.updater.restore(directory)
 
     def published(self) -> dict[str, torch.Tensor]:
-        self._tell(Call(method="published"))
+        self._tell(RankCall(method="published"))
         return self.updater.published()
 
     def rl(
-        self, stage: Config, groups: list[Group], state: State, forks: dict[int, Fork], steps: int
-    ) -> Outcome:
+        self,
+        stage: Config,
+        groups: list[Group],
+        state: LearnerState,
+        forks: dict[int, Fork],
+        steps: int,
+    ) -> StepResult:
         self._train("rl", groups, state, forks, steps)
         return self.updater.rl(stage, groups, state, forks, steps)
 
     def dpo(
-        self, stage: Config, groups: list[Group], state: State, forks: dict[int, Fork], steps: int
-    ) -> Outcome:
+        self,
+        stage: Config,
+        groups: list[Group],
+        state: LearnerState,
+        forks: dict[int, Fork],
+        steps: int,
+    ) -> StepResult:
         self._train("dpo", groups, state, forks, steps)
         return self.updater.dpo(stage, groups, state, forks, steps)
 
-    def sft(self, stage: Config, groups: list[Group], state: State, steps: int) -> Outcome:
+    def sft(
+        self, stage: Config, groups: list[Group], state: LearnerState, steps: int
+    ) -> StepResult:
         self._train("sft", groups, state, {}, steps)
         return self.updater.sft(stage, groups, state, steps)
 
     def end(self) -> None:
         """Let the other ranks go."""
-        self._tell(Call(method=END))
+        self._tell(RankCall(method=END))
 
     def _train(
         self,
         method: str,
         groups: list[Group],
-        state: State,
+        state: LearnerState,
         forks: dict[int, Fork],
         steps: int,
     ) -> None:
-        taken = [_taken(group) for group in groups]
+        taken = [_pack(group) for group in groups]
         self._tell(
-            Call(
+            RankCall(
                 method=method,
                 stage=state.stage,
                 steps=steps,
@@ -119,7 +131,7 @@ class Leader:
             )
         )
 
-    def _tell(self, call: Call) -> None:
+    def _tell(self, call: RankCall) -> None:
         self.ranks.tell(msgspec.msgpack.encode(call))
 
 
@@ -128,9 +140,9 @@ def follow(updater: Updater, stages: Callable[[int, int], Config], ranks: Ranks)
 
     `stages`: the configuration of a stage after so many rollbacks.
     """
-    restored = State()
+    restored = LearnerState()
     while True:
-        call = msgspec.msgpack.decode(ranks.hear(), type=Call)
+        call = msgspec.msgpack.decode(ranks.hear(), type=RankCall)
         if call.method == END:
             return
         if call.method == "restore":
@@ -174,8 +186,8 @@ def attend(config: Config, run_dir: Path, ranks: Ranks) -> int:
     return 0
 
 
-def _make(updater: Updater, stage: Config, call: Call) -> None:
-    groups = [_group(taken) for taken in call.groups]
+def _make(updater: Updater, stage: Config, call: RankCall) -> None:
+    groups = [_unpack(packed) for packed in call.groups]
     match call.method:
         case "begin_stage":
             updater.begin_stage(stage, call.stage)
@@ -195,14 +207,14 @@ def _make(updater: Updater, stage: Config, call: Call) -> None:
             raise ValueError(f"unknown call {method}")
 
 
-def _taken(group: Group) -> Taken:
+def _pack(group: Group) -> PackedGroup:
     parcels = [wrap(one) for one in group.trajectories]
-    return Taken(
+    return PackedGroup(
         group.group_id, group.task, group.kind, group.stage, group.use, group.head, parcels
     )
 
 
-def _group(taken: Taken) -> Group:
+def _unpack(taken: PackedGroup) -> Group:
     return Group(
         group_id=taken.group_id,
         task=taken.task,
