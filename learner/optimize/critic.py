@@ -1,4 +1,4 @@
-"""Critic: predicts the reward that a policy will still get, at every ACTION token and at the end.
+"""Critic of a policy: the reward still expected at every ACTION token and behind the last.
 
 V of a token is read where the token is predicted, before it is known. A linear head that begins
 with V = 0 reads it from hidden states: the policy's own (`shared`, whose weights it then helps to

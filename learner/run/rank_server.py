@@ -1,7 +1,7 @@
-"""Ranks in step: rank 0 makes every call of the updater on all of them, the others answer.
+"""Calls of the updater on all ranks: rank 0 sends each to the others, which make it, too.
 
-A call travels as msgpack from rank 0 to the others, groups as the parcels that they came in. What
-it changes in `LearnerState` only rank 0 keeps; a rank that is told nothing waits.
+A call travels as msgpack, groups as the parcels that they came in. Only rank 0 keeps the changes
+that a call makes to `LearnerState`; the others wait for the next call.
 """
 
 import signal
@@ -29,7 +29,7 @@ END = "end"
 
 
 class PackedGroup(msgspec.Struct, array_like=True):
-    """A group with its trajectories as parcels."""
+    """Group whose trajectories are parcels."""
 
     group_id: int
     task: Task
@@ -41,7 +41,7 @@ class PackedGroup(msgspec.Struct, array_like=True):
 
 
 class RankCall(msgspec.Struct, kw_only=True):
-    """A method of `Updater` and its arguments, as far as it has them."""
+    """Method of `Updater` and its arguments."""
 
     method: str
     stage: int = 0
@@ -53,7 +53,7 @@ class RankCall(msgspec.Struct, kw_only=True):
 
 
 class Leader:
-    """The updater of rank 0, whose calls all ranks make."""
+    """Updater of rank 0, whose calls all ranks make."""
 
     def __init__(self, updater: Updater, ranks: Ranks) -> None:
         self.updater = updater
@@ -108,7 +108,7 @@ class Leader:
         return self.updater.sft(stage, groups, state, steps)
 
     def end(self) -> None:
-        """Let the other ranks go."""
+        """End the other ranks."""
         self._tell(RankCall(method=END))
 
     def _train(
@@ -119,7 +119,7 @@ class Leader:
         forks: dict[int, Fork],
         steps: int,
     ) -> None:
-        taken = [_pack(group) for group in groups]
+        packed = [_pack(group) for group in groups]
         self._tell(
             RankCall(
                 method=method,
@@ -127,7 +127,7 @@ class Leader:
                 steps=steps,
                 state=state,
                 forks=forks,
-                groups=taken,
+                groups=packed,
             )
         )
 
@@ -136,9 +136,9 @@ class Leader:
 
 
 def follow(updater: Updater, stages: Callable[[int, int], Config], ranks: Ranks) -> None:
-    """Make the calls of rank 0 until it lets go; RuntimeError where it dies before.
+    """Make the calls of rank 0 until its last; RuntimeError if it dies before.
 
-    `stages`: the configuration of a stage after so many rollbacks.
+    `stages`: configuration of a stage after a number of rollbacks.
     """
     restored = LearnerState()
     while True:
@@ -154,13 +154,15 @@ def follow(updater: Updater, stages: Callable[[int, int], Config], ranks: Ranks)
 
 @contextmanager
 def meeting(config: Config, args: RoleArgs) -> Iterator[Ranks | None]:
-    """The ranks of this learner, which are left afterwards; None where it has only one."""
+    """Join the ranks of this learner and leave them afterwards; None if it has only one."""
     learner = config.learner
     if learner.ranks == 1:
         yield None
         return
     if args.meeting is None:
-        raise ConfigError("learner.ranks: several ranks are started by the launcher, together")
+        raise ConfigError(
+            "learner.ranks: the launcher must start several ranks together, by `train`"
+        )
     ranks = join(
         args.meeting,
         args.rank,
@@ -172,14 +174,14 @@ def meeting(config: Config, args: RoleArgs) -> Iterator[Ranks | None]:
     try:
         yield ranks
     except BaseException:
-        with suppress(RuntimeError):  # says less than what has failed before
+        with suppress(RuntimeError):  # the first failure says more
             ranks.leave(failed=True)
         raise
     ranks.leave()
 
 
 def attend(config: Config, run_dir: Path, ranks: Ranks) -> int:
-    """Be a rank other than the first, until that lets go; signals are heeded by the first alone."""
+    """Run a rank until the first one ends it; only the first reacts to signals."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     follow(Updater(config, run_dir, Timers(), ranks), Stages(config), ranks)
@@ -214,13 +216,13 @@ def _pack(group: Group) -> PackedGroup:
     )
 
 
-def _unpack(taken: PackedGroup) -> Group:
+def _unpack(packed: PackedGroup) -> Group:
     return Group(
-        group_id=taken.group_id,
-        task=taken.task,
-        kind=taken.kind,
-        stage=taken.stage,
-        use=taken.use,
-        head=taken.head,
-        trajectories=[unwrap(parcel) for parcel in taken.parcels],
+        group_id=packed.group_id,
+        task=packed.task,
+        kind=packed.kind,
+        stage=packed.stage,
+        use=packed.use,
+        head=packed.head,
+        trajectories=[unwrap(parcel) for parcel in packed.parcels],
     )
