@@ -1,20 +1,41 @@
-"""Where a run stands: how long it has trained, and when a stage is over."""
+"""Schedule of a run: configurations of its stages, their ends, and the time of training."""
 
 import time
 
-from evolver_async.config import Stage
-from evolver_async.config.sections.run import limit_reached
-from learner.state import State, Watched
+from evolver_async.config import Config, Stage
+from evolver_async.config.load import stage_config
+from evolver_async.config.sections.run import SUPERVISED, limit_reached
+from learner.state import LearnerState, Watched
+
+
+class Stages:
+    """Configuration of every stage as the learner scores with it, also after rollbacks.
+
+    Demonstrations were written, not sampled: their log-probs are those of temperature 1.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._made: dict[tuple[int, int], Config] = {}
+
+    def __call__(self, index: int, rollbacks: int = 0) -> Config:
+        """Return that of stage `index` after so many rollbacks."""
+        if (index, rollbacks) not in self._made:
+            stage = stage_config(self.config, index, rollbacks)
+            if self.config.stages[index].kind in SUPERVISED:
+                stage.rollout.temperature = 1.0
+            self._made[index, rollbacks] = stage
+        return self._made[index, rollbacks]
 
 
 class Clock:
-    """Counts seconds of training into a `State`; what passes before `skip` is not counted."""
+    """Counter of seconds of training in a `LearnerState`; time before `skip` does not count."""
 
     def __init__(self) -> None:
         self.last = time.perf_counter()
 
-    def tick(self, state: State) -> float:
-        """Seconds since the last call; adds them to the run's and to the stage's."""
+    def tick(self, state: LearnerState) -> float:
+        """Return seconds since the last call; add them to the run's and to the stage's."""
         now = time.perf_counter()
         passed, self.last = now - self.last, now
         state.seconds += passed
@@ -24,24 +45,24 @@ class Clock:
     def skip(self) -> None:
         self.last = time.perf_counter()
 
-    def seconds(self, state: State) -> float:
-        """Seconds of training of the run until now."""
+    def seconds(self, state: LearnerState) -> float:
+        """Return seconds of training of the run until now."""
         return state.seconds + time.perf_counter() - self.last
 
 
-def stage_over(stage: Stage, state: State) -> bool:
-    """Whether the first of the stage's limits is reached."""
+def stage_over(stage: Stage, state: LearnerState) -> bool:
+    """Return True if the first of the stage's limits is reached."""
     return limit_reached(
         stage,
-        steps=state.take - state.stage_take,
+        steps=state.stage_step,
         tokens=state.stage_tokens,
         seconds=state.stage_seconds,
         success=state.eval_success,
     )
 
 
-def reopen(stages: list[Stage], state: State) -> None:
-    """Go on with a finished run whose last stage has become longer, or is no longer the last."""
+def reopen(stages: list[Stage], state: LearnerState) -> None:
+    """Continue a finished run whose last stage has become longer, or is no longer the last."""
     if not state.finished:
         return
     if not stage_over(stages[state.stage], state):
@@ -51,8 +72,8 @@ def reopen(stages: list[Stage], state: State) -> None:
         next_stage(state)
 
 
-def next_stage(state: State) -> None:
-    """What is counted, or remembered, by stage begins anew."""
+def next_stage(state: LearnerState) -> None:
+    """Begin the next stage: reset counters and memory that belong to a stage."""
     state.stage += 1
     state.stage_take = state.take
     state.stage_tokens = 0

@@ -1,216 +1,245 @@
-"""What one step does to the policy: its groups in, new weights and measurements out.
+"""One learner step: groups in, new weights and a result out.
 
-Holds the model, its optimizer and, where a stage asks for them, the frozen reference and the
-critic. Knows nothing of sockets, versions published or files besides checkpoints.
+The values of an rl step follow from one another, and none changes afterwards:
+
+    select → collate → log-probs → values → rewards → advantages → updates
+
+This module knows nothing of sockets, published versions or files besides checkpoints.
 """
 
+import logging
 import math
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from evolver_async.config import Config
+from evolver_async.errors import TrainingError
 from evolver_async.lineages import Fork
 from evolver_async.metrics.writer import Timers
-from evolver_async.model import lora, policy
-from evolver_async.schema import Group, WeightId
-from learner import state as files
-from learner.advantage.assign import give_credit, penalises, rewards_of
-from learner.advantage.critic import Critic
+from evolver_async.schema import Array, Group
+from learner.advantage.assign import assign
 from learner.advantage.gae import WITH_CRITIC
-from learner.advantage.group_relative import label_metrics
-from learner.advantage.shaping import without_overlong
-from learner.data.batch import Batch, MicroBatch, Minibatch
+from learner.advantage.rewards import label_metrics, penalises, rewards_of
+from learner.data.batch import Batch, Minibatch
 from learner.data.collate import Strip, collate, lag_table
+from learner.data.scores import LogProbs, Values
 from learner.data.selection import select
-from learner.diagnostics.offpolicy import Accounting
-from learner.diagnostics.rollouts import Outcome, env_metrics, experience_metrics, rollout_metrics
-from learner.loss.correction import needs_anchor_pass
-from learner.loss.dpo import Preference, mark_pairs, pairs
+from learner.diagnostics.offpolicy import trajectory_metrics
+from learner.diagnostics.rollouts import env_metrics, experience_metrics, rollout_metrics
+from learner.diagnostics.step_result import NON_FINITE, StepResult, Trained
+from learner.loss.correction import UNANCHORED
+from learner.loss.dpo import PreferenceLoss, pair_signs, pairs
 from learner.loss.objective import Objective
-from learner.loss.sft import sft_loss
-from learner.optimize.adamw import make_adamw
-from learner.optimize.logprobs import Scorer, store_anchor
-from learner.optimize.model import load
-from learner.optimize.updates import Stepper
+from learner.loss.sft import supervised_loss
+from learner.optimize.critic import CriticTraining
+from learner.optimize.logprobs import Scorer, anchor_and_old, anchored
+from learner.optimize.model import Models
+from learner.optimize.updates import Applied, Failure, MicroLoss, Stepper
 from learner.ranks.process_group import Ranks, alone
-from learner.state import State
+from learner.state import LearnerState
+
+log = logging.getLogger(__name__)
 
 
-class Updater:
-    """The model and everything that changes it."""
+class Updater(Models):
+    """Models of a learner and the steps that change them."""
 
     def __init__(
         self, config: Config, run_dir: Path, timers: Timers, ranks: Ranks | None = None
     ) -> None:
-        learner = config.learner
-        self.config = config
+        super().__init__(config, ranks or alone(config.learner.device))
         self.run_dir = run_dir
         self.timers = timers
-        self.ranks = ranks or alone(learner.device)
-        self.model = self._sharded(load(config, self._loading), master=True)
-        self.optimizer = make_adamw(
-            self.model.parameters(),
-            betas=(learner.betas[0], learner.betas[1]),
-            eps=learner.eps,
-            weight_decay=learner.weight_decay,
-        )
-        self.stepper = Stepper(self.model, self.optimizer, config, run_dir, timers, self.ranks)
-        self.reference: torch.nn.Module | None = None
-        self.critic: Critic | None = None
+        self.stepper = Stepper(self, config, timers)
 
-    def begin_stage(self, stage: Config, index: int) -> None:
-        """Reset the optimizer, renew the reference: what happens once, where a stage begins."""
-        if self.config.stages[index].reset_optimizer:
-            self.optimizer.state.clear()
-            if self.critic is not None:
-                self.critic.optimizer.state.clear()
-        renews = self.config.stages[index].refresh_reference
-        renews = renews or self.config.stages[index].kind == "dpo"
-        if renews and self._needs_reference(stage, index):
-            self.reference = None
-        self.ensure_reference(stage, index)
+    def save(self, directory: Path, state: LearnerState) -> None:
+        """Write tensors and numbers to a directory that exists."""
+        if self.ranks.rank == 0:
+            state.write(directory)
+        self.save_tensors(directory)
 
-    def ensure_reference(self, stage: Config, index: int) -> None:
-        """The present policy becomes the KL reference where a stage needs one and none is there.
-
-        Also after a resume, which may have switched the KL on.
-        """
-        if self.reference is None and self._needs_reference(stage, index):
-            self.reference = self._load_reference()
-            policy.load_state(self.reference, policy.state_tensors(self.model))
-            self.stepper.measured.clear()  # there is less memory from here on
-
-    def _needs_reference(self, stage: Config, index: int) -> bool:
-        kind = self.config.stages[index].kind
-        return kind == "dpo" or (kind == "rl" and stage.loss.kl_coef > 0)
-
-    def save(self, directory: Path, state: State) -> None:
-        files.save(
-            directory,
-            state,
-            self.model,
-            self.optimizer,
-            self.reference,
-            self.critic,
-            rank=self.ranks.rank,
-            ranks=self.ranks.count,
-        )
-        self.ranks.gather(b"")  # once every rank has written: rank 0 looks at what there is
-
-    def published(self) -> dict[str, torch.Tensor]:
-        """The weights to publish, in policy.dtype: views, or copies where they are sharded.
-
-        Adapters are float32, as they are trained. Of several ranks only the first has them.
-        """
-        if self.ranks.mesh is None:
-            return policy.state_tensors(self.model)
-        settings = self.config.policy
-        return self.ranks.whole(self.model, "float32" if settings.lora.rank else settings.dtype)
-
-    def restore(self, directory: Path) -> State:
-        """Become what a checkpoint holds, and nothing of what was there before; its numbers."""
-        self.optimizer.state.clear()
-        self.reference = self.critic = None
-        if files.has_reference(directory):
-            self.reference = self._load_reference()
-        if files.has_critic(directory):
-            self.critic = self._make_critic()
-        return files.load(directory, self.model, self.optimizer, self.reference, self.critic)
+    def restore(self, directory: Path) -> LearnerState:
+        """Replace all tensors by those of a checkpoint; return its numbers."""
+        self.restore_tensors(directory)
+        return LearnerState.read(directory)
 
     def rl(
-        self, stage: Config, groups: list[Group], state: State, forks: dict[int, Fork], steps: int
-    ) -> Outcome:
-        """Select, collate, score, estimate advantages, take the optimizer updates of one step."""
+        self,
+        stage: Config,
+        groups: list[Group],
+        state: LearnerState,
+        forks: dict[int, Fork],
+        steps: int,
+    ) -> StepResult:
+        """Train one step on rollouts."""
         chosen = select(groups, stage.selection, seed=self.config.run.seed)
-        metrics = self._brought(stage, groups) | chosen.metrics
+        metrics = _rollout_metrics(stage, groups) | chosen.metrics
         if not chosen.groups:
-            return Outcome([], chosen.filtered, 0, 0, metrics)
-        head = WeightId(lineage=state.lineage, step=state.version)
-        lags = lag_table(chosen.groups, head, forks)
+            return StepResult([], chosen.filtered, 0, 0, metrics)
+        lags = lag_table(chosen.groups, state.head, forks)
         batch = collate(chosen.groups, lags, self._strip(stage))
         # Interpolation is along one line of versions, in one context. Tokens of an abandoned
-        # lineage are on no such line; where experience is stripped there are two contexts.
+        # lineage are on no such line, and stripped tokens have two contexts.
         interpolates = stage.correction.anchor == "interpolate" and batch.sampled is None
-        self._score(stage, batch, state, interpolates)
-        critic = self._value(stage, batch)
-        rewards, penalty = rewards_of(batch, stage.loss)
-        rewards, overlong = without_overlong(
+        logprobs = self._logprobs(stage, batch, state.take, interpolates)
+        values = self._values(stage, batch)
+        rewards, penalties = rewards_of(batch, logprobs, stage.loss, stage.advantage)
+        advantages = assign(
+            batch,
+            logprobs,
+            values,
             rewards,
-            batch.length_P,
-            limit=stage.advantage.overlong_limit,
-            cache=stage.advantage.overlong_cache,
-        )
-        finite_P, found = give_credit(batch, rewards, stage.advantage, state, steps)
-        batch.advantage_N *= chosen.scale
-        metrics |= penalty | overlong | found
-        if stage.judge.kind != "none":
-            metrics |= label_metrics(rewards)
-        if not finite_P.any():
-            self.stepper.bad_step(state, batch, math.nan, math.nan)
-        accounting = Accounting()
-        accounting.set_trajectories(
-            lag_P=batch.lag_P[finite_P],
-            stripped_P=batch.stripped_P[finite_P],
-            reward_P=batch.reward_P[finite_P],
-            length_P=batch.length_P[finite_P],
+            stage.advantage,
+            scale=chosen.scale,
+            baseline=state.baseline,
+            step=state.stage_step,
+            steps=steps,
         )
         boosts = batch.sampled is not None and stage.loss.boost > 0
-        objective = Objective(stage.correction, stage.loss, interpolates, boosts)
-        applied = self.stepper(stage, batch, state, steps, objective, accounting, critic)
-        applied.left_out |= {int(index) for index in batch.group_P[~finite_P]}
+        loss = Objective(
+            stage.correction, stage.loss, logprobs, advantages.advantage_N, interpolates, boosts
+        )
+        critic = self._critic_training(stage, values, advantages.return_N, state.critic_steps)
+        trained = batch.part(advantages.finite_P)
+        applied = self._update(stage, trained, loss, state, steps, critic)
+        if advantages.left_out:
+            log.error(
+                "take %d: %d groups have no finite advantage", state.take, len(advantages.left_out)
+            )
+        if not advantages.finite_P.any():
+            applied = replace(applied, failure=Failure(math.nan, math.nan))
+        self._check_finite(state, applied, batch, logprobs, advantages)
+        state.baseline = advantages.baseline
         state.critic_steps += critic is not None and bool(applied.minibatches)
-        metrics |= applied.metrics | accounting.metrics()
-        return applied.outcome(chosen.groups, chosen.filtered, metrics, batch)
+        metrics |= penalties | advantages.metrics
+        if stage.judge.kind != "none":
+            metrics |= label_metrics(batch.label_U)
+        metrics |= applied.metrics | applied.accounting.metrics()
+        metrics |= trajectory_metrics(batch, advantages.finite_P)
+        data = Trained(chosen.groups, batch, logprobs, advantages.advantage_N)
+        return _result(applied, chosen.groups, chosen.filtered, metrics, advantages.left_out, data)
 
-    def sft(self, stage: Config, groups: list[Group], state: State, steps: int) -> Outcome:
-        """Next-token training on the ACTION tokens of demonstrations."""
+    def sft(
+        self, stage: Config, groups: list[Group], state: LearnerState, steps: int
+    ) -> StepResult:
+        """Train one step on the next tokens of demonstrations."""
         batch = collate(groups, {}, self._strip(stage))
-
-        def loss(
-            theta_N: torch.Tensor,
-            entropy_N: torch.Tensor,
-            micro: MicroBatch,
-            minibatch: Minibatch,
-            accounting: Accounting,
-        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            value = sft_loss(theta_N, tokens=minibatch.tokens)
-            scale = 1 / minibatch.tokens
-            return value, {
-                "loss/policy": value.detach(),
-                "loss/entropy": scale * entropy_N.detach().sum(),
-            }
-
-        applied = self.stepper(stage, batch, state, steps, loss, Accounting())
-        metrics = self._brought(stage, groups) | applied.metrics
-        return applied.outcome(groups, {}, metrics, None)
+        applied = self._update(stage, batch.whole(), supervised_loss, state, steps)
+        self._check_finite(state, applied, batch)
+        metrics = _rollout_metrics(stage, groups) | applied.metrics
+        return _result(applied, groups, {}, metrics)
 
     def dpo(
-        self, stage: Config, groups: list[Group], state: State, forks: dict[int, Fork], steps: int
-    ) -> Outcome:
-        """Preference training: the best member of each group against its worst."""
+        self,
+        stage: Config,
+        groups: list[Group],
+        state: LearnerState,
+        forks: dict[int, Fork],
+        steps: int,
+    ) -> StepResult:
+        """Train one step on preferences: the best member of each group against its worst."""
         chosen = pairs(groups)
-        metrics = self._brought(stage, groups)
+        metrics = _rollout_metrics(stage, groups)
         if not chosen.groups:
-            return Outcome([], chosen.filtered, 0, 0, metrics)
-        head = WeightId(lineage=state.lineage, step=state.version)
-        batch = collate(chosen.groups, lag_table(chosen.groups, head, forks), self._strip(stage))
-        mark_pairs(batch)
+            return StepResult([], chosen.filtered, 0, 0, metrics)
+        lags = lag_table(chosen.groups, state.head, forks)
+        batch = collate(chosen.groups, lags, self._strip(stage), whole_groups=True)
         assert self.reference is not None, "a dpo stage was entered without a reference"
-        batch.reference_N = self._scorer(stage)(self.reference, batch.whole())
-        loss = Preference(stage.loss.dpo_beta)
-        applied = self.stepper(stage, batch, state, steps, loss, Accounting())
-        metrics |= applied.metrics
-        return applied.outcome(chosen.groups, chosen.filtered, metrics, None)
+        reference_N = self._scorer(stage)(self.reference, batch.whole())
+        loss = PreferenceLoss(stage.loss.dpo_beta, pair_signs(batch), reference_N)
+        applied = self._update(stage, batch.whole(), loss, state, steps)
+        self._check_finite(state, applied, batch, loss)
+        return _result(applied, chosen.groups, chosen.filtered, metrics | applied.metrics)
 
-    def _brought(self, stage: Config, groups: list[Group]) -> dict[str, float]:
-        """Metrics of what the actors brought, before selection."""
-        metrics = rollout_metrics(groups)
-        if stage.experience.kind != "none":
-            metrics |= experience_metrics(groups)
-        if stage.tasks.mixture or stage.tasks.path:
-            metrics |= env_metrics(groups)
-        return metrics
+    def _logprobs(self, stage: Config, batch: Batch, take: int, interpolates: bool) -> LogProbs:
+        """Compute the log-probs that the step reads, by as few forward passes as possible."""
+        score, correction = self._scorer(stage), stage.correction
+        shown = stage.metrics.samples > 0 and take % stage.metrics.samples_every == 0
+        reads = correction.kind not in UNANCHORED
+        anchored_P = anchored(
+            batch,
+            everywhere=shown or penalises(stage.loss) or (reads and not interpolates),
+            guided=correction.guided,
+            abandoned=reads and interpolates,
+        )
+        anchor_N, old_N = np.zeros_like(batch.mu_N), batch.mu_N
+        if anchored_P.any():
+            with self.timers("anchor"):
+                anchor_N, old_N = anchor_and_old(
+                    score, self.model, batch, anchored_P, correction.guided
+                )
+        reference_N = np.zeros_like(batch.mu_N)
+        if stage.loss.kl_coef > 0:
+            assert self.reference is not None, "a stage with a KL was entered without a reference"
+            reference_N = score(self.reference, batch.whole())
+        return LogProbs(anchor_N, old_N, reference_N)
+
+    def _values(self, stage: Config, batch: Batch) -> Values | None:
+        """Compute the values of a batch by the critic; None if the estimator reads none."""
+        if stage.advantage.kind not in WITH_CRITIC:
+            return None
+        critic = self.ensure_critic()
+        with self.timers("value"):
+            budget = self.stepper.token_budget(stage, critic)
+            packed = stage.learner.packing
+            return critic.score(self.model, batch, budget, self.ranks, packed=packed)
+
+    def _critic_training(
+        self, stage: Config, values: Values | None, return_N: Array, critic_steps: int
+    ) -> CriticTraining | None:
+        """Set up the critic's part of the updates; None if the estimator reads no values."""
+        if values is None:
+            return None
+        settings = stage.critic
+        return CriticTraining(
+            self.ensure_critic(),
+            values.value_N,
+            return_N,
+            clip=settings.clip,
+            coef=settings.coef,
+            lr=settings.lr,
+            warms_up=critic_steps < settings.warmup,
+        )
+
+    def _update(
+        self,
+        stage: Config,
+        data: Minibatch,
+        loss: MicroLoss,
+        state: LearnerState,
+        steps: int,
+        critic: CriticTraining | None = None,
+    ) -> Applied:
+        return self.stepper(
+            stage, data, loss, critic, take=state.take, step=state.stage_step, steps=steps
+        )
+
+    def _check_finite(self, state: LearnerState, applied: Applied, *values: object) -> None:
+        """Write the arrays of `values` if the step failed; TrainingError after several in a row."""
+        if applied.failure is None and applied.minibatches:
+            state.bad_steps = 0
+        if applied.failure is None:
+            return
+        state.bad_steps += 1
+        path = self.run_dir / "bad" / f"take_{state.take:06d}.npz"
+        if self.ranks.rank == 0:
+            path.parent.mkdir(exist_ok=True)
+            fields = {name: value for one in values for name, value in vars(one).items()}
+            arrays = {name: x for name, x in fields.items() if isinstance(x, np.ndarray)}
+            np.savez(path, **arrays)  # pyright: ignore[reportArgumentType]
+        log.error(
+            "loss %s, gradient norm %s: step skipped, batch in %s",
+            applied.failure.loss,
+            applied.failure.grad_norm,
+            path,
+        )
+        if state.bad_steps >= self.config.learner.max_bad_steps:
+            raise TrainingError(
+                f"{state.bad_steps} non-finite steps in a row; batches in {path.parent}"
+            )
 
     def _strip(self, stage: Config) -> Strip:
         experience = stage.experience
@@ -225,74 +254,33 @@ class Updater:
             stage.learner.packing,
         )
 
-    def _score(self, stage: Config, batch: Batch, state: State, interpolates: bool) -> None:
-        """Stores the log-probs that the step needs before its first update."""
-        score = self._scorer(stage)
-        anchor = "interpolate" if interpolates else "recompute"
-        shown = stage.metrics.samples > 0 and state.take % stage.metrics.samples_every == 0
-        needed = needs_anchor_pass(stage.correction.kind, anchor)
-        abandoned = interpolates and needs_anchor_pass(stage.correction.kind, "recompute")
-        everywhere = shown or needed or penalises(stage.loss)
-        if everywhere or batch.sampled is not None or abandoned:
-            with self.timers("anchor"):
-                store_anchor(
-                    score,
-                    self.model,
-                    batch,
-                    everywhere=everywhere,
-                    guided=stage.correction.guided,
-                    abandoned=abandoned,
-                )
-        if stage.loss.kl_coef > 0:
-            assert self.reference is not None, "a stage with a KL was entered without a reference"
-            batch.reference_N = score(self.reference, batch.whole())
 
-    def _value(self, stage: Config, batch: Batch) -> Critic | None:
-        """Stores the values of a batch's tokens where its estimator reads any; who knows them.
+def _rollout_metrics(stage: Config, groups: list[Group]) -> dict[str, float]:
+    """Measure the groups before selection."""
+    metrics = rollout_metrics(groups)
+    if stage.experience.kind != "none":
+        metrics |= experience_metrics(groups)
+    if stage.tasks.mixture or stage.tasks.path:
+        metrics |= env_metrics(groups)
+    return metrics
 
-        The critic is made by the first step that needs one, from the policy as it is then.
-        """
-        if stage.advantage.kind not in WITH_CRITIC:
-            return None
-        if self.critic is None:
-            self.critic = self._make_critic()
-            self.stepper.measured.clear()  # there is less memory from here on
-        with self.timers("value"):
-            budget = self.stepper.token_budget(stage, self.critic)
-            packed = stage.learner.packing
-            self.critic.score(self.model, batch, budget, self.ranks, packed=packed)
-        return self.critic
 
-    def _make_critic(self) -> Critic:
-        learner = self.config.learner
-        betas = learner.betas[0], learner.betas[1]
-        trunk = self._copy_decoder() if self.config.critic.kind == "separate" else None
-        return Critic(self.model, trunk, self.ranks, betas=betas, eps=learner.eps)
-
-    def _copy_decoder(self) -> torch.nn.Module:
-        """The policy's decoder as it is now, with trained weights of its own."""
-        decoder, _ = policy.split_model(self.model)
-        if self.ranks.mesh is None:
-            return lora.twin(decoder)
-        copy, _ = policy.split_model(load(self.config, self._loading))
-        dtype = self.config.policy.dtype
-        copy = self.ranks.shard(copy, master=True, dtype=dtype, drops=True)
-        policy.load_state(copy, policy.state_tensors(decoder))
-        return copy
-
-    def _load_reference(self) -> torch.nn.Module:
-        if self.config.policy.lora.rank:
-            if self.ranks.mesh is None:
-                return lora.twin(self.model)
-            return self._sharded(load(self.config, self._loading), master=True)
-        settings = self.config.policy
-        reference = policy.load_model(settings.path, dtype=settings.dtype, device=self._loading)
-        return self._sharded(reference.requires_grad_(False), master=False)
-
-    @property
-    def _loading(self) -> str:
-        """The device to load a model on: what is to be sharded goes through host memory."""
-        return str(self.ranks.device) if self.ranks.mesh is None else "cpu"
-
-    def _sharded(self, model: torch.nn.Module, *, master: bool) -> torch.nn.Module:
-        return self.ranks.shard(model, master=master, dtype=self.config.policy.dtype)
+def _result(
+    applied: Applied,
+    groups: list[Group],
+    filtered: dict[str, list[int]],
+    metrics: dict[str, float],
+    unfit: Collection[int] = (),
+    data: Trained | None = None,
+) -> StepResult:
+    """Sum up a step; groups without an applied update, and `unfit` ones, count as non-finite."""
+    lost = {groups[index].group_id for index in applied.left_out.union(unfit)}
+    left_out = [group.group_id for group in groups if group.group_id in lost]
+    return StepResult(
+        trained=[group.group_id for group in groups if group.group_id not in lost],
+        filtered=filtered | ({NON_FINITE: left_out} if left_out else {}),
+        updates=len(applied.minibatches),
+        tokens=sum(minibatch.tokens for minibatch in applied.minibatches),
+        metrics=metrics,
+        data=data,
+    )

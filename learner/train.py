@@ -1,8 +1,8 @@
 """The training loop: sample, select, collate, advantage, loss, step, publish, done, checkpoint.
 
-One SAMPLE of B groups, all its minibatches and one publish make one version. All that the loop
-knows is in `State` and in the tensors beside it: a checkpoint is everything there is to resume
-from. What a step does to the policy is in `update`, what an alarm leads to in `guard`.
+One SAMPLE of B groups, all its minibatches and one publish make one version. The loop keeps its
+numbers in `LearnerState`; with the tensors of the models they are all that a resume needs. `step`
+changes the policy, `stop_rules` reacts to alarms.
 """
 
 import asyncio
@@ -27,32 +27,31 @@ from evolver_async.model import policy
 from evolver_async.process.addresses import weights_address
 from evolver_async.process.setup import RoleArgs, collect_rarely
 from evolver_async.protocol import messages
-from evolver_async.schema import Group, WeightId
+from evolver_async.schema import Group
 from evolver_async.transport.client import Client, Rejected
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.weights import factory as channel
 from evolver_async.weights.channel.base import Publisher
 from learner.diagnostics.alarms import Alarm
-from learner.diagnostics.rollouts import Outcome
 from learner.diagnostics.samples import write_samples
+from learner.diagnostics.step_result import StepResult
 from learner.diagnostics.stop_rules import Guard
-from learner.loss.sft import Stages
 from learner.ranks.process_group import Ranks
 from learner.run.buffer_client import Requests, Stopping
 from learner.run.checkpoint import Checkpoints
-from learner.run.evaluations import Evaluations, Standstill
+from learner.run.evaluations import EvaluationTracker, Standstill
 from learner.run.rank_server import Leader, attend, meeting
-from learner.schedule import Clock, next_stage, reopen, stage_over
-from learner.state import State
+from learner.schedule import Clock, Stages, next_stage, reopen, stage_over
+from learner.state import LearnerState
 from learner.step import Updater
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.5  # between looks for the results of an evaluation, or for the end of a pause
+POLL_S = 0.5  # between checks for results of an evaluation, or for the end of a pause
 
 
 class Learner:
-    """The loop and what it needs; `call` runs a request of `client` to its reply."""
+    """Training loop and its parts; `call` runs a request of `client` to its reply."""
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class Learner:
         self.timers = Timers()
         updater = Updater(config, run_dir, self.timers, ranks)
         self.updater = updater if ranks is None else Leader(updater, ranks)
-        self.evaluations = Evaluations(
+        self.evaluations = EvaluationTracker(
             publisher,
             metrics,
             every=config.eval.every,
@@ -83,14 +82,14 @@ class Learner:
         self.checkpoints = Checkpoints(run_dir, config)
         self.guard = Guard(run_dir, metrics)
         self.tokenizer = policy.load_tokenizer(config.policy.path)
-        self.state = State()
+        self.state = LearnerState()
         self.forks: dict[int, Fork] = {}
         self.clock = Clock()
 
     def run(self) -> int:
-        """Train through all stages; returns 0, also when `requests.stopping` ended it early.
+        """Train through all stages; return 0, also if `requests.stopping` ended it early.
 
-        EVALUATION_LOST if everything was trained and written, but an evaluation stood still.
+        EVALUATION_LOST if training finished, but an evaluation made no progress.
         """
         code = 0
         try:
@@ -101,19 +100,19 @@ class Learner:
                     pass
             code = self.await_evaluations()
         except Stopping as stopping:
-            log.info("told to end while it waited for %s", stopping)
+            log.info("stopped while it waited for %s", stopping)
         self.write_checkpoint()
         if isinstance(self.updater, Leader):
             self.updater.end()
         return code
 
     def close(self) -> None:
-        """Let go of the weight channel and the metric sinks."""
+        """Close the weight channel and the metric sinks."""
         self.publisher.close()
         self.metrics.close()
 
     def begin(self) -> None:
-        """Restore the newest checkpoint, ask for a lineage, publish under it."""
+        """Restore the newest checkpoint, ask for a lineage, and publish under it."""
         newest = self.checkpoints.newest()
         if newest is not None:
             self.state = self.updater.restore(newest)
@@ -128,7 +127,9 @@ class Learner:
             episodes=again.episodes if again else 0,
             stage=again.stage if again else 0,
             discard=state.discard,
-            process=secrets.token_hex(8),  # resent as it is; drawn anew by the next process
+            process=secrets.token_hex(
+                8
+            ),  # the same in a repeated request, another in the next process
             incarnation=self.requests.client.incarnation,
         )
         try:
@@ -144,7 +145,7 @@ class Learner:
         self.save()
 
     def enter_stage(self) -> None:
-        """Carry out a stage's beginning once, and what every start within it needs."""
+        """Carry out a stage's beginning once, and make the reference at every start."""
         index = self.state.stage
         stage = self.stages(index, self.state.rollbacks)
         if self.state.entered < index:
@@ -157,7 +158,7 @@ class Learner:
         return self.config.stages[stage].kind
 
     def step(self) -> bool:
-        """One take: train on it, publish, report, log, save. Returns whether the stage goes on."""
+        """Train on one take, publish, report, log, save; return True while the stage goes on."""
         self.heed_pause()
         with self.timers("wait"):
             groups = self.sample()
@@ -166,7 +167,7 @@ class Learner:
         take, stage = self.state.take, self.state.stage
         settings = self.stages(stage, self.state.rollbacks)
         learns = self.kind(stage) == "rl"
-        selects = learns or self.kind(stage) == "dpo"  # so that it may be left with nothing
+        selects = learns or self.kind(stage) == "dpo"  # and can filter all groups
         if selects:
             self.guard.count(settings, self.state, outcome)
         alarms = self.guard.watch(settings, self.state, groups, outcome) if learns else []
@@ -174,13 +175,13 @@ class Learner:
         self.state.stage_tokens += outcome.tokens
         passed = self.clock.tick(self.state)
         over = stage_over(self.config.stages[stage], self.state)
-        # Other stages publish once, at their end: nobody samples from what lies between.
+        # Other stages publish once, at their end: no actor samples in between.
         changed = outcome.updates > 0 if learns else over
         if changed:
             self.state.version += 1
         last = stage == len(self.config.stages) - 1
         episodes = self.evaluations.due(self.state.version, over=over, last=last, changed=changed)
-        if changed or episodes:  # what is evaluated a second time must be retained as well
+        if changed or episodes:  # a second evaluation needs retained weights, too
             with self.timers("publish"):
                 self.publish(retain=episodes > 0)
         if self.config.launch.kind == "serial":
@@ -208,8 +209,8 @@ class Learner:
                 self.save()
         return not over
 
-    def train(self, groups: list[Group]) -> Outcome:
-        """One step of the current stage's kind."""
+    def train(self, groups: list[Group]) -> StepResult:
+        """Train one step of the current stage's kind."""
         stage = self.stages(self.state.stage, self.state.rollbacks)
         kind = self.kind(self.state.stage)
         steps = self.config.stages[self.state.stage].steps
@@ -219,10 +220,10 @@ class Learner:
             return self.updater.dpo(stage, groups, self.state, self.forks, steps)
         return self.updater.sft(stage, groups, self.state, steps)
 
-    def roll_back(self, stage: Config, alarmed: State, alarms: list[Alarm]) -> None:
-        """Go on from before the alarms with what `safety` changes, or end with the reason.
+    def roll_back(self, stage: Config, alarmed: LearnerState, alarms: list[Alarm]) -> None:
+        """Continue from before the alarms with the changes of `safety`, or raise TrainingError.
 
-        `alarmed`: the state in the stage that raised them, which may have ended with that step.
+        `alarmed`: the state in the stage that raised them; that step can have ended the stage.
         """
         self.guard.allow_rollback(stage, alarmed, alarms)
         self.checkpoints.go_back(alarmed, max(alarm.steps for alarm in alarms))
@@ -230,12 +231,12 @@ class Learner:
         self.begin()
 
     def heed_pause(self) -> None:
-        """While the run is paused take nothing; only say so, and take in what evaluations find."""
+        """Wait while the run is paused; report the pause and log results of evaluations."""
         reason = run_directory.pause_reason(self.run_dir)
         if reason is None:
             return
         pause = f"paused: {reason}; to go on: evolver-async unpause {self.run_dir}"
-        if self.config.launch.kind == "serial":  # nobody could end a pause in virtual time
+        if self.config.launch.kind == "serial":  # a pause cannot end in virtual time
             raise TrainingError(f"{pause}, then train --resume {self.run_dir}")
         log.warning("%s", pause)
         while reason := run_directory.pause_reason(self.run_dir):
@@ -245,27 +246,26 @@ class Learner:
             self.requests.sleep(POLL_S)
         self.keep()
         self.clock.skip()
-        log.info("goes on after its pause")
+        log.info("continued after its pause")
 
     def sample(self) -> list[Group]:
-        """The groups of the next take. TrainingError where there will be none."""
+        """Return the groups of the next take; TrainingError if there will be none."""
         state = self.state
         request = messages.Sample(lineage=state.lineage, take=state.take, stage=state.stage)
         try:
             while isinstance(reply := self.requests.ask(request), messages.Wait):
                 log.info("take %d waits: %s", state.take, reply.reason)
-                self.guard.tell_failures(reply.failures, state.take)
+                self.guard.report_failures(reply.failures, state.take)
         except Rejected as error:
             raise TrainingError(f"take {state.take}: {error}") from error
         return reply
 
     def publish(self, retain: bool) -> None:
-        """Hand the policy to the weight channel under its version."""
-        weights = WeightId(lineage=self.state.lineage, step=self.state.version)
-        self.publisher.publish(weights, self.updater.published(), retain=retain)
+        """Publish the policy under its version."""
+        self.publisher.publish(self.state.head, self.updater.published(), retain=retain)
 
-    def report(self, take: int, outcome: Outcome, episodes: int, changed: bool) -> messages.Ok:
-        """Tell the buffer what became of a take, and take in what it knows."""
+    def report(self, take: int, outcome: StepResult, episodes: int, changed: bool) -> messages.Ok:
+        """Report the result of a take to the buffer, and log the news of its reply."""
         reply = self.requests.ask(
             messages.Done(
                 lineage=self.state.lineage,
@@ -278,17 +278,17 @@ class Learner:
             )
         )
         self.take_in(reply)
-        self.guard.tell_failures(reply.failures, take)
+        self.guard.report_failures(reply.failures, take)
         return reply
 
     def take_in(self, reply: messages.Ok) -> None:
-        """Log what evaluations found, and note it beside the checkpoints of these weights."""
+        """Log results of evaluations, and note them beside the checkpoints of these weights."""
         seconds = self.clock.seconds(self.state)
         for result, stage in self.evaluations.take_in(self.state, reply.evals, seconds):
             self.checkpoints.evaluated(result, stage)
 
     def await_evaluations(self) -> int:
-        """Repeat the last KEPT until all evaluations have ended or stand still; the exit code."""
+        """Repeat KEPT until all evaluations end or make no progress; return the exit code."""
         timeout_s = self.config.eval.timeout_s
         standstill = Standstill(timeout_s, self.requests.now())
         while self.state.pending and not self.requests.stopping:
@@ -300,12 +300,12 @@ class Learner:
         return 0
 
     def log(
-        self, take: int, stage: int, outcome: Outcome, reply: messages.Ok, passed: float
+        self, take: int, stage: int, outcome: StepResult, reply: messages.Ok, passed: float
     ) -> None:
-        """One row of metrics a step, now and then a few trajectories.
+        """Log one row of metrics, and sometimes a few trajectories.
 
-        `passed`: seconds since the step before was done. Times of reporting and of checkpoints,
-        which end after their row, are in the next one.
+        `passed`: seconds since the end of the step before. Times of reporting and of checkpoints
+        are in the next row, because they end after this one.
         """
         times = self.timers.drain()
         self.metrics.log(
@@ -323,12 +323,12 @@ class Learner:
             },
         )
         metrics = self.config.metrics
-        if outcome.batch is not None and metrics.samples and take % metrics.samples_every == 0:
+        if outcome.data is not None and metrics.samples and take % metrics.samples_every == 0:
             path = self.run_dir / "samples" / f"step_{self.state.take:06d}.jsonl"
-            write_samples(path, self.tokenizer, outcome.groups, outcome.batch, metrics.samples)
+            write_samples(path, self.tokenizer, outcome.data, metrics.samples)
 
     def save(self) -> None:
-        """Write a checkpoint, drop old ones, and let the journal go as far as they allow."""
+        """Write a checkpoint, drop old ones, and tell the buffer the oldest take still needed."""
         self.write_checkpoint()
         self.keep()
 
@@ -337,9 +337,9 @@ class Learner:
         self.checkpoints.write(state, lambda path: self.updater.save(path, state))
 
     def keep(self, paused: str = "") -> dict[int, int]:
-        """Say which takes the checkpoints may still ask for, and take in what evaluations found.
+        """Report the oldest take that checkpoints can ask for; log results of evaluations.
 
-        Returns the progress of the tickets that outstanding evaluations need, by group.
+        Return the progress of the tickets that outstanding evaluations need, by group.
         """
         oldest, size = self.checkpoints.kept()
         reply = self.requests.ask(messages.Kept(take=oldest, bytes=size, paused=paused))
@@ -354,7 +354,7 @@ def build(
     call: Callable[..., Any],
     ranks: Ranks | None = None,
 ) -> Learner:
-    """A learner for any launcher, of several ranks the first; writes metrics and weights."""
+    """Make a learner for any launcher, or the first of several ranks."""
     torch.set_num_threads(config.learner.threads)
     serial = config.launch.kind == "serial"
     publisher = channel.publisher(config, weights_address(config, run_dir), background=not serial)
@@ -363,7 +363,7 @@ def build(
 
 
 def main(args: RoleArgs) -> int:
-    """Role `learner`: connect to the buffer, train, leave; or take part in that as a rank."""
+    """Run the role `learner`: train, or take part in it as a rank other than the first."""
     config = load(args.run_dir / "config.yaml", [])
     torch.set_num_threads(config.learner.threads)
     with meeting(config, args) as ranks:
@@ -373,7 +373,7 @@ def main(args: RoleArgs) -> int:
 
 
 def lead(config: Config, args: RoleArgs, ranks: Ranks | None) -> int:
-    """Be the only rank, or the first of several: the one that talks to the buffer."""
+    """Run the first rank, which alone talks to the buffer."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
 

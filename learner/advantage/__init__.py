@@ -1,1 +1,1 @@
-"""Advantages: group-relative estimators, GAE, the critic, shaping and assignment to tokens."""
+"""Advantages: rewards, group-relative estimators, GAE, and assignment to tokens."""

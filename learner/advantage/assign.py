@@ -1,15 +1,12 @@
-"""Who gets credit: the advantages of a batch's tokens, from its rewards and labels."""
+"""Advantages of a batch's tokens, from its rewards, labels and values. Pure."""
 
-import logging
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from evolver_async.config import Advantage, Loss
+from evolver_async.config import Advantage
 from evolver_async.schema import Array
-from learner.advantage.critic import fit_metrics
 from learner.advantage.gae import (
-    WITH_CRITIC,
     Estimate,
     Tokens,
     gae,
@@ -19,126 +16,160 @@ from learner.advantage.gae import (
     whitened,
 )
 from learner.advantage.group_relative import (
-    Rewards,
     advantages,
     alpha_at,
     finite_groups,
     unlabelled_groups,
 )
+from learner.advantage.rewards import Rewards
 from learner.data.batch import Batch
+from learner.data.scores import LogProbs, Values
 from learner.loss.correction import LOG_RATIO_BOUND
-from learner.loss.policy import kl_estimate
-from learner.state import State
-
-log = logging.getLogger(__name__)
 
 
-def penalises(loss: Loss) -> bool:
-    """Whether a KL is taken off the rewards."""
-    return loss.kl_place == "reward" and loss.kl_coef > 0
+@dataclass(frozen=True)
+class Advantages:
+    """Advantages of the N ACTION tokens of a batch, and the returns that a critic learns.
 
-
-def rewards_of(batch: Batch, loss: Loss) -> tuple[Rewards, dict[str, float]]:
-    """What estimators read, less the KL where that belongs into the rewards; and its metric."""
-    rewards = Rewards(
-        batch.reward_P, batch.group_P, batch.turn_start_P, batch.turn_reward_U, batch.label_U
-    )
-    if not penalises(loss):
-        return rewards, {}
-    # of the present policy, as the penalty is; mu may be versions older
-    kl_N = kl_estimate(
-        loss.kl, torch.from_numpy(batch.anchor_N), torch.from_numpy(batch.reference_N)
-    ).numpy()
-    mean = float(kl_N.mean()) if len(kl_N) else 0.0
-    return rewards.penalised(kl_N, batch.turn_at_N, loss.kl_coef), {"loss/kl": mean}
-
-
-def give_credit(
-    batch: Batch, rewards: Rewards, settings: Advantage, state: State, steps: int
-) -> tuple[Array, dict[str, float]]:
-    """Stores advantages in a batch; groups where one is not finite are left out of it.
-
-    Moves the baseline of `state`, whose stage has `steps` steps. Returns bool[P], who is in, and
-    metrics. Rewards that are not finite never meet those of other groups.
+    advantage_N, return_N float32, 0 without a critic; finite_P bool: False for trajectories of
+    groups with a reward or an advantage that is not finite, which do not train; `left_out`: the
+    indices of these groups. `baseline`: the running baseline for the next step.
     """
-    if settings.kind in WITH_CRITIC:
-        return _credit_by_critic(batch, rewards, settings, state.take)
-    alpha = alpha_at(
-        state.take - state.stage_take,
-        alpha=settings.alpha,
-        alpha_final=settings.alpha_final,
-        steps=steps,
-    )
+
+    advantage_N: Array
+    return_N: Array
+    finite_P: Array
+    left_out: set[int]
+    baseline: float
+    metrics: dict[str, float]
+
+
+def assign(
+    batch: Batch,
+    logprobs: LogProbs,
+    values: Values | None,
+    rewards: Rewards,
+    settings: Advantage,
+    *,
+    scale: float,
+    baseline: float,
+    step: int,
+    steps: int,
+) -> Advantages:
+    """Estimate the advantages of a batch's tokens, times `scale`.
+
+    `values`: None for the group-relative estimators. step: of the stage, which has `steps`.
+    Rewards that are not finite never meet those of other groups.
+    """
+    if values is not None:
+        return _by_critic(batch, logprobs, values, rewards, settings, scale, baseline)
+    return _by_group(batch, rewards, settings, scale, baseline, step, steps)
+
+
+def _by_group(
+    batch: Batch,
+    rewards: Rewards,
+    settings: Advantage,
+    scale: float,
+    baseline: float,
+    step: int,
+    steps: int,
+) -> Advantages:
+    """Give every ACTION token the advantage of its turn."""
+    alpha = alpha_at(step, alpha=settings.alpha, alpha_final=settings.alpha_final, steps=steps)
     finite_P = finite_groups(rewards)
     advantage_U = np.zeros_like(rewards.turn_reward_U)
     if finite_P.any():
-        advantage_U[finite_P[rewards.trajectory_U]], state.baseline = advantages(
+        advantage_U[finite_P[rewards.trajectory_U]], baseline = advantages(
             settings.kind,
             rewards.of(finite_P),
             std=settings.std,
             alpha=alpha,
             length=settings.length,
-            baseline=state.baseline,
+            baseline=baseline,
             baseline_decay=settings.baseline_decay,
         )
         finite_P &= finite_groups(rewards, advantage_U)
-    _leave_out(batch, ~finite_P, state.take)
-    batch.spread_advantages(np.where(finite_P[rewards.trajectory_U], advantage_U, 0.0))
-    if settings.kind != "adca":
-        return finite_P, {}
-    return finite_P, {
-        "advantage/alpha": alpha,
-        "advantage/unlabelled_groups": float(unlabelled_groups(rewards)),
-    }
+    metrics = {}
+    if settings.kind == "adca":
+        metrics = {
+            "advantage/alpha": alpha,
+            "advantage/unlabelled_groups": float(unlabelled_groups(rewards)),
+        }
+    advantage_N = np.where(finite_P[rewards.trajectory_U], advantage_U, 0.0)[batch.turn_at_N]
+    return Advantages(
+        advantage_N.astype(np.float32) * scale,
+        np.zeros_like(batch.mu_N),
+        finite_P,
+        _left_out(batch, finite_P),
+        baseline,
+        metrics,
+    )
 
 
-def _leave_out(batch: Batch, out_P: Array, take: int) -> None:
-    if out_P.any():
-        groups = np.unique(batch.group_P[out_P])
-        log.error("take %d: %d groups have no finite advantage", take, len(groups))
-    batch.leave_out(out_P)
-
-
-def _credit_by_critic(
-    batch: Batch, rewards: Rewards, settings: Advantage, take: int
-) -> tuple[Array, dict[str, float]]:
-    """`give_credit` by a critic's values: advantages, and returns, of single tokens."""
+def _by_critic(
+    batch: Batch,
+    logprobs: LogProbs,
+    values: Values,
+    rewards: Rewards,
+    settings: Advantage,
+    scale: float,
+    baseline: float,
+) -> Advantages:
+    """Estimate advantages and returns of single tokens by a critic's values."""
     order_N = np.argsort(batch.turn_at_N, kind="stable")  # as written: contexts may take turns
     with np.errstate(invalid="ignore", over="ignore"):
-        estimate = _estimate(batch, rewards, settings, order_N)
+        estimate = _estimate(batch, logprobs, values, rewards, settings, order_N)
     advantage_N, return_N = np.zeros((2, len(order_N)))
     advantage_N[order_N], return_N[order_N] = estimate.advantage_N, estimate.return_N
-    group_N = batch.group_P[batch.trajectory_N]
     lost_G = np.bincount(
-        group_N,
+        batch.group_P[batch.trajectory_N],
         weights=~np.isfinite(advantage_N + return_N),
         minlength=int(batch.group_P.max()) + 1,
     )
     finite_P = finite_groups(rewards) & (lost_G[batch.group_P] == 0)
     finite_N = finite_P[batch.trajectory_N]
-    _leave_out(batch, ~finite_P, take)
-    if not finite_N.any():
-        return finite_P, {}
-    metrics = fit_metrics(batch.value_N[finite_N], return_N[finite_N])
-    if settings.whiten:
-        advantage_N[finite_N] = whitened(advantage_N[finite_N])
-    batch.advantage_N = np.where(finite_N, advantage_N, 0.0).astype(np.float32)
-    batch.return_N = np.where(finite_N, return_N, 0.0).astype(np.float32)
-    return finite_P, metrics
+    metrics = {}
+    if finite_N.any():
+        metrics = fit_metrics(values.value_N[finite_N], return_N[finite_N])
+        if settings.whiten:
+            advantage_N[finite_N] = whitened(advantage_N[finite_N])
+    return Advantages(
+        np.where(finite_N, advantage_N, 0.0).astype(np.float32) * scale,
+        np.where(finite_N, return_N, 0.0).astype(np.float32),
+        finite_P,
+        _left_out(batch, finite_P),
+        baseline,
+        metrics,
+    )
 
 
-def _estimate(batch: Batch, rewards: Rewards, settings: Advantage, order_N: Array) -> Estimate:
-    """The estimates for a batch's tokens in the order `order_N`."""
+def _left_out(batch: Batch, finite_P: Array) -> set[int]:
+    return set(batch.group_P[~finite_P].tolist())
+
+
+def _estimate(
+    batch: Batch,
+    logprobs: LogProbs,
+    values: Values,
+    rewards: Rewards,
+    settings: Advantage,
+    order_N: Array,
+) -> Estimate:
+    """Estimate for a batch's tokens in the order `order_N`."""
     turn_N = batch.turn_at_N[order_N]
     start_P = np.concatenate([[0], np.cumsum(batch.length_P)])
     after_P = np.zeros(len(batch.length_P))
     if settings.bootstrap:
         row_N = np.repeat(np.arange(len(batch.trajectory_R)), np.diff(batch.action_start_R))
         on_P = batch.truncated_P & (batch.length_P > 0)
-        after_P[on_P] = batch.end_value_R[row_N[order_N[start_P[1:][on_P] - 1]]]
+        after_P[on_P] = values.end_value_R[row_N[order_N[start_P[1:][on_P] - 1]]]
+    # What the outcome has beyond the sum of its turns was given with the last one.
+    missing_P = rewards.reward_P - rewards.turn_sums(rewards.turn_reward_U)
+    turn_reward_U = rewards.with_last_turn(missing_P)
     tokens = Tokens(
-        reward_N=place_rewards(_turn_rewards(rewards), turn_N, start_P, rewards.turn_start_P),
-        value_N=batch.value_N[order_N].astype(np.float64),
+        reward_N=place_rewards(turn_reward_U, turn_N, start_P, rewards.turn_start_P),
+        value_N=values.value_N[order_N].astype(np.float64),
         turn_N=turn_N,
         start_P=start_P,
         after_P=after_P,
@@ -149,7 +180,7 @@ def _estimate(batch: Batch, rewards: Rewards, settings: Advantage, order_N: Arra
     if settings.kind == "gae_bilevel":
         return gae_bilevel(tokens, gamma=gamma, lam=lam, gamma_turn=settings.gamma_turn)
     assert settings.kind == "vtrace", settings.kind
-    log_w_N = np.clip(batch.anchor_N - batch.old_N, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    log_w_N = np.clip(logprobs.anchor_N - logprobs.old_N, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return vtrace(
         tokens,
         np.exp(log_w_N[order_N].astype(np.float64)),
@@ -160,12 +191,13 @@ def _estimate(batch: Batch, rewards: Rewards, settings: Advantage, order_N: Arra
     )
 
 
-def _turn_rewards(rewards: Rewards) -> Array:
-    """The rewards of turns; what the outcome has beyond their sum came with the last one."""
-    turn_reward_U = rewards.turn_reward_U.copy()
-    sum_P = np.bincount(
-        rewards.trajectory_U, weights=turn_reward_U, minlength=len(rewards.reward_P)
-    )
-    has_P = rewards.turns_P > 0
-    turn_reward_U[rewards.turn_start_P[1:][has_P] - 1] += (rewards.reward_P - sum_P)[has_P]
-    return turn_reward_U
+def fit_metrics(value_N: Array, return_N: Array) -> dict[str, float]:
+    """Measure how well the values before a step's updates predicted its returns.
+
+    critic/explained: 1 - Var(G - V)/Var(G); absent if all returns are the same.
+    """
+    metrics = {"critic/value": float(value_N.mean()), "critic/return": float(return_N.mean())}
+    spread = float(np.var(return_N))
+    if spread > 0:
+        metrics["critic/explained"] = 1 - float(np.var(return_N - value_N)) / spread
+    return metrics

@@ -1,7 +1,7 @@
 """Advantages of single tokens from a critic's values: GAE, bi-level GAE, V-trace. Pure.
 
-Token t+1 is the trajectory's next ACTION token, whatever was observed and whichever context began
-between the two. Everything is float64. Formulas: algorithms §3.
+Token t+1 is the trajectory's next ACTION token, whatever was observed, and in whatever context.
+Everything is float64. Formulas: algorithms §3.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Tokens:
-    """The N ACTION tokens of P trajectories, one after another in the order they were written.
+    """N ACTION tokens of P trajectories, one after another in the order they were written.
 
     reward_N; value_N (V, read where the token is predicted); turn_N int64 (its turn among those of
     all trajectories, never falling); start_P int64[P+1] (the tokens of trajectory p are
@@ -32,14 +32,14 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Advantages, not yet whitened, and `return_N`, what the critic is to learn."""
+    """Advantages before whitening, and `return_N`, the targets of the critic."""
 
     advantage_N: Array
     return_N: Array
 
 
 def gae(tokens: Tokens, *, gamma: float, lam: float) -> Estimate:
-    """A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ V_{t+1} - V_t; the return is A + V."""
+    """Return A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ V_{t+1} - V_t; the return is A + V."""
     next_N = following(tokens.value_N, tokens.after_P, tokens.start_P)
     delta_N = tokens.reward_N + gamma * next_N - tokens.value_N
     advantage_N = backwards(delta_N, np.full_like(delta_N, gamma * lam), tokens.start_P)
@@ -47,7 +47,7 @@ def gae(tokens: Tokens, *, gamma: float, lam: float) -> Estimate:
 
 
 def gae_bilevel(tokens: Tokens, *, gamma: float, lam: float, gamma_turn: float) -> Estimate:
-    """GAE over turns, then within each turn towards what the first found for it.
+    """Apply GAE over turns, then within each turn towards its turn-level return.
 
     With V_k of turn k's last token and γ' = gamma_turn: A_k = Σ_{j>=k} (γ'λ)^{j-k} δ_j,
     δ_j = R_j + γ' V_{j+1} - V_j, G_k = A_k + V_k. Token GAE inside of turn k has the reward G_k at
@@ -79,10 +79,11 @@ def gae_bilevel(tokens: Tokens, *, gamma: float, lam: float, gamma_turn: float) 
 def vtrace(
     tokens: Tokens, w_N: Array, *, gamma: float, lam: float, rho_max: float, c_max: float
 ) -> Estimate:
-    """V-trace (IMPALA): returns vs and advantages ρ_t (r_t + γ vs_{t+1} - V_t).
+    """Compute V-trace (IMPALA): returns vs and advantages ρ_t (r_t + γ vs_{t+1} - V_t).
 
     ρ_t = min(rho_max, w_t), c_t = λ min(c_max, w_t), vs_t = V_t + ρ_t δ_t + γ c_t (vs_{t+1} -
-    V_{t+1}). w_N: the present policy's probability of the token over that which sampled it.
+    V_{t+1}). w_N: the token's probability under the present policy over the one that it
+    was sampled with.
     """
     rho_N, c_N = np.minimum(rho_max, w_N), lam * np.minimum(c_max, w_N)
     next_N = following(tokens.value_N, tokens.after_P, tokens.start_P)
@@ -93,7 +94,7 @@ def vtrace(
 
 
 def whitened(advantage_N: Array) -> Array:
-    """(A - mean) / (std + 1e-6) over all tokens; 0 where they are all the same."""
+    """Return (A - mean) / (std + 1e-6) over all tokens; 0 if they are all the same."""
     if not len(advantage_N) or np.ptp(advantage_N) == 0:
         return np.zeros_like(advantage_N)
     return (advantage_N - advantage_N.mean()) / (advantage_N.std() + EPSILON)
@@ -102,10 +103,10 @@ def whitened(advantage_N: Array) -> Array:
 def place_rewards(
     turn_reward_U: Array, turn_N: Array, start_P: Array, turn_start_P: Array
 ) -> Array:
-    """reward_N: every turn's reward at its last token.
+    """Place every turn's reward at its last token: reward_N.
 
-    A turn without tokens gives its reward to the token before it, the trajectory's first where none
-    is; the rewards of a trajectory without tokens are dropped. turn_N, start_P: as in `Tokens`;
+    A turn without tokens gives its reward to the token before it, else to the trajectory's first;
+    the rewards of a trajectory without tokens are dropped. turn_N, start_P: as in `Tokens`;
     the turns of trajectory p are turn_start_P[p]:turn_start_P[p+1] of turn_reward_U.
     """
     trajectory_U = np.repeat(np.arange(len(start_P) - 1), np.diff(turn_start_P))
@@ -116,7 +117,7 @@ def place_rewards(
 
 
 def following(x_N: Array, after_S: Array, start_S: Array) -> Array:
-    """x_{t+1} within each segment start_S[s]:start_S[s+1], after_S[s] at its end."""
+    """Return x_{t+1} within each segment start_S[s]:start_S[s+1], after_S[s] at its end."""
     next_N = np.append(x_N[1:], 0.0)[: len(x_N)]
     has_S = np.diff(start_S) > 0
     next_N[start_S[1:][has_S] - 1] = after_S[has_S]
@@ -124,7 +125,7 @@ def following(x_N: Array, after_S: Array, start_S: Array) -> Array:
 
 
 def backwards(step_N: Array, factor_N: Array, start_S: Array) -> Array:
-    """x_t = step_t + factor_t x_{t+1} within each segment, 0 behind its end."""
+    """Return x_t = step_t + factor_t x_{t+1} within each segment, 0 behind its end."""
     lengths_S = np.diff(start_S)
     present_ST = np.arange(lengths_S.max(initial=0)) < lengths_S[:, None]
     step_ST, factor_ST = np.zeros(present_ST.shape), np.zeros(present_ST.shape)

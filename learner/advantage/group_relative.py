@@ -1,72 +1,18 @@
-"""Advantage estimators: rewards and labels in, one advantage per turn out. Pure.
+"""Advantage estimators that compare members of a group: one advantage per turn. Pure.
 
-Computed after selection, on the kept members. Estimators of the outcome give all turns of a
-trajectory the same advantage. Turns are flat over the turns of all trajectories: the letter U.
-Formulas: algorithms §3.
+They see the members that selection kept. Estimators of the outcome give all turns of a trajectory
+the same advantage. Turns are flat over the turns of all trajectories: the letter U. Formulas:
+algorithms §3.
 """
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from evolver_async.schema import Array
+from learner.advantage.rewards import Rewards
 
 EPSILON = 1e-6
-
-
-@dataclass(frozen=True)
-class Rewards:
-    """What P trajectories of U turns in all were given.
-
-    reward_P float64 (outcomes), group_P int64 (indices of their groups), turn_start_P int64[P+1]
-    (the turns of trajectory p are turn_start_P[p]:turn_start_P[p+1]), turn_reward_U float64,
-    label_U int8 (+1 GOOD, -1 BAD, 0 unlabelled).
-    """
-
-    reward_P: Array
-    group_P: Array
-    turn_start_P: Array
-    turn_reward_U: Array
-    label_U: Array
-
-    @property
-    def turns_P(self) -> Array:
-        return np.diff(self.turn_start_P)
-
-    @property
-    def trajectory_U(self) -> Array:
-        return np.repeat(np.arange(len(self.reward_P)), self.turns_P)
-
-    @property
-    def group_U(self) -> Array:
-        return self.group_P[self.trajectory_U]
-
-    def of(self, kept_P: Array) -> "Rewards":
-        """Those of the trajectories `kept_P` alone, bool[P]."""
-        kept_U = kept_P[self.trajectory_U]
-        return Rewards(
-            self.reward_P[kept_P],
-            self.group_P[kept_P],
-            np.concatenate([[0], np.cumsum(self.turns_P[kept_P])]),
-            self.turn_reward_U[kept_U],
-            self.label_U[kept_U],
-        )
-
-    def penalised(self, kl_N: Array, turn_at_N: Array, coef: float) -> "Rewards":
-        """Less `coef` times the KL estimates: of each turn's ACTION tokens, of all for an outcome.
-
-        kl_N float[N]; turn_at_N int64[N], the place of the token's turn among the U.
-        """
-        penalty_U = coef * np.bincount(turn_at_N, weights=kl_N, minlength=len(self.turn_reward_U))
-        penalty_P = np.bincount(self.trajectory_U, weights=penalty_U, minlength=len(self.reward_P))
-        return Rewards(
-            self.reward_P - penalty_P,
-            self.group_P,
-            self.turn_start_P,
-            self.turn_reward_U - penalty_U,
-            self.label_U,
-        )
 
 
 def advantages(
@@ -79,7 +25,7 @@ def advantages(
     baseline: float,
     baseline_decay: float,
 ) -> tuple[Array, float]:
-    """The advantages of all turns by estimator `kind`, and the running baseline for the next step.
+    """Estimate the advantages of all turns, and the running baseline for the next step.
 
     Only `reinforce` reads or changes the baseline; only `grpo`, `grpo_process` and `adca` read
     `std`; only `adca` reads `alpha` and `length`.
@@ -99,7 +45,7 @@ def advantages(
 
 
 def finite_groups(rewards: Rewards, advantage_U: Array | None = None) -> Array:
-    """bool[P]: whether all rewards of the trajectory's group, or its advantages, are finite."""
+    """Return bool[P]: True if all rewards, or advantages, of the trajectory's group are finite."""
     groups = int(rewards.group_P.max()) + 1
     if advantage_U is not None:
         return _missing(advantage_U, rewards.group_U, groups)[rewards.group_P] == 0
@@ -109,12 +55,12 @@ def finite_groups(rewards: Rewards, advantage_U: Array | None = None) -> Array:
 
 
 def _missing(x: Array, group: Array, groups: int) -> Array:
-    """How many numbers of each group are not finite."""
+    """Count the numbers of each group that are not finite."""
     return np.bincount(group, weights=~np.isfinite(x), minlength=groups)
 
 
 def standardised(x: Array, group: Array, *, std: str) -> Array:
-    """(x_i - mean_G x) / (std + 1e-6); 0 throughout a group whose x are all the same.
+    """Return (x_i - mean_G x) / (std + 1e-6); 0 throughout a group whose x are all the same.
 
     Of outcome rewards this is GRPO's advantage. `std`: `group` (population std of the group),
     `batch` (of all x) or `none` (no division, Dr. GRPO).
@@ -131,13 +77,13 @@ def standardised(x: Array, group: Array, *, std: str) -> Array:
 
 
 def grpo_process(rewards: Rewards, *, std: str) -> Array:
-    """A_ik = the sum over j >= k of turn rewards, standardised over all turns of the group."""
+    """Return A_ik = Σ_{j>=k} of turn rewards, standardised over all turns of the group."""
     scores_U = standardised(rewards.turn_reward_U, rewards.group_U, std=std)
     return suffix_sums(scores_U, rewards.turns_P)
 
 
 def adca(rewards: Rewards, *, std: str, alpha: float, length: str) -> Array:
-    """A_ik = the sum over j >= k of alpha z_ij + 1[j = K_i] rho_i, with AgentEvolver's labels.
+    """Return A_ik = Σ_{j>=k} alpha z_ij + 1[j = K_i] rho_i, with AgentEvolver's labels.
 
     z are `label_scores`, rho the standardised outcomes. `length` sqrt divides by sqrt(K_i). Groups
     with `unlabelled` members get rho alone, as by grpo.
@@ -153,7 +99,7 @@ def adca(rewards: Rewards, *, std: str, alpha: float, length: str) -> Array:
 
 
 def label_scores(rewards: Rewards) -> Array:
-    """z_ik = (l_ik - mu) / sqrt(v): labels standardised so that every member counts alike.
+    """Return z_ik = (l_ik - mu) / sqrt(v): labels standardised so that members count alike.
 
     m_i = mean_k l_ik, mu = mean_i m_i, v = mean_i mean_k (l_ik - mu)². Turns without a label are
     left out of m and v and get 0, so do groups with `unlabelled` members or sqrt(v) < 1e-6.
@@ -161,12 +107,12 @@ def label_scores(rewards: Rewards) -> Array:
     given_U = rewards.label_U != 0
 
     def mean_of_means(x_U: Array) -> Array:
-        """For every turn: mean over the group's members of the means over labelled turns."""
+        """Return per turn the mean over the group's members of their mean over labelled turns."""
         counts_P = np.bincount(rewards.trajectory_U[given_U], minlength=len(rewards.reward_P))
         sums_P = np.bincount(
             rewards.trajectory_U[given_U], weights=x_U[given_U], minlength=len(counts_P)
         )
-        has_P = counts_P > 0  # who has no turns at all has no say
+        has_P = counts_P > 0  # a member without labelled turns does not count
         sums_G = np.bincount(rewards.group_P, weights=sums_P / np.maximum(counts_P, 1))
         return (sums_G / np.maximum(np.bincount(rewards.group_P, weights=has_P), 1))[
             rewards.group_U
@@ -179,32 +125,21 @@ def label_scores(rewards: Rewards) -> Array:
 
 
 def unlabelled(rewards: Rewards) -> Array:
-    """bool[P]: whether some member of the trajectory's group has turns and no label at all."""
-    labels_P = np.bincount(
-        rewards.trajectory_U, weights=rewards.label_U != 0, minlength=len(rewards.reward_P)
-    )
+    """Return bool[P]: True if some member of the trajectory's group has turns and no label."""
+    labels_P = rewards.turn_sums(rewards.label_U != 0)
     bare_P = (labels_P == 0) & (rewards.turns_P > 0)
     return np.bincount(rewards.group_P, weights=bare_P)[rewards.group_P] > 0
 
 
 def unlabelled_groups(rewards: Rewards) -> int:
-    """In how many groups somebody is `unlabelled`."""
+    """Count the groups that have an `unlabelled` member."""
     return len(np.unique(rewards.group_P[unlabelled(rewards)]))
 
 
-def label_metrics(rewards: Rewards) -> dict[str, float]:
-    """How much of the turns the judge labelled, and how much of that GOOD."""
-    given_U = rewards.label_U != 0
-    metrics = {"judge/labelled_share": float(given_U.mean()) if len(given_U) else 0.0}
-    if given_U.any():
-        metrics["judge/good_share"] = float((rewards.label_U[given_U] > 0).mean())
-    return metrics
-
-
 def alpha_at(step: int, *, alpha: float, alpha_final: float, steps: int) -> float:
-    """alpha at step `step` (counted from 0) of a stage of `steps`: a cosine down to alpha_final.
+    """Return alpha at step `step` (from 0) of a stage of `steps`: a cosine down to alpha_final.
 
-    alpha itself throughout where alpha_final is negative.
+    alpha itself throughout if alpha_final is negative.
     """
     if alpha_final < 0:
         return alpha
@@ -213,7 +148,7 @@ def alpha_at(step: int, *, alpha: float, alpha_final: float, steps: int) -> floa
 
 
 def rloo(reward_P: Array, group_P: Array) -> Array:
-    """A_i = R_i - mean of the other members' rewards; groups need at least two members."""
+    """Return A_i = R_i - mean of the other members' rewards; groups need at least two members."""
     size_P = np.bincount(group_P)[group_P]
     assert size_P.min() > 1, "rloo: a group of one has no others"
     others_P = _group_mean(reward_P, group_P) * size_P - reward_P
@@ -221,12 +156,12 @@ def rloo(reward_P: Array, group_P: Array) -> Array:
 
 
 def reinforce(reward_P: Array, baseline: float, *, decay: float) -> tuple[Array, float]:
-    """A = R - b with the running baseline b, which then becomes decay b + (1 - decay) mean R."""
+    """Return A = R - b and the next running baseline, decay b + (1 - decay) mean R."""
     return reward_P - baseline, decay * baseline + (1 - decay) * float(reward_P.mean())
 
 
 def suffix_sums(x_U: Array, turns_P: Array) -> Array:
-    """At every turn, the sum of x from there to the trajectory's last turn."""
+    """Return at every turn the sum of x from there to the trajectory's last turn."""
     present_PK = np.arange(turns_P.max(initial=0)) < turns_P[:, None]
     padded_PK = np.zeros(present_PK.shape)
     padded_PK[present_PK] = x_U
@@ -234,7 +169,7 @@ def suffix_sums(x_U: Array, turns_P: Array) -> Array:
 
 
 def zero_spread(x: Array, group: Array) -> Array:
-    """Whether all numbers of the own group are the same, at every one of them."""
+    """Return for every number True if all numbers of its group are the same."""
     low_G = np.full(int(group.max()) + 1, np.inf)
     high_G = -low_G
     np.minimum.at(low_G, group, x)
@@ -243,5 +178,5 @@ def zero_spread(x: Array, group: Array) -> Array:
 
 
 def _group_mean(x: Array, group: Array) -> Array:
-    """The mean of x over the own group, at every one of them."""
+    """Return for every number the mean of x over its group."""
     return (np.bincount(group, weights=x) / np.maximum(np.bincount(group), 1))[group]

@@ -1,15 +1,13 @@
-"""The rows of one learner step, and how they are cut into optimizer updates and forward passes.
+"""Rows of one learner step, cut into optimizer updates and forward passes.
 
-A row is one sequence as it is trained: stripped, where its trajectory is. A `Batch` keeps all rows
-unpadded on the CPU; its minibatches (one optimizer update each) are padded, or packed into a single
-row, a micro-batch at a time.
-`collate` makes batches. Nothing here is a judgement: advantages and anchors are computed elsewhere
-and stored in the batch.
+A row is one sequence as it is trained: stripped, if its trajectory is. A `Batch` keeps all rows
+unpadded on the CPU. A `Minibatch` is some of its trajectories; its rows are padded, or packed into
+a single row, one micro-batch at a time. `collate` makes batches; nothing changes them afterwards.
 """
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,19 +18,18 @@ from evolver_async.schema import Array
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass sees: rows padded on the right, whole trajectories only.
+    """Input of one forward pass: rows padded on the right, whole trajectories only.
 
-    With `borders` the batch's rows stand packed, one behind the other, in the only row here, and
+    With `borders` the batch's rows are packed, one behind the other, into the only row here, and
     nothing is padding: `B` is 1 for all but row_B and end_B.
 
     tokens_BT int64, attention_BT bool (False on padding), action_BT bool (ACTION tokens that have a
     context to be predicted from). The `_N` tensors hold one entry per True of `action_BT`, in
     row-major order, so that `logprobs_BT[action_BT]` lines up with them: index_N int64 (place in
-    the batch's `_N` arrays), mu_N, old_N, anchor_N, reference_N, advantage_N, value_N, return_N
-    float32, lag_N int64, abandoned_N bool, stripped_N bool, trajectory_N int64
-    (0..trajectories-1 within this micro-batch), length_N int64 (ACTION tokens of the token's whole
-    trajectory). row_B int64: the batch's number of each row; end_B int64: the place of its last
-    token in the flattened tokens_BT.
+    the batch's `_N` arrays, in host memory), mu_N float32, lag_N int64, abandoned_N bool,
+    stripped_N bool, trajectory_N int64 (0..trajectories-1 within this micro-batch), length_N int64
+    (ACTION tokens of the token's whole trajectory). row_B int64: the batch's number of each row;
+    end_B int64: the place of its last token in the flattened tokens_BT.
     """
 
     tokens_BT: torch.Tensor
@@ -40,43 +37,39 @@ class MicroBatch:
     action_BT: torch.Tensor
     index_N: torch.Tensor
     mu_N: torch.Tensor
-    old_N: torch.Tensor
-    anchor_N: torch.Tensor
-    reference_N: torch.Tensor
-    advantage_N: torch.Tensor
     lag_N: torch.Tensor
     abandoned_N: torch.Tensor
     stripped_N: torch.Tensor
     trajectory_N: torch.Tensor
     length_N: torch.Tensor
-    value_N: torch.Tensor
-    return_N: torch.Tensor
     row_B: torch.Tensor
     end_B: torch.Tensor
     borders: Borders | None
 
+    def of(self, array_N: Array) -> torch.Tensor:
+        """Return the entries of a whole batch's array that belong to these tokens."""
+        return torch.from_numpy(array_N[self.index_N.numpy()]).to(self.tokens_BT.device)
 
-@dataclass
+
+@dataclass(frozen=True)
 class Batch:
-    """All rows of one learner step, flat: rows without ACTION tokens are left out.
+    """All rows of one learner step, flat; rows without ACTION tokens are left out.
 
     tokens int32, action bool: the rows one after another, row r at row_start_R[r]:row_start_R[r+1].
     The `_N` arrays hold ACTION tokens in row order, those of row r at
     action_start_R[r]:action_start_R[r+1]: mu_N float32 (behaviour), lag_N int64, abandoned_N bool
-    (sampled past the fork of an abandoned lineage), turn_N int64, trajectory_N int64; and what
-    others store: old_N (what the data is corrected from; mu_N until then), anchor_N, reference_N,
-    advantage_N float32 (0 until then), and with a critic value_N, return_N float32 and end_value_R
-    float32 (behind each row's last token). trajectory_R int64.
+    (sampled past the fork of an abandoned lineage), turn_N int64, trajectory_N int64.
+    trajectory_R int64.
     group_P int64 (index of the group), reward_P float64, length_P int64 (ACTION tokens),
     lag_P int64 (the largest of its tokens, 0 without any), stripped_P bool (experience was in the
-    sampled context and is in no row), truncated_P bool (it might have gone on). turn_start_P
+    sampled context and is in no row), truncated_P bool (the episode was cut off). turn_start_P
     int64[P+1]: the turns of trajectory p are turn_start_P[p]:turn_start_P[p+1] of turn_reward_U
     float64, label_U int8.
-    `sampled`: the same trajectories, rows and ACTION tokens of the stripped ones alone, in the
-    contexts that they were sampled in; None where nothing is stripped.
-    Trajectories without ACTION tokens count in their group's rewards and are in no minibatch, nor
-    are those that `leave_out` was told of. `whole_groups`: what compares the members of a group
-    token by token sees them all at once, in one update and in one forward pass.
+    `sampled`: the same trajectories with the rows and ACTION tokens of the stripped ones alone, in
+    the contexts that they were sampled in; None if nothing is stripped.
+    `whole_groups`: the loss compares the members of a group, so that all of them are in one update
+    and in one forward pass.
+    Trajectories without ACTION tokens count in their group's rewards and are in no minibatch.
     """
 
     tokens: Array
@@ -100,83 +93,30 @@ class Batch:
     label_U: Array
     sampled: "Batch | None" = None
     whole_groups: bool = False
-    old_N: Array = field(init=False)
-    anchor_N: Array = field(init=False)
-    reference_N: Array = field(init=False)
-    advantage_N: Array = field(init=False)
-    value_N: Array = field(init=False)
-    return_N: Array = field(init=False)
-    end_value_R: Array = field(init=False)
-    trains_P: Array = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.old_N = self.mu_N
-        self.anchor_N = np.zeros_like(self.mu_N)
-        self.reference_N = np.zeros_like(self.mu_N)
-        self.advantage_N = np.zeros_like(self.mu_N)
-        self.value_N = np.zeros_like(self.mu_N)
-        self.return_N = np.zeros_like(self.mu_N)
-        self.end_value_R = np.zeros(len(self.trajectory_R), np.float32)
-        self.trains_P = self.length_P > 0
 
     @property
     def turn_at_N(self) -> Array:
-        """Every ACTION token's turn, as a place among the turns of all trajectories."""
+        """The turn of every ACTION token, as a place among the turns of all trajectories."""
         return self.turn_start_P[self.trajectory_N] + self.turn_N
 
     @property
     def stripped_N(self) -> Array:
         return self.stripped_P[self.trajectory_N]
 
-    def spread_advantages(self, advantage_U: Array) -> None:
-        """Gives every ACTION token the advantage of its turn; nothing else carries one."""
-        self.advantage_N = advantage_U[self.turn_at_N].astype(np.float32)
-
-    def leave_out(self, out_P: Array) -> None:
-        """Trajectories that no minibatch shall hold, bool[P]; their groups as a whole."""
-        self.trains_P &= ~out_P
-
     def whole(self) -> "Minibatch":
-        """Everything that has ACTION tokens as a single minibatch: for scoring passes."""
+        """Return all trajectories that have ACTION tokens as a single minibatch."""
         return self.part(np.ones_like(self.stripped_P))
 
     def part(self, wanted_P: Array) -> "Minibatch":
-        """The same of some trajectories alone, bool[P]."""
+        """Return those of the trajectories `wanted_P`, bool[P], that have ACTION tokens."""
         return Minibatch(self, np.flatnonzero(wanted_P & (self.length_P > 0)))
 
-    def minibatches(self, count: int, key: int) -> list["Minibatch"]:
-        """Up to `count` optimizer updates of about equal numbers of trajectories.
 
-        The order of groups is a permutation keyed by `key`. Groups stay whole where there are at
-        least `count` of them, or must; never returns an empty minibatch, so it may return fewer
-        (none at all when nothing trains).
-        """
-        if not self.trains_P.any():
-            return []
-        groups = np.unique(self.group_P[self.trains_P])
-        order = np.random.Generator(np.random.Philox(key=key)).permutation(groups)
-        members = [np.flatnonzero(self.trains_P & (self.group_P == group)) for group in order]
-        if len(members) < count and not self.whole_groups:
-            members = [member[None] for member in np.concatenate(members)]
-        count = min(count, len(members))
-        ends = np.cumsum([len(member) for member in members])
-        cuts = [0]
-        for i in range(1, count):
-            target = ends[-1] * i / count
-            nearest = 1 + int(np.argmin(np.abs(ends - target)))
-            cuts.append(min(max(nearest, cuts[-1] + 1), len(members) - (count - i)))
-        cuts.append(len(members))
-        return [
-            Minibatch(self, np.concatenate(members[start:end]))
-            for start, end in itertools.pairwise(cuts)
-        ]
-
-
-@dataclass
+@dataclass(frozen=True)
 class Minibatch:
-    """The trajectories of one optimizer update, and the denominators of its aggregation.
+    """Trajectories of a batch: those of one optimizer update, of a whole step or a scoring pass.
 
-    members int64: indices of trajectories; `tokens` their ACTION tokens.
+    members int64: indices of trajectories; `tokens`: the number of their ACTION tokens.
     """
 
     batch: Batch
@@ -196,13 +136,45 @@ class Minibatch:
         batch = self.batch
         return np.diff(batch.row_start_R)[np.isin(batch.trajectory_R, self.members)]
 
+    @property
+    def groups(self) -> set[int]:
+        """Indices of the groups that have members here."""
+        return set(self.batch.group_P[self.members].tolist())
+
+    def split(self, count: int, key: int) -> list["Minibatch"]:
+        """Cut it into up to `count` optimizer updates of about equal numbers of trajectories.
+
+        The order of groups is a permutation keyed by `key`. Groups stay whole if there are at least
+        `count` of them, or with `whole_groups`. No minibatch is empty, so there may be fewer, or
+        none at all.
+        """
+        if not len(self.members):
+            return []
+        group_M = self.batch.group_P[self.members]
+        order = np.random.Generator(np.random.Philox(key=key)).permutation(np.unique(group_M))
+        members = [self.members[group_M == group] for group in order]
+        if len(members) < count and not self.batch.whole_groups:
+            members = [member[None] for member in np.concatenate(members)]
+        count = min(count, len(members))
+        ends = np.cumsum([len(member) for member in members])
+        cuts = [0]
+        for i in range(1, count):
+            target = ends[-1] * i / count
+            nearest = 1 + int(np.argmin(np.abs(ends - target)))
+            cuts.append(min(max(nearest, cuts[-1] + 1), len(members) - (count - i)))
+        cuts.append(len(members))
+        return [
+            Minibatch(self.batch, np.concatenate(members[start:end]))
+            for start, end in itertools.pairwise(cuts)
+        ]
+
     def micro_batches(
         self, token_budget: int, device: torch.device, *, packed: bool = False
     ) -> Iterator[MicroBatch]:
-        """Yields micro-batches of at most `token_budget` tokens, padding included.
+        """Yield micro-batches of at most `token_budget` tokens, padding included.
 
-        Sorted by length, longest first, so that a budget beyond the memory shows at once. A
-        trajectory is never split (trajectory-level weights need all its tokens), nor a group with
+        The longest rows come first, so that a budget beyond the memory fails at once. A trajectory
+        is never split (trajectory-level weights need all its tokens), nor a group with
         `whole_groups`: one whose rows alone exceed the budget gets a micro-batch of its own.
         """
         batch = self.batch
@@ -229,7 +201,7 @@ class Minibatch:
 
 
 def lay_out(batch: Batch, rows_B: Array, device: torch.device, *, packed: bool) -> MicroBatch:
-    """The rows `rows_B` of a batch, whole trajectories, as tensors on `device`."""
+    """Lay out the rows `rows_B` of a batch, whole trajectories, as tensors on `device`."""
     starts_B, ends_B = batch.row_start_R[rows_B], batch.row_start_R[rows_B + 1]
     lengths_B = ends_B - starts_B
     places = _ranges(starts_B, ends_B)
@@ -249,24 +221,17 @@ def lay_out(batch: Batch, rows_B: Array, device: torch.device, *, packed: bool) 
     def tensor(array: Array) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
-    mu_N = tensor(batch.mu_N[index_N])
     return MicroBatch(
         tokens_BT=tensor(tokens_BT),
         attention_BT=tensor(attention_BT),
         action_BT=tensor(action_BT),
-        index_N=tensor(index_N),
-        mu_N=mu_N,
-        old_N=mu_N if batch.old_N is batch.mu_N else tensor(batch.old_N[index_N]),
-        anchor_N=tensor(batch.anchor_N[index_N]),
-        reference_N=tensor(batch.reference_N[index_N]),
-        advantage_N=tensor(batch.advantage_N[index_N]),
+        index_N=torch.from_numpy(index_N),
+        mu_N=tensor(batch.mu_N[index_N]),
         lag_N=tensor(batch.lag_N[index_N]),
         abandoned_N=tensor(batch.abandoned_N[index_N]),
         stripped_N=tensor(batch.stripped_P[trajectory_N]),
         trajectory_N=tensor(np.unique(trajectory_N, return_inverse=True)[1]),
         length_N=tensor(batch.length_P[trajectory_N]),
-        value_N=tensor(batch.value_N[index_N]),
-        return_N=tensor(batch.return_N[index_N]),
         row_B=tensor(rows_B),
         end_B=tensor(end_B),
         borders=Borders.of(lengths_B.tolist(), device) if packed else None,
@@ -274,5 +239,5 @@ def lay_out(batch: Batch, rows_B: Array, device: torch.device, *, packed: bool) 
 
 
 def _ranges(starts: Array, ends: Array) -> Array:
-    """The integers of the half-open ranges starts[i]:ends[i], one after another."""
+    """Concatenate the integers of the half-open ranges starts[i]:ends[i]."""
     return np.concatenate([np.arange(s, e) for s, e in zip(starts, ends, strict=True)])

@@ -1,7 +1,7 @@
-"""Groups to a batch: the only place where lists of trajectories become arrays.
+"""Collation of groups into a batch: the only place where lists of trajectories become arrays.
 
 Stripping happens here: the EXPERIENCE tokens of a guided trajectory leave its rows, and the context
-that it was sampled in is kept beside them for whoever has to compare the two.
+that it was sampled in is kept beside them, because some corrections compare the two.
 """
 
 from dataclasses import dataclass, replace
@@ -16,17 +16,20 @@ from learner.data.batch import Batch
 
 @dataclass(frozen=True)
 class Lag:
-    """The version lag of a token. `abandoned`: its weights are past the fork of a lineage that was
-    abandoned, so no line of versions leads from them to the present."""
+    """Version lag of a token.
+
+    `abandoned`: its weights are past the fork of an abandoned lineage, so that no line of versions
+    leads from them to the present.
+    """
 
     versions: int
     abandoned: bool = False
 
 
 def lag_table(groups: list[Group], now: WeightId, forks: dict[int, Fork]) -> dict[WeightId, Lag]:
-    """The lag of every weight id that sampled a token of `groups`, which are of one take.
+    """Return the lag of every weight id that sampled a token of `groups`, which are of one take.
 
-    It counts from the weights that the take was first chosen for, which for a new one are `now`.
+    It counts from the weights that the take was first chosen for; for a new take these are `now`.
     """
     head = groups[0].head or now
     sampled = {
@@ -46,10 +49,10 @@ def _lag(head: WeightId, weights: WeightId, forks: dict[int, Fork]) -> Lag:
 
 @dataclass(frozen=True)
 class Strip:
-    """Which guided trajectories lose their experience: `mode` always, never or fraction.
+    """Rule by which guided trajectories lose their experience: `mode` always, never or fraction.
 
-    The draw for a fraction belongs to the group and the member: every use of a group, and every
-    repetition of a step, strips the same ones.
+    The draw for a fraction is keyed by the group and the member, so that every use of a group and
+    every repetition of a step strips the same ones.
     """
 
     mode: str
@@ -67,15 +70,17 @@ class Strip:
 
 
 def guided(trajectory: Trajectory) -> bool:
-    """Whether experience was in a context of the trajectory: a fact of its tokens."""
+    """Return True if some context of the trajectory holds EXPERIENCE tokens."""
     return any(sequence.guided for sequence in trajectory.sequences)
 
 
-def collate(groups: list[Group], lags: dict[WeightId, Lag], strip: Strip) -> Batch:
-    """Strips and flattens the sequences of `groups` (at least one group).
+def collate(
+    groups: list[Group], lags: dict[WeightId, Lag], strip: Strip, *, whole_groups: bool = False
+) -> Batch:
+    """Strip and flatten the sequences of `groups` (at least one group).
 
     `lags`: the version lag of every weight id that sampled a token (`lag_table`); tokens of a
-    scripted policy have lag 0 and behaviour log-prob 0.
+    scripted policy have lag 0 and behaviour log-prob 0. `whole_groups`: see `Batch`.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     stripped_P = np.array([strip(trajectory) for trajectory in trajectories], bool)
@@ -94,19 +99,18 @@ def collate(groups: list[Group], lags: dict[WeightId, Lag], strip: Strip) -> Bat
         "turn_reward_U": _joined([one.turn_rewards for one in trajectories], np.float64),
         "label_U": _joined([trajectory.labels for trajectory in trajectories], np.int8),
     }
-    batch = Batch(**_layout(rows, len(trajectories)), **facts)
     contexts = [row.sampled for row in rows if row.sampled is not None]
-    if contexts:
-        batch.sampled = Batch(**_layout(contexts, len(trajectories)), **facts)
-    return batch
+    sampled = Batch(**_layout(contexts, len(trajectories)), **facts) if contexts else None
+    return Batch(
+        **_layout(rows, len(trajectories)), **facts, sampled=sampled, whole_groups=whole_groups
+    )
 
 
 @dataclass
 class _Row:
-    """One sequence: tokens[L], action[L]; of its N ACTION tokens mu, lag, turn, and whether
-    abandoned weights sampled them.
+    """One sequence: tokens[L], action[L], and mu, lag, abandoned and turn of its N ACTION tokens.
 
-    `sampled`: the same before it was stripped, where it was.
+    `sampled`: the row before it was stripped; None if it was not.
     """
 
     tokens: Array
@@ -122,7 +126,7 @@ class _Row:
 def _row(
     sequence: Sequence, lags: dict[WeightId, Lag], trajectory: int, strip: bool
 ) -> _Row | None:
-    """None where there is nothing to train."""
+    """Make the row of a sequence; None if it has no token to train."""
     written = sequence.roles == Role.ACTION
     if not written.any():
         return None
@@ -136,7 +140,7 @@ def _row(
     else:
         lag_N = np.zeros(int(action.sum()), np.int64)
         abandoned_N = np.zeros(len(lag_N), bool)
-    if action[0]:  # nothing stands before it, so nothing predicts it
+    if action[0]:  # it has no context to be predicted from
         written[written.argmax()] = False
         action[0] = False
         lag_N, abandoned_N = lag_N[1:], abandoned_N[1:]
@@ -157,7 +161,7 @@ def _row(
 
 
 def _layout(rows: list[_Row], trajectories: int) -> dict[str, Array]:
-    """The rows as the arrays of a `Batch` that follow from them."""
+    """Return the arrays of a `Batch` that follow from its rows."""
     counts_R = np.array([len(row.mu_N) for row in rows], np.int64)
     trajectory_R = np.array([row.trajectory for row in rows], np.int64)
     trajectory_N = np.repeat(trajectory_R, counts_R)

@@ -1,7 +1,7 @@
-"""Resample on correct: which members of an oversampled group train (rStar2's GRPO-RoC). Pure.
+"""Resampling on correct: members of an oversampled group that train (rStar2's GRPO-RoC). Pure.
 
-Failures are kept as they come, so that all kinds of them are seen; of the successes those that made
-the fewest mistakes on their way. Formulas: algorithms §8.
+Failures are drawn uniformly, so that all kinds of them train; of the successes those with the
+fewest errors are kept. Formulas: algorithms §8.
 """
 
 import numpy as np
@@ -11,12 +11,12 @@ from evolver_async.randomness import key
 from evolver_async.schema import Array, Group, Trajectory, TurnFlag
 
 LEAST = 2  # members of either side that are kept where there are so many
-NO_TOOL = 0.5  # the error ratio of who called no tool
-CLEAN = 1e-6  # `inverse`: what is added to a penalty; who has none comes before all who have
+NO_TOOL = 0.5  # error ratio of a member without tool calls
+CLEAN = 1e-6  # `inverse`: added to a penalty, so that members without one come first
 
 
 def resampled(group: Group, *, members: int, draw: str, seed: int) -> Group:
-    """The group with `members` of its members (0, or more than there are: all), in their order.
+    """Reduce the group to `members` of its members (0, or more than it has: all), in their order.
 
     Correct are members that solved their task. `draw` lowest: the correct ones of the lowest
     `penalty`, earlier ones first among equals; inverse: drawn without replacement, weights
@@ -40,10 +40,10 @@ def resampled(group: Group, *, members: int, draw: str, seed: int) -> Group:
 
 
 def counts(wrong: int, correct: int, members: int) -> tuple[int, int]:
-    """How many of so many wrong and correct members are kept: 0, which is everybody, or at least 4.
+    """Return the numbers of wrong and correct members to keep; `members` is 0 (all) or at least 4.
 
     k_wrong = clamp(round(wrong members / n), min(2, wrong), members - min(2, correct)), the rest
-    correct; where there are too few of one side the other takes its places.
+    correct; if one side has too few, the other takes its places.
     """
     size = min(members or wrong + correct, wrong + correct)
     k_wrong = round(wrong * size / (wrong + correct))
@@ -53,7 +53,7 @@ def counts(wrong: int, correct: int, members: int) -> tuple[int, int]:
 
 
 def penalty(trajectory: Trajectory) -> float:
-    """Tool-error ratio plus format penalty, 0 to 2: how badly a way to an answer was gone.
+    """Return the tool-error ratio plus the format penalty, 0 to 2.
 
     Error ratio: the share of tool calls that came back as errors, 0.5 without any. Format penalty:
     1 without an answer, else the share of turns that were not well-formed.
@@ -66,18 +66,20 @@ def penalty(trajectory: Trajectory) -> float:
 
 
 def tool_calls(trajectory: Trajectory) -> Array:
-    """The flags of the turns that called a tool: all but the last of an episode that ended by
-    itself, which is its answer."""
+    """Return the flags of the turns that called a tool.
+
+    These are all turns, except for the last of a terminated episode, which is its answer.
+    """
     return trajectory.turn_flags[:-1] if trajectory.terminated else trajectory.turn_flags
 
 
 def flagged(flags: Array, flag: TurnFlag) -> float:
-    """The share of turns with the flag; 0 without any turns."""
+    """Return the share of turns with the flag; 0 without any turns."""
     return float(((flags & flag) != 0).mean()) if len(flags) else 0.0
 
 
 def resampling_metrics(before: list[Group], after: list[Group]) -> dict[str, float]:
-    """How many members were left out; the mean penalty of correct ones before and after.
+    """Count the members left out; measure the mean penalty of correct ones before and after.
 
     `before` holds the same groups as `after`, with all their members.
     """

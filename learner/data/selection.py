@@ -1,4 +1,4 @@
-"""Which groups of a step train, and which of their members. Pure; what is left out is reported.
+"""Selection of the groups and members that train. Pure; groups that are left out are reported.
 
 Works on complete groups before collation. Formulas: algorithms §8.
 """
@@ -17,9 +17,9 @@ TOLERANCE = 1e-9  # of sums of floats that are compared with a share of themselv
 
 @dataclass(frozen=True)
 class Selected:
-    """The groups that train, in the order they came, and the ids of the others by reason.
+    """Groups that train, in their order, and the ids of the others by reason.
 
-    scale: what advantages are multiplied with, because so many groups were left out.
+    scale: factor of advantages for the share of groups that is left.
     """
 
     groups: list[Group]
@@ -29,14 +29,14 @@ class Selected:
 
 
 def reward_spread(group: Group) -> float:
-    """Population std of the members' rewards; exactly 0 when they are all the same."""
+    """Return the population std of the members' rewards; exactly 0 if they are all the same."""
     rewards_G = np.array([trajectory.reward for trajectory in group.trajectories])
     # std of equal numbers can come out as 1e-17, which would not count as zero
     return float(rewards_G.std()) if np.ptp(rewards_G) > 0 else 0.0
 
 
 def select(groups: list[Group], settings: Selection, *, seed: int) -> Selected:
-    """Chooses the groups that train, by their spread: the std of rewards within them.
+    """Choose the groups that train by their spread, the std of rewards within them.
 
     `all` keeps every group. `spread` (StarPO-S) keeps the share `keep` of all groups with the
     largest spread, at least one, `top_k` the `k` groups; earlier groups come first among equals.
@@ -68,12 +68,12 @@ def select(groups: list[Group], settings: Selection, *, seed: int) -> Selected:
 
 
 def drops_zero(settings: Selection) -> bool:
-    """Whether groups without any spread never train; some kinds leave no choice."""
+    """Return True if groups without spread never train; some kinds imply it."""
     return settings.drop_zero or settings.kind in ("top_p", "resample_on_correct", "dynamic")
 
 
 def kept_groups(spreads: list[float], settings: Selection) -> set[int]:
-    """The indices of the groups kept by a kind that looks at spreads."""
+    """Return the indices of the groups that a kind keeps by their spreads."""
     ranked = sorted(range(len(spreads)), key=lambda i: -spreads[i])
     if settings.kind == "spread":
         ranked = ranked[: max(1, round(settings.keep * len(spreads)))]

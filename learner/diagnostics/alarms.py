@@ -1,4 +1,4 @@
-"""Collapse warnings: when the newest step departs from what its stage has shown before. Pure.
+"""Collapse warnings: departures of a step from the earlier steps of its stage. Pure.
 
     reward_spread      the members of a group are rewarded ever more alike (RAGEN's echo trap, where
                        the spread falls off a cliff tens of steps before the mean reward does)
@@ -31,13 +31,13 @@ from learner.data.selection import reward_spread
 from learner.state import Track, Watched
 
 RATE = 0.05  # of a step in a running mean, once there are 20 of them
-STEADY = 0.1  # log gradient norms that vary by less than this are taken to vary by as much
-TELLING = 0.05  # input dependence that was never larger than this cannot be lost
+STEADY = 0.1  # least standard deviation of log gradient norms in a z-score
+TELLING = 0.05  # input dependence at most this large raises no alarm
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """One that fires: `value` of `signal` is beyond `bound`, for `steps` in a row.
+    """Alarm that fires: `value` of `signal` is beyond `bound`, for `steps` in a row.
 
     `begins`: it did not fire at the step before.
     """
@@ -61,9 +61,10 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Rule:
-    """The condition of a suspicious step. `narrowing`: not where the task is solved.
+    """Condition of a suspicious step.
 
-    `quick`: with the warm-up and the patience of format errors.
+    `narrowing`: it does not apply if the task is solved. `quick`: it has the warm-up and the
+    patience of format errors.
     """
 
     name: str
@@ -148,10 +149,11 @@ QUICK = {rule.signal for rule in RULES if rule.quick}
 def judge(
     watched: Watched, signals: dict[str, float], success: float, safety: Safety
 ) -> tuple[dict[str, float], list[Alarm]]:
-    """The metrics of a step and the alarms that fire; moves `watched` on.
+    """Return the metrics of a step and the alarms that fire; update `watched`.
 
-    `signals`: those of `group_signals`, `entropy`, `log_grad_norm` and `format_errors`; what could
-    not be measured is missing, and changes nothing. `grad_z` is made of the log gradient norm here.
+    `signals`: those of `group_signals`, `entropy`, `log_grad_norm` and `format_errors`; one that
+    could not be measured is missing and changes nothing. `grad_z` follows
+    from the log gradient norm.
     """
     values = dict(signals)
     if "log_grad_norm" in values:
@@ -189,7 +191,7 @@ def judge(
 
 
 def _follow(track: Track, value: float, warmup: int) -> None:
-    """One more step: plain means of the first 20, exponentially weighted ones after them."""
+    """Add a step: plain means of the first 20, exponentially weighted ones after them."""
     track.steps += 1
     rate = max(1 / track.steps, RATE)
     away = value - track.mean
@@ -203,14 +205,14 @@ def _follow(track: Track, value: float, warmup: int) -> None:
 
 
 def _z_score(track: Track, value: float) -> float:
-    """How many standard deviations above what was before; 0 for the first two."""
+    """Return the standard deviations above the mean of earlier steps; 0 for the first two."""
     if track.steps < 2:
         return 0.0
     return (value - track.mean) / max(STEADY, math.sqrt(track.variance))
 
 
 def group_signals(groups: list[Group]) -> dict[str, float]:
-    """What the groups of a step show before selection; only those with several members count.
+    """Return signals of the groups before selection; only those with several members count.
 
     reward_spread: mean over groups of the population std of the rewards. zero_groups: share of
     groups in which it is 0. input_dependence: see there.
@@ -232,7 +234,7 @@ def group_signals(groups: list[Group]) -> dict[str, float]:
 
 
 def input_dependence(turns: list[list[Array]]) -> float:
-    """How much of the variation of first turns lies between prompts, about 0 to 1.
+    """Return the share of first turns' variation that lies between prompts, about 0 to 1.
 
     `turns`: by group (at least two, each of one prompt), by member (at least two), the tokens that
     it wrote. With h_i the histogram of member i's tokens, as shares,
@@ -275,6 +277,6 @@ def input_dependence(turns: list[list[Array]]) -> float:
 
 
 def _first_turn(trajectory: Trajectory) -> Array:
-    """The ACTION tokens of the first turn."""
+    """Return the ACTION tokens of the first turn."""
     sequence = trajectory.sequences[0]
     return sequence.tokens[(sequence.roles == Role.ACTION) & (sequence.turns == 0)]

@@ -1,14 +1,16 @@
-"""How far off-policy the data of one step was: by version lag, and with experience stripped or not.
+"""Off-policyness of one step's data, by version lag and by stripping of experience.
 
-numpy only: whoever has tensors turns them into arrays first. Formulas: algorithms §2.
+numpy only: callers turn their tensors into arrays. Formulas: algorithms §2.
 """
 
 import io
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 
 from evolver_async.schema import Array
+from learner.data.batch import Batch
 
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
 BUCKET_ENDS = (0, 1, 2, 4, 8)  # the largest lag of every bucket but the last
@@ -16,17 +18,15 @@ QUANTILES = (0.05, 0.5, 0.95)
 
 
 class Accounting:
-    """Collects the tokens of all micro-batches of a step, and its trajectories.
+    """Measurements of the tokens of all micro-batches of a step.
 
-    `metrics()` gives `offpolicy/<name>` over everything; where experience was stripped also
-    `offpolicy_guided/<name>` over what it was stripped from and `offpolicy_unguided/<name>` over
-    the rest; `lag_<bucket>/<name>` for every bucket that has tokens or trajectories;
-    `staleness/mean`, `staleness/max` over trajectories; and `boost/<name>` where there was a boost.
+    `metrics()` gives `offpolicy/<name>` over all tokens; if experience was stripped also
+    `offpolicy_guided/<name>` over the stripped and `offpolicy_unguided/<name>` over the other
+    tokens; `lag_<bucket>/<name>` for every bucket that has tokens; `boost/<name>` after a boost.
     """
 
     def __init__(self) -> None:
         self.tokens: list[dict[str, Array]] = []
-        self.trajectories: dict[str, Array] = {}
         self.boosted: Counter[str] = Counter()
 
     def add_tokens(
@@ -41,7 +41,7 @@ class Accounting:
         clipped_high_N: Array,
         masked_N: Array,
     ) -> None:
-        """ACTION tokens of one micro-batch; log_rho_N = theta - mu."""
+        """Add the ACTION tokens of one micro-batch; log_rho_N = theta - mu."""
         self.tokens.append(
             {
                 "lag": lag_N,
@@ -56,17 +56,20 @@ class Accounting:
         )
 
     def add_boosted(self, *, tokens: int, freed: int, bound: int) -> None:
-        """Stripped tokens with A > 0 of one micro-batch: so many, so many of them let through by
-        the boost, so many that even its bound holds."""
+        """Count the stripped tokens with A > 0 of one micro-batch.
+
+        `freed`: tokens that have a gradient because of the boost; `bound`: tokens beyond the
+        boosted bound, too.
+        """
         self.boosted.update(tokens=tokens, freed=freed, bound=bound)
 
     def merge(self, other: "Accounting") -> None:
-        """Adds the tokens that another one has collected."""
+        """Add the tokens of another accounting."""
         self.tokens += other.tokens
         self.boosted.update(other.boosted)
 
     def packed(self) -> bytes:
-        """What was collected of tokens, for another process to `merge` when `unpacked`."""
+        """Serialise the tokens for another process, which can `merge` them when `unpacked`."""
         columns = {
             f"tokens/{name}": np.concatenate([part[name] for part in self.tokens])
             for name in (self.tokens[0] if self.tokens else ())
@@ -86,20 +89,8 @@ class Accounting:
         found.boosted.update({name: int(n) for family, name, n in parts if family == "boosted"})
         return found
 
-    def set_trajectories(
-        self, *, lag_P: Array, stripped_P: Array, reward_P: Array, length_P: Array
-    ) -> None:
-        """The trajectories of the step: largest lag, whether experience was stripped, outcome
-        reward, ACTION tokens."""
-        self.trajectories = {
-            "lag": lag_P,
-            "stripped": stripped_P,
-            "reward": reward_P,
-            "length": length_P,
-        }
-
     def metrics(self) -> dict[str, float]:
-        """Everything collected so far, under stable names; {} when nothing was."""
+        """Return statistics of all tokens so far, under stable names; {} if there are none."""
         found: dict[str, float] = {}
         if self.tokens:
             tokens = {
@@ -107,10 +98,6 @@ class Accounting:
                 for name in self.tokens[0]
             }
             found |= _by_family(tokens, _token_statistics)
-        if len(self.trajectories.get("lag", ())):
-            lag_P = self.trajectories["lag"]
-            found |= {"staleness/mean": float(lag_P.mean()), "staleness/max": float(lag_P.max())}
-            found |= _by_family(self.trajectories, _trajectory_statistics)
         if count := self.boosted["tokens"]:
             found |= {
                 "boost/tokens": float(count),
@@ -120,8 +107,25 @@ class Accounting:
         return found
 
 
-def _by_family(columns: dict[str, Array], statistics) -> dict[str, float]:
-    """The statistics of everything, of stripped and other data apart, and of every lag bucket."""
+def trajectory_metrics(batch: Batch, kept_P: Array) -> dict[str, float]:
+    """Return `staleness/<name>` and, by the families of tokens, statistics of the kept ones."""
+    if not kept_P.any():
+        return {}
+    lag_P = batch.lag_P[kept_P]
+    found = {"staleness/mean": float(lag_P.mean()), "staleness/max": float(lag_P.max())}
+    columns = {
+        "lag": lag_P,
+        "stripped": batch.stripped_P[kept_P],
+        "reward": batch.reward_P[kept_P],
+        "length": batch.length_P[kept_P],
+    }
+    return found | _by_family(columns, _trajectory_statistics)
+
+
+def _by_family(
+    columns: dict[str, Array], statistics: Callable[[dict[str, Array]], dict[str, float]]
+) -> dict[str, float]:
+    """Return statistics of all data, of stripped and of other data, and of every lag bucket."""
     stripped, buckets = columns["stripped"], np.searchsorted(BUCKET_ENDS, columns["lag"])
     families: dict[str, Array] = {}
     if stripped.any():
@@ -139,7 +143,7 @@ def _named(family: str, statistics: dict[str, float]) -> dict[str, float]:
 
 
 def _token_statistics(tokens: dict[str, Array]) -> dict[str, float]:
-    """ess = (Σw)²/(nΣw²), kl = KL(mu || theta) = mean(rho - 1 - ln rho), shares, quantiles."""
+    """Return ess = (Σw)²/(nΣw²), kl = mean(rho - 1 - ln rho), shares and quantiles."""
     w, log_rho = tokens["w"], tokens["log_rho"]
     statistics = {
         "tokens": float(len(w)),

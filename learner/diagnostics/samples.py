@@ -1,4 +1,4 @@
-"""Writes a few trajectories of a step as JSON lines, with what the learner made of their tokens."""
+"""Samples of a step: trajectories as JSON lines, with the log-probs and advantages of tokens."""
 
 import json
 from pathlib import Path
@@ -6,19 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from evolver_async.schema import Group, Role, Sequence
-from learner.data.batch import Batch
+from evolver_async.schema import Role, Sequence
+from learner.diagnostics.step_result import Trained
 
 
-def write_samples(
-    path: Path, tokenizer: Any, groups: list[Group], batch: Batch, count: int
-) -> None:
-    """`count` trajectories, spread evenly over the batch.
+def write_samples(path: Path, tokenizer: Any, data: Trained, count: int) -> None:
+    """Write `count` trajectories, spread evenly over the batch.
 
     A line holds the text, the outcome, the labels, and for each ACTION token its behaviour and
-    learner log-prob (`logprobs`, `anchor_logprobs`: those at the start of the step, without
-    experience where it was stripped), the weight of its correction (`ratios`) and its advantage.
+    learner log-prob (`logprobs`; `anchor_logprobs`: those at the start of the step, without
+    stripped experience), the weight of its correction (`ratios`) and its advantage.
     """
+    groups, batch = data.groups, data.batch
     path.parent.mkdir(exist_ok=True)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     tasks = [group.task.task_id for group in groups for _ in group.trajectories]
@@ -28,7 +27,7 @@ def write_samples(
         for index in picks.tolist():
             trajectory = trajectories[index]
             mine_N = batch.trajectory_N == index
-            anchor_N = batch.anchor_N[mine_N]
+            anchor_N = data.logprobs.anchor_N[mine_N]
             row = {
                 "trajectory": trajectory.trajectory_id,
                 "task": tasks[index],
@@ -47,14 +46,14 @@ def write_samples(
                 "lags": batch.lag_N[mine_N].tolist(),
                 "logprobs": batch.mu_N[mine_N].tolist(),
                 "anchor_logprobs": anchor_N.tolist(),
-                "ratios": np.exp(anchor_N - batch.old_N[mine_N]).tolist(),
-                "advantages": batch.advantage_N[mine_N].tolist(),
+                "ratios": np.exp(anchor_N - data.logprobs.old_N[mine_N]).tolist(),
+                "advantages": data.advantage_N[mine_N].tolist(),
             }
             lines.write(json.dumps(row) + "\n")
 
 
 def _parts(sequence: Sequence, tokenizer: Any) -> list[tuple[str, str]]:
-    """The sequence as (role, text) runs."""
+    """Cut the sequence into (role, text) runs."""
     cuts = np.flatnonzero(np.diff(sequence.roles)) + 1
     return [
         (Role(int(roles[0])).name, tokenizer.decode(tokens.tolist()))

@@ -1,4 +1,4 @@
-"""What is done when learning goes wrong: alarms heeded, and runs ended that learn from nothing."""
+"""Reactions to failing training: alarms, pauses, rollbacks, and the end of a run."""
 
 import logging
 import math
@@ -12,28 +12,28 @@ from evolver_async.metrics.writer import Metrics
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.schema import Group
 from learner.diagnostics.alarms import Alarm, group_signals, judge
-from learner.diagnostics.rollouts import NON_FINITE, Outcome
-from learner.state import State
+from learner.diagnostics.step_result import NON_FINITE, StepResult
+from learner.state import LearnerState
 
 log = logging.getLogger(__name__)
 
-MASKED_STEPS = 5  # nearly everything masked: so many in a row end the run
+MASKED_STEPS = 5  # consecutive ones end the run
 
 
 class Guard:
-    """Looks at every step of the stages that may train nothing; its memory is in `State`."""
+    """Checks of every step of rl and dpo stages; their memory is in `LearnerState`."""
 
     def __init__(self, run_dir: Path, metrics: Metrics) -> None:
         self.run_dir = run_dir
         self.metrics = metrics
-        self.told: set[tuple[str, str]] = set()  # kinds and names of failures
+        self.reported: set[tuple[str, str]] = set()  # kinds and names of failures
 
     def watch(
-        self, stage: Config, state: State, groups: list[Group], outcome: Outcome
+        self, stage: Config, state: LearnerState, groups: list[Group], outcome: StepResult
     ) -> list[Alarm]:
         """Raise alarms about a step of an rl stage and add its signals to its metrics.
 
-        Returns those that begin; a pause begins before the next take.
+        Return the alarms that begin. A pause starts before the next take.
         """
         signals, found = group_signals(groups), outcome.metrics
         signals["format_errors"] = found["train/format_errors"]
@@ -45,15 +45,15 @@ class Guard:
         found |= metrics
         begun = [alarm for alarm in alarms if alarm.begins]
         for alarm in begun:
-            self._tell(alarm, state.take)
+            self._report(alarm, state.take)
         if begun and stage.safety.action == "pause":
             run_directory.pause(self.run_dir, f"take {state.take}: {'; '.join(map(str, begun))}")
         if stage.safety.action == "rollback":
             found["safety/rollbacks"] = float(state.rollbacks)
         return begun
 
-    def allow_rollback(self, stage: Config, state: State, begun: list[Alarm]) -> None:
-        """Raise TrainingError, with the reason, where no further rollback is allowed."""
+    def allow_rollback(self, stage: Config, state: LearnerState, begun: list[Alarm]) -> None:
+        """Raise TrainingError, with the reason, if no further rollback is allowed."""
         reasons = "; ".join(map(str, begun))
         if state.rollbacks >= stage.safety.rollbacks:
             raise TrainingError(
@@ -67,11 +67,11 @@ class Guard:
         log.warning("step %d: %s", state.take, text)
         self.metrics.alert("rollback", f"step {state.take}: {text}: {reasons}")
 
-    def tell_failures(self, failures: list[FailureTotal], take: int) -> None:
-        """Tell people once, and the metrics, of each thing that fails in the actors."""
-        new = [one for one in failures if (one.kind, one.name) not in self.told]
+    def report_failures(self, failures: list[FailureTotal], take: int) -> None:
+        """Report every failing component of the actors once, in the log and in the metrics."""
+        new = [one for one in failures if (one.kind, one.name) not in self.reported]
         for failure in new:
-            self.told.add((failure.kind, failure.name))
+            self.reported.add((failure.kind, failure.name))
             log.warning("take %d: %s", take, failure)
             self.metrics.alert(f"{failure.kind} fails", str(failure))
         if new:
@@ -80,8 +80,8 @@ class Guard:
                 counts[f"failures/{failure.kind}"] += failure.count
             self.metrics.log(take, {name: float(count) for name, count in counts.items()})
 
-    def check(self, stage: Config, state: State, outcome: Outcome) -> None:
-        """Stop a run that no longer learns from anything, with the reason."""
+    def check(self, stage: Config, state: LearnerState, outcome: StepResult) -> None:
+        """Raise TrainingError, with the reason, if the run has nothing left to learn from."""
         if state.empty_steps >= stage.selection.max_empty:
             raise TrainingError(
                 f"{state.empty_steps} steps in a row had nothing to train on"
@@ -95,13 +95,13 @@ class Guard:
                 f"{MASKED_STEPS} steps in a row had {masked:.0%} of their tokens masked"
             )
 
-    def count(self, stage: Config, state: State, outcome: Outcome) -> None:
-        """Count the steps in a row that had nothing to train, or next to nothing."""
+    def count(self, stage: Config, state: LearnerState, outcome: StepResult) -> None:
+        """Count consecutive steps with nothing, or nearly nothing, to train."""
         empty = not outcome.trained and NON_FINITE not in outcome.filtered
         masked = outcome.metrics.get("offpolicy/masked", 0.0) > stage.correction.max_masked
         state.empty_steps = state.empty_steps + 1 if empty else 0
         state.masked_steps = state.masked_steps + 1 if masked else 0
 
-    def _tell(self, alarm: Alarm, take: int) -> None:
+    def _report(self, alarm: Alarm, take: int) -> None:
         log.warning("take %d: alarm %s", take, alarm)
         self.metrics.alert(f"alarm {alarm.name}", f"take {take}: {alarm}")

@@ -2,8 +2,8 @@
 
 Pure functions of per-token log-probs; formulas and letters: algorithms §2. All vectors are over the
 N ACTION tokens of whole trajectories, so trajectory-level weights see all their tokens. Every kind
-yields a ratio and a weight, so that the loss needs not know which one it was. What the data is
-corrected from is `old`: mu, but for tokens whose context lost its experience (`guided_old`).
+yields a ratio and a weight, so that the loss is the same for all. `old`, from which the data is
+corrected, is mu, except for tokens whose context lost its experience (`guided_old`).
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ UNANCHORED = ("ppo", "cispo", "topr")  # the kinds that read no anchor
 
 @dataclass(frozen=True)
 class Corrected:
-    """What a correction hands to the loss, and what is worth logging about it.
+    """Ratio and weight of every token for the loss, and constants for the log.
 
-    The objective of a token is weight_N L(x) with the clipped L and x = ratio_N, or, where the kind
+    The objective of a token is weight_N L(x) with the clipped L and x = ratio_N, or, if the kind
     does not clip, weight_N A ratio_N, whose ratio_N is theta. ratio_N is differentiable, weight_N
     constant. w_N = exp(anchor - old), r_N = exp(theta - anchor): constants, per token and
     untruncated whatever the kind does with them (kinds without an anchor: w = r = q).
@@ -35,17 +35,12 @@ class Corrected:
 
 
 def bounded_exp(log_N: torch.Tensor) -> torch.Tensor:
-    """exp, finite: an infinite ratio would turn the zero gradient of a clipped token into NaN."""
+    """Return exp, bounded: an infinite ratio turns the zero gradient of a clipped token to NaN."""
     return log_N.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
-def needs_anchor_pass(kind: str, anchor: str) -> bool:
-    """Whether the log-probs of the step's starting weights must be computed by a forward pass."""
-    return kind not in UNANCHORED and anchor == "recompute"
-
-
 def guided_old(kind: str, mu_N: Array, anchor_N: Array, anchor_e_N: Array | None) -> Array:
-    """`old` of tokens that were sampled with experience in a context that has it no more.
+    """Return `old` of tokens that were sampled with experience and are trained without it.
 
     anchor_e_N: the anchor's log-probs in the context that was sampled; only `stale` reads them.
     `stale`: anchor - (anchor_e - mu), so that w = exp(anchor_e - mu) is the version lag alone.
@@ -62,7 +57,7 @@ def guided_old(kind: str, mu_N: Array, anchor_N: Array, anchor_e_N: Array | None
 def interpolated_anchor(
     theta_N: torch.Tensor, mu_N: torch.Tensor, lag_N: torch.Tensor
 ) -> torch.Tensor:
-    """mu + alpha sg(theta - mu), alpha = lag / (lag + 1): mu itself at lag 0."""
+    """Return mu + alpha sg(theta - mu), alpha = lag / (lag + 1): mu itself at lag 0."""
     alpha_N = lag_N / (lag_N + 1)
     return mu_N + alpha_N * (theta_N.detach() - mu_N)
 
@@ -75,9 +70,9 @@ def correct(
     trajectory_N: torch.Tensor,
     settings: Correction,
 ) -> Corrected:
-    """The ratio and the weight of every token under a correction.
+    """Return the ratio and the weight of every token under a correction.
 
-    theta_N carries the gradient; trajectory_N int64[N] says which tokens belong together.
+    theta_N carries the gradient; trajectory_N int64[N]: the trajectory of each token.
     `anchor_N` is not read by the kinds `UNANCHORED`; `advantage_N` only by `topr`.
     """
     if settings.kind in UNANCHORED:
@@ -92,7 +87,7 @@ def _unanchored(
     trajectory_N: torch.Tensor,
     settings: Correction,
 ) -> Corrected:
-    """Kinds of q = exp(theta - old) alone.
+    """Apply a kind that reads q = exp(theta - old) alone.
 
     `ppo`: L(q). `cispo`: sg min(q, 1 + epsilon) A theta. `topr`: A theta where A > 0, else
     sg min(q, 1) A theta, at `level: trajectory` with the product Q of q over the trajectory.
@@ -119,8 +114,9 @@ def _anchored(
     trajectory_N: torch.Tensor,
     settings: Correction,
 ) -> Corrected:
-    """Kinds of r = exp(theta - anchor) and w = exp(anchor - old); W is w's product over all n
-    tokens of the trajectory.
+    """Apply a kind that reads r = exp(theta - anchor) and w = exp(anchor - old).
+
+    W is the product of w over all n tokens of the trajectory.
 
     `none`: L(r). `decoupled`: min(w, w_max) L(r), at `level: trajectory` with W for w. `icepop`:
     1[low <= w <= high] w L(r). `geo_mask`: 1[low <= W^(1/n) <= high] L(r). `gspo`:
@@ -149,21 +145,21 @@ def _anchored(
 
 
 def _within(x_N: torch.Tensor, settings: Correction) -> torch.Tensor:
-    """1 where low <= x <= high, else 0: who is masked stays in every denominator."""
+    """Return 1 where low <= x <= high, else 0: masked tokens stay in every denominator."""
     return ((x_N >= settings.low) & (x_N <= settings.high)).to(x_N.dtype)
 
 
 def log_rho(theta_N: torch.Tensor, mu_N: torch.Tensor) -> torch.Tensor:
-    """theta - mu, constant and bounded: what KL(mu || theta) is made of."""
+    """Return theta - mu, constant and bounded, for estimates of KL(mu || theta)."""
     return (theta_N - mu_N).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def trajectory_sum(x_N: torch.Tensor, trajectory_N: torch.Tensor) -> torch.Tensor:
-    """At every token, the sum of x over all tokens of its trajectory."""
+    """Return at every token the sum of x over all tokens of its trajectory."""
     sums_P = torch.zeros(int(trajectory_N.max()) + 1, dtype=x_N.dtype, device=x_N.device)
     return sums_P.index_add(0, trajectory_N, x_N)[trajectory_N]
 
 
 def trajectory_mean(x_N: torch.Tensor, trajectory_N: torch.Tensor) -> torch.Tensor:
-    """At every token, the mean of x over all tokens of its trajectory."""
+    """Return at every token the mean of x over all tokens of its trajectory."""
     return trajectory_sum(x_N, trajectory_N) / trajectory_sum(torch.ones_like(x_N), trajectory_N)

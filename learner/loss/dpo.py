@@ -1,4 +1,4 @@
-"""Preferences: which members of groups are compared, and the loss of a comparison (DPO). Pure.
+"""Preferences (DPO): choice of the members that are compared, and the loss of a pair. Pure.
 
 Formulas: algorithms §4.
 """
@@ -7,18 +7,20 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch.nn.functional import logsigmoid
 
-from evolver_async.schema import Group, Role, Trajectory
+from evolver_async.schema import Array, Group, Role, Trajectory
 from learner.data.batch import Batch, MicroBatch, Minibatch
 from learner.data.selection import Selected, reward_spread
 from learner.diagnostics.offpolicy import Accounting
 
 
 def pairs(groups: list[Group]) -> Selected:
-    """Each group with its best and its worst member alone, the first of equals.
+    """Reduce each group to its best and its worst member, the first of equals.
 
-    Left out: `zero_spread`, all rewards the same; `no_tokens`, one of the two has none to train.
+    Filtered groups: `zero_spread`, all rewards are the same; `no_tokens`, one of the two members
+    has no token to train.
     """
     kept: list[Group] = []
     filtered: dict[str, list[int]] = {}
@@ -31,40 +33,35 @@ def pairs(groups: list[Group]) -> Selected:
         elif not (_trains(best) and _trains(worst)):
             filtered.setdefault("no_tokens", []).append(group.group_id)
         else:
-            kept.append(
-                Group(
-                    group_id=group.group_id,
-                    task=group.task,
-                    kind=group.kind,
-                    stage=group.stage,
-                    use=group.use,
-                    head=group.head,
-                    trajectories=sorted((best, worst), key=lambda one: one.member),
-                )
-            )
+            pair = sorted((best, worst), key=lambda one: one.member)
+            kept.append(replace(group, trajectories=pair))
     return Selected(kept, filtered)
 
 
 def _trains(trajectory: Trajectory) -> bool:
-    """Whether some ACTION token has a context, with experience or without."""
+    """Return True if some ACTION token has a context, with experience or without."""
     contexts = (s.roles[s.roles != Role.EXPERIENCE] for s in trajectory.sequences)
     return any((roles[1:] == Role.ACTION).any() for roles in contexts)
 
 
-def mark_pairs(batch: Batch) -> None:
-    """Makes advantages of a batch of pairs: 1 on the tokens of the better one, -1 on the others."""
+def pair_signs(batch: Batch) -> Array:
+    """Return 1 for the tokens of the better member of each pair and -1 for the others, float32."""
     low_G = np.full(int(batch.group_P.max()) + 1, np.inf)
     np.minimum.at(low_G, batch.group_P, batch.reward_P)
     sign_P = np.where(batch.reward_P > low_G[batch.group_P], 1, -1)
-    batch.advantage_N = sign_P[batch.trajectory_N].astype(np.float32)
-    batch.whole_groups = True
+    return sign_P[batch.trajectory_N].astype(np.float32)
 
 
 @dataclass(frozen=True)
-class Preference:
-    """The loss of the pairs in a micro-batch, as a mean over those of the update."""
+class PreferenceLoss:
+    """Loss of the pairs in a micro-batch, as a mean over those of the update.
+
+    sign_N: `pair_signs`; reference_N: log-probs under the reference; of the whole batch.
+    """
 
     beta: float
+    sign_N: Array
+    reference_N: Array
 
     def __call__(
         self,
@@ -74,11 +71,11 @@ class Preference:
         minibatch: Minibatch,
         accounting: Accounting,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss and its terms. The margin is that of better over worse, times beta.
+        """Return the loss and its terms. The margin is that of better over worse, times beta.
 
-        dpo/better, dpo/worse: how much likelier than by the reference each became, in nats.
+        dpo/better, dpo/worse: gain of each member's log-prob over the reference, in nats.
         """
-        sign_N, gained_N = micro.advantage_N, theta_N - micro.reference_N
+        sign_N, gained_N = micro.of(self.sign_N), theta_N - micro.of(self.reference_N)
         pair_N = micro.trajectory_N // 2
         count = int(pair_N.max()) + 1
         gained_C = torch.zeros(count, device=theta_N.device).index_add(0, pair_N, sign_N * gained_N)
@@ -97,5 +94,5 @@ class Preference:
 
 
 def dpo_loss(margin_C: torch.Tensor) -> torch.Tensor:
-    """Σ -log σ(margin) over pairs: log 2 each at margin 0."""
+    """Return Σ -log σ(margin) over pairs: log 2 each at margin 0."""
     return -logsigmoid(margin_C).sum()

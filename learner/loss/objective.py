@@ -1,4 +1,4 @@
-"""The loss of one micro-batch of an rl stage: correction, clip, boost, KL, entropy, accounting."""
+"""Loss of one micro-batch of an rl stage: correction, clip, boost, KL, entropy, accounting."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,9 @@ import torch
 
 from evolver_async.config import Correction, Loss
 from evolver_async.config.sections.learner import by_kind
+from evolver_async.schema import Array
 from learner.data.batch import MicroBatch, Minibatch
+from learner.data.scores import LogProbs
 from learner.diagnostics.offpolicy import Accounting
 from learner.loss.correction import Corrected, correct, interpolated_anchor, log_rho
 from learner.loss.policy import (
@@ -22,19 +24,23 @@ from learner.loss.policy import (
 
 @dataclass(frozen=True)
 class Objective:
-    """A stage's correction and loss. `boosts`: some tokens of the step have lost their experience,
-    and their upper clip is loss.boost. `interpolates`: the anchor is made of theta and mu here, but
-    for tokens that abandoned weights sampled.
+    """A stage's correction and loss, with the log-probs and advantages of a step's batch.
+
+    `boosts`: some tokens of the step have lost their experience, and their upper clip is
+    loss.boost. `interpolates`: the anchor is interpolated between mu and theta, except for tokens
+    that abandoned weights sampled.
     """
 
     correction: Correction
     loss: Loss
+    logprobs: LogProbs
+    advantage_N: Array
     interpolates: bool
     boosts: bool
 
     def __post_init__(self) -> None:
         closed = by_kind(self.correction, self.loss)
-        assert closed == (self.correction, self.loss), "bounds come out of stage_config"
+        assert closed == (self.correction, self.loss), "stage_config sets the bounds"
 
     def __call__(
         self,
@@ -44,26 +50,26 @@ class Objective:
         minibatch: Minibatch,
         accounting: Accounting,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss and its terms, of the update `minibatch`; measures into `accounting`."""
-        anchor_N = micro.anchor_N
+        """Return the loss and its terms in the update `minibatch`; measure into `accounting`."""
+        anchor_N, advantage_N = micro.of(self.logprobs.anchor_N), micro.of(self.advantage_N)
         if self.interpolates:
             made_N = interpolated_anchor(theta_N, micro.mu_N, micro.lag_N)
             anchor_N = torch.where(micro.abandoned_N, anchor_N, made_N)
         corrected = correct(
             theta_N,
-            micro.old_N,
+            micro.of(self.logprobs.old_N),
             anchor_N,
-            micro.advantage_N,
+            advantage_N,
             micro.trajectory_N,
             self.correction,
         )
-        clipped = self._clipped(corrected, micro)
+        clipped = self._clipped(corrected, advantage_N, micro.stripped_N)
         account(accounting, micro, corrected, clipped, log_rho(theta_N, micro.mu_N))
         if self.boosts:
-            self._account_boost(accounting, micro, corrected.ratio_N)
+            self._account_boost(accounting, corrected.ratio_N, advantage_N, micro.stripped_N)
         kl_N = None
         if self.loss.kl_place == "loss" and self.loss.kl_coef > 0:
-            kl_N = kl_estimate(self.loss.kl, theta_N, micro.reference_N)
+            kl_N = kl_estimate(self.loss.kl, theta_N, micro.of(self.logprobs.reference_N))
         return policy_loss(
             corrected.weight_N * clipped.objective_N,
             token_scale(
@@ -79,30 +85,34 @@ class Objective:
             entropy_coef=self.loss.entropy_coef,
         )
 
-    def _clipped(self, corrected: Corrected, micro: MicroBatch) -> Clipped:
+    def _clipped(
+        self, corrected: Corrected, advantage_N: torch.Tensor, stripped_N: torch.Tensor
+    ) -> Clipped:
         if not corrected.clips:
-            return unclipped_objective(corrected.ratio_N, micro.advantage_N)
+            return unclipped_objective(corrected.ratio_N, advantage_N)
+        clip_high: float | torch.Tensor = self.loss.clip_high
+        if self.boosts:
+            usual_N = torch.full_like(advantage_N, self.loss.clip_high)
+            clip_high = usual_N.masked_fill(stripped_N, self.loss.boost)
         return clipped_objective(
             corrected.ratio_N,
-            micro.advantage_N,
+            advantage_N,
             clip_low=self.loss.clip_low,
-            clip_high=self._clip_high(micro),
+            clip_high=clip_high,
             dual_clip=self.loss.dual_clip,
         )
 
-    def _clip_high(self, micro: MicroBatch) -> float | torch.Tensor:
-        if not self.boosts:
-            return self.loss.clip_high
-        usual_N = torch.full_like(micro.advantage_N, self.loss.clip_high)
-        return usual_N.masked_fill(micro.stripped_N, self.loss.boost)
-
     def _account_boost(
-        self, accounting: Accounting, micro: MicroBatch, ratio_N: torch.Tensor
+        self,
+        accounting: Accounting,
+        ratio_N: torch.Tensor,
+        advantage_N: torch.Tensor,
+        stripped_N: torch.Tensor,
     ) -> None:
         found = boosted(
             ratio_N,
-            micro.advantage_N,
-            micro.stripped_N,
+            advantage_N,
+            stripped_N,
             clip_high=self.loss.clip_high,
             boost=self.loss.boost,
         )
@@ -120,9 +130,9 @@ def account(
     clipped: Clipped,
     log_rho_N: torch.Tensor,
 ) -> None:
-    """Adds one micro-batch to the accounting.
+    """Add one micro-batch to the accounting.
 
-    Masked are tokens that no gradient reaches, whatever their advantage: clipped, or of weight 0.
+    Masked tokens are those that get no gradient, whatever their advantage: clipped, or of weight 0.
     """
     masked_N = clipped.low_N | clipped.high_N | (corrected.weight_N == 0)
     accounting.add_tokens(

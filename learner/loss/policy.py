@@ -2,7 +2,7 @@
 
 All vectors are over the N ACTION tokens of a micro-batch. The aggregation is a weight per token
 made from denominators of the whole optimizer update, so the losses of micro-batches simply add up:
-never a mean of means. Formulas: algorithms §4.
+not a mean of means. Formulas: algorithms §4.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ K3_LIMIT = 10.0
 
 @dataclass(frozen=True)
 class Clipped:
-    """objective_N = L(x), and where a bound holds it (no gradient there).
+    """Objective L(x) of every token, and the tokens that a bound holds, which have no gradient.
 
     low_N: A < 0 and x below the lower bound. high_N: A > 0 and x above the upper bound, or A < 0
     and x above the dual clip.
@@ -35,7 +35,7 @@ def clipped_objective(
     clip_high: float | torch.Tensor,
     dual_clip: float,
 ) -> Clipped:
-    """L(x) = min(x A, clip(x, 1 - clip_low, 1 + clip_high) A), raised to dual_clip A where A < 0.
+    """Return min(x A, clip(x, 1 - clip_low, 1 + clip_high) A), at least dual_clip A where A < 0.
 
     `clip_high` may differ by token (float32[N]). The cases are written out because each gives one
     constant bound: A > 0 only the upper one, A < 0 the lower one and the dual clip.
@@ -52,17 +52,17 @@ def clipped_objective(
 
 
 def unclipped_objective(x_N: torch.Tensor, advantage_N: torch.Tensor) -> Clipped:
-    """x A, which nothing holds."""
+    """Return x A without any bound."""
     nowhere_N = torch.zeros_like(advantage_N, dtype=torch.bool)
     return Clipped(x_N * advantage_N, nowhere_N, nowhere_N)
 
 
 @dataclass(frozen=True)
 class Boosted:
-    """Where a larger upper bound than clip_high is in force (A > 0, experience stripped).
+    """Stripped tokens with A > 0, which have a larger upper bound than clip_high.
 
-    tokens_N: all of these; freed_N: x lies between the two bounds, so the boost gave the token its
-    gradient back; bound_N: x is above the larger bound as well.
+    tokens_N: all of these; freed_N: x lies between the two bounds, so the token has a gradient
+    because of the boost; bound_N: x is above the larger bound as well.
     """
 
     tokens_N: torch.Tensor
@@ -78,7 +78,7 @@ def boosted(
     clip_high: float,
     boost: float,
 ) -> Boosted:
-    """What `boost` in place of clip_high does to the stripped tokens; for A < 0 neither binds."""
+    """Compare `boost` with clip_high on the stripped tokens; for A < 0 neither binds."""
     x_N = ratio_N.detach()
     tokens_N = stripped_N & (advantage_N > 0)
     bound_N = tokens_N & (x_N > 1 + boost)
@@ -86,7 +86,7 @@ def boosted(
 
 
 def kl_estimate(kind: str, theta_N: torch.Tensor, reference_N: torch.Tensor) -> torch.Tensor:
-    """Per-token estimates of KL(theta || reference) from tokens drawn by theta.
+    """Estimate KL(theta || reference) per token, from tokens drawn by theta.
 
     With d = clamp(ref - theta, -20, 20): k1 = -d, k2 = d²/2, k3 = min(e^d - 1 - d, 10), as verl's
     `low_var_kl` (core_algos.py) clamps d to ±20 and its estimate to ±10. A clamped token has no
@@ -104,7 +104,7 @@ def kl_estimate(kind: str, theta_N: torch.Tensor, reference_N: torch.Tensor) -> 
 def token_scale(
     aggregation: str, length_N: torch.Tensor, *, tokens: int, trajectories: int, norm_tokens: int
 ) -> torch.Tensor:
-    """The weight of every token in agg(x) = Σ scale · x.
+    """Return the weight of every token in agg(x) = Σ scale · x.
 
     `token_mean`: 1/tokens. `sequence_mean`: the mean over trajectories of the mean over each one's
     length_N ACTION tokens (all its sequences). `sequence_sum_norm`: 1/(trajectories · norm_tokens).
@@ -127,7 +127,7 @@ def policy_loss(
     entropy_N: torch.Tensor,
     entropy_coef: float,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """loss = -agg(objective) + kl_coef agg(kl) - entropy_coef agg(entropy), and its terms.
+    """Return -agg(objective) + kl_coef agg(kl) - entropy_coef agg(entropy), and its terms.
 
     `kl_N` None: no KL in the loss. The terms (detached; `loss/policy`, `loss/entropy`, `loss/kl`)
     add up over the micro-batches of an update just as the loss does.

@@ -1,1 +1,1 @@
-"""Optimization: the model, its log-probs, AdamW and the updates of a step."""
+"""Optimization: models, their log-probs and values, AdamW, and the updates of a step."""

@@ -22,9 +22,9 @@ def lr_at(
     decay_start: float,
     lr_final: float,
 ) -> float:
-    """The learning rate of learner step `step` (counted from 0) of a stage of `steps` steps.
+    """Return the learning rate of step `step` (from 0) of a stage of `steps` steps.
 
-    Rises linearly to `lr` over `warmup_steps`, stays, and from `decay_start · steps` on falls
+    It rises linearly to `lr` over `warmup_steps`, stays, and from `decay_start · steps` on falls
     (`linear` or `cosine`) to `lr_final · lr` at the stage's last step. `none`, or a stage without a
     bound (`steps` 0), never decays.
     """
@@ -43,7 +43,7 @@ def lr_at(
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer update did; grad_norm is the norm before clipping."""
+    """Result of one optimizer update; grad_norm is the norm before clipping."""
 
     applied: bool
     grad_norm: float
@@ -56,9 +56,9 @@ def make_adamw(
     eps: float,
     weight_decay: float,
 ) -> torch.optim.AdamW:
-    """A fresh AdamW over the trainable ones of `parameters`, or over the masters of the short ones.
+    """Make an AdamW over trainable `parameters`, or the float32 masters of those in less precision.
 
-    Only matrices decay: norms and biases have no scale to hold back.
+    Only matrices decay; norms and biases do not.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     short = [parameter for parameter in trainable if parameter.dtype != torch.float32]
@@ -82,20 +82,20 @@ def make_adamw(
 
 
 def master(weight: torch.Tensor) -> torch.Tensor:
-    """The float32 copy of a weight that is optimized in its place, if it has one, else itself."""
+    """Return the float32 copy that is optimized in a weight's place, else the weight itself."""
     return getattr(weight, "master", weight)
 
 
 @torch.no_grad()
 def follow(parameters: Iterable[torch.Tensor]) -> None:
-    """Round masters to the parameters that are copies of them, where those have any."""
+    """Round masters to their parameters."""
     for parameter in parameters:
         if master(parameter) is not parameter:
             parameter.copy_(master(parameter))
 
 
 def _give_master(parameter: torch.nn.Parameter) -> None:
-    """A float32 copy, which takes every gradient over as soon as it is accumulated."""
+    """Attach a float32 copy, which takes over every gradient as soon as it is accumulated."""
     twin = torch.nn.Parameter(parameter.detach().float())
 
     def take(weight: torch.Tensor) -> None:
@@ -111,11 +111,10 @@ def _give_master(parameter: torch.nn.Parameter) -> None:
 def update(
     moves: Sequence[tuple[torch.optim.Optimizer, float]], *, loss: float, grad_clip: float
 ) -> list[Update]:
-    """Clips gradients, moves the weights, clears the gradients: of each optimizer, at its rate.
+    """Clip gradients, move the weights of each optimizer at its rate, and clear the gradients.
 
     Each is clipped by its own norm, over all ranks. `loss` is that of the whole update. If it or
-    any gradient is not finite, only the clearing happens: `applied` is False for all, weights and
-    moments stay untouched.
+    any gradient is not finite, gradients are only cleared: `applied` is False for all.
     """
     norms = []
     for optimizer, _ in moves:

@@ -1,4 +1,4 @@
-"""Forward passes that only look: the log-probs that a batch needs before its updates."""
+"""Forward passes without gradient: the log-probs that a step needs before its updates."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +15,10 @@ from learner.ranks.process_group import Ranks, idle, within
 
 @dataclass(frozen=True)
 class Scorer:
-    """Log-probs of ACTION tokens at a temperature, so many tokens (padding included) at a time.
+    """Log-probs of ACTION tokens at a temperature.
 
-    `chunk`: tokens of one chunk of the vocabulary projection; `packed`: rows are not padded.
+    token_budget: tokens of one forward pass, padding included; `chunk`: tokens of one chunk of the
+    vocabulary projection; `packed`: rows are not padded.
     """
 
     temperature: float
@@ -28,7 +29,7 @@ class Scorer:
 
     @torch.no_grad()
     def __call__(self, model: torch.nn.Module, minibatch: Minibatch) -> Array:
-        """Log-probs under `model`, float32[N] of the whole batch, 0 outside of the minibatch."""
+        """Return log-probs under `model`, float32[N] of the batch, 0 outside of the minibatch."""
         logprobs_N = np.zeros_like(minibatch.batch.mu_N)
         budget = self.ranks.budget(minibatch.row_lengths, self.token_budget)
         micros = minibatch.micro_batches(budget, self.ranks.device, packed=self.packed)
@@ -37,7 +38,7 @@ class Scorer:
                 idle(model, self.ranks.device, packed=self.packed)
                 continue
             logprobs_BT = within(model, partial(self._logprobs, model, micro))
-            logprobs_N[micro.index_N.cpu().numpy()] = logprobs_BT[micro.action_BT].cpu().numpy()
+            logprobs_N[micro.index_N.numpy()] = logprobs_BT[micro.action_BT].cpu().numpy()
         self.ranks.sum(logprobs_N)
         return logprobs_N
 
@@ -54,35 +55,34 @@ class Scorer:
         return logprobs_BT
 
 
-def store_anchor(
-    score: Scorer,
-    model: torch.nn.Module,
-    batch: Batch,
-    *,
-    everywhere: bool,
-    guided: str,
-    abandoned: bool,
-) -> None:
-    """Stores the anchor, of all tokens or only where it is read, and `old` of stripped tokens.
+def anchored(batch: Batch, *, everywhere: bool, guided: str, abandoned: bool) -> Array:
+    """Return bool[P]: True for trajectories whose anchor is read.
 
-    `guided`: the correction of stripped tokens; `stale` costs one more pass over their trajectories
-    in the contexts that they were sampled in. `abandoned`: the anchor of tokens that abandoned
-    weights sampled is read.
+    `everywhere`: that of all tokens. `guided`: the correction of stripped tokens. `abandoned`: that
+    of tokens which abandoned weights sampled.
     """
     if everywhere:
-        batch.anchor_N = score(model, batch.whole())
-    elif abandoned:
+        return batch.length_P > 0
+    if abandoned:
         abandoned_P = np.zeros(len(batch.length_P), bool)
         abandoned_P[batch.trajectory_N[batch.abandoned_N]] = True
-        if abandoned_P.any():
-            batch.anchor_N = score(model, batch.part(abandoned_P))
-    elif batch.sampled is not None and guided != "behaviour":
-        batch.anchor_N = score(model, batch.part(batch.stripped_P))
+        return abandoned_P
+    return batch.stripped_P & (guided != "behaviour")
+
+
+def anchor_and_old(
+    score: Scorer, model: torch.nn.Module, batch: Batch, anchored_P: Array, guided: str
+) -> tuple[Array, Array]:
+    """Return the anchor of the trajectories `anchored_P`, else 0, and `old` of all tokens.
+
+    `guided` stale costs one more pass over the stripped trajectories, in the contexts that they
+    were sampled in.
+    """
+    anchor_N = score(model, batch.part(anchored_P))
     if batch.sampled is None:
-        return
+        return anchor_N, batch.mu_N
     stripped_N = batch.stripped_N
     anchor_e_N = score(model, batch.sampled.whole()) if guided == "stale" else None
-    batch.old_N = batch.mu_N.copy()
-    batch.old_N[stripped_N] = guided_old(
-        guided, batch.mu_N[stripped_N], batch.anchor_N[stripped_N], anchor_e_N
-    )
+    old_N = batch.mu_N.copy()
+    old_N[stripped_N] = guided_old(guided, batch.mu_N[stripped_N], anchor_N[stripped_N], anchor_e_N)
+    return anchor_N, old_N

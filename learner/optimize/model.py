@@ -1,16 +1,24 @@
-"""The model that a learner trains, as the run's configuration asks for it."""
+"""Models of a learner: the policy with its optimizer, the KL reference and the critic."""
 
+from pathlib import Path
+
+import torch
 from transformers import PreTrainedModel
 
+from evolver_async.checkpoint import shards
 from evolver_async.config import Config
 from evolver_async.model import lora, policy
+from learner.optimize.adamw import make_adamw
+from learner.optimize.critic import Critic
+from learner.optimize.tensors import load_optimizer, load_weights, save_tensors
+from learner.ranks.process_group import Ranks
 
 
 def load(config: Config, device: str) -> PreTrainedModel:
-    """That of `policy.path`, with fresh adapters where `policy.lora` asks for them.
+    """Load the model of `policy.path`, with fresh adapters if `policy.lora` asks for them.
 
-    ModelError for a broken directory, for a model that cannot do with its rows packed or its layers
-    recomputed what was asked for, or for adapters that do not fit it.
+    ModelError for a broken directory, for a model that supports neither packed rows nor recomputed
+    layers although they are configured, or for adapters that do not fit it.
     """
     settings = config.policy
     model = policy.load_model(settings.path, dtype=settings.dtype, device=device)
@@ -27,3 +35,125 @@ def load(config: Config, device: str) -> PreTrainedModel:
             seed=config.run.seed,
         )
     return model
+
+
+class Models:
+    """Policy and optimizer, and, if a stage asks for them, a frozen reference and a critic."""
+
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.model = self._sharded(load(config, self._loading), master=True)
+        self.optimizer = make_adamw(
+            self.model.parameters(),
+            betas=self._betas,
+            eps=config.learner.eps,
+            weight_decay=config.learner.weight_decay,
+        )
+        self.reference: torch.nn.Module | None = None
+        self.critic: Critic | None = None
+        self.token_budgets: dict[bool, int] = {}  # measured, without and with a critic
+
+    def begin_stage(self, stage: Config, index: int) -> None:
+        """Carry out the beginning of a stage, once: reset the optimizer, renew the reference."""
+        begun = self.config.stages[index]
+        if begun.reset_optimizer:
+            self.optimizer.state.clear()
+            if self.critic is not None:
+                self.critic.optimizer.state.clear()
+        renews = begun.refresh_reference or begun.kind == "dpo"
+        if renews and self._needs_reference(stage, index):
+            self.reference = None
+        self.ensure_reference(stage, index)
+
+    def ensure_reference(self, stage: Config, index: int) -> None:
+        """Copy the present policy to the KL reference if a stage needs one and there is none.
+
+        This happens after a resume, too, which may have switched the KL on.
+        """
+        if self.reference is None and self._needs_reference(stage, index):
+            self.reference = self._load_reference()
+            policy.load_state(self.reference, policy.state_tensors(self.model))
+            self.token_budgets.clear()  # there is less memory from here on
+
+    def ensure_critic(self) -> Critic:
+        """Return the critic; the first call makes it from the policy as it is then."""
+        if self.critic is None:
+            self.critic = self._make_critic()
+            self.token_budgets.clear()  # there is less memory from here on
+        return self.critic
+
+    def published(self) -> dict[str, torch.Tensor]:
+        """Return the weights to publish, in policy.dtype: views, or copies of sharded ones.
+
+        Adapters are float32, as they are trained. Of several ranks only the first has them.
+        """
+        if self.ranks.mesh is None:
+            return policy.state_tensors(self.model)
+        settings = self.config.policy
+        return self.ranks.whole(self.model, "float32" if settings.lora.rank else settings.dtype)
+
+    def save_tensors(self, directory: Path) -> None:
+        """Write all tensors; returns when every rank has written its part."""
+        modules, optimizers = {"model": self.model}, {"optimizer": (self.model, self.optimizer)}
+        if self.reference is not None:
+            modules["reference"] = self.reference
+        if self.critic is not None:
+            modules["critic"] = self.critic.module
+            optimizers["critic_optimizer"] = self.critic.module, self.critic.optimizer
+        save_tensors(directory, modules, optimizers, rank=self.ranks.rank, ranks=self.ranks.count)
+        self.ranks.gather(b"")
+
+    def restore_tensors(self, directory: Path) -> None:
+        """Replace all tensors by those of a checkpoint."""
+        self.optimizer.state.clear()
+        self.reference = self.critic = None
+        load_weights(self.model, directory, "model")
+        if shards.exists(directory, "reference"):
+            self.reference = self._load_reference()
+            load_weights(self.reference, directory, "reference")
+        if shards.exists(directory, "critic"):
+            self.critic = self._make_critic()
+            load_weights(self.critic.module, directory, "critic")
+            load_optimizer(self.critic.module, self.critic.optimizer, directory, "critic_optimizer")
+        load_optimizer(self.model, self.optimizer, directory, "optimizer")
+
+    def _needs_reference(self, stage: Config, index: int) -> bool:
+        kind = self.config.stages[index].kind
+        return kind == "dpo" or (kind == "rl" and stage.loss.kl_coef > 0)
+
+    def _load_reference(self) -> torch.nn.Module:
+        if self.config.policy.lora.rank:
+            if self.ranks.mesh is None:
+                return lora.twin(self.model)
+            return self._sharded(load(self.config, self._loading), master=True)
+        settings = self.config.policy
+        reference = policy.load_model(settings.path, dtype=settings.dtype, device=self._loading)
+        return self._sharded(reference.requires_grad_(False), master=False)
+
+    def _make_critic(self) -> Critic:
+        trunk = self._copy_decoder() if self.config.critic.kind == "separate" else None
+        return Critic(self.model, trunk, self.ranks, betas=self._betas, eps=self.config.learner.eps)
+
+    def _copy_decoder(self) -> torch.nn.Module:
+        """Copy the policy's decoder, as it is now, with trained weights."""
+        decoder, _ = policy.split_model(self.model)
+        if self.ranks.mesh is None:
+            return lora.twin(decoder)
+        copy, _ = policy.split_model(load(self.config, self._loading))
+        dtype = self.config.policy.dtype
+        copy = self.ranks.shard(copy, master=True, dtype=dtype, drops=True)
+        policy.load_state(copy, policy.state_tensors(decoder))
+        return copy
+
+    @property
+    def _betas(self) -> tuple[float, float]:
+        return self.config.learner.betas[0], self.config.learner.betas[1]
+
+    @property
+    def _loading(self) -> str:
+        """Device to load a model on: a model to be sharded goes through host memory."""
+        return str(self.ranks.device) if self.ranks.mesh is None else "cpu"
+
+    def _sharded(self, model: torch.nn.Module, *, master: bool) -> torch.nn.Module:
+        return self.ranks.shard(model, master=master, dtype=self.config.policy.dtype)

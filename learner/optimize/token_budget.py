@@ -1,7 +1,7 @@
-"""How many tokens one forward pass may hold: as configured, or as a GPU's free memory allows.
+"""Token budget of one forward pass, measured so that the pass fits a GPU's free memory.
 
-The memory of a pass is measured, not modelled: it depends on the model, its precision, its
-adapters, recomputed layers and the attention kernel.
+The memory of a pass is not modelled, because it depends on the model, its precision, its adapters,
+recomputed layers and the attention kernel.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,19 +13,19 @@ from evolver_async.errors import TrainingError
 from evolver_async.weights.collective.process_group import gpu_id
 from learner.ranks.process_group import Ranks
 
-SHARE = 0.85  # of the free memory: fragments, and passes that differ from the one measured
-PASSES = 10  # at most, until
-GROWTH = 1.05  # another one would tell of less than so many times as many tokens
-GRAIN = 256  # budgets are multiples of this, unless so little fits
+SHARE = 0.85  # of the free memory; the rest is for fragments and for passes unlike the measured one
+PASSES = 10  # at most
+GROWTH = 1.05  # the search ends when a pass would raise the budget by less than this factor
+GRAIN = 256  # budgets are multiples of this, unless less fits
 
 
 def fitting(cost: Callable[[int], int], free: int, unit: int) -> int:
-    """The budget whose pass about fills `SHARE` of `free` bytes, at least `unit` tokens.
+    """Return the budget whose pass about fills `SHARE` of `free` bytes, at least `unit` tokens.
 
-    cost: bytes that a pass over so many tokens, a multiple of `unit`, needs at its peak. A pass has
-    several peaks, each a constant and a price by token, and which is the highest depends on its
-    size: so twice the tokens need twice the bytes at most, and every pass is tried at the size that
-    the one before proves to fit. TrainingError where not even `unit` tokens fit.
+    cost: peak bytes of a pass over a number of tokens, a multiple of `unit`. A pass has several
+    peaks, each a constant plus a price per token; the highest depends on its size. So twice the
+    tokens need twice the bytes at most, and every pass is tried at a size that the one before has
+    proven to fit. TrainingError if not even `unit` tokens fit.
     """
     room, tokens = SHARE * free, unit
     needed = once = cost(unit)
@@ -44,7 +44,7 @@ def fitting(cost: Callable[[int], int], free: int, unit: int) -> int:
 
 
 class Gpu:
-    """The memory of a GPU, which `id` names; TrainingError for any other device."""
+    """Memory of the GPU `id`; TrainingError for any other device."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
@@ -53,7 +53,7 @@ class Gpu:
         self.id = gpu_id(str(device))
 
     def needed(self, pass_: Callable[[int], None], tokens: int) -> int:
-        """Bytes that a pass takes at its peak."""
+        """Return the peak memory of a pass in bytes."""
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         pass_(tokens)
@@ -61,12 +61,12 @@ class Gpu:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def give_back(self) -> None:
-        """Leave to others what this process holds and does not use."""
+        """Release memory that this process holds and does not use."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
     def free(self) -> int:
-        """Bytes that nobody has."""
+        """Return the free GPU memory in bytes."""
         return torch.cuda.mem_get_info(self.device)[0]
 
 
@@ -76,12 +76,12 @@ def measured(
     ranks: Ranks,
     unit: int,
 ) -> int:
-    """The budget of a GPU as it is now, which several ranks agree on: what the dearest of their
-    passes takes in the least room that one of them has. Ranks on one GPU share what is free there.
+    """Measure the budget of a GPU in its present state; several ranks agree on one.
 
-    pass_: a forward and backward pass over so many tokens. What the optimizers have yet to
-    allocate, two moments a parameter, and as much again while they step, is left free.
-    TrainingError without a GPU.
+    It fits the most expensive of their passes and the least of their free memory. Ranks on one GPU
+    share its free memory. pass_: a forward and backward pass over a number of tokens. Memory that
+    the optimizers have yet to allocate is left free: two moments per parameter, and as much again
+    while they step. TrainingError without a GPU.
     """
     gpu = Gpu(ranks.device)
     reserved = sum(
@@ -90,7 +90,7 @@ def measured(
         for group in one.param_groups
         for parameter in group["params"]
     )
-    pass_(unit)  # allocates what stays: gradients and the kernels' workspaces
+    pass_(unit)  # allocates gradients and workspaces of kernels, which stay
     gpu.give_back()  # before any other rank on this GPU looks
     sharers = ranks.gather(gpu.id.encode()).count(gpu.id.encode())
     free = -ranks.largest(reserved - gpu.free() // sharers)
@@ -98,5 +98,5 @@ def measured(
 
 
 def _held(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it."""
+    """Return this rank's part of it."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter

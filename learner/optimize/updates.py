@@ -1,80 +1,89 @@
-"""Optimizer updates: the minibatches of a batch, one after another, by whatever loss.
+"""Optimizer updates: the minibatches of a step, one after another, by any loss.
 
-Here alone weights are moved; what the loss is, and of what, others have decided.
+Weights change here alone; `step` decides on the loss and on the data.
 """
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import msgspec
-import numpy as np
 import torch
 
 from evolver_async.config import Config
-from evolver_async.errors import TrainingError
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
 from evolver_async.model.attention import Borders
 from evolver_async.randomness import key
-from learner.advantage.critic import Critic
-from learner.data.batch import Batch, MicroBatch, Minibatch
+from learner.data.batch import MicroBatch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
-from learner.diagnostics.rollouts import Applied
 from learner.optimize.adamw import lr_at, update
+from learner.optimize.critic import Critic, CriticTraining
+from learner.optimize.model import Models
 from learner.optimize.token_budget import measured
-from learner.ranks.process_group import Ranks, nothing, within
-from learner.state import State
+from learner.ranks.process_group import nothing, within
 
 log = logging.getLogger(__name__)
 
-# theta_N, entropy_N, what they are of, where to measure: the loss of a micro-batch and its terms
+# The loss of a micro-batch and its terms, of theta_N, entropy_N, the micro-batch, its update and
+# the accounting to measure into.
 MicroLoss = Callable[
     [torch.Tensor, torch.Tensor, MicroBatch, Minibatch, Accounting],
     tuple[torch.Tensor, dict[str, torch.Tensor]],
 ]
 
 
-class Stepper:
-    """Moves `model` with `optimizer`; `config` is that of the whole run."""
+@dataclass(frozen=True)
+class Failure:
+    """Loss and gradient norm of an update that was skipped, because one is not finite."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        config: Config,
-        run_dir: Path,
-        timers: Timers,
-        ranks: Ranks,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
+    loss: float
+    grad_norm: float
+
+
+@dataclass(frozen=True)
+class Applied:
+    """Minibatches whose updates were applied; `failure` of the update that ended them, if any.
+
+    left_out: indices of the groups that are in no applied minibatch.
+    """
+
+    minibatches: list[Minibatch]
+    left_out: set[int]
+    failure: Failure | None
+    metrics: dict[str, float]
+    accounting: Accounting
+
+
+class Stepper:
+    """Optimizer updates of `models`; `config` is that of the whole run."""
+
+    def __init__(self, models: Models, config: Config, timers: Timers) -> None:
+        self.models = models
         self.config = config
-        self.run_dir = run_dir
         self.timers = timers
-        self.ranks = ranks
-        self.device = ranks.device
-        self.measured: dict[bool, int] = {}  # token budgets, without and with a critic
+        self.ranks = models.ranks
+        self.device = models.ranks.device
 
     def __call__(
         self,
         stage: Config,
-        batch: Batch,
-        state: State,
-        steps: int,
+        data: Minibatch,
         loss: MicroLoss,
-        account_in: Accounting,
-        critic: Critic | None = None,
+        critic: CriticTraining | None = None,
+        *,
+        take: int,
+        step: int,
+        steps: int,
     ) -> Applied:
-        """One optimizer update a minibatch; stops at the first that is not finite.
+        """Cut `data` into minibatches and apply one update each, until one is not finite.
 
-        Only what was applied is measured: `account_in` gets the tokens of these minibatches. In
-        the first `critic.warmup` steps of a critic the policy gets no gradient.
+        Only applied updates are measured. step: of the stage, which has `steps`.
         """
         learner = stage.learner
         rate = lr_at(
-            state.take - state.stage_take,
+            step,
             lr=learner.lr,
             warmup_steps=learner.warmup_steps,
             steps=steps,
@@ -82,36 +91,33 @@ class Stepper:
             decay_start=learner.decay_start,
             lr_final=learner.lr_final,
         )
-        moves: list[tuple[torch.optim.Optimizer, float]] = [(self.optimizer, rate)]
+        moves: list[tuple[torch.optim.Optimizer, float]] = [(self.models.optimizer, rate)]
         if critic is not None:
-            moves.append((critic.optimizer, stage.critic.lr))
-        warms_up = critic is not None and state.critic_steps < stage.critic.warmup
-        order = key(self.config.run.seed, "minibatches", state.take)
+            moves.append((critic.critic.optimizer, critic.lr))
         sums: dict[str, float] = {}
         applied: list[Minibatch] = []
-        minibatches = batch.minibatches(learner.minibatches, order)
-        for minibatch in minibatches:
-            accounting = Accounting()
-            total, terms_of = self._gradients(stage, minibatch, loss, accounting, critic, warms_up)
+        accounting, failure = Accounting(), None
+        order = key(self.config.run.seed, "minibatches", take)
+        for minibatch in data.split(learner.minibatches, order):
+            found = Accounting()
+            total, terms_of = self._gradients(stage, minibatch, loss, found, critic)
             with self.timers("optimizer"):
                 done, *others = update(moves, loss=total, grad_clip=learner.grad_clip)
             if not done.applied:
-                self.bad_step(state, batch, total, sum(one.grad_norm for one in (done, *others)))
+                failure = Failure(total, sum(one.grad_norm for one in (done, *others)))
                 break
             applied.append(minibatch)
             terms_of["loss/grad_norm"] = done.grad_norm
             for other in others:
                 terms_of["critic/grad_norm"] = other.grad_norm
             _add(sums, terms_of)
-            account_in.merge(accounting)
-        else:
-            state.bad_steps = 0 if minibatches else state.bad_steps
+            accounting.merge(found)
         means = {name: value / len(applied) for name, value in sums.items()}
         means |= {"learner/lr": rate, "learner/updates": float(len(applied))}
-        means["learner/token_budget"] = float(self.token_budget(stage, critic))
-        if self.ranks.count > 1:
-            self._collect(account_in)
-        return Applied.of(minibatches, applied, means)
+        budget = self.token_budget(stage, critic.critic if critic else None)
+        means["learner/token_budget"] = float(budget)
+        left_out = data.groups.difference(*(minibatch.groups for minibatch in applied))
+        return Applied(applied, left_out, failure, means, self._collected(accounting))
 
     def _gradients(
         self,
@@ -119,24 +125,22 @@ class Stepper:
         minibatch: Minibatch,
         loss: MicroLoss,
         accounting: Accounting,
-        critic: Critic | None,
-        warms_up: bool,
+        critic: CriticTraining | None,
     ) -> tuple[float, dict[str, float]]:
-        """Accumulates those of a minibatch; its loss and the terms of it, over all ranks.
+        """Accumulate gradients of a minibatch; return its loss and the terms, over all ranks.
 
         Only this rank's tokens are measured into `accounting`.
         """
         total, terms_of, packing = 0.0, dict[str, float](), stage.learner.packing
-        budget = self.ranks.budget(minibatch.row_lengths, self.token_budget(stage, critic))
+        limit = self.token_budget(stage, critic.critic if critic else None)
+        budget = self.ranks.budget(minibatch.row_lengths, limit)
         micros = minibatch.micro_batches(budget, self.device, packed=packing)
         for micro in self.ranks.share(micros):
             with self.timers("forward"):
-                of = partial(self._idle, critic, warms_up, packing)
+                compute = partial(self._idle, critic, packing)
                 if micro is not None:
-                    of = partial(
-                        self._loss, stage, micro, minibatch, loss, accounting, critic, warms_up
-                    )
-                value, terms = within(self.model, of)
+                    compute = partial(self._loss, stage, micro, minibatch, loss, accounting, critic)
+                value, terms = within(self.models.model, compute)
             with self.timers("backward"):
                 value.backward()
             total += float(value.detach())
@@ -152,44 +156,43 @@ class Stepper:
         return total, terms_of
 
     def _idle(
-        self, critic: Critic | None, warms_up: bool, packed: bool
+        self, critic: CriticTraining | None, packed: bool
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """A loss of 0 by all weights that have a gradient: other ranks have more micro-batches."""
-        with torch.set_grad_enabled(not warms_up):
-            tokens_BT, hidden_BTD, borders = nothing(self.model, self.device, packed=packed)
+        """Return a loss of 0 that reaches all weights: other ranks have more micro-batches."""
+        with torch.set_grad_enabled(critic is None or not critic.warms_up):
+            tokens_BT, hidden_BTD, borders = nothing(self.models.model, self.device, packed=packed)
             value = 0 * hidden_BTD.sum()
         if critic is not None:
-            value = value + 0 * critic.values(hidden_BTD, tokens_BT, borders).sum()
+            value = value + 0 * critic.critic.values(hidden_BTD, tokens_BT, borders).sum()
         return value, {}
 
-    def _collect(self, accounting: Accounting) -> None:
-        """The tokens of all ranks instead of this one's."""
-        parts = self.ranks.gather(accounting.packed())
-        accounting.tokens.clear()
-        accounting.boosted.clear()
-        for part in parts:
-            accounting.merge(Accounting.unpacked(part))
+    def _collected(self, accounting: Accounting) -> Accounting:
+        """Return the measured tokens of all ranks."""
+        if self.ranks.count == 1:
+            return accounting
+        collected = Accounting()
+        for part in self.ranks.gather(accounting.packed()):
+            collected.merge(Accounting.unpacked(part))
+        return collected
 
     def token_budget(self, stage: Config, critic: Critic | None) -> int:
-        """Tokens of one forward pass; measured once, with a critic once more, where it is 0."""
+        """Return the tokens of one forward pass; with a setting of 0 they are measured once."""
         if stage.learner.token_budget:
             return stage.learner.token_budget
-        trained = critic is not None
-        if trained not in self.measured:
-            moved = [self.optimizer] if critic is None else [self.optimizer, critic.optimizer]
+        budgets, trained = self.models.token_budgets, critic is not None
+        if trained not in budgets:
+            moved = [self.models.optimizer] + ([critic.optimizer] if critic else [])
             probe = partial(self._probe, stage, critic)
             try:
-                self.measured[trained] = measured(
-                    probe, moved, self.ranks, self.config.policy.max_length
-                )
+                budgets[trained] = measured(probe, moved, self.ranks, self.config.policy.max_length)
             finally:
                 for optimizer in moved:
                     optimizer.zero_grad(set_to_none=True)
-            log.info("%d tokens a forward pass fit the GPU", self.measured[trained])
-        return self.measured[trained]
+            log.info("%d tokens per forward pass fit the GPU", budgets[trained])
+        return budgets[trained]
 
     def _probe(self, stage: Config, critic: Critic | None, tokens: int) -> None:
-        """A forward and backward pass like a step's, of whole contexts, `tokens` in all."""
+        """Run a forward and backward pass like a step's, over whole contexts of `tokens` in all."""
         length = self.config.policy.max_length
         tokens_BT = torch.zeros(tokens // length, length, dtype=torch.long, device=self.device)
         borders = None
@@ -200,14 +203,14 @@ class Stepper:
             tokens_BT, select_BT = tokens_BT.view(1, -1), select_BT.view(1, -1)
 
         def compute() -> torch.Tensor:
-            hidden_BTD = policy.hidden_states(self.model, tokens_BT, borders)
+            hidden_BTD = policy.hidden_states(self.models.model, tokens_BT, borders)
             logprobs_BT, entropy_BT = self._logprobs(stage, tokens_BT, select_BT, hidden_BTD)
             value = (logprobs_BT + entropy_BT).sum()
             if critic is not None:
                 value = value + critic.values(hidden_BTD, tokens_BT, borders).sum()
             return value
 
-        within(self.model, compute).backward()
+        within(self.models.model, compute).backward()
 
     def _loss(
         self,
@@ -216,12 +219,11 @@ class Stepper:
         minibatch: Minibatch,
         loss: MicroLoss,
         accounting: Accounting,
-        critic: Critic | None,
-        warms_up: bool,
+        critic: CriticTraining | None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The policy's loss of a micro-batch and the values', with gradient, and their terms."""
-        with torch.set_grad_enabled(not warms_up):
-            hidden_BTD = policy.hidden_states(self.model, micro.tokens_BT, micro.borders)
+        """Return the loss of a micro-batch, the critic's included, with gradient; its terms."""
+        with torch.set_grad_enabled(critic is None or not critic.warms_up):
+            hidden_BTD = policy.hidden_states(self.models.model, micro.tokens_BT, micro.borders)
             theta_BT, entropy_BT = self._logprobs(
                 stage, micro.tokens_BT, micro.action_BT, hidden_BTD
             )
@@ -229,10 +231,7 @@ class Stepper:
             value, terms = loss(theta_N, entropy_N, micro, minibatch, accounting)
         if critic is None:
             return value, terms
-        settings = stage.critic
-        values, more = critic.loss(
-            hidden_BTD, micro, minibatch, clip=settings.clip, coef=settings.coef
-        )
+        values, more = critic(hidden_BTD, micro, minibatch)
         return value + values, terms | more
 
     def _logprobs(
@@ -242,9 +241,9 @@ class Stepper:
         select_BT: torch.Tensor,
         hidden_BTD: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs, with gradient, and entropies of the selected tokens, 0 elsewhere."""
+        """Return log-probs, with gradient, and entropies of the selected tokens, 0 elsewhere."""
         return policy.token_logprobs(
-            self.model,
+            self.models.model,
             tokens_BT,
             select_BT,
             stage.rollout.temperature,
@@ -253,20 +252,6 @@ class Stepper:
             with_entropy=True,
             entropy_top_k=stage.loss.entropy_top_k,
         )
-
-    def bad_step(self, state: State, batch: Batch, loss: float, grad_norm: float) -> None:
-        """Keep the data that led to a non-finite step; too many in a row end the run."""
-        state.bad_steps += 1
-        path = self.run_dir / "bad" / f"take_{state.take:06d}.npz"
-        if self.ranks.rank == 0:
-            path.parent.mkdir(exist_ok=True)
-            arrays = {name: value for name, value in vars(batch).items() if name != "sampled"}
-            np.savez(path, **arrays)
-        log.error("loss %s, gradient norm %s: step skipped, batch in %s", loss, grad_norm, path)
-        if state.bad_steps >= self.config.learner.max_bad_steps:
-            raise TrainingError(
-                f"{state.bad_steps} non-finite steps in a row; batches in {path.parent}"
-            )
 
 
 def _add(sums: dict[str, float], terms: dict[str, float]) -> None:

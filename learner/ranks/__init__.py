@@ -1,1 +1,1 @@
-"""The ranks of a learner: their process group and what they compute together."""
+"""Ranks of a learner: their process group and collective operations."""

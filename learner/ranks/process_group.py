@@ -1,12 +1,12 @@
-"""The ranks of a learner: processes that share one model, its optimizer and every batch.
+"""Ranks of a learner: processes that share one model, its optimizer and every batch.
 
 Weights, gradients and moments are sharded over them by FSDP2: a layer's weights are gathered where
-it is computed and dropped behind it. All ranks hold the same batch and compute what is not on the
-GPU alike; forward passes are divided among them, gradients summed. So the loss is that of a single
+it is computed and dropped behind it. All ranks hold the same batch and repeat the computations on
+the CPU; forward passes are divided among them, gradients summed. So the loss is that of a single
 rank. Rank 0 alone knows the rest of the run (see `follow`).
 
-All of it is collective: every rank makes the same calls in the same order. One that dies or stays
-away longer than the deadline ends the others with an error.
+All calls are collective: every rank makes the same ones in the same order. A rank that dies or is
+silent for longer than the deadline ends the others with an error.
 """
 
 import os
@@ -41,7 +41,7 @@ from evolver_async.weights.collective.process_group import gpu_id
 
 T = TypeVar("T")
 
-ENDLESS = timedelta(days=365)  # for the next call of rank 0, which waits for the whole run
+ENDLESS = timedelta(days=365)  # between calls of rank 0
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
@@ -49,7 +49,7 @@ GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 class Ranks:
     """This process among `count` ranks; without a mesh it is alone and all calls are trivial.
 
-    `host` carries what is in host memory, within the deadline; `calls` the calls of rank 0.
+    `host`: group for data in host memory, with the deadline; `calls`: group for calls of rank 0.
     """
 
     device: torch.device
@@ -62,11 +62,11 @@ class Ranks:
     def shard(
         self, model: torch.nn.Module, *, master: bool, dtype: str, drops: bool = False
     ) -> torch.nn.Module:
-        """Spread a model's weights over the ranks, a decoder layer at a time; nothing if alone.
+        """Shard a model's weights over the ranks by decoder layer; do nothing on a single rank.
 
-        `master`: trained weights are kept in float32 and take part in `dtype`, gradients are summed
-        in float32; otherwise, and where they are frozen, they are kept as they are. `drops`: what
-        lies outside of the layers is dropped behind a forward pass, too; else by `within`.
+        `master`: trained weights are kept in float32 and computed in `dtype`, gradients are summed
+        in float32; other weights keep their type. `drops`: weights outside of the layers are
+        dropped behind a forward pass, too; otherwise by `within`.
         """
         if self.mesh is None:
             return model
@@ -76,7 +76,7 @@ class Ranks:
                 param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32
             )
         layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
-        setattr(model, "within", types.MethodType(_within, model))  # noqa: B010
+        setattr(model, "within", types.MethodType(lambda _, compute: compute(), model))  # noqa: B010
         for module in (*layers, model):
             for weight in module.parameters():
                 if master and weight.requires_grad and weight.dtype != torch.float32:
@@ -94,27 +94,27 @@ class Ranks:
         return model
 
     def share(self, parts: Iterator[T]) -> Iterator[T | None]:
-        """This rank's share of `parts`, as many for every rank: None where it has none."""
+        """Yield this rank's share of `parts`, equally many on every rank; None if none is left."""
         while taken := [part for _, part in zip(range(self.count), parts, strict=False)]:
             yield taken[self.rank] if self.rank < len(taken) else None
 
     def budget(self, length_R: Array, limit: int) -> int:
-        """Tokens of a forward pass over such rows that leaves none of the ranks without any.
+        """Return tokens of a forward pass over such rows, so that every rank gets some.
 
-        `limit` at most, unless a row is longer.
+        It is `limit` at most, unless a row is longer.
         """
         if self.count == 1 or not len(length_R):
             return limit
         return min(limit, int(length_R.sum()) // self.count + int(length_R.max()) // 2)
 
     def sum(self, *arrays: Array) -> None:
-        """Replaces arrays by their sums over ranks."""
+        """Replace arrays by their sums over ranks."""
         if self.host is not None:
             for array in arrays:
                 dist.all_reduce(torch.from_numpy(array), group=self.host)
 
     def largest(self, value: int) -> int:
-        """The largest of the values that the ranks have."""
+        """Return the largest value of all ranks."""
         if self.host is None:
             return value
         found = torch.tensor([value])
@@ -122,7 +122,7 @@ class Ranks:
         return int(found)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What every rank has, in their order, for every rank."""
+        """Return the data of all ranks, in their order."""
         if self.host is None:
             return [data]
         size = torch.tensor([len(data)])
@@ -135,13 +135,13 @@ class Ranks:
         return [part[: int(one)].numpy().tobytes() for part, one in zip(found, sizes, strict=True)]
 
     def tell(self, data: bytes) -> None:
-        """Rank 0's word to the others, who `hear` it."""
+        """Send data from rank 0 to the others, which `hear` it."""
         size = torch.tensor([len(data)])
         dist.broadcast(size, 0, group=self.calls)
         dist.broadcast(torch.from_numpy(np.frombuffer(data, np.uint8).copy()), 0, group=self.host)
 
     def hear(self) -> bytes:
-        """The next word of rank 0, however long it takes; RuntimeError when rank 0 is gone."""
+        """Return the next data of rank 0, without a deadline; RuntimeError if it is gone."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, 0, group=self.calls)
         data = torch.zeros(int(size), dtype=torch.uint8)
@@ -149,9 +149,9 @@ class Ranks:
         return data.numpy().tobytes()
 
     def whole(self, model: torch.nn.Module, dtype: str) -> dict[str, torch.Tensor]:
-        """A sharded model's tensors in host memory, weights in `dtype`: for rank 0, {} for others.
+        """Return a sharded model's tensors in host memory, weights in `dtype`; {} after rank 0.
 
-        Gathered one by one, so that no GPU holds more than one of them.
+        They are gathered one by one, so that no GPU holds more than one of them.
         """
         found = {}
         for name, tensor in policy.state_tensors(model).items():
@@ -162,10 +162,10 @@ class Ranks:
         return found
 
     def leave(self, *, failed: bool = False) -> None:
-        """Take the groups down, after which nothing here works any more.
+        """Destroy the groups; no other call is possible afterwards.
 
-        Also when something `failed`, then without waiting for the others: a process that ends with
-        a broken group may crash while it ends, and then its exit code no longer says why.
+        After a failure it does not wait for the others: a process that ends with a broken group
+        can crash, and then its exit code hides the cause.
         """
         if self.mesh is not None and failed:
             dist.distributed_c10d._abort_process_group()
@@ -174,7 +174,7 @@ class Ranks:
 
 
 def alone(device: str) -> Ranks:
-    """The only rank of a learner, on `device` (`auto`: CUDA, if there)."""
+    """Make the only rank of a learner, on `device` (`auto`: CUDA, if there is one)."""
     return Ranks(_device(device, 0))
 
 
@@ -189,10 +189,9 @@ def join(
 ) -> Ranks:
     """Meet the other ranks at a file that the launcher chose for them, in a private directory.
 
-    They talk through this host's loopback interface by gloo, and on GPUs directly by NCCL: there
-    gloo has not all that FSDP2 needs. `nccl_leaves`: this process will use NCCL to reach other
-    hosts, too. NCCL keeps to the interface that it has used first, which is then left to it, or to
-    NCCL_SOCKET_IFNAME.
+    They use gloo over this host's loopback interface, and NCCL on GPUs, because gloo lacks
+    operations of FSDP2 there. `nccl_leaves`: this process will use NCCL to reach other hosts, too.
+    NCCL keeps the interface that it uses first, so then it chooses one, or NCCL_SOCKET_IFNAME does.
     """
     where = _device(device, rank)
     nccl = where.type == "cuda"
@@ -216,7 +215,7 @@ def join(
         host = dist.new_group(backend="gloo", timeout=deadline)
         calls = dist.new_group(backend="gloo", timeout=ENDLESS)
     assert isinstance(host, dist.ProcessGroup) and isinstance(calls, dist.ProcessGroup)
-    # Of this very group: init_device_mesh may make another, which knows no deadline.
+    # init_device_mesh can make another group, which has no deadline.
     ranks = dist.group.WORLD
     assert ranks is not None
     mesh = DeviceMesh.from_group(ranks, where.type)
@@ -224,40 +223,40 @@ def join(
 
 
 def check_apart(store: Store, rank: int, count: int, gpu: str) -> None:
-    """Raises ConfigError where `gpu` is another rank's, too: NCCL would fail, and not say why."""
+    """Raise ConfigError if another rank has `gpu`, too: NCCL would fail without the reason."""
     store.set(f"gpu/{rank}", gpu)
     for other in range(count):
         if other != rank and store.get(f"gpu/{other}") == gpu.encode():
             raise ConfigError(
                 f"launch.gpus.learner: ranks {min(rank, other)} and {max(rank, other)} see the same"
-                " GPU; NCCL wants one for each"
+                " GPU; NCCL needs one for each: name as many GPUs as there are ranks"
             )
 
 
 def within(model: torch.nn.Module, compute: Callable[[], T]) -> T:
-    """What `compute` returns, which may use a sharded model and parts of it as if it were whole.
+    """Call `compute`, which can use a sharded model and its parts as if it were whole.
 
-    A backward pass may begin at any tensor in what it returns, once.
+    One backward pass can start at any tensor in the result.
     """
     if not isinstance(model, FSDPModule):
         return compute()
     found = getattr(model, "within")(compute)  # noqa: B009
     if not torch.is_grad_enabled() and hasattr(model, "reset_iter_state"):  # not in torch 2.11
-        # With gradients the backward pass drops what lies outside of the layers, and FSDP2's notes
-        # on every forward pass, which otherwise would grow for ever.
+        # With gradients the backward pass drops weights outside of the layers, and FSDP2's records
+        # of forward passes, which otherwise grow without end.
         model.reset_iter_state()
     return found
 
 
 def idle(model: torch.nn.Module, device: torch.device, *, packed: bool) -> None:
-    """Take part in a forward pass of the other ranks that only looks."""
+    """Take part in a scoring pass of the other ranks."""
     within(model, lambda: nothing(model, device, packed=packed))
 
 
 def nothing(
     model: torch.nn.Module, device: torch.device, *, packed: bool
 ) -> tuple[torch.Tensor, torch.Tensor, Borders | None]:
-    """Two tokens, their hidden states plus 0 times what all weights make of them, their borders."""
+    """Return two tokens, their hidden states, which depend on all weights, and their borders."""
     tokens_BT = torch.zeros(1, 2, dtype=torch.long, device=device)
     borders = Borders.of([2], device) if packed else None
     hidden_BTD = policy.hidden_states(model, tokens_BT, borders)
@@ -266,26 +265,22 @@ def nothing(
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor gathered from all ranks, any other as it is."""
+    """Gather a sharded tensor from all ranks; return any other as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _within(_: torch.nn.Module, compute: Callable[[], T]) -> T:
-    return compute()
-
-
 def _device(name: str, rank: int) -> torch.device:
-    """Rank r computes on the r-th GPU that it sees, or on the only one."""
+    """Return the device of a rank: the GPU of its number, or the only one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":  # a process group wants the number, too
+    if name == "cuda":  # a process group needs the number
         return torch.device("cuda", rank if torch.cuda.device_count() > 1 else 0)
     return torch.device(name)
 
 
 @contextmanager
 def _on_loopback(names: list[str]) -> Iterator[None]:
-    """Groups made meanwhile use the loopback interface, as far as these variables say which."""
+    """Make new groups use the loopback interface, by setting these variables."""
     name = next(
         name
         for name, addresses in psutil.net_if_addrs().items()

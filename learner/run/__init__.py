@@ -1,1 +1,1 @@
-"""The world outside a step: the buffer's replies, evaluations, checkpoints, other ranks."""
+"""World outside a step: requests to the buffer, evaluations, checkpoints, calls of other ranks."""

@@ -1,4 +1,4 @@
-"""The learner's requests to the buffer, each waited for until its reply, or until told to end."""
+"""Requests of the learner to the buffer, each awaited until its reply or the learner's end."""
 
 import asyncio
 import logging
@@ -11,20 +11,20 @@ from evolver_async.transport.client import Client
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 1.0  # between looks at whether to wait for the buffer any longer
-LAST_S = 5.0  # how long all replies to what was done are waited for when the run ends
+PATIENCE_S = 1.0  # between checks of `stopping`
+LAST_S = 5.0  # for all replies to LAST when the run ends
 LOG_S = 10.0
 LAST = messages.Done | messages.Kept
 
 
 class Stopping(Exception):
-    """This learner was told to end while it waited."""
+    """Raised if this learner is stopped while it waits."""
 
 
 class Requests:
-    """One learner's line to the buffer. `call` runs a coroutine to its end.
+    """Blocking requests to the buffer; `call` runs a coroutine to its end.
 
-    Set `stopping` to end every wait: there will be no further take then.
+    Set `stopping` to end every wait; there is no further take then.
     """
 
     def __init__(self, client: Client, call: Callable[..., Any]) -> None:
@@ -34,29 +34,29 @@ class Requests:
         self.left_s = LAST_S
 
     def ask(self, message: messages.Request) -> Any:
-        """Send to the buffer and wait; a newer learner's existence ends this one.
+        """Send a message and return the reply.
 
-        Raises Stopping where `stopping` is set and no reply comes.
+        TrainingError if a newer learner exists; Stopping if `stopping` is set and no reply comes.
         """
         if self.stopping and isinstance(message, messages.Sample):
             raise Stopping("a take")
         reply = self.call(self._reply_to(message))
         if isinstance(reply, messages.Fenced):
-            raise TrainingError(f"this learner is fenced: {reply.reason}")
+            raise TrainingError(f"the buffer has fenced this learner: {reply.reason}")
         return reply
 
     def sleep(self, seconds: float) -> None:
         self.call(asyncio.sleep(seconds))
 
     def now(self) -> float:
-        """Time of the loop in seconds, virtual where the loop is."""
+        """Return the time of the loop in seconds; it is virtual in a serial run."""
         return self.call(_loop_time())
 
     async def _reply_to(self, message: messages.Request) -> Any:
-        """The reply, however long it takes, until `stopping`.
+        """Wait for the reply without a limit, until `stopping`.
 
-        Then only the reply to DONE and KEPT is worth the time that a busy disk takes: without it
-        the last step would be in the checkpoint, but not in the metrics.
+        Then only replies to DONE and KEPT are awaited, for a short time: without them the last step
+        is in the checkpoint, but not in the metrics.
         """
         name = message.kind
         request = asyncio.ensure_future(self.client.request(message))

@@ -1,6 +1,6 @@
-"""The checkpoints of one run: written, kept, found again, and gone back to.
+"""Checkpoints of one run: writing, retention, resumption and rollback.
 
-Kept are the newest, from which a crash is resumed, and besides what `config.Checkpoint` asks for.
+The newest are kept, from which a crash is resumed, and those that `config.Checkpoint` asks for.
 """
 
 from collections.abc import Callable
@@ -9,16 +9,16 @@ from typing import Any
 
 from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.checkpoint import history
-from evolver_async.checkpoint.history import CheckpointEvaluation
+from evolver_async.checkpoint.history import Evaluation
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.errors import TrainingError
 from evolver_async.schema import EvalResult
-from learner.state import State
+from learner.state import LearnerState
 
 
 class Checkpoints:
-    """Those in <run>/checkpoints."""
+    """Checkpoints in <run>/checkpoints."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         self.directory = run_dir / "checkpoints"
@@ -33,19 +33,19 @@ class Checkpoints:
         self._staleness = max(stage.buffer.max_staleness for stage in stages)
 
     def newest(self) -> Path | None:
-        """The newest valid one; None in a fresh run. CheckpointError where none is left."""
+        """Return the newest valid one; None in a fresh run. CheckpointError if none is left."""
         if not checkpoint.exists(self.directory):
             return None
         return checkpoint.load_newest(self.directory, self.run_id)[0]
 
     def due(self, take: int, evaluated: bool) -> bool:
-        """True if one is due as of `take`; `evaluated`: an evaluation of it was asked for."""
+        """Return True if one is due at `take`; `evaluated`: an evaluation of it was asked for."""
         every = (self.settings.every, self.settings.keep_every)
         return any(n and take % n == 0 for n in every) or (
             evaluated and self.settings.keep_best > 0
         )
 
-    def write(self, state: State, fill: Callable[[Path], object]) -> None:
+    def write(self, state: LearnerState, fill: Callable[[Path], object]) -> None:
         """Let `fill` write one of `state` into an empty directory, and drop old ones."""
         checkpoint.save(
             self.directory,
@@ -57,37 +57,40 @@ class Checkpoints:
         )
 
     def kept(self) -> tuple[int, int]:
-        """The oldest take that a crash may have to resume from, and the bytes of the newest."""
+        """Return the oldest take that a resume may need, and the bytes of the newest checkpoint."""
         manifests = [manifest for _, manifest in checkpoint.resumable(self.directory)]
         oldest = min(manifest.step for manifest in manifests[-self.settings.keep :])
         return oldest, sum(file.bytes for file in manifests[-1].files.values())
 
     def evaluated(self, result: EvalResult, stage: int) -> None:
-        """Note what a version reached on the tasks of `stage` beside its checkpoints."""
-        evaluation = CheckpointEvaluation(
+        """Note the result of a version on the tasks of `stage` beside its checkpoints."""
+        evaluation = Evaluation(
             success=result.success, episodes=result.episodes, tasks=self._tasks[stage]
         )
         for path in self._of_versions({result.weights.step}):
             history.note(path, evaluation)
 
-    def go_back(self, state: State, suspicious: int) -> Path:
-        """Make one of this stage the newest, rolled back once more.
+    def go_back(self, state: LearnerState, suspicious: int) -> Path:
+        """Make an earlier one of this stage the newest, with one more rollback counted.
 
-        Only those count that no alarm suspected and whose policy was seen to act before the last
-        `suspicious` steps: the best evaluated one, or the last where none was evaluated.
-        TrainingError where there is none.
+        Candidates are those without a suspicious alarm whose policy acted before the last
+        `suspicious` steps; the best evaluated one is taken, or the last if none was evaluated.
+        TrainingError if there is none.
         """
         good = self._unsuspected(state.stage)
         if not good:
-            raise TrainingError(f"{self.directory}: every checkpoint of the stage is suspicious")
+            raise TrainingError(
+                f"{self.directory}: every checkpoint of the stage is suspicious;"
+                " resume an earlier one with train --resume --step"
+            )
         seen = self._seen(good, state.take - suspicious) or good[:1]
         ranked = history.best(checkpoint.resumable(self.directory))
         chosen = next((path for path in ranked if path in seen), seen[-1])
         change = {"rollbacks": state.rollbacks + 1}
         return history.go_back(self.directory, chosen, lambda numbers: numbers.update(change))
 
-    def _lasting(self, state: State) -> set[Path]:
-        """Those to keep besides the newest."""
+    def _lasting(self, state: LearnerState) -> set[Path]:
+        """Return those to keep besides the newest."""
         found = checkpoint.valid(self.directory)
         lasting = set(history.best(found)[: self.settings.keep_best])
         if self.settings.keep_best:
@@ -101,11 +104,11 @@ class Checkpoints:
         return lasting
 
     def _of_versions(self, versions: set[int]) -> list[Path]:
-        """Those of the present line whose policy is of one of these versions."""
+        """Return those of the present line whose policy has one of these versions."""
         return [path for path, numbers in self._line() if numbers["version"] in versions]
 
     def _unsuspected(self, stage: int) -> list[Path]:
-        """Those of the present line and of a stage that no alarm suspected, oldest first."""
+        """Return those of the present line and stage without a suspicious alarm, oldest first."""
         return [
             path
             for path, numbers in self._line()
@@ -113,11 +116,11 @@ class Checkpoints:
         ]
 
     def _line(self) -> list[tuple[Path, dict[str, Any]]]:
-        """Those of the present line, oldest first, each with the learner's numbers."""
+        """Return those of the present line, oldest first, each with the learner's numbers."""
         found = [path for path, _ in checkpoint.resumable(self.directory)]
         return [(path, numbers) for path in found if (numbers := history.numbers(path))]
 
     def _seen(self, paths: list[Path], take: int) -> list[Path]:
-        """Of these the ones whose policy had sampled what was trained before `take`."""
+        """Return those whose policy sampled data that was trained before `take`."""
         latest = take - 1 - self._staleness
         return [path for path in paths if history.numbers(path)["take"] <= latest]

@@ -1,7 +1,7 @@
-"""The learner's side of evaluations: when one is due, which are outstanding, what they found.
+"""The learner's side of evaluations: due dates, outstanding ones and their results.
 
-The episodes themselves are granted and counted by the buffer. What is outstanding is part of
-`State`, so that a resumed learner asks again for what only its own weights can answer.
+The buffer grants and counts the episodes. Outstanding evaluations are part of `LearnerState`,
+because a resumed learner asks again for those of its own weights.
 """
 
 import logging
@@ -10,7 +10,7 @@ from pathlib import Path
 from evolver_async.metrics.writer import Metrics
 from evolver_async.schema import EvalResult, WeightId
 from evolver_async.weights.channel.base import Publisher
-from learner.state import Asked, State
+from learner.state import LearnerState, PendingEvaluation
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ class Standstill:
         return now > self.deadline
 
 
-class Evaluations:
-    """`every`: versions between evaluations (0: only at a stage's end), of `episodes` episodes."""
+class EvaluationTracker:
+    """Evaluations of a run: `episodes` episodes every `every` versions, and at a stage's end."""
 
     def __init__(
         self,
@@ -58,35 +58,38 @@ class Evaluations:
         self.final_episodes = final_episodes
 
     def due(self, version: int, *, over: bool, last: bool, changed: bool) -> int:
-        """Episodes to ask for after a step; `over`: it ends its stage, `last`: the final one."""
+        """Return the episodes to ask for after a step; `over`: it ends its stage, `last`: all."""
         if over and last:
             return self.final_episodes
         due = self.every > 0 and changed and version % self.every == 0
         return self.episodes if over or due else 0
 
-    def ask(self, state: State, stage: int, episodes: int) -> None:
-        """The newest version is about to be evaluated, on the tasks of `stage`."""
-        asked = Asked(version=state.version, stage=stage, episodes=episodes)
+    def ask(self, state: LearnerState, stage: int, episodes: int) -> None:
+        """Note that the newest version is to be evaluated on the tasks of `stage`."""
+        asked = PendingEvaluation(version=state.version, stage=stage, episodes=episodes)
         state.pending = [other for other in state.pending if other.version != asked.version]
         state.pending.append(asked)
 
-    def ask_again(self, state: State) -> Asked | None:
-        """After a resume: what is to be evaluated once more. The weights of the rest are gone."""
+    def ask_again(self, state: LearnerState) -> PendingEvaluation | None:
+        """Return the evaluation to repeat after a resume; the weights of others are gone."""
         again = [asked for asked in state.pending if asked.version == state.version]
         lost = [asked.version for asked in state.pending if asked.version != state.version]
         if lost:
-            log.warning("the outstanding evaluations of versions %s are lost", lost)
+            log.warning(
+                "outstanding evaluations of versions %s are lost with their weights",
+                lost,
+            )
         state.pending = again
         return again[0] if again else None
 
-    def abandon(self, state: State) -> None:
-        """Ask for nothing more: the weights of what is outstanding are no longer needed."""
+    def abandon(self, state: LearnerState) -> None:
+        """Give outstanding evaluations up and release their weights."""
         for asked in state.pending:
             self.publisher.release(WeightId(lineage=state.lineage, step=asked.version))
         state.pending = []
 
-    def report_lost(self, state: State, still_s: float, run_dir: Path) -> None:
-        """Log which evaluations stood still after the last step."""
+    def report_lost(self, state: LearnerState, still_s: float, run_dir: Path) -> None:
+        """Log the evaluations that made no progress after the last step."""
         log.error(
             "training is done, but the evaluations of versions %s are lost: no progress for %g s"
             " (eval.timeout_s); to repeat them: evolver-async train --resume %s",
@@ -96,9 +99,9 @@ class Evaluations:
         )
 
     def take_in(
-        self, state: State, results: list[EvalResult], seconds: float
+        self, state: LearnerState, results: list[EvalResult], seconds: float
     ) -> list[tuple[EvalResult, int]]:
-        """Log results, each once: the buffer repeats them. Their weights are no longer needed.
+        """Log results, each once although the buffer repeats them, and release their weights.
 
         Returns those with episodes, each with its stage.
         """
@@ -111,7 +114,7 @@ class Evaluations:
             state.pending.remove(asked)
             self.publisher.release(result.weights)
             if result.episodes == 0:
-                log.warning("no episode of the evaluation of %s could be run", result.weights)
+                log.warning("evaluation of %s: no episode could be run", result.weights)
                 continue
             taken_in.append((result, asked.stage))
             if asked.stage == state.stage and not state.finished:

@@ -1,7 +1,7 @@
-"""Ranks in step: rank 0 makes every call of the updater on all of them, the others answer.
+"""Calls of the updater on all ranks: rank 0 sends each to the others, which make it, too.
 
-A call travels as msgpack from rank 0 to the others, groups as the parcels that they came in. What
-it changes in `State` only rank 0 keeps; a rank that is told nothing waits.
+A call travels as msgpack, groups as the parcels that they came in. Only rank 0 keeps the changes
+that a call makes to `LearnerState`; the others wait for the next call.
 """
 
 import signal
@@ -19,17 +19,17 @@ from evolver_async.metrics.writer import Timers
 from evolver_async.process.setup import RoleArgs
 from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
 from evolver_async.schema import Group, Kind, Task, WeightId
-from learner.diagnostics.rollouts import Outcome
-from learner.loss.sft import Stages
+from learner.diagnostics.step_result import StepResult
 from learner.ranks.process_group import Ranks, join
-from learner.state import State
+from learner.schedule import Stages
+from learner.state import LearnerState
 from learner.step import Updater
 
 END = "end"
 
 
-class Taken(msgspec.Struct, array_like=True):
-    """A group with its trajectories as parcels."""
+class PackedGroup(msgspec.Struct, array_like=True):
+    """Group whose trajectories are parcels."""
 
     group_id: int
     task: Task
@@ -40,97 +40,109 @@ class Taken(msgspec.Struct, array_like=True):
     parcels: list[Parcel]
 
 
-class Call(msgspec.Struct, kw_only=True):
-    """A method of `Updater` and its arguments, as far as it has them."""
+class RankCall(msgspec.Struct, kw_only=True):
+    """Method of `Updater` and its arguments."""
 
     method: str
     stage: int = 0
     steps: int = 0
     path: str = ""
-    state: State = msgspec.field(default_factory=State)
+    state: LearnerState = msgspec.field(default_factory=LearnerState)
     forks: dict[int, Fork] = {}
-    groups: list[Taken] = []
+    groups: list[PackedGroup] = []
 
 
 class Leader:
-    """The updater of rank 0, whose calls all ranks make."""
+    """Updater of rank 0, whose calls all ranks make."""
 
     def __init__(self, updater: Updater, ranks: Ranks) -> None:
         self.updater = updater
         self.ranks = ranks
 
     def begin_stage(self, stage: Config, index: int) -> None:
-        self._tell(Call(method="begin_stage", stage=index))
+        self._tell(RankCall(method="begin_stage", stage=index))
         self.updater.begin_stage(stage, index)
 
     def ensure_reference(self, stage: Config, index: int) -> None:
-        self._tell(Call(method="ensure_reference", stage=index))
+        self._tell(RankCall(method="ensure_reference", stage=index))
         self.updater.ensure_reference(stage, index)
 
-    def save(self, directory: Path, state: State) -> None:
-        self._tell(Call(method="save", path=str(directory), state=state))
+    def save(self, directory: Path, state: LearnerState) -> None:
+        self._tell(RankCall(method="save", path=str(directory), state=state))
         self.updater.save(directory, state)
 
-    def restore(self, directory: Path) -> State:
-        self._tell(Call(method="restore", path=str(directory)))
+    def restore(self, directory: Path) -> LearnerState:
+        self._tell(RankCall(method="restore", path=str(directory)))
         return self.updater.restore(directory)
 
     def published(self) -> dict[str, torch.Tensor]:
-        self._tell(Call(method="published"))
+        self._tell(RankCall(method="published"))
         return self.updater.published()
 
     def rl(
-        self, stage: Config, groups: list[Group], state: State, forks: dict[int, Fork], steps: int
-    ) -> Outcome:
+        self,
+        stage: Config,
+        groups: list[Group],
+        state: LearnerState,
+        forks: dict[int, Fork],
+        steps: int,
+    ) -> StepResult:
         self._train("rl", groups, state, forks, steps)
         return self.updater.rl(stage, groups, state, forks, steps)
 
     def dpo(
-        self, stage: Config, groups: list[Group], state: State, forks: dict[int, Fork], steps: int
-    ) -> Outcome:
+        self,
+        stage: Config,
+        groups: list[Group],
+        state: LearnerState,
+        forks: dict[int, Fork],
+        steps: int,
+    ) -> StepResult:
         self._train("dpo", groups, state, forks, steps)
         return self.updater.dpo(stage, groups, state, forks, steps)
 
-    def sft(self, stage: Config, groups: list[Group], state: State, steps: int) -> Outcome:
+    def sft(
+        self, stage: Config, groups: list[Group], state: LearnerState, steps: int
+    ) -> StepResult:
         self._train("sft", groups, state, {}, steps)
         return self.updater.sft(stage, groups, state, steps)
 
     def end(self) -> None:
-        """Let the other ranks go."""
-        self._tell(Call(method=END))
+        """End the other ranks."""
+        self._tell(RankCall(method=END))
 
     def _train(
         self,
         method: str,
         groups: list[Group],
-        state: State,
+        state: LearnerState,
         forks: dict[int, Fork],
         steps: int,
     ) -> None:
-        taken = [_taken(group) for group in groups]
+        packed = [_pack(group) for group in groups]
         self._tell(
-            Call(
+            RankCall(
                 method=method,
                 stage=state.stage,
                 steps=steps,
                 state=state,
                 forks=forks,
-                groups=taken,
+                groups=packed,
             )
         )
 
-    def _tell(self, call: Call) -> None:
+    def _tell(self, call: RankCall) -> None:
         self.ranks.tell(msgspec.msgpack.encode(call))
 
 
 def follow(updater: Updater, stages: Callable[[int, int], Config], ranks: Ranks) -> None:
-    """Make the calls of rank 0 until it lets go; RuntimeError where it dies before.
+    """Make the calls of rank 0 until its last; RuntimeError if it dies before.
 
-    `stages`: the configuration of a stage after so many rollbacks.
+    `stages`: configuration of a stage after a number of rollbacks.
     """
-    restored = State()
+    restored = LearnerState()
     while True:
-        call = msgspec.msgpack.decode(ranks.hear(), type=Call)
+        call = msgspec.msgpack.decode(ranks.hear(), type=RankCall)
         if call.method == END:
             return
         if call.method == "restore":
@@ -142,13 +154,15 @@ def follow(updater: Updater, stages: Callable[[int, int], Config], ranks: Ranks)
 
 @contextmanager
 def meeting(config: Config, args: RoleArgs) -> Iterator[Ranks | None]:
-    """The ranks of this learner, which are left afterwards; None where it has only one."""
+    """Join the ranks of this learner and leave them afterwards; None if it has only one."""
     learner = config.learner
     if learner.ranks == 1:
         yield None
         return
     if args.meeting is None:
-        raise ConfigError("learner.ranks: several ranks are started by the launcher, together")
+        raise ConfigError(
+            "learner.ranks: the launcher must start several ranks together, by `train`"
+        )
     ranks = join(
         args.meeting,
         args.rank,
@@ -160,22 +174,22 @@ def meeting(config: Config, args: RoleArgs) -> Iterator[Ranks | None]:
     try:
         yield ranks
     except BaseException:
-        with suppress(RuntimeError):  # says less than what has failed before
+        with suppress(RuntimeError):  # the first failure says more
             ranks.leave(failed=True)
         raise
     ranks.leave()
 
 
 def attend(config: Config, run_dir: Path, ranks: Ranks) -> int:
-    """Be a rank other than the first, until that lets go; signals are heeded by the first alone."""
+    """Run a rank until the first one ends it; only the first reacts to signals."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     follow(Updater(config, run_dir, Timers(), ranks), Stages(config), ranks)
     return 0
 
 
-def _make(updater: Updater, stage: Config, call: Call) -> None:
-    groups = [_group(taken) for taken in call.groups]
+def _make(updater: Updater, stage: Config, call: RankCall) -> None:
+    groups = [_unpack(packed) for packed in call.groups]
     match call.method:
         case "begin_stage":
             updater.begin_stage(stage, call.stage)
@@ -195,20 +209,20 @@ def _make(updater: Updater, stage: Config, call: Call) -> None:
             raise ValueError(f"unknown call {method}")
 
 
-def _taken(group: Group) -> Taken:
+def _pack(group: Group) -> PackedGroup:
     parcels = [wrap(one) for one in group.trajectories]
-    return Taken(
+    return PackedGroup(
         group.group_id, group.task, group.kind, group.stage, group.use, group.head, parcels
     )
 
 
-def _group(taken: Taken) -> Group:
+def _unpack(packed: PackedGroup) -> Group:
     return Group(
-        group_id=taken.group_id,
-        task=taken.task,
-        kind=taken.kind,
-        stage=taken.stage,
-        use=taken.use,
-        head=taken.head,
-        trajectories=[unwrap(parcel) for parcel in taken.parcels],
+        group_id=packed.group_id,
+        task=packed.task,
+        kind=packed.kind,
+        stage=packed.stage,
+        use=packed.use,
+        head=packed.head,
+        trajectories=[unwrap(parcel) for parcel in packed.parcels],
     )

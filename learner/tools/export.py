@@ -1,7 +1,7 @@
-"""Writes a Hugging Face directory out of a run's checkpoint.
+"""Export of a run's checkpoint as a Hugging Face directory.
 
-The actors' side, which knows how a turn is written, writes how to ask the policy (chat template,
-generation settings, README).
+The actors' part, which knows the turn format, writes the chat template, generation settings and
+README.
 """
 
 from pathlib import Path
@@ -14,13 +14,13 @@ from evolver_async.weights.lora_receiver import whole
 
 
 def export(run_dir: Path, out: Path, step: int | str | None = None) -> str:
-    """Write config, weights, tokenizer and how to ask the policy to `out`; describe it in a line.
+    """Write config, weights, tokenizer and instructions to `out`; return a line about it.
 
-    Adapters are merged into the weights, and also written by themselves to `out`/adapter, as the
-    `peft` library reads them.
+    Adapters are merged into the weights and also written to `out`/adapter in the format of the
+    `peft` library.
     """
     if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out}: exists and is not empty")
+        raise ValueError(f"{out}: directory is not empty; choose another one")
     config = load(run_dir / "config.yaml", [])
     settings = config.policy
     chosen, manifest = history.choose(run_dir / "checkpoints", run_dir.name, step)

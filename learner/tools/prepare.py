@@ -1,4 +1,4 @@
-"""Makes or checks the policy directory of a run, before any other process is started."""
+"""Preparation of a run's policy directory, before any other process is started."""
 
 import torch
 
@@ -11,14 +11,16 @@ from learner.optimize import model
 
 
 def main(args: RoleArgs) -> int:
-    """Write the tiny preset where the run has no policy directory; refuse one that is broken.
+    """Write the tiny preset if the run has no policy directory; refuse a broken one.
 
-    ConfigError where the context is too short for the environment's prompts, or where the token
-    budget is to be measured and there is no GPU.
+    ConfigError if the context is too short for the environment's prompts, or if the token budget
+    is to be measured and there is no GPU.
     """
     config = load(args.run_dir / "config.yaml", [])
     if config.learner.token_budget == 0 and not torch.cuda.is_available():
-        raise ConfigError("learner.token_budget: 0 measures a GPU's memory, and there is no GPU")
+        raise ConfigError(
+            "learner.token_budget: there is no GPU to measure; set a number of tokens"
+        )
     directory = args.run_dir / "policy"
     if config.policy.path == str(directory) and not directory.exists():
         policy.make_tiny(

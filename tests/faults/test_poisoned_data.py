@@ -21,7 +21,7 @@ from evolver_async.model import policy
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import Envelope, WireError, pack, unpack
 from evolver_async.schema import Sequence, Ticket, Trajectory, WeightId
-from learner.state import State
+from learner.state import LearnerState
 from learner.step import Updater
 
 HUGE = 1e30
@@ -154,7 +154,7 @@ def test_22_a_group_without_a_finite_advantage_is_left_out_and_moves_nothing(
     settings = settings_of(tiny, [Stage(kind="rl", steps=1)])
     stage = stage_config(settings, 0)
     alone, poisoned = updater(settings, tmp_path), updater(settings, tmp_path)
-    state_alone, state = State(lineage=1), State(lineage=1)
+    state_alone, state = LearnerState(lineage=1), LearnerState(lineage=1)
     expected = alone.rl(stage, groups(3), state_alone, FORKS, 1)
     data = groups(4)
     data[3].trajectories[0].reward = value
@@ -168,7 +168,7 @@ def test_22_nothing_finite_at_all_leaves_the_weights_and_ends_the_run_in_time(
     tiny: Path, tmp_path: Path
 ) -> None:
     settings = settings_of(tiny, [Stage(kind="rl", steps=1)])
-    made, state = updater(settings, tmp_path), State(lineage=1)
+    made, state = updater(settings, tmp_path), LearnerState(lineage=1)
     before = weights_of(made)
 
     def step() -> Any:

@@ -22,7 +22,7 @@ from evolver_async.config.load import stage_config
 from evolver_async.lineages import Fork
 from evolver_async.metrics.writer import Timers
 from evolver_async.schema import Group, Role, Sequence, Task, VersionRun, WeightId
-from learner.state import State
+from learner.state import LearnerState
 from learner.step import Updater
 
 FORKS = {1: Fork(lineage=1, parent=0, step=0)}
@@ -135,7 +135,7 @@ def measure(device: torch.device, policy: Path, run_dir: Path, **learner: bool) 
     if device.type == "cuda":
         torch.cuda.empty_cache()
     updater, groups = Updater(config, run_dir, Timers()), groups_of(size)
-    state = State(lineage=1, take=0, stage_take=0)
+    state = LearnerState(lineage=1, take=0, stage_take=0)
     updater.rl(stage_config(config, 0), groups, state, FORKS, 9)  # warms up, allocates moments
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -16,6 +16,7 @@ from evolver_async.config.sections.learner import by_kind
 from evolver_async.model import policy
 from evolver_async.schema import Role
 from learner.data.batch import Batch
+from learner.data.scores import LogProbs
 from learner.diagnostics.offpolicy import Accounting
 from learner.loss.objective import Objective
 from learner.loss.sft import sft_loss
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def loss_and_gradient(
-    taught: Taught, batch: Batch, labels_BT: torch.Tensor | None
+    taught: Taught, batch: Batch, advantage_N: np.ndarray, labels_BT: torch.Tensor | None
 ) -> tuple[list[float], list[torch.Tensor]]:
     """Supervised and rl loss of one micro-batch, whose hidden states are those of its own tokens,
     and its gradients; the tokens to be predicted may be others."""
@@ -43,7 +44,8 @@ def loss_and_gradient(
     )
     theta_N, entropy_N = theta_BT[micro.action_BT], entropy_BT[micro.action_BT]
     settings = by_kind(Correction(kind="ppo"), Loss(kl_coef=0))
-    objective = Objective(*settings, interpolates=False, boosts=False)
+    logprobs = LogProbs(batch.mu_N, batch.mu_N, batch.mu_N)
+    objective = Objective(*settings, logprobs, advantage_N, interpolates=False, boosts=False)
     rl, _ = objective(theta_N, entropy_N, micro, minibatch, Accounting())
     supervised = sft_loss(theta_N, tokens=minibatch.tokens)
     gradients = torch.autograd.grad(rl + supervised, list(taught.model.parameters()))
@@ -59,19 +61,19 @@ def loss_and_gradient(
 def test_the_label_of_an_environment_token_never_reaches_the_loss(taught: Taught) -> None:
     trajectories, _ = taught.play()
     batch = taught.batch(trajectories)
-    batch.spread_advantages(np.linspace(-1, 1, len(batch.turn_reward_U)))
+    advantage_N = np.linspace(-1, 1, len(batch.turn_reward_U))[batch.turn_at_N].astype(np.float32)
     (micro,) = batch.whole().micro_batches(1 << 20, CPU)
     random_BT = torch.randint(
         len(taught.tokenizer), micro.tokens_BT.shape, generator=torch.Generator().manual_seed(0)
     )
     theirs_BT = torch.where(micro.action_BT, micro.tokens_BT, random_BT)
     assert (theirs_BT != micro.tokens_BT).any()
-    losses, gradients = loss_and_gradient(taught, batch, None)
-    again, others = loss_and_gradient(taught, batch, theirs_BT)
+    losses, gradients = loss_and_gradient(taught, batch, advantage_N, None)
+    again, others = loss_and_gradient(taught, batch, advantage_N, theirs_BT)
     assert losses == again
     assert all(map(torch.equal, gradients, others))
     own_BT = torch.where(micro.action_BT, random_BT, micro.tokens_BT)
-    changed, _ = loss_and_gradient(taught, batch, own_BT)
+    changed, _ = loss_and_gradient(taught, batch, advantage_N, own_BT)
     assert changed[0] != losses[0] and changed[1] != losses[1]
 
 

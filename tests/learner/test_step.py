@@ -1,4 +1,4 @@
-"""One rl step as a whole: what selection and shaping do to what is trained."""
+"""One rl step as a whole: effects of selection and shaping on what is trained."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +12,8 @@ from evolver_async.config import Advantage, Config, Selection, Stage
 from evolver_async.config.load import stage_config
 from evolver_async.model import policy
 from evolver_async.schema import Group, Sampling, Task, Ticket, TurnFlag, WeightId
-from learner.diagnostics.rollouts import Outcome
-from learner.state import State
+from learner.diagnostics.step_result import StepResult
+from learner.state import LearnerState
 from learner.step import Updater
 
 __all__ = ["tiny"]  # the fixture: the smallest policy there is
@@ -52,9 +52,9 @@ def settings_of(tiny: Path, selection: Selection, limit: int = 0, cache: int = 0
     return replace(config(tiny, STAGES), selection=selection, advantage=advantage)
 
 
-def step(settings: Config, run_dir: Path, groups: list[Group]) -> tuple[Updater, Outcome]:
+def step(settings: Config, run_dir: Path, groups: list[Group]) -> tuple[Updater, StepResult]:
     learner = updater(settings, run_dir)
-    return learner, learner.rl(stage_config(settings, 0), groups, State(lineage=1), FORKS, 3)
+    return learner, learner.rl(stage_config(settings, 0), groups, LearnerState(lineage=1), FORKS, 3)
 
 
 def test_only_resampled_members_train_and_their_group_counts_once(tiny, tmp_path):
@@ -63,12 +63,12 @@ def test_only_resampled_members_train_and_their_group_counts_once(tiny, tmp_path
     groups[0].trajectories[0].turn_flags |= np.uint8(TurnFlag.FORMAT_ERROR)
     _, outcome = step(settings_of(tiny, selection), tmp_path, groups)
     assert outcome.trained == [10] and outcome.filtered == {"zero_spread": [11]}
-    (kept,) = outcome.groups
+    assert outcome.data is not None
+    (kept,) = outcome.data.groups
     assert [one.member for one in kept.trajectories if one.reward] == [1, 2]
     assert len(kept.trajectories) == 4
     assert outcome.tokens == sum(one.action_tokens for one in kept.trajectories)
-    assert outcome.batch is not None
-    assert sorted(outcome.batch.advantage_N.tolist()) == pytest.approx(
+    assert sorted(outcome.data.advantage_N.tolist()) == pytest.approx(
         sorted([0.5] * (outcome.tokens // 2) + [-0.5] * (outcome.tokens // 2))
     )  # relative to the mean of those that are kept
     assert outcome.metrics["selection/members_left_out"] == 4
@@ -79,8 +79,8 @@ def test_advantages_shrink_with_the_share_that_is_kept(tiny, tmp_path, scale, fa
     groups = [group_of(10, [1.0, 0.0]), group_of(11, [1.0, 1.0])]
     selection = Selection(kind="top_p", scale=scale)
     _, outcome = step(settings_of(tiny, selection), tmp_path, groups)
-    assert outcome.batch is not None
-    found = np.abs(outcome.batch.advantage_N)
+    assert outcome.data is not None
+    found = np.abs(outcome.data.advantage_N)
     np.testing.assert_allclose(found, 0.5 * factor, rtol=1e-6)
     assert outcome.metrics["selection/kept_share"] == 0.5
 
@@ -102,10 +102,10 @@ def test_the_longest_trajectory_of_equal_outcomes_is_the_worst(tiny, tmp_path):
     _, outcome = step(settings, tmp_path, [group])
     bonus = np.clip((10 - 6 - np.array(lengths)) / 6, -1, 0)
     assert bonus.min() < 0 == bonus.max()
-    assert outcome.batch is not None
+    assert outcome.data is not None
     expected_P = bonus - bonus.mean()
     np.testing.assert_allclose(
-        outcome.batch.advantage_N, expected_P[outcome.batch.trajectory_N], rtol=1e-5
+        outcome.data.advantage_N, expected_P[outcome.data.batch.trajectory_N], rtol=1e-5
     )
     assert outcome.metrics["overlong/mean"] == pytest.approx(bonus.mean())
     assert outcome.metrics["overlong/share"] == pytest.approx((bonus < 0).mean())

@@ -23,8 +23,8 @@ from evolver_async.schema import EvalResult, WeightId
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.in_process import LocalClient, LocalServer
 from evolver_async.weights.shm import ShmPublisher
-from learner.run.evaluations import Evaluations, Standstill
-from learner.state import Asked, State
+from learner.run.evaluations import EvaluationTracker, Standstill
+from learner.state import LearnerState, PendingEvaluation
 from learner.train import build
 
 RECIPE = """
@@ -86,8 +86,8 @@ def test_an_evaluation_without_progress_is_an_error_and_a_resume_repeats_it(
         server.start()
 
     learner = build(config, run_dir, LocalClient(server, "learner"), loop.run_until_complete)
-    asked = Asked(version=0, stage=0, episodes=6)
-    learner.state = State(stage_take=-2, finished=True, pending=[asked])
+    asked = PendingEvaluation(version=0, stage=0, episodes=6)
+    learner.state = LearnerState(stage_take=-2, finished=True, pending=[asked])
     try:
         loop.run_until_complete(start())
         assert learner.run() == EVALUATION_LOST
@@ -152,7 +152,7 @@ class Bench:
         self.directory = tmp_path
         self.publisher = ShmPublisher(tmp_path / "weights", keep=2, background=False)
         self.metrics = Metrics(tmp_path)
-        self.evaluations = Evaluations(
+        self.evaluations = EvaluationTracker(
             self.publisher, self.metrics, every=2, episodes=4, final_episodes=8
         )
 
@@ -177,7 +177,7 @@ def result(lineage: int, step: int, success: float, episodes: int = 4) -> EvalRe
 
 
 def test_results_are_those_of_exact_weights_and_count_once(bench: Bench) -> None:
-    state = State(lineage=2, version=5)
+    state = LearnerState(lineage=2, version=5)
     bench.evaluations.ask(state, 0, 4)
     bench.evaluations.take_in(state, [result(1, 5, 0.25)], 0.0)
     assert bench.rows() == [] and len(state.pending) == 1
@@ -188,15 +188,15 @@ def test_results_are_those_of_exact_weights_and_count_once(bench: Bench) -> None
 
 
 def test_a_version_is_outstanding_once(bench: Bench) -> None:
-    state = State(version=5)
+    state = LearnerState(version=5)
     bench.evaluations.ask(state, 0, 4)
     bench.evaluations.ask(state, 0, 8)
-    assert state.pending == [Asked(version=5, stage=0, episodes=8)]
+    assert state.pending == [PendingEvaluation(version=5, stage=0, episodes=8)]
 
 
 def test_only_the_resumed_version_is_evaluated_again(bench: Bench) -> None:
-    asked = [Asked(version=version, stage=0, episodes=4) for version in (3, 5)]
-    state = State(version=5, pending=list(asked))
+    asked = [PendingEvaluation(version=version, stage=0, episodes=4) for version in (3, 5)]
+    state = LearnerState(version=5, pending=list(asked))
     assert bench.evaluations.ask_again(state) == asked[1]
     assert state.pending == asked[1:]
     state.version = 6
@@ -204,14 +204,14 @@ def test_only_the_resumed_version_is_evaluated_again(bench: Bench) -> None:
 
 
 def test_an_evaluation_without_episodes_is_no_success_of_zero(bench: Bench) -> None:
-    state = State(version=5)
+    state = LearnerState(version=5)
     bench.evaluations.ask(state, 0, 4)
     bench.evaluations.take_in(state, [result(0, 5, 0.0, episodes=0)], 0.0)
     assert bench.rows() == [] and state.pending == [] and state.eval_success == -1.0
 
 
 def test_the_last_stage_s_success_does_not_end_the_next_one(bench: Bench) -> None:
-    state = State(version=5)
+    state = LearnerState(version=5)
     bench.evaluations.ask(state, 0, 4)
     state.stage = 1
     bench.evaluations.take_in(state, [result(0, 5, 1.0)], 0.0)

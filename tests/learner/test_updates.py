@@ -21,7 +21,8 @@ from evolver_async.schema import (
     Role,
 )
 from learner.optimize import updates as under_test
-from learner.state import Asked, State, load_optimizer, save
+from learner.optimize.tensors import load_optimizer, save_tensors
+from learner.state import LearnerState, PendingEvaluation
 from learner.step import Updater
 
 __all__ = ["tiny"]  # the fixture
@@ -60,9 +61,9 @@ def test_a_kl_switched_on_at_a_resume_gets_a_reference(tiny, tmp_path):
     made = updater(settings, tmp_path)
     stage = stage_config(settings, 0)
     with pytest.raises(AssertionError, match="reference"):
-        made.rl(stage, groups(2), State(lineage=1), FORKS, 1)
+        made.rl(stage, groups(2), LearnerState(lineage=1), FORKS, 1)
     made.ensure_reference(stage, 0)  # the stage itself began without a KL
-    outcome = made.rl(stage, groups(2), State(lineage=1), FORKS, 1)
+    outcome = made.rl(stage, groups(2), LearnerState(lineage=1), FORKS, 1)
     assert outcome.metrics["loss/kl"] == pytest.approx(0.0, abs=1e-6)
 
 
@@ -72,13 +73,13 @@ def test_the_kl_in_the_reward_is_that_of_the_present_policy(tiny, tmp_path):
     made = updater(settings, tmp_path)
     stage = stage_config(settings, 0)
     made.ensure_reference(stage, 0)
-    outcome = made.rl(stage, groups(2), State(lineage=1), FORKS, 1)
+    outcome = made.rl(stage, groups(2), LearnerState(lineage=1), FORKS, 1)
     # policy and reference are the same weights, although mu is far from them
     assert outcome.metrics["loss/kl"] == pytest.approx(0.0, abs=1e-6)
     drift(made.model)
-    outcome = made.rl(stage, groups(2), State(lineage=1), FORKS, 1)
-    assert outcome.batch is not None
-    expected = (outcome.batch.anchor_N - outcome.batch.reference_N).mean()
+    outcome = made.rl(stage, groups(2), LearnerState(lineage=1), FORKS, 1)
+    assert outcome.data is not None
+    expected = (outcome.data.logprobs.anchor_N - outcome.data.logprobs.reference_N).mean()
     assert outcome.metrics["loss/kl"] == pytest.approx(float(expected), rel=1e-4)
     assert abs(expected) > 1e-4
 
@@ -96,7 +97,7 @@ def test_groups_without_an_applied_update_are_reported_and_not_measured(
         return original(*arguments, loss=loss if len(calls) == 1 else np.nan, **options)
 
     monkeypatch.setattr(under_test, "update", second_is_not_finite)
-    state = State(lineage=1)
+    state = LearnerState(lineage=1)
     outcome = made.rl(stage_config(settings, 0), groups(4), state, FORKS, 1)
     assert outcome.updates == 1 and state.bad_steps == 1
     left_out = outcome.filtered["non_finite"]
@@ -112,7 +113,7 @@ def test_when_nothing_is_applied_everything_is_left_out(tiny, tmp_path):
     made = updater(settings, tmp_path)
     with torch.no_grad():
         next(made.model.parameters()).fill_(float("nan"))
-    outcome = made.rl(stage_config(settings, 0), groups(2), State(lineage=1), FORKS, 1)
+    outcome = made.rl(stage_config(settings, 0), groups(2), LearnerState(lineage=1), FORKS, 1)
     assert (outcome.trained, outcome.tokens, outcome.updates) == ([], 0, 0)
     assert outcome.filtered == {"non_finite": [10, 11]}
     assert "loss/policy" not in outcome.metrics and "offpolicy/ess" not in outcome.metrics
@@ -121,7 +122,9 @@ def test_when_nothing_is_applied_everything_is_left_out(tiny, tmp_path):
 def test_a_checkpoint_gives_back_numbers_and_moments(tiny, tmp_path):
     settings = config(tiny, [Stage(kind="rl", steps=1)])
     made = updater(settings, tmp_path)
-    state = State(lineage=1, take=3, pending=[Asked(version=2, stage=0, episodes=8)])
+    state = LearnerState(
+        lineage=1, take=3, pending=[PendingEvaluation(version=2, stage=0, episodes=8)]
+    )
     assert made.rl(stage_config(settings, 0), groups(2), state, FORKS, 1).updates == 1
     (tmp_path / "c").mkdir()
     made.save(tmp_path / "c", state)
@@ -138,7 +141,7 @@ def test_moments_are_restored_to_the_device_of_their_parameter(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2)).sum().backward()
     optimizer.step()
-    save(tmp_path, State(), model, optimizer, None, None)
+    save_tensors(tmp_path, {}, {"optimizer": (model, optimizer)})
     elsewhere = torch.nn.Linear(2, 2, device="meta")  # any device but the file's
     target = torch.optim.AdamW(elsewhere.parameters())
     load_optimizer(elsewhere, target, tmp_path, "optimizer")
@@ -242,7 +245,7 @@ def unguided_metrics(tiny: Path) -> dict[str, float]:
     settings = config(tiny, [Stage(kind="rl", steps=1)])
     return (
         updater(settings, tiny)
-        .rl(stage_config(settings, 0), groups(2), State(lineage=1), FORKS, 1)
+        .rl(stage_config(settings, 0), groups(2), LearnerState(lineage=1), FORKS, 1)
         .metrics
     )
 
@@ -281,7 +284,7 @@ def test_demonstrations_lose_their_experience_unless_told_otherwise(tiny, tmp_pa
         settings = guided_config(tiny, strip)
         settings.stages = [Stage(kind="sft", steps=3)]
         made = updater(settings, tmp_path)
-        outcome = made.sft(stage_config(settings, 0), data, State(lineage=1), 3)
+        outcome = made.sft(stage_config(settings, 0), data, LearnerState(lineage=1), 3)
         assert outcome.updates == 2
         return made
 
@@ -306,10 +309,10 @@ def test_labels_and_their_outage_are_measured_and_alpha_falls(tiny, tmp_path):
     outcome = step(made, data, take=1)
     assert outcome.metrics["advantage/unlabelled_groups"] == 1
     assert outcome.metrics["advantage/alpha"] == pytest.approx(0.2)
-    batch = outcome.batch
-    assert batch is not None
+    assert outcome.data is not None
+    batch, advantage_N = outcome.data.batch, outcome.data.advantage_N
     by_turn = {}
-    for p, k, A in zip(batch.trajectory_N, batch.turn_N, batch.advantage_N, strict=True):
+    for p, k, A in zip(batch.trajectory_N, batch.turn_N, advantage_N, strict=True):
         by_turn.setdefault((int(p), int(k)), set()).add(float(A))
     assert all(len(values) == 1 for values in by_turn.values())  # one a turn
     for p in range(16):
@@ -326,7 +329,7 @@ def test_a_resume_repeats_a_guided_step_bit_for_bit(tiny, tmp_path):
     made = updater(settings, tmp_path)
     step(made, guided_groups(4))
     (tmp_path / "c").mkdir()
-    made.save(tmp_path / "c", State())
+    made.save(tmp_path / "c", LearnerState())
     again = updater(settings, tmp_path)
     again.restore(tmp_path / "c")
     results = [step(one, guided_groups(4), take=1).metrics for one in (made, again)]

@@ -22,7 +22,7 @@ from evolver_async.schema import Group
 from learner.optimize import token_budget
 from learner.ranks.process_group import Ranks, join
 from learner.run.rank_server import Leader, follow
-from learner.state import State
+from learner.state import LearnerState
 from learner.step import Updater
 
 STEPS = 6
@@ -116,7 +116,7 @@ def train(
         follow(updater, lambda *_: stage, ranks)
         return Trained()
     leader = updater if ranks is None else Leader(updater, ranks)
-    state = State(lineage=1) if resume is None else leader.restore(resume)
+    state = LearnerState(lineage=1) if resume is None else leader.restore(resume)
     if resume is None:
         leader.begin_stage(stage, 0)
     else:

@@ -34,8 +34,8 @@ from evolver_async.schema import (
     VersionRun,
     WeightId,
 )
-from learner.diagnostics.rollouts import Outcome
-from learner.state import State
+from learner.diagnostics.step_result import StepResult
+from learner.state import LearnerState
 from learner.step import Updater
 
 FORKS = {1: Fork(lineage=1, parent=0, step=0)}
@@ -158,7 +158,7 @@ def guided_config(tiny: Path, strip: str, minibatches: int = 2, **correction: An
     return settings
 
 
-def step(made: Updater, data: list[Group], take: int = 0) -> Outcome:
+def step(made: Updater, data: list[Group], take: int = 0) -> StepResult:
     """Step `take` of a stage of 3."""
-    state = State(lineage=1, take=7 + take, stage_take=7)
+    state = LearnerState(lineage=1, take=7 + take, stage_take=7)
     return made.rl(stage_config(made.config, 0), data, state, FORKS, 3)

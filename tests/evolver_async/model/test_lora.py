@@ -33,7 +33,7 @@ from evolver_async.weights.lora_receiver import MergingReceiver, merging, whole
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 from learner.ranks.process_group import Ranks, join
 from learner.run.rank_server import Leader, follow
-from learner.state import State
+from learner.state import LearnerState
 from learner.step import Updater
 from learner.tools import prepare
 from learner.tools.export import export
@@ -258,9 +258,9 @@ def test_the_first_reference_is_the_model_without_adapters(tiny: Path, tmp_path:
     made = updater(settings, tmp_path)
     stage = stage_config(settings, 0)
     made.begin_stage(stage, 0)
-    first = made.rl(stage, groups(4), State(lineage=1), FORKS, 3)
+    first = made.rl(stage, groups(4), LearnerState(lineage=1), FORKS, 3)
     assert first.metrics["loss/kl"] == pytest.approx(0.0, abs=1e-6)
-    second = made.rl(stage, groups(4), State(lineage=1), FORKS, 3)
+    second = made.rl(stage, groups(4), LearnerState(lineage=1), FORKS, 3)
     assert second.metrics["loss/kl"] > 1e-6
     assert made.reference is not None
     assert torch.equal(logits(made.reference), logits(plain(tiny)))  # pyright: ignore[reportArgumentType]
@@ -274,7 +274,7 @@ def test_steps_of_every_kind_move_the_adapters_alone(
     settings.advantage, settings.critic = Advantage(kind="gae"), Critic(kind=critic, lr=1e-2)
     made = updater(settings, tmp_path)
     base = {name: one.clone() for name, one in made.model.named_parameters() if not _trains(one)}
-    state = State(lineage=1)
+    state = LearnerState(lineage=1)
     found = [step(made, groups(4))]
     found.append(made.sft(stage_config(settings, 0), shown(groups(4)), state, 3))
     made.begin_stage(stage_config(settings, 1), 1)
@@ -436,7 +436,7 @@ def short_training(
         follow(made, lambda *_: stage, ranks)
         return [], {}
     leader = made if ranks is None else Leader(made, ranks)
-    state = State(lineage=1) if resume is None else leader.restore(resume)
+    state = LearnerState(lineage=1) if resume is None else leader.restore(resume)
     leader.begin_stage(stage, 0) if resume is None else leader.ensure_reference(stage, 0)
     rows = []
     while state.take < 5:

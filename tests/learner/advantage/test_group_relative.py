@@ -10,13 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.advantage.group_relative import (
-    Rewards,
     adca,
     advantages,
     alpha_at,
     finite_groups,
     grpo_process,
-    label_metrics,
     label_scores,
     reinforce,
     rloo,
@@ -26,6 +24,7 @@ from learner.advantage.group_relative import (
     unlabelled_groups,
     zero_spread,
 )
+from learner.advantage.rewards import Rewards
 
 STDS = ["group", "batch", "none"]
 number = st.floats(-10, 10, allow_subnormal=False).map(lambda x: round(x, 3))
@@ -192,15 +191,6 @@ def test_labels_teach_where_the_outcome_is_constant():
     groups = [[(0.0, [(0.0, 1)]), (0.0, [(0.0, -1)])]]
     found = adca(rewards_of(groups), std="group", alpha=0.1, length="none")
     np.testing.assert_allclose(found, [0.1, -0.1])
-
-
-def test_label_metrics_count_turns():
-    groups = [[(0.0, [(0.0, 1), (0.0, 0)]), (0.0, [(0.0, -1), (0.0, 1)])]]
-    found = label_metrics(rewards_of(groups))
-    assert found == {"judge/labelled_share": 0.75, "judge/good_share": pytest.approx(2 / 3)}
-    outage = label_metrics(rewards_of([[(0.0, [(0.0, 0)])]]))
-    assert outage == {"judge/labelled_share": 0.0}
-    assert label_metrics(rewards_of([[(0.0, [])]])) == {"judge/labelled_share": 0.0}
 
 
 def test_alpha_falls_along_a_cosine_to_its_end():

@@ -16,6 +16,7 @@ from learner.loss.correction import correct
 from learner.loss.policy import clipped_objective, policy_loss, token_scale
 
 CPU = torch.device("cpu")
+Scored = tuple[Batch, np.ndarray, np.ndarray]  # with anchor_N and advantage_N
 
 
 @settings(max_examples=60)
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 def test_minibatches_partition_the_trajectories_evenly(seed, count, members, updates):
     batch = collated(make_groups(seed, count, members))
     trains = np.flatnonzero(batch.length_P).tolist()
-    minibatches = batch.minibatches(updates, key=seed)
+    minibatches = batch.whole().split(updates, key=seed)
     assert sorted(m for minibatch in minibatches for m in minibatch.members) == trains
     assert len(minibatches) == min(updates, len(trains))
     assert all(minibatch.trajectories > 0 for minibatch in minibatches)
@@ -39,7 +40,7 @@ def test_minibatch_order_is_keyed():
     batch = collated(make_groups(1, 8, 2))
 
     def order(key: int) -> list[list[int]]:
-        return [minibatch.members.tolist() for minibatch in batch.minibatches(4, key)]
+        return [minibatch.members.tolist() for minibatch in batch.whole().split(4, key)]
 
     assert order(5) == order(5)
     assert order(5) != order(6)
@@ -52,7 +53,7 @@ def test_a_batch_without_action_tokens_has_no_minibatches():
     sequence.logprobs[:] = 0
     sequence.versions.clear()
     batch = collated(groups)
-    assert batch.minibatches(4, key=0) == []
+    assert batch.whole().split(4, key=0) == []
     assert list(batch.whole().micro_batches(64, CPU)) == []
     assert batch.lag_P.tolist() == [0] and len(batch.reward_P) == 1
 
@@ -61,9 +62,7 @@ def test_a_batch_without_action_tokens_has_no_minibatches():
 @given(st.integers(0, 10**6), st.integers(1, 200))
 def test_micro_batches_fit_the_budget_and_hold_every_token_once(seed, budget):
     batch = collated(make_groups(seed, 3, 3))
-    batch.anchor_N = np.arange(len(batch.mu_N), dtype=np.float32)
-    if seed % 2:
-        batch.old_N = batch.mu_N + 1
+    places_N = np.arange(len(batch.mu_N), dtype=np.float32)
     micro_batches = list(batch.whole().micro_batches(budget, CPU))
     index = torch.cat([micro.index_N for micro in micro_batches]).numpy()
     assert sorted(index) == list(range(len(batch.mu_N)))
@@ -81,8 +80,7 @@ def test_micro_batches_fit_the_budget_and_hold_every_token_once(seed, budget):
         assert not (micro.action_BT & ~micro.attention_BT).any()
         assert micro.tokens_BT[micro.action_BT].tolist() == labels[at].tolist()
         assert micro.mu_N.tolist() == batch.mu_N[at].tolist()
-        assert micro.anchor_N.tolist() == at.tolist()
-        assert micro.old_N.tolist() == batch.old_N[at].tolist()
+        assert micro.of(places_N).tolist() == at.tolist()
         assert micro.stripped_N.tolist() == batch.stripped_P[batch.trajectory_N[at]].tolist()
         assert micro.length_N.tolist() == batch.length_P[batch.trajectory_N[at]].tolist()
         assert sorted(own) == torch.tensor(sorted(own))[micro.trajectory_N.unique()].tolist()
@@ -105,12 +103,13 @@ class Bigram(torch.nn.Module):
 
 
 def update_loss(
-    batch: Batch, budget: int, aggregation: str, level: str, noise: int | None = None
+    scored: Scored, budget: int, aggregation: str, level: str, noise: int | None = None
 ) -> tuple[float, torch.Tensor]:
     """Loss and gradient of one optimizer update; `noise` perturbs the labels of other tokens."""
     model = Bigram()
+    batch, anchor_N, advantage_N = scored
     total = 0.0
-    (minibatch,) = batch.minibatches(1, key=0)
+    (minibatch,) = batch.whole().split(1, key=0)
     for micro in minibatch.micro_batches(budget, CPU):
         labels_BT = micro.tokens_BT
         if noise is not None:
@@ -120,14 +119,14 @@ def update_loss(
         theta_N = model(micro.tokens_BT, labels_BT)[micro.action_BT]
         corrected = correct(
             theta_N,
-            micro.old_N,
-            micro.anchor_N,
-            micro.advantage_N,
+            micro.mu_N,
+            micro.of(anchor_N),
+            micro.of(advantage_N),
             micro.trajectory_N,
             Correction(kind="decoupled", level=level, w_max=5.0),
         )
         clipped = clipped_objective(
-            corrected.ratio_N, micro.advantage_N, clip_low=0.9, clip_high=2.0, dual_clip=3.0
+            corrected.ratio_N, micro.of(advantage_N), clip_low=0.9, clip_high=2.0, dual_clip=3.0
         )
         scale_N = token_scale(
             aggregation,
@@ -150,12 +149,12 @@ def update_loss(
     return total, model.table.grad
 
 
-def scored(seed: int) -> Batch:
+def scored(seed: int) -> Scored:
+    """A batch with random anchors and advantages."""
     batch = collated(make_groups(seed, 4, 3))
     rng = np.random.default_rng(seed)
-    batch.anchor_N = batch.mu_N + rng.normal(0, 0.3, len(batch.mu_N)).astype(np.float32)
-    batch.spread_advantages(rng.normal(size=len(batch.turn_reward_U)))
-    return batch
+    anchor_N = batch.mu_N + rng.normal(0, 0.3, len(batch.mu_N)).astype(np.float32)
+    return batch, anchor_N, rng.normal(size=len(batch.mu_N)).astype(np.float32)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum_norm"])
@@ -176,13 +175,3 @@ def test_other_tokens_than_actions_leave_the_loss_bit_identical():
         other_loss, other_gradient = update_loss(batch, 100, "token_mean", "token", noise)
         assert other_loss == loss
         assert torch.equal(other_gradient, gradient)
-
-
-def test_advantages_reach_the_tokens_of_their_turn():
-    batch = collated(make_groups(2, 3, 2))
-    batch.spread_advantages(np.arange(float(len(batch.turn_reward_U))))
-    expected = [
-        batch.turn_start_P[p] + k for p, k in zip(batch.trajectory_N, batch.turn_N, strict=True)
-    ]
-    assert batch.advantage_N.tolist() == expected
-    assert len(set(zip(batch.trajectory_N, batch.turn_N, strict=True))) == len(set(expected))

@@ -25,7 +25,7 @@ from evolver_async.launch.run_directory import PAUSED, pause_reason
 from evolver_async.protocol import messages
 from learner.diagnostics.alarms import Alarm, input_dependence, judge
 from learner.schedule import next_stage
-from learner.state import State, Watched
+from learner.state import LearnerState, Watched
 
 SAFETY = Safety()  # the defaults are what is tested
 HEALTHY = {
@@ -173,7 +173,7 @@ def test_every_step_has_every_alarm_among_its_metrics() -> None:
 
 
 def test_a_new_stage_forgets_the_old_one() -> None:
-    state = State()
+    state = LearnerState()
     steps(state.watched, SAFETY.warmup)
     steps(state.watched, SAFETY.patience, entropy=2.5)
     state.empty_steps, state.masked_steps = 4, 3

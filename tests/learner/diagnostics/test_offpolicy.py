@@ -1,13 +1,15 @@
 """The off-policy numbers of a step against loops, for every family of tokens and trajectories."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from collated_groups import collated, make_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.diagnostics.offpolicy import Accounting
+from learner.diagnostics.offpolicy import Accounting, trajectory_metrics
 
 
 def bucket_of(lag: int) -> str:
@@ -69,15 +71,18 @@ def test_accounting_of_tokens_matches_the_loop(seed, count, share):
 
 
 @given(st.integers(0, 10**6), st.integers(1, 20), st.sampled_from([0.0, 0.4, 1.0]))
-def test_accounting_of_trajectories_matches_the_loop(seed, count, share):
+def test_metrics_of_trajectories_match_the_loop(seed, count, share):
     rng = np.random.default_rng(seed)
     lag_P, stripped_P = rng.integers(0, 13, count), rng.random(count) < share
     reward_P, length_P = rng.normal(size=count), rng.integers(1, 50, count)
-    accounting = Accounting()
-    accounting.set_trajectories(
-        lag_P=lag_P, stripped_P=stripped_P, reward_P=reward_P, length_P=length_P
+    batch = replace(
+        collated(make_groups(seed, 1, 1)),
+        lag_P=np.append(lag_P, 99),
+        stripped_P=np.append(stripped_P, True),
+        reward_P=np.append(reward_P, np.nan),
+        length_P=np.append(length_P, 1),
     )
-    found = accounting.metrics()
+    found = trajectory_metrics(batch, np.append(np.ones(count, bool), False))
     families = families_of(lag_P, stripped_P)
     assert {name.split("/")[0] for name in found} == {*families, "staleness"}
     for family, members in families.items():

@@ -17,7 +17,6 @@ from learner.loss.correction import (
     guided_old,
     interpolated_anchor,
     log_rho,
-    needs_anchor_pass,
     trajectory_mean,
     trajectory_sum,
 )
@@ -238,15 +237,6 @@ def test_trajectory_sums_reach_every_token():
     assert sums_N.tolist() == [5, 2, 5]
     means_N = trajectory_mean(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 1, 0]))
     assert means_N.tolist() == [2.5, 2, 2.5]
-
-
-def test_only_recomputed_anchors_that_are_read_cost_a_forward_pass():
-    assert needs_anchor_pass("decoupled", "recompute") and needs_anchor_pass("none", "recompute")
-    assert not needs_anchor_pass("decoupled", "interpolate")
-    for kind in ("ppo", "cispo", "topr"):
-        assert not needs_anchor_pass(kind, "recompute")
-    for kind in ("icepop", "geo_mask", "gspo"):
-        assert needs_anchor_pass(kind, "recompute")
 
 
 def test_log_rho_is_constant_and_bounded():

@@ -21,9 +21,9 @@ from evolver_async.schema import Group, Role
 from learner.data.batch import Batch
 from learner.data.collate import Lag, collate
 from learner.diagnostics.offpolicy import Accounting
-from learner.diagnostics.rollouts import Outcome
-from learner.loss.dpo import Preference, dpo_loss, mark_pairs, pairs
-from learner.state import State
+from learner.diagnostics.step_result import StepResult
+from learner.loss.dpo import PreferenceLoss, dpo_loss, pair_signs, pairs
+from learner.state import LearnerState
 
 CPU = torch.device("cpu")
 
@@ -58,24 +58,21 @@ def test_a_pair_of_which_one_cannot_be_trained_is_left_out():
 
 
 def batch_of(*given_: Group) -> Batch:
-    batch = collate(pairs(list(given_)).groups, {WEIGHTS: Lag(0)}, NEVER)
-    mark_pairs(batch)
-    rng = np.random.default_rng(0)
-    batch.reference_N = -rng.random(len(batch.mu_N)).astype(np.float32)
-    return batch
+    return collate(pairs(list(given_)).groups, {WEIGHTS: Lag(0)}, NEVER, whole_groups=True)
 
 
 @given(number, st.integers(1, 5), st.integers(1, 40), st.floats(0.01, 2), st.integers(1, 4))
 def test_the_loss_is_the_papers_whatever_the_micro_batches(seed, count, budget, beta, updates):
     rng = np.random.default_rng(seed)
     batch = batch_of(*(group_of(n, rng.permutation(4).tolist(), seed) for n in range(count)))
-    theta_N = -rng.random(len(batch.mu_N)).astype(np.float32)
+    theta_N, reference_N = -rng.random((2, len(batch.mu_N))).astype(np.float32)
+    loss = PreferenceLoss(beta, pair_signs(batch), reference_N)
     found, margins = [], []
-    for minibatch in batch.minibatches(updates, key=seed):
+    for minibatch in batch.whole().split(updates, key=seed):
         total, terms = 0.0, {"dpo/margin": 0.0}
         for micro in minibatch.micro_batches(budget, CPU):
             theta = torch.from_numpy(theta_N[micro.index_N.numpy()])
-            value, more = Preference(beta)(theta, theta, micro, minibatch, Accounting())
+            value, more = loss(theta, theta, micro, minibatch, Accounting())
             total += float(value)
             terms = {name: terms.get(name, 0.0) + float(term) for name, term in more.items()}
         members = minibatch.members.reshape(-1, 2)
@@ -84,7 +81,7 @@ def test_the_loss_is_the_papers_whatever_the_micro_batches(seed, count, budget, 
             chosen, rejected = sorted((one, other), key=lambda p: -batch.reward_P[p])
             gained = [
                 sum(
-                    float(theta_N[n] - batch.reference_N[n])
+                    float(theta_N[n] - reference_N[n])
                     for n in range(len(theta_N))
                     if batch.trajectory_N[n] == p
                 )
@@ -118,11 +115,11 @@ def settings_of(tiny: Path, minibatches: int = 1) -> Config:
 
 
 def test_a_stage_begins_at_log_2_and_comes_to_prefer_the_better(tiny, tmp_path):
-    settings, state = settings_of(tiny), State(lineage=1)
+    settings, state = settings_of(tiny), LearnerState(lineage=1)
     made, stage = updater(settings, tmp_path), stage_config(settings, 0)
     made.begin_stage(stage, 0)
 
-    def take() -> Outcome:
+    def take() -> StepResult:
         outcome = made.dpo(stage, data(), state, FORKS, 9)
         state.take += 1
         return outcome
@@ -143,7 +140,7 @@ def test_more_updates_than_pairs_cut_none(tiny, tmp_path):
     settings = settings_of(tiny, minibatches=9)
     made, stage = updater(settings, tmp_path), stage_config(settings, 0)
     made.begin_stage(stage, 0)
-    assert made.dpo(stage, data(), State(lineage=1), FORKS, 9).updates == 4
+    assert made.dpo(stage, data(), LearnerState(lineage=1), FORKS, 9).updates == 4
 
 
 def test_groups_without_a_difference_train_nothing_and_are_named(tiny, tmp_path):
@@ -151,7 +148,7 @@ def test_groups_without_a_difference_train_nothing_and_are_named(tiny, tmp_path)
     made, stage = updater(settings, tmp_path), stage_config(settings, 0)
     made.begin_stage(stage, 0)
     before = tensors(made.model)
-    outcome = made.dpo(stage, [group_of(7, [1, 1])], State(lineage=1), FORKS, 9)
+    outcome = made.dpo(stage, [group_of(7, [1, 1])], LearnerState(lineage=1), FORKS, 9)
     assert (outcome.trained, outcome.filtered, outcome.updates) == ([], {"zero_spread": [7]}, 0)
     assert same(before, tensors(made.model))
 
@@ -159,7 +156,7 @@ def test_groups_without_a_difference_train_nothing_and_are_named(tiny, tmp_path)
 def test_the_reference_is_the_policy_at_the_stages_start_and_is_in_the_checkpoint(tiny, tmp_path):
     settings = settings_of(tiny)
     settings.stages = [Stage(kind="dpo", steps=1), Stage(kind="dpo", steps=1)]
-    made, state = updater(settings, tmp_path), State(lineage=1)
+    made, state = updater(settings, tmp_path), LearnerState(lineage=1)
     for index in range(2):
         made.begin_stage(stage_config(settings, index), index)
         assert made.reference is not None

@@ -14,6 +14,7 @@ from evolver_async.config import Correction, Loss
 from evolver_async.config.sections.learner import by_kind
 from learner.data.batch import Batch
 from learner.data.collate import Strip
+from learner.data.scores import LogProbs
 from learner.diagnostics.offpolicy import Accounting
 from learner.loss.correction import guided_old
 from learner.loss.objective import Objective
@@ -24,7 +25,7 @@ UNCLIPPED = ("cispo", "topr")
 
 
 def filled(seed: int, strip: Strip, guided: str) -> tuple[Batch, dict[str, np.ndarray]]:
-    """A batch with random log-probs, and these by name: mu, anchor, anchor_e, theta, A."""
+    """A batch, and random log-probs by name: mu, old, anchor, anchor_e, theta, and A."""
     batch = collated(make_groups(seed, 3, 3), strip)
     rng = np.random.default_rng(seed)
     mu = batch.mu_N.astype(np.float64)
@@ -32,13 +33,20 @@ def filled(seed: int, strip: Strip, guided: str) -> tuple[Batch, dict[str, np.nd
     anchor, anchor_e = mu + rng.normal(0, 0.3, shape), mu + rng.normal(0, 0.3, shape)
     theta = anchor + rng.normal(0, 0.4, shape)
     stripped_N = batch.stripped_N
-    batch.anchor_N, batch.old_N = anchor, mu.copy()
-    batch.old_N[stripped_N] = guided_old(
-        guided, mu[stripped_N], anchor[stripped_N], anchor_e[stripped_N]
+    old = mu.copy()
+    old[stripped_N] = guided_old(guided, mu[stripped_N], anchor[stripped_N], anchor_e[stripped_N])
+    A = rng.normal(size=len(batch.turn_reward_U))[batch.turn_at_N].astype(np.float32)
+    data = {"old": old, "anchor": anchor, "anchor_e": anchor_e, "theta": theta}
+    return batch, data | {"mu": mu, "A": A.astype(np.float64)}
+
+
+def objective_of(
+    data: dict[str, np.ndarray], correction: Correction, loss: Loss, *, boosts: bool = False
+) -> Objective:
+    logprobs = LogProbs(data["anchor"], data["old"], np.zeros_like(data["mu"]))
+    return Objective(
+        correction, loss, logprobs, data["A"].astype(np.float32), interpolates=False, boosts=boosts
     )
-    batch.spread_advantages(rng.normal(size=len(batch.turn_reward_U)))
-    A = batch.advantage_N.astype(np.float64)
-    return batch, {"mu": mu, "anchor": anchor, "anchor_e": anchor_e, "theta": theta, "A": A}
 
 
 def expected_loss(
@@ -98,9 +106,9 @@ def test_an_update_over_mixed_data_matches_the_loop(kind, level, guided, seed, b
     loss = Loss(clip_low=0.2, clip_high=0.28, boost=0.0 if kind in UNCLIPPED else boost)
     boost = loss.boost
     boosts = batch.sampled is not None and boost > 0
-    objective = Objective(correction, loss, interpolates=False, boosts=boosts)
+    objective = objective_of(data, correction, loss, boosts=boosts)
     accounting = Accounting()
-    for minibatch in batch.minibatches(2, key=seed):
+    for minibatch in batch.whole().split(2, key=seed):
         total, tokens = 0.0, []
         for micro in minibatch.micro_batches(60, CPU):
             at = micro.index_N.numpy()
@@ -126,7 +134,7 @@ def check_accounting(
     if not len(stripped_N):
         return
     unanchored = correction.kind in ("ppo", *UNCLIPPED)
-    r = np.exp(data["theta"] - (batch.old_N if unanchored else data["anchor"]))
+    r = np.exp(data["theta"] - (data["old"] if unanchored else data["anchor"]))
     log_rho = data["theta"] - data["mu"]
     sides = {"offpolicy": np.ones_like(stripped_N)}
     if stripped_N.any():
@@ -157,17 +165,18 @@ def check_accounting(
 
 def test_bounds_left_open_never_reach_the_loss():
     closed, _ = by_kind(Correction(), Loss())
+    _, data = filled(0, Strip("never", 0.0, 0), "stale")
     for one in ((Correction(), Loss(clip_low=0.2, clip_high=0.28)), (closed, Loss())):
         with pytest.raises(AssertionError, match="stage_config"):
-            Objective(*one, interpolates=False, boosts=False)
+            objective_of(data, *one)
 
 
 def test_masked_tokens_are_those_that_no_gradient_reaches():
     batch, data = filled(11, Strip("always", 0.0, 0), "stale")
     settings = by_kind(Correction(), Loss(boost=0.6))
-    objective = Objective(*settings, interpolates=False, boosts=True)
+    objective = objective_of(data, *settings, boosts=True)
     accounting = Accounting()
-    (minibatch,) = batch.minibatches(1, key=0)
+    (minibatch,) = batch.whole().split(1, key=0)
     (micro,) = minibatch.micro_batches(10**6, CPU)
     theta_N = torch.from_numpy(data["theta"][micro.index_N.numpy()]).requires_grad_()
     value, _ = objective(theta_N, -theta_N, micro, minibatch, accounting)
@@ -180,14 +189,14 @@ def test_masked_tokens_are_those_that_no_gradient_reaches():
 def test_masked_tokens_stay_in_the_denominator_and_are_counted(kind):
     """With every weight out of bounds the loss is 0 and all is masked; with wider bounds not."""
     batch, data = filled(5, Strip("never", 0.0, 0), "stale")
-    (minibatch,) = batch.minibatches(1, key=0)
+    (minibatch,) = batch.whole().split(1, key=0)
     (micro,) = minibatch.micro_batches(10**6, CPU)
     theta_N = torch.from_numpy(data["theta"][micro.index_N.numpy()])
 
     def masked(low: float, high: float) -> tuple[float, float]:
         accounting = Accounting()
         settings = by_kind(Correction(kind=kind, low=low, high=high), Loss())
-        objective = Objective(*settings, interpolates=False, boosts=False)
+        objective = objective_of(data, *settings)
         value, _ = objective(theta_N, -theta_N, micro, minibatch, accounting)
         return float(value), accounting.metrics()["offpolicy/masked"]
 
@@ -200,7 +209,7 @@ def test_a_trajectory_in_several_contexts_counts_once():
     """`sequence_mean`: splitting one sequence's tokens over two contexts leaves every weight."""
     groups = make_groups(21, 2, 3, sequences=3)
     batch = collated(groups, Strip("never", 0.0, 0))
-    (minibatch,) = batch.minibatches(1, key=0)
+    (minibatch,) = batch.whole().split(1, key=0)
     (micro,) = minibatch.micro_batches(10**6, CPU)
     shares = np.zeros(len(batch.length_P))
     scale_N = token_scale(

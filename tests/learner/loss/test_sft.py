@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from evolver_async.config import Config, Stage
-from learner.loss.sft import Stages, sft_loss
+from learner.loss.sft import sft_loss
+from learner.schedule import Stages
 
 
 def test_sft_is_the_mean_negative_log_prob():

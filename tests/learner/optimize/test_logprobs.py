@@ -1,4 +1,4 @@
-"""Anchors and what guided tokens are corrected from, against one plain forward a sequence."""
+"""Anchors, and `old` of guided tokens, against one plain forward pass per sequence."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from evolver_async.model import policy
 from evolver_async.schema import Group, Role, Sequence
 from learner.data.batch import Batch
 from learner.data.collate import Strip
-from learner.optimize.logprobs import Scorer, store_anchor
+from learner.optimize.logprobs import Scorer, anchor_and_old, anchored
 from learner.ranks.process_group import alone
 
 TEMPERATURE = 0.8
@@ -51,13 +51,14 @@ def expected(model: torch.nn.Module, groups: list[Group], strip: Strip) -> tuple
     return np.concatenate(anchor), np.concatenate(anchor_e)
 
 
-def stored(
+def scored(
     model: torch.nn.Module, groups: list[Group], strip: Strip, everywhere: bool, guided: str
-) -> Batch:
+) -> tuple[Batch, np.ndarray, np.ndarray]:
+    """A batch, its anchor and its `old`."""
     batch = collated(groups, strip)
     score = Scorer(TEMPERATURE, token_budget=64, chunk=16, ranks=alone("cpu"))
-    store_anchor(score, model, batch, everywhere=everywhere, guided=guided, abandoned=False)
-    return batch
+    wanted_P = anchored(batch, everywhere=everywhere, guided=guided, abandoned=False)
+    return batch, *anchor_and_old(score, model, batch, wanted_P, guided)
 
 
 @pytest.mark.parametrize("strip", [ALWAYS, NEVER, Strip("fraction", 0.5, 0)])
@@ -65,15 +66,15 @@ def test_contexts_are_scored_as_trained_and_as_sampled(model, strip):
     groups = make_groups(1, 4, 3)
     anchor, anchor_e = expected(model, groups, strip)
     for guided in ("stale", "anchor", "behaviour"):
-        batch = stored(model, groups, strip, True, guided)
-        np.testing.assert_allclose(batch.anchor_N, anchor, atol=1e-5)
+        batch, anchor_N, old_N = scored(model, groups, strip, True, guided)
+        np.testing.assert_allclose(anchor_N, anchor, atol=1e-5)
         stripped = batch.stripped_N
         assert stripped.any() == (strip is not NEVER)
         old = {"stale": anchor - anchor_e + batch.mu_N, "anchor": anchor, "behaviour": batch.mu_N}
-        np.testing.assert_allclose(batch.old_N[stripped], old[guided][stripped], atol=1e-5)
-        assert (batch.old_N[~stripped] == batch.mu_N[~stripped]).all()
+        np.testing.assert_allclose(old_N[stripped], old[guided][stripped], atol=1e-5)
+        assert (old_N[~stripped] == batch.mu_N[~stripped]).all()
         if strip is NEVER:
-            assert batch.old_N is batch.mu_N
+            assert old_N is batch.mu_N
 
 
 def test_experience_changes_what_is_expected_of_the_actions(model):
@@ -90,27 +91,27 @@ def test_data_that_the_anchor_itself_sampled_has_weight_one_once_stale(model):
             for sequence in trajectory.sequences:
                 at = sequence.roles == Role.ACTION
                 sequence.logprobs[at] = np.minimum(of_actions(model, sequence), 0)
-    batch = stored(model, groups, ALWAYS, True, "stale")
+    batch, anchor_N, old_N = scored(model, groups, ALWAYS, True, "stale")
     assert batch.stripped_N.any() and not batch.stripped_N.all()
-    np.testing.assert_allclose(np.exp(batch.anchor_N - batch.old_N), 1, atol=1e-4)
-    behaviour = stored(model, groups, ALWAYS, True, "behaviour")
-    w = np.exp(behaviour.anchor_N - behaviour.old_N)
+    np.testing.assert_allclose(np.exp(anchor_N - old_N), 1, atol=1e-4)
+    behaviour, anchor_N, old_N = scored(model, groups, ALWAYS, True, "behaviour")
+    w = np.exp(anchor_N - old_N)
     assert np.abs(w[behaviour.stripped_N] - 1).max() > 1e-3
 
 
 @pytest.mark.parametrize("guided", ["stale", "anchor", "behaviour"])
 def test_where_no_anchor_is_read_only_stripped_trajectories_are_scored(model, guided):
     groups = make_groups(3, 4, 3)
-    full = stored(model, groups, ALWAYS, True, guided)
+    _, _, full_N = scored(model, groups, ALWAYS, True, guided)
     forwards = []
     hook = policy.split_model(model)[0].register_forward_hook(
         lambda _module, _inputs, output: forwards.append(output.last_hidden_state.shape[0])
     )
     try:
-        batch = stored(model, groups, ALWAYS, False, guided)
+        batch, anchor_N, old_N = scored(model, groups, ALWAYS, False, guided)
     finally:
         hook.remove()
-    np.testing.assert_allclose(batch.old_N, full.old_N, atol=1e-5)
-    assert not batch.anchor_N[~batch.stripped_N].any()
+    np.testing.assert_allclose(old_N, full_N, atol=1e-5)
+    assert not anchor_N[~batch.stripped_N].any()
     rows = int(batch.stripped_P[batch.trajectory_R].sum())
     assert sum(forwards) == {"stale": 2 * rows, "anchor": rows, "behaviour": 0}[guided]

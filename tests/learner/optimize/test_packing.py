@@ -37,7 +37,7 @@ from evolver_async.process.setup import RoleArgs
 from learner.optimize import token_budget, updates
 from learner.optimize.logprobs import Scorer
 from learner.ranks.process_group import Ranks, alone
-from learner.state import State
+from learner.state import LearnerState
 from learner.step import Updater
 from learner.tools import prepare
 
@@ -239,7 +239,6 @@ def descending(settings: Config, run_dir: Path) -> Updater:
     settings.learner.lr, settings.learner.grad_clip = 1.0, 1e9
     made = updater(settings, run_dir)
     made.optimizer = torch.optim.SGD(made.model.parameters(), lr=1.0)
-    made.stepper.optimizer = made.optimizer
     return made
 
 
@@ -266,7 +265,7 @@ def stepped(kind: str, settings: Config, run_dir: Path) -> tuple[Updater, dict[s
     if settings.advantage.kind == "gae":
         with_critic(made)
     groups = make_groups(7, 4, 3, sequences=3, scripted=kind == "sft")
-    state = State(**STATE)
+    state = LearnerState(**STATE)
     if kind == "sft":
         return made, made.sft(stage, groups, state, 1).metrics
     return made, getattr(made, kind)(stage, groups, state, FORKS, 1).metrics
@@ -437,7 +436,9 @@ def test_a_budget_is_measured_on_a_gpu_alone(paths, tmp_path):
     made = updater(settings, tmp_path)
     if not torch.cuda.is_available():
         with pytest.raises(TrainingError, match=r"learner\.token_budget"):
-            made.rl(stage_config(settings, 0), make_groups(1, 2, 2), State(**STATE), FORKS, 1)
+            made.rl(
+                stage_config(settings, 0), make_groups(1, 2, 2), LearnerState(**STATE), FORKS, 1
+            )
 
 
 def test_ranks_on_one_gpu_share_what_is_free_there(monkeypatch):
@@ -477,7 +478,7 @@ def test_a_budget_is_measured_again_when_a_critic_has_come(paths, tmp_path, monk
     made = updater(settings, tmp_path)
     stage = stage_config(settings, 0)
     made.begin_stage(stage, 0)
-    made.rl(stage, make_groups(2, 2, 2), State(**STATE), FORKS, 1)
+    made.rl(stage, make_groups(2, 2, 2), LearnerState(**STATE), FORKS, 1)
     assert made.critic is not None and made.stepper.token_budget(stage, made.critic) == 256
     assert made.stepper.token_budget(stage, None) == 128, "less than before there was a critic"
 

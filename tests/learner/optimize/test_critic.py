@@ -20,13 +20,16 @@ from evolver_async.config import Advantage, Config
 from evolver_async.config.load import stage_config
 from evolver_async.model import lora, policy
 from evolver_async.schema import Group, Role
-from learner.advantage.assign import give_credit, rewards_of
-from learner.advantage.critic import Critic, fit_metrics, value_loss
+from learner.advantage.assign import Advantages, assign, fit_metrics
 from learner.advantage.gae import whitened
+from learner.advantage.rewards import rewards_of
 from learner.data.batch import Batch
 from learner.data.collate import Lag, collate
+from learner.data.scores import LogProbs, Values
+from learner.loss.value import value_loss
+from learner.optimize.critic import Critic
 from learner.ranks.process_group import alone
-from learner.state import State
+from learner.state import LearnerState
 from learner.step import Updater
 
 __all__ = ["tiny"]  # the fixture
@@ -58,7 +61,7 @@ def batch_of(*given_: Group) -> Batch:
 def test_values_are_read_where_a_token_is_predicted_and_behind_the_last(tiny, kind):
     model, critic = made(tiny, kind)
     batch = batch_of(crossed())
-    critic.score(model, batch, 24, alone("cpu"))
+    values = critic.score(model, batch, 24, alone("cpu"))
     trunk = critic.module["trunk"] if kind == "separate" else policy.split_model(model)[0]
     head, expected, ends = critic.module["head"], [], []
     for one in [s for t in crossed().trajectories for s in t.sequences]:
@@ -68,66 +71,74 @@ def test_values_are_read_where_a_token_is_predicted_and_behind_the_last(tiny, ki
             values_T = (hidden_TD @ head.weight + head.bias).tolist()
         expected += [values_T[t - 1] for t in range(len(one)) if one.roles[t] == Role.ACTION]
         ends.append(values_T[-1])
-    np.testing.assert_allclose(batch.value_N, expected, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(batch.end_value_R, ends, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(values.value_N, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(values.end_value_R, ends, rtol=1e-4, atol=1e-4)
 
 
 def test_a_new_critic_expects_nothing(tiny):
     model = policy.load_model(tiny, dtype="float32", device="cpu")
     for kind in KINDS:
         batch = batch_of(crossed())
-        new_critic(model, kind).score(model, batch, 24, alone("cpu"))
-        assert not batch.value_N.any() and not batch.end_value_R.any()
+        values = new_critic(model, kind).score(model, batch, 24, alone("cpu"))
+        assert not values.value_N.any() and not values.end_value_R.any()
+
+
+def assigned(batch: Batch, values: Values, settings: Advantage, anchor_N: np.ndarray) -> Advantages:
+    logprobs = LogProbs(anchor_N, batch.mu_N, np.zeros_like(batch.mu_N))
+    rewards, _ = rewards_of(batch, logprobs, Config().loss, settings)
+    return assign(
+        batch, logprobs, values, rewards, settings, scale=1.0, baseline=0.0, step=0, steps=1
+    )
 
 
 @pytest.mark.parametrize("bootstrap", [True, False])
 def test_credit_follows_the_order_of_writing_across_contexts(bootstrap):
     batch = batch_of(crossed())
-    batch.value_N = np.arange(1, 10, dtype=np.float32) / 8
-    batch.end_value_R = np.array([100.0, 3.0, 200.0], np.float32)
+    values = Values(
+        np.arange(1, 10, dtype=np.float32) / 8, np.array([100.0, 3.0, 200.0], np.float32)
+    )
     settings = Advantage(kind="gae", gamma=0.9, lam=0.5, whiten=False, bootstrap=bootstrap)
-    rewards, _ = rewards_of(batch, Config().loss)
-    kept_P, metrics = give_credit(batch, rewards, settings, State(), 1)
-    assert kept_P.all()
+    found = assigned(batch, values, settings, np.zeros_like(batch.mu_N))
+    assert found.finite_P.all()
     # rows: turns 0 0 2 | 1 3 3; in time: rows' places 0 1 3 2 4 5
-    V = batch.value_N.astype(float)
+    V = values.value_N.astype(float)
     after = 3.0 if bootstrap else 0.0
     times = [0, 1, 3, 2, 4, 5]
     first = slow_gae([0, 0.5, -1, 2, 0, 4], V[times].tolist(), after, 0.9, 0.5)
     second = slow_gae([0.5, 0, -0.25 - 0.5], V[6:].tolist(), 0.0, 0.9, 0.5)
-    np.testing.assert_allclose(batch.advantage_N[times], first, rtol=1e-5)
-    np.testing.assert_allclose(batch.advantage_N[6:], second, rtol=1e-5)
-    np.testing.assert_allclose(batch.return_N, batch.advantage_N + batch.value_N, rtol=1e-5)
-    spread = np.var(batch.return_N.astype(float))
-    lost = np.var(batch.return_N.astype(float) - V)
-    assert metrics["critic/explained"] == pytest.approx(1 - lost / spread, rel=1e-4)
+    np.testing.assert_allclose(found.advantage_N[times], first, rtol=1e-5)
+    np.testing.assert_allclose(found.advantage_N[6:], second, rtol=1e-5)
+    np.testing.assert_allclose(found.return_N, found.advantage_N + values.value_N, rtol=1e-5)
+    spread = np.var(found.return_N.astype(float))
+    lost = np.var(found.return_N.astype(float) - V)
+    assert found.metrics["critic/explained"] == pytest.approx(1 - lost / spread, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["gae", "gae_bilevel", "vtrace"])
 def test_a_group_without_finite_values_trains_nobody_and_spoils_nobody(kind):
     settings = Advantage(kind=kind)
-    good, bad = batch_of(crossed()), batch_of(crossed(), crossed())
-    for batch in (good, bad):
-        batch.value_N[:] = np.tile(np.arange(9) / 8, len(batch.value_N) // 9)
-    bad.value_N[9] = np.nan
-    for batch in (good, bad):
-        rewards, _ = rewards_of(batch, Config().loss)
-        kept_P, _ = give_credit(batch, rewards, settings, State(), 1)
-    assert kept_P.tolist() == [True, True, False, False]
+    found = []
+    for batch in (batch_of(crossed()), batch_of(crossed(), crossed())):
+        value_N = np.tile(np.arange(9, dtype=np.float32) / 8, len(batch.mu_N) // 9)
+        value_N[9:10] = np.nan
+        values = Values(value_N, np.zeros(len(batch.trajectory_R), np.float32))
+        found.append(assigned(batch, values, settings, np.zeros_like(batch.mu_N)))
+    good, bad = found
+    assert bad.finite_P.tolist() == [True, True, False, False] and bad.left_out == {1}
     assert bad.advantage_N[:9].tolist() == good.advantage_N.tolist()  # whitening saw no other
     assert np.abs(whitened(good.advantage_N.astype(float)) - good.advantage_N).max() < 1e-4
-    assert not bad.advantage_N[9:].any() and bad.trains_P.tolist() == kept_P.tolist()
+    assert not bad.advantage_N[9:].any()
 
 
 def test_vtrace_reads_the_weight_of_the_policy_that_is_trained():
     batch = batch_of(crossed())
-    batch.anchor_N = batch.mu_N + np.log(np.float32(0.5))
+    anchor_N = batch.mu_N + np.log(np.float32(0.5))
+    values = Values(np.zeros_like(batch.mu_N), np.zeros(len(batch.trajectory_R), np.float32))
     settings = Advantage(kind="vtrace", whiten=False, bootstrap=False)
-    rewards, _ = rewards_of(batch, Config().loss)
-    give_credit(batch, rewards, settings, State(), 1)
+    found = assigned(batch, values, settings, anchor_N)
     # V = 0 and ρ = c = ½: vs_t = Σ_{j>=t} ½^{j-t+1} r_j, A_t = ½ (r_t + vs_{t+1})
-    np.testing.assert_allclose(batch.return_N[6:], [0.25 - 0.75 / 8, -0.75 / 4, -0.75 / 2])
-    np.testing.assert_allclose(batch.advantage_N[6:], [0.25 - 0.75 / 8, -0.75 / 4, -0.75 / 2])
+    np.testing.assert_allclose(found.return_N[6:], [0.25 - 0.75 / 8, -0.75 / 4, -0.75 / 2])
+    np.testing.assert_allclose(found.advantage_N[6:], [0.25 - 0.75 / 8, -0.75 / 4, -0.75 / 2])
 
 
 value = st.floats(-3, 3, width=32)
@@ -173,7 +184,7 @@ def test_fit_is_0_for_a_constant_and_1_for_the_truth():
 # ---- inside of a step
 
 
-def take(made_: Updater, state: State, seed: int = 0) -> dict[str, float]:
+def take(made_: Updater, state: LearnerState, seed: int = 0) -> dict[str, float]:
     outcome = made_.rl(stage_config(made_.config, 0), data(seed), state, FORKS, 9)
     state.take += 1
     assert outcome.updates == made_.config.learner.minibatches
@@ -182,7 +193,7 @@ def take(made_: Updater, state: State, seed: int = 0) -> dict[str, float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_while_the_critic_warms_up_the_policy_stays(tiny, tmp_path, kind):
-    made_, state = updater(ppo(tiny, kind, warmup=2), tmp_path), State(lineage=1)
+    made_, state = updater(ppo(tiny, kind, warmup=2), tmp_path), LearnerState(lineage=1)
     before = tensors(made_.model)
     losses = []
     for step in range(2):
@@ -198,7 +209,7 @@ def test_while_the_critic_warms_up_the_policy_stays(tiny, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_critic_learns_what_a_context_is_worth(tiny, tmp_path, kind):
-    made_, state = updater(ppo(tiny, kind, lr=3e-2, clip=1.0), tmp_path), State(lineage=1)
+    made_, state = updater(ppo(tiny, kind, lr=3e-2, clip=1.0), tmp_path), LearnerState(lineage=1)
     found = []
     for number in range(4):  # the task is all that the outcome depends on
         (group,) = groups(1)
@@ -222,14 +233,14 @@ def test_the_values_loss_moves_the_policy_only_where_it_is_shared(tiny, tmp_path
     found = []
     for coef in (0.1, 0.9):
         made_ = updater(ppo(tiny, kind, coef=coef), tmp_path)
-        take(made_, State(lineage=1))  # of two updates: in the first the head is still 0
+        take(made_, LearnerState(lineage=1))  # of two updates: in the first the head is still 0
         found.append(tensors(made_.model))
     assert same(*found) == (kind == "separate")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_with_a_critic_goes_on_bitwise(tiny, tmp_path, kind):
-    made_, state = updater(ppo(tiny, kind), tmp_path), State(lineage=1)
+    made_, state = updater(ppo(tiny, kind), tmp_path), LearnerState(lineage=1)
     take(made_, state)
     (tmp_path / "c").mkdir()
     made_.save(tmp_path / "c", state)
@@ -244,7 +255,7 @@ def test_a_checkpoint_with_a_critic_goes_on_bitwise(tiny, tmp_path, kind):
 
 @pytest.mark.parametrize("spoilt", ["critic", "policy"])
 def test_a_gradient_that_is_not_finite_moves_neither(tiny, tmp_path, monkeypatch, spoilt):
-    made_, state = updater(ppo(tiny, "separate", minibatches=1), tmp_path), State(lineage=1)
+    made_, state = updater(ppo(tiny, "separate", minibatches=1), tmp_path), LearnerState(lineage=1)
     take(made_, state)
     assert made_.critic is not None
     module = made_.critic.module if spoilt == "critic" else made_.model
@@ -265,7 +276,7 @@ def test_a_separate_critic_begins_as_the_policy_of_its_first_step(tiny, tmp_path
     decoder = tensors(policy.split_model(made_.model)[0])
     made_.critic = made_._make_critic()
     assert same(decoder, tensors(made_.critic.module["trunk"]))
-    state = State(lineage=1)
+    state = LearnerState(lineage=1)
     take(made_, state)  # the head is 0, so that nothing reaches the trunk
     assert same(decoder, tensors(made_.critic.module["trunk"]))
     take(made_, state)
@@ -277,7 +288,7 @@ def test_a_fresh_optimizer_is_the_critics_too(tiny, tmp_path):
     settings.stages = [settings.stages[0], dataclasses.replace(settings.stages[0])]
     settings.stages[1].reset_optimizer = True
     made_ = updater(settings, tmp_path)
-    take(made_, State(lineage=1))
+    take(made_, LearnerState(lineage=1))
     assert made_.critic is not None and made_.critic.optimizer.state
     made_.begin_stage(stage_config(settings, 1), 1)
     assert not made_.critic.optimizer.state and not made_.optimizer.state
