@@ -1,6 +1,7 @@
-"""The config reference of the README, generated from the dataclasses and their fields' comments.
+"""The config reference in docs/configuration.md, generated from the dataclasses and their comments.
 
-`python -m evolver_async.config.reference README.md` rewrites the part between the two markers.
+`python -m evolver_async.config.reference docs/configuration.md` rewrites the part between the two
+markers.
 """
 
 import ast
@@ -27,7 +28,7 @@ def reference() -> str:
         title = "stages[i]" if is_stages else section.name
         rows = "\n".join(_rows(default, f"{title}."))
         about = inspect.getdoc(type(default))
-        parts.append(f"#### `{title}`\n\n{about}\n\n| key | default | |\n|---|---|---|\n{rows}\n")
+        parts.append(f"## `{title}`\n\n{about}\n\n| key | default | |\n|---|---|---|\n{rows}\n")
     return "\n".join(parts)
 
 
@@ -72,5 +73,5 @@ def _comments(kind: type) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    readme = Path(sys.argv[1])
-    readme.write_text(rewrite(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    page = Path(sys.argv[1])
+    page.write_text(rewrite(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -60,7 +60,7 @@ PARTS = (
         "cuda",
         "GPUs",
         "engine.device, learner.device",
-        "an NVIDIA driver, and torch of a CUDA build: README.md, GPUs",
+        "an NVIDIA driver, and torch of a CUDA build: docs/scaling.md",
     ),
     Part(
         "varlen",

@@ -1,0 +1,23 @@
+"""One turn of an exported policy, with transformers alone.
+
+python examples/reply.py EXPORT "first message of the user"
+"""
+
+import sys
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def reply(export: str, messages: list[dict[str, str]]) -> str:
+    """Generate the turn that follows `messages` with the settings of the export."""
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    model = AutoModelForCausalLM.from_pretrained(export)
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    output = model.generate(**prompt, tokenizer=tokenizer)
+    return tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+if __name__ == "__main__":
+    print(reply(sys.argv[1], [{"role": "user", "content": sys.argv[2]}]))
