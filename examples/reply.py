@@ -1,6 +1,6 @@
 """One turn of an exported policy, with transformers alone.
 
-python examples/reply.py EXPORT "first message of the user"
+python examples/reply.py EXPORT "system message" "first message of the user"
 """
 
 import sys
@@ -20,4 +20,6 @@ def reply(export: str, messages: list[dict[str, str]]) -> str:
 
 
 if __name__ == "__main__":
-    print(reply(sys.argv[1], [{"role": "user", "content": sys.argv[2]}]))
+    export, system, user = sys.argv[1:]
+    conversation = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    print(reply(export, conversation))
