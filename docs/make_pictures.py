@@ -4,6 +4,7 @@ python docs/make_pictures.py runs/NAME    writes docs/panel.svg and docs/curve.s
 """
 
 import argparse
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -32,23 +33,24 @@ COLOURS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    run_dir = parser.parse_args().run_dir
+    parser.add_argument("--out", type=Path, default=FOLDER, help="default: the folder of this file")
+    args = parser.parse_args()
+    run_dir = args.run_dir
     rows = current_rows(Tail(run_dir / "metrics.jsonl").rows())
     measured = run_dir / EXACT
     exact = json.loads(measured.read_text()) if measured.exists() else None
     steps = sum(stage.steps for stage in load(run_dir / "config.yaml").stages)
-    draw_panel(View(run_dir.name, steps, exact), rows, FOLDER / "panel.svg")
-    (FOLDER / "curve.svg").write_text(curve(rows, exact, steps), encoding="utf-8")
+    draw_panel(View(run_dir.name, steps, exact), rows, args.out / "panel.svg")
+    (args.out / "curve.svg").write_text(curve(rows, exact, steps), encoding="utf-8")
 
 
 def draw_panel(view: View, rows: list[dict[str, Any]], path: Path) -> None:
     """Write the panel as it stands after `rows`."""
     for row in rows:
         view.feed(row)
-    with open("/dev/null", "w") as nowhere:
-        console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True)
-        console.print(view.panel())
-        console.save_svg(str(path), title=f"evolver-async watch {view.name}", unique_id="panel")
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
+    console.print(view.panel())
+    console.save_svg(str(path), title=f"evolver-async watch {view.name}", unique_id="panel")
 
 
 def curve(rows: list[dict[str, Any]], exact: dict[str, float] | None, steps: int) -> str:
