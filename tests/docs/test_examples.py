@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 from agents import make_policy
-from launches import launching
+from launches import is_step, launching
 from serial_runs import Finished, trainer
 
 from actors.checks.config import check as check_rollouts
@@ -17,6 +17,7 @@ from evolver_async.metrics.tail import Tail
 from evolver_async.model.tiny import make_tiny
 from examples.guess import Guess
 
+FIRST_STEP_S = 300.0  # on a busy machine most of it is the import of torch in each process
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -73,9 +74,9 @@ def test_the_agent_with_a_tool_trains(tmp_path: Path) -> None:
     policy = tmp_path / "policy"
     policy.mkdir()
     make_policy(policy, steps=120)
-    small = [f"policy.path={policy}", "policy.max_length=192", "stages.0.steps=2"]
-    small.append("eval.final_episodes=4")
-    rows = train("arms", tmp_path, *small, steps=2)
+    small = [f"policy.path={policy}", "policy.max_length=192", "stages.0.steps=4"]
+    small += ["eval.final_episodes=4", "buffer.warn_s=4"]  # counters come every second
+    rows = train("arms", tmp_path, *small, steps=4)
     (counted,) = [row for row in rows if "agent/episodes" in row][-1:]
     assert counted["agent/exceptions"] == counted["agent/refused"] == 0
     assert counted["agent/calls"] > counted["agent/episodes"] > 0
@@ -88,7 +89,8 @@ def train(name: str, directory: Path, *changes: str, steps: int) -> list[dict]:
     check_rollouts(load(recipe, list(changes)))
     with launching() as launch:
         one = launch(directory / name, recipe, *changes)
-        one.wait_for_steps(steps)
+        one.wait_for_row(is_step, "the first step", FIRST_STEP_S)
+        one.wait_for_steps(steps - 1)
         code, errors = one.end()
         assert code == 0, (errors, one.logs())
     return Tail(directory / name / "metrics.jsonl").rows()
