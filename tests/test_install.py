@@ -18,6 +18,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 OWNERS = {"faiss-cpu", "faiss-gpu"}  # both own the folder faiss/
 EITHER = {"faiss", "gpu"}  # one owner each: the one for CPUs, the other for GPUs
 DOCUMENTS = [ROOT / name for name in ("README.md", "Makefile", "tests/gpu/run.sh")]
+DOCUMENTS += [*(ROOT / "docs").glob("*.md")]
 DOCUMENTS += [*(ROOT / "evolver_async").rglob("*.py"), *(ROOT / "actors").rglob("*.py")]
 COMMANDS = [
     (path.name, tuple(extras.split(",")))
@@ -71,8 +72,8 @@ def test_no_other_pair_of_extras_brings_two_owners_of_a_folder() -> None:
     assert clash == [EITHER]
 
 
-def test_the_gpu_command_of_the_readme_uses_its_constraints() -> None:
-    lines = [line for line in (ROOT / "README.md").read_text().splitlines() if "[gpu" in line]
+def test_the_documented_gpu_commands_use_their_constraints() -> None:
+    lines = [line for line in (ROOT / "docs/scaling.md").read_text().splitlines() if "[gpu" in line]
     installs = [line for line in lines if "pip install" in line]
     assert installs and all("-c constraints-gpu.txt" in line for line in installs)
 

@@ -48,7 +48,7 @@ def check(config: Config) -> None:
         if found is None or found.origin is None:
             raise ValueError(
                 "engine.kind: vllm is not installed: pip install 'evolver-async[gpu]', or for CPU"
-                " see README.md, Engines"
+                " see docs/scaling.md, Engines"
             )
     if config.experience.kind != "none" and importlib.util.find_spec("faiss") is None:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.checkpoint import history
-from evolver_async.checkpoint.history import Evaluation
+from evolver_async.checkpoint.history import CheckpointEvaluation
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.errors import TrainingError
@@ -64,7 +64,7 @@ class Checkpoints:
 
     def evaluated(self, result: EvalResult, stage: int) -> None:
         """Note the result of a version on the tasks of `stage` beside its checkpoints."""
-        evaluation = Evaluation(
+        evaluation = CheckpointEvaluation(
             success=result.success, episodes=result.episodes, tasks=self._tasks[stage]
         )
         for path in self._of_versions({result.weights.step}):
