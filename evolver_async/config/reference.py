@@ -1,6 +1,6 @@
-"""The table of all keys in the README, generated from the fields and the comments at them.
+"""The table of all keys in docs/configuration.md, generated from the fields and the comments at them.
 
-`python -m evolver_async.config.reference README.md` rewrites the part between the two markers.
+`python -m evolver_async.config.reference docs/configuration.md` rewrites the part between the two markers.
 """
 
 import ast

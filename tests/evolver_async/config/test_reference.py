@@ -1,4 +1,4 @@
-"""The table of all keys in the README."""
+"""The table of all keys in docs/configuration.md."""
 
 from pathlib import Path
 
@@ -21,5 +21,5 @@ def test_rewriting_the_reference_keeps_what_stands_around_it() -> None:
 
 
 def test_the_readme_reference_is_up_to_date() -> None:
-    text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    assert rewrite(text) == text, "run: python -m evolver_async.config.reference README.md"
+    text = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert rewrite(text) == text, "run: python -m evolver_async.config.reference docs/configuration.md"
