@@ -2,7 +2,7 @@
 
 import time
 
-from evolver_async.config import Config, Stage
+from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.config.sections.run import SUPERVISED, limit_reached
 from learner.state import LearnerState, Watched
@@ -50,7 +50,7 @@ class Clock:
         return state.seconds + time.perf_counter() - self.last
 
 
-def stage_over(stage: Stage, state: LearnerState) -> bool:
+def stage_over(stage: StageConfig, state: LearnerState) -> bool:
     """Return True if the first of the stage's limits is reached."""
     return limit_reached(
         stage,
@@ -61,7 +61,7 @@ def stage_over(stage: Stage, state: LearnerState) -> bool:
     )
 
 
-def reopen(stages: list[Stage], state: LearnerState) -> None:
+def reopen(stages: list[StageConfig], state: LearnerState) -> None:
     """Continue a finished run whose last stage has become longer, or is no longer the last."""
     if not state.finished:
         return

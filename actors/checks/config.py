@@ -23,7 +23,7 @@ from actors.llm.client import authorization
 from actors.questioning.profile import load_profile
 from actors.rollout.conversation import tool_names
 from evolver_async.buffer.stages import TICKETS, source_of
-from evolver_async.config import Config, Stage
+from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS
 
@@ -82,7 +82,7 @@ def check(config: Config) -> None:
             raise ValueError(f"questioning.kind: {name} makes no goals of its states")
 
 
-def _environments(config: Config) -> Iterator[tuple[int, Stage, Config, str, Env]]:
+def _environments(config: Config) -> Iterator[tuple[int, StageConfig, Config, str, Env]]:
     """Yield every environment that tasks of a stage need, with the stage's own configuration."""
     for index, stage in enumerate(config.stages):
         staged = stage_config(config, index)
@@ -90,7 +90,7 @@ def _environments(config: Config) -> Iterator[tuple[int, Stage, Config, str, Env
             yield index, stage, staged, task.env, make_env(task.env, task.params)
 
 
-def _check_async(index: int, stage: Stage, staged: Config, name: str, env: Env) -> None:
+def _check_async(index: int, stage: StageConfig, staged: Config, name: str, env: Env) -> None:
     """Refuse an async environment where calls must not wait, and async methods that are never
     awaited."""
     for part in PLAIN:
@@ -112,7 +112,7 @@ def _check_async(index: int, stage: Stage, staged: Config, name: str, env: Env) 
         )
 
 
-def _check_branches(where: str, stage: Stage, staged: Config, name: str, env: Env) -> None:
+def _check_branches(where: str, stage: StageConfig, staged: Config, name: str, env: Env) -> None:
     """Refuse branching without snapshots, and a reason without a place in the turn format."""
     if not isinstance(env, Rewindable):
         raise ValueError(f"{where} needs solve, state and snapshot, which {name} has not")

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 
 from actors.engines.base import Engine
 from actors.progress import TicketProgress
-from evolver_async.config import Actors
+from evolver_async.config import ActorsConfig
 from evolver_async.randomness import key
 from evolver_async.schema import SCRIPTED, Ticket, WeightId
 from evolver_async.weights.channel.base import Receiver, WeightsGone
@@ -24,7 +24,7 @@ class WeightSync:
     """Weights of one engine. The worker notifies `turnover` when a ticket ends."""
 
     def __init__(
-        self, receiver: Receiver, engine: Engine, actors: Actors, seed: int, name: str
+        self, receiver: Receiver, engine: Engine, actors: ActorsConfig, seed: int, name: str
     ) -> None:
         self.receiver = receiver
         self.engine = engine

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from evolver_async.config import Experience
+from evolver_async.config import ExperienceConfig
 
 DIMENSIONS = 256
 NGRAM = 3  # words
@@ -58,7 +58,7 @@ def embed(texts: list[str], dimensions: int = DIMENSIONS) -> np.ndarray:
     return np.divide(vectors, lengths, out=vectors, where=lengths > 0)
 
 
-def load_embedder(config: Experience) -> tuple[Embedder, float]:
+def load_embedder(config: ExperienceConfig) -> tuple[Embedder, float]:
     """Load the configured embedder and its cosine from which two texts are duplicates.
 
     Raise ValueError, which names `experience.embedder`, if its directory holds no model.

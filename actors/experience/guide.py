@@ -15,7 +15,7 @@ from collections import deque
 from actors.failures import FailureCounts
 from actors.llm.quoting import quoted
 from actors.rollout.policy import Advice
-from evolver_async.config import Experience
+from evolver_async.config import ExperienceConfig
 from evolver_async.protocol import messages
 from evolver_async.protocol.transcripts import Transcript, Turn
 from evolver_async.schema import Task
@@ -125,7 +125,7 @@ class ServiceGuide:
 
 
 def make_guide(
-    config: Experience, client: Client, failures: FailureCounts | None = None
+    config: ExperienceConfig, client: Client, failures: FailureCounts | None = None
 ) -> ServiceGuide:
     """Make the guide for `client`, which is connected to the experience service."""
     return ServiceGuide(

@@ -26,7 +26,7 @@ from actors.failures import FailureCounts
 from actors.llm.client import Endpoint, Unavailable
 from actors.llm.json_client import JsonClient, decode_json
 from actors.llm.quoting import plain
-from evolver_async.config import Experience
+from evolver_async.config import ExperienceConfig
 from evolver_async.protocol import messages
 from evolver_async.protocol.transcripts import Transcript
 
@@ -60,7 +60,7 @@ class GroupLessons:
 class LessonExtractor:
     """Extractor for one caller's thread; requests run in a thread of the extractor."""
 
-    def __init__(self, config: Experience, endpoint: Endpoint) -> None:
+    def __init__(self, config: ExperienceConfig, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._client = JsonClient(endpoint)
         self._least_score = config.least_score
@@ -195,7 +195,7 @@ class LessonExtractor:
         return answer
 
 
-def make_lesson_extractor(config: Experience, failures: FailureCounts) -> LessonExtractor:
+def make_lesson_extractor(config: ExperienceConfig, failures: FailureCounts) -> LessonExtractor:
     """Make the extractor for the configured endpoint, whose failures go to `failures`."""
     return LessonExtractor(config, Endpoint(config.llm, "experience", failures))
 

@@ -24,7 +24,7 @@ from actors.experience.lesson_extractor import LessonExtractor, make_lesson_extr
 from actors.experience.pool import ExperiencePool
 from actors.experience.store import FILE, Store
 from actors.failures import FailureCounts
-from evolver_async.config import Config, Experience
+from evolver_async.config import Config, ExperienceConfig
 from evolver_async.config.load import load
 from evolver_async.process.addresses import experience_address
 from evolver_async.process.setup import RoleArgs, collect_rarely
@@ -48,7 +48,7 @@ class ExperienceService:
     def __init__(
         self,
         pool: ExperiencePool,
-        config: Experience,
+        config: ExperienceConfig,
         report: Callable[[messages.Counters], None],
         extractor: LessonExtractor | None = None,
         failures: FailureCounts | None = None,
@@ -152,7 +152,7 @@ class ExperienceService:
             self.pool.add(contrast_items(request.query, request.episodes), peer, trajectories)
 
 
-def open_pool(config: Experience, run_dir: Path) -> ExperiencePool:
+def open_pool(config: ExperienceConfig, run_dir: Path) -> ExperiencePool:
     """Open the pool of the run in `run_dir`."""
     embedder, dedup = load_embedder(config)
     return ExperiencePool(

@@ -21,8 +21,7 @@ from actors.judge.labels import UNLABELLED, UnreadableLabels, by_progress, parse
 from actors.judge.prompt import SYSTEM, again, question
 from actors.llm.client import Endpoint, Unavailable
 from actors.llm.self_client import PolicyClient
-from evolver_async.config import Config
-from evolver_async.config import Judge as JudgeConfig
+from evolver_async.config import Config, JudgeConfig
 from evolver_async.protocol.transcripts import Turn
 
 ATTEMPTS = 2  # until an answer can be parsed

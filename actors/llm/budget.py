@@ -2,13 +2,13 @@
 
 import math
 
-from evolver_async.config import Llm
+from evolver_async.config import LlmConfig
 
 
 class Budget:
     """Limits on calls, tokens and seconds, and the amounts used; 0 is no limit."""
 
-    def __init__(self, llm: Llm) -> None:
+    def __init__(self, llm: LlmConfig) -> None:
         self._limits = {
             "calls": llm.budget_calls,
             "tokens": llm.budget_tokens,

@@ -25,7 +25,7 @@ import msgspec
 
 from actors.failures import FailureCounts
 from actors.llm.budget import Breaker, Budget
-from evolver_async.config import ConfigError, Llm
+from evolver_async.config import ConfigError, LlmConfig
 from evolver_async.config.secrets import mask, secret
 from evolver_async.protocol.failures import FailureKind
 from evolver_async.randomness import uniform
@@ -86,7 +86,7 @@ class Endpoint:
     """
 
     def __init__(
-        self, llm: Llm, section: FailureKind, failures: FailureCounts | None = None
+        self, llm: LlmConfig, section: FailureKind, failures: FailureCounts | None = None
     ) -> None:
         self._llm = llm
         self._section: FailureKind = section
@@ -244,7 +244,7 @@ class Endpoint:
         return text
 
 
-def authorization(llm: Llm, section: str) -> dict[str, str]:
+def authorization(llm: LlmConfig, section: str) -> dict[str, str]:
     """Return the header with the key in the variable `key_env`; none if `key_env` is empty.
 
     Raise ConfigError, which names the configuration's key, never the secret.

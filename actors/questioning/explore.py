@@ -20,7 +20,7 @@ from actors.questioning.prompts import BREADTH, DEPTH, EXPLORE
 from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode_config import Setting
 from actors.rollout.policy import Advice
-from evolver_async.config import Questioning
+from evolver_async.config import QuestioningConfig
 from evolver_async.schema import Task, Ticket
 
 ACTION_CHARS = 200
@@ -44,7 +44,9 @@ def unbound(task: Task) -> Task:
     return msgspec.structs.replace(task, params=task.params | {"free": True})
 
 
-def exploring(ticket: Ticket, setting: Setting, config: Questioning) -> tuple[Ticket, Setting]:
+def exploring(
+    ticket: Ticket, setting: Setting, config: QuestioningConfig
+) -> tuple[Ticket, Setting]:
     """Derive ticket and setting of an exploration's episodes.
 
     With a language model the context is `full` and the first unreadable turn ends the episode.
@@ -73,7 +75,7 @@ class Explorer:
         self,
         client: JsonClient,
         described: str,
-        config: Questioning,
+        config: QuestioningConfig,
         chat: Chat,
         style: TurnFormat,
         max_tokens: int,

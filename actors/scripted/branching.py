@@ -26,7 +26,7 @@ from actors.rollout.group import run_members
 from actors.rollout.policy import Advice, EpisodePolicy
 from actors.scripted.expert import ScriptedPolicy
 from actors.scripted.reflection import Reflector
-from evolver_async.config import Stage
+from evolver_async.config import StageConfig
 from evolver_async.randomness import key
 from evolver_async.schema import Role, Sequence, Ticket
 
@@ -78,7 +78,7 @@ class BranchingPolicy:
 
     kind: Literal["learned", "scripted"] = "scripted"
 
-    def __init__(self, ticket: Ticket, member: int, setting: Setting, stage: Stage) -> None:
+    def __init__(self, ticket: Ticket, member: int, setting: Setting, stage: StageConfig) -> None:
         parts = ("branch", ticket.group_id, member, ticket.attempt)
         self._rng = random.Random(key(setting.seed, *parts))
         self._expert = ScriptedPolicy(ticket, member, setting, expert_fraction=1.0)
@@ -235,7 +235,7 @@ def _row(shown: list[int], learnt: list[int], turn: int) -> Sequence:
 async def branch_group(
     ticket: Ticket,
     setting: Setting,
-    stage: Stage,
+    stage: StageConfig,
     progress: TicketProgress,
     deliver: Deliver,
     reflector: Reflector | None = None,

@@ -11,7 +11,7 @@ from collections import Counter
 from actors.failures import FailureCounts
 from actors.llm.client import Endpoint, Unavailable
 from actors.llm.quoting import plain
-from evolver_async.config import Config, Reflection
+from evolver_async.config import Config, ReflectionConfig
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ WRITER = (
 class Reflector:
     """Endpoint of `reflection.llm`, asked for one reason at a time."""
 
-    def __init__(self, config: Reflection, failures: FailureCounts | None = None) -> None:
+    def __init__(self, config: ReflectionConfig, failures: FailureCounts | None = None) -> None:
         self._endpoint = Endpoint(config.llm, "reflection", failures)
         self._timeout_s = config.timeout_s
         self._counts: Counter[str] = Counter()

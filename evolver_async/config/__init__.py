@@ -4,31 +4,42 @@
 
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.agentevolver import (
-    Experience,
-    Judge,
-    Llm,
-    Questioning,
-    Reflection,
+    ExperienceConfig,
+    JudgeConfig,
+    LlmConfig,
+    QuestioningConfig,
+    ReflectionConfig,
 )
-from evolver_async.config.sections.data import Buffer, Part, Tasks
+from evolver_async.config.sections.data import BufferConfig, PartConfig, TasksConfig
 from evolver_async.config.sections.learner import (
-    Advantage,
-    Correction,
-    Critic,
-    Learner,
-    Loss,
-    Safety,
-    Selection,
+    AdvantageConfig,
+    CorrectionConfig,
+    CriticConfig,
+    LearnerConfig,
+    LossConfig,
+    SafetyConfig,
+    SelectionConfig,
 )
-from evolver_async.config.sections.rollout import Actors, Engine, Env, Latency, Rollout
+from evolver_async.config.sections.rollout import (
+    ActorsConfig,
+    EngineConfig,
+    EnvConfig,
+    LatencyConfig,
+    RolloutConfig,
+)
 from evolver_async.config.sections.run import (
-    Checkpoint,
-    Eval,
-    Lora,
-    Metrics,
-    Policy,
-    Run,
-    Stage,
+    CheckpointConfig,
+    EvalConfig,
+    LoraConfig,
+    MetricsConfig,
+    PolicyConfig,
+    RunConfig,
+    StageConfig,
 )
-from evolver_async.config.sections.system import Gpus, Launch, Security, Weights
+from evolver_async.config.sections.system import (
+    GpusConfig,
+    LaunchConfig,
+    SecurityConfig,
+    WeightsConfig,
+)
 from evolver_async.config.values.errors import ConfigError

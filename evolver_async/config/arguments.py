@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from evolver_async.config.merge import apply, environment, environment_name, merge
-from evolver_async.config.sections.run import Stage
+from evolver_async.config.sections.run import StageConfig
 from evolver_async.config.values.errors import ConfigError
 
 APPEND = "stages+"  # key of an argument that adds a stage at the end
@@ -59,7 +59,9 @@ def _argument(entry: str) -> Argument:
 
 def _apply_argument(resolved: DictConfig, argument: Argument) -> DictConfig:
     if argument.key == APPEND:
-        added = merge(OmegaConf.structured(Stage), argument.tree[APPEND], Stage, f"{APPEND}.")
+        added = merge(
+            OmegaConf.structured(StageConfig), argument.tree[APPEND], StageConfig, f"{APPEND}."
+        )
         resolved.stages.append(added)
         return resolved
     if not argument.stage:
@@ -72,7 +74,7 @@ def _apply_argument(resolved: DictConfig, argument: Argument) -> DictConfig:
     now = env.get("name", environment_name(resolved))
     if environment(argument.tree.get("override")).get("name", now) != now:
         env.pop("params", None)
-    base = OmegaConf.merge(OmegaConf.structured(Stage), raw)
+    base = OmegaConf.merge(OmegaConf.structured(StageConfig), raw)
     assert isinstance(base, DictConfig)
-    resolved.stages[stage] = merge(base, argument.tree, Stage, f"stages[{stage}].")
+    resolved.stages[stage] = merge(base, argument.tree, StageConfig, f"stages[{stage}].")
     return resolved

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from evolver_async.config.secrets import kept, note_references, refuse_written
 from evolver_async.config.sections import Config
-from evolver_async.config.sections.run import Stage
+from evolver_async.config.sections.run import StageConfig
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.config.values.rules import keys
 
@@ -41,7 +41,7 @@ def apply(resolved: DictConfig, tree: dict[str, Any]) -> DictConfig:
         if not isinstance(items, list):
             raise ConfigError("stages: must be a list")
         merged.stages = [
-            merge(OmegaConf.structured(Stage), item, Stage, f"stages[{index}].")
+            merge(OmegaConf.structured(StageConfig), item, StageConfig, f"stages[{index}].")
             for index, item in enumerate(items)
         ]
     return merged

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from evolver_async.config.sections.agentevolver import Experience
-from evolver_async.config.sections.run import Policy
+from evolver_async.config.sections.agentevolver import ExperienceConfig
+from evolver_async.config.sections.run import PolicyConfig
 from evolver_async.config.values.errors import ConfigError
 
 SECTIONS = (
@@ -13,13 +13,13 @@ SECTIONS = (
     *("security", "judge", "questioning", "reflection"),
 )
 KEYS = {  # of sections whose other keys can differ by stage
-    "policy": {item.name for item in fields(Policy)} - {"max_length"},
+    "policy": {item.name for item in fields(PolicyConfig)} - {"max_length"},
     "rollout": {"agent", "agent_reward"},
     "buffer": {
         *("lease_s", "stall_s", "warn_s", "limit_bytes", "disk_limit_bytes", "segment_bytes"),
         *("archive", "address"),
     },
-    "experience": {item.name for item in fields(Experience)} - {"strip", "strip_fraction"},
+    "experience": {item.name for item in fields(ExperienceConfig)} - {"strip", "strip_fraction"},
     "critic": {"kind"},
     "learner": {
         *("betas", "eps", "weight_decay", "device", "threads", "ranks", "deadline_s"),

@@ -1,6 +1,6 @@
-"""The table of all keys in docs/configuration.md, generated from the fields and the comments at them.
+"""Reference of all keys (docs/configuration.md), generated from the fields and their comments.
 
-`python -m evolver_async.config.reference docs/configuration.md` rewrites the part between the two markers.
+`python -m evolver_async.config.reference FILE` rewrites the part between the two markers.
 """
 
 import ast
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.config.sections import Config
-from evolver_async.config.sections.run import Stage
+from evolver_async.config.sections.run import StageConfig
 from evolver_async.config.values.rules import annotations, rule
 
 BEGIN = "<!-- config reference: begin -->"
@@ -25,7 +25,7 @@ def reference() -> str:
     parts = []
     for section in fields(Config):
         is_stages = section.name == "stages"
-        default = Stage() if is_stages else getattr(Config(), section.name)
+        default = StageConfig() if is_stages else getattr(Config(), section.name)
         title = "stages[i]" if is_stages else section.name
         rows = "\n".join(_rows(default, f"{title}."))
         head = "| key | default | allowed | |\n|---|---|---|---|"

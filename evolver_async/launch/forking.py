@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.checkpoint import history
-from evolver_async.config import Config, ConfigError, Env, Tasks
+from evolver_async.config import Config, ConfigError, EnvConfig, TasksConfig
 from evolver_async.config.load import load, stage_config
 from evolver_async.config.paths import check_name
 from evolver_async.launch.creation import create
@@ -66,7 +66,7 @@ def fork(
     )
 
 
-def _tasks_of(config: Config) -> list[tuple[Env, Tasks]]:
+def _tasks_of(config: Config) -> list[tuple[EnvConfig, TasksConfig]]:
     """Return environment and tasks of every stage, by which it is evaluated."""
     stages = [stage_config(config, index) for index in range(len(config.stages))]
     return [(stage.env, stage.tasks) for stage in stages]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from evolver_async.config import Policy
+from evolver_async.config import PolicyConfig
 from evolver_async.model import lora, policy
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.base import Receiver
@@ -17,7 +17,7 @@ from evolver_async.weights.channel.base import Receiver
 class Merger:
     """Merger of adapters into whole weights."""
 
-    def __init__(self, settings: Policy) -> None:
+    def __init__(self, settings: PolicyConfig) -> None:
         self._scale = settings.lora.alpha / settings.lora.rank
         self._read: Callable[[], dict[str, Tensor]] = lambda: policy.state_tensors(
             policy.load_model(settings.path, dtype=settings.dtype, device="cpu")
@@ -51,11 +51,11 @@ class MergingReceiver:
         self._receiver.close()
 
 
-def merging(receiver: Receiver, settings: Policy) -> Receiver:
+def merging(receiver: Receiver, settings: PolicyConfig) -> Receiver:
     """Wrap `receiver` in a merging one if the policy trains adapters."""
     return MergingReceiver(receiver, Merger(settings)) if settings.lora.rank else receiver
 
 
-def whole(tensors: dict[str, Tensor], settings: Policy) -> dict[str, Tensor]:
+def whole(tensors: dict[str, Tensor], settings: PolicyConfig) -> dict[str, Tensor]:
     """Return whole weights for the tensors of a checkpoint, which may be adapters."""
     return Merger(settings)(tensors) if settings.lora.rank else tensors

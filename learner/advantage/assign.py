@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evolver_async.config import Advantage
+from evolver_async.config import AdvantageConfig
 from evolver_async.schema import Array
 from learner.advantage.gae import (
     Estimate,
@@ -49,7 +49,7 @@ def assign(
     logprobs: LogProbs,
     values: Values | None,
     rewards: Rewards,
-    settings: Advantage,
+    settings: AdvantageConfig,
     *,
     scale: float,
     baseline: float,
@@ -69,7 +69,7 @@ def assign(
 def _by_group(
     batch: Batch,
     rewards: Rewards,
-    settings: Advantage,
+    settings: AdvantageConfig,
     scale: float,
     baseline: float,
     step: int,
@@ -112,7 +112,7 @@ def _by_critic(
     logprobs: LogProbs,
     values: Values,
     rewards: Rewards,
-    settings: Advantage,
+    settings: AdvantageConfig,
     scale: float,
     baseline: float,
 ) -> Advantages:
@@ -153,7 +153,7 @@ def _estimate(
     logprobs: LogProbs,
     values: Values,
     rewards: Rewards,
-    settings: Advantage,
+    settings: AdvantageConfig,
     order_N: Array,
 ) -> Estimate:
     """Estimate for a batch's tokens in the order `order_N`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from evolver_async.config import Advantage, Loss
+from evolver_async.config import AdvantageConfig, LossConfig
 from evolver_async.schema import Array
 from learner.data.batch import Batch
 from learner.data.scores import LogProbs
@@ -84,7 +84,7 @@ class Rewards:
 
 
 def rewards_of(
-    batch: Batch, logprobs: LogProbs, loss: Loss, advantage: Advantage
+    batch: Batch, logprobs: LogProbs, loss: LossConfig, advantage: AdvantageConfig
 ) -> tuple[Rewards, dict[str, float]]:
     """Return the rewards that estimators read, less KL and overlong penalties; and metrics."""
     rewards = Rewards(
@@ -108,7 +108,7 @@ def rewards_of(
     return rewards, metrics
 
 
-def penalises(loss: Loss) -> bool:
+def penalises(loss: LossConfig) -> bool:
     """Return True if a KL is subtracted from the rewards."""
     return loss.kl_place == "reward" and loss.kl_coef > 0
 

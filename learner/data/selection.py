@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from evolver_async.config import Selection
+from evolver_async.config import SelectionConfig
 from evolver_async.schema import Group
 from learner.data.resampling import resampled, resampling_metrics
 
@@ -35,7 +35,7 @@ def reward_spread(group: Group) -> float:
     return float(rewards_G.std()) if np.ptp(rewards_G) > 0 else 0.0
 
 
-def select(groups: list[Group], settings: Selection, *, seed: int) -> Selected:
+def select(groups: list[Group], settings: SelectionConfig, *, seed: int) -> Selected:
     """Choose the groups that train by their spread, the std of rewards within them.
 
     `all` keeps every group. `spread` (StarPO-S) keeps the share `keep` of all groups with the
@@ -67,12 +67,12 @@ def select(groups: list[Group], settings: Selection, *, seed: int) -> Selected:
     return Selected(chosen, filtered, scale, metrics)
 
 
-def drops_zero(settings: Selection) -> bool:
+def drops_zero(settings: SelectionConfig) -> bool:
     """Return True if groups without spread never train; some kinds imply it."""
     return settings.drop_zero or settings.kind in ("top_p", "resample_on_correct", "dynamic")
 
 
-def kept_groups(spreads: list[float], settings: Selection) -> set[int]:
+def kept_groups(spreads: list[float], settings: SelectionConfig) -> set[int]:
     """Return the indices of the groups that a kind keeps by their spreads."""
     ranked = sorted(range(len(spreads)), key=lambda i: -spreads[i])
     if settings.kind == "spread":

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evolver_async.config import Safety
+from evolver_async.config import SafetyConfig
 from evolver_async.schema import Array, Group, Role, Trajectory
 from learner.data.selection import reward_spread
 from learner.state import Track, Watched
@@ -71,14 +71,14 @@ class Rule:
     signal: str
     above: bool
     narrowing: bool
-    bound: Callable[[Track, Safety], float]
+    bound: Callable[[Track, SafetyConfig], float]
     says: str
     quick: bool = False
 
-    def warmup(self, safety: Safety) -> int:
+    def warmup(self, safety: SafetyConfig) -> int:
         return safety.format_warmup if self.quick else safety.warmup
 
-    def patience(self, safety: Safety) -> int:
+    def patience(self, safety: SafetyConfig) -> int:
         return safety.format_patience if self.quick else safety.patience
 
 
@@ -147,7 +147,7 @@ QUICK = {rule.signal for rule in RULES if rule.quick}
 
 
 def judge(
-    watched: Watched, signals: dict[str, float], success: float, safety: Safety
+    watched: Watched, signals: dict[str, float], success: float, safety: SafetyConfig
 ) -> tuple[dict[str, float], list[Alarm]]:
     """Return the metrics of a step and the alarms that fire; update `watched`.
 

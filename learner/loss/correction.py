@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from evolver_async.config import Correction
+from evolver_async.config import CorrectionConfig
 from evolver_async.schema import Array
 
 LOG_RATIO_BOUND = 20.0  # e^20 is far beyond every clip, and its square still fits float32
@@ -68,7 +68,7 @@ def correct(
     anchor_N: torch.Tensor,
     advantage_N: torch.Tensor,
     trajectory_N: torch.Tensor,
-    settings: Correction,
+    settings: CorrectionConfig,
 ) -> Corrected:
     """Return the ratio and the weight of every token under a correction.
 
@@ -85,7 +85,7 @@ def _unanchored(
     old_N: torch.Tensor,
     advantage_N: torch.Tensor,
     trajectory_N: torch.Tensor,
-    settings: Correction,
+    settings: CorrectionConfig,
 ) -> Corrected:
     """Apply a kind that reads q = exp(theta - old) alone.
 
@@ -112,7 +112,7 @@ def _anchored(
     old_N: torch.Tensor,
     anchor_N: torch.Tensor,
     trajectory_N: torch.Tensor,
-    settings: Correction,
+    settings: CorrectionConfig,
 ) -> Corrected:
     """Apply a kind that reads r = exp(theta - anchor) and w = exp(anchor - old).
 
@@ -144,7 +144,7 @@ def _anchored(
     return Corrected(ratio_N, weight_N, w_N, r_N, clips=True)
 
 
-def _within(x_N: torch.Tensor, settings: Correction) -> torch.Tensor:
+def _within(x_N: torch.Tensor, settings: CorrectionConfig) -> torch.Tensor:
     """Return 1 where low <= x <= high, else 0: masked tokens stay in every denominator."""
     return ((x_N >= settings.low) & (x_N <= settings.high)).to(x_N.dtype)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from evolver_async.config import Correction, Loss
+from evolver_async.config import CorrectionConfig, LossConfig
 from evolver_async.config.sections.learner import by_kind
 from evolver_async.schema import Array
 from learner.data.batch import MicroBatch, Minibatch
@@ -31,8 +31,8 @@ class Objective:
     that abandoned weights sampled.
     """
 
-    correction: Correction
-    loss: Loss
+    correction: CorrectionConfig
+    loss: LossConfig
     logprobs: LogProbs
     advantage_N: Array
     interpolates: bool

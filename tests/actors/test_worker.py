@@ -22,7 +22,7 @@ from actors.engines.base import Generation, Request
 from actors.envs.adapters.service_client import drain
 from actors.postprocess import ActorComponents
 from actors.worker import ActorReplaced
-from evolver_async.config import Stage
+from evolver_async.config import StageConfig
 from evolver_async.config.load import dump, load
 from evolver_async.model.tokenizer import tokenizer_hash
 from evolver_async.protocol import messages
@@ -55,8 +55,8 @@ def test_credit_is_in_members_whatever_the_size_of_a_stages_groups(
     assert buffer.credits[:2] == [6, 2] and set(buffer.credits) == {6, 2}
     publisher = ShmPublisher(tmp_path / "stages", background=False)
     stages = [
-        Stage(kind="sft", steps=1),
-        Stage(kind="sft", steps=1, override={"rollout": {"group_size": 32}}),
+        StageConfig(kind="sft", steps=1),
+        StageConfig(kind="sft", steps=1, override={"rollout": {"group_size": 32}}),
     ]
     for groups, members in ((1, 32), (8, 64)):  # the base size is 8; one group of any stage fits
         client = LocalClient(LocalServer(buffer, "run"), "actor-0")

@@ -27,7 +27,15 @@ from actors.progress import TicketProgress
 from actors.rollout.episode import Finished
 from actors.rollout.episode_config import setting_of
 from actors.rollout.group import run_group
-from evolver_async.config import Actors, Config, Env, Experience, Latency, Rollout, Stage
+from evolver_async.config import (
+    ActorsConfig,
+    Config,
+    EnvConfig,
+    ExperienceConfig,
+    LatencyConfig,
+    RolloutConfig,
+    StageConfig,
+)
 from evolver_async.config.load import dump
 from evolver_async.model.tiny import make_tokenizer
 from evolver_async.schema import Sampling, Task, Ticket, WeightId
@@ -41,11 +49,11 @@ GROUPS, MEMBERS, TURNS = 24, 8, 10
 LATENCY_S = 0.05
 REQUIRED_SHARE = 0.02
 CONFIG = Config(
-    experience=Experience(kind="contrast", similarity=0.99, per_source=ENTRIES),
-    env=Env(name="frozen_lake", latency=Latency(kind="fixed", median_s=LATENCY_S)),
-    rollout=Rollout(group_size=MEMBERS, max_turns=TURNS, max_tokens=4),
-    actors=Actors(count=1),
-    stages=[Stage(steps=1)],
+    experience=ExperienceConfig(kind="contrast", similarity=0.99, per_source=ENTRIES),
+    env=EnvConfig(name="frozen_lake", latency=LatencyConfig(kind="fixed", median_s=LATENCY_S)),
+    rollout=RolloutConfig(group_size=MEMBERS, max_turns=TURNS, max_tokens=4),
+    actors=ActorsConfig(count=1),
+    stages=[StageConfig(steps=1)],
 )
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 
 from evolver_async.buffer.service import BufferService
-from evolver_async.config import Config, Stage
+from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump, load
 from evolver_async.model import policy
 from evolver_async.process.addresses import weights_dir
@@ -101,7 +101,7 @@ def make_run(directory: Path) -> tuple[Config, Path]:
         config,
         run=replace(config.run, name="bench", dir=str(directory)),
         policy=replace(config.policy, path=str(run_dir / "policy")),
-        stages=[Stage(kind="rl", steps=STEPS)],
+        stages=[StageConfig(kind="rl", steps=STEPS)],
         buffer=replace(config.buffer, max_staleness=STEPS),
         eval=replace(config.eval, every=0, final_episodes=0),
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from evolver_async.cli import _parser
-from evolver_async.config import Config, Stage
+from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import load
 
 ROOT = Path(__file__).parents[2]
@@ -126,4 +126,4 @@ def test_every_example_is_shown_as_it_is(example: Path) -> None:
 def test_stage_limits_are_documented() -> None:
     text = (ROOT / "docs/recipes.md").read_text()
     for limit in ("steps", "tokens", "hours", "until_success"):
-        assert hasattr(Stage(), limit) and f"`{limit}`" in text
+        assert hasattr(StageConfig(), limit) and f"`{limit}`" in text

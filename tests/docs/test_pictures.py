@@ -8,7 +8,7 @@ from xml.dom import minidom
 
 import pytest
 
-from evolver_async.config import Config, Stage
+from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump
 from evolver_async.launch.run_directory import EXACT
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_panel_and_curve_show_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dump(Config(stages=[Stage(steps=4)]), tmp_path / "config.yaml")
+    dump(Config(stages=[StageConfig(steps=4)]), tmp_path / "config.yaml")
     (tmp_path / EXACT).write_text(json.dumps({"random": 0.25, "optimal": 1.0}))
     rows = [
         {"step": step, "lineage": 1, "time_s": float(step), "train/success": step / 8}

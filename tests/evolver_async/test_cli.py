@@ -16,7 +16,7 @@ from launches import COMMAND, DEADLINE_S, alive, wait_for
 
 from evolver_async.checkpoint.directory import save
 from evolver_async.cli import main
-from evolver_async.config import Config, ConfigError, Stage
+from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.load import dump, load
 from evolver_async.launch.creation import create
 from evolver_async.launch.resumption import resume
@@ -52,7 +52,7 @@ def run_dir(tmp_path: Path) -> Path:
     """A run directory as an earlier launch leaves it, without checkpoints."""
     path = tmp_path / "runs" / "earlier"
     path.mkdir(parents=True)
-    dump(Config(stages=[Stage(steps=5)]), path / "config.yaml")
+    dump(Config(stages=[StageConfig(steps=5)]), path / "config.yaml")
     return path
 
 
@@ -250,7 +250,7 @@ def test_addresses_that_are_none_are_one_sentence(refused: Refused) -> None:
 
 
 def test_a_new_run_knows_the_exact_values_of_its_maps(tmp_path: Path) -> None:
-    config = Config(stages=[Stage(steps=5)])
+    config = Config(stages=[StageConfig(steps=5)])
     config.run.dir = str(tmp_path)
     config.eval.final_episodes = 16
     _, made = create(config, None)

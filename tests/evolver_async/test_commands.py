@@ -9,7 +9,7 @@ import pytest
 from evolver_async.checkpoint.directory import save
 from evolver_async.cli import main
 from evolver_async.commands.recipes import recipe_path
-from evolver_async.config import Config, Stage
+from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump, load
 from evolver_async.launch.run_directory import locked
 from evolver_async.watch import runs
@@ -29,7 +29,7 @@ def run_dir(tmp_path: Path) -> Path:
     """A run directory as an earlier launch leaves it, without checkpoints."""
     path = tmp_path / "runs" / "earlier"
     path.mkdir(parents=True)
-    dump(Config(stages=[Stage(steps=5)]), path / "config.yaml")
+    dump(Config(stages=[StageConfig(steps=5)]), path / "config.yaml")
     (path / "lock").touch()
     return path
 

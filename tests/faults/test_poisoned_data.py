@@ -14,7 +14,7 @@ from killed_runs import Run, episode
 from updates import FORKS, groups, updater
 from updates import config as settings_of
 
-from evolver_async.config import Selection, Stage
+from evolver_async.config import SelectionConfig, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.errors import TrainingError
 from evolver_async.model import policy
@@ -115,7 +115,7 @@ def test_22_every_number_of_a_trajectory_is_poisoned_above() -> None:
 
 def test_22_the_bound_on_rewards_is_that_of_the_stage(tmp_path: Path) -> None:
     settings = config()
-    settings.stages = [Stage(kind="rl", steps=1, override={"safety": {"max_reward": 2.0}})]
+    settings.stages = [StageConfig(kind="rl", steps=1, override={"safety": {"max_reward": 2.0}})]
     world = World(tmp_path, settings)
     world.resume()
     (ticket,) = world.lease()
@@ -151,7 +151,7 @@ def test_22_a_group_without_a_finite_advantage_is_left_out_and_moves_nothing(
     value: float, tiny: Path, tmp_path: Path
 ) -> None:
     """The weights become those of a step without it, bit for bit; so does the baseline."""
-    settings = settings_of(tiny, [Stage(kind="rl", steps=1)])
+    settings = settings_of(tiny, [StageConfig(kind="rl", steps=1)])
     stage = stage_config(settings, 0)
     alone, poisoned = updater(settings, tmp_path), updater(settings, tmp_path)
     state_alone, state = LearnerState(lineage=1), LearnerState(lineage=1)
@@ -167,7 +167,7 @@ def test_22_a_group_without_a_finite_advantage_is_left_out_and_moves_nothing(
 def test_22_nothing_finite_at_all_leaves_the_weights_and_ends_the_run_in_time(
     tiny: Path, tmp_path: Path
 ) -> None:
-    settings = settings_of(tiny, [Stage(kind="rl", steps=1)])
+    settings = settings_of(tiny, [StageConfig(kind="rl", steps=1)])
     made, state = updater(settings, tmp_path), LearnerState(lineage=1)
     before = weights_of(made)
 
@@ -196,7 +196,7 @@ def equal_rewards(ticket: Ticket, member: int) -> Trajectory:
 
 
 def test_23_groups_without_spread_are_skipped_counted_and_end_the_run(tmp_path: Path) -> None:
-    run = Run(tmp_path, selection=Selection(kind="spread", keep=1.0, max_empty=3))
+    run = Run(tmp_path, selection=SelectionConfig(kind="spread", keep=1.0, max_empty=3))
     run.episode = equal_rewards
     try:
         with pytest.raises(TrainingError, match=r"3 steps in a row .*zero_spread"):

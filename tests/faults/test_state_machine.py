@@ -31,7 +31,7 @@ from invariants import check_journal
 
 from evolver_async.buffer.log import segment
 from evolver_async.buffer.state.admission import KINDS
-from evolver_async.config import Questioning
+from evolver_async.config import QuestioningConfig
 from evolver_async.protocol import messages
 from evolver_async.schema import Ticket, Trajectory, WeightId
 
@@ -111,7 +111,7 @@ class Machine(RuleBasedStateMachine):
             archive="all",
             max_attempts=MAX_ATTEMPTS,
             synthetic=0.5,
-            questioning=Questioning(kind="goals", every=2, groups=EXPLORING, max_tasks=POOL),
+            questioning=QuestioningConfig(kind="goals", every=2, groups=EXPLORING, max_tasks=POOL),
         )
         self.world = World(self.directory, self.config, segment_bytes=2048)
         self.resume(0, False)

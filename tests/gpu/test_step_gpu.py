@@ -17,7 +17,14 @@ from episodes import episode
 from gpu_models import HALF_BILLION, SMALL, TOKENIZER
 from transformers.models.auto import AutoModelForCausalLM
 
-from evolver_async.config import Advantage, Config, Learner, Metrics, Policy, Stage
+from evolver_async.config import (
+    AdvantageConfig,
+    Config,
+    LearnerConfig,
+    MetricsConfig,
+    PolicyConfig,
+    StageConfig,
+)
 from evolver_async.config.load import stage_config
 from evolver_async.lineages import Fork
 from evolver_async.metrics.writer import Timers
@@ -117,9 +124,9 @@ class Measured:
 def measure(device: torch.device, policy: Path, run_dir: Path, **learner: bool) -> Measured:
     size = SIZES[device.type]
     config = Config(
-        policy=Policy(path=str(policy), max_length=size.most_tokens, dtype=size.dtype),
-        advantage=Advantage(kind="grpo"),
-        learner=Learner(
+        policy=PolicyConfig(path=str(policy), max_length=size.most_tokens, dtype=size.dtype),
+        advantage=AdvantageConfig(kind="grpo"),
+        learner=LearnerConfig(
             minibatches=1,
             warmup_steps=0,
             decay="none",
@@ -128,8 +135,8 @@ def measure(device: torch.device, policy: Path, run_dir: Path, **learner: bool) 
             device=device.type,
             **learner,
         ),
-        metrics=Metrics(samples=0),
-        stages=[Stage(steps=9)],
+        metrics=MetricsConfig(samples=0),
+        stages=[StageConfig(steps=9)],
     )
     gc.collect()  # what an earlier step left in cycles
     if device.type == "cuda":

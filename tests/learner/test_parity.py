@@ -11,7 +11,7 @@ from parity import (
     test_the_learner_gives_every_token_the_log_prob_it_was_sampled_with,
 )
 
-from evolver_async.config import Correction, Loss
+from evolver_async.config import CorrectionConfig, LossConfig
 from evolver_async.config.sections.learner import by_kind
 from evolver_async.model import policy
 from evolver_async.schema import Role
@@ -43,7 +43,7 @@ def loss_and_gradient(
         hidden_BTD=hidden_BTD,
     )
     theta_N, entropy_N = theta_BT[micro.action_BT], entropy_BT[micro.action_BT]
-    settings = by_kind(Correction(kind="ppo"), Loss(kl_coef=0))
+    settings = by_kind(CorrectionConfig(kind="ppo"), LossConfig(kl_coef=0))
     logprobs = LogProbs(batch.mu_N, batch.mu_N, batch.mu_N)
     objective = Objective(*settings, logprobs, advantage_N, interpolates=False, boosts=False)
     rl, _ = objective(theta_N, entropy_N, micro, minibatch, Accounting())

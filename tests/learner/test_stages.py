@@ -10,7 +10,7 @@ from serial_runs import Finished, trainer
 
 from evolver_async.buffer.log.journal import Journal
 from evolver_async.buffer.state import records
-from evolver_async.config import Safety
+from evolver_async.config import SafetyConfig
 from evolver_async.errors import TrainingError
 
 LAKE = """
@@ -25,7 +25,7 @@ eval: {every: 0, episodes: 8, final_episodes: 8}
 checkpoint: {every: 100}
 launch: {kind: serial}
 """
-SAFETY = Safety()
+SAFETY = SafetyConfig()
 BANDIT = """
 env: {name: bandit, params: {high_probability: 1.0}}
 policy: {max_length: 64, hidden_size: 32, layers: 1, heads: 2, intermediate_size: 64}

@@ -8,7 +8,7 @@ import pytest
 from buffer_world import trajectory
 from updates import FORKS, config, same, tiny, updater
 
-from evolver_async.config import Advantage, Config, Selection, Stage
+from evolver_async.config import AdvantageConfig, Config, SelectionConfig, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.model import policy
 from evolver_async.schema import Group, Sampling, Task, Ticket, TurnFlag, WeightId
@@ -18,7 +18,7 @@ from learner.step import Updater
 
 __all__ = ["tiny"]  # the fixture: the smallest policy there is
 
-STAGES = [Stage(kind="rl", steps=3)]
+STAGES = [StageConfig(kind="rl", steps=3)]
 
 
 def group_of(group_id: int, rewards: list[float], lengths: list[int] | None = None) -> Group:
@@ -47,8 +47,8 @@ def group_of(group_id: int, rewards: list[float], lengths: list[int] | None = No
     )
 
 
-def settings_of(tiny: Path, selection: Selection, limit: int = 0, cache: int = 0) -> Config:
-    advantage = Advantage(kind="grpo", std="none", overlong_limit=limit, overlong_cache=cache)
+def settings_of(tiny: Path, selection: SelectionConfig, limit: int = 0, cache: int = 0) -> Config:
+    advantage = AdvantageConfig(kind="grpo", std="none", overlong_limit=limit, overlong_cache=cache)
     return replace(config(tiny, STAGES), selection=selection, advantage=advantage)
 
 
@@ -58,7 +58,7 @@ def step(settings: Config, run_dir: Path, groups: list[Group]) -> tuple[Updater,
 
 
 def test_only_resampled_members_train_and_their_group_counts_once(tiny, tmp_path):
-    selection = Selection(kind="resample_on_correct", members=4)
+    selection = SelectionConfig(kind="resample_on_correct", members=4)
     groups = [group_of(10, [1.0] * 3 + [0.0] * 5), group_of(11, [0.0] * 8)]
     groups[0].trajectories[0].turn_flags |= np.uint8(TurnFlag.FORMAT_ERROR)
     _, outcome = step(settings_of(tiny, selection), tmp_path, groups)
@@ -77,7 +77,7 @@ def test_only_resampled_members_train_and_their_group_counts_once(tiny, tmp_path
 @pytest.mark.parametrize(("scale", "factor"), [("none", 1.0), ("linear", 0.5), ("sqrt", 0.5**0.5)])
 def test_advantages_shrink_with_the_share_that_is_kept(tiny, tmp_path, scale, factor):
     groups = [group_of(10, [1.0, 0.0]), group_of(11, [1.0, 1.0])]
-    selection = Selection(kind="top_p", scale=scale)
+    selection = SelectionConfig(kind="top_p", scale=scale)
     _, outcome = step(settings_of(tiny, selection), tmp_path, groups)
     assert outcome.data is not None
     found = np.abs(outcome.data.advantage_N)
@@ -86,7 +86,7 @@ def test_advantages_shrink_with_the_share_that_is_kept(tiny, tmp_path, scale, fa
 
 
 def test_a_step_that_keeps_nothing_leaves_the_policy_as_it_is(tiny, tmp_path):
-    settings = settings_of(tiny, Selection(kind="top_p"))
+    settings = settings_of(tiny, SelectionConfig(kind="top_p"))
     learner, outcome = step(settings, tmp_path, [group_of(10, [1.0, 1.0])])
     assert outcome.updates == 0 and outcome.trained == []
     assert outcome.filtered == {"zero_spread": [10]}
@@ -98,7 +98,7 @@ def test_the_longest_trajectory_of_equal_outcomes_is_the_worst(tiny, tmp_path):
     """Of 7 ACTION tokens on a ramp from 4 to 10 half of the reward goes; shorter ones keep it."""
     group = group_of(10, [1.0, 1.0, 1.0], [2, 4, 8])
     lengths = [one.action_tokens for one in group.trajectories]
-    settings = settings_of(tiny, Selection(), limit=10, cache=6)
+    settings = settings_of(tiny, SelectionConfig(), limit=10, cache=6)
     _, outcome = step(settings, tmp_path, [group])
     bonus = np.clip((10 - 6 - np.array(lengths)) / 6, -1, 0)
     assert bonus.min() < 0 == bonus.max()

@@ -9,10 +9,10 @@ import torch
 from updates import FORKS, config, groups, guided_config, guided_groups, same, step, tiny, updater
 
 from evolver_async.config import (
-    Advantage,
-    Judge,
-    Loss,
-    Stage,
+    AdvantageConfig,
+    JudgeConfig,
+    LossConfig,
+    StageConfig,
 )
 from evolver_async.config.load import stage_config
 from evolver_async.model import policy
@@ -36,10 +36,10 @@ def drift(model: torch.nn.Module) -> None:
 
 def test_the_reference_is_taken_where_the_first_stage_with_a_kl_begins(tiny, tmp_path):
     stages = [
-        Stage(kind="sft", steps=1),
-        Stage(kind="rl", steps=1),
-        Stage(kind="rl", steps=1),
-        Stage(kind="rl", steps=1, refresh_reference=True),
+        StageConfig(kind="sft", steps=1),
+        StageConfig(kind="rl", steps=1),
+        StageConfig(kind="rl", steps=1),
+        StageConfig(kind="rl", steps=1, refresh_reference=True),
     ]
     settings = config(tiny, stages, kl_coef=0.1)
     made = updater(settings, tmp_path)
@@ -57,7 +57,7 @@ def test_the_reference_is_taken_where_the_first_stage_with_a_kl_begins(tiny, tmp
 
 
 def test_a_kl_switched_on_at_a_resume_gets_a_reference(tiny, tmp_path):
-    settings = config(tiny, [Stage(kind="rl", steps=1)], kl_coef=0.1)
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)], kl_coef=0.1)
     made = updater(settings, tmp_path)
     stage = stage_config(settings, 0)
     with pytest.raises(AssertionError, match="reference"):
@@ -68,7 +68,9 @@ def test_a_kl_switched_on_at_a_resume_gets_a_reference(tiny, tmp_path):
 
 
 def test_the_kl_in_the_reward_is_that_of_the_present_policy(tiny, tmp_path):
-    settings = config(tiny, [Stage(kind="rl", steps=1)], kl="k1", kl_coef=0.1, kl_place="reward")
+    settings = config(
+        tiny, [StageConfig(kind="rl", steps=1)], kl="k1", kl_coef=0.1, kl_place="reward"
+    )
     settings.correction.kind = "ppo"  # which needs no anchor of its own
     made = updater(settings, tmp_path)
     stage = stage_config(settings, 0)
@@ -87,7 +89,7 @@ def test_the_kl_in_the_reward_is_that_of_the_present_policy(tiny, tmp_path):
 def test_groups_without_an_applied_update_are_reported_and_not_measured(
     tiny, tmp_path, monkeypatch
 ):
-    settings = config(tiny, [Stage(kind="rl", steps=1)], minibatches=2)
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=2)
     made = updater(settings, tmp_path)
     calls = []
     original = under_test.update
@@ -109,7 +111,7 @@ def test_groups_without_an_applied_update_are_reported_and_not_measured(
 
 
 def test_when_nothing_is_applied_everything_is_left_out(tiny, tmp_path):
-    settings = config(tiny, [Stage(kind="rl", steps=1)])
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)])
     made = updater(settings, tmp_path)
     with torch.no_grad():
         next(made.model.parameters()).fill_(float("nan"))
@@ -120,7 +122,7 @@ def test_when_nothing_is_applied_everything_is_left_out(tiny, tmp_path):
 
 
 def test_a_checkpoint_gives_back_numbers_and_moments(tiny, tmp_path):
-    settings = config(tiny, [Stage(kind="rl", steps=1)])
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)])
     made = updater(settings, tmp_path)
     state = LearnerState(
         lineage=1, take=3, pending=[PendingEvaluation(version=2, stage=0, episodes=8)]
@@ -165,7 +167,7 @@ def stripped_by_hand(data: list[Group]) -> list[Group]:
 
 def test_scorer_and_stepper_work_at_the_temperature_of_the_rollout(tiny, tmp_path):
     """Sampled by the very weights that are trained, every token has the weight and the ratio 1."""
-    settings = config(tiny, [Stage(kind="rl", steps=3)])
+    settings = config(tiny, [StageConfig(kind="rl", steps=3)])
     settings.rollout.temperature = 0.6
     made, data = updater(settings, tmp_path), groups(4)
     for group in data:
@@ -197,7 +199,7 @@ def test_anchor_for_guided_tokens_is_training_on_the_stripped_text_without_a_wei
 def test_boost_reaches_the_weights_only_through_stripped_tokens(tiny, tmp_path):
     def weights_after(data: list[Group], boost: float) -> Updater:
         settings = guided_config(tiny, "always", minibatches=4, guided="anchor")
-        settings.loss = Loss(clip_high=1e-4, boost=boost)
+        settings.loss = LossConfig(clip_high=1e-4, boost=boost)
         settings.learner.lr = 0.05
         made = updater(settings, tmp_path)
         outcome = step(made, data)
@@ -242,7 +244,7 @@ def test_guided_and_unguided_data_is_measured_apart(tiny, tmp_path):
 
 
 def unguided_metrics(tiny: Path) -> dict[str, float]:
-    settings = config(tiny, [Stage(kind="rl", steps=1)])
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)])
     return (
         updater(settings, tiny)
         .rl(stage_config(settings, 0), groups(2), LearnerState(lineage=1), FORKS, 1)
@@ -282,7 +284,7 @@ def test_unguided_data_costs_no_pass_beside_the_updates(tiny, tmp_path):
 def test_demonstrations_lose_their_experience_unless_told_otherwise(tiny, tmp_path):
     def trained(strip: str, data: list[Group]) -> Updater:
         settings = guided_config(tiny, strip)
-        settings.stages = [Stage(kind="sft", steps=3)]
+        settings.stages = [StageConfig(kind="sft", steps=3)]
         made = updater(settings, tmp_path)
         outcome = made.sft(stage_config(settings, 0), data, LearnerState(lineage=1), 3)
         assert outcome.updates == 2
@@ -298,8 +300,8 @@ def test_demonstrations_lose_their_experience_unless_told_otherwise(tiny, tmp_pa
 
 def test_labels_and_their_outage_are_measured_and_alpha_falls(tiny, tmp_path):
     settings = guided_config(tiny, "always")
-    settings.advantage = Advantage(kind="adca", alpha=0.4, alpha_final=0.0)
-    settings.judge = Judge(kind="rule")
+    settings.advantage = AdvantageConfig(kind="adca", alpha=0.4, alpha_final=0.0)
+    settings.judge = JudgeConfig(kind="rule")
     data = guided_groups(4)
     found = step(updater(settings, tmp_path), data).metrics
     assert found["judge/labelled_share"] == 1 and found["judge/good_share"] == 5 / 8
@@ -325,7 +327,7 @@ def test_labels_and_their_outage_are_measured_and_alpha_falls(tiny, tmp_path):
 
 def test_a_resume_repeats_a_guided_step_bit_for_bit(tiny, tmp_path):
     settings = guided_config(tiny, "fraction")
-    settings.advantage = Advantage(kind="grpo_process")
+    settings.advantage = AdvantageConfig(kind="grpo_process")
     made = updater(settings, tmp_path)
     step(made, guided_groups(4))
     (tmp_path / "c").mkdir()

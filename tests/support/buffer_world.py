@@ -7,16 +7,16 @@ from episodes import episode
 
 from evolver_async.buffer.service import BufferService
 from evolver_async.config import (
-    Actors,
-    Advantage,
-    Buffer,
+    ActorsConfig,
+    AdvantageConfig,
+    BufferConfig,
     Config,
-    Eval,
-    Learner,
-    Questioning,
-    Rollout,
-    Stage,
-    Tasks,
+    EvalConfig,
+    LearnerConfig,
+    QuestioningConfig,
+    RolloutConfig,
+    StageConfig,
+    TasksConfig,
 )
 from evolver_async.protocol import messages
 from evolver_async.schema import (
@@ -39,20 +39,22 @@ def config(
     weight_lag: int = 0,
     train: int = 0,
     synthetic: float = 0.0,
-    questioning: Questioning | None = None,
+    questioning: QuestioningConfig | None = None,
     **buffer: object,
 ) -> Config:
     """A small run; `buffer` are keys of that section."""
     return Config(
-        tasks=Tasks(train=train, synthetic=synthetic),
-        questioning=questioning or Questioning(),
-        rollout=Rollout(group_size=group_size),
-        learner=Learner(groups_per_step=groups_per_step, minibatches=1),
-        actors=Actors(weight_lag=weight_lag),
-        advantage=Advantage(kind="reinforce"),  # groups of one member are allowed then
-        stages=[Stage(kind=kind, steps=1) for kind in stages or ["rl"]],
-        eval=Eval(temperature=0.0),
-        buffer=Buffer(**{"lease_s": 10.0, "stall_s": 40.0, "segment_bytes": 1 << 20, **buffer}),
+        tasks=TasksConfig(train=train, synthetic=synthetic),
+        questioning=questioning or QuestioningConfig(),
+        rollout=RolloutConfig(group_size=group_size),
+        learner=LearnerConfig(groups_per_step=groups_per_step, minibatches=1),
+        actors=ActorsConfig(weight_lag=weight_lag),
+        advantage=AdvantageConfig(kind="reinforce"),  # groups of one member are allowed then
+        stages=[StageConfig(kind=kind, steps=1) for kind in stages or ["rl"]],
+        eval=EvalConfig(temperature=0.0),
+        buffer=BufferConfig(
+            **{"lease_s": 10.0, "stall_s": 40.0, "segment_bytes": 1 << 20, **buffer}
+        ),
     )
 
 

@@ -9,8 +9,8 @@ import torch
 from episodes import episode
 from updates import config, groups
 
-from evolver_async.config import Advantage, Config, Stage
-from evolver_async.config import Critic as Settings
+from evolver_async.config import AdvantageConfig, Config, StageConfig
+from evolver_async.config import CriticConfig as Settings
 from evolver_async.model import policy
 from evolver_async.schema import Group, Role, Sequence, VersionRun, WeightId
 from learner.data.collate import Strip
@@ -73,8 +73,8 @@ def crossed() -> Group:
 
 
 def ppo(tiny: Path, kind: str, minibatches: int = 2, **critic: Any) -> Config:
-    settings = config(tiny, [Stage(kind="rl", steps=9)], minibatches)
-    settings.advantage = Advantage(kind="gae")
+    settings = config(tiny, [StageConfig(kind="rl", steps=9)], minibatches)
+    settings.advantage = AdvantageConfig(kind="gae")
     settings.critic = Settings(**{"kind": kind, "lr": 1e-2, **critic})
     return settings
 

@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 
 from evolver_async.checkpoint.directory import load_newest
 from evolver_async.config import (
-    Checkpoint,
+    CheckpointConfig,
     Config,
-    Eval,
-    Launch,
-    Policy,
-    Safety,
-    Stage,
-    Weights,
+    EvalConfig,
+    LaunchConfig,
+    PolicyConfig,
+    SafetyConfig,
+    StageConfig,
+    WeightsConfig,
 )
 from evolver_async.model import policy
 from evolver_async.protocol import messages
@@ -83,13 +83,13 @@ class Run:
         small.learner.minibatches = 2
         small.learner.lr = 1e-2
         changed = {
-            "policy": Policy(path=str(tmp_path / "policy"), max_length=64),
-            "weights": Weights(dir=str(tmp_path)),
-            "stages": [Stage(kind="rl", steps=STEPS)],
-            "eval": Eval(every=0, final_episodes=0),
-            "checkpoint": Checkpoint(every=2),
-            "safety": Safety(warmup=2, patience=1),
-            "launch": Launch(kind="serial"),
+            "policy": PolicyConfig(path=str(tmp_path / "policy"), max_length=64),
+            "weights": WeightsConfig(dir=str(tmp_path)),
+            "stages": [StageConfig(kind="rl", steps=STEPS)],
+            "eval": EvalConfig(every=0, final_episodes=0),
+            "checkpoint": CheckpointConfig(every=2),
+            "safety": SafetyConfig(warmup=2, patience=1),
+            "launch": LaunchConfig(kind="serial"),
             **sections,
         }
         self.config: Config = dataclasses.replace(small, **changed)

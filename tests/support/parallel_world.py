@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from updates import FORKS, config, guided_config, guided_groups
 
-from evolver_async.config import Config, Lora, Stage
+from evolver_async.config import Config, LoraConfig, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
@@ -71,13 +71,13 @@ def settings_of(name: str, directory: Path) -> tuple[Config, str, list[Group]]:
         settings.learner.max_bad_steps = 99
         return settings, "rl", guided_groups(5)
     if name == "sft":
-        settings = config(directory / "tied", [Stage(kind="sft", steps=STEPS)])
+        settings = config(directory / "tied", [StageConfig(kind="sft", steps=STEPS)])
         settings.learner.packing = settings.learner.gradient_checkpointing = True
         settings.learner.token_budget = 64
         settings.learner.logprob_chunk = 3
         return settings, "sft", guided_groups(9, policy_kind="scripted")
     if name == "dpo":
-        settings = config(plain, [Stage(kind="dpo", steps=STEPS)], 2)
+        settings = config(plain, [StageConfig(kind="dpo", steps=STEPS)], 2)
         return settings, "dpo", pairs()
     assert name in ("ppo", "apart", "apart_lora", "apart_bf16", "measured"), name
     settings = ppo(plain, "shared" if name == "ppo" else "separate", warmup=2)
@@ -85,7 +85,7 @@ def settings_of(name: str, directory: Path) -> tuple[Config, str, list[Group]]:
     if name == "measured":
         settings.learner.token_budget = 0
     if name == "apart_lora":
-        settings.policy.lora = Lora(rank=2, alpha=4.0)
+        settings.policy.lora = LoraConfig(rank=2, alpha=4.0)
         settings.learner.gradient_checkpointing = settings.learner.packing = True
         settings.loss.kl_coef = 0.1
     if name == "apart_bf16":

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from evolver_async.config import Buffer, Config, Learner, Rollout, Stage
+from evolver_async.config import BufferConfig, Config, LearnerConfig, RolloutConfig, StageConfig
 from evolver_async.config.load import dump
 from evolver_async.protocol.messages import (
     Ack,
@@ -49,10 +49,10 @@ ANSWER_S = 0.2
 def config(**buffer: object) -> Config:
     """A run of the usual size; `buffer` are keys of that section."""
     return Config(
-        rollout=Rollout(group_size=GROUP_SIZE),
-        learner=Learner(groups_per_step=GROUPS_PER_STEP),
-        buffer=Buffer(**{"max_staleness": 4, **buffer}),  # pyright: ignore[reportArgumentType]
-        stages=[Stage(kind="rl", steps=1)],
+        rollout=RolloutConfig(group_size=GROUP_SIZE),
+        learner=LearnerConfig(groups_per_step=GROUPS_PER_STEP),
+        buffer=BufferConfig(**{"max_staleness": 4, **buffer}),  # pyright: ignore[reportArgumentType]
+        stages=[StageConfig(kind="rl", steps=1)],
     )
 
 

@@ -9,15 +9,15 @@ import torch
 from buffer_world import trajectory
 
 from evolver_async.config import (
-    Advantage,
+    AdvantageConfig,
     Config,
-    Correction,
-    Experience,
-    Learner,
-    Loss,
-    Metrics,
-    Policy,
-    Stage,
+    CorrectionConfig,
+    ExperienceConfig,
+    LearnerConfig,
+    LossConfig,
+    MetricsConfig,
+    PolicyConfig,
+    StageConfig,
 )
 from evolver_async.config.load import stage_config
 from evolver_async.lineages import Fork
@@ -50,13 +50,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def config(tiny: Path, stages: list[Stage], minibatches: int = 1, **loss: Any) -> Config:
+def config(tiny: Path, stages: list[StageConfig], minibatches: int = 1, **loss: Any) -> Config:
     return Config(
-        policy=Policy(path=str(tiny), max_length=64),
-        advantage=Advantage(kind="reinforce"),
-        learner=Learner(minibatches=minibatches, warmup_steps=0, decay="none", lr=1e-2),
-        loss=Loss(**loss),
-        metrics=Metrics(samples=0),
+        policy=PolicyConfig(path=str(tiny), max_length=64),
+        advantage=AdvantageConfig(kind="reinforce"),
+        learner=LearnerConfig(minibatches=minibatches, warmup_steps=0, decay="none", lr=1e-2),
+        loss=LossConfig(**loss),
+        metrics=MetricsConfig(samples=0),
         stages=stages,
     )
 
@@ -151,10 +151,10 @@ def guided_member(
 
 
 def guided_config(tiny: Path, strip: str, minibatches: int = 2, **correction: Any) -> Config:
-    settings = config(tiny, [Stage(kind="rl", steps=3)], minibatches)
-    settings.advantage = Advantage()
-    settings.experience = Experience(kind="contrast", strip=strip)
-    settings.correction = Correction(**correction)
+    settings = config(tiny, [StageConfig(kind="rl", steps=3)], minibatches)
+    settings.advantage = AdvantageConfig()
+    settings.experience = ExperienceConfig(kind="contrast", strip=strip)
+    settings.correction = CorrectionConfig(**correction)
     return settings
 
 

@@ -13,7 +13,7 @@ from rollouts import CHAT, RIGHT, FakeEngine, corridor
 from actors.engines.base import Generation, Request
 from actors.postprocess import ActorComponents
 from actors.worker import Worker
-from evolver_async.config import Config, Stage
+from evolver_async.config import Config, StageConfig
 from evolver_async.launch.serial import VirtualLoop
 from evolver_async.protocol import messages
 from evolver_async.schema import Ticket, WeightId
@@ -119,10 +119,10 @@ def worker_of(
     step_timeout_s: float = 30.0,
     groups: int = 8,
     group_size: int = 8,
-    stages: list[Stage] | None = None,
+    stages: list[StageConfig] | None = None,
     components: ActorComponents | None = None,
 ) -> Worker:
-    config = Config(stages=stages or [Stage(kind="sft", steps=5)])
+    config = Config(stages=stages or [StageConfig(kind="sft", steps=5)])
     config.actors.groups, config.rollout.group_size = groups, group_size
     config.actors.weight_lag = lag
     config.env.step_timeout_s = step_timeout_s

@@ -2,49 +2,66 @@
 
 from dataclasses import dataclass, field
 
-from evolver_async.config.sections.agentevolver import Experience, Judge, Questioning, Reflection
-from evolver_async.config.sections.data import Buffer, Tasks
-from evolver_async.config.sections.learner import (
-    Advantage,
-    Correction,
-    Critic,
-    Learner,
-    Loss,
-    Safety,
-    Selection,
+from evolver_async.config.sections.agentevolver import (
+    ExperienceConfig,
+    JudgeConfig,
+    QuestioningConfig,
+    ReflectionConfig,
 )
-from evolver_async.config.sections.rollout import Actors, Engine, Env, Rollout
-from evolver_async.config.sections.run import Checkpoint, Eval, Metrics, Policy, Run, Stage
-from evolver_async.config.sections.system import Launch, Security, Weights
+from evolver_async.config.sections.data import BufferConfig, TasksConfig
+from evolver_async.config.sections.learner import (
+    AdvantageConfig,
+    CorrectionConfig,
+    CriticConfig,
+    LearnerConfig,
+    LossConfig,
+    SafetyConfig,
+    SelectionConfig,
+)
+from evolver_async.config.sections.rollout import (
+    ActorsConfig,
+    EngineConfig,
+    EnvConfig,
+    RolloutConfig,
+)
+from evolver_async.config.sections.run import (
+    CheckpointConfig,
+    EvalConfig,
+    MetricsConfig,
+    PolicyConfig,
+    RunConfig,
+    StageConfig,
+)
+from evolver_async.config.sections.system import LaunchConfig, SecurityConfig, WeightsConfig
 
 
 @dataclass
 class Config:
     """The whole configuration of a run. A recipe holds only what differs from the defaults."""
 
-    run: Run = field(default_factory=Run)
-    policy: Policy = field(default_factory=Policy)
-    env: Env = field(default_factory=Env)
-    tasks: Tasks = field(default_factory=Tasks)
-    rollout: Rollout = field(default_factory=Rollout)
-    engine: Engine = field(default_factory=Engine)
-    actors: Actors = field(default_factory=Actors)
-    buffer: Buffer = field(default_factory=Buffer)
-    experience: Experience = field(default_factory=Experience)
-    judge: Judge = field(default_factory=Judge)
-    questioning: Questioning = field(default_factory=Questioning)
-    reflection: Reflection = field(default_factory=Reflection)
-    selection: Selection = field(default_factory=Selection)
-    advantage: Advantage = field(default_factory=Advantage)
-    critic: Critic = field(default_factory=Critic)
-    correction: Correction = field(default_factory=Correction)
-    loss: Loss = field(default_factory=Loss)
-    learner: Learner = field(default_factory=Learner)
-    stages: list[Stage] = field(default_factory=lambda: [Stage()])
-    eval: Eval = field(default_factory=Eval)
-    weights: Weights = field(default_factory=Weights)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    safety: Safety = field(default_factory=Safety)
-    metrics: Metrics = field(default_factory=Metrics)
-    launch: Launch = field(default_factory=Launch)
-    security: Security = field(default_factory=Security)
+    run: RunConfig = field(default_factory=RunConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    actors: ActorsConfig = field(default_factory=ActorsConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    experience: ExperienceConfig = field(default_factory=ExperienceConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    questioning: QuestioningConfig = field(default_factory=QuestioningConfig)
+    reflection: ReflectionConfig = field(default_factory=ReflectionConfig)
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    stages: list[StageConfig] = field(default_factory=lambda: [StageConfig()])
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    safety: SafetyConfig = field(default_factory=SafetyConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)

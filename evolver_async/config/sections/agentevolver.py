@@ -13,7 +13,7 @@ LLM_SECTIONS = ("experience", "judge", "questioning", "reflection")  # each with
 
 
 @dataclass
-class Llm:
+class LlmConfig:
     """An OpenAI-compatible endpoint and its budget (0 = without limit)."""
 
     url: str = ""  # up to and including /v1
@@ -32,7 +32,7 @@ class Llm:
 
 
 @dataclass
-class Experience:
+class ExperienceConfig:
     """Self-Navigating: lessons of earlier groups guide some members of later ones."""
 
     # contrast compares members of a group where they diverged; llm asks an endpoint
@@ -55,11 +55,11 @@ class Experience:
     timeout_s: Positive = 2.0  # without an answer by then an episode is not guided
     rewrite: bool = False  # llm: merge the retrieved entries into one text for the task
     address: str = ""  # ipc:// or tcp:// address; "" makes an ipc socket beside the buffer's
-    llm: Llm = field(default_factory=Llm)
+    llm: LlmConfig = field(default_factory=LlmConfig)
 
 
 @dataclass
-class Judge:
+class JudgeConfig:
     """Self-Attributing: labels GOOD or BAD for the turns of a finished episode.
 
     `self` is subject to the concurrency and the budgets of `llm`, too.
@@ -71,20 +71,20 @@ class Judge:
     max_tokens: Count = 1024  # self: of its answer
     timeout_s: Positive = 90.0  # of the labels of one trajectory, retries and waiting included
     cache: int = 4096  # cached judgements
-    llm: Llm = field(default_factory=Llm)
+    llm: LlmConfig = field(default_factory=LlmConfig)
 
 
 @dataclass
-class Reflection:
+class ReflectionConfig:
     """Early experience: reasons why an expert's turn is better than a tried alternative."""
 
     kind: Literal["template", "llm"] = "template"  # template writes from both outcomes
     timeout_s: Positive = 60.0  # of one reason, retries included; then the template writes it
-    llm: Llm = field(default_factory=Llm)
+    llm: LlmConfig = field(default_factory=LlmConfig)
 
 
 @dataclass
-class Questioning:
+class QuestioningConfig:
     """Self-Questioning: synthetic tasks from exploration of the environment."""
 
     # goals takes states that exploration reached as tasks; llm asks an endpoint
@@ -103,4 +103,4 @@ class Questioning:
     replays: Count = 3  # of a reference, in addition to the one with its original dynamics ...
     replays_kept: int = 2  # ... and how many of them must succeed
     resolve: bool = False  # llm: keep only tasks that it solves again with the reference as a hint
-    llm: Llm = field(default_factory=Llm)
+    llm: LlmConfig = field(default_factory=LlmConfig)

@@ -7,7 +7,7 @@ from evolver_async.config.values.rules import Count, Fraction, Pattern, Positive
 
 
 @dataclass
-class Part:
+class PartConfig:
     """One environment of a mixture."""
 
     env: str = ""  # a registered name or an import path
@@ -16,7 +16,7 @@ class Part:
 
 
 @dataclass
-class Tasks:
+class TasksConfig:
     """The source of tasks."""
 
     train: int = 0  # distinct training tasks, which repeat; 0 draws new ones without end
@@ -25,14 +25,14 @@ class Tasks:
     failed: Fraction = 1.0  # the same for a task whose newest group failed in all its episodes
     synthetic: Fraction = 0.0  # share of new groups that get a task from questioning
     path: str = ""  # a JSONL file of tasks, one a line, instead of numbered ones
-    mixture: list[Part] = field(default_factory=list)  # several environments instead of one
+    mixture: list[PartConfig] = field(default_factory=list)  # several environments instead of one
 
 
 Archive = Annotated[str, Pattern(r"none|all|\d+", "one of none, all, <bytes>")]
 
 
 @dataclass
-class Buffer:
+class BufferConfig:
     """The replay buffer: admission, storage and sampling of groups."""
 
     # S: versions between sampling and training; an older group is never trained

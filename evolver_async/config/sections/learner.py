@@ -17,7 +17,7 @@ LEFT_OPEN = -1.0  # value of a bound that correction.kind determines
 
 
 @dataclass
-class Selection:
+class SelectionConfig:
     """The groups of a step that train."""
 
     kind: Literal["all", "spread", "top_p", "top_k", "min_p", "resample_on_correct", "dynamic"] = (
@@ -39,7 +39,7 @@ class Selection:
 
 
 @dataclass
-class Advantage:
+class AdvantageConfig:
     """The advantage estimator."""
 
     kind: Literal[
@@ -64,7 +64,7 @@ class Advantage:
 
 
 @dataclass
-class Critic:
+class CriticConfig:
     """The value function for advantage.kind gae, gae_bilevel and vtrace; absent for others."""
 
     kind: Literal["shared", "separate"] = "shared"  # a head on the policy, or a separate model
@@ -75,7 +75,7 @@ class Critic:
 
 
 @dataclass
-class Correction:
+class CorrectionConfig:
     """The off-policy correction."""
 
     kind: Literal["none", "ppo", "decoupled", "icepop", "geo_mask", "cispo", "gspo", "topr"] = (
@@ -100,7 +100,7 @@ class Correction:
 
 
 @dataclass
-class Loss:
+class LossConfig:
     """The policy loss."""
 
     # -1: 0.2; with correction.kind=gspo, which clips the ratio of a sequence, 0.0003
@@ -129,7 +129,7 @@ BOUNDS_OF = {  # differences from BOUNDS, by kind and level
 }
 
 
-def by_kind(correction: Correction, loss: Loss) -> tuple[Correction, Loss]:
+def by_kind(correction: CorrectionConfig, loss: LossConfig) -> tuple[CorrectionConfig, LossConfig]:
     """Return both sections with the open level and bounds replaced by those of `correction.kind`.
 
     The values are the defaults of the table in algorithms §2. The anchor of a kind that compares
@@ -141,7 +141,7 @@ def by_kind(correction: Correction, loss: Loss) -> tuple[Correction, Loss]:
         level = "trajectory" if correction.kind == "topr" else "token"
     bounds = BOUNDS | BOUNDS_OF.get((correction.kind, level), {})
 
-    def closed(section: Correction | Loss) -> dict[str, Any]:
+    def closed(section: CorrectionConfig | LossConfig) -> dict[str, Any]:
         values = vars(section)
         return {name: bounds[name] for name in bounds if values.get(name) == LEFT_OPEN}
 
@@ -150,7 +150,7 @@ def by_kind(correction: Correction, loss: Loss) -> tuple[Correction, Loss]:
 
 
 @dataclass
-class Learner:
+class LearnerConfig:
     """The training loop."""
 
     groups_per_step: Count = 32  # B: groups of one step
@@ -177,7 +177,7 @@ class Learner:
 
 
 @dataclass
-class Safety:
+class SafetyConfig:
     """Refusal of impossible trajectories, and alarms that detect a collapse of training.
 
     Alarms watch rl stages. Each fires after `patience` consecutive suspicious steps.

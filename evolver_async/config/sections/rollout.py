@@ -18,7 +18,7 @@ Turns = Annotated[int, Range(ge=1, le=32767)]  # turns are numbered in 16 bits
 
 
 @dataclass
-class Latency:
+class LatencyConfig:
     """Artificial latency of each environment step, as a model of slow tools."""
 
     kind: Literal["none", "fixed", "lognormal"] = "none"
@@ -27,20 +27,20 @@ class Latency:
 
 
 @dataclass
-class Env:
+class EnvConfig:
     """The environment: a registered name or an import path (`my_package.my_env:MyEnv`)."""
 
     name: str = "frozen_lake"
     params: dict[str, Any] = field(default_factory=dict)  # the environment's own parameters
     # wording of instructions; auto: plain for a tokenizer of normal size, else tiny
     prompt: Literal["auto", "tiny", "plain"] = "auto"
-    latency: Latency = field(default_factory=Latency)
+    latency: LatencyConfig = field(default_factory=LatencyConfig)
     step_timeout_s: Positive = 30.0
     episode_timeout_s: Positive = 600.0
 
 
 @dataclass
-class Rollout:
+class RolloutConfig:
     """The course of an episode."""
 
     group_size: Count = 8  # G: episodes per task
@@ -65,7 +65,7 @@ class Rollout:
 
 
 @dataclass
-class Engine:
+class EngineConfig:
     """The generation engine of an actor."""
 
     kind: Literal["torch", "vllm"] = "torch"  # vllm: AsyncLLM in its own processes
@@ -83,7 +83,7 @@ class Engine:
 
 
 @dataclass
-class Actors:
+class ActorsConfig:
     """The rollout processes."""
 
     count: Count = 2

@@ -12,7 +12,7 @@ Hardware = Annotated[
 
 
 @dataclass
-class Run:
+class RunConfig:
     """The run directory and the seed."""
 
     name: RunName = ""  # "" names the run after the recipe and the time
@@ -22,7 +22,7 @@ class Run:
 
 
 @dataclass
-class Lora:
+class LoraConfig:
     """Low-rank adapters. With them, only adapters are trained, published and checkpointed."""
 
     rank: int = 0  # of the adapters; 0 trains the whole model
@@ -32,7 +32,7 @@ class Lora:
 
 
 @dataclass
-class Policy:
+class PolicyConfig:
     """The model that is trained."""
 
     # a Hugging Face causal-LM directory; "" makes the `tiny` preset in the run directory
@@ -44,11 +44,11 @@ class Policy:
     # tokens of context: prompt, actions and observations together
     max_length: Annotated[int, Range(ge=2)] = 1024
     dtype: Literal["float32", "bfloat16"] = "float32"
-    lora: Lora = field(default_factory=Lora)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass
-class Stage:
+class StageConfig:
     """One stretch of training. It ends at the first of its limits (0 = no such limit)."""
 
     kind: Literal["sft", "world_model", "reflect", "dpo", "rl"] = "rl"
@@ -70,7 +70,9 @@ class Stage:
 SUPERVISED = ("sft", "world_model", "reflect")  # kinds that train on scripted episodes
 
 
-def limit_reached(stage: Stage, *, steps: int, tokens: int, seconds: float, success: float) -> bool:
+def limit_reached(
+    stage: StageConfig, *, steps: int, tokens: int, seconds: float, success: float
+) -> bool:
     """Return True if a stage with these totals has reached the first of its limits."""
     return (
         0 < stage.steps <= steps
@@ -81,7 +83,7 @@ def limit_reached(stage: Stage, *, steps: int, tokens: int, seconds: float, succ
 
 
 @dataclass
-class Eval:
+class EvalConfig:
     """Evaluation on held-out tasks with exact weights, greedy and never guided."""
 
     every: int = 25  # versions between evaluations; 0 evaluates only after each stage
@@ -93,7 +95,7 @@ class Eval:
 
 
 @dataclass
-class Checkpoint:
+class CheckpointConfig:
     """Checkpoints in <run>/checkpoints, the newest last."""
 
     every: Count = 25  # learner steps; one is also written at the end of a stage and on SIGTERM
@@ -103,7 +105,7 @@ class Checkpoint:
 
 
 @dataclass
-class Metrics:
+class MetricsConfig:
     """JSONL files always; Weights & Biases on request."""
 
     # auto: online with an API key, else offline

@@ -7,7 +7,7 @@ from evolver_async.config.values.rules import Positive, Range
 
 
 @dataclass
-class Weights:
+class WeightsConfig:
     """The transfer of weights from the learner to the actors."""
 
     # shm: files of one host; collective: gloo or NCCL, also between hosts; cuda_ipc: learner and
@@ -23,7 +23,7 @@ class Weights:
 
 
 @dataclass
-class Gpus:
+class GpusConfig:
     """The GPUs of this host that a process sees, counted from 0. Processes share a repeated one.
 
     None for a role: its processes see the same GPUs as the launcher.
@@ -35,7 +35,7 @@ class Gpus:
 
 
 @dataclass
-class Launch:
+class LaunchConfig:
     """The start, restart and end of processes."""
 
     # serial: one loop with a virtual clock, reproducible; local: spawned processes
@@ -47,11 +47,11 @@ class Launch:
     max_failures: int = 200
     # wait after Ctrl-C or SIGTERM, and after the last progress of a checkpoint, before a kill
     drain_s: float = 20.0
-    gpus: Gpus = field(default_factory=Gpus)
+    gpus: GpusConfig = field(default_factory=GpusConfig)
 
 
 @dataclass
-class Security:
+class SecurityConfig:
     """Access to the buffer. Without keys its address must belong to this host."""
 
     keys: str = ""  # a directory made by `evolver-async keys`, which encrypts every socket

@@ -39,7 +39,7 @@ from actors.llm.client import Endpoint
 from actors.progress import TicketProgress
 from actors.rollout.episode import EpisodeLate, Finished
 from actors.rollout.episode_config import Setting
-from evolver_async.config import ConfigError, Llm
+from evolver_async.config import ConfigError, LlmConfig
 from evolver_async.config.load import load
 from evolver_async.model.policy import token_logprobs
 from evolver_async.model.tiny import make_tokenizer as make_tiny_tokenizer
@@ -845,7 +845,9 @@ def judged(server: OpenAIServer) -> Ran:
             await player(client)
 
     async def all_of_it() -> None:
-        judge = GroupJudge(Endpoint(Llm(url=server.url, model="m", retries=0), "judge"), 1, 10.0)
+        judge = GroupJudge(
+            Endpoint(LlmConfig(url=server.url, model="m", retries=0), "judge"), 1, 10.0
+        )
         agents = AgentRunner(agent, "tests:agent", Scripted(*said), CHAT, judge)
         try:
             await agents.run(ticket(4), setting(), TicketProgress(), ran.finished.append)

@@ -29,7 +29,7 @@ from actors.envs.base import (
 from actors.envs.exact import exact
 from actors.envs.grid.frozen_lake import FrozenLake
 from actors.envs.grid.frozen_lake_map import ACTIONS, Lake, draw_lake
-from evolver_async.config import Config, Stage
+from evolver_async.config import Config, StageConfig
 from evolver_async.randomness import key, uniform
 from evolver_async.schema import Task
 
@@ -349,7 +349,7 @@ def test_bad_environment_is_named_before_anything_starts(
 ) -> None:
     with pytest.raises(EnvError, match=named):
         make_env(name, params)
-    config = Config(stages=[Stage(steps=1)])
+    config = Config(stages=[StageConfig(steps=1)])
     config.env.name, config.env.params = name, params
     with pytest.raises(ValueError, match=named):
         check(config)
@@ -366,7 +366,7 @@ def test_unsolvable_parameters_end_in_an_error() -> None:
 
 
 def test_check_names_format_and_too_few_tokens() -> None:
-    config = Config(stages=[Stage(steps=1)])
+    config = Config(stages=[StageConfig(steps=1)])
     check(config)
     config.rollout.format = "haiku"
     with pytest.raises(ValueError, match=r"rollout\.format"):
@@ -379,7 +379,7 @@ def test_check_names_format_and_too_few_tokens() -> None:
 
 
 def test_check_names_a_stage_that_cannot_demonstrate() -> None:
-    config = Config(stages=[Stage(kind="sft", steps=1)])
+    config = Config(stages=[StageConfig(kind="sft", steps=1)])
     config.env.name = f"{__name__}:Mute"
     with pytest.raises(ValueError, match=r"stages\[0\]\.kind"):
         check(config)
@@ -424,7 +424,7 @@ class WaitingScore(Waiting):
 
 def test_an_async_environment_begins_a_task_and_is_refused_where_nobody_waits() -> None:
     def made(name: str, kind: str = "sft", launch: str = "local") -> Config:
-        config = Config(stages=[Stage(kind=kind, steps=1)])
+        config = Config(stages=[StageConfig(kind=kind, steps=1)])
         config.env.name, config.launch.kind = f"{__name__}:{name}", launch
         return config
 

@@ -32,7 +32,7 @@ from actors.envs.grid.sokoban_level import (
 )
 from evolver_async.buffer.stages import source_of
 from evolver_async.buffer.tasks.source import held_out_task
-from evolver_async.config import Config, Stage
+from evolver_async.config import Config, StageConfig
 from evolver_async.launch.creation import create
 from evolver_async.schema import Task
 
@@ -337,7 +337,7 @@ def test_no_solvable_level_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_run_compares_with_all_actions_of_its_turns(tmp_path: Path) -> None:
     """Three turns of two actions are six moves, in `exact.json` as in what `exact` says."""
-    config = Config(stages=[Stage(steps=1)])
+    config = Config(stages=[StageConfig(steps=1)])
     config.run.dir = str(tmp_path)
     config.env.name, config.env.params = "sokoban", OPEN
     config.rollout.max_turns, config.rollout.actions_per_turn = 3, 2

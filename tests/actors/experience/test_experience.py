@@ -29,7 +29,7 @@ from actors.experience.store import FILE, Store
 from actors.experience.templates import contrast
 from actors.formats.chat import Chat
 from actors.llm.quoting import plain, quoted
-from evolver_async.config import Experience
+from evolver_async.config import ExperienceConfig
 from evolver_async.config.load import load
 from evolver_async.model.tiny import make_tokenizer
 from evolver_async.protocol import messages
@@ -409,7 +409,7 @@ def test_hostile_text_cannot_end_its_span(text: str) -> None:
 
 @pytest.fixture
 def service(open_pool: Callable[..., ExperiencePool]) -> ExperienceService:
-    return ExperienceService(open_pool(), Experience(kind="contrast", similarity=0.9), Told())
+    return ExperienceService(open_pool(), ExperienceConfig(kind="contrast", similarity=0.9), Told())
 
 
 def guidance(service: ExperienceService, query: str = "walk to the goal") -> messages.Guidance:

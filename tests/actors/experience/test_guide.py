@@ -22,7 +22,7 @@ from actors.experience.guide import ServiceGuide, shortened
 from actors.experience.service import build
 from actors.rollout.policy import Advice
 from evolver_async.cli import main
-from evolver_async.config import Config, Experience, Stage
+from evolver_async.config import Config, ExperienceConfig, StageConfig
 from evolver_async.config.load import dump
 from evolver_async.launch.run_directory import announce, locked
 from evolver_async.launch.serial import VirtualLoop
@@ -40,8 +40,8 @@ TIMEOUT_S = 0.5
 
 
 def config(**experience: Any) -> Config:
-    section = Experience(**{"kind": "contrast", "similarity": 0.9, **experience})
-    return Config(experience=section, stages=[Stage(steps=1)])
+    section = ExperienceConfig(**{"kind": "contrast", "similarity": 0.9, **experience})
+    return Config(experience=section, stages=[StageConfig(steps=1)])
 
 
 class Fickle(LocalClient):

@@ -22,7 +22,7 @@ from actors.experience import lesson_extractor, prompts
 from actors.experience.embed import DEDUP_NEURAL, load_embedder
 from actors.experience.lesson_extractor import parse_lessons, parse_scores, parse_text
 from actors.experience.service import ExperienceService, build
-from evolver_async.config import Config, Experience, Llm
+from evolver_async.config import Config, ExperienceConfig, LlmConfig
 from evolver_async.model.tiny import make_tokenizer
 from evolver_async.protocol import messages
 
@@ -57,8 +57,8 @@ def make(tmp_path: Path) -> Iterator[Callable[..., ExperienceService]]:
 
     def make(server: OpenAIServer, **experience: Any) -> ExperienceService:
         numbers = {"timeout_s": 20.0, "retries": 0, "breaker_failures": 100}
-        llm = Llm(**{"url": server.url, "model": "m", **numbers, **experience.pop("llm", {})})
-        section = Experience(kind="llm", similarity=0.9, llm=llm, **experience)
+        llm = LlmConfig(**{"url": server.url, "model": "m", **numbers, **experience.pop("llm", {})})
+        section = ExperienceConfig(kind="llm", similarity=0.9, llm=llm, **experience)
         made.append(build(Config(experience=section), tmp_path, Told()))
         return made[-1]
 
@@ -312,7 +312,7 @@ def test_a_batch_is_pooled_like_each_text_by_itself(
     encoder: Path, mode: str, pick: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     pool_by(encoder, mode)
-    embedder, dedup = load_embedder(Experience(kind="llm", embedder=str(encoder)))
+    embedder, dedup = load_embedder(ExperienceConfig(kind="llm", embedder=str(encoder)))
     assert isinstance(embedder, TransformerEmbedder) and dedup == DEDUP_NEURAL
     sentences = ["go down", "row 1 column 2 down not right", "walk " * 40]
     made = embedder.embed(sentences)
@@ -339,7 +339,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_service_finds_by_a_neural_embedder(encoder: Path, tmp_path: Path) -> None:
     pool_by(encoder, "pooling_mode_mean_tokens")
-    section = Experience(kind="contrast", embedder=str(encoder), similarity=0.999)
+    section = ExperienceConfig(kind="contrast", embedder=str(encoder), similarity=0.999)
     service = build(Config(experience=section), tmp_path, Told())
     service.handle("actor-0", contribution(WON, LOST, query=TASK), 0.0)
     assert texts(service) == ["b down not left"]

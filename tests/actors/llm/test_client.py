@@ -32,18 +32,18 @@ from openai_server import (
 from actors.llm import client
 from actors.llm.budget import Breaker, Budget
 from actors.llm.client import Endpoint, Unavailable
-from evolver_async.config import ConfigError, Llm
+from evolver_async.config import ConfigError, LlmConfig
 
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello ü \ud800"}]
 
 
-def settings(url: str, **changes: Any) -> Llm:
+def settings(url: str, **changes: Any) -> LlmConfig:
     """Impatient, so that tests are quick."""
     numbers: dict[str, Any] = {"timeout_s": 5.0, "retries": 0, "breaker_failures": 1000}
-    return Llm(**{"url": url, "model": "m", **numbers, **changes})
+    return LlmConfig(**{"url": url, "model": "m", **numbers, **changes})
 
 
-def with_endpoint(config: Llm, use: Callable[[Endpoint], Awaitable[Any]]) -> Any:
+def with_endpoint(config: LlmConfig, use: Callable[[Endpoint], Awaitable[Any]]) -> Any:
     async def whole() -> Any:
         endpoint = Endpoint(config, "judge")
         try:
@@ -367,7 +367,7 @@ def test_failed_calls_use_up_the_budget_too() -> None:
 
 
 def test_a_budget_names_what_is_used_up() -> None:
-    budget = Budget(Llm(budget_calls=2, budget_s=1.5))
+    budget = Budget(LlmConfig(budget_calls=2, budget_s=1.5))
     budget.spend(calls=1, seconds=1.4)
     assert budget.exhausted() == ""
     budget.spend(seconds=0.1)

@@ -38,7 +38,7 @@ from actors.questioning.synthesize import (
 )
 from actors.rollout.episode import Finished
 from actors.rollout.episode_config import setting_of
-from evolver_async.config import Config, ConfigError, Llm, Questioning, Stage
+from evolver_async.config import Config, ConfigError, LlmConfig, QuestioningConfig, StageConfig
 from evolver_async.model.tiny import make_tokenizer as make_tiny_tokenizer
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
@@ -113,16 +113,16 @@ SHOP = f"{__name__}:Shop"
 def config_of(
     env: str = "frozen_lake", params: dict[str, Any] | None = None, **keys: Any
 ) -> Config:
-    config = Config(stages=[Stage(steps=1)])
+    config = Config(stages=[StageConfig(steps=1)])
     config.env.name, config.env.params = env, params or {}
     config.policy.max_length = 8192
     config.rollout.max_tokens = 64
-    config.questioning = Questioning(**{"kind": "goals", "max_turns": 12, **keys})
+    config.questioning = QuestioningConfig(**{"kind": "goals", "max_turns": 12, **keys})
     return config
 
 
-def llm(server: OpenAIServer, **keys: Any) -> Llm:
-    return Llm(**{"url": server.url, "model": "m", "retries": 0, "breaker_s": 0.05, **keys})
+def llm(server: OpenAIServer, **keys: Any) -> LlmConfig:
+    return LlmConfig(**{"url": server.url, "model": "m", "retries": 0, "breaker_s": 0.05, **keys})
 
 
 def explore_ticket(
@@ -460,7 +460,7 @@ def test_words_of_a_language_model_become_goals_where_the_environment_has_them()
     way = _way(ticket.task, 3)
     told = [proposal("get far", way), proposal("fly", [*way, "jump"]), proposal("stay", ["jump"])]
     with OpenAIServer(otherwise=talk(*told, actions=("down", "right"))) as server:
-        config.questioning = Questioning(kind="llm", max_turns=3, llm=llm(server))
+        config.questioning = QuestioningConfig(kind="llm", max_turns=3, llm=llm(server))
         ((found,), counted) = run(config, [ticket])
     (task,) = found
     assert task.query == "get far" and solves(task, way) and task.params["goal_cell"] >= 0

@@ -23,7 +23,7 @@ from actors.rollout.episode import Finished
 from actors.rollout.episode_config import Setting
 from actors.scripted.branching import BranchState, TriedTurn, branch_group, reflect_rows, try_turns
 from actors.scripted.reflection import Reflector
-from evolver_async.config import Llm, Reflection, Stage
+from evolver_async.config import LlmConfig, ReflectionConfig, StageConfig
 from evolver_async.config.load import load
 from evolver_async.randomness import key
 from evolver_async.schema import Role, Sampling, Sequence, Task, Ticket, Trajectory
@@ -44,7 +44,7 @@ def branched(
     granted = msgspec.structs.replace(
         one, kind="branch", sampling=Sampling(temperature=1.0, max_tokens=most)
     )
-    stage = Stage(kind=kind, steps=1, alternatives=alternatives)
+    stage = StageConfig(kind=kind, steps=1, alternatives=alternatives)
 
     def deliver(finished: Finished) -> None:
         done.append(finished.trajectory)
@@ -301,8 +301,8 @@ def test_tool_calls_are_reflected_on_in_their_own_form():
 def reflected(server: openai.OpenAIServer, most: int = 600) -> tuple[list[str], dict[str, float]]:
     """What is learnt where this server writes the reasons, and what was counted."""
     one = ticket({"size": 3, "grid": "first"}, members=2, group_id=1)
-    llm = Llm(url=server.url, model="m", retries=0, timeout_s=2.0)
-    reflector = Reflector(Reflection(kind="llm", timeout_s=2.0, llm=llm))
+    llm = LlmConfig(url=server.url, model="m", retries=0, timeout_s=2.0)
+    reflector = Reflector(ReflectionConfig(kind="llm", timeout_s=2.0, llm=llm))
     group = branched(one, setting(think=True), "reflect", 2, most, reflector)
     return [parts(row)[1] for t in group for row in t.sequences], reflector.counters()
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from evolver_async.buffer.state import records
 from evolver_async.buffer.state.groups import ArrivedMember, HeldGroup
-from evolver_async.config import Config, Selection
+from evolver_async.config import Config, SelectionConfig
 from evolver_async.protocol import messages
 from evolver_async.schema import Task, Ticket
 
@@ -19,7 +19,7 @@ B, REFILLS = 2, 3
 
 
 def dynamic(**changes: object) -> Config:
-    chosen = Selection(kind="dynamic", max_refills=REFILLS)
+    chosen = SelectionConfig(kind="dynamic", max_refills=REFILLS)
     settings = config(groups_per_step=B, max_staleness=3, **changes)  # pyright: ignore[reportArgumentType]
     return dataclasses.replace(settings, selection=chosen)
 

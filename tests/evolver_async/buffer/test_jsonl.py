@@ -19,7 +19,7 @@ from evolver_async.buffer.tasks.jsonl import load_tasks
 from evolver_async.buffer.tasks.source import MixturePart, TaskSource, held_out_task
 from evolver_async.buffer.tasks.stream import Cursor, TaskStream
 from evolver_async.config import ConfigError
-from evolver_async.config import Tasks as TasksSection
+from evolver_async.config import TasksConfig as TasksSection
 from evolver_async.config.load import dump, from_dict, load, to_dict
 from evolver_async.launch import creation
 

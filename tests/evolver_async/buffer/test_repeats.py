@@ -21,7 +21,7 @@ from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.log.segment import COMMIT, END
 from evolver_async.buffer.service import BufferService
 from evolver_async.checkpoint.directory import CheckpointError
-from evolver_async.config import Checkpoint, Correction, Stage
+from evolver_async.config import CheckpointConfig, CorrectionConfig, StageConfig
 from evolver_async.protocol import messages
 from evolver_async.schema import Group, WeightId
 from learner.train import Learner
@@ -38,8 +38,8 @@ class Ahead(Run):
         self.published: dict[WeightId, Tensors] = {}
         self.taken: dict[tuple[int, int], list[int]] = {}  # by lineage and take
         sections = {
-            "stages": [Stage(kind="rl", steps=STEPS)],
-            "checkpoint": Checkpoint(every=EVERY),
+            "stages": [StageConfig(kind="rl", steps=STEPS)],
+            "checkpoint": CheckpointConfig(every=EVERY),
             **sections,
         }
         super().__init__(tmp_path, **sections)
@@ -137,7 +137,7 @@ DEATHS = {  # where in a take a learner dies, and by how much its state is furth
 def test_takes_are_repeated_bitwise_wherever_the_learner_dies(
     start: Callable[..., Ahead], anchor: str, ahead: int, deaths: list[tuple[str, int, bool]]
 ) -> None:
-    run = start(ahead, correction=Correction(anchor=anchor))
+    run = start(ahead, correction=CorrectionConfig(anchor=anchor))
     for name, take, buffer_too in deaths:
         further = take + DEATHS[name]
         try:
@@ -160,7 +160,7 @@ def test_takes_are_repeated_bitwise_wherever_the_learner_dies(
 def test_takes_sampled_past_the_fork_are_repeated_and_the_run_goes_on(
     start: Callable[..., Ahead], anchor: str
 ) -> None:
-    run = start(correction=Correction(anchor=anchor))
+    run = start(correction=CorrectionConfig(anchor=anchor))
     with pytest.raises(Killed):
         run.train(lambda one: kill_after(one, one, "log", 10))  # the checkpoint is of take 5
     assert run.train() == 0

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from evolver_async.buffer.state.admission import KINDS, StageNumbers
 from evolver_async.buffer.state.groups import UNTRAINED, ZERO_SPREAD, ArrivedMember
 from evolver_async.buffer.state.replay import SAME, Replay
-from evolver_async.config import Questioning
+from evolver_async.config import QuestioningConfig
 from evolver_async.lineages import version_lag
 from evolver_async.protocol import messages
 from evolver_async.schema import Task, Ticket, WeightId
@@ -233,7 +233,9 @@ class Simulation:
         self.faults = options.pop("faults")
         segment_bytes = options.pop("segment_bytes")
         exploring = {"kind": "goals", "every": 3, "groups": 2, "max_tasks": 12}
-        options["questioning"] = Questioning(**exploring) if options["synthetic"] >= 0 else None
+        options["questioning"] = (
+            QuestioningConfig(**exploring) if options["synthetic"] >= 0 else None
+        )
         options["synthetic"] = max(0.0, options["synthetic"])
         self.settings = config(stages=self.kinds, **options)
         self.world = World(directory, self.settings, segment_bytes=segment_bytes)

@@ -7,7 +7,7 @@ import pytest
 from buffer_world import World, config, synthetic, trajectory
 
 from evolver_async.buffer.log.quarantine import JournalError
-from evolver_async.config import Questioning
+from evolver_async.config import QuestioningConfig
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.protocol.failures import FailureTotal
@@ -201,7 +201,7 @@ def test_the_journals_limit_stops_grants_until_a_checkpoint_lets_it_go(tmp_path)
 
 def test_a_member_of_an_exploration_under_way_keeps_no_segment(tmp_path):
     """Its trajectory is in none: only what is trained has to be read again."""
-    asking = Questioning(kind="goals", every=1, groups=1)
+    asking = QuestioningConfig(kind="goals", every=1, groups=1)
     world = World(tmp_path, config(max_staleness=9, questioning=asking), segment_bytes=2000)
     world.resume()
     tickets: list[Ticket] = []

@@ -4,13 +4,15 @@ import msgspec
 import pytest
 from buffer_world import World, config, synthetic, trajectory
 
-from evolver_async.config import Questioning
+from evolver_async.config import QuestioningConfig
 from evolver_async.protocol import messages
 from evolver_async.schema import Ticket
 
 
 def exploring(tmp_path, *, share: float = 0.5, stages: list[str] | None = None, **keys) -> World:
-    section = Questioning(**{"kind": "goals", "every": 2, "groups": 1, "temperature": 1.5, **keys})
+    section = QuestioningConfig(
+        **{"kind": "goals", "every": 2, "groups": 1, "temperature": 1.5, **keys}
+    )
     settings = config(synthetic=share, questioning=section, max_staleness=3, stages=stages)
     world = World(tmp_path, settings)
     world.resume()

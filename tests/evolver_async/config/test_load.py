@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from refusals import STEPS, refusal
 
-from evolver_async.config import Config, ConfigError, Stage
+from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.load import dump, from_dict, load, stage_config, to_dict
 
 
@@ -18,7 +18,7 @@ def test_arguments_win_over_the_recipe_and_the_recipe_over_the_defaults(tmp_path
     assert config.learner.minibatches == 2
     assert config.learner.grad_clip == Config().learner.grad_clip
     assert config.env.params == {"size": 4}
-    assert config.stages == [Stage(kind="rl", steps=7)]
+    assert config.stages == [StageConfig(kind="rl", steps=7)]
 
 
 def test_another_environment_drops_the_parameters_of_the_one_below(tmp_path: Path) -> None:

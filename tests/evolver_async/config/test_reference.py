@@ -22,4 +22,6 @@ def test_rewriting_the_reference_keeps_what_stands_around_it() -> None:
 
 def test_the_readme_reference_is_up_to_date() -> None:
     text = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert rewrite(text) == text, "run: python -m evolver_async.config.reference docs/configuration.md"
+    assert rewrite(text) == text, (
+        "run: python -m evolver_async.config.reference docs/configuration.md"
+    )

@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from evolver_async.config import Actors, Config, ConfigError, Engine, Gpus, Launch, Learner, Stage
+from evolver_async.config import (
+    ActorsConfig,
+    Config,
+    ConfigError,
+    EngineConfig,
+    GpusConfig,
+    LaunchConfig,
+    LearnerConfig,
+    StageConfig,
+)
 from evolver_async.config.checks import check
 from evolver_async.launch.gpus import (
     VISIBLE,
@@ -17,11 +26,11 @@ from evolver_async.launch.local import Launcher
 
 def node(*, wide: int = 1, actors: list[int], learner: list[int]) -> Config:
     return Config(
-        engine=Engine(tensor_parallel=wide),
-        actors=Actors(count=max(1, len(actors) // wide)),
-        learner=Learner(ranks=max(1, len(learner))),
-        launch=Launch(gpus=Gpus(actors=actors, learner=learner)),
-        stages=[Stage(steps=1)],
+        engine=EngineConfig(tensor_parallel=wide),
+        actors=ActorsConfig(count=max(1, len(actors) // wide)),
+        learner=LearnerConfig(ranks=max(1, len(learner))),
+        launch=LaunchConfig(gpus=GpusConfig(actors=actors, learner=learner)),
+        stages=[StageConfig(steps=1)],
     )
 
 

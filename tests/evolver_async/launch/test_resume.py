@@ -13,10 +13,10 @@ import pytest
 from killed_runs import KILLED_AT, PHASES, STEPS, Killed, Run, compare, undisturbed
 
 from evolver_async.config import (
-    Advantage,
-    Checkpoint,
-    Critic,
-    Safety,
+    AdvantageConfig,
+    CheckpointConfig,
+    CriticConfig,
+    SafetyConfig,
 )
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.protocol import messages
@@ -69,8 +69,10 @@ def test_killed_and_resumed_gives_bitwise_the_same(
 @pytest.mark.parametrize("kind", ["shared", "separate"])
 def test_a_critic_is_resumed_bitwise(kind: str, start: Callable[..., Run]) -> None:
     sections = {
-        "advantage": Advantage(kind="gae"),
-        "critic": Critic(kind=kind, lr=1e-2, warmup=KILLED_AT + 1),  # killed while it warms up
+        "advantage": AdvantageConfig(kind="gae"),
+        "critic": CriticConfig(
+            kind=kind, lr=1e-2, warmup=KILLED_AT + 1
+        ),  # killed while it warms up
     }
     whole, killed = start("whole", **sections), start("killed", **sections)
     assert whole.train() == 0
@@ -116,7 +118,9 @@ def test_the_alarms_memory_survives_a_kill(undisturbed: Run, start: Callable[...
 
 
 def test_the_learner_writes_the_checkpoint_that_the_buffer_asks_for(tmp_path: Path) -> None:
-    run = Run(tmp_path, checkpoint=Checkpoint(every=1000, keep=9), safety=Safety(warmup=99))
+    run = Run(
+        tmp_path, checkpoint=CheckpointConfig(every=1000, keep=9), safety=SafetyConfig(warmup=99)
+    )
     done = run.world.service.learner_requests.done
 
     def asks_at_take_3(peer: str, request: messages.Done, now: float) -> messages.Reply:

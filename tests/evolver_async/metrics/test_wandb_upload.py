@@ -12,7 +12,7 @@ from launches import DEADLINE_S, alive, wait_for
 from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
 from evolver_async.cli import main
-from evolver_async.config import Config, Stage
+from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump
 from evolver_async.metrics import wandb_process
 from evolver_async.metrics.wandb_process import has_key, online, read_state, url_of, write_state
@@ -28,7 +28,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))  # its .netrc could hold a key
     path = tmp_path / "run"
     path.mkdir()
-    dump(Config(stages=[Stage(steps=5)]), path / "config.yaml")
+    dump(Config(stages=[StageConfig(steps=5)]), path / "config.yaml")
     monkeypatch.setattr(wandb_process, "CLOSE_S", DEADLINE_S)  # on a busy machine it takes its time
     return path
 

@@ -23,7 +23,16 @@ from actors.engines.base import Generation, Request
 from actors.engines.torch_engine import TorchEngine
 from actors.evaluate import evaluate
 from evolver_async.checkpoint import shards
-from evolver_async.config import Advantage, Config, ConfigError, Critic, Lora, Loss, Policy, Stage
+from evolver_async.config import (
+    AdvantageConfig,
+    Config,
+    ConfigError,
+    CriticConfig,
+    LoraConfig,
+    LossConfig,
+    PolicyConfig,
+    StageConfig,
+)
 from evolver_async.config.load import dump, load, stage_config
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import lora, policy
@@ -105,8 +114,10 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
     return module(input_ids=tokens_BT, use_cache=False).logits.float()
 
 
-def settings_of(directory: Path, **changed: object) -> Policy:
-    return Policy(path=str(directory), max_length=128, lora=Lora(rank=RANK, alpha=ALPHA), **changed)  # pyright: ignore[reportArgumentType]
+def settings_of(directory: Path, **changed: object) -> PolicyConfig:
+    return PolicyConfig(
+        path=str(directory), max_length=128, lora=LoraConfig(rank=RANK, alpha=ALPHA), **changed
+    )  # pyright: ignore[reportArgumentType]
 
 
 # ---- what they compute
@@ -247,8 +258,8 @@ def test_a_twin_shares_what_is_frozen(tiny: Path) -> None:
 # ---- the learner's steps
 
 
-def lora_config(tiny: Path, *stages: Stage, **loss: Any) -> Config:
-    settings = config(tiny, list(stages) or [Stage(kind="rl", steps=3)], **loss)
+def lora_config(tiny: Path, *stages: StageConfig, **loss: Any) -> Config:
+    settings = config(tiny, list(stages) or [StageConfig(kind="rl", steps=3)], **loss)
     settings.policy = settings_of(tiny)
     return settings
 
@@ -270,8 +281,11 @@ def test_the_first_reference_is_the_model_without_adapters(tiny: Path, tmp_path:
 def test_steps_of_every_kind_move_the_adapters_alone(
     critic: str, tiny: Path, tmp_path: Path
 ) -> None:
-    settings = lora_config(tiny, Stage(kind="rl", steps=3), Stage(kind="dpo", steps=3))
-    settings.advantage, settings.critic = Advantage(kind="gae"), Critic(kind=critic, lr=1e-2)
+    settings = lora_config(tiny, StageConfig(kind="rl", steps=3), StageConfig(kind="dpo", steps=3))
+    settings.advantage, settings.critic = (
+        AdvantageConfig(kind="gae"),
+        CriticConfig(kind=critic, lr=1e-2),
+    )
     made = updater(settings, tmp_path)
     base = {name: one.clone() for name, one in made.model.named_parameters() if not _trains(one)}
     state = LearnerState(lineage=1)
@@ -393,13 +407,16 @@ def test_a_killed_learner_of_adapters_is_resumed_bitwise(kind: str, tmp_path: Pa
     for name in ("whole", "killed"):
         path = tmp_path / name
         sections = {
-            "policy": Policy(
-                path=str(path / "policy"), max_length=64, lora=Lora(rank=RANK, alpha=ALPHA)
+            "policy": PolicyConfig(
+                path=str(path / "policy"), max_length=64, lora=LoraConfig(rank=RANK, alpha=ALPHA)
             ),
-            "loss": Loss(kl_coef=0.1),
+            "loss": LossConfig(kl_coef=0.1),
         }
         if kind != "none":
-            sections |= {"advantage": Advantage(kind="gae"), "critic": Critic(kind=kind, lr=1e-2)}
+            sections |= {
+                "advantage": AdvantageConfig(kind="gae"),
+                "critic": CriticConfig(kind=kind, lr=1e-2),
+            }
         runs.append(Run(path, **sections))
     undisturbed, killed = runs
     try:

@@ -5,7 +5,7 @@ from collated_groups import collated, make_groups
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evolver_async.config import Advantage, Loss
+from evolver_async.config import AdvantageConfig, LossConfig
 from learner.advantage.rewards import Rewards, label_metrics, overlong, rewards_of
 from learner.data.scores import LogProbs
 
@@ -52,14 +52,14 @@ def test_lengths_within_the_limit_change_nothing_and_no_limit_measures_nothing()
     logprobs = LogProbs(batch.mu_N, batch.mu_N, batch.mu_N)
     lengths = batch.length_P
     assert lengths.max() > 4
-    usual, metrics = rewards_of(batch, logprobs, Loss(), Advantage())
+    usual, metrics = rewards_of(batch, logprobs, LossConfig(), AdvantageConfig())
     assert metrics == {} and usual.reward_P is batch.reward_P
-    settings = Advantage(overlong_limit=100, overlong_cache=10)
-    same, metrics = rewards_of(batch, logprobs, Loss(), settings)
+    settings = AdvantageConfig(overlong_limit=100, overlong_cache=10)
+    same, metrics = rewards_of(batch, logprobs, LossConfig(), settings)
     assert same.reward_P.tolist() == batch.reward_P.tolist()
     assert metrics == {"overlong/share": 0.0, "overlong/mean": 0.0}
-    settings = Advantage(overlong_limit=8, overlong_cache=4)
-    shorter, metrics = rewards_of(batch, logprobs, Loss(), settings)
+    settings = AdvantageConfig(overlong_limit=8, overlong_cache=4)
+    shorter, metrics = rewards_of(batch, logprobs, LossConfig(), settings)
     lost_P = np.clip((8 - 4 - lengths) / 4, -1, 0)
     assert shorter.reward_P.tolist() == (batch.reward_P + lost_P).tolist()
     assert metrics == {"overlong/share": (lengths > 4).mean(), "overlong/mean": lost_P.mean()}

@@ -9,7 +9,7 @@ from collated_groups import VOCABULARY, collated, make_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evolver_async.config import Correction
+from evolver_async.config import CorrectionConfig
 from evolver_async.schema import Role
 from learner.data.batch import Batch
 from learner.loss.correction import correct
@@ -123,7 +123,7 @@ def update_loss(
             micro.of(anchor_N),
             micro.of(advantage_N),
             micro.trajectory_N,
-            Correction(kind="decoupled", level=level, w_max=5.0),
+            CorrectionConfig(kind="decoupled", level=level, w_max=5.0),
         )
         clipped = clipped_objective(
             corrected.ratio_N, micro.of(advantage_N), clip_low=0.9, clip_high=2.0, dual_clip=3.0

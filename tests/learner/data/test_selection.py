@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from selectable_groups import make_group
 
-from evolver_async.config import Selection
+from evolver_async.config import SelectionConfig
 from evolver_async.schema import Group, TurnFlag
 from learner.data.selection import Selected, reward_spread, select
 
@@ -29,7 +29,9 @@ def left_out(selected: Selected) -> list[int]:
 @given(groups_of_rewards, st.sampled_from([0.25, 0.5, 1.0]), st.booleans())
 def test_spread_keeps_the_groups_with_the_largest_std(rewards, keep, drop_zero):
     groups = make_groups(rewards)
-    selected = select(groups, Selection(kind="spread", keep=keep, drop_zero=drop_zero), seed=0)
+    selected = select(
+        groups, SelectionConfig(kind="spread", keep=keep, drop_zero=drop_zero), seed=0
+    )
 
     kept_ids = [group.group_id for group in selected.groups]
     assert sorted(kept_ids + left_out(selected)) == [group.group_id for group in groups]
@@ -54,7 +56,7 @@ def test_spread_keeps_the_groups_with_the_largest_std(rewards, keep, drop_zero):
 )
 def test_every_kind_keeps_what_its_rule_says(rewards, kind, p, k, drop_zero):
     groups = make_groups(rewards)
-    settings = Selection(kind=kind, p=p, k=k, drop_zero=drop_zero, scale="sqrt")
+    settings = SelectionConfig(kind=kind, p=p, k=k, drop_zero=drop_zero, scale="sqrt")
     selected = select(groups, settings, seed=0)
     spreads = [reward_spread(group) for group in groups]
     expected = slow_kept(spreads, kind, p, k, drop_zero)
@@ -91,7 +93,7 @@ def test_top_p_is_a_share_of_the_summed_spread():
     """Spreads 0.5, 0.3, 0.1, 0.1, 0: 90 % needs three, 80 % two, 100 % four."""
     rewards = [[0.2, 0.0], [0.6, 0.0], [0.5, 0.5], [1.0, 0.0], [0.2, 0.0]]
     for p, expected in ((0.8, [101, 103]), (0.9, [100, 101, 103]), (1.0, [100, 101, 103, 104])):
-        selected = select(make_groups(rewards), Selection(kind="top_p", p=p), seed=0)
+        selected = select(make_groups(rewards), SelectionConfig(kind="top_p", p=p), seed=0)
         assert [group.group_id for group in selected.groups] == expected
         assert selected.filtered["zero_spread"] == [102]
 
@@ -99,7 +101,9 @@ def test_top_p_is_a_share_of_the_summed_spread():
 def test_advantages_are_scaled_by_the_share_that_is_left():
     rewards = [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.5, 0.5]]
     for scale, expected in (("none", 1.0), ("linear", 0.25), ("sqrt", 0.5)):
-        selected = select(make_groups(rewards), Selection(kind="dynamic", scale=scale), seed=0)
+        selected = select(
+            make_groups(rewards), SelectionConfig(kind="dynamic", scale=scale), seed=0
+        )
         assert selected.scale == expected
 
 
@@ -107,7 +111,7 @@ def test_members_are_resampled_where_a_group_has_both_outcomes():
     groups = make_groups([[1.0] * 4 + [0.0] * 4, [1.0] * 8])
     for one in groups[0].trajectories[:2]:
         one.turn_flags = np.array([TurnFlag.FORMAT_ERROR], np.uint8)
-    settings = Selection(kind="resample_on_correct", members=4)
+    settings = SelectionConfig(kind="resample_on_correct", members=4)
     selected = select(groups, settings, seed=0)
     assert selected.filtered == {"zero_spread": [101]}
     (group,) = selected.groups
@@ -124,11 +128,11 @@ def test_equal_rewards_have_exactly_zero_spread():
 
 def test_all_keeps_everything():
     groups = [make_group(0, [1.0, 1.0]), make_group(1, [0.0, 1.0])]
-    selected = select(groups, Selection(kind="all", scale="sqrt"), seed=0)
+    selected = select(groups, SelectionConfig(kind="all", scale="sqrt"), seed=0)
     assert selected.groups == groups and selected.filtered == {} and selected.scale == 1
 
 
 @pytest.mark.parametrize("kind", ["spread", "top_p", "top_k", "min_p", "resample_on_correct"])
 def test_nothing_is_left_of_a_step_without_spread(kind):
-    selected = select([make_group(7, [1.0, 1.0])], Selection(kind=kind), seed=0)
+    selected = select([make_group(7, [1.0, 1.0])], SelectionConfig(kind=kind), seed=0)
     assert selected.groups == [] and selected.filtered == {"zero_spread": [7]}

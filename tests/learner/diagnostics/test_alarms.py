@@ -18,7 +18,7 @@ from killed_runs import Killed, Run, Ticket, Trajectory, episode
 
 from evolver_async import cli
 from evolver_async.checkpoint.directory import valid
-from evolver_async.config import Checkpoint, Launch, Safety, Stage
+from evolver_async.config import CheckpointConfig, LaunchConfig, SafetyConfig, StageConfig
 from evolver_async.config.load import dump
 from evolver_async.errors import TrainingError
 from evolver_async.launch.run_directory import PAUSED, pause_reason
@@ -27,7 +27,7 @@ from learner.diagnostics.alarms import Alarm, input_dependence, judge
 from learner.schedule import next_stage
 from learner.state import LearnerState, Watched
 
-SAFETY = Safety()  # the defaults are what is tested
+SAFETY = SafetyConfig()  # the defaults are what is tested
 HEALTHY = {
     "reward_spread": 0.3,
     "zero_groups": 0.2,
@@ -262,9 +262,9 @@ def trapped(ticket: Ticket, member: int) -> Trajectory:
 def run_with(tmp_path: Path, action: str, kind: str = "serial") -> Iterator[Run]:
     run = Run(
         tmp_path,
-        safety=Safety(action=action, warmup=2, patience=2, grad_z=math.inf),
-        checkpoint=Checkpoint(every=1000, keep=9),
-        launch=Launch(kind=kind),
+        safety=SafetyConfig(action=action, warmup=2, patience=2, grad_z=math.inf),
+        checkpoint=CheckpointConfig(every=1000, keep=9),
+        launch=LaunchConfig(kind=kind),
     )
     run.config.advantage = replace(run.config.advantage, kind="grpo")
     run.episode = trapped
@@ -328,7 +328,7 @@ def until_rolled_back(run: Run, times: int) -> None:
 @contextlib.contextmanager
 def rolling_back(tmp_path: Path, **safety: object) -> Iterator[Run]:
     with run_with(tmp_path, "rollback") as run:
-        run.config.checkpoint = Checkpoint(every=2, keep=2, keep_best=0)
+        run.config.checkpoint = CheckpointConfig(every=2, keep=2, keep_best=0)
         run.config.safety = replace(run.config.safety, **safety)  # pyright: ignore[reportArgumentType]
         yield run
 
@@ -360,7 +360,7 @@ def test_a_rollback_goes_on_from_before_the_suspicion_with_a_smaller_learning_ra
 
 def test_a_rollback_at_the_last_step_of_a_stage_stays_in_that_stage(tmp_path: Path) -> None:
     with rolling_back(tmp_path, rollbacks=1) as run:
-        run.config.stages = [Stage(steps=5), Stage(kind="sft", steps=2)]
+        run.config.stages = [StageConfig(steps=5), StageConfig(kind="sft", steps=2)]
         dump(run.config, run.run_dir / "config.yaml")
         with pytest.raises(TrainingError, match="after 1 rollbacks of the stage"):
             run.train()

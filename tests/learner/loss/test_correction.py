@@ -9,7 +9,7 @@ from corrections import KINDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evolver_async.config import Correction, Loss
+from evolver_async.config import CorrectionConfig, LossConfig
 from evolver_async.config.sections.learner import by_kind
 from learner.loss.correction import (
     Corrected,
@@ -50,10 +50,10 @@ def gradient(objective: torch.Tensor, theta_N: torch.Tensor) -> torch.Tensor:
 
 
 def objective(
-    data: dict[str, torch.Tensor], A_N: torch.Tensor, settings: Correction
+    data: dict[str, torch.Tensor], A_N: torch.Tensor, settings: CorrectionConfig
 ) -> tuple[torch.Tensor, Corrected]:
     """The objective of every token, and what the correction made of it."""
-    settings, _ = by_kind(settings, Loss())
+    settings, _ = by_kind(settings, LossConfig())
     corrected = correct(
         data["theta_N"],
         data["old_N"],
@@ -76,7 +76,9 @@ def L(x: float, A: float) -> float:
     return max(value, DUAL * A) if A < 0 else value
 
 
-def slow(settings: Correction, t: int, A: float, theta, mu, anchor, member) -> tuple[float, float]:
+def slow(
+    settings: CorrectionConfig, t: int, A: float, theta, mu, anchor, member
+) -> tuple[float, float]:
     """The objective of token t and its derivative by theta_t, from the table of algorithms §2."""
     own = [u for u in range(len(theta)) if member[u] == member[t]]
     r, q = math.exp(theta[t] - anchor[t]), math.exp(theta[t] - mu[t])
@@ -118,7 +120,7 @@ def slow(settings: Correction, t: int, A: float, theta, mu, anchor, member) -> t
 def test_objective_and_gradient_match_the_loop(kind, level, seed, w_max, bounds, epsilon):
     data, A_N = draw(seed), advantage(seed)
     low, high = bounds
-    correction = Correction(
+    correction = CorrectionConfig(
         kind=kind, level=level, w_max=w_max, low=low, high=high, epsilon=epsilon
     )
     found_N, corrected = objective(data, A_N, correction)
@@ -141,7 +143,7 @@ def test_without_lag_all_corrections_of_the_token_ratio_are_the_same():
     results = []
     for kind, level in CLIPPED:
         if kind != "gspo":  # its ratio is the trajectory's
-            correction = Correction(kind=kind, level=level, w_max=math.inf)
+            correction = CorrectionConfig(kind=kind, level=level, w_max=math.inf)
             objective_N, _ = objective(data, A_N, correction)
             results.append((objective_N.detach(), gradient(objective_N, data["theta_N"])))
     for objective_N, gradient_N in results[1:]:
@@ -153,7 +155,7 @@ def test_ratio_one_gives_the_plain_policy_gradient():
     data, A_N = draw(1), advantage(1)
     data["anchor_N"] = data["old_N"] = data["theta_N"].detach()
     for kind, level in KINDS:
-        objective_N, _ = objective(data, A_N, Correction(kind=kind, level=level))
+        objective_N, _ = objective(data, A_N, CorrectionConfig(kind=kind, level=level))
         plain = gradient(A_N * data["theta_N"], data["theta_N"])
         assert torch.equal(gradient(objective_N, data["theta_N"]), plain)
 
@@ -165,7 +167,7 @@ def test_gspo_has_the_gradient_of_the_clipped_ratio_of_whole_sequences():
     member_N = data["trajectory_N"]
     A_N = A_N[member_N]  # one advantage a trajectory
     length_N = trajectory_sum(torch.ones_like(A_N), member_N)
-    found_N, _ = objective(data, A_N, Correction(kind="gspo"))
+    found_N, _ = objective(data, A_N, CorrectionConfig(kind="gspo"))
     found = gradient(found_N / length_N, data["theta_N"])
     whole = torch.zeros((), dtype=torch.float64)
     for p in member_N.unique():
@@ -190,17 +192,17 @@ def test_a_mask_takes_tokens_or_whole_trajectories():
         "anchor_N": anchor_N,
         "trajectory_N": torch.tensor([0, 0, 1, 1]),
     }
-    _, token = objective(data, torch.ones(4), Correction(kind="icepop"))
+    _, token = objective(data, torch.ones(4), CorrectionConfig(kind="icepop"))
     torch.testing.assert_close(
         token.weight_N, torch.tensor([1.0, 0.0, 1.1052, 1.1052]), atol=1e-4, rtol=0
     )
-    _, whole = objective(data, torch.ones(4), Correction(kind="geo_mask", low=0.8, high=1.25))
+    _, whole = objective(data, torch.ones(4), CorrectionConfig(kind="geo_mask", low=0.8, high=1.25))
     assert whole.weight_N.tolist() == [0, 0, 1, 1]
 
 
 def test_unbounded_decoupled_weights_give_the_importance_weighted_gradient():
     data, A_N = draw(2), advantage(2)
-    _, corrected = objective(data, A_N, Correction(w_max=math.inf))
+    _, corrected = objective(data, A_N, CorrectionConfig(w_max=math.inf))
     found = gradient(corrected.weight_N * corrected.ratio_N * A_N, data["theta_N"])
     q_N = (data["theta_N"] - data["old_N"]).detach().exp()
     torch.testing.assert_close(found, q_N * A_N)
@@ -227,7 +229,7 @@ def test_weights_carry_no_gradient_and_extremes_stay_finite():
                 "anchor_N": anchor_N,
                 "trajectory_N": member_N,
             }
-            objective_N, corrected = objective(data, A_N, Correction(kind=kind, level=level))
+            objective_N, corrected = objective(data, A_N, CorrectionConfig(kind=kind, level=level))
             assert not corrected.weight_N.requires_grad
             assert torch.isfinite(gradient(objective_N, theta_N)).all()
 
@@ -266,13 +268,13 @@ def test_the_weight_of_a_guided_token_is_what_its_kind_says(seed):
             "trajectory_N": torch.zeros(20, dtype=torch.int64),
         }
         A_N = torch.ones(20)
-        _, found = objective(data, A_N, Correction(kind="decoupled", w_max=math.inf))
+        _, found = objective(data, A_N, CorrectionConfig(kind="decoupled", w_max=math.inf))
         np.testing.assert_allclose(found.weight_N.numpy(), w)
         np.testing.assert_allclose(found.ratio_N.numpy(), np.exp(theta - anchor))
         # ppo bounds q = r w: the lag is in its ratio, the removed context is not under `stale`
-        _, q = objective(data, A_N, Correction(kind="ppo"))
+        _, q = objective(data, A_N, CorrectionConfig(kind="ppo"))
         np.testing.assert_allclose(q.ratio_N.numpy(), np.exp(theta - anchor) * w)
-        _, ignored = objective(data, A_N, Correction(kind="none"))
+        _, ignored = objective(data, A_N, CorrectionConfig(kind="none"))
         assert (ignored.weight_N == 1).all()
 
 

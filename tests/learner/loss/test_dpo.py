@@ -14,7 +14,7 @@ from serial_recipe import RECIPE
 from serial_runs import trainer
 from updates import FORKS, config, updater
 
-from evolver_async.config import Config, Stage
+from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.model import policy
 from evolver_async.schema import Group, Role
@@ -109,7 +109,7 @@ def test_a_margin_of_0_costs_log_2_and_pulls_with_half_of_beta():
 
 
 def settings_of(tiny: Path, minibatches: int = 1) -> Config:
-    settings = config(tiny, [Stage(kind="dpo", steps=9)], minibatches)
+    settings = config(tiny, [StageConfig(kind="dpo", steps=9)], minibatches)
     settings.learner.token_budget = 64
     return settings
 
@@ -155,7 +155,7 @@ def test_groups_without_a_difference_train_nothing_and_are_named(tiny, tmp_path)
 
 def test_the_reference_is_the_policy_at_the_stages_start_and_is_in_the_checkpoint(tiny, tmp_path):
     settings = settings_of(tiny)
-    settings.stages = [Stage(kind="dpo", steps=1), Stage(kind="dpo", steps=1)]
+    settings.stages = [StageConfig(kind="dpo", steps=1), StageConfig(kind="dpo", steps=1)]
     made, state = updater(settings, tmp_path), LearnerState(lineage=1)
     for index in range(2):
         made.begin_stage(stage_config(settings, index), index)

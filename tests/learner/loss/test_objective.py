@@ -10,7 +10,7 @@ from corrections import KINDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evolver_async.config import Correction, Loss
+from evolver_async.config import CorrectionConfig, LossConfig
 from evolver_async.config.sections.learner import by_kind
 from learner.data.batch import Batch
 from learner.data.collate import Strip
@@ -41,7 +41,11 @@ def filled(seed: int, strip: Strip, guided: str) -> tuple[Batch, dict[str, np.nd
 
 
 def objective_of(
-    data: dict[str, np.ndarray], correction: Correction, loss: Loss, *, boosts: bool = False
+    data: dict[str, np.ndarray],
+    correction: CorrectionConfig,
+    loss: LossConfig,
+    *,
+    boosts: bool = False,
 ) -> Objective:
     logprobs = LogProbs(data["anchor"], data["old"], np.zeros_like(data["mu"]))
     return Objective(
@@ -50,7 +54,11 @@ def objective_of(
 
 
 def expected_loss(
-    batch: Batch, data: dict[str, np.ndarray], correction: Correction, loss: Loss, tokens: list[int]
+    batch: Batch,
+    data: dict[str, np.ndarray],
+    correction: CorrectionConfig,
+    loss: LossConfig,
+    tokens: list[int],
 ) -> float:
     """-Σ objective / tokens, token by token."""
 
@@ -100,10 +108,10 @@ def expected_loss(
 @settings(max_examples=15)
 def test_an_update_over_mixed_data_matches_the_loop(kind, level, guided, seed, boost, strip):
     batch, data = filled(seed, Strip(strip, 0.5, 0), guided)
-    correction = Correction(
+    correction = CorrectionConfig(
         kind=kind, level=level, guided=guided, w_max=1.5, low=0.8, high=1.25, epsilon=0.2
     )
-    loss = Loss(clip_low=0.2, clip_high=0.28, boost=0.0 if kind in UNCLIPPED else boost)
+    loss = LossConfig(clip_low=0.2, clip_high=0.28, boost=0.0 if kind in UNCLIPPED else boost)
     boost = loss.boost
     boosts = batch.sampled is not None and boost > 0
     objective = objective_of(data, correction, loss, boosts=boosts)
@@ -126,8 +134,8 @@ def check_accounting(
     found: dict[str, float],
     batch: Batch,
     data: dict[str, np.ndarray],
-    correction: Correction,
-    loss: Loss,
+    correction: CorrectionConfig,
+    loss: LossConfig,
 ) -> None:
     """KL(mu||theta) and r of guided and unguided tokens apart; what became of boosted tokens."""
     stripped_N = batch.stripped_N
@@ -164,16 +172,19 @@ def check_accounting(
 
 
 def test_bounds_left_open_never_reach_the_loss():
-    closed, _ = by_kind(Correction(), Loss())
+    closed, _ = by_kind(CorrectionConfig(), LossConfig())
     _, data = filled(0, Strip("never", 0.0, 0), "stale")
-    for one in ((Correction(), Loss(clip_low=0.2, clip_high=0.28)), (closed, Loss())):
+    for one in (
+        (CorrectionConfig(), LossConfig(clip_low=0.2, clip_high=0.28)),
+        (closed, LossConfig()),
+    ):
         with pytest.raises(AssertionError, match="stage_config"):
             objective_of(data, *one)
 
 
 def test_masked_tokens_are_those_that_no_gradient_reaches():
     batch, data = filled(11, Strip("always", 0.0, 0), "stale")
-    settings = by_kind(Correction(), Loss(boost=0.6))
+    settings = by_kind(CorrectionConfig(), LossConfig(boost=0.6))
     objective = objective_of(data, *settings, boosts=True)
     accounting = Accounting()
     (minibatch,) = batch.whole().split(1, key=0)
@@ -195,7 +206,7 @@ def test_masked_tokens_stay_in_the_denominator_and_are_counted(kind):
 
     def masked(low: float, high: float) -> tuple[float, float]:
         accounting = Accounting()
-        settings = by_kind(Correction(kind=kind, low=low, high=high), Loss())
+        settings = by_kind(CorrectionConfig(kind=kind, low=low, high=high), LossConfig())
         objective = objective_of(data, *settings)
         value, _ = objective(theta_N, -theta_N, micro, minibatch, accounting)
         return float(value), accounting.metrics()["offpolicy/masked"]

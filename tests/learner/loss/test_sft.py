@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from evolver_async.config import Config, Stage
+from evolver_async.config import Config, StageConfig
 from learner.loss.sft import sft_loss
 from learner.schedule import Stages
 
@@ -29,7 +29,7 @@ def test_sft_pulls_every_token_equally():
 
 def test_demonstrations_are_scored_as_written_and_rollouts_as_sampled():
     kinds = ("sft", "world_model", "reflect", "rl", "dpo")
-    config = Config(stages=[Stage(kind=kind, steps=9) for kind in kinds])
+    config = Config(stages=[StageConfig(kind=kind, steps=9) for kind in kinds])
     config.rollout.temperature = 0.5
     scored = Stages(config)
     assert [scored(index).rollout.temperature for index in range(5)] == [1.0, 1.0, 1.0, 0.5, 0.5]

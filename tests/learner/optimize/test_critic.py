@@ -16,7 +16,7 @@ from serial_runs import Finished, trainer
 from slow_gae import slow_gae
 from updates import FORKS, groups, updater
 
-from evolver_async.config import Advantage, Config
+from evolver_async.config import AdvantageConfig, Config
 from evolver_async.config.load import stage_config
 from evolver_async.model import lora, policy
 from evolver_async.schema import Group, Role
@@ -83,7 +83,9 @@ def test_a_new_critic_expects_nothing(tiny):
         assert not values.value_N.any() and not values.end_value_R.any()
 
 
-def assigned(batch: Batch, values: Values, settings: Advantage, anchor_N: np.ndarray) -> Advantages:
+def assigned(
+    batch: Batch, values: Values, settings: AdvantageConfig, anchor_N: np.ndarray
+) -> Advantages:
     logprobs = LogProbs(anchor_N, batch.mu_N, np.zeros_like(batch.mu_N))
     rewards, _ = rewards_of(batch, logprobs, Config().loss, settings)
     return assign(
@@ -97,7 +99,7 @@ def test_credit_follows_the_order_of_writing_across_contexts(bootstrap):
     values = Values(
         np.arange(1, 10, dtype=np.float32) / 8, np.array([100.0, 3.0, 200.0], np.float32)
     )
-    settings = Advantage(kind="gae", gamma=0.9, lam=0.5, whiten=False, bootstrap=bootstrap)
+    settings = AdvantageConfig(kind="gae", gamma=0.9, lam=0.5, whiten=False, bootstrap=bootstrap)
     found = assigned(batch, values, settings, np.zeros_like(batch.mu_N))
     assert found.finite_P.all()
     # rows: turns 0 0 2 | 1 3 3; in time: rows' places 0 1 3 2 4 5
@@ -116,7 +118,7 @@ def test_credit_follows_the_order_of_writing_across_contexts(bootstrap):
 
 @pytest.mark.parametrize("kind", ["gae", "gae_bilevel", "vtrace"])
 def test_a_group_without_finite_values_trains_nobody_and_spoils_nobody(kind):
-    settings = Advantage(kind=kind)
+    settings = AdvantageConfig(kind=kind)
     found = []
     for batch in (batch_of(crossed()), batch_of(crossed(), crossed())):
         value_N = np.tile(np.arange(9, dtype=np.float32) / 8, len(batch.mu_N) // 9)
@@ -134,7 +136,7 @@ def test_vtrace_reads_the_weight_of_the_policy_that_is_trained():
     batch = batch_of(crossed())
     anchor_N = batch.mu_N + np.log(np.float32(0.5))
     values = Values(np.zeros_like(batch.mu_N), np.zeros(len(batch.trajectory_R), np.float32))
-    settings = Advantage(kind="vtrace", whiten=False, bootstrap=False)
+    settings = AdvantageConfig(kind="vtrace", whiten=False, bootstrap=False)
     found = assigned(batch, values, settings, anchor_N)
     # V = 0 and ρ = c = ½: vs_t = Σ_{j>=t} ½^{j-t+1} r_j, A_t = ½ (r_t + vs_{t+1})
     np.testing.assert_allclose(found.return_N[6:], [0.25 - 0.75 / 8, -0.75 / 4, -0.75 / 2])

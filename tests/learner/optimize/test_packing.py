@@ -26,7 +26,14 @@ from transformers import (
 )
 from updates import FORKS, config, updater
 
-from evolver_async.config import Advantage, Config, ConfigError, Correction, Critic, Stage
+from evolver_async.config import (
+    AdvantageConfig,
+    Config,
+    ConfigError,
+    CorrectionConfig,
+    CriticConfig,
+    StageConfig,
+)
 from evolver_async.config.load import dump, load, stage_config
 from evolver_async.errors import TrainingError
 from evolver_async.model import attention, policy
@@ -254,7 +261,7 @@ def with_critic(made: Updater) -> None:
 
 def stepped(kind: str, settings: Config, run_dir: Path) -> tuple[Updater, dict[str, float]]:
     """One optimizer update over guided and unguided data in several contexts a trajectory."""
-    settings.stages = [Stage(kind=kind, steps=1)]
+    settings.stages = [StageConfig(kind=kind, steps=1)]
     settings.learner.token_budget = 64
     made, stage = descending(settings, run_dir), stage_config(settings, 0)
     made.begin_stage(stage, 0)
@@ -299,8 +306,8 @@ def same_step(
 @pytest.mark.parametrize(("kind", "level"), KINDS)
 def test_a_packed_rl_step_is_the_padded_one(paths, tmp_path, kind, level):
     settings = config(paths["tiny"], [], kl_coef=0.1, entropy_coef=0.01, entropy_top_k=5)
-    settings.correction = Correction(kind=kind, level=level, w_max=1.5, low=0.8, high=1.25)
-    settings.advantage = Advantage(kind="grpo")
+    settings.correction = CorrectionConfig(kind=kind, level=level, w_max=1.5, low=0.8, high=1.25)
+    settings.advantage = AdvantageConfig(kind="grpo")
     settings.loss.boost = 0.0 if kind in ("cispo", "topr") else 0.6
     same_step("rl", settings, tmp_path, packing=True)
 
@@ -321,7 +328,7 @@ def test_packed_demonstrations_and_preferences_are_the_padded_ones(paths, tmp_pa
 @pytest.mark.parametrize("critic", ["shared", "separate"])
 def test_a_packed_step_with_a_critic_is_the_padded_one(paths, tmp_path, critic):
     settings = config(paths["qwen3"], [])
-    settings.advantage, settings.critic = Advantage(kind="gae"), Critic(kind=critic)
+    settings.advantage, settings.critic = AdvantageConfig(kind="gae"), CriticConfig(kind=critic)
     same_step("rl", settings, tmp_path, packing=True)
 
 
@@ -343,7 +350,7 @@ def test_recomputed_layers_leave_every_bit_of_a_step(paths, tmp_path, packing, c
     settings = config(paths["qwen3"], [], kl_coef=0.1)
     settings.learner.packing = packing
     if critic:
-        settings.advantage, settings.critic = Advantage(kind="gae"), Critic(kind=critic)
+        settings.advantage, settings.critic = AdvantageConfig(kind="gae"), CriticConfig(kind=critic)
     same_step("rl", settings, tmp_path, atol=0.0, gradient_checkpointing=True)
 
 
@@ -431,7 +438,7 @@ def test_a_measured_budget_fits_and_leaves_little(constant, by_token, free, unit
 
 
 def test_a_budget_is_measured_on_a_gpu_alone(paths, tmp_path):
-    settings = config(paths["tiny"], [Stage(kind="rl", steps=1)])
+    settings = config(paths["tiny"], [StageConfig(kind="rl", steps=1)])
     settings.learner.token_budget = 0
     made = updater(settings, tmp_path)
     if not torch.cuda.is_available():
@@ -472,9 +479,9 @@ def test_ranks_on_one_gpu_share_what_is_free_there(monkeypatch):
 def test_a_budget_is_measured_again_when_a_critic_has_come(paths, tmp_path, monkeypatch):
     room = iter([512, 256, 128])
     monkeypatch.setattr(updates, "measured", lambda *_: next(room))
-    settings = config(paths["tiny"], [Stage(kind="rl", steps=1)])
+    settings = config(paths["tiny"], [StageConfig(kind="rl", steps=1)])
     settings.learner.token_budget = 0
-    settings.advantage = Advantage(kind="gae")
+    settings.advantage = AdvantageConfig(kind="gae")
     made = updater(settings, tmp_path)
     stage = stage_config(settings, 0)
     made.begin_stage(stage, 0)
@@ -486,7 +493,9 @@ def test_a_budget_is_measured_again_when_a_critic_has_come(paths, tmp_path, monk
 def test_a_budget_is_measured_again_when_a_reference_has_come(paths, tmp_path, monkeypatch):
     room = iter([512, 256])
     monkeypatch.setattr(updates, "measured", lambda *_: next(room))
-    settings = config(paths["tiny"], [Stage(kind="sft", steps=1), Stage(kind="dpo", steps=1)])
+    settings = config(
+        paths["tiny"], [StageConfig(kind="sft", steps=1), StageConfig(kind="dpo", steps=1)]
+    )
     settings.learner.token_budget = 0
     made = updater(settings, tmp_path)
     for index, expected in enumerate((512, 256)):
@@ -506,8 +515,8 @@ def test_a_budget_to_be_measured_is_refused_without_a_gpu_before_anything_starts
 
 def test_the_probe_of_a_budget_reaches_all_that_trains(paths, tmp_path):
     for packing in (False, True):
-        settings = config(paths["qwen3"], [Stage(kind="rl", steps=1)])
-        settings.critic, settings.learner.packing = Critic(kind="separate"), packing
+        settings = config(paths["qwen3"], [StageConfig(kind="rl", steps=1)])
+        settings.critic, settings.learner.packing = CriticConfig(kind="separate"), packing
         made = updater(settings, tmp_path)
         with_critic(made)
         assert made.critic is not None

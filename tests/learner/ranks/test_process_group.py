@@ -18,7 +18,7 @@ from alike import assert_alike
 from parallel_world import SAVED, STEPS, Trained, be_rank, make_policies, read, train
 
 from evolver_async.checkpoint import shards
-from evolver_async.config import Config, ConfigError, Stage
+from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.checks import check
 from evolver_async.process.setup import RoleArgs
 from learner.optimize.adamw import make_adamw, master, update
@@ -208,7 +208,7 @@ def test_a_missing_shard_is_an_error_that_names_it(tmp_path):
     ],
 )
 def test_what_several_ranks_cannot_do_is_refused_by_its_key(key, change):
-    settings = Config(stages=[Stage(kind="rl", steps=9)])
+    settings = Config(stages=[StageConfig(kind="rl", steps=9)])
     settings.learner.ranks = 2
     check(settings)
     change(settings)
@@ -230,7 +230,7 @@ def test_ranks_leave_nccl_the_network_that_weights_need(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.distributed, "init_process_group", look)
     monkeypatch.setenv(INTERFACES[1], "eth7")
     for address in ("tcp://127.0.0.1:4001", "tcp://trainer:4001"):
-        settings = Config(stages=[Stage(kind="rl", steps=9)])
+        settings = Config(stages=[StageConfig(kind="rl", steps=9)])
         settings.learner.ranks, settings.weights.address = 2, address
         args = RoleArgs(
             address="",

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from refusals import refusal
 
-from evolver_async.config import ConfigError, Selection
+from evolver_async.config import ConfigError, SelectionConfig
 from evolver_async.config.load import load
 from learner.data.selection import kept_groups
 
@@ -154,7 +154,7 @@ def test_vtrace_runs_on_a_recipe_that_interpolates() -> None:
 
 @pytest.mark.parametrize(("groups", "keep"), [(2, 0.25), (3, 0.5), (5, 0.5), (7, 0.5)])
 def test_as_many_updates_are_allowed_as_selection_leaves_groups(groups: int, keep: float) -> None:
-    selection = Selection(kind="spread", keep=keep)
+    selection = SelectionConfig(kind="spread", keep=keep)
     kept = len(kept_groups([1.0] * groups, selection))
     step = [
         "stages=[{steps: 10}]",

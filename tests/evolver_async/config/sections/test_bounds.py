@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from refusals import STEPS
 
-from evolver_async.config import Config, Stage
+from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump, from_dict, load, stage_config, to_dict
 
 
@@ -71,8 +71,8 @@ def test_bounds_that_somebody_sets_are_nobody_elses(kind: str) -> None:
 
 def test_a_stage_with_another_kind_of_correction_has_the_bounds_of_that_kind() -> None:
     kinds = [{"kind": "geo_mask"}, {"kind": "gspo", "w_max": 9}, {"kind": "topr"}]
-    stages = [Stage(steps=1, override={"correction": kind}) for kind in kinds]
-    config = Config(stages=[*stages, Stage(steps=1)])
+    stages = [StageConfig(steps=1, override={"correction": kind}) for kind in kinds]
+    config = Config(stages=[*stages, StageConfig(steps=1)])
     config.loss.clip_high = 0.3
     assert [bounds(config, index) for index in range(4)] == [
         ("token", 2.0, 0.8, 1.25, 0.2, 0.3),

@@ -5,7 +5,7 @@ import math
 import pytest
 from refusals import refusal
 
-from evolver_async.config import Config, ConfigError, Stage
+from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.checks import check
 from evolver_async.config.values.rules import OneOf, Range, check_fields, keys, rule
 
@@ -41,4 +41,4 @@ def test_a_range_allows_what_it_says(numbers, allowed, refused, words) -> None:
 
 
 def test_the_defaults_are_allowed() -> None:
-    check(Config(stages=[Stage(steps=1)]))
+    check(Config(stages=[StageConfig(steps=1)]))
