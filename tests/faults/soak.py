@@ -42,6 +42,7 @@ OVERRIDES = (
     "loss.boost=0",  # no clip binds with one update a step
     "env.params.reset_s=2.0",  # bound by the environment, as rollouts of agents are
     "actors.groups=4",
+    "stages.0.hours=1000",
     "buffer.archive=all",
 )
 
