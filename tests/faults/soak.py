@@ -40,8 +40,9 @@ OVERRIDES = (
     "experience.kind=contrast",
     "rollout.guided_fraction=0.25",
     "loss.boost=0",  # no clip binds with one update a step
-    "env.latency.median_s=2.0",  # bound by the environment, as rollouts of agents are
-    "actors.groups=2",
+    "env.params.reset_s=2.0",  # bound by the environment, as rollouts of agents are
+    "actors.groups=4",
+    "stages.0.hours=1000",
     "buffer.archive=all",
 )
 

@@ -128,8 +128,9 @@ def test_a_run_that_loses_its_format_within_steps_is_saved_by_a_rollback(
     run = bandit(
         "lost",
         "stages.1.steps=16",
-        "stages.1.override={learner: {lr: 0.3, warmup_steps: 0}}",
-        "safety={action: rollback, rollback_lr: 0.02}",
+        # the entropy bonus has a gradient even where all rewards are equal
+        "stages.1.override={learner: {lr: 0.3, warmup_steps: 0}, loss: {entropy_coef: 0.1}}",
+        "safety={action: rollback, rollback_lr: 0.001}",
         "eval.every=4",
         "checkpoint.every=4",
     )

@@ -3,6 +3,7 @@
 Its actors write down every ACK they are given, so that a test knows what was promised to them.
 """
 
+import asyncio
 import os
 import time
 from pathlib import Path
@@ -27,12 +28,15 @@ class Moody(Bandit):
 
     blocking = False
 
-    def __init__(self, *, directory: str) -> None:
+    def __init__(self, *, directory: str, reset_s: float = 0.0) -> None:
         super().__init__()
+        self.reset_s = reset_s  # without processor time
         self.directory = Path(directory)
         write_acks(self.directory / ACKED)
 
-    def reset(self, task: Task, dynamics_seed: int) -> str:
+    async def reset(self, task: Task, dynamics_seed: int) -> str:
+        if task.split == "train":
+            await asyncio.sleep(self.reset_s)
         if task.split == "train" and task.map_seed == POISON:
             raise RuntimeError("this map is poison")
         return super().reset(task, dynamics_seed)

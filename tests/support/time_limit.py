@@ -20,13 +20,15 @@ AGAIN_S = 5.0  # until the next attempt, where something held the failure back
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Run a test and its fixtures under the limit."""
+    """Run a test and its fixtures under the limit, or under that of its `time_limit` mark."""
+    mark = item.get_closest_marker("time_limit")
+    limit_s = float(mark.args[0]) if mark and LIMIT_S else LIMIT_S
 
     def give_up(number: int, frame: FrameType | None) -> None:
-        pytest.fail(f"{item.nodeid} took longer than {LIMIT_S:g} s (TEST_LIMIT_S)")
+        pytest.fail(f"{item.nodeid} took longer than {limit_s:g} s (TEST_LIMIT_S)")
 
     before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S, AGAIN_S)
+    signal.setitimer(signal.ITIMER_REAL, limit_s, AGAIN_S)
     try:
         return (yield)
     finally:
