@@ -13,7 +13,7 @@ from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.judge.judge import make_judge
 from actors.postprocess import ActorComponents
-from actors.questioning.questioner import make_questioner
+from actors.questioning.factory import make_questioner
 from actors.scripted.reflection import make_reflector
 from actors.worker import ActorReplaced, Worker
 from evolver_async.config import Config, ConfigError

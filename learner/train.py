@@ -5,42 +5,32 @@ numbers in `LearnerState`; with the tensors of the models they are all that a re
 changes the policy, `stop_rules` reacts to alarms.
 """
 
-import asyncio
 import logging
 import secrets
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from evolver_async.checkpoint.directory import CheckpointError
 from evolver_async.config import Config
-from evolver_async.config.load import load
 from evolver_async.errors import EVALUATION_LOST, TrainingError
 from evolver_async.launch import run_directory
 from evolver_async.lineages import Fork
 from evolver_async.metrics.writer import Metrics, Timers
-from evolver_async.model import policy
-from evolver_async.process.addresses import weights_address
-from evolver_async.process.setup import RoleArgs, collect_rarely
 from evolver_async.protocol import messages
 from evolver_async.schema import Group
 from evolver_async.transport.client import Client, Rejected
-from evolver_async.transport.dealer import DealerClient
-from evolver_async.weights import factory as channel
 from evolver_async.weights.channel.base import Publisher
 from learner.diagnostics.alarms import Alarm
-from learner.diagnostics.samples import write_samples
 from learner.diagnostics.step_result import StepResult
+from learner.diagnostics.step_rows import StepRows
 from learner.diagnostics.stop_rules import Guard
 from learner.ranks.process_group import Ranks
 from learner.run.buffer_client import Requests, Stopping
 from learner.run.checkpoint import Checkpoints
 from learner.run.evaluations import EvaluationTracker, Standstill
-from learner.run.rank_server import Leader, attend, meeting
+from learner.run.rank_server import Leader
 from learner.schedule import Clock, Stages, next_stage, reopen, stage_over
 from learner.state import LearnerState
 from learner.step import Updater
@@ -72,16 +62,10 @@ class Learner:
         self.timers = Timers()
         updater = Updater(config, run_dir, self.timers, ranks)
         self.updater = updater if ranks is None else Leader(updater, ranks)
-        self.evaluations = EvaluationTracker(
-            publisher,
-            metrics,
-            every=config.eval.every,
-            episodes=config.eval.episodes,
-            final_episodes=config.eval.final_episodes,
-        )
+        self.evaluations = EvaluationTracker(publisher, metrics, config.eval)
         self.checkpoints = Checkpoints(run_dir, config)
         self.guard = Guard(run_dir, metrics)
-        self.tokenizer = policy.load_tokenizer(config.policy.path)
+        self.rows = StepRows(config, run_dir, metrics, self.timers)
         self.state = LearnerState()
         self.forks: dict[int, Fork] = {}
         self.clock = Clock()
@@ -127,9 +111,8 @@ class Learner:
             episodes=again.episodes if again else 0,
             stage=again.stage if again else 0,
             discard=state.discard,
-            process=secrets.token_hex(
-                8
-            ),  # the same in a repeated request, another in the next process
+            # The same in a repeated request, another in the next process.
+            process=secrets.token_hex(8),
             incarnation=self.requests.client.incarnation,
         )
         try:
@@ -164,10 +147,9 @@ class Learner:
             groups = self.sample()
         with self.timers("train"):
             outcome = self.train(groups)
-        take, stage = self.state.take, self.state.stage
+        take, stage, kind = self.state.take, self.state.stage, self.kind(self.state.stage)
         settings = self.stages(stage, self.state.rollbacks)
-        learns = self.kind(stage) == "rl"
-        selects = learns or self.kind(stage) == "dpo"  # and can filter all groups
+        learns, selects = kind == "rl", kind in ("rl", "dpo")  # those can filter all groups
         if selects:
             self.guard.count(settings, self.state, outcome)
         alarms = self.guard.watch(settings, self.state, groups, outcome) if learns else []
@@ -188,15 +170,15 @@ class Learner:
             self.publisher.wait()
         if episodes:
             self.evaluations.ask(self.state, stage, episodes)
-        alarmed = replace(self.state)
-        # From here on the state is that of the next step: `report` may end in `Stopping`.
+        alarmed = replace(self.state)  # from here on it is that of the next step: `report` may stop
         if over and last:
             self.state.finished = True
         elif over:
             next_stage(self.state)
         with self.timers("report"):
             reply = self.report(take, outcome, episodes, changed)
-            self.log(take, stage, outcome, reply, passed)
+            seconds = self.clock.seconds(self.state)
+            self.rows.write(self.state, take, stage, outcome, reply.counters, seconds, passed)
         if selects:
             self.guard.check(settings, self.state, outcome)
         action = settings.safety.action
@@ -211,19 +193,19 @@ class Learner:
 
     def train(self, groups: list[Group]) -> StepResult:
         """Train one step of the current stage's kind."""
-        stage = self.stages(self.state.stage, self.state.rollbacks)
-        kind = self.kind(self.state.stage)
-        steps = self.config.stages[self.state.stage].steps
-        if kind == "rl":
-            return self.updater.rl(stage, groups, self.state, self.forks, steps)
-        if kind == "dpo":
-            return self.updater.dpo(stage, groups, self.state, self.forks, steps)
-        return self.updater.sft(stage, groups, self.state, steps)
+        state, steps = self.state, self.config.stages[self.state.stage].steps
+        stage = self.stages(state.stage, state.rollbacks)
+        match self.kind(state.stage):
+            case "rl":
+                return self.updater.rl(stage, groups, state, self.forks, steps)
+            case "dpo":
+                return self.updater.dpo(stage, groups, state, self.forks, steps)
+        return self.updater.sft(stage, groups, state, steps)
 
     def roll_back(self, stage: Config, alarmed: LearnerState, alarms: list[Alarm]) -> None:
         """Continue from before the alarms with the changes of `safety`, or raise TrainingError.
 
-        `alarmed`: the state in the stage that raised them; that step can have ended the stage.
+        `alarmed`: the state in the stage that raised them, which that step can have ended.
         """
         self.guard.allow_rollback(stage, alarmed, alarms)
         self.checkpoints.go_back(alarmed, max(alarm.steps for alarm in alarms))
@@ -299,42 +281,13 @@ class Learner:
             self.requests.sleep(POLL_S)
         return 0
 
-    def log(
-        self, take: int, stage: int, outcome: StepResult, reply: messages.Ok, passed: float
-    ) -> None:
-        """Log one row of metrics, and sometimes a few trajectories.
-
-        `passed`: seconds since the end of the step before. Times of reporting and of checkpoints
-        are in the next row, because they end after this one.
-        """
-        times = self.timers.drain()
-        self.metrics.log(
-            self.state.take,
-            {
-                "time_s": self.clock.seconds(self.state),
-                "stage": float(stage),
-                "stage_kind": self.kind(stage),
-                "version": float(self.state.version),
-                **outcome.metrics,
-                **reply.counters,
-                **times,
-                "weights/publish_s": times.get("time/publish_s", 0.0),
-                **outcome.rates(passed),
-            },
-        )
-        metrics = self.config.metrics
-        if outcome.data is not None and metrics.samples and take % metrics.samples_every == 0:
-            path = self.run_dir / "samples" / f"step_{self.state.take:06d}.jsonl"
-            write_samples(path, self.tokenizer, outcome.data, metrics.samples)
-
     def save(self) -> None:
         """Write a checkpoint, drop old ones, and tell the buffer the oldest take still needed."""
         self.write_checkpoint()
         self.keep()
 
     def write_checkpoint(self) -> None:
-        state = self.state
-        self.checkpoints.write(state, lambda path: self.updater.save(path, state))
+        self.checkpoints.write(self.state, lambda path: self.updater.save(path, self.state))
 
     def keep(self, paused: str = "") -> dict[int, int]:
         """Report the oldest take that checkpoints can ask for; log results of evaluations.
@@ -345,54 +298,3 @@ class Learner:
         reply = self.requests.ask(messages.Kept(take=oldest, bytes=size, paused=paused))
         self.take_in(reply)
         return reply.evaluating
-
-
-def build(
-    config: Config,
-    run_dir: Path,
-    client: Client,
-    call: Callable[..., Any],
-    ranks: Ranks | None = None,
-) -> Learner:
-    """Make a learner for any launcher, or the first of several ranks."""
-    torch.set_num_threads(config.learner.threads)
-    serial = config.launch.kind == "serial"
-    publisher = channel.publisher(config, weights_address(config, run_dir), background=not serial)
-    metrics = Metrics(run_dir, wandb=config.metrics.wandb)
-    return Learner(config, run_dir, client, call, publisher, metrics, ranks)
-
-
-def main(args: RoleArgs) -> int:
-    """Run the role `learner`: train, or take part in it as a rank other than the first."""
-    config = load(args.run_dir / "config.yaml", [])
-    torch.set_num_threads(config.learner.threads)
-    with meeting(config, args) as ranks:
-        if ranks is not None and ranks.rank > 0:
-            return attend(config, args.run_dir, ranks)
-        return lead(config, args, ranks)
-
-
-def lead(config: Config, args: RoleArgs, ranks: Ranks | None) -> int:
-    """Run the first rank, which alone talks to the buffer."""
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-
-    async def connect() -> DealerClient:
-        run_id = args.run_dir.name
-        return DealerClient(args.address, run_id, args.name, args.incarnation, keys=args.keys)
-
-    client = loop.run_until_complete(connect())
-    learner = build(config, args.run_dir, client, loop.run_until_complete, ranks)
-    collect_rarely()
-
-    def stop(*_: object) -> None:
-        learner.requests.stopping = True
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-    try:
-        return learner.run()
-    finally:
-        learner.close()
-        client.close()
-        loop.close()

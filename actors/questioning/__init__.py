@@ -8,4 +8,5 @@ filters      candidates → tasks: not empty, not known, feasible
 solve        second solution of a candidate by a language model
 grade        rewards of tasks that the environment cannot check
 questioner   all of it, for one actor
+factory      the configured one
 """

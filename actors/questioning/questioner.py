@@ -17,7 +17,7 @@ import msgspec
 from actors.engines.base import Engine
 from actors.envs.base import EnvironmentFailure, env_class
 from actors.failures import FailureCounts
-from actors.llm.client import Endpoint, Unavailable
+from actors.llm.client import Unavailable
 from actors.llm.json_client import JsonClient
 from actors.progress import TicketProgress
 from actors.questioning import synthesize
@@ -289,20 +289,10 @@ class Questioner:
             return None
 
     def _described(self, task: Task) -> str:
-        """Describe the environment by its profile, or else by its instructions."""
-        return self._profile or env_class(task.env).instructions
+        """Describe the environment by its profile, or else by its instructions in plain English."""
+        env = env_class(task.env)
+        return self._profile or getattr(env, "plain_instructions", env.instructions)
 
     def _outage(self, what: str, error: Unavailable) -> None:
         self._counts["outages"] += 1
         log.warning("%s: %s", what, error)
-
-
-def make_questioner(config: Config, failures: FailureCounts | None = None) -> Questioner | None:
-    """Make the configured questioner; None if `questioning.kind` is none."""
-    match config.questioning.kind:
-        case "none":
-            return None
-        case "llm":
-            endpoint = Endpoint(config.questioning.llm, "questioning", failures)
-            return Questioner(config, JsonClient(endpoint), failures)
-    return Questioner(config, None, failures)

@@ -4,8 +4,6 @@ Order of tickets: evaluation episodes, then missing members of groups that were 
 exploration that is due, then new groups as far as admission has room.
 """
 
-import random
-
 from evolver_async.buffer.log.capacity import DiskCapacity
 from evolver_async.buffer.log.store import BufferStore
 from evolver_async.buffer.monitor.peers import Activity
@@ -14,6 +12,7 @@ from evolver_async.buffer.state import records
 from evolver_async.buffer.state.groups import HeldGroup
 from evolver_async.buffer.tasks.source import held_out_task
 from evolver_async.buffer.tasks.stream import Queued
+from evolver_async.buffer.tickets import ticket_of
 from evolver_async.config import Config
 from evolver_async.protocol.messages import (
     LOSING,
@@ -28,8 +27,7 @@ from evolver_async.protocol.messages import (
     Tickets,
     Wait,
 )
-from evolver_async.randomness import key
-from evolver_async.schema import Kind, Sampling, Task, Ticket, WeightId
+from evolver_async.schema import Kind, Task, Ticket, WeightId
 
 
 def share(room: int, asking: int) -> int:
@@ -182,7 +180,7 @@ class ActorRequests:
             if len(vacant) <= room and self.store.leases.held(peer, group_id) is None:
                 members = sorted(vacant)
                 self.store.record(records.Reissued(group_id=group_id, members=members, actor=peer))
-                return self._ticket(self.store.replay.at.groups[group_id], members)
+                return self._ticket(group_id, members)
         return None
 
     def _explore(self, peer: str, room: int) -> Ticket | None:
@@ -265,37 +263,9 @@ class ActorRequests:
                 pinned=pinned,
             )
         )
-        return self._ticket(self.store.replay.at.groups[group_id], members)
+        return self._ticket(group_id, members)
 
-    def _ticket(self, held: HeldGroup, members: list[int]) -> Ticket:
-        config, seed = self.stages[held.stage], self.config.run.seed
-        rollout = config.rollout
-        # Evaluations of all weights have the same episodes.
-        draws = held.task.task_id if held.kind == "eval" else held.group_id
-        guided = set(self._guided(config, held))
-        temperature = {"eval": config.eval.temperature, "explore": config.questioning.temperature}
-        return Ticket(
-            group_id=held.group_id,
-            task=held.task,
-            kind=held.kind,
-            stage=held.stage,
-            members=members,
-            guided=[member for member in members if member in guided],
-            dynamics_seed=key(seed, "dynamics", held.kind, draws),
-            attempt=held.attempt,
-            weights=held.pinned or self.store.replay.oldest_allowed(),
-            lease_s=config.buffer.lease_s,
-            sampling=Sampling(
-                temperature=temperature.get(held.kind, rollout.temperature),
-                max_tokens=rollout.max_tokens,
-            ),
-        )
-
-    def _guided(self, config: Config, held: HeldGroup) -> list[int]:
-        """The members that experience guides: exactly round(share x G), drawn for the group."""
-        if config.experience.kind == "none" or held.kind not in ("rollout", "demo"):
-            return []
-        size = config.rollout.group_size
-        count = round(config.rollout.guided_fraction * size)
-        draw = random.Random(key(config.run.seed, "guided", held.group_id))
-        return draw.sample(range(size), count)
+    def _ticket(self, group_id: int, members: list[int]) -> Ticket:
+        held = self.store.replay.at.groups[group_id]
+        weights = held.pinned or self.store.replay.oldest_allowed()
+        return ticket_of(self.stages[held.stage], held, members, weights)

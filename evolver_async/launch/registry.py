@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # the command line imports this module and must start fast
 # Processes: main(RoleArgs) -> exit code.
 PROCESSES = {
     "buffer": "evolver_async.buffer.service:main",
-    "learner": "learner.train:main",
+    "learner": "learner.main:main",
     "actor": "actors.main:main",
     "experience": "actors.experience.service:main",
     "prepare": "learner.tools.prepare:main",
@@ -28,7 +28,7 @@ ROLES = PROCESSES | {
     "purge": "actors.experience.service:purge_files",  # (config, run_dir, source) -> entries
     "serial_actor": "actors.main:build",
     "serial_experience": "actors.experience.service:build",
-    "serial_learner": "learner.train:build",
+    "serial_learner": "learner.main:build",
 }
 # Checks of a configuration that need a wing: each raises ValueError and names the key.
 CHECKS = ("actors.checks.config:check",)

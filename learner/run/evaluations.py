@@ -7,6 +7,7 @@ because a resumed learner asks again for those of its own weights.
 import logging
 from pathlib import Path
 
+from evolver_async.config.sections.run import EvalConfig
 from evolver_async.metrics.writer import Metrics
 from evolver_async.schema import EvalResult, WeightId
 from evolver_async.weights.channel.base import Publisher
@@ -42,27 +43,17 @@ class Standstill:
 class EvaluationTracker:
     """Evaluations of a run: `episodes` episodes every `every` versions, and at a stage's end."""
 
-    def __init__(
-        self,
-        publisher: Publisher,
-        metrics: Metrics,
-        *,
-        every: int,
-        episodes: int,
-        final_episodes: int,
-    ) -> None:
+    def __init__(self, publisher: Publisher, metrics: Metrics, config: EvalConfig) -> None:
         self.publisher = publisher
         self.metrics = metrics
-        self.every = every
-        self.episodes = episodes
-        self.final_episodes = final_episodes
+        self.config = config
 
     def due(self, version: int, *, over: bool, last: bool, changed: bool) -> int:
         """Return the episodes to ask for after a step; `over`: it ends its stage, `last`: all."""
         if over and last:
-            return self.final_episodes
-        due = self.every > 0 and changed and version % self.every == 0
-        return self.episodes if over or due else 0
+            return self.config.final_episodes
+        due = self.config.every > 0 and changed and version % self.config.every == 0
+        return self.config.episodes if over or due else 0
 
     def ask(self, state: LearnerState, stage: int, episodes: int) -> None:
         """Note that the newest version is to be evaluated on the tasks of `stage`."""

@@ -33,7 +33,8 @@ from evolver_async.randomness import key
 from evolver_async.schema import Role, Sequence, Ticket, Trajectory, VersionRun
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.server import Server
-from learner.train import Learner, build
+from learner.main import build
+from learner.train import Learner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from producers import member_of

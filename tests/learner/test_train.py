@@ -14,6 +14,7 @@ from evolver_async.buffer.service import BufferService
 from evolver_async.checkpoint.directory import load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import dump, load
+from evolver_async.config.sections.run import EvalConfig
 from evolver_async.errors import EVALUATION_LOST, TrainingError
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.serial import VirtualLoop, run
@@ -23,9 +24,9 @@ from evolver_async.schema import EvalResult, WeightId
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.in_process import LocalClient, LocalServer
 from evolver_async.weights.shm import ShmPublisher
+from learner.main import build
 from learner.run.evaluations import EvaluationTracker, Standstill
 from learner.state import LearnerState, PendingEvaluation
-from learner.train import build
 
 RECIPE = """
 env: {name: bandit}
@@ -152,9 +153,8 @@ class Bench:
         self.directory = tmp_path
         self.publisher = ShmPublisher(tmp_path / "weights", keep=2, background=False)
         self.metrics = Metrics(tmp_path)
-        self.evaluations = EvaluationTracker(
-            self.publisher, self.metrics, every=2, episodes=4, final_episodes=8
-        )
+        config = EvalConfig(every=2, episodes=4, final_episodes=8)
+        self.evaluations = EvaluationTracker(self.publisher, self.metrics, config)
 
     def rows(self) -> list[float]:
         return [row["eval/success"] for row in rows(self.directory)]

@@ -28,7 +28,8 @@ from evolver_async.model import policy
 from evolver_async.protocol import messages
 from evolver_async.schema import Ticket, Trajectory
 from evolver_async.transport.client import Rejected
-from learner.train import Learner, build
+from learner.main import build
+from learner.train import Learner
 
 STEPS = 10
 

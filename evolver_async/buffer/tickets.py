@@ -1,0 +1,48 @@
+"""A ticket: what an actor is told of the members of a group that it is to play."""
+
+import random
+
+from evolver_async.buffer.state.groups import HeldGroup
+from evolver_async.config import Config
+from evolver_async.randomness import key
+from evolver_async.schema import Sampling, Ticket, WeightId
+
+
+def ticket_of(
+    config: Config, held: HeldGroup, members: list[int], weights: WeightId | None
+) -> Ticket:
+    """Make the ticket of `members` of a group, under the configuration of its stage.
+
+    `weights`: the oldest that may play it; None before the first.
+    """
+    seed = config.run.seed
+    # Evaluations of all weights have the same episodes.
+    draws = held.task.task_id if held.kind == "eval" else held.group_id
+    guided = set(guided_members(config, held))
+    temperature = {"eval": config.eval.temperature, "explore": config.questioning.temperature}
+    return Ticket(
+        group_id=held.group_id,
+        task=held.task,
+        kind=held.kind,
+        stage=held.stage,
+        members=members,
+        guided=[member for member in members if member in guided],
+        dynamics_seed=key(seed, "dynamics", held.kind, draws),
+        attempt=held.attempt,
+        weights=weights,
+        lease_s=config.buffer.lease_s,
+        sampling=Sampling(
+            temperature=temperature.get(held.kind, config.rollout.temperature),
+            max_tokens=config.rollout.max_tokens,
+        ),
+    )
+
+
+def guided_members(config: Config, held: HeldGroup) -> list[int]:
+    """Return the members that experience guides: round(share x G), drawn for the group."""
+    if config.experience.kind == "none" or held.kind not in ("rollout", "demo"):
+        return []
+    size = config.rollout.group_size
+    count = round(config.rollout.guided_fraction * size)
+    draw = random.Random(key(config.run.seed, "guided", held.group_id))
+    return draw.sample(range(size), count)

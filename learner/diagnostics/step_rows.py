@@ -1,0 +1,57 @@
+"""A row of metrics after every step, and sometimes a few trajectories as text."""
+
+from pathlib import Path
+
+from evolver_async.config import Config
+from evolver_async.metrics.writer import Metrics, Timers
+from evolver_async.model import policy
+from learner.diagnostics.samples import write_samples
+from learner.diagnostics.step_result import StepResult
+from learner.state import LearnerState
+
+
+class StepRows:
+    """Writer of the rows of one run. `timers`: drained into every row."""
+
+    def __init__(self, config: Config, run_dir: Path, metrics: Metrics, timers: Timers) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.metrics = metrics
+        self.timers = timers
+        self.tokenizer = policy.load_tokenizer(config.policy.path)
+
+    def write(
+        self,
+        state: LearnerState,
+        take: int,
+        stage: int,
+        outcome: StepResult,
+        counters: dict[str, float],
+        seconds: float,
+        passed: float,
+    ) -> None:
+        """Write the row of `take`, and its samples where they are due.
+
+        `state`: that of the next step. `seconds`: age of the run. `passed`: seconds since the end
+        of the step before. Times of reporting and of checkpoints are in the next row, because they
+        end after this one.
+        """
+        times = self.timers.drain()
+        self.metrics.log(
+            state.take,
+            {
+                "time_s": seconds,
+                "stage": float(stage),
+                "stage_kind": self.config.stages[stage].kind,
+                "version": float(state.version),
+                **outcome.metrics,
+                **counters,
+                **times,
+                "weights/publish_s": times.get("time/publish_s", 0.0),
+                **outcome.rates(passed),
+            },
+        )
+        metrics = self.config.metrics
+        if outcome.data is not None and metrics.samples and take % metrics.samples_every == 0:
+            path = self.run_dir / "samples" / f"step_{state.take:06d}.jsonl"
+            write_samples(path, self.tokenizer, outcome.data, metrics.samples)

@@ -1,0 +1,72 @@
+"""The role `learner`: its process, or the parts of it that a serial run drives."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evolver_async.config import Config
+from evolver_async.config.load import load
+from evolver_async.metrics.writer import Metrics
+from evolver_async.process.addresses import weights_address
+from evolver_async.process.setup import RoleArgs, collect_rarely
+from evolver_async.transport.client import Client
+from evolver_async.transport.dealer import DealerClient
+from evolver_async.weights import factory as channel
+from learner.ranks.process_group import Ranks
+from learner.run.rank_server import attend, meeting
+from learner.train import Learner
+
+
+def build(
+    config: Config,
+    run_dir: Path,
+    client: Client,
+    call: Callable[..., Any],
+    ranks: Ranks | None = None,
+) -> Learner:
+    """Make a learner for any launcher, or the first of several ranks."""
+    torch.set_num_threads(config.learner.threads)
+    serial = config.launch.kind == "serial"
+    publisher = channel.publisher(config, weights_address(config, run_dir), background=not serial)
+    metrics = Metrics(run_dir, wandb=config.metrics.wandb)
+    return Learner(config, run_dir, client, call, publisher, metrics, ranks)
+
+
+def main(args: RoleArgs) -> int:
+    """Run the role `learner`: train, or take part in it as a rank other than the first."""
+    config = load(args.run_dir / "config.yaml", [])
+    torch.set_num_threads(config.learner.threads)
+    with meeting(config, args) as ranks:
+        if ranks is not None and ranks.rank > 0:
+            return attend(config, args.run_dir, ranks)
+        return lead(config, args, ranks)
+
+
+def lead(config: Config, args: RoleArgs, ranks: Ranks | None) -> int:
+    """Run the first rank, which alone talks to the buffer."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+
+    async def connect() -> DealerClient:
+        run_id = args.run_dir.name
+        return DealerClient(args.address, run_id, args.name, args.incarnation, keys=args.keys)
+
+    client = loop.run_until_complete(connect())
+    learner = build(config, args.run_dir, client, loop.run_until_complete, ranks)
+    collect_rarely()
+
+    def stop(*_: object) -> None:
+        learner.requests.stopping = True
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    try:
+        return learner.run()
+    finally:
+        learner.close()
+        client.close()
+        loop.close()
