@@ -1,13 +1,16 @@
 """How Hypothesis draws: the same examples every time, however slow the machine, so that a red run
-speaks of the change it ran on. The time limit of every test is in `time_limit.py`.
+speaks of the change it ran on. The time limit of every test is in `time_limit.py`,
+the mark of tests that start processes in `process_mark.py`.
 
 make test ARGS=--hypothesis-profile=random    draws anew
 """
 
 from hypothesis import HealthCheck, settings
+from process_mark import pytest_collection_modifyitems, pytest_runtest_call
 from time_limit import pytest_runtest_protocol
 
-__all__ = ["pytest_runtest_protocol"]  # the hook
+# the hooks
+__all__ = ["pytest_collection_modifyitems", "pytest_runtest_call", "pytest_runtest_protocol"]
 
 settings.register_profile(
     "random", deadline=None, derandomize=False, suppress_health_check=[HealthCheck.too_slow]

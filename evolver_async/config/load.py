@@ -4,6 +4,7 @@ Unknown keys, wrong types and impossible combinations are a ConfigError that nam
 plain-dict form is the one inside WELCOME.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -16,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from evolver_async.config.arguments import apply_arguments
 from evolver_async.config.checks import check, check_stage
-from evolver_async.config.merge import apply, to_config
+from evolver_async.config.merge import apply, defaults, to_config
 from evolver_async.config.overrides import refuse_whole_run, refuse_whole_stage
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.learner import by_kind
@@ -32,7 +33,7 @@ def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
     are checked by `check_paths` alone. A recipe, text or override that names another environment
     drops the parameters of the one before.
     """
-    resolved = OmegaConf.structured(Config)
+    resolved = defaults()
     if path is not None:
         for tree in _read(Path(path)):
             resolved = apply(resolved, tree)
@@ -56,7 +57,7 @@ def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:
     where = f"stages[{index}].override"
     refuse_whole_run(override, where)
     try:
-        merged = to_config(apply(OmegaConf.structured(config), override))
+        merged = to_config(apply(OmegaConf.structured(config), override)) if override else config
         longest = config.policy.max_length
         if merged.policy.max_length > longest:
             raise ConfigError(
@@ -73,7 +74,7 @@ def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:
         except ConfigError as error:
             raise ConfigError(f"safety.rollback: {error}") from None
     correction, loss = by_kind(merged.correction, merged.loss)
-    return replace(merged, correction=correction, loss=loss)
+    return copy.deepcopy(replace(merged, correction=correction, loss=loss))
 
 
 def _rolled_back(stage: Config, rollbacks: int) -> Config:
@@ -105,7 +106,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def from_dict(values: dict[str, Any]) -> Config:
     """Invert `to_dict`. Raise ConfigError for values that `to_dict` cannot have written."""
-    return to_config(apply(OmegaConf.structured(Config), values))
+    return to_config(apply(defaults(), values))
 
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:

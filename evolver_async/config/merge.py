@@ -3,10 +3,12 @@
 Unknown keys and wrong types are a ConfigError that names the key.
 """
 
+import copy
 import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import is_dataclass
+from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -19,6 +21,16 @@ from evolver_async.config.values.errors import ConfigError
 from evolver_async.config.values.rules import keys
 
 NOT_A_CHOICE = re.compile(r"Invalid value '(.*)', expected one of \[(.*)\]", re.DOTALL)
+
+
+def defaults() -> DictConfig:
+    """Return the structured configuration of all defaults, for the caller to change."""
+    return copy.deepcopy(_defaults())
+
+
+@cache
+def _defaults() -> DictConfig:
+    return OmegaConf.structured(Config)  # takes ten times as long as a copy
 
 
 def apply(resolved: DictConfig, tree: dict[str, Any]) -> DictConfig:

@@ -21,7 +21,7 @@ PROCESSES = {
 # Everything else that a wing offers by name.
 ROLES = PROCESSES | {
     "eval": "actors.evaluate:evaluate",  # (run_dir, episodes, step) -> one line
-    "exact": "actors.envs.base:exact",  # (tasks, max_turns) -> random and optimal, or None
+    "exact": "actors.envs.exact:exact",  # (tasks, max_turns) -> random and optimal, or None
     "check_prompts": "actors.checks.prompts:check",  # (config) -> None
     "export": "learner.tools.export:export",  # (run_dir, out, step) -> one line
     "manual": "actors.export_manual:write_manual",  # (config of a stage, directory) -> None

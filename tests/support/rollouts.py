@@ -132,8 +132,8 @@ def ticket(
     return episodes.ticket(task, group_id=group_id, members=list(range(members)), dynamics_seed=5)
 
 
-def corridor(members: int = 1, env: str = "Corridor", **params: Any) -> Ticket:
-    return ticket(params, members, env=f"{__name__}:{env}")
+def corridor(members: int = 1, env: type = Corridor, **params: Any) -> Ticket:
+    return ticket(params, members, env=f"{env.__module__}:{env.__name__}")
 
 
 def say(*turns: str) -> list[list[int]]:

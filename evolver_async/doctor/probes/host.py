@@ -32,7 +32,7 @@ def sandbox() -> ProbeResult:
     from evolver_async.launch.registry import resolve
 
     descriptions: Any = resolve("actors.sandbox.pool:WAYS")
-    pool = resolve("actors.sandbox.pool:Pool")(size=1)
+    pool = resolve("actors.sandbox.pool:SandboxPool")(size=1)
     try:
         route = pool.start()
     except RuntimeError as error:

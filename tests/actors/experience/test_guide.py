@@ -361,7 +361,7 @@ def test_a_run_without_experience_has_nothing_to_purge(
 ) -> None:
     dump(config(kind="none"), run_dir / "config.yaml")
     assert main(["purge", str(run_dir), "evil"]) == 2
-    assert "experience.kind is none" in capsys.readouterr().err
+    assert "no experience to purge (experience.kind=none)" in capsys.readouterr().err
 
 
 def test_with_keys_only_who_has_one_is_guided(run_dir: Path) -> None:

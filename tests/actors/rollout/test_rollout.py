@@ -186,13 +186,13 @@ class Strange(Corridor):
 def test_a_reward_that_is_no_number_is_the_environments_failure(reward: float) -> None:
     engine = FakeEngine({"0/0/0": say(RIGHT)})
     with pytest.raises(EnvironmentFailure, match=f"Strange.*a reward of {reward}"):
-        roll_out(corridor(env="Strange", reward=reward), setting(), engine)
+        roll_out(corridor(env=Strange, reward=reward), setting(), engine)
 
 
 def test_text_that_no_tokenizer_reads_is_shown_without_it() -> None:
     engine = FakeEngine({"0/0/0": say(RIGHT, RIGHT)})
     how = setting(max_turns=2, recorded=True)
-    (finished,) = play(corridor(env="Strange"), how, engine)
+    (finished,) = play(corridor(env=Strange), how, engine)
     assert finished.ending == "at ?" and finished.transcript.turns[1].observation == "at ?"
     assert TOKENIZER.decode(engine.requests[1].tokens).count("at ?") == 1
     assert CHAT.plain("at \ud800") == "at ?"
@@ -226,7 +226,7 @@ def test_an_episode_that_the_rollout_ends_is_worth_what_the_environment_says(
     before = Weighed.verdicts
     engine = FakeEngine({"0/0/0": say(*said)})
     how = setting(truncated_reward=-1.0, **changes)
-    (one,) = roll_out(corridor(env="Weighed", **params), how, engine)
+    (one,) = roll_out(corridor(env=Weighed, **params), how, engine)
     assert Weighed.verdicts - before == (reward is not None)
     if reward is not None:
         assert one.truncated and one.reward == pytest.approx(reward - 1)
@@ -281,7 +281,7 @@ def test_a_call_that_never_returns_is_named_with_member_and_time(
     engine = FakeEngine({"0/0/0": say(RIGHT, RIGHT)})
     began = time.monotonic()
     with pytest.raises(EnvironmentFailure), caplog.at_level(logging.WARNING):
-        roll_out(corridor(env="Hanging", hangs=hangs), setting(step_timeout_s=1.0), engine)
+        roll_out(corridor(env=Hanging, hangs=hangs), setting(step_timeout_s=1.0), engine)
     took_s = time.monotonic() - began
     assert took_s < 5, "nobody waits for its end"
     (record,) = caplog.records
@@ -298,7 +298,7 @@ def test_an_episode_names_what_it_was_doing_at_its_deadline() -> None:
     with pytest.raises(
         EnvironmentFailure, match=r"member 0: step for \d+\.\d s: .*episode_timeout_s"
     ):
-        roll_out(corridor(env="Hanging", hangs="step"), how, FakeEngine({"0/0/0": say(RIGHT)}))
+        roll_out(corridor(env=Hanging, hangs="step"), how, FakeEngine({"0/0/0": say(RIGHT)}))
 
 
 def test_a_slow_engine_is_not_the_environments_failure() -> None:
@@ -334,7 +334,7 @@ def test_a_slow_explorer_is_not_the_environments_failure() -> None:
 
 
 def test_a_step_that_holds_up_everybody_is_late_as_well() -> None:
-    held = corridor(env="Holding")
+    held = corridor(env=Holding)
     with pytest.raises(EnvironmentFailure, match=r"step for [1-9]\d*\.\d s: TimeoutError"):
         roll_out(held, setting(step_timeout_s=0.5), FakeEngine({"0/0/0": say(RIGHT)}))
 
@@ -350,8 +350,8 @@ class Holding(Corridor):
 def test_a_failing_close_is_a_failure_but_hides_no_other() -> None:
     script = {"0/0/0": say(RIGHT, RIGHT)}
     with pytest.raises(EnvironmentFailure, match=r"environment close .* the door is stuck"):
-        roll_out(corridor(env="Hanging", closes=False), setting(), FakeEngine(script))
-    broken = corridor(env="Hanging", closes=False, at=0, what="raise")
+        roll_out(corridor(env=Hanging, closes=False), setting(), FakeEngine(script))
+    broken = corridor(env=Hanging, closes=False, at=0, what="raise")
     with pytest.raises(EnvironmentFailure, match="the floor fell in"):
         roll_out(broken, setting(), FakeEngine({"0/0/0": say(RIGHT)}))
 
@@ -363,7 +363,7 @@ from rollouts import RIGHT, FakeEngine, Hanging, corridor, roll_out, say, settin
 
 Hanging.call = lambda self, name: name == "step" and threading.Event().wait()
 how = setting(step_timeout_s=0.1)
-roll_out(corridor(env="Hanging"), how, FakeEngine({"0/0/0": say(RIGHT)}))
+roll_out(corridor(env=Hanging), how, FakeEngine({"0/0/0": say(RIGHT)}))
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -388,7 +388,7 @@ def test_blocking_environment_stops_nobody_else() -> None:
         ticks = 0
         how = setting(step_timeout_s=0.1)
         task = asyncio.create_task(
-            run_group(corridor(env="Stuck"), how, engine, TicketProgress(), deliver)
+            run_group(corridor(env=Stuck), how, engine, TicketProgress(), deliver)
         )
         while not task.done():
             await asyncio.sleep(0.001)
@@ -422,7 +422,7 @@ def test_an_environment_that_says_nothing_of_blocking_stops_nobody_else() -> Non
     how = setting(step_timeout_s=0.2)
     try:
         with pytest.raises(EnvironmentFailure, match=r"step for .* env\.step_timeout_s is 0\.2"):
-            roll_out(corridor(env="Undeclared"), how, FakeEngine({"0/0/0": say(RIGHT)}))
+            roll_out(corridor(env=Undeclared), how, FakeEngine({"0/0/0": say(RIGHT)}))
     finally:
         Undeclared.free.set()
     (total,) = how.failures.totals()
@@ -461,7 +461,7 @@ class Awaited:
 def test_an_async_environment_is_awaited() -> None:
     Awaited.log.clear()
     how = setting()
-    (trajectory,) = roll_out(corridor(env="Awaited"), how, FakeEngine({"0/0/0": say(RIGHT, RIGHT)}))
+    (trajectory,) = roll_out(corridor(env=Awaited), how, FakeEngine({"0/0/0": say(RIGHT, RIGHT)}))
     assert trajectory.success and trajectory.reward == 1.0
     assert Awaited.log == ["reset", "step", "step", "close"]
 
@@ -473,7 +473,7 @@ def test_an_async_environment_that_hangs_is_late_and_is_closed(call: str) -> Non
 
     async def play() -> None:
         engine = FakeEngine({"0/0/0": say(RIGHT)})
-        ticket = corridor(env="Awaited", hangs=call)
+        ticket = corridor(env=Awaited, hangs=call)
         with pytest.raises(EnvironmentFailure, match=f"{call} for"):
             await run_group(ticket, how, engine, TicketProgress(), lambda _: None)
         async with asyncio.timeout(30):
@@ -530,7 +530,7 @@ def test_blocking_environments_do_not_wait_for_each_other(expert: float) -> None
         done.append(finished.trajectory)
 
     how = setting(step_timeout_s=40.0, episode_timeout_s=200.0, max_turns=2)
-    many = corridor(members=64, env="Together")
+    many = corridor(members=64, env=Together)
     asyncio.run(demonstrate_group(many, how, expert, TicketProgress(), deliver))
     assert len(done) == 64
     script = "solve" if expert else "actions"
@@ -581,7 +581,7 @@ class Mapped(Corridor):
 
 
 def test_a_guided_member_sees_experience_and_stripped_it_is_the_others_prompt() -> None:
-    both = msgspec.structs.replace(corridor(members=2, env="Mapped"), guided=[1])
+    both = msgspec.structs.replace(corridor(members=2, env=Mapped), guided=[1])
     script = {f"0/{member}/0": say(RIGHT, RIGHT, RIGHT) for member in (0, 1)}
     guide = Adviser()
     plain, guided = [
@@ -612,7 +612,7 @@ def test_experience_that_is_not_there_or_too_long_leaves_a_member_unguided(text:
 
 def test_what_is_wanted_of_an_episode_is_kept_in_words_and_scores() -> None:
     script = {"0/0/0": say(RIGHT, "nonsense", " right</answer>", RIGHT)}
-    one = corridor(env="Mapped")
+    one = corridor(env=Mapped)
     (finished,) = play(one, setting(recorded=True, scored=True), FakeEngine(script), Adviser())
     assert finished.query == "at 0"
     assert finished.scores == [0.0, 1.0, 1.0, 2.0, 3.0]

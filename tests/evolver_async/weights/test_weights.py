@@ -261,7 +261,7 @@ def test_a_directory_whose_lock_cannot_be_examined_is_left_alone_and_named(
     monkeypatch.setattr(fcntl, "flock", refuse)
     sweep(aged(directory).parent)
     assert directory.exists()
-    assert f"{directory}: is left alone" in caplog.text and socket.gethostname() in caplog.text
+    assert f"{directory}: is not removed" in caplog.text and socket.gethostname() in caplog.text
     claim(tmp_path / "mine").remove()  # works, and says that nobody is kept out
     assert "cannot be locked" in caplog.text and not (tmp_path / "mine").exists()
 

@@ -51,18 +51,18 @@ def test_lengths_within_the_limit_change_nothing_and_no_limit_measures_nothing()
     batch = collated(make_groups(0, 3, 2))
     logprobs = LogProbs(batch.mu_N, batch.mu_N, batch.mu_N)
     lengths = batch.length_P
-    assert lengths.max() > 4
+    assert lengths.max() > 2
     usual, metrics = rewards_of(batch, logprobs, LossConfig(), AdvantageConfig())
     assert metrics == {} and usual.reward_P is batch.reward_P
     settings = AdvantageConfig(overlong_limit=100, overlong_cache=10)
     same, metrics = rewards_of(batch, logprobs, LossConfig(), settings)
     assert same.reward_P.tolist() == batch.reward_P.tolist()
     assert metrics == {"overlong/share": 0.0, "overlong/mean": 0.0}
-    settings = AdvantageConfig(overlong_limit=8, overlong_cache=4)
+    settings = AdvantageConfig(overlong_limit=4, overlong_cache=2)
     shorter, metrics = rewards_of(batch, logprobs, LossConfig(), settings)
-    lost_P = np.clip((8 - 4 - lengths) / 4, -1, 0)
+    lost_P = np.clip((4 - 2 - lengths) / 2, -1, 0)
     assert shorter.reward_P.tolist() == (batch.reward_P + lost_P).tolist()
-    assert metrics == {"overlong/share": (lengths > 4).mean(), "overlong/mean": lost_P.mean()}
+    assert metrics == {"overlong/share": (lengths > 2).mean(), "overlong/mean": lost_P.mean()}
 
 
 def test_label_metrics_count_turns():
