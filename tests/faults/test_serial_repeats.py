@@ -10,7 +10,8 @@ from evolver_async.config.load import dump, load
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.serial import run
 from evolver_async.process.setup import RoleArgs
-from learner.train import Learner
+from learner.diagnostics.step_rows import StepRows
+from learner.state import LearnerState
 
 RECIPE = """
 env: {name: bandit, params: {high_probability: 0.5}}
@@ -46,15 +47,15 @@ def test_a_serial_run_repeats_its_takes_bitwise_after_every_death(
     dump(config, run_dir / "config.yaml")
     resolve("prepare")(RoleArgs(address="", name="prepare", incarnation=0, run_dir=run_dir))
     last = [2, 7, 9, 11]  # the take after whose row it dies: in the sft stage, at its end, later
-    log = Learner.log
+    write = StepRows.write
 
-    def die(self: Learner, take: int, *rest: Any) -> None:
-        log(self, take, *rest)
+    def die(self: StepRows, state: LearnerState, take: int, *rest: Any) -> None:
+        write(self, state, take, *rest)
         if last and take == last[0]:
             last.pop(0)
             raise Died
 
-    monkeypatch.setattr(Learner, "log", die)
+    monkeypatch.setattr(StepRows, "write", die)
     while last:
         with pytest.raises(Died):
             run(config, run_dir)

@@ -199,7 +199,7 @@ PHASES: dict[str, Callable[[Learner], None]] = {
     "after train": lambda one: kill_after(one, one, "train", KILLED_AT),
     "after publish": lambda one: kill_after(one, one, "publish", KILLED_AT + 1),
     "after done": lambda one: kill_after(one, one, "report", KILLED_AT + 1),
-    "after the row": lambda one: kill_after(one, one, "log", KILLED_AT + 1),
+    "after the row": lambda one: kill_after(one, one.rows, "write", KILLED_AT + 1),
     "while writing a checkpoint": lambda one: kill_after(one, one.updater, "save", KILLED_AT + 1),
     "after a checkpoint": lambda one: kill_after(one, one.checkpoints, "write", KILLED_AT + 1),
     "after kept": lambda one: kill_after(one, one, "keep", KILLED_AT + 1),

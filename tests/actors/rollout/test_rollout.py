@@ -285,7 +285,7 @@ def test_a_call_that_never_returns_is_named_with_member_and_time(
     took_s = time.monotonic() - began
     assert took_s < 5, "nobody waits for its end"
     (record,) = caplog.records
-    where = f"group 0: environment {__name__}:Hanging, task t, member 0: {named} for"
+    where = f"group 0: environment {Hanging.__module__}:Hanging, task t, member 0: {named} for"
     cause = "TimeoutError: env.step_timeout_s is 1"
     found = re.fullmatch(rf"{where} (\d+\.\d) s: {re.escape(cause)}", record.message)
     assert found, record.message

@@ -219,7 +219,9 @@ def test_a_finished_run_says_how_it_can_go_on(
         assert "--fork: must be a plain directory name" in refused(
             capsys, "train", "--resume", finished, "--fork", name, "stages.1.steps=9"
         )
-    assert "--step needs the run" in refused(capsys, "train", "recipe.yaml", "--step", "1")
+    assert "--step: needs the run to start from; add --resume RUN_DIR" in refused(
+        capsys, "train", "recipe.yaml", "--step", "1"
+    )
     assert not (finished.parent / "x").exists()
 
 

@@ -326,7 +326,7 @@ def test_a_role_that_does_not_end_costs_the_others_none_of_their_time(tmp_path: 
 WRITER = """
 import signal, sys, time
 from pathlib import Path
-from evolver_async import checkpoint
+from evolver_async.checkpoint.directory import save
 
 def write(directory):
     with open(directory / "model", "wb", buffering=0) as file:
@@ -337,7 +337,7 @@ def write(directory):
         time.sleep(1)
 
 def stop(*_):
-    checkpoint.save(Path(sys.argv[1]) / "checkpoints", 7, write, run_id="run", keep=2)
+    save(Path(sys.argv[1]) / "checkpoints", 7, write, run_id="run", keep=2)
     sys.exit(0)
 
 signal.signal(signal.SIGTERM, stop)
