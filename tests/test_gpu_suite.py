@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 SUITE = ROOT / "tests" / "gpu" / "suite.py"
 HANGS = """
@@ -25,6 +27,7 @@ def test_fails(): assert 1 == 2
 """
 
 
+@pytest.mark.process
 def test_a_hung_test_costs_itself_alone_and_every_file_has_an_exit_code(tmp_path: Path) -> None:
     for name, body in (("hangs", HANGS), ("dies", DIES), ("fine", "def test_other(): pass")):
         (tmp_path / f"test_{name}.py").write_text(body)
@@ -49,6 +52,7 @@ def test_a_hung_test_costs_itself_alone_and_every_file_has_an_exit_code(tmp_path
     assert "test_skipped: Skipped: for want of two GPUs" in done.stdout
 
 
+@pytest.mark.process
 def test_without_a_gpu_the_suite_says_so(tmp_path: Path) -> None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
     command = [str(SUITE.with_name("run.sh")), str(tmp_path)]

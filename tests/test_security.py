@@ -334,6 +334,7 @@ def test_what_is_not_safe_starts_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.process
 def test_an_actor_that_is_not_let_in_says_so_and_ends(directory: Path, keys: Path) -> None:
     with serving(directory, f"ipc://{directory}/s", keys) as at:
         for extra, said in (
@@ -504,6 +505,7 @@ buffer: {archive: all}
 """
 
 
+@pytest.mark.process
 def test_a_run_writes_no_byte_of_a_secret(tmp_path: Path) -> None:
     canaries = {
         "BANDIT_TOKEN": "canary-4f1c9e-in-a-parameter",

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 HANGS = {
     "in a loop": "while True: pass",
     "in a wait": "threading.Event().wait()",

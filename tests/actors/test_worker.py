@@ -301,7 +301,7 @@ def test_an_environment_that_never_returns_gives_its_ticket_back(
     Hanging.free.clear()
     publisher = ShmPublisher(tmp_path / "w", background=False)
     publisher.publish(version(1), {"w": torch.zeros(1)})
-    ticket = corridor(env="Hanging", hangs=hangs)
+    ticket = corridor(env=Hanging, hangs=hangs)
     buffer = Buffer((0.0, replace(ticket, kind=kind, weights=version(1))))
 
     async def play() -> None:
@@ -325,6 +325,7 @@ def test_an_environment_that_never_returns_gives_its_ticket_back(
     assert buffer.seen(messages.Push) == []
 
 
+@pytest.mark.process
 def test_a_second_actor_of_a_name_is_told_who_holds_it_and_ends(tmp_path: Path) -> None:
     """Its connection leaves that of the first alone; who has gone holds its name no longer."""
     sockets, stop = Path(tempfile.mkdtemp()), threading.Event()
@@ -378,6 +379,7 @@ def test_an_actor_that_lost_its_name_ends_and_says_to_whom(run: Callable[..., No
         run(Taken(), Walker(), 60.0)
 
 
+@pytest.mark.process
 def test_the_buffer_refuses_the_first_actor_with_another_tokenizer(
     tmp_path: Path,
 ) -> None:

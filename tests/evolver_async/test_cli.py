@@ -59,6 +59,7 @@ def run_dir(tmp_path: Path) -> Path:
 HEAVY = ("torch", "transformers", "zmq", "wandb", "rich", "omegaconf", "actors", "learner")
 
 
+@pytest.mark.process
 def test_help_imports_no_heavy_library_and_takes_half_a_second_of_processor_time() -> None:
     program = (
         "import sys, time; from evolver_async.cli import main\n"
@@ -124,6 +125,7 @@ def test_a_model_without_tokenizer_starts_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.process
 def test_a_broken_model_leaves_no_run_directory(
     refused: Refused, recipe: Path, tmp_path: Path
 ) -> None:
@@ -227,6 +229,7 @@ def test_a_broken_environment_module_is_one_sentence(
     assert message.startswith("env.name: ") and said in message
 
 
+@pytest.mark.process
 def test_a_context_shorter_than_the_first_prompt_is_refused(
     refused: Refused, recipe: Path, tmp_path: Path
 ) -> None:
@@ -236,6 +239,7 @@ def test_a_context_shorter_than_the_first_prompt_is_refused(
     assert not (runs / "x").exists()
 
 
+@pytest.mark.process
 def test_addresses_that_are_none_are_one_sentence(refused: Refused) -> None:
     assert refused("status", "foo://x").startswith("foo://x: no address to connect to")
     done = subprocess.run(
@@ -249,6 +253,7 @@ def test_addresses_that_are_none_are_one_sentence(refused: Refused) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.process
 def test_a_new_run_knows_the_exact_values_of_its_maps(tmp_path: Path) -> None:
     config = Config(stages=[StageConfig(steps=5)])
     config.run.dir = str(tmp_path)
@@ -280,6 +285,7 @@ def preparing(tmp_path: Path) -> tuple["subprocess.Popen[str]", psutil.Process]:
     return train, wait_for(child, "the process that prepares the policy")
 
 
+@pytest.mark.process
 def test_a_killed_preparation_is_named_with_its_likely_cause(tmp_path: Path) -> None:
     train, prepare = preparing(tmp_path)
     prepare.kill()
@@ -290,6 +296,7 @@ def test_a_killed_preparation_is_named_with_its_likely_cause(tmp_path: Path) -> 
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+@pytest.mark.process
 def test_sigterm_while_a_run_is_created_leaves_nothing(tmp_path: Path) -> None:
     train, prepare = preparing(tmp_path)
     train.terminate()
@@ -299,6 +306,7 @@ def test_sigterm_while_a_run_is_created_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+@pytest.mark.process
 def test_a_run_whose_creation_was_killed_is_resumed_or_taken_over(tmp_path: Path) -> None:
     train, prepare = preparing(tmp_path)
     train.kill()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("evolver_async", "actors", "learner")
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "configs", *PACKAGES)

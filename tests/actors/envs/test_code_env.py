@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import pytest
+from budget import examples
 from demonstrations import demonstrated
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,6 +41,7 @@ def answer(text: str) -> str:
     return canonical("answer", {"text": text})
 
 
+@pytest.mark.process
 def test_it_is_what_recipes_need() -> None:
     env = make_env("code", {"kind": "arithmetic"})
     for protocol in (Solvable, Rewindable, Tooled, Probed):
@@ -76,6 +78,7 @@ def test_splits_share_no_question(draw: Any) -> None:
     assert draw("train", 3) == draw("train", 3) != draw("train", 4)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["arithmetic", "programs"])
 @pytest.mark.parametrize("map_seed", range(6))
 def test_the_expert_runs_a_program_and_is_right(kind: str, map_seed: int) -> None:
@@ -106,6 +109,7 @@ def test_wrong_answers_are_wrong_and_broken_programs_break(kind: str) -> None:
             assert ran.observation.startswith("error: "), (code, ran.observation)
 
 
+@pytest.mark.process
 def test_a_hundred_programs_are_right_in_one_run_each() -> None:
     """The functions that give the expected results against the code that is said to be right."""
     pool = Code(wall_s=20)._pool()
@@ -151,6 +155,7 @@ def test_a_snapshot_takes_back_what_was_run() -> None:
 # ---- in episodes
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("style", [Interleaved, ToolCall])
 @pytest.mark.parametrize("kind", ["arithmetic", "programs"])
 def test_an_experts_episode_is_right_in_every_format_with_tools(style: Any, kind: str) -> None:
@@ -208,6 +213,7 @@ def test_a_call_that_is_none_is_told_and_changes_nothing(action: str, said: str)
     assert step.info.tool_error and not step.info.valid and not step.info.success
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("code", "observation", "error"),
     [
@@ -237,6 +243,7 @@ def test_tools_are_called_in_any_case_and_texts_are_answers() -> None:
     assert done.terminated and done.info.success
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "cheat",
     [
@@ -293,7 +300,7 @@ def test_answers_are_compared_as_numbers_where_they_are(
     assert same(text, right) is expected
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.text(max_size=60))
 def test_any_text_is_a_number_or_not(text: str) -> None:
     value = number(text)
@@ -344,6 +351,7 @@ RECIPE = ["env.name=code", "rollout.format=interleaved", "rollout.actions_per_tu
 RECIPE += ["rollout.think=false", "stages=[{steps: 1}]"]
 
 
+@pytest.mark.process
 def test_a_machine_without_a_sandbox_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

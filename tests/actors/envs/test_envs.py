@@ -10,6 +10,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,7 +129,7 @@ def test_same_task_gives_the_same_map() -> None:
     assert draw_lake.__wrapped__(4, 0.8, "random", "test", 8) != first
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     st.integers(3, 8), st.integers(0, 1000), st.sampled_from(["random", "corners"]), st.booleans()
 )
@@ -236,7 +237,7 @@ def test_random_policy_on_corner_maps_is_as_weak_as_known() -> None:
     assert values.optimal > 0.98
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(3, 6), st.integers(0, 500), st.booleans(), st.integers(0, 99))
 def test_what_exploration_reaches_can_be_made_the_goal(
     size: int, map_seed: int, test: bool, walk: int
@@ -392,6 +393,7 @@ class Mute:
     reset = step = close = None
 
 
+@pytest.mark.process
 def test_check_loads_no_torch() -> None:
     code = "import actors.checks.config, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,7 +110,7 @@ class Oracle:
         return ["".join(GLYPHS[glyph] for glyph in row) for row in seen]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.integers(0, 2000),
     st.sampled_from(["walled", "open"]),
@@ -180,7 +181,7 @@ def slow_distance(rows: list[str], limit: int) -> int | None:
     return None
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.integers(0, 500), st.sampled_from(["walled", "open"]), st.integers(1, 2))
 def test_solutions_are_the_shortest(map_seed: int, layout: str, boxes: int) -> None:
     env = sokoban(map_seed, layout=layout, size=5, boxes=boxes, max_solution=5)
@@ -335,6 +336,7 @@ def test_no_solvable_level_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> 
         sokoban(12345)
 
 
+@pytest.mark.process
 def test_a_run_compares_with_all_actions_of_its_turns(tmp_path: Path) -> None:
     """Three turns of two actions are six moves, in `exact.json` as in what `exact` says."""
     config = Config(stages=[StageConfig(steps=1)])

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,7 +62,7 @@ def test_what_never_ends_has_no_values_without_discount(monkeypatch: pytest.Monk
     assert best_values(process, 0.5)[0, 0] == pytest.approx(2.0)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.integers(0, 10_000), st.integers(1, 7), st.integers(1, 3), st.integers(0, 5))
 def test_backward_induction_agrees_with_recursion(
     seed: int, states: int, actions: int, moves: int
@@ -94,7 +95,7 @@ def test_backward_induction_agrees_with_recursion(
         assert found.optimal_return == pytest.approx(value(0, moves, True, False))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 3))
 def test_best_values_are_what_many_discounted_moves_are_worth(
     seed: int, states: int, actions: int

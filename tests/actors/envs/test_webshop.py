@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from budget import examples
 from demonstrations import demonstrated
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -168,7 +169,7 @@ some = st.lists(texts, max_size=3).map(tuple)
     st.builds(goal, name=texts, attributes=some, options=some, query=texts),
     st.dictionaries(st.sampled_from(["size", "Size", "color"]), texts),
 )
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_the_reward_is_webshops_for_any_texts(
     bought: Product, wanted: Goal, options: dict[str, str]
 ) -> None:
@@ -271,7 +272,7 @@ SETTLED = st.text(
 
 
 @given(SETTLED, SETTLED)
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 def test_likeness_is_thefuzzs_for_any_text(one: str, other: str) -> None:
     assert alike(one, other) == fuzz.token_set_ratio(one, other)
 
@@ -516,7 +517,7 @@ def test_what_is_shown_in_brackets_is_exactly_what_can_be_clicked(page_size: int
     st.sampled_from(["every", "first"]),
     st.sampled_from([WebShop, ToolShop]),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_an_observation_is_never_longer_than_it_may_be(
     number: int, most: int, show: Any, shop: type[WebShop]
 ) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import faiss
 import numpy as np
 import pytest
+from budget import examples
 from contributions import LOST, WON, Told, contribution, episode, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,6 +68,7 @@ def contents(pool: ExperiencePool, query: str = "walk to the goal", top_k: int =
 # ---- embedding
 
 
+@pytest.mark.process
 def test_hashed_vectors_are_the_same_in_every_process() -> None:
     code = "import actors.experience.embed as e; print(e.embed(['row 1, a wall!']).tobytes().hex())"
     made = subprocess.run(
@@ -99,7 +101,7 @@ def test_alike_texts_are_nearer_than_others() -> None:
 # ---- index
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.integers(0, 30), max_size=60), st.integers(1, 8))
 def test_the_index_finds_what_a_slow_search_finds(flips: list[int], count: int) -> None:
     """Each number in `flips` is added, or removed where it is there; the oracle is a loop."""
@@ -252,6 +254,7 @@ def test_a_purged_source_leaves_nothing_anywhere(
     assert contents(open_pool()) == [item(2).content]
 
 
+@pytest.mark.process
 def test_what_was_not_committed_is_gone_and_the_rest_whole(
     open_pool: Callable[..., ExperiencePool], tmp_path: Path
 ) -> None:

@@ -276,6 +276,7 @@ async def handed_in(guide: ServiceGuide) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.process
 def test_a_killed_service_leaves_episodes_unguided_and_its_pool_whole(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +310,7 @@ def test_a_killed_service_leaves_episodes_unguided_and_its_pool_whole(
     asyncio.run(live())
 
 
+@pytest.mark.process
 def test_the_buffer_hears_the_counters_of_the_process(run_dir: Path) -> None:
     buffer = Listening()
     server = Server(buffer, f"ipc://{run_dir}/s/buffer", "run")
@@ -333,6 +335,7 @@ def test_the_buffer_hears_the_counters_of_the_process(run_dir: Path) -> None:
     assert buffer.seen[-1].values["experience/contributed"] == 1
 
 
+@pytest.mark.process
 def test_a_source_is_purged_from_a_running_service_and_from_files(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -364,6 +367,7 @@ def test_a_run_without_experience_has_nothing_to_purge(
     assert "no experience to purge (experience.kind=none)" in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_with_keys_only_who_has_one_is_guided(run_dir: Path) -> None:
     keys, stranger = run_dir / "keys", run_dir / "other"
     make_keys(keys, [])
@@ -383,6 +387,7 @@ def test_with_keys_only_who_has_one_is_guided(run_dir: Path) -> None:
         asyncio.run(live())
 
 
+@pytest.mark.process
 def test_sigterm_ends_the_process_in_order(run_dir: Path) -> None:
     with serving(run_dir) as process:
         socket = run_dir / "s" / "buffer.experience"

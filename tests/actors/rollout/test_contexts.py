@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from abacus import ANSWER, CODE, QUESTION, Abacus
 from abacus_runs import abacus, styled
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollouts import (
@@ -62,7 +63,7 @@ def test_a_window_is_the_first_prompt_and_the_last_turns(end: str) -> None:
 
 
 @given(window=st.integers(1, 6), turns=st.integers(1, 8), ended=st.booleans())
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_windows_of_every_size_hold_what_they_say(window: int, turns: int, ended: bool) -> None:
     """Against the template's rendering of the messages, turn by turn."""
     said = RIGHT + "<|im_end|>" * ended

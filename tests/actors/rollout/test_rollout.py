@@ -356,6 +356,7 @@ def test_a_failing_close_is_a_failure_but_hides_no_other() -> None:
         roll_out(broken, setting(), FakeEngine({"0/0/0": say(RIGHT)}))
 
 
+@pytest.mark.process
 def test_a_process_ends_though_an_environment_hangs_in_its_thread() -> None:
     program = """
 import threading

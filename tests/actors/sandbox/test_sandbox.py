@@ -27,6 +27,8 @@ from actors.sandbox.process import (
     SandboxUnavailable,
 )
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[3]
 LIMITS = SandboxLimits(wall_s=hostile.WALL_S)
 PATIENT = SandboxLimits(

@@ -242,6 +242,7 @@ def _hold(directory, held, done):
     journal.close()
 
 
+@pytest.mark.process
 def test_a_journal_in_use_is_refused(tmp_path):
     context = multiprocessing.get_context("spawn")
     held, done = context.Event(), context.Event()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from budget import examples
 from buffer_world import World, config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -128,7 +129,7 @@ def kill_in(learner: Learner, name: str, take: int) -> None:
 
 
 @settings(
-    max_examples=6,
+    max_examples=examples(6),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(

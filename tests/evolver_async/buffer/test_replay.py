@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from budget import examples
 from buffer_world import World, config, synthetic, trajectory
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -408,7 +409,7 @@ def simulations(draw):
 
 
 @settings(
-    max_examples=25,
+    max_examples=examples(25),
     phases=[Phase.explicit, Phase.generate],  # a whole simulation is not worth shrinking
 )
 @given(options=simulations(), seed=st.integers(0, 1 << 30))

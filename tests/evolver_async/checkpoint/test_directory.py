@@ -183,6 +183,7 @@ def test_a_writer_that_fails_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     assert [manifest.step for _, manifest in valid(tmp_path)] == [1, 3]
 
 
+@pytest.mark.process
 def test_a_kill_at_any_moment_leaves_a_valid_newest(tmp_path: Path) -> None:
     program = """
 import sys

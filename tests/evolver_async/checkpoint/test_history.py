@@ -22,6 +22,8 @@ from evolver_async.checkpoint.history import CheckpointEvaluation
 from evolver_async.cli import main
 from evolver_async.launch.forking import fork
 
+pytestmark = pytest.mark.process
+
 RECIPE = """
 env: {name: bandit}
 policy: {max_length: 64, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 32}

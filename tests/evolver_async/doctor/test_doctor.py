@@ -156,6 +156,7 @@ def test_every_capability_has_a_probe_and_a_remedy():
     assert all(row.remedy and (row.always or row.purpose) for row in CAPABILITIES)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -174,12 +175,14 @@ def test_a_probe_that_dies_or_hangs_is_a_finding(tmp_path, monkeypatch, body, sa
     assert not found.works and said in found.summary
 
 
+@pytest.mark.process
 def test_an_error_within_a_probe_is_a_finding(tmp_path):
     found = probe("shared memory", str(tmp_path / "nowhere"))
     assert not found.works and "No such file or directory" in found.summary
     assert probe("no such probe").summary.startswith("KeyError")
 
 
+@pytest.mark.process
 def test_probes_of_this_machine_use_what_they_are_about(tmp_path):
     asked: dict[str, tuple[str, ...]] = dict.fromkeys(
         ("python", "torch", "gloo", "sockets", "encryption", "sandbox"), ()
@@ -309,12 +312,14 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.process
 def test_a_recipe_that_can_run_here_starts_nothing(recipe, capsys):
     assert main(["doctor", str(recipe), "policy.hidden_size=32"]) == 0
     assert f"{recipe} can run here." in capsys.readouterr().out
     assert not (recipe.parent / "runs").exists()
 
 
+@pytest.mark.process
 def test_a_recipe_that_cannot_run_here_is_told_every_key(recipe, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     wanted = ["policy.path=/nowhere", "env.name=frozen_lak", "learner.device=cuda"]

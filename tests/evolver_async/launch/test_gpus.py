@@ -97,6 +97,7 @@ def test_two_actors_may_share_a_gpu_and_a_role_on_the_cpu_may_not_have_one():
         check(config)
 
 
+@pytest.mark.process
 def test_a_child_of_the_launcher_starts_with_its_gpus(tmp_path: Path, monkeypatch):
     """A real child: a stand-in for Python that writes down what it was started with."""
     monkeypatch.setenv(VISIBLE, "7,5,3")

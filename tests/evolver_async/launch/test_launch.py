@@ -22,6 +22,8 @@ from evolver_async.launch.run_directory import address_of, last_lines
 from evolver_async.metrics.tail import Tail
 from evolver_async.process.addresses import make_weights_dir, weights_dir
 
+pytestmark = pytest.mark.process
+
 RECIPE = """
 env: {name: bandit}
 policy: {max_length: 128, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 32}

@@ -19,6 +19,8 @@ from evolver_async.metrics.wandb_process import has_key, online, read_state, url
 from evolver_async.metrics.wandb_upload import exclusive
 from evolver_async.metrics.writer import Metrics
 
+pytestmark = pytest.mark.process
+
 BLOCK, HEADER = 32768, 7  # LevelDB's log format, behind seven bytes of W&B's own
 
 

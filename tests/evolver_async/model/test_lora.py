@@ -483,6 +483,7 @@ def be_rank(rank: int, tiny: Path, directory: Path) -> None:
         ranks.leave()
 
 
+@pytest.mark.process
 def test_two_ranks_train_adapters_as_one_does(tiny: Path, tmp_path: Path) -> None:
     rows, published = short_training(tiny, tmp_path / "alone", "float32")
     mp.spawn(be_rank, args=(tiny, tmp_path), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]

@@ -254,6 +254,7 @@ def test_bad_directories_are_refused_by_name(tiny, tmp_path):
         make_tiny(tmp_path / "odd", seed=0, **SIZES | {"hidden_size": 36})
 
 
+@pytest.mark.process
 def test_tokenizers_differ_by_fingerprint_and_need_no_torch(tiny, tmp_path):
     shutil.copytree(tiny, tmp_path / "other")
     template = tmp_path / "other" / "chat_template.jinja"

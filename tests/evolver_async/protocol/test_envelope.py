@@ -11,6 +11,7 @@ import msgpack
 import msgspec
 import numpy as np
 import pytest
+from budget import examples
 from episodes import episode
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -76,8 +77,8 @@ from evolver_async.schema import (
     WeightId,
 )
 
-some = settings(max_examples=25, suppress_health_check=list(HealthCheck))
-many = settings(some, max_examples=300)
+some = settings(max_examples=examples(25), suppress_health_check=list(HealthCheck))
+many = settings(some, max_examples=examples(300))
 
 # ---- strategies for the schema types
 

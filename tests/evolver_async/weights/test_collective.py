@@ -156,6 +156,7 @@ def test_weights_that_are_overtaken_before_their_turn_are_not_sent(
     assert publisher.casts < 29
 
 
+@pytest.mark.process
 def test_damaged_bytes_are_not_taken_in_and_are_sent_again(
     publish_at: Callable[..., CollectivePublisher], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,6 +168,7 @@ def test_damaged_bytes_are_not_taken_in_and_are_sent_again(
     assert "remote-0 received other bytes" in caplog.text
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_actor_lost_in_the_middle_costs_no_more_than_the_deadline(
     publish_at: Callable[..., CollectivePublisher], number: signal.Signals
@@ -192,6 +194,7 @@ def test_an_actor_lost_in_the_middle_costs_no_more_than_the_deadline(
             wait_for(lambda: lost.holds(version(5)), "it to join again by itself")
 
 
+@pytest.mark.process
 def test_a_learner_killed_in_the_middle_leaves_whole_weights_and_is_followed(
     tmp_path: Path, publish_at: Callable[..., CollectivePublisher]
 ) -> None:

@@ -13,6 +13,8 @@ from evolver_async.process.private_directories import claim
 from evolver_async.weights.channel.base import WeightsGone
 from evolver_async.weights.cuda_ipc import IpcPublisher, IpcReceiver
 
+pytestmark = pytest.mark.process
+
 
 @dataclass(frozen=True)
 class Ended(Files):

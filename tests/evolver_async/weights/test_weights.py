@@ -199,6 +199,7 @@ def aged(directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.process
 def test_directories_of_dead_owners_are_swept_and_living_ones_stay(tmp_path: Path) -> None:
     dead, mine = tmp_path / f"{PREFIX}dead", tmp_path / f"{PREFIX}mine"
     claimed_by_another(dead, "").communicate()
@@ -210,6 +211,7 @@ def test_directories_of_dead_owners_are_swept_and_living_ones_stay(tmp_path: Pat
     assert mine.exists() and young.exists() and not dead.exists()
 
 
+@pytest.mark.process
 def test_an_owner_in_another_container_or_host_keeps_its_directory(tmp_path: Path) -> None:
     """Its process number is that of nobody here: only the lock tells that it lives."""
     directory = tmp_path / f"{PREFIX}far"
@@ -249,6 +251,7 @@ def test_directories_of_other_use_are_not_swept(tmp_path: Path) -> None:
     assert (notes / "notes.txt").read_text() == "kept" and public.exists()
 
 
+@pytest.mark.process
 def test_a_directory_whose_lock_cannot_be_examined_is_left_alone_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,7 +123,7 @@ def adca_loop(groups: Groups, alpha: float, length: str) -> tuple[list[float], i
     return expected, fallen
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(member_groups, st.floats(0, 2), st.sampled_from(["none", "sqrt"]))
 def test_adca_matches_the_loop(groups, alpha, length):
     rewards = rewards_of(groups)

@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from budget import examples
 from collated_groups import VOCABULARY, collated, make_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ CPU = torch.device("cpu")
 Scored = tuple[Batch, np.ndarray, np.ndarray]  # with anchor_N and advantage_N
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 5), st.integers(1, 6))
 def test_minibatches_partition_the_trajectories_evenly(seed, count, members, updates):
     batch = collated(make_groups(seed, count, members))
@@ -58,7 +59,7 @@ def test_a_batch_without_action_tokens_has_no_minibatches():
     assert batch.lag_P.tolist() == [0] and len(batch.reward_P) == 1
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.integers(0, 10**6), st.integers(1, 200))
 def test_micro_batches_fit_the_budget_and_hold_every_token_once(seed, budget):
     batch = collated(make_groups(seed, 3, 3))

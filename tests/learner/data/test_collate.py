@@ -1,6 +1,7 @@
 """Collation and stripping against loops over the sequences they came from."""
 
 import numpy as np
+from budget import examples
 from collated_groups import ALWAYS, NEVER, collated, make_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,7 +38,7 @@ def expected_rows(groups: list[Group], strip: Strip) -> list[tuple]:
     return rows
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 4), st.booleans(), strips)
 def test_collation_strips_experience_and_keeps_every_action_token(
     seed, count, members, scripted, strip
@@ -62,7 +63,7 @@ def test_collation_strips_experience_and_keeps_every_action_token(
     assert batch.group_P.tolist() == [g for g in range(count) for _ in range(members)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 10**6), strips)
 def test_the_sampled_contexts_hold_the_same_actions_of_the_stripped_alone(seed, strip):
     groups = make_groups(seed, 3, 3)
@@ -86,7 +87,7 @@ def test_the_sampled_contexts_hold_the_same_actions_of_the_stripped_alone(seed, 
     assert (mine[batch.stripped_N] == theirs).all()
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(0, 10**6))
 def test_turns_are_flat_over_the_trajectories(seed):
     groups = make_groups(seed, 2, 3)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from budget import examples
 from collated_groups import collated, make_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +30,7 @@ def families_of(lags: np.ndarray, stripped: np.ndarray) -> dict[str, list[int]]:
     return families
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 10**6), st.integers(1, 60), st.sampled_from([0.0, 0.3, 1.0]))
 def test_accounting_of_tokens_matches_the_loop(seed, count, share):
     rng = np.random.default_rng(seed)

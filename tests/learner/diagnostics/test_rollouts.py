@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from budget import examples
 from collated_groups import make_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from learner.data.collate import guided
 from learner.diagnostics.rollouts import env_metrics, experience_metrics, rollout_metrics
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 4))
 def test_the_gain_of_guidance_is_that_within_groups_that_have_both_kinds(seed, count, members):
     groups = make_groups(seed, count, members, sequences=1)

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from budget import examples
 from corrections import KINDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,7 +117,7 @@ def slow(
     bounds=st.sampled_from([(0.5, 5.0), (0.8, 1.25), (0.99, 1.01), (1.0, math.inf)]),
     epsilon=st.sampled_from([0.0, 0.3, 4.0]),
 )
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_objective_and_gradient_match_the_loop(kind, level, seed, w_max, bounds, epsilon):
     data, A_N = draw(seed), advantage(seed)
     low, high = bounds
@@ -248,7 +249,7 @@ def test_log_rho_is_constant_and_bounded():
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_the_weight_of_a_guided_token_is_what_its_kind_says(seed):
     """algorithms §2: stale w = exp(anchor_e - mu), anchor w = 1, behaviour w = exp(anchor - mu)."""
     rng = np.random.default_rng(seed)

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from budget import examples
 from collated_groups import collated, make_groups
 from corrections import KINDS
 from hypothesis import given, settings
@@ -105,7 +106,7 @@ def expected_loss(
     boost=st.sampled_from([0.0, 0.6]),
     strip=st.sampled_from(["always", "never", "fraction"]),
 )
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_an_update_over_mixed_data_matches_the_loop(kind, level, guided, seed, boost, strip):
     batch, data = filled(seed, Strip(strip, 0.5, 0), guided)
     correction = CorrectionConfig(

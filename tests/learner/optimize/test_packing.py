@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from budget import examples
 from collated_groups import collated, make_groups
 from hypothesis import given
 from hypothesis import settings as hypothesis
@@ -202,7 +203,7 @@ def test_rounding_of_a_short_type_is_not_taken_for_mixing(monkeypatch):
 # ---- micro-batches
 
 
-@hypothesis(max_examples=50)
+@hypothesis(max_examples=examples(50))
 @given(st.integers(0, 10**6), st.integers(1, 120))
 def test_packed_micro_batches_hold_every_token_once_and_no_padding(seed, tokens):
     batch = collated(make_groups(seed, 3, 3))

@@ -25,6 +25,8 @@ from learner.optimize.adamw import make_adamw, master, update
 from learner.ranks.process_group import alone, check_apart
 from learner.run.rank_server import meeting
 
+pytestmark = pytest.mark.process
+
 KINDS = ("rl", "sft", "dpo", "ppo", "apart", "apart_lora")
 SHORT = ("bf16", "apart_bf16")
 RESUMED = ("rl", "ppo", "apart", "apart_lora")
