@@ -7,7 +7,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from actors.envs.tabular import Outcome
+from actors.endpoint.outcome import AgentOutcome
 from evolver_async.schema import Task
 
 MOST_CALLS = 3
@@ -28,7 +28,7 @@ def shared_client() -> AsyncOpenAI:
     return AsyncOpenAI(base_url="http://127.0.0.1", api_key="none")
 
 
-async def play(*, base_url: str, api_key: str, task: Task, seed: int) -> Outcome:
+async def play(*, base_url: str, api_key: str, task: Task, seed: int) -> AgentOutcome:
     """Play one episode. `seed` determines all its chance."""
     rng = random.Random(seed)
     client = shared_client().with_options(base_url=base_url, api_key=api_key)
@@ -50,4 +50,4 @@ async def play(*, base_url: str, api_key: str, task: Task, seed: int) -> Outcome
                 paid = float(rng.random() < chance)
                 content = f"paid {paid:g}"
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
-    return Outcome(reward=paid or 0.0, success=paid == 1.0)
+    return AgentOutcome(reward=paid or 0.0, success=paid == 1.0)

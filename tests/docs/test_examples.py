@@ -57,6 +57,7 @@ def test_the_own_model_is_evaluated_exported_and_asked(
     assert answer.removesuffix("</answer>").strip().isdigit()
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_the_async_environment_with_tools_trains(tmp_path: Path) -> None:
     rows = train(
@@ -71,6 +72,7 @@ def test_the_async_environment_with_tools_trains(tmp_path: Path) -> None:
     assert trained and all(row["train/turns_mean"] > 1 for row in trained)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_the_agent_with_a_tool_trains(tmp_path: Path) -> None:
     policy = tmp_path / "policy"
