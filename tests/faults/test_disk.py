@@ -20,6 +20,7 @@ from invariants import check_journal, check_named
 from power import cut_at_every_sync
 from producers import BufferProcess
 
+from evolver_async.buffer.log import disk
 from evolver_async.buffer.log.disk import SyncError
 from evolver_async.buffer.log.journal import Journal
 from evolver_async.buffer.log.quarantine import JournalError
@@ -316,7 +317,9 @@ def test_08_a_sync_that_fails_ends_the_buffer_and_nothing_of_it_comes_back(servi
     assert isinstance(world.push(ticket, 0), messages.Ack)
 
 
-def test_08_grants_stop_while_a_checkpoint_fits_and_the_learner_is_asked_for_one(tmp_path: Path):
+def test_08_grants_stop_while_a_checkpoint_fits_and_the_learner_is_asked_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     world = World(tmp_path, SETTINGS, segment_bytes=3000)
     world.resume()
     world.one("learner", messages.Kept(take=0, bytes=50_000))
@@ -324,7 +327,7 @@ def test_08_grants_stop_while_a_checkpoint_fits_and_the_learner_is_asked_for_one
         assert not learn(world, take).checkpoint
     world.kill()  # what a checkpoint needs is remembered
     journal = world.store.journal
-    journal._free = lambda: 2 * 53_000 - 1  # scarce, but not full
+    monkeypatch.setattr(disk, "free_bytes", lambda _: 2 * 53_000 - 1)  # scarce, but not full
     journal.measure()
     tickets = world.lease(credit=9)
     assert len(tickets) == 2  # what the learner's next take needs, and no more
@@ -334,11 +337,11 @@ def test_08_grants_stop_while_a_checkpoint_fits_and_the_learner_is_asked_for_one
     assert train(world, 4).checkpoint
     world.one("learner", messages.Kept(take=4, bytes=50_000))
     assert len(journal.sizes) < 3
-    journal._free = lambda: 52_999  # full
+    monkeypatch.setattr(disk, "free_bytes", lambda _: 52_999)  # full
     journal.measure()
     reply = world.one("actor-0", messages.Lease(credit=1))
     assert isinstance(reply, messages.Wait) and "bytes of disk are free" in reply.reason
-    journal._free = lambda: 2 * 53_000
+    monkeypatch.setattr(disk, "free_bytes", lambda _: 2 * 53_000)
     journal.measure()
     assert world.lease()
 
