@@ -1,6 +1,7 @@
 """Schedule of a run: configurations of its stages, their ends, and the time of training."""
 
 import time
+from dataclasses import replace
 
 from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import stage_config
@@ -23,7 +24,7 @@ class Stages:
         if (index, rollbacks) not in self._made:
             stage = stage_config(self.config, index, rollbacks)
             if self.config.stages[index].kind in SUPERVISED:
-                stage.rollout.temperature = 1.0
+                stage = replace(stage, rollout=replace(stage.rollout, temperature=1.0))
             self._made[index, rollbacks] = stage
         return self._made[index, rollbacks]
 

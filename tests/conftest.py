@@ -6,11 +6,20 @@ make test ARGS=--hypothesis-profile=random    draws anew, and two and a half tim
 """
 
 from hypothesis import HealthCheck, settings
-from process_mark import pytest_collection_modifyitems, pytest_runtest_call
+from process_mark import (
+    pytest_collection_modifyitems,
+    pytest_runtest_call,
+    pytest_runtest_setup,
+)
 from time_limit import pytest_runtest_protocol
 
 # the hooks
-__all__ = ["pytest_collection_modifyitems", "pytest_runtest_call", "pytest_runtest_protocol"]
+__all__ = [
+    "pytest_collection_modifyitems",
+    "pytest_runtest_call",
+    "pytest_runtest_protocol",
+    "pytest_runtest_setup",
+]
 
 settings.register_profile(
     "random", deadline=None, derandomize=False, suppress_health_check=[HealthCheck.too_slow]

@@ -4,7 +4,6 @@ Unknown keys, wrong types and impossible combinations are a ConfigError that nam
 plain-dict form is the one inside WELCOME.
 """
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -15,6 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from evolver_async.config import merge
 from evolver_async.config.arguments import apply_arguments
 from evolver_async.config.checks import check, check_stage
 from evolver_async.config.merge import apply, defaults, to_config
@@ -51,13 +51,14 @@ def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:
 
     After `rollbacks` of the stage `safety.rollback` is merged in as well, and the learning rate is
     smaller. Bounds that a recipe leaves open to `correction.kind` are closed here and here alone: a
-    resumed run or a stage with another kind gets the bounds of that kind.
+    resumed run or a stage with another kind gets the bounds of that kind. Sections that do not
+    change are those of `config` itself.
     """
     override = config.stages[index].override
     where = f"stages[{index}].override"
     refuse_whole_run(override, where)
     try:
-        merged = to_config(apply(OmegaConf.structured(config), override)) if override else config
+        merged = merge.override(config, override)
         longest = config.policy.max_length
         if merged.policy.max_length > longest:
             raise ConfigError(
@@ -74,14 +75,14 @@ def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:
         except ConfigError as error:
             raise ConfigError(f"safety.rollback: {error}") from None
     correction, loss = by_kind(merged.correction, merged.loss)
-    return copy.deepcopy(replace(merged, correction=correction, loss=loss))
+    return replace(merged, correction=correction, loss=loss)
 
 
 def _rolled_back(stage: Config, rollbacks: int) -> Config:
     """Return the configuration of a stage after `rollbacks`, with a smaller learning rate."""
     safety = stage.safety
     refuse_whole_stage(safety.rollback)
-    changed = to_config(apply(OmegaConf.structured(stage), safety.rollback))
+    changed = merge.override(stage, safety.rollback)
     dynamic = "dynamic" in (stage.selection.kind, changed.selection.kind)
     if dynamic and stage.selection != changed.selection:
         raise ConfigError("selection: dynamic selection belongs to the whole stage")

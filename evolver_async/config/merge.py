@@ -7,7 +7,7 @@ import copy
 import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
@@ -30,7 +30,7 @@ def defaults() -> DictConfig:
 
 @cache
 def _defaults() -> DictConfig:
-    return OmegaConf.structured(Config)  # takes ten times as long as a copy
+    return OmegaConf.structured(Config)  # four times as long as a copy
 
 
 def apply(resolved: DictConfig, tree: dict[str, Any]) -> DictConfig:
@@ -57,6 +57,23 @@ def apply(resolved: DictConfig, tree: dict[str, Any]) -> DictConfig:
             for index, item in enumerate(items)
         ]
     return merged
+
+
+def override(config: Config, tree: dict[str, Any]) -> Config:
+    """Return `config` with a tree of sections merged over it; unnamed sections are shared.
+
+    Only the named sections are structured, which takes a twentieth of the time, unless the tree has
+    references or names an environment.
+    """
+    if {"env", "tasks", "stages"} & tree.keys() or "${" in repr(tree):
+        return to_config(apply(OmegaConf.structured(config), tree))
+    _refuse_unknown(tree, Config, "")
+    changed = {}
+    for name, values in tree.items():
+        section: Any = getattr(config, name)
+        node = merge(OmegaConf.structured(section), values, type(section), f"{name}.")
+        changed[name] = OmegaConf.to_object(node)
+    return replace(config, **changed)
 
 
 def merge(base: DictConfig, tree: Any, kind: type, prefix: str) -> DictConfig:

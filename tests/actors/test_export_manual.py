@@ -45,6 +45,8 @@ class Awaited:
 
 STEPS = "stages=[{kind: rl, steps: 1}]"
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:

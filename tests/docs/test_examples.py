@@ -17,6 +17,8 @@ from evolver_async.metrics.tail import Tail
 from evolver_async.model.tiny import make_tiny
 from examples.guess import Guess
 
+pytestmark = pytest.mark.process
+
 FIRST_STEP_S = 300.0  # on a busy machine most of it is the import of torch in each process
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -57,7 +59,6 @@ def test_the_own_model_is_evaluated_exported_and_asked(
     assert answer.removesuffix("</answer>").strip().isdigit()
 
 
-@pytest.mark.process
 @pytest.mark.slow
 def test_the_async_environment_with_tools_trains(tmp_path: Path) -> None:
     rows = train(
@@ -72,7 +73,6 @@ def test_the_async_environment_with_tools_trains(tmp_path: Path) -> None:
     assert trained and all(row["train/turns_mean"] > 1 for row in trained)
 
 
-@pytest.mark.process
 @pytest.mark.slow
 def test_the_agent_with_a_tool_trains(tmp_path: Path) -> None:
     policy = tmp_path / "policy"

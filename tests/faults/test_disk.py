@@ -34,6 +34,7 @@ from evolver_async.transport.router import RequestRouter
 from evolver_async.transport.server import Server
 
 SETTINGS = config(max_staleness=1)
+HOLDING = config(max_staleness=1, lease_s=600.0, stall_s=2400.0)  # no lease ends in a test
 PATIENT = config(max_staleness=20)
 TAKES = 4
 
@@ -227,7 +228,7 @@ class Serving:
 @pytest.fixture
 def serving(tmp_path: Path) -> Iterator[tuple[World, Serving, Ticket]]:
     """A buffer that has granted one ticket of two members to actor-0."""
-    world = World(tmp_path / "journal", SETTINGS, now=time.monotonic())
+    world = World(tmp_path / "journal", HOLDING, now=time.monotonic())
     world.resume()
     (ticket,) = world.lease()
     one = Serving(world, f"ipc://{tmp_path}/s")

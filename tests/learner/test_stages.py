@@ -13,6 +13,8 @@ from evolver_async.buffer.state import records
 from evolver_async.config import SafetyConfig
 from evolver_async.errors import TrainingError
 
+pytestmark = pytest.mark.process
+
 LAKE = """
 env: {name: frozen_lake, params: {size: 3, grid: first}}
 policy: {max_length: 320, hidden_size: 32, layers: 1, heads: 2, intermediate_size: 64}

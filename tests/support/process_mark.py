@@ -1,9 +1,13 @@
-"""Mark `process`: tests that start a Python process. A test that starts one without it fails.
+"""Mark `process`: tests that start a Python process, or run the whole system in this one.
 
 make test ARGS="-m 'not process'"    everything else, for every edit
+
+There a test that starts one fails. Elsewhere it is only warned of: which test is the first to need
+what many share, and starts it, depends on the order.
 """
 
 import sys
+import warnings
 from collections.abc import Iterator
 from multiprocessing import util
 from pathlib import Path
@@ -40,11 +44,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("process")
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """Forget what ended tests started, as they were taken down."""
+    started.clear()
+    return (yield)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Fail an unmarked test if it, or a fixture that it was the first to need, started one."""
+    """Fail or warn of an unmarked test if it, or a fixture that it needs, started one."""
     result = yield
-    mine, started[:] = list(started), []
-    if mine and item.get_closest_marker("process") is None:
-        pytest.fail(f"mark it `process`, since it started {mine[0]}")
+    if started and item.get_closest_marker("process") is None:
+        finding = f"mark {item.nodeid} `process`, since it started {started[0]}"
+        if "not process" in item.config.option.markexpr:
+            pytest.fail(finding)
+        warnings.warn(finding, stacklevel=1)
     return result

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import process_mark
 import torch
 from safetensors.torch import load_file
 
@@ -51,6 +52,7 @@ def trainer(directory: Path, recipe: str) -> Callable[..., Finished]:
         config = load(path, [*paths, *dotlist])
         dump(config, run_dir / "config.yaml")
         resolve("prepare")(RoleArgs(address="", name="prepare", incarnation=0, run_dir=run_dir))
+        process_mark.started.append("a whole run")
         start = time.perf_counter()
         assert run(config, run_dir) == 0
         wall_s = time.perf_counter() - start

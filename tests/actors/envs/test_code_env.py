@@ -96,6 +96,7 @@ def test_the_expert_runs_a_program_and_is_right(kind: str, map_seed: int) -> Non
     assert done.terminated and done.info.success and done.reward == 1.0
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["arithmetic", "programs"])
 def test_wrong_answers_are_wrong_and_broken_programs_break(kind: str) -> None:
     for map_seed in range(4):
@@ -123,6 +124,7 @@ def test_a_hundred_programs_are_right_in_one_run_each() -> None:
         assert not problem.passed(ran.stdout)
 
 
+@pytest.mark.process
 def test_a_random_player_guesses_and_errs_as_often_as_asked() -> None:
     for guess, broken in ((0.7, 0.4), (0.0, 1.0), (1.0, 0.0), (0.5, 0.0)):
         env = begun(guess=guess, broken=broken)
@@ -172,6 +174,7 @@ def test_an_experts_episode_is_right_in_every_format_with_tools(style: Any, kind
         assert (problem.answer if kind == "arithmetic" else "") in seen
 
 
+@pytest.mark.process
 def test_random_episodes_succeed_as_often_as_they_use_the_tool_and_their_errors_are_flagged() -> (
     None
 ):

@@ -10,6 +10,8 @@ from serial_runs import Finished, trainer
 
 from actors.experience.store import FILE
 
+pytestmark = pytest.mark.process
+
 RECIPE = """
 env: {name: bandit, params: {high_probability: 0.5}}
 policy: {max_length: 128, hidden_size: 32, layers: 1, heads: 2, intermediate_size: 64}

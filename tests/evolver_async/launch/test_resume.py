@@ -23,6 +23,8 @@ from evolver_async.protocol import messages
 from evolver_async.schema import Group
 from learner.train import Learner
 
+pytestmark = pytest.mark.process
+
 __all__ = ["undisturbed"]  # the fixture
 
 

@@ -25,6 +25,8 @@ from evolver_async.launch.serial import VirtualLoop
 from evolver_async.process.private_directories import PREFIX
 from evolver_async.schema import Task
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished]:

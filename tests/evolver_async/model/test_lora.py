@@ -401,6 +401,7 @@ def test_an_engine_gives_the_log_probs_of_the_learner_after_every_update(
     publisher.close()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["none", "shared", "separate"])
 def test_a_killed_learner_of_adapters_is_resumed_bitwise(kind: str, tmp_path: Path) -> None:
     runs = []
@@ -535,6 +536,7 @@ def adapters_of(run: Finished) -> dict[str, torch.Tensor]:
     return shards.read(max((run.run_dir / "checkpoints").iterdir()), "model")
 
 
+@pytest.mark.process
 def test_a_run_that_trains_adapters_alone_learns(run: Finished) -> None:
     success = run.rl("train/success")
     assert success[0] < 0.6, "the base must not know the arm"
@@ -561,6 +563,7 @@ def test_evaluation_and_export_run_the_policy_that_was_trained(
     assert policy.state_tensors(exported).keys() == merged.keys()
 
 
+@pytest.mark.process
 def test_the_adapter_directory_is_in_the_format_of_peft(run: Finished, tmp_path: Path) -> None:
     export(run.run_dir, tmp_path / "out")
     adapter = tmp_path / "out" / "adapter"

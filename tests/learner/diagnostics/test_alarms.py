@@ -376,6 +376,7 @@ def test_rollbacks_that_do_not_help_end_the_run_with_the_reason(tmp_path: Path) 
             run.train()  # a restart is no third one
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("killed", ["go_back", "begin"])
 def test_a_learner_killed_while_it_rolls_back_does_it_alike(tmp_path: Path, killed: str) -> None:
     def kill(learner) -> None:

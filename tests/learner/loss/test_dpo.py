@@ -171,6 +171,7 @@ def test_the_reference_is_the_policy_at_the_stages_start_and_is_in_the_checkpoin
     assert same(tensors(again.reference), tensors(made.reference))
 
 
+@pytest.mark.process
 def test_a_stage_of_a_run_learns_the_bandit_from_what_its_first_policy_sampled(tmp_path):
     run = trainer(tmp_path, RECIPE)(
         "run", "env.params.high_probability=1.0", "stages.1.kind=dpo", "stages.1.steps=16"

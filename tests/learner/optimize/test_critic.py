@@ -304,6 +304,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished]:
     return trainer(tmp_path_factory.mktemp("critic_serial"), RECIPE)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "changes",
     [

@@ -149,7 +149,8 @@ def test_impossible_values_and_combinations_are_named(arguments: list[str], mess
 
 def test_vtrace_runs_on_a_recipe_that_interpolates() -> None:
     recipe = Path(__file__).parents[4] / "configs" / "starpo_s.yaml"
-    load(recipe, ["advantage.kind=vtrace", "correction.kind=none"])
+    config = load(recipe, ["advantage.kind=vtrace", "correction.kind=none"])
+    assert (config.correction.kind, config.correction.anchor) == ("none", "interpolate")
 
 
 @pytest.mark.parametrize(("groups", "keep"), [(2, 0.25), (3, 0.5), (5, 0.5), (7, 0.5)])
