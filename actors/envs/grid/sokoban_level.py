@@ -9,7 +9,7 @@ solved. Its content hashes into its split, so no level is in two splits.
 import random
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from actors.envs.base import split_of
 from actors.envs.grid.cells import rows_of
@@ -98,8 +98,7 @@ class Room:
         return rows_of("".join(cells), self.size)
 
 
-@dataclass(frozen=True)
-class Level:
+class Level(NamedTuple):
     """Room and initial state."""
 
     room: Room

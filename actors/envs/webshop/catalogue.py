@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from importlib import resources
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -72,8 +72,7 @@ class CatalogueEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wish: Wish
 
 
-@dataclass(frozen=True)
-class Goal:
+class Goal(NamedTuple):
     """Goal of a customer: a product like `asin` with attributes, options and a price limit."""
 
     asin: str

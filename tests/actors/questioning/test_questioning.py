@@ -23,7 +23,7 @@ from actors.envs.grid.frozen_lake import FrozenLake
 from actors.formats.chat import Chat
 from actors.progress import TicketProgress
 from actors.questioning.explore import exploring, unbound
-from actors.questioning.factory import make_questioner
+from actors.questioning.questioner import make_questioner
 from actors.questioning.filters import KnownTasks, feasible, jaccard
 from actors.questioning.grade import Grade, parse_grade, regrade, repetitive
 from actors.questioning.profile import described, load_profile
@@ -206,7 +206,7 @@ def test_reached_states_become_tasks_that_their_references_solve():
             env = make_env("frozen_lake", task.params)
             assert isinstance(env, FrozenLake)
             env.reset(task, 0)
-            assert split_of(f"{env.lake.cells}/{env.lake.start}".encode()) == "train"
+            assert split_of(f"{env.board.cells}/{env.board.start}".encode()) == "train"
     assert counted["questioning/accepted"] == len(ids)
     assert counted["questioning/candidates"] >= len(ids)
     assert engine.temperatures == {1.5}
@@ -481,7 +481,7 @@ def _way(task: Task, most: int) -> list[str]:
             env.reset(task, 0)
             for action in way:
                 env.step(action)
-                cells.add(env.cell)
+                cells.add(env.now)
             if len(cells) == most:
                 return way
     raise AssertionError("no way")
