@@ -20,10 +20,11 @@ from pathlib import Path
 
 from actors.experience.contrast import contrast_items
 from actors.experience.embed import load_embedder
-from actors.experience.lesson_extractor import LessonExtractor, make_lesson_extractor
+from actors.experience.lesson_extractor import LessonExtractor
 from actors.experience.pool import ExperiencePool
 from actors.experience.store import FILE, Store
 from actors.failures import FailureCounts
+from actors.llm.client import Endpoint
 from evolver_async.config import Config, ExperienceConfig
 from evolver_async.config.load import load
 from evolver_async.process.addresses import experience_address
@@ -62,17 +63,6 @@ class ExperienceService:
         self._counts = dict.fromkeys(("contributed", "repeated", "foreign"), 0)
         self._changed = True
         self._reported_at = float("-inf")
-
-    @classmethod
-    def of_run(
-        cls, config: Config, run_dir: Path, report: Callable[[messages.Counters], None]
-    ) -> "ExperienceService":
-        """Make the service of the run in `run_dir`, which contains its pool."""
-        experience, failures = config.experience, FailureCounts()
-        extractor = (
-            make_lesson_extractor(experience, failures) if experience.kind == "llm" else None
-        )
-        return cls(open_pool(experience, run_dir), experience, report, extractor, failures)
 
     def handle(self, peer: str, request: Request, now: float) -> list[Reply]:
         """Return the replies to one request, to be sent after the next `commit`."""
@@ -178,8 +168,13 @@ def purge_files(config: Config, run_dir: Path, source: str) -> int:
 def build(
     config: Config, run_dir: Path, report: Callable[[messages.Counters], None]
 ) -> ExperienceService:
-    """Make the service for any launcher."""
-    return ExperienceService.of_run(config, run_dir, report)
+    """Make the service of the run in `run_dir`, which contains its pool, for any launcher."""
+    experience, failures, extractor = config.experience, FailureCounts(), None
+    if experience.kind == "llm":
+        endpoint = Endpoint(experience.llm, "experience", failures)
+        extractor = LessonExtractor(experience, endpoint)
+    pool = open_pool(experience, run_dir)
+    return ExperienceService(pool, experience, report, extractor, failures)
 
 
 class CounterReporter:
@@ -225,7 +220,7 @@ def main(args: RoleArgs) -> int:
     reporter = CounterReporter(
         DealerClient(args.address, run_id, args.name, args.incarnation, keys=args.keys)
     )
-    service = ExperienceService.of_run(config, args.run_dir, reporter.report)
+    service = build(config, args.run_dir, reporter.report)
     address = experience_address(config, args.address)
     server = Server(service, address, run_id, keys=args.keys)
     log.info("%d entries, at %s", len(service.pool), address)
