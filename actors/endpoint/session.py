@@ -1,7 +1,7 @@
 """Calls of one episode: limits, generation and recording."""
 
 import asyncio
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,7 @@ from evolver_async.randomness import key
 from evolver_async.schema import Ticket, TurnFlag
 
 
-@dataclass(frozen=True, kw_only=True)
-class Completion:
+class Completion(NamedTuple):
     """Answer to a call. `finish` is a finish reason of OpenAI's API."""
 
     turn: ParsedTurn
@@ -71,9 +70,8 @@ class EndpointSession:
         """Answer and record one call. Raise RequestRefused. A cancelled call is not recorded."""
         if self.recorder.turns + len(self._calls) >= self._setting.max_turns:
             self.limited = True
-            raise RequestRefused(
-                f"an episode has at most {self._setting.max_turns} calls", "max_turns"
-            )
+            text = f"an episode has at most {self._setting.max_turns} calls"
+            raise RequestRefused(text, "max_turns")
         pending = self.recorder.begin(request)
         try:
             generation = await self._generate(pending)

@@ -30,6 +30,7 @@ class _Map:
     vectors: list[np.ndarray] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class KnownTasks:
     """Tasks that this actor has accepted.
 
@@ -37,10 +38,9 @@ class KnownTasks:
     common words) or `similarity` (cosine).
     """
 
-    def __init__(self, jaccard: float, similarity: float) -> None:
-        self._jaccard = jaccard
-        self._similarity = similarity
-        self._maps: OrderedDict[tuple[str, str, int], _Map] = OrderedDict()
+    jaccard: float
+    similarity: float
+    _maps: OrderedDict[tuple[str, str, int], _Map] = field(default_factory=OrderedDict)
 
     def queries(self, task: Task) -> list[str]:
         """Return the queries of the tasks with the initial state of `task`."""
@@ -58,10 +58,10 @@ class KnownTasks:
         words = set(WORD.findall(task.query.lower()))
         if not words:
             return "empty"
-        if any(jaccard(words, other) >= self._jaccard for other in others.words):
+        if any(jaccard(words, other) >= self.jaccard for other in others.words):
             return "lexical"
         vector = embed([task.query])[0]
-        if any(float(vector @ other) >= self._similarity for other in others.vectors):
+        if any(float(vector @ other) >= self.similarity for other in others.vectors):
             return "semantic"
         return None
 

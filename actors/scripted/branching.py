@@ -8,8 +8,8 @@ ACTION, in one Sequence a row; nothing of it was sampled.
 
 import asyncio
 import random
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode import Deliver, EpisodeLate, Finished
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import run_members
-from actors.rollout.policy import Advice, EpisodePolicy
+from actors.rollout.policy import EpisodePolicy
 from actors.scripted.expert import ScriptedPolicy
 from actors.scripted.reflection import Reflector
 from evolver_async.config import StageConfig
@@ -35,8 +35,7 @@ DONE, WON, LOST = "done", "success", "failed"  # how an outcome says that it is 
 CHARS = (400, 300, 200, 150, 100, 75, 50, 35, 25, 15, 8)  # of an outcome, until the turn fits
 
 
-@dataclass(frozen=True)
-class TriedTurn:
+class TriedTurn(NamedTuple):
     """A turn that was tried: its actions, the policy's view of the outcome, and the ending if it
     ends the episode."""
 
@@ -62,8 +61,7 @@ class TriedTurn:
         return f"{shown} {self.ending}".strip()
 
 
-@dataclass(frozen=True)
-class BranchState:
+class BranchState(NamedTuple):
     """A state of the expert's episode: the policy's context, the expert's turn and alternatives."""
 
     turn: int
@@ -72,7 +70,7 @@ class BranchState:
     others: list[TriedTurn]
 
 
-class BranchingPolicy:
+class BranchingPolicy(EpisodePolicy):
     """Policy that plays the expert's episode; in every state it tries the expert's turn and up to
     `alternatives` others with another first action."""
 
@@ -86,9 +84,6 @@ class BranchingPolicy:
         self._stage = stage
         self.states: list[BranchState] = []
 
-    async def advise(self, environment: TimedEnvironment, query: str) -> Advice:
-        return Advice()
-
     async def write(
         self, environment: TimedEnvironment, context: list[int], turn: int
     ) -> Generation:
@@ -96,9 +91,6 @@ class BranchingPolicy:
         if state is not None:
             self.states.append(state)
         return await self._expert.write(environment, context, turn)
-
-    def close(self) -> None:
-        pass
 
     def _branch(self, env: Env, turn: int, context: list[int]) -> BranchState | None:
         """Return the current state; None if its rows do not fit in the context. At the first turn
@@ -213,10 +205,8 @@ def _fitting(texts: list[str], setting: Setting, max_tokens: int) -> list[int]:
         turn = setting.chat.turn(text, setting.format.stop_strings)
         if len(turn) <= max_tokens:
             return turn
-    raise ValueError(
-        f"rollout.max_tokens: {max_tokens} is too small for a turn with a reason:"
-        f" {len(turn)} tokens"
-    )
+    small = f"is too small for a turn with a reason: {len(turn)} tokens"
+    raise ValueError(f"rollout.max_tokens: {max_tokens} {small}")
 
 
 def _row(shown: list[int], learnt: list[int], turn: int) -> Sequence:

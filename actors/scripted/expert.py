@@ -24,7 +24,7 @@ MOST_HINTS = 8
 TOLD = 0.8  # of the states on the way, about
 
 
-class ScriptedPolicy:
+class ScriptedPolicy(EpisodePolicy):
     """Policy that plays one whole episode as the expert or uniformly at random, drawn once.
 
     A guided one is told what to do in some states, in the words of experience, and does it there.
@@ -90,9 +90,6 @@ class ScriptedPolicy:
         else:
             actions = self._rng.choices(env.actions(), k=count)
         return self._format.render_actions(actions)
-
-    def close(self) -> None:
-        pass
 
 
 async def demonstrate_group(
