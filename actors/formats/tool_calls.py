@@ -6,8 +6,7 @@ action. Errors a policy can mend are told to it as what the tool said.
 
 import json
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -29,8 +28,7 @@ class ToolInvocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arguments: dict[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class InvalidCall:
+class InvalidCall(NamedTuple):
     """A call that cannot be carried out; `complaint` is told to the policy."""
 
     complaint: str
