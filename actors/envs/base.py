@@ -286,15 +286,6 @@ def make_env(name: str, params: dict[str, Any]) -> Env:
         raise EnvError(f"env.params.{mask(str(error))}") from error
 
 
-def required(module: str, param: str, package: str, version: str = "") -> Any:
-    """Import a module of an optional package; ValueError, naming `param`, if it is missing."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        wanted = f"{package}{version} (pip install {package})"
-        raise ValueError(f"{param}: needs the package {wanted}: {error}") from error
-
-
 def one_line(error: Exception) -> str:
     """Render an error's type and text on one line, without secrets."""
     return mask(" ".join(f"{type(error).__name__}: {error}".split()))

@@ -114,9 +114,7 @@ class Chat:
             tokens.append(self.end_of_turn)
         return tokens
 
-    def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
-    ) -> str:
+    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
         """Render a whole conversation with the template, up to the beginning of the policy's turn.
 
         Raises whatever the template does.

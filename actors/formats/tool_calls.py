@@ -34,6 +34,13 @@ class InvalidCall(NamedTuple):
     complaint: str
 
 
+def tool_spec(name: str, does: str, argument: str, **meaning: str) -> dict[str, Any]:
+    """Return the spec of a tool with one argument, a text; `meaning`: more of its JSON schema."""
+    properties = {argument: {"type": "string"} | meaning}
+    schema = {"type": "object", "properties": properties, "required": [argument]}
+    return {"name": name, "description": does, "parameters": schema}
+
+
 def canonical(name: str, arguments: dict[str, Any]) -> str:
     """Write a call as an action: JSON of `name` and `arguments`, in this order."""
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)

@@ -17,19 +17,12 @@ from actors.envs.adapters.service_client import (
     service,
 )
 from actors.envs.base import Env, Info, Step
-from actors.formats.tool_calls import ANSWER_TOOL, CODE_TOOL, called
+from actors.formats.tool_calls import ANSWER_TOOL, CODE_TOOL, called, tool_spec
 from evolver_async.schema import Task
 
 CUT = " ... (cut)"
-TOOL = {
-    "name": CODE_TOOL,
-    "description": "Runs Python code in the environment and returns what it prints.",
-    "parameters": {
-        "type": "object",
-        "properties": {"code": {"type": "string", "description": "The code."}},
-        "required": ["code"],
-    },
-}
+RUNS = "Runs Python code in the environment and returns what it prints."
+TOOL = tool_spec(CODE_TOOL, RUNS, "code", description="The code.")
 
 
 @dataclass(kw_only=True, eq=False)

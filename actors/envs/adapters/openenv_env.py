@@ -9,7 +9,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from actors.envs.base import Env, Info, Step, required
+from actors.envs.adapters import required
+from actors.envs.base import Env, Info, Step
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 

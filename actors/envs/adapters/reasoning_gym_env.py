@@ -9,7 +9,8 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from actors.envs.base import Env, Info, Step, required, split_of
+from actors.envs.adapters import required
+from actors.envs.base import Env, Info, Step, split_of
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 

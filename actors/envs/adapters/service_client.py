@@ -159,18 +159,16 @@ class EnvironmentService:
             self._again(call, of, found, attempt, found.again and (safe or found.undone))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _again(
-        self, call: str, of: str, failure: _RequestFailure, attempt: int, helps: bool
-    ) -> None:
+    def _again(self, call: str, of: str, failure: _RequestFailure, tried: int, helps: bool) -> None:
         """Pause before another attempt; raise ServiceError if there is none."""
-        if not helps or attempt == self.retries:
+        if not helps or tried == self.retries:
             _count("given_up")
-            tries = f"after {attempt + 1} attempts, " if attempt else ""
+            tries = f"after {tried + 1} attempts, " if tried else ""
             text = f"{self.url}: {call} of {of}: {tries}{failure.kind}: {failure.text}"
             raise ServiceError(failure.kind, text)
         _count("retries")
-        jitter = 0.5 + uniform(zlib.crc32(of.encode()), "pause", attempt)
-        time.sleep(PAUSE_S * 2**attempt * jitter)
+        jitter = 0.5 + uniform(zlib.crc32(of.encode()), "pause", tried)
+        time.sleep(PAUSE_S * 2**tried * jitter)
 
     def _request(
         self, call: str, body: dict[str, Any], shape: Any, limit_s: float | None = None
@@ -186,9 +184,8 @@ class EnvironmentService:
         deadline = time.monotonic() + limit_s
         received = bytearray()
         try:
-            with self._client.stream(
-                "POST", f"{self.url}/{call}", json=body, timeout=limit_s
-            ) as response:
+            url = f"{self.url}/{call}"
+            with self._client.stream("POST", url, json=body, timeout=limit_s) as response:
                 for part in response.iter_raw():
                     received += part
                     if len(received) > MAX_BYTES:
@@ -260,9 +257,7 @@ def _bad_status(status: int, received: bytes) -> _RequestFailure:
     text = f"status {status}: {_excerpt(received)}"
     if status in (400, 404, 500) and "Instance" in text and GONE in text:
         return _RequestFailure(kind="expired", text=text, again=False)
-    return _RequestFailure(
-        kind="status", text=text, again=status in AGAIN, undone=status in REFUSED
-    )
+    return _RequestFailure("status", text, again=status in AGAIN, undone=status in REFUSED)
 
 
 def _excerpt(received: bytes) -> str:

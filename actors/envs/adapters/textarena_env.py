@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from actors.envs.base import Env, Info, Step, required, split_of
+from actors.envs.adapters import required
+from actors.envs.base import Env, Info, Step, split_of
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from actors.envs.base import Env, Info, Step, one_line, required, split_of
+from actors.envs.adapters import required
+from actors.envs.base import Env, Info, Step, one_line, split_of
 from evolver_async.schema import Task
 
 

@@ -20,6 +20,7 @@ from actors.formats.tool_calls import (
     ToolInvocation,
     called,
     canonical,
+    tool_spec,
     unfenced,
 )
 from actors.sandbox.pool import SandboxPool, shared
@@ -38,15 +39,8 @@ PLAIN_INSTRUCTIONS = {
     " that defines it; hidden tests check it.",
     "given": "Answer the question.",
 }
-TOOL = {
-    "name": CODE_TOOL,
-    "description": "Runs a Python program and returns what it prints.",
-    "parameters": {
-        "type": "object",
-        "properties": {"code": {"type": "string", "description": "The program."}},
-        "required": ["code"],
-    },
-}
+RUNS = "Runs a Python program and returns what it prints."
+TOOL = tool_spec(CODE_TOOL, RUNS, "code", description="The program.")
 NOTHING = "no output"
 ERROR = "error: "  # opens every observation of a program or call that failed
 CHOICES = 20  # of a random player, so that shares are multiples of 1/20

@@ -16,7 +16,7 @@ import numpy as np
 
 from actors.envs.base import Exact, split_of
 from actors.envs.grid.cells import ARRIVED
-from actors.envs.grid.game import PLAYER, Walk
+from actors.envs.grid.game import PLAYER, MapWalk
 from actors.envs.tabular import Outcome, Process, best_values, exact_of, happening, learn, tabulate
 from evolver_async.randomness import key
 from evolver_async.schema import Task
@@ -149,12 +149,12 @@ def expert_values(cliff: Cliff, expert: Literal["values", "q_learning"]) -> dict
 
 
 @dataclass(kw_only=True, eq=False)
-class CliffWalking(Walk):
+class CliffWalking(MapWalk):
     """CliffWalking environment. `layout: classic` is gymnasium's map in any size; in a `drawn` one
     the start, the goal and the cliff cells (of probability `cliff_prob`) are anywhere.
 
-    `expert` is who demonstrates; see `Walk` for `grid`, `hints` and `max_moves`. ValueError names
-    the parameter that is out of range.
+    `expert` is who demonstrates; see `MapWalk` for `grid`, `hints` and `max_moves`. ValueError
+    names the parameter that is out of range.
     """
 
     instructions = INSTRUCTIONS.format(" ".join(ACTIONS))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from actors.envs.base import Exact
 from actors.envs.grid import frozen_lake_map as maps
 from actors.envs.grid.cells import ARRIVED
-from actors.envs.grid.game import PLAYER, Walk
+from actors.envs.grid.game import PLAYER, MapWalk
 from actors.envs.tabular import exact_of, happening
 from evolver_async.schema import Task
 
@@ -28,10 +28,10 @@ WORDS = {maps.ICE: "ice", maps.HOLE: "hole", maps.GOAL: "goal"}
 
 
 @dataclass(kw_only=True, eq=False)
-class FrozenLake(Walk):
+class FrozenLake(MapWalk):
     """FrozenLake environment. `success_rate` is used only if `slippery`. `goal_cell` moves the goal
-    there (-1 leaves it where it was drawn); `free` removes it. See `Walk` for `grid`, `hints` and
-    `max_moves`.
+    there (-1 leaves it where it was drawn); `free` removes it. See `MapWalk` for `grid`, `hints`
+    and `max_moves`.
 
     ValueError names the parameter that is out of range.
     """

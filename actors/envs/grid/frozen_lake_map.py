@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from actors.envs.base import split_of
-from actors.envs.grid.cells import rows_of
+from actors.envs.grid.cells import neighbours, rows_of
 from actors.envs.tabular import Outcome, Process, best_values, tabulate
 from evolver_async.randomness import key
 
@@ -49,17 +49,7 @@ class Lake:
     @cached_property
     def neighbours(self) -> list[list[int | None]]:
         """For each cell the cell in each direction, None beyond the edge."""
-        size = self.columns
-        return [
-            [
-                (row + down) * size + column + right
-                if 0 <= row + down < size and 0 <= column + right < size
-                else None
-                for down, right in MOVES
-            ]
-            for row in range(size)
-            for column in range(size)
-        ]
+        return neighbours(self.columns, MOVES)
 
     def moved(self, cell: int, action: int) -> int:
         """Return the cell where a move ends; the edge holds the player."""

@@ -69,8 +69,8 @@ class GridGame(Env):
 
 
 @dataclass(kw_only=True, eq=False)
-class Walk(GridGame):
-    """Walk over the cells of a map to its goal; the state is the player's cell.
+class MapWalk(GridGame):
+    """MapWalk over the cells of a map to its goal; the state is the player's cell.
 
     `grid` chooses the turns in which the map is shown; `hints` describes the four neighbours and
     the offset of the goal, until the episode ends.

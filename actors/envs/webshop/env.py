@@ -17,7 +17,7 @@ from actors.envs.webshop.expert import Action, queries, way
 from actors.envs.webshop.load import Files, stocked
 from actors.envs.webshop.pages import PageState
 from actors.envs.webshop.reward import score
-from actors.formats.tool_calls import called, canonical
+from actors.formats.tool_calls import called, canonical, tool_spec
 from evolver_async.schema import Task
 
 GOAL = "buy what the instruction asks for ; a page shows each button as [button] ."
@@ -165,18 +165,7 @@ class ToolShop(WebShop):
     refusal = "error: no such button on this page, or not the argument that the tool takes\n"
 
     def tools(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "name": name,
-                "description": description,
-                "parameters": {
-                    "type": "object",
-                    "properties": {argument: {"type": "string"}},
-                    "required": [argument],
-                },
-            }
-            for name, (argument, description) in TOOLS.items()
-        ]
+        return [tool_spec(name, does, argument) for name, (argument, does) in TOOLS.items()]
 
     def _written(self, action: Action) -> str:
         verb, words = action

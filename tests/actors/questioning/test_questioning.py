@@ -23,11 +23,10 @@ from actors.envs.grid.frozen_lake import FrozenLake
 from actors.formats.chat import Chat
 from actors.progress import TicketProgress
 from actors.questioning.explore import exploring, unbound
-from actors.questioning.questioner import make_questioner
 from actors.questioning.filters import KnownTasks, feasible, jaccard
 from actors.questioning.grade import Grade, parse_grade, regrade, repetitive
 from actors.questioning.profile import described, load_profile
-from actors.questioning.questioner import Questioner
+from actors.questioning.questioner import Questioner, make_questioner
 from actors.questioning.replay import ReplayedEpisode, replay
 from actors.questioning.synthesize import (
     Candidate,
