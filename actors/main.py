@@ -63,9 +63,8 @@ def build(
 async def join(client: Client) -> tuple[Config, messages.Welcome]:
     """Return the run's configuration and addresses. ConfigError if the buffer refuses this
     actor."""
-    hello = messages.Hello(
-        role="actor", schema_hash=SCHEMA_HASH, host=socket.gethostname(), pid=os.getpid()
-    )
+    host, pid = socket.gethostname(), os.getpid()
+    hello = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, host=host, pid=pid)
     try:
         welcome = await client.request(hello)
         config = from_dict(welcome.config)
@@ -93,9 +92,8 @@ async def serve(args: RoleArgs) -> None:
         print(f"joined {welcome.run_id} at {args.address} as {args.name}", flush=True)
         address = welcome.experience_address
         experience = connect(address, welcome.run_id) if address else None
-        worker = build(
-            config, client, welcome.weights_address, args.name, args.incarnation, experience
-        )
+        identity = args.name, args.incarnation
+        worker = build(config, client, welcome.weights_address, *identity, experience)
         collect_rarely()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

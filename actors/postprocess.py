@@ -140,15 +140,9 @@ class TicketPostprocessing:
 
     async def _label(self, judge: Judge, finished: Finished) -> None:
         trajectory = finished.trajectory
-        labels, source = await judge.label(
-            JudgedEpisode(
-                query=finished.query,
-                turns=finished.transcript.turns,
-                reward=trajectory.reward,
-                success=trajectory.success,
-                scores=finished.scores,
-            )
-        )
+        turns, reward, success = finished.transcript.turns, trajectory.reward, trajectory.success
+        shown = JudgedEpisode(finished.query, turns, reward, success, finished.scores)
+        labels, source = await judge.label(shown)
         if source:
             trajectory.labels = np.array(labels, np.int8)
             trajectory.label_source = source

@@ -97,19 +97,17 @@ def _check_async(index: int, stage: StageConfig, staged: Config, name: str, env:
         raise ValueError(f"env.name: {name} is async, and stages[{index}] ({stage.kind}) {problem}")
 
 
-def _check_branches(
-    where: str, stage: StageConfig, staged: Config, name: str, env: base.Env
-) -> None:
+def _check_branches(key: str, stage: StageConfig, staged: Config, name: str, env: base.Env) -> None:
     """Refuse branching without snapshots, and a reason without a place in the turn format."""
     if not isinstance(env, base.Rewindable):
-        raise ValueError(f"{where} needs solve, state and snapshot, which {name} has not")
+        raise ValueError(f"{key} needs solve, state and snapshot, which {name} has not")
     style = FORMATS[staged.rollout.format](
         think=staged.rollout.think, actions_per_turn=staged.rollout.actions_per_turn
     )
     if style.inline:
-        raise ValueError(f"{where} needs turns that are messages, not {staged.rollout.format}")
+        raise ValueError(f"{key} needs turns that are messages, not {staged.rollout.format}")
     if stage.kind == "reflect" and style.prefix not in THOUGHTFUL:
-        raise ValueError(f"{where} has no place for a reason: set rollout.think")
+        raise ValueError(f"{key} has no place for a reason: set rollout.think")
 
 
 def _check_turns(config: Config, name: str, env: base.Env) -> None:

@@ -230,7 +230,6 @@ def make_agents(
         logging.getLogger(client).setLevel(logging.WARNING)
     judge = None
     if config.rollout.agent_reward == "judged":
-        judge = GroupJudge(
-            Endpoint(config.judge.llm, "judge", failures), config.run.seed, config.judge.timeout_s
-        )
+        endpoint = Endpoint(config.judge.llm, "judge", failures)
+        judge = GroupJudge(endpoint, config.run.seed, config.judge.timeout_s)
     return AgentRunner(load_agent(path), path, engine, chat, judge, failures or FailureCounts())

@@ -34,9 +34,8 @@ def _torch_engine(
     weights: WeightId | None,
     tensors: dict[str, Tensor] | None,
 ) -> Engine:
-    model = policy.load_model(
-        config.policy.path, dtype=config.policy.dtype, device=config.engine.device
-    )
+    dtype, device = config.policy.dtype, config.engine.device
+    model = policy.load_model(config.policy.path, dtype=dtype, device=device)
     if tensors is not None:
         policy.load_state(model, tensors)
     return TorchEngine(

@@ -152,7 +152,6 @@ def check_attention(config: PretrainedConfig, max_length: int) -> None:
     kinds = set(getattr(config, "layer_types", None) or ()) - known
     if kinds:
         raise ValueError(f"the torch engine cannot run layers of type {', '.join(sorted(kinds))}")
-    if config.max_position_embeddings < max_length:
-        raise ValueError(
-            f"the model's {config.max_position_embeddings} positions are fewer than {max_length}"
-        )
+    most = config.max_position_embeddings
+    if most < max_length:
+        raise ValueError(f"the model's {most} positions are fewer than {max_length}")

@@ -66,14 +66,9 @@ class ServiceGuide:
         if len(self._waiting) >= QUEUE:
             self._counts["dropped"] += 1
             return
-        self._waiting.append(
-            messages.Contribute(
-                task_id=task.task_id,
-                query=query[:QUERY_CHARS],
-                split=task.split,
-                episodes=shortened(transcripts),
-            )
-        )
+        query, episodes = query[:QUERY_CHARS], shortened(transcripts)
+        about = {"task_id": task.task_id, "query": query, "split": task.split}
+        self._waiting.append(messages.Contribute(**about, episodes=episodes))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send(), name="contributions")
 

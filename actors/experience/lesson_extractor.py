@@ -154,9 +154,8 @@ class LessonExtractor:
             questions.append((prompts.FAILURE, LESSONS, failed[-2:]))
         if solved and failed:
             questions.append((prompts.COMPARISON, COMPARED, [solved[0], failed[-1]]))
-        found = await asyncio.gather(
-            *(self._lessons(question, most, group.query, of) for question, most, of in questions)
-        )
+        asked = (self._lessons(text, most, group.query, of) for text, most, of in questions)
+        found = await asyncio.gather(*asked)
         lessons = [lesson for some in found for lesson in some]
         if not lessons:
             return []

@@ -71,9 +71,7 @@ class ExperiencePool:
         found = self._cache.get(query)
         if found is None:
             near = self._index.search(self.embedder.embed([query])[0], CANDIDATES)
-            found = [
-                (round(COSINE_STEPS * cosine), self.entries[number]) for number, cosine in near
-            ]
+            found = [(round(COSINE_STEPS * cosine), self.entries[name]) for name, cosine in near]
             found.sort(key=lambda pair: (-pair[0], -pair[1].worth, -pair[1].id))
             if len(self._cache) >= MAX_CACHED:
                 self._cache.clear()

@@ -40,6 +40,8 @@ RETRY_S = 0.1  # until an actor repeats a request whose text is being rewritten
 DIRECTORY = "experience"  # in the run's directory
 SPLIT = "train"  # the only split that contributes
 
+Report = Callable[[messages.Counters], None]
+
 log = logging.getLogger(__name__)
 
 
@@ -50,7 +52,7 @@ class ExperienceService:
         self,
         pool: ExperiencePool,
         config: ExperienceConfig,
-        report: Callable[[messages.Counters], None],
+        report: Report,
         extractor: LessonExtractor | None = None,
         failures: FailureCounts | None = None,
     ) -> None:
@@ -73,11 +75,9 @@ class ExperienceService:
                 self._contribute(peer, request)
                 return [messages.Ok()]
             case messages.Purge():
-                self._changed = True
-                count = self.pool.purge(request.source)
-                log.warning(
-                    "purged %d entries of %s as requested by %s", count, request.source, peer
-                )
+                self._changed, source = True, request.source
+                count = self.pool.purge(source)
+                log.warning("purged %d entries of %s as requested by %s", count, source, peer)
                 return [messages.Purged(count=count)]
             case messages.StatusRequest():
                 return [messages.StatusReply(status={**self.counters()})]
@@ -165,9 +165,7 @@ def purge_files(config: Config, run_dir: Path, source: str) -> int:
         pool.close()
 
 
-def build(
-    config: Config, run_dir: Path, report: Callable[[messages.Counters], None]
-) -> ExperienceService:
+def build(config: Config, run_dir: Path, report: Report) -> ExperienceService:
     """Make the service of the run in `run_dir`, which contains its pool, for any launcher."""
     experience, failures, extractor = config.experience, FailureCounts(), None
     if experience.kind == "llm":
@@ -217,9 +215,8 @@ def main(args: RoleArgs) -> int:
     collect_rarely()
     config = load(args.run_dir / "config.yaml", [])
     run_id = args.run_dir.name
-    reporter = CounterReporter(
-        DealerClient(args.address, run_id, args.name, args.incarnation, keys=args.keys)
-    )
+    client = DealerClient(args.address, run_id, args.name, args.incarnation, keys=args.keys)
+    reporter = CounterReporter(client)
     service = build(config, args.run_dir, reporter.report)
     address = experience_address(config, args.address)
     server = Server(service, address, run_id, keys=args.keys)

@@ -103,12 +103,9 @@ class Store:
         """Set the embedder's name and rewrite the vectors of `entries`."""
         write = self._database.execute
         write("INSERT OR REPLACE INTO facts VALUES ('embedder', ?)", (embedder,))
+        change = "UPDATE entries SET when_vector = ?, content_vector = ? WHERE id = ?"
         for entry in entries:
-            vectors = entry.when_vector.tobytes(), entry.content_vector.tobytes()
-            write(
-                "UPDATE entries SET when_vector = ?, content_vector = ? WHERE id = ?",
-                (*vectors, entry.id),
-            )
+            write(change, (entry.when_vector.tobytes(), entry.content_vector.tobytes(), entry.id))
 
     def add(self, entry: ExperienceEntry) -> None:
         """Insert an entry and set its id; ids are never reused."""

@@ -148,9 +148,8 @@ class ModelJudge(Judge):
 
     async def _shared(self, episode: JudgedEpisode) -> list[int] | str:
         """Return labels or the reason without them; equal concurrent questions share one call."""
-        prompt = question(
-            episode.query, episode.turns, episode.success, episode.reward, self._max_chars
-        )
+        shown = episode.query, episode.turns, episode.success, episode.reward
+        prompt = question(*shown, self._max_chars)
         text = f"{self._policy.weights if self._policy else ''}\n{prompt}"
         name = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
         while name not in self._cached and name in self._running:

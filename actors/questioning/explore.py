@@ -110,9 +110,8 @@ class Explorer(EpisodePolicy):
         temperature = self.config.temperature
         for pause_s in (self.config.llm.breaker_s, 0.0):
             try:
-                choice = await self.client.ask(
-                    EXPLORE, self.question(turn), parse_choice, temperature
-                )
+                question = self.question(turn)
+                choice = await self.client.ask(EXPLORE, question, parse_choice, temperature)
             except Unavailable:
                 await asyncio.sleep(pause_s)
             else:

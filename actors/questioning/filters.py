@@ -88,25 +88,23 @@ def jaccard(left: set[str], right: set[str]) -> float:
     return len(left & right) / len(both) if both else 1.0
 
 
-async def feasible(
-    candidate: Candidate, play: Play, checked: bool, replays: int, kept: int
-) -> bool:
+async def feasible(made: Candidate, play: Play, checked: bool, replays: int, kept: int) -> bool:
     """Return True if the reference solves the task in fresh instances.
 
     It must do so with the exploration's dynamics seed and in `kept` of `replays` instances with
     other seeds. `checked`: the environment checks success; otherwise all actions of the reference
     must at least be valid within one episode.
     """
-    task, reference = candidate.task, candidate.task.reference or []
+    task, reference = made.task, made.task.reference or []
 
     async def works(dynamics_seed: int) -> bool:
         played = await play(task, reference, dynamics_seed)
         whole = not played.invalid and len(played.actions) == len(reference)
         return whole and (played.success or not checked)
 
-    if not await works(candidate.dynamics_seed):
+    if not await works(made.dynamics_seed):
         return False
-    seeds = [key(candidate.dynamics_seed, "replay", number) for number in range(replays)]
+    seeds = [key(made.dynamics_seed, "replay", number) for number in range(replays)]
     worked = 0
     for left, seed in zip(range(replays, 0, -1), seeds, strict=True):
         if worked >= kept or worked + left < kept:

@@ -160,9 +160,8 @@ class Questioner:
         self, ticket: Ticket, explorations: list[Exploration], progress: TicketProgress
     ) -> list[Candidate]:
         """Make candidates with a language model."""
-        found = await asyncio.gather(
-            *(self._proposed(ticket, one, progress) for one in explorations if one.turns)
-        )
+        asked = (self._proposed(ticket, one, progress) for one in explorations if one.turns)
+        found = await asyncio.gather(*asked)
         candidates = [candidate for some in found for candidate in some]
         return sorted(candidates, key=lambda one: -one.confidence)
 
@@ -170,9 +169,8 @@ class Questioner:
         self, ticket: Ticket, exploration: Exploration, progress: TicketProgress
     ) -> list[Candidate]:
         most, task = self.config.per_episode, unbound(ticket.task)
-        system, question = synthesize.question(
-            self._described(task), exploration, self._known.queries(task), most
-        )
+        known = self._known.queries(task)
+        system, question = synthesize.question(self._described(task), exploration, known, most)
         assert self._client is not None
         try:
             with progress.during(exploration.member, "asking for tasks"):
@@ -217,9 +215,8 @@ class Questioner:
 
         objection = self._known.objection(task)
         try:
-            if objection is None and not await feasible(
-                candidate, play, checked, config.replays, config.replays_kept
-            ):
+            replays = config.replays, config.replays_kept
+            if objection is None and not await feasible(candidate, play, checked, *replays):
                 objection = "infeasible"
             if objection is None and config.resolve and self._client is not None:
                 task = await self._solved(self._client, ticket, candidate, checked, progress)

@@ -107,8 +107,7 @@ class EpisodeLate(Exception):
 
     def __init__(self, failure: EnvironmentFailure) -> None:
         super().__init__(str(failure))
-        self.name = failure.name
-        self.error = failure.error
+        self.name, self.error = failure.name, failure.error
 
 
 @dataclass(eq=False)
@@ -146,9 +145,8 @@ class Episode:
             asked = loop.time()
             try:
                 with self.progress.during(self.member, f"generation of turn {turn}"):
-                    generation = await policy.write(
-                        self.environment, self.conversation.tokens, turn
-                    )
+                    context = self.conversation.tokens
+                    generation = await policy.write(self.environment, context, turn)
             finally:
                 self.generate_s += loop.time() - asked
             self.progress.count += len(generation.tokens)
@@ -160,9 +158,8 @@ class Episode:
             if 0 < setting.format_errors <= unread or not self.conversation.tell(told):
                 break
         if not (self.terminated or self.truncated) and isinstance(self.environment.env, Concluding):
-            reward, self.success = await self.environment.call(
-                "verdict", self.environment.env.verdict
-            )
+            verdict = self.environment.env.verdict
+            reward, self.success = await self.environment.call("verdict", verdict)
             self.rewards[-1] += self._finite("verdict", reward)
         if not self.terminated:
             self.rewards[-1] += setting.truncated_reward
@@ -188,9 +185,8 @@ class Episode:
         seen = await environment.call("reset", environment.env.reset, task, dynamics_seed)
         self.observation = encodable(seen)
         self.query = f"{task.query}\n{self.observation}" if task.query else self.observation
-        system = await environment.call(
-            "instructions", system_message, self.setting, environment.env
-        )
+        described = system_message, self.setting, environment.env
+        system = await environment.call("instructions", *described)
         if self.setting.format.tools:
             self.tools = await environment.call("tools", tool_names, environment.env)
         talk = Conversation(self.setting, system, task.query, self.observation, room)
@@ -238,9 +234,8 @@ class Episode:
                 outputs.append(unknown)
                 continue
             latency_s = step_latency_s(self.setting, self.ticket, self.member, self.steps)
-            step: Step = await self.environment.call(
-                "step", self.environment.env.step, action, latency_s=latency_s
-            )
+            act = self.environment.env.step
+            step: Step = await self.environment.call("step", act, action, latency_s=latency_s)
             self.steps += 1
             self.progress.count += 1
             outputs.append(encodable(step.observation))

@@ -32,12 +32,10 @@ class LearnedPolicy(EpisodePolicy):
     setting: Setting
     guide: Guide | None
 
-    async def advise(self, environment: TimedEnvironment, query: str) -> Advice:
+    async def advise(self, world: TimedEnvironment, query: str) -> Advice:
         return Advice() if self.guide is None else await self.guide.advise(query)
 
-    async def write(
-        self, environment: TimedEnvironment, context: list[int], turn: int
-    ) -> Generation:
+    async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
         sampling, setting = self.ticket.sampling, self.setting
         request = Request(
             tokens=context,

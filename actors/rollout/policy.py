@@ -24,13 +24,11 @@ class EpisodePolicy(Protocol):
 
     kind: ClassVar[Literal["learned", "scripted"]]
 
-    async def advise(self, environment: TimedEnvironment, query: str, /) -> Advice:
+    async def advise(self, world: TimedEnvironment, query: str, /) -> Advice:
         """Return experience for an episode of the task that `query` describes."""
         return Advice()
 
-    async def write(
-        self, environment: TimedEnvironment, context: list[int], turn: int, /
-    ) -> Generation:
+    async def write(self, world: TimedEnvironment, context: list[int], turn: int, /) -> Generation:
         """Return the turn that follows `context`; a scripted policy gives no `weights` and
         log-probs of 0."""
         ...

@@ -84,13 +84,11 @@ class BranchingPolicy(EpisodePolicy):
         self._stage = stage
         self.states: list[BranchState] = []
 
-    async def write(
-        self, environment: TimedEnvironment, context: list[int], turn: int
-    ) -> Generation:
-        state = await environment.call("branching", self._branch, environment.env, turn, context)
+    async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
+        state = await world.call("branching", self._branch, world.env, turn, context)
         if state is not None:
             self.states.append(state)
-        return await self._expert.write(environment, context, turn)
+        return await self._expert.write(world, context, turn)
 
     def _branch(self, env: Env, turn: int, context: list[int]) -> BranchState | None:
         """Return the current state; None if its rows do not fit in the context. At the first turn
@@ -106,16 +104,15 @@ class BranchingPolicy(EpisodePolicy):
         return None
 
 
-def try_turns(
-    env: Env, style: TurnFormat, alternatives: int, rng: random.Random
-) -> list[TriedTurn]:
-    """Try the expert's turn, then the others, each from the current state, which is restored."""
+def try_turns(env: Env, style: TurnFormat, most: int, rng: random.Random) -> list[TriedTurn]:
+    """Try the expert's turn, then at most `most` others, each from the current state, which
+    is restored."""
     assert isinstance(env, Rewindable), f"{type(env).__name__} cannot be branched"
     expert = env.solve()[: style.actions_per_turn]
     actions = env.actions()
     different = {action.lower(): action for action in actions}  # some name one several times
     firsts = [action for name, action in different.items() if name != expert[0].lower()]
-    firsts = rng.sample(firsts, min(alternatives, len(firsts)))
+    firsts = rng.sample(firsts, min(most, len(firsts)))
     others = [[first, *rng.choices(actions, k=len(expert) - 1)] for first in firsts]
     tried = []
     for turn in (expert, *others):

@@ -48,9 +48,8 @@ class Reflector:
         }
         question = f"{WRITER}\n\n{json.dumps(shown, ensure_ascii=False)}"
         try:
-            answer = await self._endpoint.complete(
-                [{"role": "user", "content": question}], within_s=self._timeout_s
-            )
+            chat = [{"role": "user", "content": question}]
+            answer = await self._endpoint.complete(chat, within_s=self._timeout_s)
         except Unavailable as error:
             if not self._counts["by_template"]:
                 log.warning("%s; reasons are written by template", error)
