@@ -61,6 +61,8 @@ async def play_all(
     finished: list[Trajectory] = []
     failures: list[str] = []
     room = asyncio.Semaphore(config.engine.slots)
+    most, temperature = config.rollout.max_tokens, config.eval.temperature
+    sampling = Sampling(temperature=temperature, max_tokens=most)
 
     def deliver(episode: Finished) -> None:
         finished.append(episode.trajectory)
@@ -77,9 +79,7 @@ async def play_all(
             attempt=0,
             weights=held,
             lease_s=0.0,
-            sampling=Sampling(
-                temperature=config.eval.temperature, max_tokens=config.rollout.max_tokens
-            ),
+            sampling=sampling,
         )
         async with room:
             try:

@@ -10,13 +10,12 @@ import json
 import logging
 from pathlib import Path
 
-from actors.envs.base import make_env, settled
+from actors.envs.base import begun, one_line
 from actors.formats.chat import Chat
 from actors.rollout.conversation import system_message
 from actors.rollout.episode_config import Setting, setting_of
 from evolver_async.buffer.stages import source_of
 from evolver_async.config import Config
-from evolver_async.config.secrets import mask
 from evolver_async.model.tokenizer import load_tokenizer
 from evolver_async.schema import Task
 
@@ -182,7 +181,7 @@ def conversations(config: Config, setting: Setting) -> str:
         try:
             system, user = asyncio.run(beginning(setting, task))
         except Exception as error:
-            said = mask(" ".join(f"{type(error).__name__}: {error}".split()))
+            said = one_line(error)
             log.warning("README: %s cannot begin a task: %s", task.env, said)
             parts.append(f"The environment `{task.env}` could not begin a task here: {said}\n")
             continue
@@ -197,13 +196,8 @@ def conversations(config: Config, setting: Setting) -> str:
 
 async def beginning(setting: Setting, task: Task) -> tuple[str, str]:
     """Return the system message and the first message of the user in an episode of `task`."""
-    env = make_env(task.env, task.params)
-    try:
-        observation = await settled(env.reset(task, 0))
-        system = system_message(setting, env)
-    finally:
-        await settled(env.close())
-    return system, f"{task.query}\n{observation}" if task.query else observation
+    async with begun(task) as (env, observation):
+        return system_message(setting, env), observation
 
 
 def _fenced(text: str) -> str:

@@ -8,13 +8,13 @@ import socket
 
 from actors.endpoint.runner import make_agents
 from actors.engines.factory import load_engine
-from actors.experience.guide import make_guide
+from actors.experience.guide import ServiceGuide
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.judge.judge import make_judge
 from actors.postprocess import ActorComponents
-from actors.questioning.factory import make_questioner
-from actors.scripted.reflection import make_reflector
+from actors.questioning.questioner import make_questioner
+from actors.scripted.reflection import Reflector
 from actors.worker import ActorReplaced, Worker
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import from_dict, stage_config
@@ -48,12 +48,12 @@ def build(
     engine, tokenizer = load_engine(config)
     chat = Chat(tokenizer)
     receiver = merging(channel.receiver(config, weights_address, name), config.policy)
-    failures = FailureCounts()
+    failures, reflection = FailureCounts(), config.reflection
     components = ActorComponents(
         judge=make_judge(config, engine, chat, failures),
-        guide=None if experience is None else make_guide(config.experience, experience, failures),
+        guide=experience and ServiceGuide(experience, config.experience, failures),
         questioner=make_questioner(config, failures),
-        reflector=make_reflector(config, failures),
+        reflector=Reflector(reflection, failures) if reflection.kind == "llm" else None,
         agents=make_agents(config, engine, chat, failures),
         failures=failures,
     )
@@ -63,9 +63,8 @@ def build(
 async def join(client: Client) -> tuple[Config, messages.Welcome]:
     """Return the run's configuration and addresses. ConfigError if the buffer refuses this
     actor."""
-    hello = messages.Hello(
-        role="actor", schema_hash=SCHEMA_HASH, host=socket.gethostname(), pid=os.getpid()
-    )
+    host, pid = socket.gethostname(), os.getpid()
+    hello = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, host=host, pid=pid)
     try:
         welcome = await client.request(hello)
         config = from_dict(welcome.config)
@@ -93,9 +92,8 @@ async def serve(args: RoleArgs) -> None:
         print(f"joined {welcome.run_id} at {args.address} as {args.name}", flush=True)
         address = welcome.experience_address
         experience = connect(address, welcome.run_id) if address else None
-        worker = build(
-            config, client, welcome.weights_address, args.name, args.incarnation, experience
-        )
+        identity = args.name, args.incarnation
+        worker = build(config, client, welcome.weights_address, *identity, experience)
         collect_rarely()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -47,40 +47,29 @@ class ActorComponents:
 
     def counters(self) -> dict[str, float]:
         """Collect the counters of all components by metric name."""
-        counted: dict[str, float] = {}
-        for component in self._all():
-            if component is not None:
-                counted |= component.counters()
-        return counted
+        counters = [component.counters() for component in self._made()]
+        return {name: value for counted in counters for name, value in counted.items()}
 
-    def _all(
-        self,
-    ) -> tuple[Judge | ServiceGuide | Questioner | AgentRunner | Reflector | None, ...]:
-        return self.judge, self.guide, self.questioner, self.agents, self.reflector
+    def _made(self) -> list[Judge | ServiceGuide | Questioner | AgentRunner | Reflector]:
+        known = (self.judge, self.guide, self.questioner, self.agents, self.reflector)
+        return [component for component in known if component is not None]
 
     async def close(self) -> None:
-        for component in self._all():
-            if component is not None:
-                await component.close()
+        for component in self._made():
+            await component.close()
 
 
+@dataclass(eq=False)
 class TicketPostprocessing:
     """Postprocessing of one ticket's finished episodes."""
 
-    def __init__(
-        self,
-        ticket: Ticket,
-        progress: TicketProgress,
-        outbox: Outbox,
-        components: ActorComponents,
-    ) -> None:
-        self.ticket = ticket
-        self.progress = progress
-        self.outbox = outbox
-        self.components = components
-        self.begun: list[Finished] = []
-        self.finished: list[Finished] = []  # with a known outcome
-        self._tasks: list[asyncio.Task[None]] = []
+    ticket: Ticket
+    progress: TicketProgress
+    outbox: Outbox
+    components: ActorComponents
+    begun: list[Finished] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)  # with a known outcome
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def begin(self, finished: Finished) -> None:
         """Start the postprocessing of a finished episode in a task of its own."""
@@ -101,12 +90,10 @@ class TicketPostprocessing:
             raise
         guide = self.components.guide
         if guide is not None and self.ticket.kind == "rollout" and self.finished:
-            transcripts = [
-                replace(
-                    one.transcript, reward=one.trajectory.reward, success=one.trajectory.success
-                )
-                for one in self.finished
-            ]
+            transcripts = []
+            for one in self.finished:
+                reward, success = one.trajectory.reward, one.trajectory.success
+                transcripts.append(replace(one.transcript, reward=reward, success=success))
             guide.contribute(self.ticket.task, self.finished[0].query, transcripts)
         for error in ended:
             if error is not None:
@@ -153,15 +140,9 @@ class TicketPostprocessing:
 
     async def _label(self, judge: Judge, finished: Finished) -> None:
         trajectory = finished.trajectory
-        labels, source = await judge.label(
-            JudgedEpisode(
-                query=finished.query,
-                turns=finished.transcript.turns,
-                reward=trajectory.reward,
-                success=trajectory.success,
-                scores=finished.scores,
-            )
-        )
+        turns, reward, success = finished.transcript.turns, trajectory.reward, trajectory.success
+        shown = JudgedEpisode(finished.query, turns, reward, success, finished.scores)
+        labels, source = await judge.label(shown)
         if source:
             trajectory.labels = np.array(labels, np.int8)
             trajectory.label_source = source

@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from evolver_async.protocol import messages
 from evolver_async.schema import WeightId
 
 
+@dataclass(eq=False)
 class TicketProgress:
     """Progress of one ticket. Times are the loop's.
 
@@ -16,12 +18,11 @@ class TicketProgress:
     episode is over. `last`: each member's last activity and its seconds.
     """
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.queued = False
-        self.played = 0
-        self.last: dict[int, tuple[str, float]] = {}
-        self._doing: dict[int | None, tuple[str, float]] = {}
+    count: int = 0
+    queued: bool = False
+    played: int = 0
+    last: dict[int, tuple[str, float]] = field(default_factory=dict)
+    _doing: dict[int | None, tuple[str, float]] = field(default_factory=dict)
 
     @contextmanager
     def during(self, member: int | None, what: str) -> Iterator[None]:

@@ -114,13 +114,9 @@ class Worker:
         while True:
             async with self.turnover:
                 await self.turnover.wait_for(lambda: self.free() >= self.size)
-            reply = await self.client.request(
-                messages.Lease(
-                    credit=self.free(),
-                    weights=self.engine.weights,
-                    generated=self.reporter.generated(),
-                )
-            )
+            weights, generated = self.engine.weights, self.reporter.generated()
+            lease = messages.Lease(credit=self.free(), weights=weights, generated=generated)
+            reply = await self.client.request(lease)
             if isinstance(reply, messages.Wait):
                 log.info("no ticket: %s", reply.reason)
                 continue
@@ -159,9 +155,8 @@ class Worker:
 
     def free(self) -> int:
         """Count the members that fit beside the running episodes: the credit."""
-        members = sum(
-            len(ticket.members) - progress.played for ticket, progress, _ in self.running.values()
-        )
+        running = self.running.values()
+        members = sum(len(ticket.members) - progress.played for ticket, progress, _ in running)
         return self.capacity - members - self.backoff.held
 
     async def renew(self) -> None:
@@ -283,10 +278,8 @@ class Worker:
         """Ask for no more tickets: a LEASE that is still parked is not granted after this."""
         try:
             await self.reporter.send(self.reply_timeout_s)
-            await self.client.request(
-                messages.Lease(credit=0, generated=self.reporter.generated()),
-                timeout_s=self.reply_timeout_s,
-            )
+            last = messages.Lease(credit=0, generated=self.reporter.generated())
+            await self.client.request(last, timeout_s=self.reply_timeout_s)
         except (TimeoutError, Rejected) as error:
             log.warning("could not tell the buffer that this actor is leaving: %s", error)
 

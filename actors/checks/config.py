@@ -5,18 +5,7 @@ import inspect
 from collections.abc import Iterator
 
 from actors.endpoint.runner import load_agent
-from actors.envs.base import (
-    AWAITED,
-    Env,
-    Goals,
-    Probed,
-    Rewindable,
-    Scored,
-    Solvable,
-    Tooled,
-    asynchronous,
-    make_env,
-)
+from actors.envs import base
 from actors.formats.tool_calls import CODE_TOOL
 from actors.formats.turns import FORMATS, THOUGHTFUL
 from actors.llm.client import authorization
@@ -64,68 +53,64 @@ def check(config: Config) -> None:
     for index, stage, staged, name, env in _environments(config):
         _check_async(index, stage, staged, name, env)
         _check_turns(staged, name, env)
-        if isinstance(env, Probed):
+        if isinstance(env, base.Probed):
             env.probe()
-        if stage.kind == "sft" and not isinstance(env, Solvable):
+        if stage.kind == "sft" and not isinstance(env, base.Solvable):
             raise ValueError(f"stages[{index}].kind: {name} has no solve and actions")
         if TICKETS[stage.kind] == "branch":
             _check_branches(f"stages[{index}].kind: {stage.kind}", stage, staged, name, env)
         guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
-        if stage.kind == "sft" and guided and not isinstance(env, Rewindable):
+        if stage.kind == "sft" and guided and not isinstance(env, base.Rewindable):
             raise ValueError(
                 f"rollout.guided_fraction: {name} has no state and snapshot, without"
                 f" which no demonstration of stages[{index}] can be guided: override it with 0"
             )
-        if stage.kind == "rl" and staged.judge.kind == "rule" and not isinstance(env, Scored):
+        if stage.kind == "rl" and staged.judge.kind == "rule" and not isinstance(env, base.Scored):
             raise ValueError(f"judge.kind: rule needs a score, which {name} has not")
-        if staged.questioning.kind == "goals" and not isinstance(env, Goals):
+        if staged.questioning.kind == "goals" and not isinstance(env, base.Goals):
             raise ValueError(f"questioning.kind: {name} makes no goals of its states")
 
 
-def _environments(config: Config) -> Iterator[tuple[int, StageConfig, Config, str, Env]]:
+def _environments(config: Config) -> Iterator[tuple[int, StageConfig, Config, str, base.Env]]:
     """Yield every environment that tasks of a stage need, with the stage's own configuration."""
     for index, stage in enumerate(config.stages):
         staged = stage_config(config, index)
         for task in source_of(staged).examples():
-            yield index, stage, staged, task.env, make_env(task.env, task.params)
+            yield index, stage, staged, task.env, base.make_env(task.env, task.params)
 
 
-def _check_async(index: int, stage: StageConfig, staged: Config, name: str, env: Env) -> None:
+def _check_async(index: int, stage: StageConfig, staged: Config, name: str, env: base.Env) -> None:
     """Refuse an async environment where calls must not wait, and async methods that are never
     awaited."""
     for part in PLAIN:
         if inspect.iscoroutinefunction(getattr(env, part, None)):
-            raise ValueError(
-                f"env.name: {name} has an async {part}: only {', '.join(AWAITED)} may be async"
-            )
-    if not asynchronous(env):
+            few = f"only {', '.join(base.AWAITED)} may be async"
+            raise ValueError(f"env.name: {name} has an async {part}: {few}")
+    if not base.asynchronous(env):
         return
     if staged.launch.kind == "serial":
-        raise ValueError(
-            f"env.name: {name} is async, which needs real time: launch.kind=serial has none"
-        )
+        problem = "is async, which needs real time: launch.kind=serial has none"
+        raise ValueError(f"env.name: {name} {problem}")
     guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
     if TICKETS[stage.kind] == "branch" or (stage.kind == "sft" and guided):
-        raise ValueError(
-            f"env.name: {name} is async, and stages[{index}] ({stage.kind}) tries its steps without"
-            " waiting: make reset, step and close plain functions"
-        )
+        problem = "tries its steps without waiting: make reset, step and close plain functions"
+        raise ValueError(f"env.name: {name} is async, and stages[{index}] ({stage.kind}) {problem}")
 
 
-def _check_branches(where: str, stage: StageConfig, staged: Config, name: str, env: Env) -> None:
+def _check_branches(key: str, stage: StageConfig, staged: Config, name: str, env: base.Env) -> None:
     """Refuse branching without snapshots, and a reason without a place in the turn format."""
-    if not isinstance(env, Rewindable):
-        raise ValueError(f"{where} needs solve, state and snapshot, which {name} has not")
+    if not isinstance(env, base.Rewindable):
+        raise ValueError(f"{key} needs solve, state and snapshot, which {name} has not")
     style = FORMATS[staged.rollout.format](
         think=staged.rollout.think, actions_per_turn=staged.rollout.actions_per_turn
     )
     if style.inline:
-        raise ValueError(f"{where} needs turns that are messages, not {staged.rollout.format}")
+        raise ValueError(f"{key} needs turns that are messages, not {staged.rollout.format}")
     if stage.kind == "reflect" and style.prefix not in THOUGHTFUL:
-        raise ValueError(f"{where} has no place for a reason: set rollout.think")
+        raise ValueError(f"{key} has no place for a reason: set rollout.think")
 
 
-def _check_turns(config: Config, name: str, env: Env) -> None:
+def _check_turns(config: Config, name: str, env: base.Env) -> None:
     """Check turn format and context by themselves and for this environment."""
     rollout = config.rollout
     if rollout.format not in FORMATS:
@@ -133,15 +118,11 @@ def _check_turns(config: Config, name: str, env: Env) -> None:
         raise ValueError(f"rollout.format: no turn format {rollout.format!r} (known: {known})")
     style = FORMATS[rollout.format](think=rollout.think, actions_per_turn=rollout.actions_per_turn)
     if rollout.max_tokens < style.min_tokens:
-        raise ValueError(
-            f"rollout.max_tokens: {rollout.max_tokens} is too small for one turn"
-            f" (at least {style.min_tokens})"
-        )
+        small = f"is too small for one turn (at least {style.min_tokens})"
+        raise ValueError(f"rollout.max_tokens: {rollout.max_tokens} {small}")
     if style.inline and rollout.context != "full":
-        raise ValueError(
-            f"rollout.context: {rollout.context} cannot be where {rollout.format} turns share one"
-            " message"
-        )
+        where = f"where {rollout.format} turns share one message"
+        raise ValueError(f"rollout.context: {rollout.context} cannot be {where}")
     if not style.tools:
         return
     if rollout.context == "single":
@@ -149,7 +130,7 @@ def _check_turns(config: Config, name: str, env: Env) -> None:
             f"rollout.context: single would hide the question from {rollout.format} turns, whose"
             " observations are what a tool said"
         )
-    if not isinstance(env, Tooled):
+    if not isinstance(env, base.Tooled):
         raise ValueError(f"rollout.format: {rollout.format} needs tools, which {name} has not")
     if style.inline and CODE_TOOL not in tool_names(env):
         raise ValueError(f"rollout.format: {rollout.format} needs a tool {CODE_TOOL} of {name}")

@@ -3,7 +3,7 @@
 import asyncio
 import random
 
-from actors.envs.base import Env, make_env, settled
+from actors.envs.base import EnvError, begun, one_line
 from actors.formats.chat import Chat
 from actors.rollout.conversation import first_prompt
 from actors.rollout.episode_config import Setting, setting_of
@@ -28,18 +28,18 @@ def check(config: Config) -> None:
 
 
 def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -> None:
-    env = make_env(task.env, task.params)
     try:
-        prompt, turns = asyncio.run(_begun(setting, env, task, reflects))
+        prompt, turns = asyncio.run(_begun(setting, task, reflects))
+    except EnvError:
+        raise
     except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"env.name: {task.env} cannot begin a task: {said}") from error
+        said = f"{task.env} cannot begin a task: {one_line(error)}"
+        raise ConfigError(f"env.name: {said}") from error
     needed = len(prompt) + config.rollout.max_tokens
     if needed > config.policy.max_length:
-        raise ConfigError(
-            f"policy.max_length: {config.policy.max_length} is too short for a first prompt of"
-            f" {len(prompt)} tokens and a turn of rollout.max_tokens: at least {needed}"
-        )
+        purpose = f"a first prompt of {len(prompt)} tokens and a turn of rollout.max_tokens"
+        short = f"{config.policy.max_length} is too short for {purpose}: at least {needed}"
+        raise ConfigError(f"policy.max_length: {short}")
     if turns:
         try:
             state = BranchState(0, prompt, turns[0], turns[1:])
@@ -48,15 +48,9 @@ def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -
             raise ConfigError(str(error)) from None
 
 
-async def _begun(
-    setting: Setting, env: Env, task: Task, reflects: bool
-) -> tuple[list[int], list[TriedTurn]]:
+async def _begun(setting: Setting, task: Task, reflects: bool) -> tuple[list[int], list[TriedTurn]]:
     """Return the first prompt of a task and, if reasons are asked for, turns to give reasons
     about."""
-    observation = await settled(env.reset(task, 0))
-    if task.query:
-        observation = f"{task.query}\n{observation}"
-    prompt = first_prompt(setting, env, observation)
-    turns = try_turns(env, setting.format, 1, random.Random(0)) if reflects else []
-    await settled(env.close())
-    return prompt, turns
+    async with begun(task) as (env, observation):
+        turns = try_turns(env, setting.format, 1, random.Random(0)) if reflects else []
+        return first_prompt(setting, env, observation), turns

@@ -8,6 +8,7 @@ has an advantage.
 import asyncio
 import logging
 import random
+from dataclasses import dataclass
 
 import msgspec
 
@@ -35,23 +36,26 @@ class _Scores(msgspec.Struct, forbid_unknown_fields=True):
 Conversation = tuple[ChatMessage, ...]
 
 
+@dataclass(eq=False)
 class GroupJudge:
     """Client of the language model that scores groups; waits at most `timeout_s` per group."""
 
-    def __init__(self, endpoint: Endpoint, seed: int, timeout_s: float) -> None:
-        self._client = JsonClient(endpoint)
-        self._endpoint = endpoint
-        self._seed = seed
-        self._timeout_s = timeout_s
-        self._judged = self._unjudged = 0
+    endpoint: Endpoint
+    seed: int
+    timeout_s: float
+    _judged: int = 0
+    _unjudged: int = 0
+
+    def __post_init__(self) -> None:
+        self._client = JsonClient(self.endpoint)
 
     async def score(self, group_id: int, members: list[list[Conversation]]) -> list[float] | None:
         """Return one score in 0..1 per member; None if there is no valid answer."""
         order = list(range(len(members)))
-        random.Random(key(self._seed, "judged", group_id)).shuffle(order)
+        random.Random(key(self.seed, "judged", group_id)).shuffle(order)
         text = question([members[index] for index in order])
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 scores = await self._client.ask(
                     SYSTEM, text, lambda answer: parse(answer, len(order))
                 )
@@ -59,8 +63,8 @@ class GroupJudge:
             log.warning("group %d is not judged: %s", group_id, error)
             scores = None
         except TimeoutError:
-            problem = f"no judgement within judge.timeout_s={self._timeout_s:g}"
-            self._endpoint.failed(problem)
+            problem = f"no judgement within judge.timeout_s={self.timeout_s:g}"
+            self.endpoint.failed(problem)
             log.warning("group %d is not judged: %s", group_id, problem)
             scores = None
         if scores is None:
@@ -75,7 +79,7 @@ class GroupJudge:
         counted = {"judged": self._judged, "unjudged": self._unjudged}
         counted["unreadable_judgments"] = self._client.malformed
         counts = {f"agent/{name}": float(count) for name, count in counted.items()}
-        calls = self._endpoint.counters()
+        calls = self.endpoint.counters()
         return counts | {f"agent/{name.replace('/', '_')}": count for name, count in calls.items()}
 
     async def close(self) -> None:

@@ -8,11 +8,10 @@ import importlib
 import inspect
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class AgentOutcome:
+class AgentOutcome(NamedTuple):
     """Reward of an agent. `success`: True if it solved the task."""
 
     reward: float

@@ -7,6 +7,7 @@ tokens sampled earlier have the role PROMPT, so that no token is trained twice.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from actors.endpoint.request import ChatMessage, ChatRequest
 from actors.endpoint.template import Template
@@ -15,8 +16,7 @@ from actors.formats.chat import Stream
 from evolver_async.schema import Role, Sequence
 
 
-@dataclass(frozen=True)
-class TurnEnd:
+class TurnEnd(NamedTuple):
     """Numbers of messages and tokens of a thread at the end of a turn."""
 
     messages: int
@@ -36,8 +36,7 @@ class ChatThread:
     busy: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class PendingCall:
+class PendingCall(NamedTuple):
     """A call whose answer is being sampled. Its context is the thread's tokens, then `tokens`.
 
     `merged`: the thread already has turns.

@@ -9,12 +9,8 @@ from actors.endpoint.session import Completion
 
 def whole(request: ChatRequest, answer: Completion, now_s: int) -> bytes:
     """Encode an answer that is not streamed."""
-    choice = {
-        "index": 0,
-        "message": {"role": "assistant", **_message(answer)},
-        "logprobs": None,
-        "finish_reason": answer.finish,
-    }
+    message = {"role": "assistant", **_message(answer)}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish}
     value = _frame("chat.completion", request, answer, now_s)
     return _json(value | {"choices": [choice], "usage": _usage(answer)})
 
@@ -62,24 +58,18 @@ def _message(answer: Completion) -> dict[str, Any]:
     content, calls = answer.turn.content, answer.turn.calls
     if not calls:
         return {"content": content}
-    listed = [
-        {
-            "id": f"call-{answer.name}/{index}",
-            "type": "function",
-            "function": {"name": name, "arguments": arguments},
-        }
-        for index, (name, arguments) in enumerate(calls)
-    ]
+    listed = []
+    for index, (name, arguments) in enumerate(calls):
+        function = {"name": name, "arguments": arguments}
+        call = {"id": f"call-{answer.name}/{index}", "type": "function", "function": function}
+        listed.append(call)
     return {"content": content or None, "tool_calls": listed}
 
 
 def _usage(answer: Completion) -> dict[str, int]:
-    total = answer.prompt_tokens + answer.completion_tokens
-    return {
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": answer.completion_tokens,
-        "total_tokens": total,
-    }
+    asked, written = answer.prompt_tokens, answer.completion_tokens
+    total = {"total_tokens": asked + written}
+    return {"prompt_tokens": asked, "completion_tokens": written, **total}
 
 
 def _json(value: Any) -> bytes:

@@ -5,11 +5,9 @@ An agent runs on the actor's event loop: blocking code in it must run in a threa
 
 import asyncio
 import logging
-import math
 from collections import Counter
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from actors.endpoint.group_judge import GroupJudge
 from actors.endpoint.outcome import Agent, AgentOutcome, load_agent, outcome_of
@@ -22,13 +20,12 @@ from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.llm.client import Endpoint
 from actors.progress import TicketProgress
-from actors.rollout.episode import Deliver, EpisodeLate, Finished
+from actors.rollout.episode import Deliver, EpisodeLate, Finished, assembled
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import side_by_side
 from evolver_async.config import Config
-from evolver_async.protocol.transcripts import Transcript
 from evolver_async.randomness import key
-from evolver_async.schema import Ticket, Trajectory, TurnFlag
+from evolver_async.schema import Ticket, TurnFlag
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +54,7 @@ class _AgentError(Exception):
         self.cause = cause
 
 
-@dataclass(kw_only=True)
-class _EpisodeRun:
+class _EpisodeRun(NamedTuple):
     """A finished member. `outcome`: None if a judge is to score it."""
 
     member: int
@@ -67,25 +63,21 @@ class _EpisodeRun:
     total_s: float
 
 
+@dataclass(eq=False)
 class AgentRunner:
     """Agents of one actor. `path` names the agent in messages; `judge`: None if agents return
     rewards."""
 
-    def __init__(
-        self,
-        agent: Agent,
-        path: str,
-        engine: Engine,
-        chat: Chat,
-        judge: GroupJudge | None = None,
-        failures: FailureCounts | None = None,
-    ) -> None:
-        self._agent = agent
-        self._path = path
-        self._engine = engine
-        self._template = Template(chat)
-        self._judge = judge
-        self._server = EndpointServer(path, failures or FailureCounts())
+    agent: Agent
+    path: str
+    engine: Engine
+    chat: Chat
+    judge: GroupJudge | None = None
+    failures: FailureCounts = field(default_factory=FailureCounts)
+
+    def __post_init__(self) -> None:
+        self._template = Template(self.chat)
+        self._server = EndpointServer(self.path, self.failures)
         self._counts: Counter[str] = Counter()
 
     async def run(
@@ -116,13 +108,13 @@ class AgentRunner:
         """Return totals by metric name."""
         counted = {name: float(self._counts[name]) for name in COUNTED}
         counted |= {name: float(self._server.counts[name]) for name in ("requests", "refused")}
-        judged = self._judge.counters() if self._judge is not None else {}
+        judged = self.judge.counters() if self.judge is not None else {}
         return {f"agent/{name}": value for name, value in counted.items()} | judged
 
     async def close(self) -> None:
         await self._server.close()
-        if self._judge is not None:
-            await self._judge.close()
+        if self.judge is not None:
+            await self.judge.close()
 
     async def _play(
         self, ticket: Ticket, member: int, setting: Setting, progress: TicketProgress
@@ -130,11 +122,11 @@ class AgentRunner:
         """Run one member. Raise EnvironmentFailure or EpisodeLate."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        session = EndpointSession(ticket, member, setting, self._engine, self._template, progress)
+        session = EndpointSession(ticket, member, setting, self.engine, self._template, progress)
         base_url, token = await self._server.open(session)
         where = f"task {ticket.task.task_id}, member {member}"
         try:
-            with progress.during(member, f"agent {self._path}"):
+            with progress.during(member, f"agent {self.path}"):
                 async with asyncio.timeout(setting.episode_timeout_s) as limit:
                     outcome = await self._call(ticket, member, session, base_url, token)
         except TimeoutError:
@@ -143,12 +135,12 @@ class AgentRunner:
             self._counts["late"] += 1
             seconds = f"generation took {session.generate_s:.1f} s of it"
             cause = f"env.episode_timeout_s={setting.episode_timeout_s:g} has passed, {seconds}"
-            failure = AgentFailure(self._path, where, "", TimeoutError(cause))
+            failure = AgentFailure(self.path, where, "", TimeoutError(cause))
             slow_policy = session.generate_s > setting.episode_timeout_s / 2
             raise (EpisodeLate(failure) if slow_policy else failure) from None
         except _AgentError as failed:
             self._counts[failed.reason] += 1
-            raise AgentFailure(self._path, where, "", failed.cause) from failed.cause
+            raise AgentFailure(self.path, where, "", failed.cause) from failed.cause
         finally:
             self._server.close_session(token)
         total_s = loop.time() - began
@@ -166,7 +158,7 @@ class AgentRunner:
         try:
             seed = key(ticket.dynamics_seed, member)
             task = ticket.task
-            returned = await self._agent(base_url=base_url, api_key=token, task=task, seed=seed)
+            returned = await self.agent(base_url=base_url, api_key=token, task=task, seed=seed)
         except (Exception, SystemExit) as error:
             if not (session.limited and session.recorder.turns):
                 raise _AgentError("exceptions", error) from error
@@ -176,7 +168,7 @@ class AgentRunner:
                 raise session.failure
         if not session.recorder.turns:
             raise _AgentError("no_calls", ValueError("it returned without one answered call"))
-        if self._judge is not None:
+        if self.judge is not None:
             return None
         try:
             return outcome_of(returned)
@@ -187,10 +179,10 @@ class AgentRunner:
         self, ticket: Ticket, setting: Setting, waiting: list[_EpisodeRun], deliver: Deliver
     ) -> None:
         """Have a group scored. Raise JudgementMissing."""
-        assert self._judge is not None, "only episodes for a judge are compared"
+        assert self.judge is not None, "only episodes for a judge are compared"
         waiting.sort(key=lambda played: played.member)
         histories = [played.session.recorder.histories() for played in waiting]
-        scores = await self._judge.score(ticket.group_id, histories)
+        scores = await self.judge.score(ticket.group_id, histories)
         if scores is None:
             raise JudgementMissing(ticket.task.task_id)
         for played, score in zip(waiting, scores, strict=True):
@@ -209,41 +201,21 @@ class AgentRunner:
         self._counts["merged"] += session.recorder.merged
         self._counts["unreadable_calls"] += int((flags & TurnFlag.FORMAT_ERROR).astype(bool).sum())
         self._counts["limited"] += session.limited
-        trajectory = Trajectory(
-            group_id=ticket.group_id,
-            member=played.member,
-            attempt=ticket.attempt,
-            actor=setting.actor,
-            incarnation=setting.incarnation,
-            sequences=sequences,
-            reward=math.fsum(rewards),
-            success=outcome.success,
-            terminated=not session.limited,
-            truncated=session.limited,
-            turn_rewards=rewards,
-            turn_flags=flags,
-            labels=np.zeros(len(flags), np.int8),
-            label_source="",
-            experience_ids=[],
-            policy="learned",
-            timing={
-                "env_s": max(0.0, played.total_s - session.generate_s),
-                "generate_s": session.generate_s,
-                "total_s": played.total_s,
-            },
-        )
         history = session.recorder.histories()[0]
-        transcript = Transcript(
-            trajectory_id=trajectory.trajectory_id,
-            reward=trajectory.reward,
-            success=trajectory.success,
-            experience_ids=[],
+        return assembled(
+            *(ticket, played.member, setting, "learned", sequences),
+            rewards=rewards,
+            flags=flags,
+            outcome=(outcome.success, not session.limited),
+            seconds=(
+                *(max(0.0, played.total_s - session.generate_s), session.generate_s),
+                played.total_s,
+            ),
             turns=session.turns,
-        )
-        query = ticket.task.query or next((m.content for m in history if m.role == "user"), "")
-        ending = history[-1].content
-        return Finished(
-            trajectory=trajectory, transcript=transcript, query=query, ending=ending, scores=[]
+            query=ticket.task.query or next((m.content for m in history if m.role == "user"), ""),
+            ending=history[-1].content,
+            experience_ids=[],
+            scores=[],
         )
 
 
@@ -258,7 +230,6 @@ def make_agents(
         logging.getLogger(client).setLevel(logging.WARNING)
     judge = None
     if config.rollout.agent_reward == "judged":
-        judge = GroupJudge(
-            Endpoint(config.judge.llm, "judge", failures), config.run.seed, config.judge.timeout_s
-        )
-    return AgentRunner(load_agent(path), path, engine, chat, judge, failures)
+        endpoint = Endpoint(config.judge.llm, "judge", failures)
+        judge = GroupJudge(endpoint, config.run.seed, config.judge.timeout_s)
+    return AgentRunner(load_agent(path), path, engine, chat, judge, failures or FailureCounts())

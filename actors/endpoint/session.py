@@ -1,7 +1,8 @@
 """Calls of one episode: limits, generation and recording."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +18,7 @@ from evolver_async.randomness import key
 from evolver_async.schema import Ticket, TurnFlag
 
 
-@dataclass(frozen=True, kw_only=True)
-class Completion:
+class Completion(NamedTuple):
     """Answer to a call. `finish` is a finish reason of OpenAI's API."""
 
     turn: ParsedTurn
@@ -29,6 +29,7 @@ class Completion:
     weights: str
 
 
+@dataclass(eq=False)
 class EndpointSession:
     """One member's episode.
 
@@ -36,30 +37,25 @@ class EndpointSession:
     exception that the engine raised, for which the agent is not to blame.
     """
 
-    def __init__(
-        self,
-        ticket: Ticket,
-        member: int,
-        setting: Setting,
-        engine: Engine,
-        template: Template,
-        progress: TicketProgress,
-    ) -> None:
-        self.limited = False
-        self.failure: Exception | None = None
-        self._generated_s = 0.0
-        self.flags: list[TurnFlag] = []
-        self.turns: list[Turn] = []
-        self.recorder = Recorder(template, setting.chat.end_of_turn)
-        self._name = f"{ticket.group_id}/{member}/{ticket.attempt}"
-        self._sampling = ticket.sampling
-        self._setting = setting
-        self._engine = engine
-        self._progress = progress
-        self._started = 0  # calls, each with a seed of its own
-        self._busy_since = 0.0
-        self._calls: set[asyncio.Task[None] | None] = set()
-        self._threads: set[str] = set()  # session names that the engine holds a cache for
+    ticket: Ticket
+    member: int
+    setting: Setting
+    engine: Engine
+    template: Template
+    progress: TicketProgress
+    limited: bool = False
+    failure: Exception | None = None
+    flags: list[TurnFlag] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    _generated_s: float = 0.0
+    _started: int = 0  # calls, each with a seed of its own
+    _busy_since: float = 0.0
+    _calls: set[asyncio.Task[None] | None] = field(default_factory=set)
+    _threads: set[str] = field(default_factory=set)  # names that the engine holds a cache for
+
+    def __post_init__(self) -> None:
+        self.recorder = Recorder(self.template, self.setting.chat.end_of_turn)
+        self._name = f"{self.ticket.group_id}/{self.member}/{self.ticket.attempt}"
 
     @property
     def generate_s(self) -> float:
@@ -69,11 +65,10 @@ class EndpointSession:
 
     async def complete(self, request: ChatRequest) -> Completion:
         """Answer and record one call. Raise RequestRefused. A cancelled call is not recorded."""
-        if self.recorder.turns + len(self._calls) >= self._setting.max_turns:
+        if self.recorder.turns + len(self._calls) >= self.setting.max_turns:
             self.limited = True
-            raise RequestRefused(
-                f"an episode has at most {self._setting.max_turns} calls", "max_turns"
-            )
+            text = f"an episode has at most {self.setting.max_turns} calls"
+            raise RequestRefused(text, "max_turns")
         pending = self.recorder.begin(request)
         try:
             generation = await self._generate(pending)
@@ -81,7 +76,7 @@ class EndpointSession:
         except BaseException:
             self.recorder.abandon(pending)
             raise
-        self._progress.count += len(generation.tokens)
+        self.progress.count += len(generation.tokens)
         return answer
 
     def close(self) -> None:
@@ -90,41 +85,40 @@ class EndpointSession:
             if call is not None:
                 call.cancel()
         for name in self._threads:
-            self._engine.release(name)
+            self.engine.release(name)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Return rewards float32[K] (only format penalties) and flags uint8[K] of the turns."""
-        penalty = self._setting.format_penalty
+        penalty = self.setting.format_penalty
         rewards = [penalty if flag & TurnFlag.FORMAT_ERROR else 0.0 for flag in self.flags]
         return np.array(rewards, np.float32), np.array(self.flags, np.uint8)
 
     async def _generate(self, pending: PendingCall) -> Generation:
         context = pending.context
-        room = min(self._sampling.max_tokens, self._setting.max_length - len(context))
+        room = min(self.ticket.sampling.max_tokens, self.setting.max_length - len(context))
         if room < 1:
             self.limited = True
-            limit = self._setting.max_length
+            limit = self.setting.max_length
             text = f"a conversation of {len(context)} tokens leaves no room in {limit}"
             raise RequestRefused(text, "context_length_exceeded")
         number, self._started = self._started, self._started + 1
         name = f"{self._name}/{pending.thread.number}"
         self._threads.add(name)
+        call = Request(
+            tokens=context,
+            max_tokens=min(room, pending.request.max_tokens or room),
+            temperature=self.ticket.sampling.temperature,
+            stop_tokens=self.setting.chat.stop_tokens,
+            stop_strings=pending.request.stop,
+            session=name,
+            seed=key(self.setting.seed, "sample", self._name, number),
+        )
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         if not self._calls:
             self._busy_since = loop.time()
         self._calls.add(task)
         try:
-            return await self._engine.generate(
-                Request(
-                    tokens=context,
-                    max_tokens=min(room, pending.request.max_tokens or room),
-                    temperature=self._sampling.temperature,
-                    stop_tokens=self._setting.chat.stop_tokens,
-                    stop_strings=pending.request.stop,
-                    session=name,
-                    seed=key(self._setting.seed, "sample", self._name, number),
-                )
-            )
+            return await self.engine.generate(call)
         except Exception as error:
             self.failure = error
             raise
@@ -135,7 +129,7 @@ class EndpointSession:
 
     def _record(self, pending: PendingCall, generation: Generation) -> Completion:
         request, turn = pending.request, self.recorder.turns
-        text = self._setting.chat.text_of(generation.tokens)
+        text = self.setting.chat.text_of(generation.tokens)
         visible = text
         for stop in request.stop:
             visible = visible.partition(stop)[0]
@@ -144,7 +138,7 @@ class EndpointSession:
         message = ChatMessage("assistant", parsed.content.strip(), parsed.calls)
         self.recorder.finish(pending, generation, message)
         self.flags.append(TurnFlag(0) if parsed.readable else TurnFlag.FORMAT_ERROR)
-        if self._setting.recorded:
+        if self.setting.recorded:
             observation = request.messages[-1].content
             action = " ".join(f"{name}({arguments})" for name, arguments in parsed.calls)
             action = action or (parsed.content if parsed.readable else "")

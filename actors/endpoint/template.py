@@ -7,25 +7,15 @@ template, tools and calls are written as text into the messages that it supports
 import json
 from typing import Any
 
+from actors.endpoint import tools as texts
 from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
-from actors.endpoint.tools import (
-    ChatToolCall,
-    assistant_text,
-    escaped,
-    instructions,
-    parse,
-    tool_responses,
-)
 from actors.formats.chat import ASSISTANT, Chat
 
-_PROBE = ChatToolCall("probe-name", '{"probe-key": "probe-value"}')
+_PROBE = texts.ChatToolCall("probe-name", '{"probe-key": "probe-value"}')
+_NONE = {"type": "object", "properties": {}}
 _PROBE_TOOL = {
     "type": "function",
-    "function": {
-        "name": "probe-tool",
-        "description": "",
-        "parameters": {"type": "object", "properties": {}},
-    },
+    "function": {"name": "probe-tool", "description": "", "parameters": _NONE},
 }
 
 
@@ -41,7 +31,7 @@ class Template:
         tools = [self._plain(tool) for tool in request.tools]
         messages = self._messages(request.messages)
         if tools and not self.native:
-            described = {"role": "system", "content": instructions(tools)}
+            described = {"role": "system", "content": texts.instructions(tools)}
             if messages[0]["role"] == "system":
                 described["content"] = f"{messages[0]['content']}\n\n{described['content']}"
                 messages = messages[1:]
@@ -62,30 +52,25 @@ class Template:
         found: list[dict[str, Any]] = []
         responses: list[str] = []  # of consecutive tool messages, which are one message as text
         for role, text, calls in messages:
-            content = self._chat.plain(escaped(text) if role == "tool" else text)
+            content = self._chat.plain(texts.escaped(text) if role == "tool" else text)
             if role == "tool" and not self.native:
                 if not responses:
                     found.append({"role": "user"})
                 responses.append(content)
-                found[-1]["content"] = tool_responses(responses)
+                found[-1]["content"] = texts.tool_responses(responses)
                 continue
             responses = []
             message: dict[str, Any] = {"role": role, "content": content}
             if calls and self.native:
-                message["tool_calls"] = [
-                    {
-                        "type": "function",
-                        "function": {
-                            "name": self._chat.plain(name),
-                            "arguments": self._plain(json.loads(arguments)),
-                        },
-                    }
-                    for name, arguments in calls
-                ]
+                message["tool_calls"] = [self._native(*call) for call in calls]
             elif calls:
-                message["content"] = self._chat.plain(assistant_text(text, calls))
+                message["content"] = self._chat.plain(texts.assistant_text(text, calls))
             found.append(message)
         return found
+
+    def _native(self, name: str, arguments: str) -> dict[str, Any]:
+        function = {"name": self._chat.plain(name), "arguments": self._plain(json.loads(arguments))}
+        return {"type": "function", "function": function}
 
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
         try:
@@ -114,4 +99,4 @@ class Template:
         except RequestRefused:
             return False
         shown = all(name in text for name in ("probe-tool", "probe-answer"))
-        return shown and parse(before[before.find("<tool_call>") :]).calls[:1] == (_PROBE,)
+        return shown and texts.parse(before[before.find("<tool_call>") :]).calls[:1] == (_PROBE,)

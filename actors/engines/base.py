@@ -61,7 +61,6 @@ class Engine(Protocol):
 
     def release(self, session: str) -> None:
         """Allow the eviction of a session's KV; ignore unknown sessions."""
-        ...
 
     async def update(self, weights: WeightId, tensors: "dict[str, Tensor]") -> None:
         """Swap all weights, or none and raise; KV of the old ones is not used afterwards.
@@ -69,11 +68,9 @@ class Engine(Protocol):
         With `in_flight` keep, running generations continue with the new weights on their whole
         context; with wait, they finish first while new ones queue.
         """
-        ...
 
     async def close(self) -> None:
         """End the step loop and cancel running generations."""
-        ...
 
     def stats(self) -> dict[str, float]:
         """Return totals since the start: tokens `generated`, `prefilled`, `reused`; `busy_s`."""

@@ -55,13 +55,8 @@ class TransformerEmbedder:
 
     @torch.inference_mode()
     def _batch(self, texts: list[str]) -> np.ndarray:
-        inputs = self._tokenizer(
-            texts,
-            padding=True,
-            truncation=True,
-            max_length=self._max_tokens,
-            return_tensors="pt",
-        )
+        limits = {"truncation": True, "max_length": self._max_tokens}
+        inputs = self._tokenizer(texts, padding=True, return_tensors="pt", **limits)
         states_BTD = self._model(**inputs).last_hidden_state.float()
         mask_BT1 = inputs["attention_mask"][:, :, None].float()
         if self._pooling == "mean":
@@ -77,15 +72,13 @@ class TransformerEmbedder:
 
 def _pooling(path: Path) -> str:
     config = _read(path / "1_Pooling" / "config.json")
-    wanted = [
-        name for name, on in config.items() if name.startswith("pooling_mode_") and on is True
-    ]
+    modes = [name for name, on in config.items() if on is True]
+    wanted = [name for name in modes if name.startswith("pooling_mode_")]
     if not wanted:
         return "mean"
     if len(wanted) > 1 or wanted[0] not in POOLINGS:
-        raise ValueError(
-            f"experience.embedder: {path}: pooling {', '.join(wanted)} is not supported"
-        )
+        problem = f"pooling {', '.join(wanted)} is not supported"
+        raise ValueError(f"experience.embedder: {path}: {problem}")
     return POOLINGS[wanted[0]]
 
 

@@ -34,9 +34,8 @@ def _torch_engine(
     weights: WeightId | None,
     tensors: dict[str, Tensor] | None,
 ) -> Engine:
-    model = policy.load_model(
-        config.policy.path, dtype=config.policy.dtype, device=config.engine.device
-    )
+    dtype, device = config.policy.dtype, config.engine.device
+    model = policy.load_model(config.policy.path, dtype=dtype, device=device)
     if tensors is not None:
         policy.load_state(model, tensors)
     return TorchEngine(
@@ -61,15 +60,8 @@ def _vllm_engine(
         path=config.policy.path,
         dtype=config.policy.dtype,
         directory=config.weights.dir,
-        slots=config.engine.slots,
         max_length=config.policy.max_length,
-        prefill_tokens=config.engine.prefill_tokens,
-        device=config.engine.device,
-        tensor_parallel=config.engine.tensor_parallel,
-        memory=config.engine.memory,
-        kv_cache_bytes=config.engine.kv_cache_bytes,
-        eager=config.engine.eager,
-        restarts=config.engine.restarts,
+        **vars(config.engine),
     )
     core = VllmCore(settings, weights, tensors)
     return VllmEngine(

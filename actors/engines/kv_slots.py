@@ -108,9 +108,8 @@ class Slots(Cache):
         self._columns = min(-(-needed // COLUMNS) * COLUMNS, self.max_length)
         ids_BQ = self.tokens[rows[:, None], positions_BQ].astype(np.int64)
         hidden_B1QT = torch.from_numpy(np.arange(self._columns) > positions_BQ[:, None, :, None])
-        mask = torch.zeros(hidden_B1QT.shape, dtype=self._dtype).masked_fill_(
-            hidden_B1QT, -torch.inf
-        )
+        mask = torch.zeros(hidden_B1QT.shape, dtype=self._dtype)
+        mask.masked_fill_(hidden_B1QT, -torch.inf)
         return {
             "rows": torch.from_numpy(index).to(self._device),
             "input_ids": torch.from_numpy(ids_BQ).to(self._device),
@@ -119,12 +118,7 @@ class Slots(Cache):
         }
 
     def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        layer_idx: int,
-        *args: object,
-        **kwargs: object,
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values and return all to attend to; called by the model."""
         if layer_idx == len(self._pools):
@@ -138,20 +132,15 @@ class Slots(Cache):
     def _allocate(self, states_BHQD: Tensor) -> Tensor:
         _, heads, _, size = states_BHQD.shape
         # Zeros, because masked values must be finite too.
-        return torch.zeros(
-            (len(self.total), self.max_length + 1, heads, size),
-            dtype=states_BHQD.dtype,
-            device=states_BHQD.device,
-        )
+        return states_BHQD.new_zeros((len(self.total), self.max_length + 1, heads, size))
 
     def _exchange(self, pool: Tensor, new_BHQD: Tensor) -> Tensor:
         flat = pool.flatten(0, 1)
         flat.index_copy_(0, self._write_BQ, new_BHQD.transpose(1, 2).flatten(0, 1))
         rows = pool[:, : self._columns]
-        rows = (
-            rows[self._rows] if isinstance(self._rows, slice) else rows.index_select(0, self._rows)
-        )
-        return rows.transpose(1, 2)
+        if not isinstance(self._rows, slice):
+            return rows.index_select(0, self._rows).transpose(1, 2)
+        return rows[self._rows].transpose(1, 2)
 
 
 def check_attention(config: PretrainedConfig, max_length: int) -> None:
@@ -159,13 +148,10 @@ def check_attention(config: PretrainedConfig, max_length: int) -> None:
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True) and window < max_length:
         raise ValueError(f"the model's sliding window {window} is shorter than {max_length} tokens")
-    kinds = set(getattr(config, "layer_types", None) or ()) - {
-        "full_attention",
-        "sliding_attention",
-    }
+    known = {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - known
     if kinds:
         raise ValueError(f"the torch engine cannot run layers of type {', '.join(sorted(kinds))}")
-    if config.max_position_embeddings < max_length:
-        raise ValueError(
-            f"the model's {config.max_position_embeddings} positions are fewer than {max_length}"
-        )
+    most = config.max_position_embeddings
+    if most < max_length:
+        raise ValueError(f"the model's {most} positions are fewer than {max_length}")

@@ -20,9 +20,8 @@ def sample(
         logits_BV = logits_BV / torch.tensor(divisors, device=device)[:, None]
     logps_BV = logits_BV.log_softmax(-1)
     cdf_BV = logps_BV.exp().cumsum(-1, dtype=torch.float64)
-    targets_B1 = (
-        torch.tensor(uniforms, dtype=torch.float64, device=device)[:, None] * cdf_BV[:, -1:]
-    )
+    uniforms_B = torch.tensor(uniforms, dtype=torch.float64, device=device)
+    targets_B1 = uniforms_B[:, None] * cdf_BV[:, -1:]
     tokens_B1 = torch.searchsorted(cdf_BV, targets_B1, right=True).clamp_(max=cdf_BV.shape[1] - 1)
     if greedy:
         greedy_B1 = torch.tensor(temperatures, device=device)[:, None] == 0

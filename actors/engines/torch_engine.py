@@ -240,9 +240,8 @@ class TorchEngine:
         if not len(behind):
             slots = np.flatnonzero(self._active)
             return slots, np.ones(len(slots), np.int64)
-        chosen = choose_prefill(
-            self._slots, behind, self._order, self._searching, self._prefill_tokens
-        )
+        known = behind, self._order, self._searching
+        chosen = choose_prefill(self._slots, *known, self._prefill_tokens)
         self._searching[chosen] = False
         slots = np.array(sorted(chosen))
         counts = np.minimum(pending[slots], self._prefill_tokens)
@@ -257,9 +256,8 @@ class TorchEngine:
         if self._fused is not None:
             hidden_BQD = self._fused(**inputs, slots=self._slots)
         else:
-            hidden_BQD = self._decoder(
-                **inputs, past_key_values=self._slots, use_cache=True
-            ).last_hidden_state
+            states = self._decoder(**inputs, past_key_values=self._slots, use_cache=True)
+            hidden_BQD = states.last_hidden_state
         last = torch.from_numpy(counts - 1).to(hidden_BQD.device)
         logits_BV = self._head(hidden_BQD[rows, last]).float()
         self._slots.cached[slots] += counts

@@ -4,6 +4,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from evolver_async.config import EngineConfig
+
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
@@ -20,9 +22,9 @@ ENVIRONMENT = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of vLLM; `config.Engine` and `config.Policy` document them.
+@dataclass(kw_only=True)
+class Settings(EngineConfig):
+    """Settings of vLLM; `config.EngineConfig` and `config.PolicyConfig` document them.
 
     `directory`: directory in shared memory, in which a private one for weights is made.
     """
@@ -30,15 +32,7 @@ class Settings:
     path: str
     dtype: str
     directory: str
-    slots: int
     max_length: int
-    prefill_tokens: int
-    device: str = "auto"
-    tensor_parallel: int = 1
-    memory: float = 0.9
-    kv_cache_bytes: int = 0
-    eager: bool = True
-    restarts: int = 3
 
 
 def start(settings: Settings) -> "AsyncLLM":
@@ -57,10 +51,8 @@ def start(settings: Settings) -> "AsyncLLM":
     os.environ[OWNER] = str(os.getpid())
     on_cpu = current_platform.is_cpu()
     if settings.device not in ("auto", "cpu" if on_cpu else "cuda"):
-        raise ValueError(
-            f"engine.device: this build of vLLM supports {'cpu' if on_cpu else 'cuda'} only,"
-            f" not {settings.device}"
-        )
+        only = f"{'cpu' if on_cpu else 'cuda'} only, not {settings.device}"
+        raise ValueError(f"engine.device: this build of vLLM supports {only}")
     if on_cpu and settings.eager:
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     arguments = AsyncEngineArgs(

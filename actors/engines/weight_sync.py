@@ -7,6 +7,7 @@ the weights that they name.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 
 from actors.engines.base import Engine
 from actors.progress import TicketProgress
@@ -20,24 +21,22 @@ class WeightsLate(Exception):
     """Timeout of a ticket that waits for its weights."""
 
 
+@dataclass(eq=False)
 class WeightSync:
     """Weights of one engine. The worker notifies `turnover` when a ticket ends."""
 
-    def __init__(
-        self, receiver: Receiver, engine: Engine, actors: ActorsConfig, seed: int, name: str
-    ) -> None:
-        self.receiver = receiver
-        self.engine = engine
-        self.actors = actors
-        self.seed = seed
-        self.name = name
-        self.turnover = asyncio.Condition()
-        self.oldest: WeightId | None = None  # maximum over tickets of the oldest weights they allow
-        self.pinned: WeightId | None = None
-        self._adopting: asyncio.Task[None] | None = None
-        self._rollouts = 0  # tickets that share the engine
-        self._evaluations = 0  # tickets that wait for exclusive use, or have it
-        self._pins = 0
+    receiver: Receiver
+    engine: Engine
+    actors: ActorsConfig
+    seed: int
+    name: str
+    turnover: asyncio.Condition = field(default_factory=asyncio.Condition)
+    oldest: WeightId | None = None  # maximum over tickets of the oldest weights they allow
+    pinned: WeightId | None = None
+    _adopting: asyncio.Task[None] | None = None
+    _rollouts: int = 0  # tickets that share the engine
+    _evaluations: int = 0  # tickets that wait for exclusive use, or have it
+    _pins: int = 0
 
     def expect(self, ticket: Ticket) -> None:
         """Note the oldest weights that a new ticket allows."""

@@ -5,8 +5,9 @@ order in which the arms are named is random. Success is having chosen the dragon
 """
 
 import random
+from dataclasses import dataclass
 
-from actors.envs.base import Exact, Info, Step
+from actors.envs.base import Env, Exact, Info, Step
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 
@@ -20,19 +21,21 @@ PLAIN_INSTRUCTIONS = (
 ARMS = "arms {} {}"
 
 
-class Bandit:
+@dataclass(kw_only=True, eq=False)
+class Bandit(Env):
     """Two arms, one pull. ValueError names the parameter that is out of range."""
 
     instructions = INSTRUCTIONS
     plain_instructions = PLAIN_INSTRUCTIONS
 
-    def __init__(self, *, low: float = 0.15, high_probability: float = 0.25) -> None:
-        if not 0 <= low <= 1:
-            raise ValueError(f"low: {low} is not in 0..1")
-        if not low < high_probability <= 1:
-            raise ValueError(f"high_probability: {high_probability} is not in ({low}, 1]")
-        self.low = low
-        self.high_probability = high_probability
+    low: float = 0.15
+    high_probability: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= 1:
+            raise ValueError(f"low: {self.low} is not in 0..1")
+        if not self.low < self.high_probability <= 1:
+            raise ValueError(f"high_probability: {self.high_probability} is not in ({self.low}, 1]")
 
     def reset(self, task: Task, dynamics_seed: int) -> str:
         arms = [LOW, HIGH]
@@ -48,9 +51,6 @@ class Bandit:
         won = float(self.luck < self.high_probability)
         reward = won if arm == HIGH else self.low
         return Step("", reward, True, False, Info(success=arm == HIGH))
-
-    def close(self) -> None:
-        pass
 
     def actions(self) -> list[str]:
         return [LOW, HIGH]

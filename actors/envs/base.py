@@ -7,11 +7,12 @@ says `blocking = False`: then a call that does not return stops its actor (see
 `actors/rollout/environment.py`).
 """
 
+import contextlib
 import hashlib
 import importlib
 import inspect
 import typing
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
@@ -63,8 +64,7 @@ class EnvironmentFailure(Exception):
         self.cause = cause
 
 
-@dataclass(frozen=True)
-class Info:
+class Info(NamedTuple):
     """Facts about one step. `valid`: the action existed; `success`: the task is solved;
     `tool_error`: a tool was called and failed."""
 
@@ -84,8 +84,7 @@ class Step(NamedTuple):
     info: Info
 
 
-@dataclass(frozen=True)
-class Exact:
+class Exact(NamedTuple):
     """Computed success probabilities of the uniform random and of the optimal policy, and their
     returns if rewards say more than success; the optimal policy may then be another."""
 
@@ -97,7 +96,7 @@ class Exact:
 
 class Env(Protocol):
     """Environment of one episode at a time: `reset`, then `step` until `terminated` or
-    `truncated`."""
+    `truncated`. A class that derives from it has a `close` that does nothing."""
 
     instructions: str  # for the system message: what the task is and which actions exist
 
@@ -109,7 +108,8 @@ class Env(Protocol):
         """Carry out an action. An unknown action changes nothing and gives `info.valid` False."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release what the episode holds."""
 
 
 @runtime_checkable
@@ -150,7 +150,6 @@ class Probed(Env, Protocol):
 
     def probe(self) -> None:
         """Raise ValueError for a missing requirement."""
-        ...
 
 
 @runtime_checkable
@@ -227,6 +226,18 @@ def blocks(name: str, found: type[Env]) -> bool:
     return getattr(found, "blocking", name not in REGISTRY and not asynchronous(found))
 
 
+@contextlib.asynccontextmanager
+async def begun(task: Task) -> AsyncIterator[tuple[Env, str]]:
+    """Make the environment of a task and begin it; yield it with its first observation, behind the
+    task's query if it has one."""
+    env = make_env(task.env, task.params)
+    try:
+        observation = await settled(env.reset(task, 0))
+        yield env, f"{task.query}\n{observation}" if task.query else observation
+    finally:
+        await settled(env.close())
+
+
 async def settled(value: Any) -> Any:
     """Return the value, awaited if necessary."""
     return await value if inspect.isawaitable(value) else value
@@ -238,9 +249,8 @@ def env_class(name: str) -> type[Env]:
     module, separator, attribute = path.partition(":")
     if not separator:
         known = ", ".join(sorted(REGISTRY))
-        raise EnvError(
-            f"env.name: no environment {name!r} (known: {known}; or package.module:Class)"
-        )
+        hint = f"(known: {known}; or package.module:Class)"
+        raise EnvError(f"env.name: no environment {name!r} {hint}")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # importing runs whatever the module does
@@ -259,9 +269,8 @@ def make_env(name: str, params: dict[str, Any]) -> Env:
         known = inspect.signature(found).parameters
         hints = typing.get_type_hints(found.__init__)
     except Exception as error:  # resolving annotations evaluates them
-        raise EnvError(
-            f"env.name: the parameters of {name!r} cannot be read: {one_line(error)}"
-        ) from error
+        problem = f"the parameters of {name!r} cannot be read: {one_line(error)}"
+        raise EnvError(f"env.name: {problem}") from error
     arguments = {}
     for param, value in reveal(params).items():
         if param not in known:

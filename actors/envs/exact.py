@@ -21,9 +21,8 @@ def exact(tasks: Iterable[Task], max_turns: int) -> Exact | None:
         try:
             values.append(asyncio.run(_measured(env, task, max_turns)))
         except Exception as error:
-            raise EnvError(
-                f"env.name: {task.env!r} cannot measure {task.task_id}: {one_line(error)}"
-            ) from error
+            problem = f"cannot measure {task.task_id}: {one_line(error)}"
+            raise EnvError(f"env.name: {task.env!r} {problem}") from error
     return Exact(
         random=statistics.fmean(value.random for value in values),
         optimal=statistics.fmean(value.optimal for value in values),

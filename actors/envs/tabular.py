@@ -8,9 +8,8 @@ states, A that of actions, N that of outcomes.
 
 import random
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -23,8 +22,7 @@ MAX_STATES = 200_000
 MAX_SWEEPS = 100_000
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """All transitions from the initial states, as flat arrays over the N outcomes.
 
     `states` are in the order in which they were found, those given first. Outcomes are sorted by
@@ -138,15 +136,8 @@ def learn(
     table = [[0.0] * actions for _ in process.states]
     bounds = np.searchsorted(process.pairs_N, np.arange(len(table) * actions + 1)).tolist()
     spans = list(pairwise(bounds))
-    outcomes = list(
-        zip(
-            process.chances_N.tolist(),
-            process.nexts_N.tolist(),
-            process.rewards_N.tolist(),
-            process.ends_N.tolist(),
-            strict=True,
-        )
-    )
+    parts = process.chances_N, process.nexts_N, process.rewards_N, process.ends_N
+    outcomes = list(zip(*(part.tolist() for part in parts), strict=True))
     for _ in range(episodes):
         state = 0
         for _ in range(moves):

@@ -12,6 +12,8 @@ import asyncio
 import logging
 from collections import deque
 
+from msgspec.structs import asdict, replace
+
 from actors.failures import FailureCounts
 from actors.llm.quoting import quoted
 from actors.rollout.policy import Advice
@@ -34,17 +36,12 @@ class ServiceGuide:
     """Connection of one actor to the experience service; owns its client."""
 
     def __init__(
-        self,
-        client: Client,
-        *,
-        timeout_s: float,
-        max_chars: int,
-        failures: FailureCounts | None = None,
+        self, client: Client, config: ExperienceConfig, failures: FailureCounts | None = None
     ) -> None:
         self._client = client
         self._failures = failures or FailureCounts()
-        self._timeout_s = timeout_s
-        self._max_chars = max_chars
+        self._timeout_s = config.timeout_s
+        self._max_chars = config.max_chars
         self._retry_at = 0.0
         self._requests: dict[str, asyncio.Task[Advice | None]] = {}
         self._waiting: deque[messages.Contribute] = deque()
@@ -69,14 +66,9 @@ class ServiceGuide:
         if len(self._waiting) >= QUEUE:
             self._counts["dropped"] += 1
             return
-        self._waiting.append(
-            messages.Contribute(
-                task_id=task.task_id,
-                query=query[:QUERY_CHARS],
-                split=task.split,
-                episodes=shortened(transcripts),
-            )
-        )
+        query, episodes = query[:QUERY_CHARS], shortened(transcripts)
+        about = {"task_id": task.task_id, "query": query, "split": task.split}
+        self._waiting.append(messages.Contribute(**about, episodes=episodes))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send(), name="contributions")
 
@@ -124,34 +116,13 @@ class ServiceGuide:
             self._waiting.popleft()
 
 
-def make_guide(
-    config: ExperienceConfig, client: Client, failures: FailureCounts | None = None
-) -> ServiceGuide:
-    """Make the guide for `client`, which is connected to the experience service."""
-    return ServiceGuide(
-        client, timeout_s=config.timeout_s, max_chars=config.max_chars, failures=failures
-    )
-
-
 def shortened(transcripts: list[Transcript]) -> list[Transcript]:
     """Cut every text of the transcripts to its fair share of `GROUP_CHARS`."""
     texts = 4 * sum(len(transcript.turns) for transcript in transcripts)
     limit = GROUP_CHARS // max(1, texts)
-    return [
-        Transcript(
-            trajectory_id=transcript.trajectory_id,
-            reward=transcript.reward,
-            success=transcript.success,
-            experience_ids=transcript.experience_ids,
-            turns=[
-                Turn(
-                    observation=turn.observation[:limit],
-                    state=turn.state[:limit],
-                    action=turn.action[:limit],
-                    text=turn.text[:limit],
-                )
-                for turn in transcript.turns
-            ],
-        )
-        for transcript in transcripts
-    ]
+
+    def cut(turn: Turn) -> Turn:
+        texts = {name: text[:limit] for name, text in asdict(turn).items()}
+        return replace(turn, **texts)
+
+    return [replace(one, turns=[cut(turn) for turn in one.turns]) for one in transcripts]

@@ -15,14 +15,12 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from actors.experience import prompts
 from actors.experience.pool import Item
-from actors.failures import FailureCounts
 from actors.llm.client import Endpoint, Unavailable
 from actors.llm.json_client import JsonClient, decode_json
 from actors.llm.quoting import plain
@@ -48,8 +46,7 @@ class Lesson(msgspec.Struct, forbid_unknown_fields=True):
     content: str
 
 
-@dataclass(frozen=True)
-class GroupLessons:
+class GroupLessons(NamedTuple):
     """Lessons of one group."""
 
     items: list[Item]
@@ -157,9 +154,8 @@ class LessonExtractor:
             questions.append((prompts.FAILURE, LESSONS, failed[-2:]))
         if solved and failed:
             questions.append((prompts.COMPARISON, COMPARED, [solved[0], failed[-1]]))
-        found = await asyncio.gather(
-            *(self._lessons(question, most, group.query, of) for question, most, of in questions)
-        )
+        asked = (self._lessons(text, most, group.query, of) for text, most, of in questions)
+        found = await asyncio.gather(*asked)
         lessons = [lesson for some in found for lesson in some]
         if not lessons:
             return []
@@ -193,11 +189,6 @@ class LessonExtractor:
         answer = await self._client.ask(prompts.SYSTEM, question, parse)
         self._counts["unreadable"] += answer is None
         return answer
-
-
-def make_lesson_extractor(config: ExperienceConfig, failures: FailureCounts) -> LessonExtractor:
-    """Make the extractor for the configured endpoint, whose failures go to `failures`."""
-    return LessonExtractor(config, Endpoint(config.llm, "experience", failures))
 
 
 def parse_lessons(answer: str, most: int) -> list[Lesson]:

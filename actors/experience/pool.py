@@ -8,6 +8,7 @@ numbers: equal calls give equal pools.
 import heapq
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from actors.experience.store import ExperienceEntry, Store
 CANDIDATES = 128  # nearest entries that are ranked
 COSINE_STEPS = 1000  # resolution at which cosines are compared
 TRIM_SHARE = 100  # trimming removes limit / TRIM_SHARE entries more, as each trim sorts all
+COUNTED = ("added", "retired", "evicted", "purged", "retrievals", "empty")
 MAX_CACHED = 1024  # queries in the cache, which is cleared when the pool changes
 
 
@@ -31,6 +33,7 @@ class Item(NamedTuple):
     state: str = ""
 
 
+@dataclass(eq=False)
 class ExperiencePool:
     """Pool of experience entries.
 
@@ -40,27 +43,19 @@ class ExperiencePool:
     never retrieved nor added again.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        embedder: Embedder,
-        *,
-        dedup: float,
-        capacity: int,
-        per_source: int,
-        retire_uses: int,
-        retire_utility: float,
-    ) -> None:
-        self.counts: Counter[str] = Counter()
-        self.entries: dict[int, ExperienceEntry] = {}  # not retired
-        self._store = store
-        self._embedder = embedder
-        self._dedup = dedup
-        self._capacity = capacity
-        self._per_source = per_source
-        self._retire_uses = retire_uses
-        self._retire_utility = retire_utility
-        self._index = VectorIndex(embedder.dimensions)
+    store: Store
+    embedder: Embedder
+    _: KW_ONLY
+    dedup: float
+    capacity: int
+    per_source: int
+    retire_uses: int
+    retire_utility: float
+    counts: Counter[str] = field(default_factory=Counter, init=False)
+    entries: dict[int, ExperienceEntry] = field(default_factory=dict, init=False)  # not retired
+
+    def __post_init__(self) -> None:
+        self._index = VectorIndex(self.embedder.dimensions)
         self._retired: dict[int, ExperienceEntry] = {}
         self._known: set[tuple[str, str]] = set()  # texts, also of retired entries
         self._sources: Counter[str] = Counter()
@@ -75,10 +70,8 @@ class ExperiencePool:
         self.counts["retrievals"] += 1
         found = self._cache.get(query)
         if found is None:
-            near = self._index.search(self._embedder.embed([query])[0], CANDIDATES)
-            found = [
-                (round(COSINE_STEPS * cosine), self.entries[number]) for number, cosine in near
-            ]
+            near = self._index.search(self.embedder.embed([query])[0], CANDIDATES)
+            found = [(round(COSINE_STEPS * cosine), self.entries[name]) for name, cosine in near]
             found.sort(key=lambda pair: (-pair[0], -pair[1].worth, -pair[1].id))
             if len(self._cache) >= MAX_CACHED:
                 self._cache.clear()
@@ -98,7 +91,7 @@ class ExperiencePool:
 
     def take_group(self, name: str) -> bool:
         """Register a group; False if it was contributed before."""
-        return self._store.take_group(name)
+        return self.store.take_group(name)
 
     def add(self, items: Iterable[Item], source: str, trajectories: list[str]) -> int:
         """Add the items that are no duplicates; return their number."""
@@ -108,7 +101,7 @@ class ExperiencePool:
             if (item.when_to_use, item.content) in self._known:
                 self.counts["duplicates"] += 1
                 continue
-            when, content = self._embedder.embed([item.when_to_use, item.content])
+            when, content = self.embedder.embed([item.when_to_use, item.content])
             if self._similar(when, content):
                 self.counts["duplicates"] += 1
                 continue
@@ -119,18 +112,18 @@ class ExperiencePool:
                 score=item.score,
                 source=source,
                 trajectories=trajectories,
-                created=self._store.groups,
+                created=self.store.groups,
                 when_vector=when,
                 content_vector=content,
             )
-            self._store.add(entry)
+            self.store.add(entry)
             self._publish(entry)
             self.counts["added"] += 1
-        if self._sources[source] > self._per_source:
+        if self._sources[source] > self.per_source:
             own = [entry for entry in self.entries.values() if entry.source == source]
-            self._trim(own, self._per_source)
-        if len(self.entries) > self._capacity:
-            self._trim(list(self.entries.values()), self._capacity)
+            self._trim(own, self.per_source)
+        if len(self.entries) > self.capacity:
+            self._trim(list(self.entries.values()), self.capacity)
         return self.counts["added"] - before
 
     def feed_back(self, ids: Iterable[int], success: bool) -> None:
@@ -145,57 +138,50 @@ class ExperiencePool:
             self.counts["uses"] += 1
             self.counts["successes"] += success
             entry.rate()
-            if (
-                entry.uses >= self._retire_uses
-                and entry.utility < self._retire_utility * entry.uses
-            ):
+            least = self.retire_utility * entry.uses
+            if entry.uses >= self.retire_uses and entry.utility < least:
                 entry.retired = True
                 self.counts["retired"] += 1
                 self._withdraw(entry)
                 self._retired[entry.id] = entry
-                if len(self._retired) > self._capacity:
+                if len(self._retired) > self.capacity:
                     self._delete([next(iter(self._retired.values()))])
-            self._store.update(entry)
+            self.store.update(entry)
 
     def purge(self, source: str) -> int:
         """Delete all entries of a source, also retired ones and on disk; return their number."""
-        gone = [
-            entry
-            for entry in (*self.entries.values(), *self._retired.values())
-            if entry.source == source
-        ]
+        entries = (*self.entries.values(), *self._retired.values())
+        gone = [entry for entry in entries if entry.source == source]
         self._delete(gone)
-        self._store.shrink()
+        self.store.shrink()
         self.counts["purged"] += len(gone)
         return len(gone)
 
     def commit(self) -> None:
-        self._store.commit()
+        self.store.commit()
 
     def close(self) -> None:
-        self._store.close()
+        self.store.close()
 
     def counters(self) -> dict[str, float]:
         """Return totals and current sizes by metric name."""
         counts = self.counts
-        return {
-            "experience/pool_size": float(len(self.entries)),
-            "experience/sources": float(len(self._sources)),
-            "experience/dedup_share": counts["duplicates"] / max(1, counts["items"]),
-            "experience/use_success": counts["successes"] / max(1, counts["uses"]),
-            **{
-                f"experience/{name}": float(counts[name])
-                for name in ("added", "retired", "evicted", "purged", "retrievals", "empty")
-            },
+        values = {
+            "pool_size": len(self.entries),
+            "sources": len(self._sources),
+            "dedup_share": counts["duplicates"] / max(1, counts["items"]),
+            "use_success": counts["successes"] / max(1, counts["uses"]),
         }
+        values |= {name: counts[name] for name in COUNTED}
+        return {f"experience/{name}": float(value) for name, value in values.items()}
 
     def _load(self) -> None:
-        made_by, entries = self._store.load()
-        if made_by != self._embedder.name:
+        made_by, entries = self.store.load()
+        if made_by != self.embedder.name:
             for entry in entries:
                 texts = [entry.when_to_use, entry.content]
-                entry.when_vector, entry.content_vector = self._embedder.embed(texts)
-            self._store.adopt(self._embedder.name, entries)
+                entry.when_vector, entry.content_vector = self.embedder.embed(texts)
+            self.store.adopt(self.embedder.name, entries)
         for entry in entries:
             if entry.retired:
                 self._retired[entry.id] = entry
@@ -206,7 +192,7 @@ class ExperiencePool:
     def _similar(self, when: np.ndarray, content: np.ndarray) -> bool:
         """Return True if an entry in the index is a duplicate."""
         return any(
-            cosine >= self._dedup and self.entries[number].content_vector @ content >= self._dedup
+            cosine >= self.dedup and self.entries[number].content_vector @ content >= self.dedup
             for number, cosine in self._index.search(when, CANDIDATES)
         )
 
@@ -235,4 +221,4 @@ class ExperiencePool:
             if self._retired.pop(entry.id, None) is None:
                 self._withdraw(entry)
             self._known.discard((entry.when_to_use, entry.content))
-        self._store.remove(entries)
+        self.store.remove(entries)

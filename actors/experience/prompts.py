@@ -65,10 +65,7 @@ def _records(episodes: Sequence[Transcript]) -> list[dict[str, object]]:
         {
             "solved": episode.success,
             "reward": round(episode.reward, 3),
-            "turns": [
-                {"saw": turn.observation[:limit], "did": turn.said[:limit]}
-                for turn in episode.turns
-            ],
+            "turns": [{"saw": t.observation[:limit], "did": t.said[:limit]} for t in episode.turns],
         }
         for episode in episodes
     ]

@@ -20,10 +20,11 @@ from pathlib import Path
 
 from actors.experience.contrast import contrast_items
 from actors.experience.embed import load_embedder
-from actors.experience.lesson_extractor import LessonExtractor, make_lesson_extractor
+from actors.experience.lesson_extractor import LessonExtractor
 from actors.experience.pool import ExperiencePool
 from actors.experience.store import FILE, Store
 from actors.failures import FailureCounts
+from actors.llm.client import Endpoint
 from evolver_async.config import Config, ExperienceConfig
 from evolver_async.config.load import load
 from evolver_async.process.addresses import experience_address
@@ -39,6 +40,8 @@ RETRY_S = 0.1  # until an actor repeats a request whose text is being rewritten
 DIRECTORY = "experience"  # in the run's directory
 SPLIT = "train"  # the only split that contributes
 
+Report = Callable[[messages.Counters], None]
+
 log = logging.getLogger(__name__)
 
 
@@ -49,7 +52,7 @@ class ExperienceService:
         self,
         pool: ExperiencePool,
         config: ExperienceConfig,
-        report: Callable[[messages.Counters], None],
+        report: Report,
         extractor: LessonExtractor | None = None,
         failures: FailureCounts | None = None,
     ) -> None:
@@ -63,17 +66,6 @@ class ExperienceService:
         self._changed = True
         self._reported_at = float("-inf")
 
-    @classmethod
-    def of_run(
-        cls, config: Config, run_dir: Path, report: Callable[[messages.Counters], None]
-    ) -> "ExperienceService":
-        """Make the service of the run in `run_dir`, which contains its pool."""
-        experience, failures = config.experience, FailureCounts()
-        extractor = (
-            make_lesson_extractor(experience, failures) if experience.kind == "llm" else None
-        )
-        return cls(open_pool(experience, run_dir), experience, report, extractor, failures)
-
     def handle(self, peer: str, request: Request, now: float) -> list[Reply]:
         """Return the replies to one request, to be sent after the next `commit`."""
         match request:
@@ -83,11 +75,9 @@ class ExperienceService:
                 self._contribute(peer, request)
                 return [messages.Ok()]
             case messages.Purge():
-                self._changed = True
-                count = self.pool.purge(request.source)
-                log.warning(
-                    "purged %d entries of %s as requested by %s", count, request.source, peer
-                )
+                self._changed, source = True, request.source
+                count = self.pool.purge(source)
+                log.warning("purged %d entries of %s as requested by %s", count, source, peer)
                 return [messages.Purged(count=count)]
             case messages.StatusRequest():
                 return [messages.StatusReply(status={**self.counters()})]
@@ -175,11 +165,14 @@ def purge_files(config: Config, run_dir: Path, source: str) -> int:
         pool.close()
 
 
-def build(
-    config: Config, run_dir: Path, report: Callable[[messages.Counters], None]
-) -> ExperienceService:
-    """Make the service for any launcher."""
-    return ExperienceService.of_run(config, run_dir, report)
+def build(config: Config, run_dir: Path, report: Report) -> ExperienceService:
+    """Make the service of the run in `run_dir`, which contains its pool, for any launcher."""
+    experience, failures, extractor = config.experience, FailureCounts(), None
+    if experience.kind == "llm":
+        endpoint = Endpoint(experience.llm, "experience", failures)
+        extractor = LessonExtractor(experience, endpoint)
+    pool = open_pool(experience, run_dir)
+    return ExperienceService(pool, experience, report, extractor, failures)
 
 
 class CounterReporter:
@@ -222,10 +215,9 @@ def main(args: RoleArgs) -> int:
     collect_rarely()
     config = load(args.run_dir / "config.yaml", [])
     run_id = args.run_dir.name
-    reporter = CounterReporter(
-        DealerClient(args.address, run_id, args.name, args.incarnation, keys=args.keys)
-    )
-    service = ExperienceService.of_run(config, args.run_dir, reporter.report)
+    client = DealerClient(args.address, run_id, args.name, args.incarnation, keys=args.keys)
+    reporter = CounterReporter(client)
+    service = build(config, args.run_dir, reporter.report)
     address = experience_address(config, args.address)
     server = Server(service, address, run_id, keys=args.keys)
     log.info("%d entries, at %s", len(service.pool), address)

@@ -25,6 +25,11 @@ CREATE TABLE IF NOT EXISTS entries (
 );
 CREATE TABLE IF NOT EXISTS groups (number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
 """
+COLUMNS = (  # of an entry that is inserted
+    *("when_to_use", "content", "state", "score", "source", "trajectories", "created"),
+    *("uses", "utility", "retired", "when_vector", "content_vector"),
+)
+VECTORS = ("when_vector", "content_vector")
 
 log = logging.getLogger(__name__)
 
@@ -84,63 +89,32 @@ class Store:
     def load(self) -> tuple[str, list[ExperienceEntry]]:
         """Load the embedder's name ("" if there is none) and all entries, also retired ones."""
         found = self._database.execute("SELECT value FROM facts WHERE name = 'embedder'").fetchone()
-        rows = self._database.execute(
-            "SELECT id, when_to_use, content, state, score, source, trajectories, created, uses,"
-            " utility, retired, when_vector, content_vector FROM entries ORDER BY id"
-        )
-        return found[0] if found else "", [
-            ExperienceEntry(
-                id=number,
-                when_to_use=when,
-                content=content,
-                state=state,
-                score=score,
-                source=source,
-                trajectories=json.loads(trajectories),
-                created=created,
-                uses=uses,
-                utility=utility,
-                retired=bool(retired),
-                when_vector=np.frombuffer(when_vector, np.float32),
-                content_vector=np.frombuffer(content_vector, np.float32),
-            )
-            for (
-                number, when, content, state, score, source, trajectories, created, uses,
-                utility, retired, when_vector, content_vector,
-            ) in rows
-        ]  # fmt: skip
+        rows = self._database.execute(f"SELECT id, {', '.join(COLUMNS)} FROM entries ORDER BY id")
+        entries = []
+        for row in rows:
+            values = dict(zip(("id", *COLUMNS), row, strict=True))
+            values["trajectories"] = json.loads(values["trajectories"])
+            values["retired"] = bool(values["retired"])
+            values |= {name: np.frombuffer(values[name], np.float32) for name in VECTORS}
+            entries.append(ExperienceEntry(**values))
+        return found[0] if found else "", entries
 
     def adopt(self, embedder: str, entries: list[ExperienceEntry]) -> None:
         """Set the embedder's name and rewrite the vectors of `entries`."""
         write = self._database.execute
         write("INSERT OR REPLACE INTO facts VALUES ('embedder', ?)", (embedder,))
+        change = "UPDATE entries SET when_vector = ?, content_vector = ? WHERE id = ?"
         for entry in entries:
-            vectors = entry.when_vector.tobytes(), entry.content_vector.tobytes()
-            write(
-                "UPDATE entries SET when_vector = ?, content_vector = ? WHERE id = ?",
-                (*vectors, entry.id),
-            )
+            write(change, (entry.when_vector.tobytes(), entry.content_vector.tobytes(), entry.id))
 
     def add(self, entry: ExperienceEntry) -> None:
         """Insert an entry and set its id; ids are never reused."""
+        values = {name: getattr(entry, name) for name in COLUMNS}
+        values["trajectories"] = json.dumps(entry.trajectories)
+        values |= {name: values[name].tobytes() for name in VECTORS}
+        marks = ", ".join("?" for _ in COLUMNS)
         cursor = self._database.execute(
-            "INSERT INTO entries (when_to_use, content, state, score, source, trajectories,"
-            " created, uses, utility, retired, when_vector, content_vector)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                entry.when_to_use,
-                entry.content,
-                entry.state,
-                entry.score,
-                entry.source,
-                json.dumps(entry.trajectories),
-                entry.created,
-                entry.uses,
-                entry.utility,
-                entry.retired,
-                entry.when_vector.tobytes(),
-                entry.content_vector.tobytes(),
-            ),
+            f"INSERT INTO entries ({', '.join(COLUMNS)}) VALUES ({marks})", tuple(values.values())
         )
         assert cursor.lastrowid is not None
         entry.id = cursor.lastrowid

@@ -35,12 +35,14 @@ class Chat:
         self._reserved = [token.content for token in added if token.special]
         self._reserved += [OPENING.removesuffix(">"), CLOSING.removesuffix(">")]
         history = [{"role": "user", "content": ""}, {"role": "assistant", "content": ASSISTANT}]
-        rendered = self._render([*history, {"role": "user", "content": USER}])
+        rendered = self.render([*history, {"role": "user", "content": USER}])
         _, found, after = rendered.partition(ASSISTANT)
         self.between, found_too, self.opening = after.partition(USER)
         if not (found and found_too):
             raise ValueError("chat template: it does not render every message as it is")
-        self.end_of_turn = self._leading_special()
+        leading = self.tokens_of(self.between)[:1]
+        special = leading and leading[0] in tokenizer.added_tokens_decoder
+        self.end_of_turn: int | None = leading[0] if special else None
         ends = (self.end_of_turn, tokenizer.eos_token_id)
         self.stop_tokens = frozenset(token for token in ends if token is not None)
 
@@ -96,11 +98,8 @@ class Chat:
         """Return the tokens that `next` has before the user's message, and those of the message
         with the one that ends it."""
         said = self.plain(user)
-        encoded = self._tokenizer(
-            self.between + said + self.opening,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-        )
+        text, options = self.between + said + self.opening, {"return_offsets_mapping": True}
+        encoded = self._tokenizer(text, add_special_tokens=False, **options)
         tokens, offsets = encoded["input_ids"], encoded["offset_mapping"]
         start, end = len(self.between), len(self.between) + len(said)
         first = next(i for i, (_, stop) in enumerate(offsets) if stop > start)
@@ -115,7 +114,7 @@ class Chat:
             tokens.append(self.end_of_turn)
         return tokens
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
         """Render a whole conversation with the template, up to the beginning of the policy's turn.
 
         Raises whatever the template does.
@@ -125,7 +124,7 @@ class Chat:
             tools=tools or None,
             tokenize=False,
             add_generation_prompt=True,
-            forced_prefix="",
+            forced_prefix="",  # of a template that an earlier run exported: the prefix comes after
         )
 
     def tokens_of(self, text: str) -> list[int]:
@@ -146,21 +145,7 @@ class Chat:
 
     def _opening_text(self, system: str, user: str) -> str:
         content = (("system", system), ("user", user))
-        return self._render([{"role": role, "content": self.plain(text)} for role, text in content])
-
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        return self._tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=True,
-            forced_prefix="",  # of a template that an earlier run exported: the prefix comes after
-        )
-
-    def _leading_special(self) -> int | None:
-        tokens = self.tokens_of(self.between)
-        if tokens and tokens[0] in self._tokenizer.added_tokens_decoder:
-            return tokens[0]
-        return None
+        return self.render([{"role": role, "content": self.plain(text)} for role, text in content])
 
 
 def encodable(text: str) -> str:

@@ -6,8 +6,7 @@ action. Errors a policy can mend are told to it as what the tool said.
 
 import json
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -29,11 +28,17 @@ class ToolInvocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arguments: dict[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class InvalidCall:
+class InvalidCall(NamedTuple):
     """A call that cannot be carried out; `complaint` is told to the policy."""
 
     complaint: str
+
+
+def tool_spec(name: str, does: str, argument: str, **meaning: str) -> dict[str, Any]:
+    """Return the spec of a tool with one argument, a text; `meaning`: more of its JSON schema."""
+    properties = {argument: {"type": "string"} | meaning}
+    schema = {"type": "object", "properties": properties, "required": [argument]}
+    return {"name": name, "description": does, "parameters": schema}
 
 
 def canonical(name: str, arguments: dict[str, Any]) -> str:

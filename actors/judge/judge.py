@@ -11,8 +11,7 @@ import hashlib
 import logging
 import math
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 from actors.engines.base import Engine
 from actors.failures import FailureCounts
@@ -36,8 +35,7 @@ REASONS = (
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class JudgedEpisode:
+class JudgedEpisode(NamedTuple):
     """Finished episode of K turns, for the judge.
 
     `query`: its task; turns[K]: observations and actions; scores[K+1]: the environment's scores
@@ -54,79 +52,61 @@ class JudgedEpisode:
 Labels = tuple[list[int], str]
 
 
-class Judge(Protocol):
-    """Judge of concurrent episodes on one asyncio loop."""
+class Judge:
+    """Judge of concurrent episodes on one asyncio loop. It counts labelled and unlabelled ones;
+    every reason is reported, also while it is 0."""
+
+    reported: tuple[str, ...] = ()  # further counts
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def generated(self) -> int:
+        """Return the number of tokens that the actor's engine has sampled for judging."""
+        return 0
 
     async def label(self, episode: JudgedEpisode) -> Labels:
         """Return one label per turn (+1 GOOD, -1 BAD) and their source ("rule", "self", "llm").
 
         Without labels the source is "", and the labels are empty or all 0.
         """
-        ...
+        raise NotImplementedError
 
     def counters(self) -> dict[str, float]:
         """Return totals by metric name."""
-        ...
+        reasons = (f"unlabelled_{reason}" for reason in REASONS)
+        names = ("labelled", "unlabelled", *reasons, *self.reported)
+        return {f"judge/{name}": float(self._counts[name]) for name in names}
 
-    @property
-    def generated(self) -> int:
-        """Return the number of tokens that the actor's engine has sampled for judging."""
-        ...
+    async def close(self) -> None:
+        pass
 
-    async def close(self) -> None: ...
-
-
-class Tally:
-    """Counts of labelled and unlabelled episodes; every reason is reported, also while it is 0."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def labelled(self) -> None:
-        self._counts["labelled"] += 1
-
-    def unlabelled(self, reason: str) -> None:
-        self._counts["unlabelled"] += 1
-        self._counts[f"unlabelled_{reason}"] += 1
-
-    def count(self, name: str) -> None:
-        self._counts[name] += 1
-
-    def counters(self, *names: str) -> dict[str, float]:
-        named = ("labelled", "unlabelled", *(f"unlabelled_{reason}" for reason in REASONS), *names)
-        return {f"judge/{name}": float(self._counts[name]) for name in named}
+    def _unlabelled(self, episode: JudgedEpisode, reason: str) -> Labels:
+        self._counts.update(("unlabelled", f"unlabelled_{reason}"))
+        return [UNLABELLED] * len(episode.turns), ""
 
 
-class RuleJudge:
+class RuleJudge(Judge):
     """Judge by the environment's score: a turn that raises it is GOOD, any other BAD."""
-
-    generated = 0
-
-    def __init__(self) -> None:
-        self._tally = Tally()
 
     async def label(self, episode: JudgedEpisode) -> Labels:
         scores, turns = episode.scores, len(episode.turns)
         known = len(scores) > 1 and all(map(math.isfinite, scores))
         if not known or (turns and len(scores) != turns + 1):
-            self._tally.unlabelled("unscored")
-            return [UNLABELLED] * turns, ""
-        self._tally.labelled()
+            return self._unlabelled(episode, "unscored")
+        self._counts["labelled"] += 1
         return by_progress(scores), "rule"
 
-    def counters(self) -> dict[str, float]:
-        return self._tally.counters()
 
-    async def close(self) -> None:
-        pass
-
-
-class ModelJudge:
+class ModelJudge(Judge):
     """Judge that asks a language model about the whole episode.
 
     `client` gets at most `llm.concurrency` questions at a time. Judgments are cached by content
     (and by weights, if the policy itself judges); equal questions share one running call.
     """
+
+    reported = ("cached", "asked_again")
 
     def __init__(
         self,
@@ -134,6 +114,7 @@ class ModelJudge:
         client: Endpoint | PolicyClient,
         failures: FailureCounts | None = None,
     ) -> None:
+        super().__init__()
         self._client = client
         self._failures = failures or FailureCounts()
         self._policy = client if isinstance(client, PolicyClient) else None
@@ -145,45 +126,41 @@ class ModelJudge:
         self._cached: OrderedDict[str, list[int]] = OrderedDict()
         self._cache_size = config.cache
         self._running: dict[str, asyncio.Future[list[int] | str]] = {}
-        self._tally = Tally()
 
     @property
     def generated(self) -> int:
         return self._policy.generated if self._policy else 0
 
     async def label(self, episode: JudgedEpisode) -> Labels:
-        turns = len(episode.turns)
-        if not turns:
+        if not episode.turns:
             return [], ""
         outcome = await self._shared(episode)
         if isinstance(outcome, str):
-            self._tally.unlabelled(outcome)
-            return [UNLABELLED] * turns, ""
-        self._tally.labelled()
+            return self._unlabelled(episode, outcome)
+        self._counts["labelled"] += 1
         return list(outcome), self._source
 
     def counters(self) -> dict[str, float]:
-        return self._tally.counters("cached", "asked_again") | self._client.counters()
+        return super().counters() | self._client.counters()
 
     async def close(self) -> None:
         await self._client.close()
 
     async def _shared(self, episode: JudgedEpisode) -> list[int] | str:
         """Return labels or the reason without them; equal concurrent questions share one call."""
-        prompt = question(
-            episode.query, episode.turns, episode.success, episode.reward, self._max_chars
-        )
+        shown = episode.query, episode.turns, episode.success, episode.reward
+        prompt = question(*shown, self._max_chars)
         text = f"{self._policy.weights if self._policy else ''}\n{prompt}"
         name = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
         while name not in self._cached and name in self._running:
             running = self._running[name]
             await asyncio.wait([running])
             if not running.cancelled():
-                self._tally.count("cached")
+                self._counts["cached"] += 1
                 return running.result()
         if name in self._cached:
             self._cached.move_to_end(name)
-            self._tally.count("cached")
+            self._counts["cached"] += 1
             return self._cached[name]
         future = self._running[name] = asyncio.get_running_loop().create_future()
         try:
@@ -226,7 +203,7 @@ class ModelJudge:
         prompt, reason = first, ""
         for attempt in range(ATTEMPTS):
             if attempt:
-                self._tally.count("asked_again")
+                self._counts["asked_again"] += 1
                 prompt = again(first, turns)
             chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
             answer = await self._client.complete(chat, within_s=deadline - loop.time())

@@ -44,14 +44,12 @@ def parse(answer: str, turns: int) -> list[int]:
             continue
         verdict = _VERDICT.fullmatch(line) if len(line) <= LINE_CHARS else None
         if verdict is None:
-            raise UnreadableLabels(
-                "unreadable", f"the line is not a judgment: {line[:LINE_CHARS]!r}"
-            )
+            problem = f"the line is not a judgment: {line[:LINE_CHARS]!r}"
+            raise UnreadableLabels("unreadable", problem)
         number = len(labels) + 1
         if int(verdict[1]) != number or number > turns:
-            raise UnreadableLabels(
-                "wrong_count", f"found step {verdict[1]} instead of {number} of {turns}"
-            )
+            problem = f"found step {verdict[1]} instead of {number} of {turns}"
+            raise UnreadableLabels("wrong_count", problem)
         labels.append(GOOD if verdict[2].upper() == "GOOD" else BAD)
     if not labels:
         raise UnreadableLabels("unreadable", "no line is a judgment")

@@ -17,7 +17,6 @@ import math
 import re
 import zlib
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -46,12 +45,22 @@ class Unavailable(Exception):
     """Failure to get an answer.
 
     `reason`: timeout, connection, status, garbage (invalid form), too_long (answer or question),
-    breaker or budget.
+    breaker or budget. Of a failed call: `retryable`: a retry can help; `endpoint_fault`: counts for
+    the breaker; `pause_s`: minimum before the next call.
     """
 
-    def __init__(self, reason: str, text: str) -> None:
+    def __init__(
+        self,
+        reason: str,
+        text: str,
+        *,
+        retryable: bool = True,
+        endpoint_fault: bool = True,
+        pause_s: float = 0.0,
+    ) -> None:
         super().__init__(mask(text))
-        self.reason = reason
+        self.reason, self.retryable = reason, retryable
+        self.endpoint_fault, self.pause_s = endpoint_fault, pause_s
 
 
 class _Message(msgspec.Struct):
@@ -65,17 +74,6 @@ class _Choice(msgspec.Struct):
 class _ChatCompletion(msgspec.Struct):
     choices: list[_Choice]
     usage: Any = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _CallFailure:
-    """Failed call. `retryable`: a retry can help; `endpoint_fault`: counts for the breaker."""
-
-    reason: str
-    text: str
-    retryable: bool = True
-    endpoint_fault: bool = True
-    pause_s: float = 0.0  # minimum before the next call
 
 
 class Endpoint:
@@ -127,13 +125,14 @@ class Endpoint:
             async with asyncio.timeout_at(deadline if within_s < math.inf else None):
                 await self._slots.acquire()
         except TimeoutError:
-            raise Unavailable(
-                "timeout", f"{self._section}.llm: llm.concurrency other calls are running"
-            ) from None
+            raise self._unavailable("timeout", "llm.concurrency other calls are running") from None
         try:
             return await self._with_retries(body, deadline)
         finally:
             self._slots.release()
+
+    def _unavailable(self, reason: str, text: object) -> Unavailable:
+        return Unavailable(reason, f"{self._section}.llm: {text}")
 
     def failed(self, error: str) -> None:
         """Count the failure of a call, or an answer that the caller rejects."""
@@ -152,59 +151,57 @@ class Endpoint:
         """Call until one succeeds, a retry cannot help, or time is up."""
         loop = asyncio.get_running_loop()
         for attempt in range(self._llm.retries + 1):
-            outcome = await self._call_within_limits(body, deadline - loop.time())
-            if isinstance(outcome, str):
-                return outcome
-            jitter = 0.5 + uniform(zlib.crc32(body), "pause", attempt)
-            pause_s = max(PAUSE_S * 2**attempt * jitter, outcome.pause_s)
-            too_late = loop.time() + pause_s >= deadline or pause_s > LONGEST_PAUSE_S
-            if attempt == self._llm.retries or not outcome.retryable or too_late:
-                raise Unavailable(outcome.reason, f"{self._section}.llm: {outcome.text}")
+            self._admit(loop.time())
+            try:
+                return await self._call_within_limits(body, deadline - loop.time())
+            except Unavailable as failure:
+                jitter = 0.5 + uniform(zlib.crc32(body), "pause", attempt)
+                pause_s = max(PAUSE_S * 2**attempt * jitter, failure.pause_s)
+                too_late = loop.time() + pause_s >= deadline or pause_s > LONGEST_PAUSE_S
+                if attempt == self._llm.retries or not failure.retryable or too_late:
+                    raise self._unavailable(failure.reason, failure) from None
             self._counts["retries"] += 1
             await asyncio.sleep(pause_s)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _call_within_limits(self, body: bytes, limit_s: float) -> str | _CallFailure:
-        """Make one call if budget and breaker allow it, and record its outcome in both."""
-        loop = asyncio.get_running_loop()
-        exhausted = self._budget.exhausted()
-        if exhausted:
+    def _admit(self, now: float) -> None:
+        """Raise Unavailable unless budget and breaker allow a call."""
+        if exhausted := self._budget.exhausted():
             if not self._counts["refused_by_budget"]:
                 log.warning("%s.llm: %s", self._section, exhausted)
             self._counts["refused_by_budget"] += 1
             self.failed(exhausted)
-            raise Unavailable("budget", f"{self._section}.llm: {exhausted}")
-        if not self._breaker.admits(loop.time()):
+            raise self._unavailable("budget", exhausted)
+        if not self._breaker.admits(now):
             self._counts["refused_by_breaker"] += 1
-            raise Unavailable(
-                "breaker",
-                f"{self._section}.llm: the circuit breaker is open after repeated failures",
-            )
+            text = "the circuit breaker is open after repeated failures"
+            raise self._unavailable("breaker", text)
+
+    async def _call_within_limits(self, body: bytes, limit_s: float) -> str:
+        """Make one call that was admitted; record its outcome in budget and breaker."""
+        loop = asyncio.get_running_loop()
         began = loop.time()
         self._budget.spend(calls=1)
         try:
-            outcome = await self._call(body, min(limit_s, self._llm.timeout_s))
+            text = await self._call(body, min(limit_s, self._llm.timeout_s))
+        except Unavailable as failure:
+            self._counts["failures"] += 1
+            self.failed(str(failure))
+            if not failure.endpoint_fault:
+                self._breaker.undecided()
+            elif self._breaker.failed(loop.time()):
+                warning = "%s.llm: the circuit breaker opens for %g s: %s"
+                log.warning(warning, self._section, self._llm.breaker_s, failure)
+            raise
         except BaseException:
             self._breaker.undecided()
             raise
         finally:
             self._budget.spend(seconds=loop.time() - began)
-        if isinstance(outcome, str):
-            self._breaker.succeeded()
-            return outcome
-        self._counts["failures"] += 1
-        self.failed(outcome.text)
-        if not outcome.endpoint_fault:
-            self._breaker.undecided()
-        elif self._breaker.failed(loop.time()):
-            rest_s = self._llm.breaker_s
-            why = mask(outcome.text)
-            log.warning(
-                "%s.llm: the circuit breaker opens for %g s: %s", self._section, rest_s, why
-            )
-        return outcome
+        self._breaker.succeeded()
+        return text
 
-    async def _call(self, body: bytes, limit_s: float) -> str | _CallFailure:
+    async def _call(self, body: bytes, limit_s: float) -> str:
         """Send one request and read its answer."""
         url = self._llm.url.rstrip("/") + "/chat/completions"
         received = bytearray()
@@ -218,25 +215,23 @@ class Endpoint:
                     if len(received) > self._llm.max_bytes:
                         self._budget.spend(tokens=len(received) // CHARS_PER_TOKEN)
                         text = f"the answer has more than {self._llm.max_bytes} bytes"
-                        return _CallFailure(reason="too_long", text=text, retryable=False)
+                        raise Unavailable("too_long", text, retryable=False)
         except TimeoutError:
-            return _CallFailure(reason="timeout", text=f"no complete answer within {limit_s:.1f} s")
+            raise Unavailable("timeout", f"no complete answer within {limit_s:.1f} s") from None
         except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
-            text = f"{type(error).__name__}: {error}"
-            return _CallFailure(reason="connection", text=text)
+            raise Unavailable("connection", f"{type(error).__name__}: {error}") from error
         if response.status_code != 200:
-            return _status_failure(response, bytes(received))
+            raise _status_failure(response, bytes(received))
         return self._text(body, bytes(received))
 
-    def _text(self, body: bytes, received: bytes) -> str | _CallFailure:
+    def _text(self, body: bytes, received: bytes) -> str:
         """Decode the text of an answer and spend its tokens."""
         try:
             answer = msgspec.json.decode(received, type=_ChatCompletion)
             text = answer.choices[0].message.content
         except (ValueError, RecursionError, IndexError) as error:
-            return _CallFailure(
-                reason="garbage", text=f"the answer is not a chat completion: {error}"
-            )
+            problem = f"the answer is not a chat completion: {error}"
+            raise Unavailable("garbage", problem) from error
         tokens = answer.usage.get("total_tokens") if isinstance(answer.usage, dict) else None
         if not isinstance(tokens, int) or not 0 <= tokens <= MAX_TOKENS:
             tokens = (len(body) + len(received)) // CHARS_PER_TOKEN
@@ -257,14 +252,13 @@ def authorization(llm: LlmConfig, section: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def _status_failure(response: httpx.Response, received: bytes) -> _CallFailure:
+def _status_failure(response: httpx.Response, received: bytes) -> Unavailable:
     """Convert an answer with a status other than 200."""
     status = response.status_code
     retry_after = RETRY_AFTER.fullmatch(response.headers.get("retry-after", "").strip())
     excerpt = mask(received[: 10 * EXCERPT_CHARS].decode(errors="replace"))[:EXCERPT_CHARS]
-    return _CallFailure(
-        reason="status",
-        text=f"status {status}: {excerpt!r}",
+    return Unavailable(
+        *("status", f"status {status}: {excerpt!r}"),
         retryable=status in RETRYABLE or status >= 500,
         endpoint_fault=status not in REQUEST_ERRORS,
         pause_s=float(retry_after[0]) if retry_after else 0.0,

@@ -8,5 +8,4 @@ filters      candidates → tasks: not empty, not known, feasible
 solve        second solution of a candidate by a language model
 grade        rewards of tasks that the environment cannot check
 questioner   all of it, for one actor
-factory      the configured one
 """

@@ -5,8 +5,8 @@ steps; then it explores in depth and sees only the last ones.
 """
 
 import asyncio
-import dataclasses
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -19,7 +19,7 @@ from actors.llm.json_client import JsonClient, as_json, decode_json, step_record
 from actors.questioning.prompts import BREADTH, DEPTH, EXPLORE
 from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode_config import Setting
-from actors.rollout.policy import Advice
+from actors.rollout.policy import EpisodePolicy
 from evolver_async.config import QuestioningConfig
 from evolver_async.schema import Task, Ticket
 
@@ -51,7 +51,7 @@ def exploring(
 
     With a language model the context is `full` and the first unreadable turn ends the episode.
     """
-    setting = dataclasses.replace(
+    setting = replace(
         setting,
         max_turns=config.max_turns,
         context="full" if config.kind == "llm" else setting.context,
@@ -62,40 +62,29 @@ def exploring(
     return msgspec.structs.replace(ticket, task=unbound(ticket.task)), setting
 
 
-class Explorer:
+@dataclass(eq=False)
+class Explorer(EpisodePolicy):
     """Policy that lets a language model act in one exploration, in the turn format.
 
     Without an answer it waits once and asks again; without a second one it writes an empty turn,
     which ends the episode.
     """
 
-    kind: Literal["learned", "scripted"] = "scripted"
+    kind: ClassVar[Literal["learned", "scripted"]] = "scripted"
 
-    def __init__(
-        self,
-        client: JsonClient,
-        described: str,
-        config: QuestioningConfig,
-        chat: Chat,
-        style: TurnFormat,
-        max_tokens: int,
-    ) -> None:
-        self._client = client
-        self._described = described
-        self._config = config
-        self._chat = chat
-        self._format = style
-        self._max_tokens = max_tokens
-        self._read = 0  # tokens of the context that were processed
-        self._beginning = ""
-        self._steps: list[tuple[str, str]] = []  # action, observation after it
-        self._action = ""
-
-    async def advise(self, world: TimedEnvironment, query: str) -> Advice:
-        return Advice()
+    client: JsonClient
+    described: str
+    config: QuestioningConfig
+    chat: Chat
+    format: TurnFormat
+    max_tokens: int
+    _read: int = 0  # tokens of the context that were processed
+    _beginning: str = ""
+    _steps: list[tuple[str, str]] = field(default_factory=list)  # action, observation after it
+    _action: str = ""
 
     async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
-        text = self._chat.said(context[self._read :], self._format.prefix)
+        text = self.chat.said(context[self._read :], self.format.prefix)
         if turn == 0:
             self._beginning = text
         else:
@@ -103,35 +92,31 @@ class Explorer:
         self._action = await self._choose(turn) or ""
         tokens: list[int] = []
         if self._action:
-            text = self._format.render_actions([self._action])
-            tokens = self._chat.tokens_of(text)[: self._max_tokens]
+            text = self.format.render_actions([self._action])
+            tokens = self.chat.tokens_of(text)[: self.max_tokens]
         self._read = len(context) + len(tokens)
         return Generation(tokens=tokens, logprobs=[0.0] * len(tokens), weights=[], finish="stop")
 
     def question(self, turn: int) -> str:
         """Write the question of a turn."""
-        broad = turn < self._config.breadth
-        steps = self._steps if broad else self._steps[-self._config.depth :]
+        broad = turn < self.config.breadth
+        steps = self._steps if broad else self._steps[-self.config.depth :]
         record = {"beginning": self._beginning, "steps": step_records(steps)}
         if not broad and len(steps) < len(self._steps):
             del record["beginning"]  # it does not precede these steps directly
-        return f"{self._described}\n\n{BREADTH if broad else DEPTH}\n\n{as_json(record)}"
+        return f"{self.described}\n\n{BREADTH if broad else DEPTH}\n\n{as_json(record)}"
 
     async def _choose(self, turn: int) -> str | None:
-        temperature = self._config.temperature
-        for pause_s in (self._config.llm.breaker_s, 0.0):
+        temperature = self.config.temperature
+        for pause_s in (self.config.llm.breaker_s, 0.0):
             try:
-                choice = await self._client.ask(
-                    EXPLORE, self.question(turn), parse_choice, temperature
-                )
+                question = self.question(turn)
+                choice = await self.client.ask(EXPLORE, question, parse_choice, temperature)
             except Unavailable:
                 await asyncio.sleep(pause_s)
             else:
                 return None if choice is None else choice.action.strip()
         return None
-
-    def close(self) -> None:
-        pass
 
 
 def parse_choice(answer: str) -> Choice:

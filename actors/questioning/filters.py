@@ -30,6 +30,7 @@ class _Map:
     vectors: list[np.ndarray] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class KnownTasks:
     """Tasks that this actor has accepted.
 
@@ -37,10 +38,9 @@ class KnownTasks:
     common words) or `similarity` (cosine).
     """
 
-    def __init__(self, jaccard: float, similarity: float) -> None:
-        self._jaccard = jaccard
-        self._similarity = similarity
-        self._maps: OrderedDict[tuple[str, str, int], _Map] = OrderedDict()
+    jaccard: float
+    similarity: float
+    _maps: OrderedDict[tuple[str, str, int], _Map] = field(default_factory=OrderedDict)
 
     def queries(self, task: Task) -> list[str]:
         """Return the queries of the tasks with the initial state of `task`."""
@@ -58,10 +58,10 @@ class KnownTasks:
         words = set(WORD.findall(task.query.lower()))
         if not words:
             return "empty"
-        if any(jaccard(words, other) >= self._jaccard for other in others.words):
+        if any(jaccard(words, other) >= self.jaccard for other in others.words):
             return "lexical"
         vector = embed([task.query])[0]
-        if any(float(vector @ other) >= self._similarity for other in others.vectors):
+        if any(float(vector @ other) >= self.similarity for other in others.vectors):
             return "semantic"
         return None
 
@@ -88,25 +88,23 @@ def jaccard(left: set[str], right: set[str]) -> float:
     return len(left & right) / len(both) if both else 1.0
 
 
-async def feasible(
-    candidate: Candidate, play: Play, checked: bool, replays: int, kept: int
-) -> bool:
+async def feasible(made: Candidate, play: Play, checked: bool, replays: int, kept: int) -> bool:
     """Return True if the reference solves the task in fresh instances.
 
     It must do so with the exploration's dynamics seed and in `kept` of `replays` instances with
     other seeds. `checked`: the environment checks success; otherwise all actions of the reference
     must at least be valid within one episode.
     """
-    task, reference = candidate.task, candidate.task.reference or []
+    task, reference = made.task, made.task.reference or []
 
     async def works(dynamics_seed: int) -> bool:
         played = await play(task, reference, dynamics_seed)
         whole = not played.invalid and len(played.actions) == len(reference)
         return whole and (played.success or not checked)
 
-    if not await works(candidate.dynamics_seed):
+    if not await works(made.dynamics_seed):
         return False
-    seeds = [key(candidate.dynamics_seed, "replay", number) for number in range(replays)]
+    seeds = [key(made.dynamics_seed, "replay", number) for number in range(replays)]
     worked = 0
     for left, seed in zip(range(replays, 0, -1), seeds, strict=True):
         if worked >= kept or worked + left < kept:

@@ -10,8 +10,7 @@
 The reward is score / 100. Without a valid answer there is no grade.
 """
 
-from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,8 +24,7 @@ ACHIEVED, FAILED = 60, 40  # lowest score of a success, highest score of a failu
 REPEATS, REPEATED_SCORE = 3, 20  # so many repetitions limit the score to this
 
 
-@dataclass(frozen=True)
-class Grade:
+class Grade(NamedTuple):
     """Grade of an episode. `reward` in 0..1; `success`: True if the task was achieved."""
 
     reward: float

@@ -17,7 +17,7 @@ import msgspec
 from actors.engines.base import Engine
 from actors.envs.base import EnvironmentFailure, env_class
 from actors.failures import FailureCounts
-from actors.llm.client import Unavailable
+from actors.llm.client import Endpoint, Unavailable
 from actors.llm.json_client import JsonClient
 from actors.progress import TicketProgress
 from actors.questioning import synthesize
@@ -53,21 +53,20 @@ log = logging.getLogger(__name__)
 
 
 class Questioner:
-    """Questioner of one actor. `client`: None without a language model. Raise ConfigError for an
-    invalid profile."""
+    """Questioner of one actor. Raise ConfigError for an invalid profile."""
 
-    def __init__(
-        self, config: Config, client: JsonClient | None, failures: FailureCounts | None = None
-    ) -> None:
+    def __init__(self, config: Config, failures: FailureCounts | None = None) -> None:
         self.config = config.questioning
         self._failures = failures or FailureCounts()
-        self._client = client
+        self._client: JsonClient | None = None
+        names = COUNTED
+        if self.config.kind == "llm":
+            endpoint = Endpoint(self.config.llm, "questioning", failures)
+            self._client, names = JsonClient(endpoint), COUNTED + LLM_COUNTED
         self._timeout_s = config.env.step_timeout_s
-        self._profile = ""
-        if self.config.profile:
-            self._profile = described(load_profile(self.config.profile))
+        profile = self.config.profile
+        self._profile = described(load_profile(profile)) if profile else ""
         self._known = KnownTasks(self.config.jaccard, self.config.similarity)
-        names = COUNTED if client is None else (*COUNTED, *LLM_COUNTED)
         self._counts: Counter[str] = Counter(dict.fromkeys(names, 0))
 
     async def explore(
@@ -150,22 +149,19 @@ class Questioner:
         self, ticket: Ticket, explorations: list[Exploration], progress: TicketProgress
     ) -> list[Candidate]:
         """Make candidates from the states that were reached."""
-        task, plays = unbound(ticket.task), []
+        plays = []
         for one in explorations:
-            played = await self._play(
-                ticket, one.member, task, one.actions, one.dynamics_seed, progress
-            )
+            played = await self._play(ticket, one, one.actions, progress)
             if played is not None:
                 plays.append((one, played))
-        return synthesize.from_goals(task, plays)
+        return synthesize.from_goals(unbound(ticket.task), plays)
 
     async def _from_proposals(
         self, ticket: Ticket, explorations: list[Exploration], progress: TicketProgress
     ) -> list[Candidate]:
         """Make candidates with a language model."""
-        found = await asyncio.gather(
-            *(self._proposed(ticket, one, progress) for one in explorations if one.turns)
-        )
+        asked = (self._proposed(ticket, one, progress) for one in explorations if one.turns)
+        found = await asyncio.gather(*asked)
         candidates = [candidate for some in found for candidate in some]
         return sorted(candidates, key=lambda one: -one.confidence)
 
@@ -173,9 +169,8 @@ class Questioner:
         self, ticket: Ticket, exploration: Exploration, progress: TicketProgress
     ) -> list[Candidate]:
         most, task = self.config.per_episode, unbound(ticket.task)
-        system, question = synthesize.question(
-            self._described(task), exploration, self._known.queries(task), most
-        )
+        known = self._known.queries(task)
+        system, question = synthesize.question(self._described(task), exploration, known, most)
         assert self._client is not None
         try:
             with progress.during(exploration.member, "asking for tasks"):
@@ -188,29 +183,21 @@ class Questioner:
         progress.count += 1
         candidates = []
         for proposal in proposals or []:
-            reference, seed, goal = proposal.action_sequence, exploration.dynamics_seed, None
+            reference, goal = proposal.action_sequence, None
             if has_goals(task.env):
                 goal = await self._goal_of(ticket, exploration, reference, progress)
                 if goal is None:
                     self._counts["dropped_infeasible"] += 1
                     continue
             made = task_of(task, reference, goal=goal, query=proposal.query)
-            candidates.append(
-                Candidate(
-                    task=made,
-                    confidence=proposal.confidence,
-                    member=exploration.member,
-                    dynamics_seed=seed,
-                )
-            )
+            candidates.append(exploration.candidate(made, proposal.confidence))
         return candidates
 
     async def _goal_of(
         self, ticket: Ticket, exploration: Exploration, actions: list[str], progress: TicketProgress
     ) -> dict | None:
         """Return the goal that the actions reach; None if they reach none."""
-        task, seed = unbound(ticket.task), exploration.dynamics_seed
-        played = await self._play(ticket, exploration.member, task, actions, seed, progress)
+        played = await self._play(ticket, exploration, actions, progress)
         if played is None or not played.goals or len(played.actions) != len(actions):
             return None
         return played.goals[-1]
@@ -228,16 +215,14 @@ class Questioner:
 
         objection = self._known.objection(task)
         try:
-            if objection is None and not await feasible(
-                candidate, play, checked, config.replays, config.replays_kept
-            ):
+            replays = config.replays, config.replays_kept
+            if objection is None and not await feasible(candidate, play, checked, *replays):
                 objection = "infeasible"
             if objection is None and config.resolve and self._client is not None:
                 task = await self._solved(self._client, ticket, candidate, checked, progress)
                 objection = "unsolved" if task is None else None
         except EnvironmentFailure as failure:
-            log.warning("a candidate is dropped: %s", failure)
-            self._failures.note(failure.kind, failure.name, failure.error)
+            self._failed("a candidate", failure)
             objection = "infeasible"
         except Unavailable as error:
             self._outage("a candidate is not solved again", error)
@@ -257,36 +242,26 @@ class Questioner:
     ) -> Task | None:
         task, seed = candidate.task, candidate.dynamics_seed
         own = msgspec.structs.replace(ticket, task=task)
-        world = TimedEnvironment(own, candidate.member, self._timeout_s, progress)
-        try:
-            with progress.during(candidate.member, "solving again"):
-                actions = await solve_again(
-                    client, world, progress, task, seed, self.config.max_turns, checked
-                )
-        except BaseException:
-            world.abandon()
-            raise
-        await world.close()
+        most, member = self.config.max_turns, candidate.member
+        async with TimedEnvironment(own, member, self._timeout_s, progress) as world:
+            with progress.during(member, "solving again"):
+                actions = await solve_again(client, world, progress, task, seed, most, checked)
         return None if actions is None else msgspec.structs.replace(task, reference=actions)
 
     async def _play(
-        self,
-        ticket: Ticket,
-        member: int,
-        task: Task,
-        actions: list[str],
-        dynamics_seed: int,
-        progress: TicketProgress,
+        self, ticket: Ticket, one: Exploration, actions: list[str], progress: TicketProgress
     ) -> ReplayedEpisode | None:
-        """Replay actions; None if the environment fails."""
+        """Replay actions from where an exploration began; None if the environment fails."""
+        place = ticket, one.member, unbound(ticket.task), actions, one.dynamics_seed
         try:
-            return await replay(
-                ticket, member, task, actions, dynamics_seed, self._timeout_s, progress
-            )
+            return await replay(*place, self._timeout_s, progress)
         except EnvironmentFailure as failure:
-            log.warning("an exploration is dropped: %s", failure)
-            self._failures.note(failure.kind, failure.name, failure.error)
+            self._failed("an exploration", failure)
             return None
+
+    def _failed(self, what: str, failure: EnvironmentFailure) -> None:
+        log.warning("%s is dropped: %s", what, failure)
+        self._failures.note(failure.kind, failure.name, failure.error)
 
     def _described(self, task: Task) -> str:
         """Describe the environment by its profile, or else by its instructions in plain English."""
@@ -296,3 +271,8 @@ class Questioner:
     def _outage(self, what: str, error: Unavailable) -> None:
         self._counts["outages"] += 1
         log.warning("%s: %s", what, error)
+
+
+def make_questioner(config: Config, failures: FailureCounts | None = None) -> Questioner | None:
+    """Make the configured questioner; None if `questioning.kind` is none."""
+    return None if config.questioning.kind == "none" else Questioner(config, failures)

@@ -1,7 +1,6 @@
 """Replay of actions in a fresh instance of an environment."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -11,8 +10,7 @@ from actors.rollout.environment import TimedEnvironment
 from evolver_async.schema import Task, Ticket
 
 
-@dataclass(frozen=True)
-class ReplayedEpisode:
+class ReplayedEpisode(NamedTuple):
     """Replay of a sequence of actions.
 
     `actions`: the valid ones. Per action, `steps` and `goals` hold its step and the task parameters
@@ -44,11 +42,9 @@ async def replay(
     `ticket` and `member` identify the caller. Raise EnvironmentFailure if the environment raises or
     times out.
     """
-    world = TimedEnvironment(
-        msgspec.structs.replace(ticket, task=task), member, timeout_s, progress
-    )
     played, steps, goals, invalid = [], [], [], 0
-    try:
+    own = msgspec.structs.replace(ticket, task=task)
+    async with TimedEnvironment(own, member, timeout_s, progress) as world:
         await world.open()
         first = await world.call("reset", world.env.reset, task, dynamics_seed)
         for action in actions:
@@ -63,8 +59,4 @@ async def replay(
             goals.append(await world.call("goal", env.goal) if isinstance(env, Goals) else None)
             if step.terminated or step.truncated:
                 break
-    except BaseException:
-        world.abandon()
-        raise
-    await world.close()
     return ReplayedEpisode(first, played, steps, goals, invalid)

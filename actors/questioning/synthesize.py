@@ -5,9 +5,7 @@ llm     a language model writes tasks and solutions from actions and observation
 """
 
 import hashlib
-import math
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -22,8 +20,7 @@ QUERY_CHARS = 1_000
 SOLUTION_CHARS = 4_000  # of all actions, as tasks are sent and stored with their solution
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exploration:
+class Exploration(NamedTuple):
     """Episode of an explore ticket, with all that a replay needs. `ending`: last observation."""
 
     member: int
@@ -36,9 +33,12 @@ class Exploration:
         read = [turn.action for turn in self.turns if turn.action]
         return [one.strip() for action in read for one in action.split(SEPARATOR)]
 
+    def candidate(self, task: Task, confidence: float) -> "Candidate":
+        """Make a candidate that comes from this exploration."""
+        return Candidate(task, confidence, self.member, self.dynamics_seed)
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
+
+class Candidate(NamedTuple):
     """Candidate for a task. `member`, `dynamics_seed`: of the exploration it comes from."""
 
     task: Task
@@ -98,22 +98,12 @@ def from_goals(explored: Task, plays: list[tuple[Exploration, ReplayedEpisode]])
     candidates = []
     for found in reached.values():
         exploration, task = min(found, key=lambda one: len(one[1].reference or ()))
-        candidates.append(
-            Candidate(
-                task=task,
-                confidence=len(found) / len(plays),
-                member=exploration.member,
-                dynamics_seed=exploration.dynamics_seed,
-            )
-        )
-    candidates.sort(
-        key=lambda one: (
-            math.fabs(one.confidence - 0.5),
-            -len(one.task.reference or ()),
-            one.task.task_id,
-        )
-    )
-    return candidates
+        candidates.append(exploration.candidate(task, len(found) / len(plays)))
+
+    def rank(one: Candidate) -> tuple[float, int, str]:
+        return abs(one.confidence - 0.5), -len(one.task.reference or ()), one.task.task_id
+
+    return sorted(candidates, key=rank)
 
 
 def question(described: str, explored: Exploration, known: list[str], most: int) -> tuple[str, str]:

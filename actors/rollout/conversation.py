@@ -8,7 +8,7 @@ context it was written in and nowhere else: what a later one repeats of it is PR
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from actors.engines.base import Generation
 from actors.envs.base import Described, Env, Tooled
@@ -19,8 +19,7 @@ from evolver_async.schema import Role, Sequence
 LEFT_OUT = "..."  # between the first message and a later one, where those between are not shown
 
 
-@dataclass(frozen=True)
-class _Past:
+class _Past(NamedTuple):
     """A finished turn: the observation before it, its tokens, and the tokens that followed."""
 
     told: str

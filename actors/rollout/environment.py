@@ -13,7 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Self
 
 from actors.envs.base import Env, EnvironmentFailure, blocks, env_class, make_env, settled
 from actors.progress import TicketProgress
@@ -37,6 +37,16 @@ class TimedEnvironment:
         self._progress = progress
         self._thread: _Thread | None = None
         self._last: Future[Any] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close the environment, without waiting for it after an error."""
+        if kind is None:
+            await self.close()
+        else:
+            self.abandon()
 
     async def open(self) -> None:
         """Make the environment."""
@@ -90,7 +100,7 @@ class TimedEnvironment:
     async def close(self) -> None:
         """Close the environment. An environment that hangs in a call is closed when that
         returns."""
-        if self._hangs():
+        if self._last is not None and not self._last.done():
             return self.abandon()
         try:
             if hasattr(self, "env"):
@@ -118,9 +128,6 @@ class TimedEnvironment:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(self._timeout_s):
                 await close()
-
-    def _hangs(self) -> bool:
-        return self._last is not None and not self._last.done()
 
 
 class _Thread:

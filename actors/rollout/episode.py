@@ -7,10 +7,11 @@ run.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -27,12 +28,12 @@ from actors.rollout.policy import Advice, EpisodePolicy
 from evolver_async.protocol.failures import FailureKind
 from evolver_async.protocol.transcripts import Transcript, Turn
 from evolver_async.randomness import key
-from evolver_async.schema import SCRIPTED, Ticket, Trajectory, TurnFlag
+from evolver_async.schema import SCRIPTED, Sequence, Ticket, Trajectory, TurnFlag
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finished:
     """One finished episode. `query`: its task as text; `ending`: its last observation.
 
@@ -50,6 +51,55 @@ class Finished:
 Deliver = Callable[[Finished], None]
 
 
+def assembled(
+    ticket: Ticket,
+    member: int,
+    setting: Setting,
+    policy: Literal["learned", "scripted"],
+    sequences: list[Sequence],
+    *,
+    rewards: Iterable[float],
+    flags: Iterable[int],
+    outcome: tuple[bool, bool],
+    seconds: tuple[float, float, float],
+    turns: list[Turn],
+    query: str,
+    ending: str,
+    experience_ids: list[int],
+    scores: list[float],
+) -> Finished:
+    """Assemble a finished episode of K turns without labels. `rewards`, `flags`: K each;
+    `outcome`: success and termination; `seconds`: in the environment, of generation, in all."""
+    turn_rewards = np.fromiter(rewards, np.float32)
+    trajectory = Trajectory(
+        group_id=ticket.group_id,
+        member=member,
+        attempt=ticket.attempt,
+        actor=setting.actor,
+        incarnation=setting.incarnation,
+        sequences=sequences,
+        reward=math.fsum(rewards),
+        success=outcome[0],
+        terminated=outcome[1],
+        truncated=not outcome[1],
+        turn_rewards=turn_rewards,
+        turn_flags=np.fromiter(flags, np.uint8),
+        labels=np.zeros(len(turn_rewards), np.int8),
+        label_source="",
+        experience_ids=experience_ids,
+        policy=policy,
+        timing=dict(zip(("env_s", "generate_s", "total_s"), seconds, strict=True)),
+    )
+    transcript = Transcript(
+        trajectory_id=trajectory.trajectory_id,
+        reward=trajectory.reward,
+        success=trajectory.success,
+        experience_ids=experience_ids,
+        turns=turns,
+    )
+    return Finished(trajectory, transcript, query, ending, scores)
+
+
 class EpisodeLate(Exception):
     """An episode missed its deadline and spent most of its time in the policy."""
 
@@ -57,40 +107,34 @@ class EpisodeLate(Exception):
 
     def __init__(self, failure: EnvironmentFailure) -> None:
         super().__init__(str(failure))
-        self.name = failure.name
-        self.error = failure.error
+        self.name, self.error = failure.name, failure.error
 
 
+@dataclass(eq=False)
 class Episode:
     """Run of one member's episode."""
 
-    def __init__(
-        self,
-        environment: TimedEnvironment,
-        ticket: Ticket,
-        member: int,
-        setting: Setting,
-        progress: TicketProgress,
-    ) -> None:
-        self.environment = environment
-        self.ticket = ticket
-        self.member = member
-        self.setting = setting
-        self.progress = progress
-        self.conversation: Conversation
-        self.tools: frozenset[str] | None = None  # None: actions are no calls
-        self.observation = ""
-        self.query = ""
-        self.advice = Advice()
-        self.turns: list[Turn] = []
-        self.scores: list[float] = []
-        self.rewards: list[float] = []
-        self.flags: list[TurnFlag] = []
-        self.steps = 0
-        self.success = self.terminated = self.truncated = False
-        self.generate_s = 0.0
+    environment: TimedEnvironment
+    ticket: Ticket
+    member: int
+    setting: Setting
+    progress: TicketProgress
+    conversation: Conversation = field(init=False)
+    tools: frozenset[str] | None = None  # None: actions are no calls
+    observation: str = ""
+    query: str = ""
+    advice: Advice = field(default_factory=Advice)
+    turns: list[Turn] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    flags: list[TurnFlag] = field(default_factory=list)
+    steps: int = 0
+    success: bool = False
+    terminated: bool = False
+    truncated: bool = False
+    generate_s: float = 0.0
 
-    async def play(self, policy: EpisodePolicy) -> Trajectory:
+    async def play(self, policy: EpisodePolicy) -> Finished:
         """Reset, then run turns until the end, a limit, or too little room for a whole turn."""
         setting = self.setting
         loop = asyncio.get_running_loop()
@@ -101,9 +145,8 @@ class Episode:
             asked = loop.time()
             try:
                 with self.progress.during(self.member, f"generation of turn {turn}"):
-                    generation = await policy.write(
-                        self.environment, self.conversation.tokens, turn
-                    )
+                    context = self.conversation.tokens
+                    generation = await policy.write(self.environment, context, turn)
             finally:
                 self.generate_s += loop.time() - asked
             self.progress.count += len(generation.tokens)
@@ -115,13 +158,23 @@ class Episode:
             if 0 < setting.format_errors <= unread or not self.conversation.tell(told):
                 break
         if not (self.terminated or self.truncated) and isinstance(self.environment.env, Concluding):
-            reward, self.success = await self.environment.call(
-                "verdict", self.environment.env.verdict
-            )
+            verdict = self.environment.env.verdict
+            reward, self.success = await self.environment.call("verdict", verdict)
             self.rewards[-1] += self._finite("verdict", reward)
         if not self.terminated:
             self.rewards[-1] += setting.truncated_reward
-        return self._trajectory(policy.kind, loop.time() - began)
+        return assembled(
+            *(self.ticket, self.member, setting, policy.kind, self.conversation.sequences()),
+            rewards=self.rewards,
+            flags=self.flags,
+            outcome=(self.success, self.terminated),
+            seconds=(self.environment.spent_s, self.generate_s, loop.time() - began),
+            experience_ids=list(self.advice.ids),
+            turns=self.turns,
+            query=self.query,
+            ending=self.observation,
+            scores=self.scores,
+        )
 
     async def _begin(self, policy: EpisodePolicy, room: int) -> None:
         """Reset and make the tokens up to the first turn, experience included."""
@@ -132,9 +185,8 @@ class Episode:
         seen = await environment.call("reset", environment.env.reset, task, dynamics_seed)
         self.observation = encodable(seen)
         self.query = f"{task.query}\n{self.observation}" if task.query else self.observation
-        system = await environment.call(
-            "instructions", system_message, self.setting, environment.env
-        )
+        described = system_message, self.setting, environment.env
+        system = await environment.call("instructions", *described)
         if self.setting.format.tools:
             self.tools = await environment.call("tools", tool_names, environment.env)
         talk = Conversation(self.setting, system, task.query, self.observation, room)
@@ -182,9 +234,8 @@ class Episode:
                 outputs.append(unknown)
                 continue
             latency_s = step_latency_s(self.setting, self.ticket, self.member, self.steps)
-            step: Step = await self.environment.call(
-                "step", self.environment.env.step, action, latency_s=latency_s
-            )
+            act = self.environment.env.step
+            step: Step = await self.environment.call("step", act, action, latency_s=latency_s)
             self.steps += 1
             self.progress.count += 1
             outputs.append(encodable(step.observation))
@@ -227,32 +278,6 @@ class Episode:
         slow_policy = self.ticket.kind not in SCRIPTED and self.generate_s > limit_s / 2
         return EpisodeLate(failure) if slow_policy else failure
 
-    def _trajectory(self, kind: Literal["learned", "scripted"], total_s: float) -> Trajectory:
-        turns = len(self.rewards)
-        return Trajectory(
-            group_id=self.ticket.group_id,
-            member=self.member,
-            attempt=self.ticket.attempt,
-            actor=self.setting.actor,
-            incarnation=self.setting.incarnation,
-            sequences=self.conversation.sequences(),
-            reward=math.fsum(self.rewards),
-            success=self.success,
-            terminated=self.terminated,
-            truncated=not self.terminated,
-            turn_rewards=np.array(self.rewards, np.float32),
-            turn_flags=np.array(self.flags, np.uint8),
-            labels=np.zeros(turns, np.int8),
-            label_source="",
-            experience_ids=list(self.advice.ids),
-            policy=kind,
-            timing={
-                "env_s": self.environment.spent_s,
-                "generate_s": self.generate_s,
-                "total_s": total_s,
-            },
-        )
-
 
 async def run_episode(
     ticket: Ticket, member: int, setting: Setting, policy: EpisodePolicy, progress: TicketProgress
@@ -265,30 +290,11 @@ async def run_episode(
     environment = TimedEnvironment(ticket, member, setting.step_timeout_s, progress)
     episode = Episode(environment, ticket, member, setting, progress)
     try:
-        async with asyncio.timeout(setting.episode_timeout_s) as limit:
-            trajectory = await episode.play(policy)
+        async with environment:
+            with contextlib.closing(policy):
+                async with asyncio.timeout(setting.episode_timeout_s) as limit:
+                    return await episode.play(policy)
     except TimeoutError:
-        environment.abandon()
         if limit.expired():
             raise episode.late() from None
         raise
-    except BaseException:
-        environment.abandon()
-        raise
-    finally:
-        policy.close()
-    await environment.close()
-    transcript = Transcript(
-        trajectory_id=trajectory.trajectory_id,
-        reward=trajectory.reward,
-        success=trajectory.success,
-        experience_ids=trajectory.experience_ids,
-        turns=episode.turns,
-    )
-    return Finished(
-        trajectory=trajectory,
-        transcript=transcript,
-        query=episode.query,
-        ending=episode.observation,
-        scores=episode.scores,
-    )

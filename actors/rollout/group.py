@@ -3,7 +3,8 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from actors.engines.base import Engine, Generation, Request
 from actors.envs.base import EnvironmentFailure
@@ -18,43 +19,41 @@ from evolver_async.schema import Ticket
 log = logging.getLogger(__name__)
 
 
-class LearnedPolicy:
+@dataclass(eq=False)
+class LearnedPolicy(EpisodePolicy):
     """Policy that samples one member's turns from the engine; every turn's draws have their own
     key."""
 
-    kind: Literal["learned", "scripted"] = "learned"
+    kind: ClassVar[Literal["learned", "scripted"]] = "learned"
 
-    def __init__(
-        self, engine: Engine, ticket: Ticket, member: int, setting: Setting, guide: Guide | None
-    ) -> None:
-        self._engine = engine
-        self._guide = guide
-        self._sampling = ticket.sampling
-        self._stop_tokens = setting.chat.stop_tokens
-        self._stop_strings = setting.format.stop_strings
-        self._session = f"{ticket.group_id}/{member}/{ticket.attempt}"
-        self._seed = setting.seed
+    engine: Engine
+    ticket: Ticket
+    member: int
+    setting: Setting
+    guide: Guide | None
 
-    async def advise(self, environment: TimedEnvironment, query: str) -> Advice:
-        return Advice() if self._guide is None else await self._guide.advise(query)
+    async def advise(self, world: TimedEnvironment, query: str) -> Advice:
+        return Advice() if self.guide is None else await self.guide.advise(query)
 
-    async def write(
-        self, environment: TimedEnvironment, context: list[int], turn: int
-    ) -> Generation:
-        return await self._engine.generate(
-            Request(
-                tokens=context,
-                max_tokens=self._sampling.max_tokens,
-                temperature=self._sampling.temperature,
-                stop_tokens=self._stop_tokens,
-                stop_strings=self._stop_strings,
-                session=self._session,
-                seed=key(self._seed, "sample", self._session, turn),
-            )
+    async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
+        sampling, setting = self.ticket.sampling, self.setting
+        request = Request(
+            tokens=context,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            stop_tokens=setting.chat.stop_tokens,
+            stop_strings=setting.format.stop_strings,
+            session=self._session,
+            seed=key(setting.seed, "sample", self._session, turn),
         )
+        return await self.engine.generate(request)
+
+    @property
+    def _session(self) -> str:
+        return f"{self.ticket.group_id}/{self.member}/{self.ticket.attempt}"
 
     def close(self) -> None:
-        self._engine.release(self._session)
+        self.engine.release(self._session)
 
 
 async def side_by_side(

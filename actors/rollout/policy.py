@@ -1,6 +1,6 @@
 """The policy of one episode as the rollout sees it, and the experience that guides it."""
 
-from typing import Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from actors.engines.base import Generation
 from actors.rollout.environment import TimedEnvironment
@@ -22,17 +22,16 @@ class Guide(Protocol):
 class EpisodePolicy(Protocol):
     """Author of the ACTION tokens of one episode."""
 
-    kind: Literal["learned", "scripted"]
+    kind: ClassVar[Literal["learned", "scripted"]]
 
-    async def advise(self, environment: TimedEnvironment, query: str, /) -> Advice:
+    async def advise(self, world: TimedEnvironment, query: str, /) -> Advice:
         """Return experience for an episode of the task that `query` describes."""
-        ...
+        return Advice()
 
-    async def write(
-        self, environment: TimedEnvironment, context: list[int], turn: int, /
-    ) -> Generation:
+    async def write(self, world: TimedEnvironment, context: list[int], turn: int, /) -> Generation:
         """Return the turn that follows `context`; a scripted policy gives no `weights` and
         log-probs of 0."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release what the episode holds."""

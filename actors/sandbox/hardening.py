@@ -48,9 +48,8 @@ def limit_processes(count: int) -> None:
         if forked(count + 1) == count:
             resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
             return
-    raise ConfinementError(
-        f"the number of processes cannot be limited to {count} (root's are not counted)"
-    )
+    limit = f"limited to {count} (root's are not counted)"
+    raise ConfinementError(f"the number of processes cannot be {limit}")
 
 
 def forked(most: int) -> int:

@@ -116,15 +116,17 @@ def give_up_rights(user: int) -> None:
 
 def bubblewrap(spec: dict[str, Any]) -> list[str]:
     """Return the command line that asks bubblewrap for the same confinement."""
-    command = [
-        spec["bwrap"],
-        "--unshare-all",
-        "--unshare-user",
-        "--die-with-parent",
+    command = [spec["bwrap"], "--unshare-all", "--unshare-user", "--die-with-parent"]
+    command += [
         "--new-session",
+        "--as-pid-1",
+        "--clearenv",
+        "--cap-drop",
+        "ALL",
+        "--hostname",
+        NAME,
     ]
-    command += ["--as-pid-1", "--clearenv", "--cap-drop", "ALL", "--hostname", NAME]
-    command += ["--uid", str(NOBODY), "--gid", str(NOBODY)]
+    command += ["--hostname", NAME, "--uid", str(NOBODY), "--gid", str(NOBODY)]
     for path, seen in spec["paths"]:
         if os.path.islink(path):
             command += ["--symlink", os.readlink(path), seen]

@@ -12,11 +12,9 @@ import shutil
 import threading
 from typing import get_args
 
+from actors.sandbox import process
 from actors.sandbox.process import (
-    ConfinedInterpreter,
     InterpreterConfig,
-    InterpreterDied,
-    InterpreterTimeout,
     Result,
     Route,
     SandboxLimits,
@@ -47,7 +45,7 @@ class SandboxPool:
         self.limits = limits
         self._interior = interior
         self._routes: list[Route] = [route] if route else routes()
-        self._free: queue.LifoQueue[ConfinedInterpreter | None] = queue.LifoQueue()
+        self._free: queue.LifoQueue[process.ConfinedInterpreter | None] = queue.LifoQueue()
         for _ in range(size):
             self._free.put(None)
         self._size = size
@@ -66,8 +64,8 @@ class SandboxPool:
             if cell is None:
                 cell = self._start()
             result, clean = cell.run(source)
-        except InterpreterDied as death:
-            status = "timeout" if isinstance(death, InterpreterTimeout) else "killed"
+        except process.InterpreterDied as death:
+            status = "timeout" if isinstance(death, process.InterpreterTimeout) else "killed"
             result = Result("", KILLED, status, self.limits.wall_s)
         finally:
             if cell is not None and not clean:
@@ -96,11 +94,11 @@ class SandboxPool:
                     cell.kill()
                 self._free.put(None)
 
-    def _start(self) -> ConfinedInterpreter:
+    def _start(self) -> process.ConfinedInterpreter:
         refusals = []
         for route in self._routes:
             try:
-                cell = ConfinedInterpreter(route, self.limits, self._interior)
+                cell = process.ConfinedInterpreter(route, self.limits, self._interior)
             except SandboxUnavailable as refusal:
                 refusals.append(f"{WAYS[route]}: {refusal}")
             else:

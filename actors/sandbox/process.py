@@ -15,7 +15,7 @@ import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from actors.sandbox.seccomp import program
 
@@ -69,8 +69,7 @@ class SandboxLimits:
                 raise ValueError(f"{name}: {getattr(self, name)} is less than {least}")
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """Output of a program, at most `output_bytes` of each stream, its status and duration.
 
     `error`: it raised or exited with a code; `timeout` and `output` name the limit that it broke;
@@ -136,14 +135,7 @@ class ConfinedInterpreter:
                 "filter": program().hex(),
                 "imports": interior.imports,
                 "path": [PACKAGES] * interior.packages,
-                "temporary_bytes": limits.temporary_bytes,
-                "open_files": limits.open_files,
-                "processes": limits.processes,
-                "wall_s": limits.wall_s,
-                "cpu_s": limits.cpu_s,
-                "memory_bytes": limits.memory_bytes,
-                "output_bytes": limits.output_bytes,
-            }
+            } | vars(limits)
             refused = self._ask(setup, START_S)[0]["refused"]
         except InterpreterDied as death:
             raise SandboxUnavailable(self._last_words() or str(death)) from None

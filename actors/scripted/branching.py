@@ -8,8 +8,8 @@ ACTION, in one Sequence a row; nothing of it was sampled.
 
 import asyncio
 import random
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode import Deliver, EpisodeLate, Finished
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import run_members
-from actors.rollout.policy import Advice, EpisodePolicy
+from actors.rollout.policy import EpisodePolicy
 from actors.scripted.expert import ScriptedPolicy
 from actors.scripted.reflection import Reflector
 from evolver_async.config import StageConfig
@@ -35,8 +35,7 @@ DONE, WON, LOST = "done", "success", "failed"  # how an outcome says that it is 
 CHARS = (400, 300, 200, 150, 100, 75, 50, 35, 25, 15, 8)  # of an outcome, until the turn fits
 
 
-@dataclass(frozen=True)
-class TriedTurn:
+class TriedTurn(NamedTuple):
     """A turn that was tried: its actions, the policy's view of the outcome, and the ending if it
     ends the episode."""
 
@@ -62,8 +61,7 @@ class TriedTurn:
         return f"{shown} {self.ending}".strip()
 
 
-@dataclass(frozen=True)
-class BranchState:
+class BranchState(NamedTuple):
     """A state of the expert's episode: the policy's context, the expert's turn and alternatives."""
 
     turn: int
@@ -72,7 +70,7 @@ class BranchState:
     others: list[TriedTurn]
 
 
-class BranchingPolicy:
+class BranchingPolicy(EpisodePolicy):
     """Policy that plays the expert's episode; in every state it tries the expert's turn and up to
     `alternatives` others with another first action."""
 
@@ -86,19 +84,11 @@ class BranchingPolicy:
         self._stage = stage
         self.states: list[BranchState] = []
 
-    async def advise(self, environment: TimedEnvironment, query: str) -> Advice:
-        return Advice()
-
-    async def write(
-        self, environment: TimedEnvironment, context: list[int], turn: int
-    ) -> Generation:
-        state = await environment.call("branching", self._branch, environment.env, turn, context)
+    async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
+        state = await world.call("branching", self._branch, world.env, turn, context)
         if state is not None:
             self.states.append(state)
-        return await self._expert.write(environment, context, turn)
-
-    def close(self) -> None:
-        pass
+        return await self._expert.write(world, context, turn)
 
     def _branch(self, env: Env, turn: int, context: list[int]) -> BranchState | None:
         """Return the current state; None if its rows do not fit in the context. At the first turn
@@ -114,16 +104,15 @@ class BranchingPolicy:
         return None
 
 
-def try_turns(
-    env: Env, style: TurnFormat, alternatives: int, rng: random.Random
-) -> list[TriedTurn]:
-    """Try the expert's turn, then the others, each from the current state, which is restored."""
+def try_turns(env: Env, style: TurnFormat, most: int, rng: random.Random) -> list[TriedTurn]:
+    """Try the expert's turn, then at most `most` others, each from the current state, which
+    is restored."""
     assert isinstance(env, Rewindable), f"{type(env).__name__} cannot be branched"
     expert = env.solve()[: style.actions_per_turn]
     actions = env.actions()
     different = {action.lower(): action for action in actions}  # some name one several times
     firsts = [action for name, action in different.items() if name != expert[0].lower()]
-    firsts = rng.sample(firsts, min(alternatives, len(firsts)))
+    firsts = rng.sample(firsts, min(most, len(firsts)))
     others = [[first, *rng.choices(actions, k=len(expert) - 1)] for first in firsts]
     tried = []
     for turn in (expert, *others):
@@ -213,10 +202,8 @@ def _fitting(texts: list[str], setting: Setting, max_tokens: int) -> list[int]:
         turn = setting.chat.turn(text, setting.format.stop_strings)
         if len(turn) <= max_tokens:
             return turn
-    raise ValueError(
-        f"rollout.max_tokens: {max_tokens} is too small for a turn with a reason:"
-        f" {len(turn)} tokens"
-    )
+    small = f"is too small for a turn with a reason: {len(turn)} tokens"
+    raise ValueError(f"rollout.max_tokens: {max_tokens} {small}")
 
 
 def _row(shown: list[int], learnt: list[int], turn: int) -> Sequence:

@@ -24,7 +24,7 @@ MOST_HINTS = 8
 TOLD = 0.8  # of the states on the way, about
 
 
-class ScriptedPolicy:
+class ScriptedPolicy(EpisodePolicy):
     """Policy that plays one whole episode as the expert or uniformly at random, drawn once.
 
     A guided one is told what to do in some states, in the words of experience, and does it there.
@@ -42,11 +42,9 @@ class ScriptedPolicy:
         self._chat = setting.chat
         self._format = setting.format
 
-    async def advise(self, environment: TimedEnvironment, query: str) -> Advice:
-        assert isinstance(environment.env, Rewindable), (
-            f"{type(environment.env).__name__} cannot be guided"
-        )
-        text = await environment.call("hints", self._hint, environment.env)
+    async def advise(self, world: TimedEnvironment, query: str) -> Advice:
+        assert isinstance(world.env, Rewindable), f"{type(world.env).__name__} cannot be guided"
+        text = await world.call("hints", self._hint, world.env)
         return Advice(text=text)
 
     def _hint(self, env: Rewindable) -> str:
@@ -70,10 +68,8 @@ class ScriptedPolicy:
         self._hints = {state: states[state][0] for state in told}
         return quoted([contrast(state, *states[state]) for state in told])
 
-    async def write(
-        self, environment: TimedEnvironment, context: list[int], turn: int
-    ) -> Generation:
-        text = await environment.call("demonstration", self._answer, environment.env)
+    async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
+        text = await world.call("demonstration", self._answer, world.env)
         tokens = self._chat.turn(text, self._format.stop_strings)
         return Generation(tokens=tokens, logprobs=[0.0] * len(tokens), weights=[], finish="stop")
 
@@ -90,9 +86,6 @@ class ScriptedPolicy:
         else:
             actions = self._rng.choices(env.actions(), k=count)
         return self._format.render_actions(actions)
-
-    def close(self) -> None:
-        pass
 
 
 async def demonstrate_group(

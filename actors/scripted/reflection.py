@@ -11,7 +11,7 @@ from collections import Counter
 from actors.failures import FailureCounts
 from actors.llm.client import Endpoint, Unavailable
 from actors.llm.quoting import plain
-from evolver_async.config import Config, ReflectionConfig
+from evolver_async.config import ReflectionConfig
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,8 @@ class Reflector:
         }
         question = f"{WRITER}\n\n{json.dumps(shown, ensure_ascii=False)}"
         try:
-            answer = await self._endpoint.complete(
-                [{"role": "user", "content": question}], within_s=self._timeout_s
-            )
+            chat = [{"role": "user", "content": question}]
+            answer = await self._endpoint.complete(chat, within_s=self._timeout_s)
         except Unavailable as error:
             if not self._counts["by_template"]:
                 log.warning("%s; reasons are written by template", error)
@@ -71,8 +70,3 @@ class Reflector:
 
 def _shown(action: str, outcome: str) -> dict[str, str]:
     return {"action": action[:SHOWN_CHARS], "outcome": outcome[:SHOWN_CHARS]}
-
-
-def make_reflector(config: Config, failures: FailureCounts) -> Reflector | None:
-    """Return the writer of reasons in reflect stages; None: the template writes them."""
-    return Reflector(config.reflection, failures) if config.reflection.kind == "llm" else None

@@ -19,7 +19,7 @@ import numpy as np
 
 from actors.engines.base import Generation, Request
 from actors.envs.grid.frozen_lake import FrozenLake
-from actors.experience.guide import ServiceGuide, make_guide
+from actors.experience.guide import ServiceGuide
 from actors.experience.pool import Item
 from actors.experience.service import open_pool
 from actors.formats.chat import Chat
@@ -181,7 +181,7 @@ async def compared(guide: ServiceGuide) -> None:
 
 async def outside(address: str, queries: list[str]) -> None:
     client = DealerClient(f"{address}.experience", "run", "actor-0")
-    guide = make_guide(CONFIG.experience, client)
+    guide = ServiceGuide(client, CONFIG.experience)
     await asked(guide, queries)
     await compared(guide)
     print("the guide counted", guide.counters())

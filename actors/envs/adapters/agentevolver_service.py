@@ -6,6 +6,7 @@ reward is what `evaluate` says at the end; a step's own reward counts only where
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from actors.envs.adapters.service_client import (
@@ -15,23 +16,17 @@ from actors.envs.adapters.service_client import (
     ServiceState,
     service,
 )
-from actors.envs.base import Info, Step
-from actors.formats.tool_calls import ANSWER_TOOL, CODE_TOOL, called
+from actors.envs.base import Env, Info, Step
+from actors.formats.tool_calls import ANSWER_TOOL, CODE_TOOL, called, tool_spec
 from evolver_async.schema import Task
 
 CUT = " ... (cut)"
-TOOL = {
-    "name": CODE_TOOL,
-    "description": "Runs Python code in the environment and returns what it prints.",
-    "parameters": {
-        "type": "object",
-        "properties": {"code": {"type": "string", "description": "The code."}},
-        "required": ["code"],
-    },
-}
+RUNS = "Runs Python code in the environment and returns what it prints."
+TOOL = tool_spec(CODE_TOOL, RUNS, "code", description="The code.")
 
 
-class AgentEvolver:
+@dataclass(kw_only=True, eq=False)
+class AgentEvolver(Env):
     """One instance of the environment `env_type` at the service `url`; actions are sent as text.
 
     `splits` names our splits as the service does. `name` is one task of the service's instead of a
@@ -42,46 +37,34 @@ class AgentEvolver:
 
     blocking = True
 
-    def __init__(
-        self,
-        *,
-        url: str = "",
-        env_type: str = "",
-        splits: dict[str, str] | None = None,
-        name: str = "",
-        kwargs: dict[str, Any] | None = None,
-        rewards: Literal["evaluate", "steps"] = "evaluate",
-        sparse: bool = False,
-        max_moves: int = 30,
-        shown_chars: int = 16000,
-        timeout_s: float = 60.0,
-        retries: int = 2,
-    ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"url: {url!r} is not the address of an environment service")
-        if not env_type.replace("_", "").isalnum():
-            raise ValueError(f"env_type: {env_type!r} is not the name of an environment")
-        for key, value in (("max_moves", max_moves), ("shown_chars", shown_chars)):
-            if value < 1:
-                raise ValueError(f"{key}: {value} is not positive")
-        if not 0 < timeout_s < math.inf:
-            raise ValueError(f"timeout_s: {timeout_s} is not positive")
-        if not 0 <= retries <= 10:
-            raise ValueError(f"retries: {retries} is not in 0..10")
-        self.url = url
-        self.env_type = env_type
-        self.splits = splits or {"train": "train", "test": "test"}
-        self.name = name
-        self.kwargs = kwargs or {}
-        self.rewards = rewards
-        self.sparse = sparse
-        self.max_moves = max_moves
-        self.shown_chars = shown_chars
-        self.timeout_s = timeout_s
-        self.retries = retries
+    url: str = ""
+    env_type: str = ""
+    splits: dict[str, str] | None = None
+    name: str = ""
+    kwargs: dict[str, Any] | None = None
+    rewards: Literal["evaluate", "steps"] = "evaluate"
+    sparse: bool = False
+    max_moves: int = 30
+    shown_chars: int = 16000
+    timeout_s: float = 60.0
+    retries: int = 2
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url: {self.url!r} is not the address of an environment service")
+        if not self.env_type.replace("_", "").isalnum():
+            raise ValueError(f"env_type: {self.env_type!r} is not the name of an environment")
+        for key in ("max_moves", "shown_chars"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key}: {getattr(self, key)} is not positive")
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s: {self.timeout_s} is not positive")
+        if not 0 <= self.retries <= 10:
+            raise ValueError(f"retries: {self.retries} is not in 0..10")
+        self.names = self.splits or {"train": "train", "test": "test"}
         self.lease: ServiceLease | None = None
-        self.instructions = f"act in {env_type} ."
-        self.plain_instructions = f"Act in the environment {env_type} to solve the task."
+        self.instructions = f"act in {self.env_type} ."
+        self.plain_instructions = f"Act in the environment {self.env_type} to solve the task."
 
     def probe(self) -> None:
         try:
@@ -95,7 +78,7 @@ class AgentEvolver:
     def reset(self, task: Task, dynamics_seed: int) -> str:
         self.close()
         host = service(self.url, self.timeout_s, self.retries)
-        self.lease, state = host.create(self.env_type, self._name_of(host, task), self.kwargs)
+        self.lease, state = host.create(self.env_type, self._name_of(host, task), self.kwargs or {})
         self.moves = 0
         said = [m.content for m in state.messages if m.role == "system" and m.content]
         if said:
@@ -139,11 +122,11 @@ class AgentEvolver:
 
     def _names(self, host: EnvironmentService, split: str) -> list[str]:
         """Return the service's names of all tasks of one of our splits."""
-        if split not in self.splits:
+        if split not in self.names:
             raise ValueError(f"splits: no name for the split {split!r}")
-        names = host.profile(self.env_type, self.splits[split])
+        names = host.profile(self.env_type, self.names[split])
         if not names:
-            raise ValueError(f"splits: {self.env_type} has no tasks in {self.splits[split]!r}")
+            raise ValueError(f"splits: {self.env_type} has no tasks in {self.names[split]!r}")
         return names
 
     def _shown(self, state: ServiceState, without: str = "") -> str:

@@ -107,13 +107,8 @@ class Gymnasium:
         self.text = text_of(self.env.observation_space, observation)
         over = bool(terminated or truncated)
         won = bool(info["is_success"]) if "is_success" in info else reward > self.success_above
-        return Step(
-            self._observe(),
-            float(reward),
-            bool(terminated),
-            bool(truncated),
-            Info(success=bool(over and won)),
-        )
+        facts = Info(success=bool(over and won))
+        return Step(self._observe(), float(reward), bool(terminated), bool(truncated), facts)
 
     def close(self) -> None:
         self.env.close()

@@ -5,19 +5,22 @@ objects of the environment's own; here they are text. OpenEnv has one end of an 
 counts as its termination, and one seed, which a whole group shares.
 """
 
-import importlib
 import json
+from dataclasses import dataclass
 from typing import Any
 
-from actors.envs.base import Info, Step
+from actors.envs.adapters import required
+from actors.envs.base import Env, Info, Step
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 
 CUT = " ... (cut)"
+NO_OBJECT = "error: an action is a JSON object"
 LARGEST_SEED = 1 << 31
 
 
-class OpenEnv:
+@dataclass(kw_only=True, eq=False)
+class OpenEnv(Env):
     """A session of the server at `url`.
 
     An action becomes the field `action_key` of the object that is sent, beside the fields of
@@ -29,63 +32,43 @@ class OpenEnv:
 
     blocking = True
 
-    def __init__(
-        self,
-        *,
-        url: str = "",
-        action_key: str = "message",
-        action: dict[str, Any] | None = None,
-        observation_key: str = "",
-        kwargs: dict[str, Any] | None = None,
-        success_at: float = 1.0,
-        shown_chars: int = 16000,
-        timeout_s: float = 60.0,
-        instructions: str = "",
-    ) -> None:
-        if not url.startswith(("http://", "https://", "ws://", "wss://")):
-            raise ValueError(f"url: {url!r} is not the address of an OpenEnv server")
-        if shown_chars < 1:
-            raise ValueError(f"shown_chars: {shown_chars} is not positive")
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s: {timeout_s} is not positive")
-        if action and not action_key:
+    url: str = ""
+    action_key: str = "message"
+    action: dict[str, Any] | None = None
+    observation_key: str = ""
+    kwargs: dict[str, Any] | None = None
+    success_at: float = 1.0
+    shown_chars: int = 16000
+    timeout_s: float = 60.0
+    instructions: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://", "ws://", "wss://")):
+            raise ValueError(f"url: {self.url!r} is not the address of an OpenEnv server")
+        if self.shown_chars < 1:
+            raise ValueError(f"shown_chars: {self.shown_chars} is not positive")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s: {self.timeout_s} is not positive")
+        if self.action and not self.action_key:
             raise ValueError("action: an action without action_key is the whole object")
-        try:
-            self.package = importlib.import_module("openenv.core.generic_client")
-        except ImportError as error:
-            raise ValueError(
-                f"url: needs the package openenv-core (pip install openenv-core): {error}"
-            ) from error
-        self.url = url
-        self.action_key = action_key
-        self.action = dict(action or {})
-        self.observation_key = observation_key
-        self.kwargs = dict(kwargs or {})
-        self.success_at = success_at
-        self.shown_chars = shown_chars
-        self.timeout_s = timeout_s
-        self.instructions = instructions or "act in the environment ."
-        self.plain_instructions = instructions or "Act in the environment to reach its goal."
+        self.package = required("openenv.core.generic_client", "url", "openenv-core")
+        self.plain_instructions = self.instructions or "Act in the environment to reach its goal."
+        self.instructions = self.instructions or "act in the environment ."
         self.client: Any = None
 
     def reset(self, task: Task, dynamics_seed: int) -> str:
         self.close()
-        client = self.package.GenericEnvClient(
-            self.url,
-            connect_timeout_s=self.timeout_s,
-            message_timeout_s=self.timeout_s,
-            mode="simulation",
-        )
+        times = dict.fromkeys(("connect_timeout_s", "message_timeout_s"), self.timeout_s)
+        client = self.package.GenericEnvClient(self.url, mode="simulation", **times)
         self.client = client.sync()
         self.client.connect()
         seed = key(task.map_seed, "openenv", task.split) % LARGEST_SEED
-        return self._shown(self.client.reset(**({"seed": seed} | self.kwargs)).observation)
+        return self._shown(self.client.reset(**({"seed": seed} | (self.kwargs or {}))).observation)
 
     def step(self, action: str) -> Step:
         sent = self._sent(action)
         if sent is None:
-            complaint = "error: an action is a JSON object"
-            return Step(complaint, 0.0, False, False, Info(valid=False))
+            return Step(NO_OBJECT, 0.0, False, False, Info(valid=False))
         result = self.client.step(sent)
         reward = float(result.reward or 0.0)
         success = bool(result.done) and reward >= self.success_at
@@ -100,7 +83,7 @@ class OpenEnv:
     def _sent(self, action: str) -> dict[str, Any] | None:
         """Return the object that is sent for an action; None if the action is not a JSON object."""
         if self.action_key:
-            return self.action | {self.action_key: action}
+            return (self.action or {}) | {self.action_key: action}
         try:
             sent = json.loads(action)
         except (ValueError, RecursionError):
@@ -108,12 +91,11 @@ class OpenEnv:
         return sent if isinstance(sent, dict) else None
 
     def _shown(self, observation: dict[str, Any]) -> str:
-        if self.observation_key:
-            if self.observation_key not in observation:
+        key, seen = self.observation_key, observation
+        if key:
+            if key not in observation:
                 known = ", ".join(sorted(observation))
-                raise KeyError(f"observation_key: {self.observation_key} is none of: {known}")
-            seen = observation[self.observation_key]
-            text = seen if isinstance(seen, str) else json.dumps(seen, ensure_ascii=False)
-        else:
-            text = json.dumps(observation, ensure_ascii=False)
+                raise KeyError(f"observation_key: {key} is none of: {known}")
+            seen = observation[key]
+        text = seen if isinstance(seen, str) else json.dumps(seen, ensure_ascii=False)
         return text if len(text) <= self.shown_chars else text[: self.shown_chars] + CUT

@@ -6,9 +6,11 @@ the answer's text.
 """
 
 import importlib
+from dataclasses import dataclass
 from typing import Any
 
-from actors.envs.base import Info, Step, split_of
+from actors.envs.adapters import required
+from actors.envs.base import Env, Info, Step, split_of
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 
@@ -19,7 +21,8 @@ UNREADABLE += (SyntaxError, TypeError, ValueError)
 LONGEST_SEED = 1 << 31  # reasoning-gym seeds numpy with some of its numbers
 
 
-class ReasoningGym:
+@dataclass(kw_only=True, eq=False)
+class ReasoningGym(Env):
     """A question of `dataset`, made with its `kwargs`, answered once.
 
     The reward is the dataset's own score in 0..1, 0 for a text that it cannot read, and `success`
@@ -28,31 +31,26 @@ class ReasoningGym:
 
     blocking = True
 
-    def __init__(
-        self,
-        *,
-        dataset: str = "",
-        kwargs: dict[str, Any] | None = None,
-        success_at: float = 1.0,
-        instructions: str = "",
-    ) -> None:
-        if not 0 < success_at <= 1:
-            raise ValueError(f"success_at: {success_at} is not in (0, 1]")
-        self.package = _package()
-        self.dataset = dataset
-        self.kwargs = dict(kwargs or {})
+    dataset: str = ""
+    kwargs: dict[str, Any] | None = None
+    success_at: float = 1.0
+    instructions: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.success_at <= 1:
+            raise ValueError(f"success_at: {self.success_at} is not in (0, 1]")
+        self.package = required("reasoning_gym", "dataset", "reasoning-gym")
         for own in ("seed", "size"):
-            if own in self.kwargs:
+            if own in (self.kwargs or {}):
                 raise ValueError(f"kwargs: {own} follows from the task")
-        if dataset not in importlib.import_module("reasoning_gym.factory").DATASETS:
-            raise ValueError(f"dataset: reasoning-gym has no {dataset!r}")
+        if self.dataset not in importlib.import_module("reasoning_gym.factory").DATASETS:
+            raise ValueError(f"dataset: reasoning-gym has no {self.dataset!r}")
         try:
             self._made(0)
         except (TypeError, ValueError, AssertionError) as error:
             raise ValueError(f"kwargs: {error}") from error
-        self.success_at = success_at
-        self.instructions = instructions or "answer the question ."
-        self.plain_instructions = instructions or "Answer the question."
+        self.plain_instructions = self.instructions or "Answer the question."
+        self.instructions = self.instructions or "answer the question ."
 
     def reset(self, task: Task, dynamics_seed: int) -> str:
         for draw in range(MAX_DRAWS):
@@ -72,9 +70,6 @@ class ReasoningGym:
         success = score >= self.success_at
         return Step("", score, True, False, Info(valid=valid, success=success))
 
-    def close(self) -> None:
-        pass
-
     def actions(self) -> list[str]:
         """Return two answers to choose from: the right one and a wrong one."""
         return [self._best(), "none"]
@@ -90,13 +85,4 @@ class ReasoningGym:
         return str(answer)
 
     def _made(self, seed: int) -> Any:
-        return self.package.create_dataset(self.dataset, seed=seed, size=1, **self.kwargs)
-
-
-def _package() -> Any:
-    try:
-        return importlib.import_module("reasoning_gym")
-    except ImportError as error:
-        raise ValueError(
-            f"dataset: needs the package reasoning-gym (pip install reasoning-gym): {error}"
-        ) from error
+        return self.package.create_dataset(self.dataset, seed=seed, size=1, **(self.kwargs or {}))

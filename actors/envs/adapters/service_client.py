@@ -21,7 +21,7 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -78,8 +78,7 @@ class _Reply(msgspec.Struct):
     data: msgspec.Raw = msgspec.Raw(b"null")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RequestFailure:
+class _RequestFailure(NamedTuple):
     """One failed request. `undone`: the service cannot have carried it out."""
 
     kind: str
@@ -160,18 +159,16 @@ class EnvironmentService:
             self._again(call, of, found, attempt, found.again and (safe or found.undone))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _again(
-        self, call: str, of: str, failure: _RequestFailure, attempt: int, helps: bool
-    ) -> None:
+    def _again(self, call: str, of: str, failure: _RequestFailure, tried: int, helps: bool) -> None:
         """Pause before another attempt; raise ServiceError if there is none."""
-        if not helps or attempt == self.retries:
+        if not helps or tried == self.retries:
             _count("given_up")
-            tries = f"after {attempt + 1} attempts, " if attempt else ""
+            tries = f"after {tried + 1} attempts, " if tried else ""
             text = f"{self.url}: {call} of {of}: {tries}{failure.kind}: {failure.text}"
             raise ServiceError(failure.kind, text)
         _count("retries")
-        jitter = 0.5 + uniform(zlib.crc32(of.encode()), "pause", attempt)
-        time.sleep(PAUSE_S * 2**attempt * jitter)
+        jitter = 0.5 + uniform(zlib.crc32(of.encode()), "pause", tried)
+        time.sleep(PAUSE_S * 2**tried * jitter)
 
     def _request(
         self, call: str, body: dict[str, Any], shape: Any, limit_s: float | None = None
@@ -187,9 +184,8 @@ class EnvironmentService:
         deadline = time.monotonic() + limit_s
         received = bytearray()
         try:
-            with self._client.stream(
-                "POST", f"{self.url}/{call}", json=body, timeout=limit_s
-            ) as response:
+            url = f"{self.url}/{call}"
+            with self._client.stream("POST", url, json=body, timeout=limit_s) as response:
                 for part in response.iter_raw():
                     received += part
                     if len(received) > MAX_BYTES:
@@ -214,52 +210,45 @@ class EnvironmentService:
             return _RequestFailure(kind="garbage", text=f"an answer in no known form: {error}")
 
 
+@dataclass(eq=False)
 class ServiceLease:
     """Right to one instance, from `create` to `release`."""
 
-    def __init__(
-        self, service: EnvironmentService, env_type: str, task_id: str, instance_id: str
-    ) -> None:
-        self._service = service
-        self._env_type = env_type
-        self._task_id = task_id
-        self._instance_id = instance_id
-        self.held = True
+    service: EnvironmentService
+    env_type: str
+    task_id: str
+    instance_id: str
+    held: bool = True
 
     @property
     def named(self) -> str:
-        return f"{self._env_type} {self._task_id} ({self._instance_id})"
+        return f"{self.env_type} {self.task_id} ({self.instance_id})"
 
     def body(self) -> dict[str, Any]:
-        return {
-            "env_type": self._env_type,
-            "task_id": self._task_id,
-            "instance_id": self._instance_id,
-            "messages": {},
-            "params": {},
-        }
+        name = {"env_type": self.env_type, "task_id": self.task_id}
+        return name | {"instance_id": self.instance_id, "messages": {}, "params": {}}
 
     def step(self, text: str) -> ServiceState:
         """Send the policy's `text` and return the next state; carried out at most once."""
         said = {"role": "assistant", "content": text}
         body = self.body() | {"messages": said}
-        return self._service._persist("step", self.named, body, ServiceState, safe=False)
+        return self.service._persist("step", self.named, body, ServiceState, safe=False)
 
     def evaluate(self, *, sparse: bool) -> float:
         """Return the score of the instance in its present state."""
         body = self.body() | {"params": {"sparse": sparse}}
-        return self._service._persist("evaluate", self.named, body, float)
+        return self.service._persist("evaluate", self.named, body, float)
 
     def release(self) -> None:
         """Release the instance. A failure is only counted and logged, because the service releases
         an idle instance by itself."""
         self.held = False
-        limit_s = min(RELEASE_S, self._service.timeout_s)
+        limit_s = min(RELEASE_S, self.service.timeout_s)
         for _ in range(2):
-            found = self._service._request("release", self.body(), Any, limit_s)
+            found = self.service._request("release", self.body(), Any, limit_s)
             if not isinstance(found, _RequestFailure) or found.kind in ("refused", "expired"):
                 return
-        log.warning("%s: cannot release %s: %s", self._service.url, self.named, mask(found.text))
+        log.warning("%s: cannot release %s: %s", self.service.url, self.named, mask(found.text))
 
 
 def _bad_status(status: int, received: bytes) -> _RequestFailure:
@@ -268,9 +257,7 @@ def _bad_status(status: int, received: bytes) -> _RequestFailure:
     text = f"status {status}: {_excerpt(received)}"
     if status in (400, 404, 500) and "Instance" in text and GONE in text:
         return _RequestFailure(kind="expired", text=text, again=False)
-    return _RequestFailure(
-        kind="status", text=text, again=status in AGAIN, undone=status in REFUSED
-    )
+    return _RequestFailure("status", text, again=status in AGAIN, undone=status in REFUSED)
 
 
 def _excerpt(received: bytes) -> str:

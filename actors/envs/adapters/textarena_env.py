@@ -12,19 +12,23 @@ import random
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from actors.envs.base import Info, Step, split_of
+from actors.envs.adapters import required
+from actors.envs.base import Env, Info, Step, split_of
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 
 MAX_DRAWS = 200  # of games, until one belongs to the split
 PLAYER = 0
+UNPLAYABLE = (AssertionError, ImportError, LookupError, OSError, SyntaxError, ValueError)
 BARE = re.compile(r"[^\[\]]+")
 _generator = threading.Lock()
 
 
-class TextArena:
+@dataclass(kw_only=True, eq=False)
+class TextArena(Env):
     """The game `id` with its `kwargs`, for one player.
 
     An action without brackets is put into them, as the games read their moves. The reward is the
@@ -36,25 +40,20 @@ class TextArena:
 
     blocking = True
 
-    def __init__(
-        self,
-        *,
-        id: str = "",
-        kwargs: dict[str, Any] | None = None,
-        success_at: float = 1.0,
-        held_out: Literal["opening", "seed"] = "opening",
-        instructions: str = "",
-    ) -> None:
-        self.package = _package()
-        self.id = id
-        self.kwargs = dict(kwargs or {})
-        self.success_at = success_at
-        self.held_out = held_out
-        self.instructions = instructions or "play the game ."
-        self.plain_instructions = instructions or "Play the game by the rules below, and win it."
+    id: str = ""
+    kwargs: dict[str, Any] | None = None
+    success_at: float = 1.0
+    held_out: Literal["opening", "seed"] = "opening"
+    instructions: str = ""
+
+    def __post_init__(self) -> None:
+        self.package = required("textarena", "id", "textarena")
+        words = self.instructions
+        self.plain_instructions = words or "Play the game by the rules below, and win it."
+        self.instructions = words or "play the game ."
         registration = importlib.import_module("textarena.envs.registration")
-        if f"{id}-raw" not in registration.ENV_REGISTRY:
-            raise ValueError(f"id: textarena has no game {id!r}")
+        if f"{self.id}-raw" not in registration.ENV_REGISTRY:
+            raise ValueError(f"id: textarena has no game {self.id!r}")
         self.generator: Any = random.Random(0).getstate()
 
     def probe(self) -> None:
@@ -63,14 +62,7 @@ class TextArena:
                 self._make()
         except TypeError as error:
             raise ValueError(f"env.params.kwargs: {error}") from error
-        except (
-            AssertionError,
-            ImportError,
-            LookupError,
-            OSError,
-            SyntaxError,
-            ValueError,
-        ) as error:
+        except UNPLAYABLE as error:
             said = " ".join(str(error).split())[:200]
             raise ValueError(f"env.params.id: {self.id} cannot be played here: {said}") from error
         if not isinstance(self.game.state, self.package.SinglePlayerState):
@@ -117,7 +109,7 @@ class TextArena:
 
     def _make(self, seed: int | None = None) -> None:
         """Make the game and reset it with the seed."""
-        self.game = self.package.make(f"{self.id}-raw", **self.kwargs)
+        self.game = self.package.make(f"{self.id}-raw", **(self.kwargs or {}))
         self.game.reset(num_players=1, seed=seed)
 
     def _news(self) -> str:
@@ -136,12 +128,3 @@ class TextArena:
             finally:
                 self.generator = random.getstate()
                 random.setstate(before)
-
-
-def _package() -> Any:
-    try:
-        return importlib.import_module("textarena")
-    except ImportError as error:
-        raise ValueError(f"id: needs the package textarena (pip install textarena): {error}") from (
-            error
-        )

@@ -9,14 +9,17 @@ import importlib
 import inspect
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from actors.envs.base import Info, Step, split_of
+from actors.envs.adapters import required
+from actors.envs.base import Env, Info, Step, one_line, split_of
 from evolver_async.schema import Task
 
 
-class Verifiers:
+@dataclass(kw_only=True, eq=False)
+class Verifiers(Env):
     """A task of the installed taskset `taskset`, configured by `kwargs`, answered once.
 
     The reward is the weighted sum of the task's rewards and `success` at least `success_at` of it.
@@ -27,28 +30,21 @@ class Verifiers:
 
     blocking = True
 
-    def __init__(
-        self,
-        *,
-        taskset: str = "",
-        kwargs: dict[str, Any] | None = None,
-        test_kwargs: dict[str, Any] | None = None,
-        first: int = 10_000,
-        success_at: float = 1.0,
-        instructions: str = "",
-    ) -> None:
-        if not taskset:
+    taskset: str = ""
+    kwargs: dict[str, Any] | None = None
+    test_kwargs: dict[str, Any] | None = None
+    first: int = 10_000
+    success_at: float = 1.0
+    instructions: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.taskset:
             raise ValueError("taskset: name an installed taskset of verifiers")
-        if first < 1:
-            raise ValueError(f"first: {first} is not positive")
+        if self.first < 1:
+            raise ValueError(f"first: {self.first} is not positive")
         self.package = _package()
-        self.taskset = taskset
-        self.kwargs = dict(kwargs or {})
-        self.test_kwargs = test_kwargs
-        self.first = first
-        self.success_at = success_at
-        self.instructions = instructions or "answer the question ."
-        self.plain_instructions = instructions or "Answer the question."
+        self.plain_instructions = self.instructions or "Answer the question."
+        self.instructions = self.instructions or "answer the question ."
 
     def probe(self) -> None:
         for split in ("train", "test"):
@@ -83,17 +79,12 @@ class Verifiers:
         reward = float(trace.reward)
         return Step("", reward, True, False, Info(success=reward >= self.success_at))
 
-    def close(self) -> None:
-        pass
-
     def _tasks(self, split: str) -> list[Any]:
         """Return all tasks of a split."""
-        if self.test_kwargs is None:
-            tasks = _loaded(self.taskset, json.dumps(self.kwargs, sort_keys=True), self.first)
-            return tasks.get(split, [])
-        kwargs = self.test_kwargs if split == "test" else self.kwargs
+        apart = self.test_kwargs is not None  # a taskset of its own is for testing
+        kwargs = self.test_kwargs if apart and split == "test" else self.kwargs or {}
         tasks = _loaded(self.taskset, json.dumps(kwargs, sort_keys=True), self.first)
-        return [task for part in tasks.values() for task in part]
+        return [task for part in tasks.values() for task in part] if apart else tasks.get(split, [])
 
 
 @cache
@@ -106,8 +97,7 @@ def _loaded(taskset: str, kwargs: str, first: int) -> dict[str, list[Any]]:
         loaded = vf.load_taskset(config)
         tasks = list(loaded if not loaded.INFINITE else loaded.take(first))
     except Exception as error:  # tasksets are other people's code
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"taskset: cannot load {taskset!r}: {said}") from error
+        raise ValueError(f"taskset: cannot load {taskset!r}: {one_line(error)}") from error
     found: dict[str, list[Any]] = {}
     for task in tasks:
         found.setdefault(split_of(task.data.prompt_text.encode()), []).append(task)
@@ -131,9 +121,4 @@ def _more_than_words(vf: Any, task: Any) -> str | None:
 
 
 def _package() -> Any:
-    try:
-        return importlib.import_module("verifiers.v1")
-    except ImportError as error:
-        raise ValueError(
-            f"taskset: needs the package verifiers of at least 0.4 (pip install verifiers): {error}"
-        ) from error
+    return required("verifiers.v1", "taskset", "verifiers", " of at least 0.4")

@@ -7,9 +7,10 @@ answer is a program, and they are run on it.
 """
 
 import random
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from actors.envs.base import Info, Step
+from actors.envs.base import Env, Info, Step
 from actors.envs.code.arithmetic import draw_product
 from actors.envs.code.problems import Problem, same
 from actors.envs.code.programs import draw_program
@@ -19,6 +20,7 @@ from actors.formats.tool_calls import (
     ToolInvocation,
     called,
     canonical,
+    tool_spec,
     unfenced,
 )
 from actors.sandbox.pool import SandboxPool, shared
@@ -37,21 +39,15 @@ PLAIN_INSTRUCTIONS = {
     " that defines it; hidden tests check it.",
     "given": "Answer the question.",
 }
-TOOL = {
-    "name": CODE_TOOL,
-    "description": "Runs a Python program and returns what it prints.",
-    "parameters": {
-        "type": "object",
-        "properties": {"code": {"type": "string", "description": "The program."}},
-        "required": ["code"],
-    },
-}
+RUNS = "Runs a Python program and returns what it prints."
+TOOL = tool_spec(CODE_TOOL, RUNS, "code", description="The program.")
 NOTHING = "no output"
 ERROR = "error: "  # opens every observation of a program or call that failed
 CHOICES = 20  # of a random player, so that shares are multiples of 1/20
 
 
-class Code:
+@dataclass(kw_only=True, eq=False)
+class Code(Env):
     """One question. ValueError names the parameter that is out of range.
 
     `kind`: products modulo 1000, small programming tasks, or `given`: `question` with its `answer`
@@ -63,49 +59,43 @@ class Code:
 
     blocking = True
 
-    def __init__(
-        self,
-        *,
-        kind: Literal["arithmetic", "programs", "given"] = "arithmetic",
-        question: str = "",
-        answer: str = "",
-        tests: list[tuple[list[Any], Any]] | None = None,
-        wrong: float = 0.0,
-        guess: float = 0.7,
-        broken: float = 0.4,
-        shown_chars: int = 400,
-        wall_s: float = 2.0,
-        memory_mb: int = 256,
-        packages: bool = False,
-        workers: int = 2,
-    ) -> None:
-        if (kind == "given") != bool(question):
-            raise ValueError(f"question: belongs to kind given, kind is {kind}")
+    kind: Literal["arithmetic", "programs", "given"] = "arithmetic"
+    question: str = ""
+    answer: str = ""
+    tests: list[tuple[list[Any], Any]] | None = None
+    wrong: float = 0.0
+    guess: float = 0.7
+    broken: float = 0.4
+    shown_chars: int = 400
+    wall_s: float = 2.0
+    memory_mb: int = 256
+    packages: bool = False
+    workers: int = 2
+
+    def __post_init__(self) -> None:
+        question, answer, tests = self.question, self.answer, self.tests
+        if (self.kind == "given") != bool(question):
+            raise ValueError(f"question: belongs to kind given, kind is {self.kind}")
         if bool(question) != (bool(answer) != bool(tests)):
             raise ValueError("answer: a given question has either an answer or tests")
-        for name, share in (("guess", guess), ("broken", broken)):
-            if not 0 <= share <= 1:
-                raise ValueError(f"{name}: {share} is not in 0..1")
-        if not wrong < 1:
-            raise ValueError(f"wrong: {wrong} is not less than 1, the reward of a right answer")
-        if shown_chars < 1:
-            raise ValueError(f"shown_chars: {shown_chars} is not positive")
-        if not 1 <= workers <= 64:
-            raise ValueError(f"workers: {workers} is not in 1..64")
-        if memory_mb < 64:
-            raise ValueError(f"memory_mb: {memory_mb} is less than 64")
-        self.instructions = INSTRUCTIONS[kind]
-        self.plain_instructions = PLAIN_INSTRUCTIONS[kind]
-        self.kind = kind
+        for name in ("guess", "broken"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is not in 0..1")
+        if not self.wrong < 1:
+            allowed = "less than 1, the reward of a right answer"
+            raise ValueError(f"wrong: {self.wrong} is not {allowed}")
+        if self.shown_chars < 1:
+            raise ValueError(f"shown_chars: {self.shown_chars} is not positive")
+        if not 1 <= self.workers <= 64:
+            raise ValueError(f"workers: {self.workers} is not in 1..64")
+        if self.memory_mb < 64:
+            raise ValueError(f"memory_mb: {self.memory_mb} is less than 64")
+        self.instructions = INSTRUCTIONS[self.kind]
+        self.plain_instructions = PLAIN_INSTRUCTIONS[self.kind]
         self.given = Problem(question=question, answer=answer, tests=tuple(tests or ()))
-        self.wrong = wrong
-        self.guess = guess
-        self.broken = broken
-        self.shown_chars = shown_chars
-        self.workers = workers
-        cpu_s = max(1, round(wall_s))
-        self.limits = SandboxLimits(wall_s=wall_s, cpu_s=cpu_s, memory_bytes=memory_mb << 20)
-        self.interior = InterpreterConfig(packages=packages)
+        cpu_s, memory_bytes = max(1, round(self.wall_s)), self.memory_mb << 20
+        self.limits = SandboxLimits(wall_s=self.wall_s, cpu_s=cpu_s, memory_bytes=memory_bytes)
+        self.interior = InterpreterConfig(packages=self.packages)
 
     def probe(self) -> None:
         pool = SandboxPool(self.limits, size=1, interior=self.interior)
@@ -147,9 +137,6 @@ class Code:
             return self._run(text)
         right = self._right(text)
         return Step("", 1.0 if right else self.wrong, True, False, Info(success=right))
-
-    def close(self) -> None:
-        pass
 
     def tools(self) -> list[dict[str, Any]]:
         return [TOOL]

@@ -2,9 +2,8 @@
 
 import json
 import re
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 _NUMBER = re.compile(r"([+-]?\d{1,60})(?:\.(\d{1,60}))?(?:/(\d{1,60}))?")
 HARNESS = """
@@ -21,8 +20,7 @@ print(json.dumps(__answers))
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Problem:
+class Problem(NamedTuple):
     """A question. Its answer is `answer`, or a program whose `function` passes the hidden `tests`:
     pairs of arguments and result.
 

@@ -14,8 +14,9 @@ from typing import Literal
 
 import numpy as np
 
-from actors.envs.base import Exact, Info, Step, split_of
-from actors.envs.grid.cells import ARRIVED, bearing, place, rows_of
+from actors.envs.base import Exact, split_of
+from actors.envs.grid.cells import ARRIVED
+from actors.envs.grid.game import PLAYER, MapWalk
 from actors.envs.tabular import Outcome, Process, best_values, exact_of, happening, learn, tabulate
 from evolver_async.randomness import key
 from evolver_async.schema import Task
@@ -30,7 +31,8 @@ PLAIN_INSTRUCTIONS = (
     " Each moves you by one cell; at the edge of the map you stay where you are."
 )
 PLAIN_SLIPPERY = " The ground is slippery: you may slide to one side of where you wanted to go."
-PLAYER, GROUND, CLIFF, GOAL = "P", "_", "O", "G"
+GROUND, CLIFF, GOAL = "_", "O", "G"
+STANDS = {GROUND: PLAYER, GOAL: ARRIVED}
 WORDS = {GROUND: "safe", CLIFF: "hole", GOAL: "goal"}
 
 ACTIONS = ("up", "right", "down", "left")  # gymnasium's order: a slip goes to a neighbour in it
@@ -146,150 +148,80 @@ def expert_values(cliff: Cliff, expert: Literal["values", "q_learning"]) -> dict
     return {cell: row for cell, row in rows if isinstance(cell, int)}
 
 
-class CliffWalking:
+@dataclass(kw_only=True, eq=False)
+class CliffWalking(MapWalk):
     """CliffWalking environment. `layout: classic` is gymnasium's map in any size; in a `drawn` one
     the start, the goal and the cliff cells (of probability `cliff_prob`) are anywhere.
 
-    `grid` says in which turns the map is shown; `hints` describes the four neighbours and where the
-    goal lies, until it is reached; `expert` is who demonstrates; `max_moves` truncates an episode,
-    0 leaves that to the rollout. ValueError names the parameter that is out of range.
+    `expert` is who demonstrates; see `MapWalk` for `grid`, `hints` and `max_moves`. ValueError
+    names the parameter that is out of range.
     """
 
     instructions = INSTRUCTIONS.format(" ".join(ACTIONS))
     plain_instructions = PLAIN_INSTRUCTIONS
+    names = ACTIONS
+    stands = STANDS
+    words = WORDS
 
-    def __init__(
-        self,
-        *,
-        rows: int = 4,
-        columns: int = 12,
-        layout: Literal["classic", "drawn"] = "classic",
-        cliff_prob: float = 0.3,
-        slippery: bool = False,
-        fall_reward: float = -100.0,
-        grid: Literal["every", "first", "never"] = "every",
-        hints: bool = True,
-        expert: Literal["values", "q_learning"] = "values",
-        max_moves: int = 0,
-    ) -> None:
-        for name, number in (("rows", rows), ("columns", columns)):
-            if not 2 <= number <= 20:
-                raise ValueError(f"{name}: {number} is not in 2..20")
-        if layout == "classic" and columns < 3:
+    rows: int = 4
+    columns: int = 12
+    layout: Literal["classic", "drawn"] = "classic"
+    cliff_prob: float = 0.3
+    slippery: bool = False
+    fall_reward: float = -100.0
+    expert: Literal["values", "q_learning"] = "values"
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "columns"):
+            if not 2 <= getattr(self, name) <= 20:
+                raise ValueError(f"{name}: {getattr(self, name)} is not in 2..20")
+        if self.layout == "classic" and self.columns < 3:
             raise ValueError("columns: fewer than 3 leave no cliff between start and goal")
-        if not 0 < cliff_prob < 1:
-            raise ValueError(f"cliff_prob: {cliff_prob} is not between 0 and 1")
-        if not -1e6 <= fall_reward <= MOVE_REWARD:
-            raise ValueError(f"fall_reward: {fall_reward} is not in -1e6..{MOVE_REWARD:g}")
-        if grid == "never" and not hints:
-            raise ValueError("grid: never leaves nothing to see without hints")
-        if max_moves < 0:
-            raise ValueError(f"max_moves: {max_moves} is negative")
-        self.rows = rows
-        self.columns = columns
-        self.layout = layout
-        self.cliff_prob = cliff_prob
-        self.slippery = slippery
-        if slippery:
+        if not 0 < self.cliff_prob < 1:
+            raise ValueError(f"cliff_prob: {self.cliff_prob} is not between 0 and 1")
+        if not -1e6 <= self.fall_reward <= MOVE_REWARD:
+            raise ValueError(f"fall_reward: {self.fall_reward} is not in -1e6..{MOVE_REWARD:g}")
+        super().__post_init__()
+        if self.slippery:
             self.plain_instructions += PLAIN_SLIPPERY
-        self.fall_reward = fall_reward
-        self.grid = grid
-        self.hints = hints
-        self.expert: Literal["values", "q_learning"] = expert
-        self.max_moves = max_moves
-
-    def reset(self, task: Task, dynamics_seed: int) -> str:
-        if task.split not in ("train", "test"):
-            raise ValueError(f"split: {task.split!r} is neither train nor test")
-        sizes = self.rows, self.columns
-        if self.layout == "classic":
-            self.cliff = classic_cliff(*sizes, self.fall_reward, self.slippery)
-        else:
-            self.cliff = draw_cliff(
-                *sizes,
-                self.cliff_prob,
-                self.fall_reward,
-                self.slippery,
-                task.split,
-                task.map_seed,
-            )
-        self.dynamics_seed = dynamics_seed
-        self.cell = self.cliff.start
-        self.moves = 0
-        return self._observe(self.grid != "never")
-
-    def step(self, action: str) -> Step:
-        name = action.strip().lower()
-        if name not in ACTIONS:
-            return Step(self._observe(self.grid == "every"), 0.0, False, False, Info(valid=False))
-        outcomes = self.cliff.outcomes(self.cell, ACTIONS.index(name))
-        chances = (chance for chance, *_ in outcomes)
-        _, reached, reward, ended = outcomes[happening(chances, self.dynamics_seed, self.moves)]
-        assert isinstance(reached, int)
-        self.cell = reached
-        self.moves += 1
-        truncated = not ended and self.moves == self.max_moves
-        seen = self._observe(self.grid == "every")
-        return Step(seen, reward, ended, truncated, Info(success=ended))
-
-    def close(self) -> None:
-        pass
-
-    def actions(self) -> list[str]:
-        """Return the moves that lead to another cell, a fall included."""
-        return [
-            name
-            for number, name in enumerate(ACTIONS)
-            if self.cliff.moved(self.cell, number) != self.cell
-        ]
 
     def solve(self) -> list[str]:
         """Return the expert's best actions: up to the goal, or until they repeat a cell; on
         slippery ground only the next one."""
-        values, cell = expert_values(self.cliff, self.expert), self.cell
+        values, cell = expert_values(self.board, self.expert), self.now
         path, seen = list[str](), set[int]()
-        while cell != self.cliff.goal and cell not in seen:
+        while cell != self.board.goal and cell not in seen:
             seen.add(cell)
             action = int(np.argmax(values[cell]))
             path.append(ACTIONS[action])
-            (_, reached, *_), *others = self.cliff.outcomes(cell, action)
+            (_, cell, *_), *others = self.board.outcomes(cell, action)
             if others:
                 break
-            assert isinstance(reached, int)
-            cell = reached
         return path
 
     def score(self) -> float:
         """Return the value of the best policy from here on: minus the moves left if the ground is
         not slippery."""
-        if self.cell == self.cliff.goal:
+        if self.now == self.board.goal:
             return 0.0
-        return max(expert_values(self.cliff, "values")[self.cell])
-
-    def state(self) -> str:
-        return place(self.cell, self.columns)
-
-    def snapshot(self) -> tuple[int, int]:
-        return self.cell, self.moves
-
-    def restore(self, snapshot: tuple[int, int]) -> None:
-        self.cell, self.moves = snapshot
+        return max(expert_values(self.board, "values")[self.now])
 
     def exact(self, max_turns: int) -> Exact:
         """Compute values from the start, by backward induction over `max_turns` moves."""
-        process = self.cliff.process
-        return exact_of(process, min(max_turns, self.max_moves or max_turns), process.ends_N)
+        process = self.board.process
+        return exact_of(process, self._within(max_turns), process.ends_N)
 
-    def _observe(self, grid: bool) -> str:
-        cliff, cell, columns = self.cliff, self.cell, self.columns
-        text, arrived = self.state(), cell == cliff.goal
-        if self.hints and not arrived:
-            text += f" goal {bearing(cell, cliff.goal, columns)}"
-            for action, name in enumerate(ACTIONS):
-                reached = cliff.moved(cell, action)
-                text += f" {name} {'wall' if reached == cell else WORDS[cliff.cells[reached]]}"
-        if grid:
-            player = ARRIVED if arrived else PLAYER
-            cells = cliff.cells[:cell] + player + cliff.cells[cell + 1 :]
-            text = "\n".join([*rows_of(cells, columns), text])
-        return text
+    def _drawn(self, task: Task) -> tuple[Cliff, int]:
+        sizes, dynamics = (self.rows, self.columns), (self.fall_reward, self.slippery)
+        if self.layout == "classic":
+            cliff = classic_cliff(*sizes, *dynamics)
+        else:
+            cliff = draw_cliff(*sizes, self.cliff_prob, *dynamics, task.split, task.map_seed)
+        return cliff, cliff.start
+
+    def _move(self, number: int) -> tuple[float, bool, bool]:
+        outcomes = self.board.outcomes(self.now, number)
+        chances = (chance for chance, *_ in outcomes)
+        happens = happening(chances, self.dynamics_seed, self.moves)
+        _, self.now, reward, ended = outcomes[happens]
+        return reward, ended, ended

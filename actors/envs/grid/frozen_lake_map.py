@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from actors.envs.base import split_of
-from actors.envs.grid.cells import rows_of
+from actors.envs.grid.cells import neighbours, rows_of
 from actors.envs.tabular import Outcome, Process, best_values, tabulate
 from evolver_async.randomness import key
 
@@ -30,7 +30,7 @@ class Lake:
     start: int
 
     @property
-    def size(self) -> int:
+    def columns(self) -> int:
         return len(self.rows)
 
     @cached_property
@@ -49,17 +49,7 @@ class Lake:
     @cached_property
     def neighbours(self) -> list[list[int | None]]:
         """For each cell the cell in each direction, None beyond the edge."""
-        size = self.size
-        return [
-            [
-                (row + down) * size + column + right
-                if 0 <= row + down < size and 0 <= column + right < size
-                else None
-                for down, right in MOVES
-            ]
-            for row in range(size)
-            for column in range(size)
-        ]
+        return neighbours(self.columns, MOVES)
 
     def moved(self, cell: int, action: int) -> int:
         """Return the cell where a move ends; the edge holds the player."""
@@ -76,11 +66,9 @@ class Lake:
         frontier = [self.goal]
         for cell in frontier:  # grows while it is walked: breadth first
             for neighbour in self.neighbours[cell]:
-                if (
-                    neighbour is not None
-                    and distances[neighbour] < 0
-                    and self.cells[neighbour] == ICE
-                ):
+                if neighbour is None or distances[neighbour] >= 0:
+                    continue
+                if self.cells[neighbour] == ICE:
                     distances[neighbour] = distances[cell] + 1
                     frontier.append(neighbour)
         return distances
@@ -127,7 +115,7 @@ def with_goal(lake: Lake, cell: int) -> Lake:
     cells = lake.cells.replace(GOAL, ICE)
     if cell >= 0:
         cells = cells[:cell] + GOAL + cells[cell + 1 :]
-    return _lake(cells, lake.size, lake.start)
+    return _lake(cells, lake.columns, lake.start)
 
 
 def _lake(cells: str, size: int, start: int) -> Lake:

@@ -9,10 +9,10 @@ solved. Its content hashes into its split, so no level is in two splits.
 import random
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from actors.envs.base import split_of
-from actors.envs.grid.cells import rows_of
+from actors.envs.grid.cells import neighbours, rows_of
 from evolver_async.randomness import key
 
 State = tuple[int, tuple[int, ...]]  # the player's cell, the boxes' cells
@@ -42,19 +42,9 @@ class Room:
     @cached_property
     def neighbours(self) -> list[list[int | None]]:
         """For each cell the cell in each direction, None at a wall and beyond the edge."""
-        size = self.size
-        return [
-            [
-                reached
-                if 0 <= row + down < size
-                and 0 <= column + right < size
-                and self.cells[reached := (row + down) * size + column + right] != WALL
-                else None
-                for down, right in MOVES
-            ]
-            for row in range(size)
-            for column in range(size)
-        ]
+        walls = {cell for cell, ground in enumerate(self.cells) if ground == WALL}
+        cells = neighbours(self.size, MOVES)
+        return [[None if cell in walls else cell for cell in reached] for reached in cells]
 
     def moved(self, state: State, action: int) -> State:
         """Return the state an action leads to; the same state if nothing can move."""
@@ -98,8 +88,7 @@ class Room:
         return rows_of("".join(cells), self.size)
 
 
-@dataclass(frozen=True)
-class Level:
+class Level(NamedTuple):
     """Room and initial state."""
 
     room: Room
@@ -173,9 +162,8 @@ def draw_level(
         for state in states:
             if split_of("\n".join(room.render(state)).encode()) == split:
                 return Level(room=room, start=state)
-    raise ValueError(
-        f"max_solution: {max_solution} leaves no {split} level of size {size} with {boxes} boxes"
-    )
+    level = f"{split} level of size {size} with {boxes} boxes"
+    raise ValueError(f"max_solution: {max_solution} leaves no {level}")
 
 
 def _room(rng: random.Random, size: int, boxes: int, layout: str) -> Room | None:

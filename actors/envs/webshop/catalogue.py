@@ -7,11 +7,11 @@ own files. How goals come about and are ordered and split is WebShop's way.
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from importlib import resources
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -72,8 +72,7 @@ class CatalogueEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wish: Wish
 
 
-@dataclass(frozen=True)
-class Goal:
+class Goal(NamedTuple):
     """Goal of a customer: a product like `asin` with attributes, options and a price limit."""
 
     asin: str
@@ -172,9 +171,5 @@ def price_limit(product: Product, instruction: str) -> tuple[float, str]:
 def shipped() -> Catalogue:
     """Return the catalogue of this package."""
     lines = resources.files("actors.envs.webshop").joinpath(SHIPPED).read_bytes().splitlines()
-    return catalogue_of(msgspec.json.decode(line, type=CatalogueEntry) for line in lines)
-
-
-def catalogue_of(entries: Iterable[CatalogueEntry]) -> Catalogue:
-    listed = list(entries)
+    listed = [msgspec.json.decode(line, type=CatalogueEntry) for line in lines]
     return Catalogue([entry.product for entry in listed], [entry.wish for entry in listed])

@@ -6,17 +6,18 @@ changes nothing. Success is a reward of exactly 1.
 """
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from actors.envs.base import Info, Step
+from actors.envs.base import Env, Info, Step
 from actors.envs.webshop import pages
 from actors.envs.webshop.catalogue import MOST_RESULTS, Catalogue, Goal, Split
 from actors.envs.webshop.expert import Action, queries, way
 from actors.envs.webshop.load import Files, stocked
 from actors.envs.webshop.pages import PageState
 from actors.envs.webshop.reward import score
-from actors.formats.tool_calls import called, canonical
+from actors.formats.tool_calls import called, canonical, tool_spec
 from evolver_async.schema import Task
 
 GOAL = "buy what the instruction asks for ; a page shows each button as [button] ."
@@ -38,7 +39,8 @@ TOOLS = {  # by name: the argument and what it does
 LEAST_CHARS = 300
 
 
-class WebShop:
+@dataclass(kw_only=True, eq=False)
+class WebShop(Env):
     """WebShop environment. `page_size`: results on a page; `max_chars`: of an observation; `show`:
     the observations that contain the instruction; `test_goals`, `val_goals`: sizes of these splits
     of the shuffled goals, before those for training.
@@ -55,48 +57,39 @@ class WebShop:
     plain_instructions = PLAIN_GOAL + PLAIN_ACTIONS
     refusal = ""  # what is said before the page when an action does not exist
 
-    def __init__(
-        self,
-        *,
-        page_size: int = 10,
-        max_chars: int = 2000,
-        show: Literal["every", "first"] = "every",
-        test_goals: int = 500,
-        val_goals: int = 1000,
-        items: str = "",
-        attributes: str = "",
-        human: str = "",
-        limit: int = 0,
-    ) -> None:
-        if not 1 <= page_size <= MOST_RESULTS:
-            raise ValueError(f"page_size: {page_size} is not in 1..{MOST_RESULTS}")
-        if max_chars < LEAST_CHARS:
-            raise ValueError(f"max_chars: {max_chars} is less than {LEAST_CHARS}")
-        if test_goals < 1:
-            raise ValueError(f"test_goals: {test_goals} is less than 1")
-        if val_goals < 0:
-            raise ValueError(f"val_goals: {val_goals} is less than 0")
-        if limit < 0:
-            raise ValueError(f"limit: {limit} is less than 0")
-        if bool(items) != bool(attributes):
-            missing = "attributes" if items else "items"
+    page_size: int = 10
+    max_chars: int = 2000
+    show: Literal["every", "first"] = "every"
+    test_goals: int = 500
+    val_goals: int = 1000
+    items: str = ""
+    attributes: str = ""
+    human: str = ""
+    limit: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.page_size <= MOST_RESULTS:
+            raise ValueError(f"page_size: {self.page_size} is not in 1..{MOST_RESULTS}")
+        least = {"max_chars": LEAST_CHARS, "test_goals": 1, "val_goals": 0, "limit": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"{name}: {getattr(self, name)} is less than {bound}")
+        if bool(self.items) != bool(self.attributes):
+            missing = "attributes" if self.items else "items"
             raise ValueError(f"{missing}: items and attributes are needed both, or neither")
-        if (human or limit) and not items:
-            raise ValueError(f"{'human' if human else 'limit'}: needs items")
-        for name, path in (("items", items), ("attributes", attributes), ("human", human)):
-            if path and not Path(path).is_file():
+        if (self.human or self.limit) and not self.items:
+            raise ValueError(f"{'human' if self.human else 'limit'}: needs items")
+        for name in ("items", "attributes", "human"):
+            if (path := getattr(self, name)) and not Path(path).is_file():
                 raise ValueError(f"{name}: there is no file {path}")
-        self.page_size = page_size
-        self.max_chars = max_chars
-        self.show = show
-        self.reserved = test_goals, val_goals
-        self.files = Files(items, attributes, human, limit) if items else None
+        files = Files(self.items, self.attributes, self.human, self.limit)
+        self.files = files if self.items else None
 
     def reset(self, task: Task, dynamics_seed: int) -> str:
         if task.split not in ("train", "val", "test"):
             raise ValueError(f"split: {task.split!r} is none of train, val, test")
         self.shop: Catalogue = stocked(self.files)
-        numbers = self.shop.split(cast(Split, task.split), *self.reserved)
+        numbers = self.shop.split(cast(Split, task.split), self.test_goals, self.val_goals)
         if not numbers:
             known = len(self.shop.goals)
             raise ValueError(f"test_goals: {known} goals leave none for {task.split}")
@@ -117,9 +110,6 @@ class WebShop:
             reward = self.score()
             return Step("", reward, True, False, Info(success=reward == 1.0))
         return Step(self._observe(), 0.0, False, False, Info())
-
-    def close(self) -> None:
-        pass
 
     def actions(self) -> list[str]:
         """Return every button; on the search page, the searches that the instruction suggests."""
@@ -175,18 +165,7 @@ class ToolShop(WebShop):
     refusal = "error: no such button on this page, or not the argument that the tool takes\n"
 
     def tools(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "name": name,
-                "description": description,
-                "parameters": {
-                    "type": "object",
-                    "properties": {argument: {"type": "string"}},
-                    "required": [argument],
-                },
-            }
-            for name, (argument, description) in TOOLS.items()
-        ]
+        return [tool_spec(name, does, argument) for name, (argument, does) in TOOLS.items()]
 
     def _written(self, action: Action) -> str:
         verb, words = action

@@ -18,12 +18,8 @@ Action = tuple[str, str]  # search or click, and its words
 def queries(goal: Goal) -> list[str]:
     """Return the searches that the instruction suggests, from short to long."""
     attributes, options = " ".join(goal.attributes), " ".join(goal.options)
-    suggested = (
-        goal.query,
-        f"{attributes} {goal.query}",
-        f"{attributes} {goal.query} {options}",
-        goal.instruction,
-    )
+    narrower = f"{attributes} {goal.query}"
+    suggested = goal.query, narrower, f"{narrower} {options}", goal.instruction
     return list(dict.fromkeys(plain for query in suggested if (plain := _plain(query))))
 
 
@@ -37,7 +33,9 @@ def way(shop: Catalogue, goal: Goal, place: PageState, page_size: int) -> list[A
         left_open = all(name in options for name, _ in place.chosen)
         if left_open and worth(product, goal) >= plan.worth:
             back = [PREVIOUS] if place.page in DETAILS else []
-            return _clicks(*back, *_unchosen(options, place), BUY)
+            chosen = dict(place.chosen)
+            missing = [value for name, value in options.items() if chosen.get(name) != value]
+            return _clicks(*back, *missing, BUY)
     steps = [NEXT] * (plan.page - 1)
     steps += [plan.product.asin, *fitting(plan.product, goal).values(), BUY]
     if place.page == "results" and place.query == plan.query and place.number <= plan.page:
@@ -105,11 +103,6 @@ def _met(name: str, value: str, wanted: list[str]) -> Iterator[str]:
     """Yield those of `wanted` that an option's value fits, equal text first."""
     yield from (goal for goal in wanted if goal == value)
     yield from (goal for goal in wanted if fits(name, plain_color(value), [plain_color(goal)]))
-
-
-def _unchosen(wanted: dict[str, str], place: PageState) -> list[str]:
-    chosen = dict(place.chosen)
-    return [value for name, value in wanted.items() if chosen.get(name) != value]
 
 
 def _clicks(*names: str) -> list[Action]:

@@ -11,10 +11,9 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -35,8 +34,7 @@ class Unusable(ValueError):
     """A row that a shop cannot use; the message is the reason, the same for all of its kind."""
 
 
-@dataclass(frozen=True)
-class Files:
+class Files(NamedTuple):
     """Paths of the files; `human` may be empty; `limit`: the first items only, 0: all."""
 
     items: str
@@ -101,7 +99,7 @@ def product_of(row: Any, about: dict[str, Any]) -> Product:
         raise Unusable("item: asin is none")
     told = about.get(row["asin"])
     listed = told.get("attributes") if isinstance(told, dict) else None
-    features = row.get("small_description")
+    features, description = row.get("small_description"), row.get("full_description")
     return Product(
         asin=row["asin"],
         name=row["name"],
@@ -110,7 +108,7 @@ def product_of(row: Any, about: dict[str, Any]) -> Product:
         price=_price(row["asin"], row.get("pricing")),
         attributes=_strings(listed) or NO_ATTRIBUTES,
         options=_options(row.get("customization_options")),
-        description=_string(row.get("full_description")),
+        description=description if isinstance(description, str) else "",
         features=_strings(features if isinstance(features, list) else [features]),
     )
 
@@ -180,10 +178,6 @@ def _decoded(path: str, name: str, kind: Any) -> Any:
         return msgspec.json.decode(Path(path).read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{name}: {path}: {error}") from error
-
-
-def _string(value: Any) -> str:
-    return value if isinstance(value, str) else ""
 
 
 def _strings(values: Any) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ Everything is drawn by the products' numbers, so the same file comes out every t
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -67,8 +67,7 @@ TECH = (
 )
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """A kind of product and what varies within it."""
 
     noun: str

@@ -65,7 +65,7 @@ def test_steps_agree_with_gymnasium(slippery: bool) -> None:
             name = env.solve()[0] if expert else choices.choice(ACTIONS)
             step = env.step(name)
             cell, reward, terminated, truncated, _ = other.step(ACTIONS.index(name))
-            assert (env.cell, step.reward, step.terminated) == (cell, reward, terminated)
+            assert (env.now, step.reward, step.terminated) == (cell, reward, terminated)
             assert not truncated and not step.truncated and step.info.success == terminated
             falls += reward == -100
             if terminated:
@@ -122,7 +122,7 @@ def test_drawn_maps_can_be_solved_and_splits_do_not_intersect(slippery: bool) ->
     seen: dict[str, set[str]] = {}
     for split, map_seed in itertools.product(("train", "test"), range(60)):
         env = cliff_env(map_seed, split, slippery=slippery, **SMALL)
-        content = f"5/{env.cliff.cells}/{env.cliff.start}"
+        content = f"5/{env.board.cells}/{env.board.start}"
         assert split_of(content.encode()) == split
         seen.setdefault(split, set()).add(content)
         if slippery:
@@ -145,7 +145,7 @@ def test_q_learning_agent_walks_along_the_cliff() -> None:
     """Q-learning learns the values of the greedy policy, so it too takes the shortest way."""
     env = cliff_env(expert="q_learning")
     assert env.solve() == cliff_env().solve()
-    best, learned = (expert_values(env.cliff, kind) for kind in ("values", "q_learning"))
+    best, learned = (expert_values(env.board, kind) for kind in ("values", "q_learning"))
     for cell in range(24, 36):  # the row along the cliff
         assert max(learned[cell]) == pytest.approx(max(best[cell]), abs=1e-3)
     solved = 0

@@ -50,7 +50,7 @@ def lake_env(map_seed: int = 0, split: str = "train", seed: int = 0, **params: A
 def in_gymnasium(lake: Lake, slippery: bool, success_rate: float) -> Any:
     cells = lake.cells.replace("_", "F").replace("O", "H")
     cells = cells[: lake.start] + "S" + cells[lake.start + 1 :]
-    desc = [cells[row : row + lake.size] for row in range(0, len(cells), lake.size)]
+    desc = [cells[row : row + lake.columns] for row in range(0, len(cells), lake.columns)]
     env = gymnasium.make(
         "FrozenLake-v1", desc=desc, is_slippery=slippery, success_rate=success_rate
     )
@@ -73,14 +73,14 @@ def test_steps_agree_with_gymnasium(size: int, slippery: bool) -> None:
     choices = random.Random(size)
     for map_seed in range(10):
         env = lake_env(map_seed, seed=map_seed, size=size, slippery=slippery, success_rate=0.6)
-        other = in_gymnasium(env.lake, slippery, 0.6)
+        other = in_gymnasium(env.board, slippery, 0.6)
         other.reset()
         other.np_random = Luck(map_seed)
         for _ in range(100):
             action = choices.randrange(4)
             step = env.step(ACTIONS[action])
             cell, reward, terminated, _, _ = other.step(action)
-            assert (env.cell, step.reward, step.terminated) == (cell, reward, terminated)
+            assert (env.now, step.reward, step.terminated) == (cell, reward, terminated)
             assert step.info.valid and step.info.success == (reward == 1)
             if terminated:
                 break
@@ -143,14 +143,14 @@ def test_solve_reaches_the_goal_in_the_fewest_moves(
     assert [step.terminated for step in steps] == [False] * (len(path) - 1) + [True]
     assert steps[-1].info.success and steps[-1].reward == 1.0
     if placement == "corners":
-        assert (env.lake.start, env.lake.goal) == (0, size * size - 1)
+        assert (env.board.start, env.board.goal) == (0, size * size - 1)
     assert env.exact(len(path)).optimal == 1.0
     assert env.exact(len(path) - 1).optimal == 0.0
 
 
 def test_observation_describes_the_state() -> None:
     env = FrozenLake()
-    env.lake, env.cell, env.moves = Lake(rows=("__O_", "____", "_O_G", "____"), start=1), 1, 0
+    env.board, env.now, env.moves = Lake(rows=("__O_", "____", "_O_G", "____"), start=1), 1, 0
     sight = "row 0 column 1 goal down 2 right 2 left ice down ice right hole up wall"
     assert env.step("jump").observation == f"_PO_\n____\n_O_G\n____\n{sight}"
     sight = "row 1 column 1 goal down 1 right 2 left ice down hole right ice up ice"
@@ -166,7 +166,7 @@ def test_the_last_observation_says_how_it_ended(grid: Any, lines: slice) -> None
     }
     for (action, won), seen in ends.items():
         env = FrozenLake(size=3, grid=grid, max_moves=1)
-        env.lake, env.cell, env.moves = Lake(rows=("_O_", "G__", "___"), start=0), 0, 0
+        env.board, env.now, env.moves = Lake(rows=("_O_", "G__", "___"), start=0), 0, 0
         step = env.step(action)
         assert step.observation.splitlines() == seen[lines]
         assert (step.terminated, step.truncated, step.info.success) == (True, False, won)
@@ -197,7 +197,7 @@ def test_restored_snapshot_replays_the_same_slips() -> None:
 def test_exact_values_agree_with_recursion_over_gymnasium(slippery: bool) -> None:
     for map_seed in range(5):
         env = lake_env(map_seed, slippery=slippery, success_rate=0.8)
-        table = in_gymnasium(env.lake, slippery, 0.8).P
+        table = in_gymnasium(env.board, slippery, 0.8).P
 
         @functools.cache
         def value(cell: int, moves: int, best: bool, table: Any = table) -> float:
@@ -213,8 +213,8 @@ def test_exact_values_agree_with_recursion_over_gymnasium(slippery: bool) -> Non
             return max(values) if best else sum(values) / 4
 
         found = env.exact(7)
-        assert found.random == pytest.approx(value(env.lake.start, 7, False))
-        assert found.optimal == pytest.approx(value(env.lake.start, 7, True))
+        assert found.random == pytest.approx(value(env.board.start, 7, False))
+        assert found.optimal == pytest.approx(value(env.board.start, 7, True))
 
 
 def test_slippery_expert_comes_close_to_the_optimum() -> None:
@@ -254,14 +254,14 @@ def test_what_exploration_reaches_can_be_made_the_goal(
         step = env.step(path[-1])
         assert "goal" not in step.observation and not step.info.success
         goal = env.goal()
-        hole = env.lake.cells[env.cell] == "O"
+        hole = env.board.cells[env.now] == "O"
         assert step.terminated == hole
-        if hole or env.cell == drawn.start:
+        if hole or env.now == drawn.start:
             assert goal is None
         if goal is not None:
             goals = lake_env(map_seed, split, **(params | goal))
-            assert goals.lake.cells.count("G") == 1 and goals.lake.goal == env.cell
-            content = f"{goals.lake.cells}/{drawn.start}".encode()
+            assert goals.board.cells.count("G") == 1 and goals.board.goal == env.now
+            content = f"{goals.board.cells}/{drawn.start}".encode()
             assert split_of(content) == split
             reached = [goals.step(action) for action in path]
             assert any(step.info.success for step in reached)
@@ -286,7 +286,7 @@ def test_a_goal_that_would_move_a_map_to_the_other_split_is_refused() -> None:
                 > 0
             ):
                 taken += 1
-                assert lake_env(map_seed, size=3, goal_cell=cell).lake.cells == moved
+                assert lake_env(map_seed, size=3, goal_cell=cell).board.cells == moved
     assert refused > 60 and taken > 60
 
 
@@ -294,7 +294,7 @@ def test_states_have_short_names() -> None:
     env = lake_env()
     names = set()
     for cell in range(16):
-        env.cell = cell
+        env.now = cell
         names.add(env.state())
     assert len(names) == 16 and "row 1 column 2" in names
     assert isinstance(env, Located) and isinstance(env, Scored) and isinstance(env, Goals)

@@ -67,7 +67,7 @@ def placed(rows: list[str], **params: Any) -> Sokoban:
     room = Room(size=len(rows), cells="".join(ground.get(glyph, glyph) for glyph in glyphs))
     player = next(cell for cell, glyph in enumerate(glyphs) if glyph in "PS")
     boxes = tuple(cell for cell, glyph in enumerate(glyphs) if glyph in "X√")
-    env.room, env.now, env.moves = room, (player, boxes), 0
+    env.board, env.now, env.moves = room, (player, boxes), 0
     return env
 
 
@@ -122,14 +122,14 @@ def test_steps_agree_with_the_rules_of_gym_sokoban(
     map_seed: int, layout: str, size: int, boxes: int, walk: int
 ) -> None:
     env = sokoban(map_seed, layout=layout, size=size, boxes=boxes, max_solution=8)
-    oracle, choices = Oracle(env.room.render(env.now)), random.Random(walk)
+    oracle, choices = Oracle(env.board.render(env.now)), random.Random(walk)
     for _ in range(60):
         expert = choices.random() < 0.5
         action = env.solve()[0] if expert else choices.choice(ACTIONS)
         step = env.step(action.upper())
         reward, solved = oracle.step(action)
         assert step.reward == pytest.approx(reward)
-        assert env.room.render(env.now) == oracle.rows()
+        assert env.board.render(env.now) == oracle.rows()
         assert step.terminated == step.info.success == solved
         assert step.info.valid and not step.truncated
         if solved:
@@ -186,7 +186,7 @@ def slow_distance(rows: list[str], limit: int) -> int | None:
 def test_solutions_are_the_shortest(map_seed: int, layout: str, boxes: int) -> None:
     env = sokoban(map_seed, layout=layout, size=5, boxes=boxes, max_solution=5)
     path = env.solve()
-    assert len(path) == -env.score() == slow_distance(env.room.render(env.now), 5)
+    assert len(path) == -env.score() == slow_distance(env.board.render(env.now), 5)
     steps = [env.step(action) for action in path]
     assert [step.terminated for step in steps] == [False] * (len(path) - 1) + [True]
 
@@ -211,7 +211,7 @@ def test_levels_keep_their_promises(params: dict[str, Any]) -> None:
     for split in seen:
         for map_seed in range(60):
             env = sokoban(map_seed, split, **params)
-            glyphs = "\n".join(env.room.render(env.now))
+            glyphs = "\n".join(env.board.render(env.now))
             assert split_of(glyphs.encode()) == split
             seen[split].add(glyphs)
             assert glyphs.count("X") == glyphs.count("O") + glyphs.count("S")
@@ -237,7 +237,7 @@ def test_same_task_gives_the_same_level() -> None:
 
 def test_stuck_box_scores_worst_and_still_has_moves() -> None:
     env = placed(["_____", "__X__", "__P__", "_O___", "_____"])
-    worst_solvable = -max(all_distances(env.room).values())
+    worst_solvable = -max(all_distances(env.board).values())
     assert env.score() >= worst_solvable
     stuck = env.step("up")
     assert not stuck.terminated and env.score() < worst_solvable
@@ -258,7 +258,7 @@ def test_exact_values_agree_with_recursion_over_the_oracle() -> None:
 
     for map_seed, params in ((0, OPEN), (1, {}), (2, {"boxes": 2, "max_solution": 4})):
         env = sokoban(map_seed, **params)
-        rows, found = env.room.render(env.now), env.exact(4)
+        rows, found = env.board.render(env.now), env.exact(4)
         assert found.random == pytest.approx(value(rows, 4, False, True))
         assert found.optimal == pytest.approx(value(rows, 4, True, True))
         assert found.random_return == pytest.approx(value(rows, 4, False, False))

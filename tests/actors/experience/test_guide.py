@@ -75,7 +75,7 @@ async def local(service: Any, deaf: bool = False) -> AsyncIterator[ServiceGuide]
     server.start()
     client = Fickle(server, "actor-0")
     client.deaf = deaf
-    guide = ServiceGuide(client, timeout_s=TIMEOUT_S, max_chars=200)
+    guide = ServiceGuide(client, ExperienceConfig(timeout_s=TIMEOUT_S, max_chars=200))
     try:
         yield guide
     finally:
@@ -256,7 +256,7 @@ def serving(run_dir: Path, incarnation: int = 0, *more: object) -> Iterator[psut
 def guide_to(run_dir: Path, name: str = "actor-0", keys: Path | None = None) -> ServiceGuide:
     address = experience_address(config(), f"ipc://{run_dir}/s/buffer")
     client = DealerClient(address, "run", name, resend_s=0.2, keys=keys)
-    return ServiceGuide(client, timeout_s=TIMEOUT_S, max_chars=200)
+    return ServiceGuide(client, ExperienceConfig(timeout_s=TIMEOUT_S, max_chars=200))
 
 
 async def advised(guide: ServiceGuide) -> Advice:
