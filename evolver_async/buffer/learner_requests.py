@@ -265,7 +265,7 @@ class LearnerRequests:
                 task=held.task,
                 kind=held.kind,
                 stage=held.stage,
-                use=sum(number < take for number in held.fates),
+                use=replay.uses_before(held, take),
                 head=taken.head,
                 trajectories=self.store.trajectories(held),
             )

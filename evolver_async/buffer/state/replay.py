@@ -152,6 +152,10 @@ class Replay(Admission):
             if max(held.fates) < at.kept:
                 self._forget(held)
 
+    def uses_before(self, held: HeldGroup, take: int) -> int:
+        """Count the uses of the group before `take`."""
+        return sum(number < take for number in held.fates)
+
     def refills_exhausted(self) -> bool:
         """True if dynamic sampling has left out its maximum and a take still lacks groups."""
         numbers = self.numbers
