@@ -34,12 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
         args.positional += changes  # those after an option
     try:
         return resolve(f"evolver_async.commands.{args.function}")(args)
-    except Unrecoverable as error:
+    except (Unrecoverable, TrainingError) as error:
         print(f"evolver-async: {error}", file=sys.stderr)
-        return USER_ERROR
-    except TrainingError as error:
-        print(f"evolver-async: {error}", file=sys.stderr)
-        return TRAINING_ERROR
+        return USER_ERROR if isinstance(error, Unrecoverable) else TRAINING_ERROR
     except KeyboardInterrupt:
         return 130
 
@@ -53,7 +50,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_recipes(commands)
-    _add_actor(commands)
+    _add_process_options(
+        _add(commands, "actor", "processes:role", "add an actor to a running job"), "actor"
+    )  # the one process of a run that people start themselves too
     _add_results(commands)
     _add_control(commands)
     _add_views(commands)
@@ -125,12 +124,6 @@ def _add_step(command: argparse.ArgumentParser, about: str) -> None:
         return text if text == "best" else int(text)
 
     command.add_argument("--step", type=step, metavar="N|best", help=about)
-
-
-def _add_actor(commands: Commands) -> None:
-    """Add the one process of a run that people start themselves too."""
-    command = _add(commands, "actor", "processes:role", "add an actor to a running job")
-    _add_process_options(command, "actor")
 
 
 def _add_process_options(command: argparse.ArgumentParser, name: str) -> None:

@@ -16,10 +16,7 @@ import numpy as np
 
 Array = np.ndarray
 Kind = Literal["rollout", "demo", "branch", "explore", "eval"]
-SCRIPTED: tuple[Kind, ...] = (
-    "demo",
-    "branch",
-)  # kinds whose episodes are not sampled from a policy
+SCRIPTED: tuple[Kind, ...] = ("demo", "branch")  # their episodes are not sampled from a policy
 
 
 class Role(enum.IntEnum):
@@ -70,11 +67,7 @@ class Sampling(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     max_tokens: int
 
     def __post_init__(self) -> None:
-        _require(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            "temperature",
-            self.temperature,
-        )
+        _require(0 <= self.temperature < math.inf, "temperature", self.temperature)
         _require(self.max_tokens > 0, "max_tokens", self.max_tokens)
 
 
@@ -228,18 +221,10 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, weakref=True, forbid_un
         _require(len(self.sequences) > 0, "sequences", "empty")
         _require(self.member >= 0 and self.attempt >= 0, "member", (self.member, self.attempt))
         for sequence in self.sequences:
-            _require(
-                not np.count_nonzero(sequence.turns >= turns),
-                "turns",
-                "beyond the last turn reward",
-            )
-            _require(
-                self.policy == "scripted"
-                or bool(sequence.versions)
-                or not np.count_nonzero(sequence.roles == _ACTION),
-                "versions",
-                "missing",
-            )
+            beyond = np.count_nonzero(sequence.turns >= turns)
+            _require(not beyond, "turns", "beyond the last turn reward")
+            if self.policy != "scripted" and not sequence.versions:
+                _require(not np.count_nonzero(sequence.roles == _ACTION), "versions", "missing")
 
     @property
     def trajectory_id(self) -> str:

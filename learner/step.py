@@ -23,9 +23,8 @@ from evolver_async.schema import Array, Group
 from learner.advantage.assign import assign
 from learner.advantage.gae import WITH_CRITIC
 from learner.advantage.rewards import label_metrics, penalises, rewards_of
-from learner.data.batch import Batch, Minibatch
+from learner.data.batch import Batch, LogProbs, Minibatch, Values
 from learner.data.collate import Strip, collate, lag_table
-from learner.data.scores import LogProbs, Values
 from learner.data.selection import select
 from learner.diagnostics.offpolicy import trajectory_metrics
 from learner.diagnostics.rollouts import env_metrics, experience_metrics, rollout_metrics
@@ -193,15 +192,9 @@ class Updater(Models):
         """Set up the critic's part of the updates; None if the estimator reads no values."""
         if values is None:
             return None
-        settings = stage.critic
+        warms_up = critic_steps < stage.critic.warmup
         return CriticTraining(
-            self.ensure_critic(),
-            values.value_N,
-            return_N,
-            clip=settings.clip,
-            coef=settings.coef,
-            lr=settings.lr,
-            warms_up=critic_steps < settings.warmup,
+            self.ensure_critic(), values.value_N, return_N, stage.critic, warms_up
         )
 
     def _update(
@@ -219,9 +212,8 @@ class Updater(Models):
 
     def _check_finite(self, state: LearnerState, applied: Applied, *values: object) -> None:
         """Write the arrays of `values` if the step failed; TrainingError after several in a row."""
-        if applied.failure is None and applied.minibatches:
-            state.bad_steps = 0
         if applied.failure is None:
+            state.bad_steps = 0 if applied.minibatches else state.bad_steps
             return
         state.bad_steps += 1
         path = self.run_dir / "bad" / f"take_{state.take:06d}.npz"
@@ -230,12 +222,8 @@ class Updater(Models):
             fields = {name: value for one in values for name, value in vars(one).items()}
             arrays = {name: x for name, x in fields.items() if isinstance(x, np.ndarray)}
             np.savez(path, **arrays)  # pyright: ignore[reportArgumentType]
-        log.error(
-            "loss %s, gradient norm %s: step skipped, batch in %s",
-            applied.failure.loss,
-            applied.failure.grad_norm,
-            path,
-        )
+        loss, norm = applied.failure.loss, applied.failure.grad_norm
+        log.error("loss %s, gradient norm %s: step skipped, batch in %s", loss, norm, path)
         if state.bad_steps >= self.config.learner.max_bad_steps:
             raise TrainingError(
                 f"{state.bad_steps} non-finite steps in a row; batches in {path.parent}"

@@ -4,12 +4,13 @@ Order of tickets: evaluation episodes, then missing members of groups that were 
 exploration that is due, then new groups as far as admission has room.
 """
 
+from dataclasses import dataclass
+
 from evolver_async.buffer.log.capacity import DiskCapacity
 from evolver_async.buffer.log.store import BufferStore
 from evolver_async.buffer.monitor.peers import Activity
 from evolver_async.buffer.monitor.status import StatusReport
 from evolver_async.buffer.state import records
-from evolver_async.buffer.state.groups import HeldGroup
 from evolver_async.buffer.tasks.source import held_out_task
 from evolver_async.buffer.tasks.stream import Queued
 from evolver_async.buffer.tickets import ticket_of
@@ -30,27 +31,15 @@ from evolver_async.protocol.messages import (
 from evolver_async.schema import Kind, Task, Ticket, WeightId
 
 
-def share(room: int, asking: int) -> int:
-    """The most new groups that one actor gets at a time while `asking` actors wait."""
-    return -(-room // asking)
-
-
+@dataclass
 class ActorRequests:
     """Answers LEASE, RENEW, RELEASE and OFFER. `stages`: the configuration of every stage."""
 
-    def __init__(
-        self,
-        store: BufferStore,
-        disk: DiskCapacity,
-        activity: Activity,
-        status: StatusReport,
-        stages: list[Config],
-    ) -> None:
-        self.store = store
-        self.disk = disk
-        self.activity = activity
-        self.status = status
-        self.stages = stages
+    store: BufferStore
+    disk: DiskCapacity
+    activity: Activity
+    status: StatusReport
+    stages: list[Config]
 
     @property
     def config(self) -> Config:
@@ -73,7 +62,7 @@ class ActorRequests:
         fresh = self.store.replay.room() if room >= self.store.replay.numbers.group_size else 0
         if fresh:
             asking = {peer, *self.activity.asking(now, self.config.buffer.lease_s)}
-            fresh = share(fresh, len(asking))
+            fresh = -(-fresh // len(asking))  # the most that one actor gets while all these wait
         tickets = []
         while room > 0:
             ticket = self._evaluate(peer) or self._reissue(peer, room) or self._explore(peer, room)
@@ -88,16 +77,13 @@ class ActorRequests:
         if tickets:
             self.activity.served(peer, "lease")
             return Tickets(tickets=tickets)
-        reason = self._reason(room, now)
+        if not self.store.replay.room():
+            reason = self.status.admission(now)
+        else:
+            size = self.store.replay.numbers.group_size
+            reason = self._obstacle() or f"a group has {size} members, the credit is {room}"
         self.activity.waits(peer, "lease", reason, now)
         return Wait(reason=reason)
-
-    def _reason(self, credit: int, now: float) -> str:
-        """The reason for which nothing was granted for so much credit."""
-        if not self.store.replay.room():
-            return self.status.admission(now)
-        size = self.store.replay.numbers.group_size
-        return self._obstacle() or f"a group has {size} members, the credit is {credit}"
 
     def renew(self, peer: str, request: Renew, now: float) -> Reply:
         self._note_actor(peer, request.weights, now)
@@ -122,26 +108,26 @@ class ActorRequests:
             self.status.failures.lose(len(given), now)
         if held is None or not given:
             return Ok()
-        lasting = request.reason == "environment" or (
-            request.reason == "weights" and held.pinned is not None
-        )
-        if lasting:
+        gone = request.reason == "weights" and held.pinned is not None
+        if gone or request.reason == "environment":
             self.store.record(records.Failed(group_id=held.group_id, members=given))
             failures = held.failures
             if held.pinned is None:
                 failures = self.store.state.tasks.cursor.failures[held.task.task_id]
             if failures >= self.config.buffer.max_attempts:
-                self._discard(held, request.reason)
+                if held.pinned is None:
+                    task_id = held.task.task_id
+                    self.store.record(records.Quarantined(task_id=task_id, reason=request.reason))
+                self.store.evict([held.group_id], request.reason)
         return Ok()
 
     def offer(self, request: Offer) -> Reply:
         for task in request.tasks:
+            name = f"tasks: {task.task_id}"
             if task.origin != "synthetic" or task.split != "train":
-                return Reject(
-                    reason=f"tasks: {task.task_id} is not a synthetic task of the train split"
-                )
+                return Reject(reason=f"{name} is not a synthetic task of the train split")
             if task.task_id.startswith(f"{task.env}/train/"):
-                return Reject(reason=f"tasks: {task.task_id} is the name of a numbered task")
+                return Reject(reason=f"{name} is the name of a numbered task")
         tasks = self.store.state.tasks
         offered = {task.task_id: task for task in request.tasks}
         new = [task for task_id, task in offered.items() if task_id not in tasks.known]
@@ -160,11 +146,6 @@ class ActorRequests:
             held = [lease.group_id for lease in self.store.leases if lease.peer == peer]
             behind = all(groups[group_id].pinned is None for group_id in held)
         self.activity.activate(peer).hold(weights, behind, now)
-
-    def _discard(self, held: HeldGroup, reason: str) -> None:
-        if held.pinned is None:
-            self.store.record(records.Quarantined(task_id=held.task.task_id, reason=reason))
-        self.store.evict([held.group_id], reason)
 
     def _evaluate(self, peer: str) -> Ticket | None:
         evaluation = self.store.state.evaluations.next()
@@ -251,19 +232,17 @@ class ActorRequests:
         pinned: WeightId | None,
         wait: bool = False,
     ) -> Ticket:
-        group_id = self.store.replay.at.next_group
-        self.store.record(
-            records.Granted(
-                group_id=group_id,
-                task=task,
-                kind=kind,
-                members=members,
-                actor=peer,
-                wait=wait,
-                pinned=pinned,
-            )
+        granted = records.Granted(
+            group_id=self.store.replay.at.next_group,
+            task=task,
+            kind=kind,
+            members=members,
+            actor=peer,
+            wait=wait,
+            pinned=pinned,
         )
-        return self._ticket(group_id, members)
+        self.store.record(granted)
+        return self._ticket(granted.group_id, members)
 
     def _ticket(self, group_id: int, members: list[int]) -> Ticket:
         held = self.store.replay.at.groups[group_id]

@@ -1,5 +1,7 @@
 """Arrivals: trajectories that actors push, checked against what was granted and recorded."""
 
+from dataclasses import dataclass
+
 from evolver_async.buffer.log.capacity import DiskCapacity
 from evolver_async.buffer.log.store import BufferStore
 from evolver_async.buffer.monitor.failures import Failures
@@ -10,28 +12,21 @@ from evolver_async.buffer.state.groups import UNTRAINED, ZERO_SPREAD, HeldGroup
 from evolver_async.buffer.state.ledger import Amount
 from evolver_async.protocol import messages
 from evolver_async.protocol.messages import Reply
-from evolver_async.schema import SCRIPTED, Sequence, Trajectory
+from evolver_async.schema import SCRIPTED, Trajectory
 
 RETRY_S = 1.0
 LONGEST_S = 1e9  # an episode counts for no more, so that sums stay finite
 
 
+@dataclass
 class Arrivals:
     """Answers PUSH. `max_rewards`: the largest absolute reward that each stage allows."""
 
-    def __init__(
-        self,
-        store: BufferStore,
-        disk: DiskCapacity,
-        activity: Activity,
-        failures: Failures,
-        max_rewards: list[float],
-    ) -> None:
-        self.store = store
-        self.disk = disk
-        self.activity = activity
-        self.failures = failures
-        self._max_rewards = max_rewards
+    store: BufferStore
+    disk: DiskCapacity
+    activity: Activity
+    failures: Failures
+    max_rewards: list[float]
 
     def push(self, peer: str, trajectory: Trajectory, now: float) -> Reply:
         """Accept a granted member; the first copy counts, later ones are duplicates."""
@@ -57,7 +52,11 @@ class Arrivals:
             member=member,
             attempt=trajectory.attempt,
             tokens=tokens,
-            bytes=sum(_bytes(sequence) for sequence in trajectory.sequences),
+            bytes=sum(
+                array.nbytes
+                for one in trajectory.sequences
+                for array in (one.tokens, one.roles, one.turns, one.logprobs)
+            ),
             reward=trajectory.reward,
             success=trajectory.success,
             turns=len(trajectory.turn_rewards),
@@ -92,7 +91,7 @@ class Arrivals:
             return f"member: {trajectory.member} is not one of group {held.group_id}"
         if trajectory.attempt > owner.attempt:
             return f"attempt: {trajectory.attempt}, the last one granted is {owner.attempt}"
-        bound = self._max_rewards[held.stage]
+        bound = self.max_rewards[held.stage]
         turns = max(map(abs, trajectory.turn_rewards.tolist()), default=0.0)
         for name, size in (("reward", abs(trajectory.reward)), ("turn_rewards", turns)):
             if size > bound:
@@ -108,8 +107,3 @@ class Arrivals:
         if foreign:
             return f"versions: {foreign[0]} is of no lineage of this run"
         return None
-
-
-def _bytes(sequence: Sequence) -> int:
-    arrays = (sequence.tokens, sequence.roles, sequence.turns, sequence.logprobs)
-    return sum(array.nbytes for array in arrays)

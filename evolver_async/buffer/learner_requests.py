@@ -4,6 +4,7 @@ A take is recorded before its groups leave, so the same key always gets the same
 """
 
 import logging
+from dataclasses import dataclass, field
 
 from evolver_async.buffer.log.capacity import DiskCapacity
 from evolver_async.buffer.log.store import BufferStore
@@ -33,23 +34,16 @@ ROLLED_BACK = "rolled_back"  # the reason of groups whose takes a RESUME discard
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class LearnerRequests:
-    """Answers SAMPLE, DONE, RESUME and KEPT."""
+    """Answers SAMPLE, DONE, RESUME and KEPT. `stages`: the number of stages."""
 
-    def __init__(
-        self,
-        store: BufferStore,
-        disk: DiskCapacity,
-        activity: Activity,
-        status: StatusReport,
-        stages: int,
-    ) -> None:
-        self.store = store
-        self.disk = disk
-        self.activity = activity
-        self.status = status
-        self.stages = stages
-        self._delivered: set[WeightId] = set()
+    store: BufferStore
+    disk: DiskCapacity
+    activity: Activity
+    status: StatusReport
+    stages: int
+    _delivered: set[WeightId] = field(default_factory=set)
 
     def sample(self, peer: str, request: Sample, now: float) -> list[Reply]:
         at = self.store.replay.at
@@ -72,11 +66,11 @@ class LearnerRequests:
             self.store.record(records.Switched(stage=request.stage))
             self._evict_other_stages()
         groups = self._repeated(request) or self.store.replay.choose()
-        if not groups and self.store.replay.refills_exhausted():
-            return [Reject(reason=self.status.refills())]
-        if not groups and (reason := self.status.reason_to_stop(now)):
-            return [Reject(reason=reason)]
         if not groups:
+            if self.store.replay.refills_exhausted():
+                return [Reject(reason=self.status.refills())]
+            if reason := self.status.reason_to_stop(now):
+                return [Reject(reason=reason)]
             return [self._wait(peer, self.status.take(now), now)]
         self.store.record(
             records.GroupsTaken(take=request.take, stage=request.stage, groups=groups)
@@ -144,28 +138,19 @@ class LearnerRequests:
         if begun is not None:
             return Fenced(reason=f"this process began lineage {begun}, the newest is {at.lineage}")
         if request.incarnation < at.incarnation:
-            return Fenced(
-                reason=f"incarnation {request.incarnation}: lineage {at.lineage} was begun by "
-                f"incarnation {at.incarnation}"
-            )
+            begun_by = f"lineage {at.lineage} was begun by incarnation {at.incarnation}"
+            return Fenced(reason=f"incarnation {request.incarnation}: {begun_by}")
         self.activity.learner = peer
         refusal = self._unknown(request)
         if refusal:
             return Reject(reason=refusal)
-        if request.version < 0:
-            return Reject(reason=f"version: {request.version}")
-        if request.episodes < 0:
-            return Reject(reason=f"episodes: {request.episodes}")
+        for name, number in (("version", request.version), ("episodes", request.episodes)):
+            if number < 0:
+                return Reject(reason=f"{name}: {number}")
         if not 0 <= request.stage < self.stages:
             return Reject(reason=f"stage: {request.stage} of {self.stages}")
-        undone = sorted(
-            {
-                group_id
-                for number, taken in at.takes.items()
-                if number >= request.take
-                for group_id in taken.groups
-            }
-        )
+        later = [taken.groups for number, taken in at.takes.items() if number >= request.take]
+        undone = sorted(set().union(*later))
         self.store.record(
             records.LineageStarted(
                 lineage=at.lineage + 1,
@@ -213,14 +198,16 @@ class LearnerRequests:
         if lineage > at.lineage:
             return f"lineage: {end} ends in lineage {at.lineage}, lineage {lineage} is missing"
         if take > at.next_take:
-            return (
-                f"take: {end} ends before take {at.next_take}, all up to take {take - 1} is missing"
-            )
+            missing = f"all up to take {take - 1} is missing"
+            return f"take: {end} ends before take {at.next_take}, {missing}"
         return ""
 
     def kept(self, peer: str, request: Kept, now: float) -> Reply:
         replay = self.store.replay
-        self._pause(peer, request.paused, now)
+        if request.paused:
+            self.activity.waits(peer, "pause", f"paused: {request.paused}", now)
+        else:
+            self.activity.served(peer, "pause")
         if not 0 <= request.take <= replay.at.next_take:
             return Reject(reason=f"take: {request.take}, the next one is {replay.at.next_take}")
         at = replay.at
@@ -247,13 +234,6 @@ class LearnerRequests:
             lease.group_id: lease.progress for lease in leases if waits or lease.group_id in running
         }
 
-    def _pause(self, peer: str, reason: str, now: float) -> None:
-        """Note the pause that a learner reports, for STATUS."""
-        if reason:
-            self.activity.waits(peer, "pause", f"paused: {reason}", now)
-        else:
-            self.activity.served(peer, "pause")
-
     def _fenced(self, lineage: int) -> Fenced | Reject | None:
         newest = self.store.replay.at.lineage
         if lineage == newest:
@@ -278,12 +258,10 @@ class LearnerRequests:
 
     def _groups(self, take: int) -> list[Reply]:
         replay = self.store.replay
-        replies: list[Reply] = []
         taken = replay.at.takes[take]
-        for group_id in taken.groups:
-            held = replay.at.groups[group_id]
-            group = Group(
-                group_id=group_id,
+        groups = [
+            Group(
+                group_id=held.group_id,
                 task=held.task,
                 kind=held.kind,
                 stage=held.stage,
@@ -291,5 +269,6 @@ class LearnerRequests:
                 head=taken.head,
                 trajectories=self.store.trajectories(held),
             )
-            replies.append(GroupReply(group=group))
-        return [*replies, Groups(count=len(replies))]
+            for held in map(replay.at.groups.__getitem__, taken.groups)
+        ]
+        return [*(GroupReply(group=group) for group in groups), Groups(count=len(groups))]

@@ -83,24 +83,13 @@ class BufferService:
         self.censoring = self.store.censoring
         self.stalls = Stalls(state.replay, leases, self.activity, buffer.warn_s)
         self.failures = Failures(config.launch.max_failures)
-        self._status = StatusReport(
-            state,
-            leases,
-            journal,
-            self.activity,
-            self.censoring,
-            self.stalls,
-            self.failures,
-            buffer.lease_s,
-        )
-        self.actor_requests = ActorRequests(
-            self.store, self.disk, self.activity, self._status, stages
-        )
-        self.learner_requests = LearnerRequests(
-            self.store, self.disk, self.activity, self._status, len(stages)
-        )
+        watched = (self.activity, self.censoring, self.stalls, self.failures)
+        self._status = StatusReport(state, leases, journal, *watched, buffer.lease_s)
+        shared = (self.store, self.disk, self.activity)
+        self.actor_requests = ActorRequests(*shared, self._status, stages)
+        self.learner_requests = LearnerRequests(*shared, self._status, len(stages))
         max_rewards = [stage.safety.max_reward for stage in stages]
-        self.arrivals = Arrivals(self.store, self.disk, self.activity, self.failures, max_rewards)
+        self.arrivals = Arrivals(*shared, self.failures, max_rewards)
         self._look_due = now
 
     @classmethod
@@ -136,10 +125,8 @@ class BufferService:
             found = history.numbers(path)
             if not found:
                 return  # damaged: the learner reports it, and resumes from the one before
-            gap = self.learner_requests.gap(
-                found["lineage"], 0 if found["discard"] else found["take"]
-            )
-            if gap:
+            take = 0 if found["discard"] else found["take"]
+            if gap := self.learner_requests.gap(found["lineage"], take):
                 raise JournalError(f"{gap}, but {path} is newer; put an intact copy there")
 
     def handle(self, peer: str, request: Request, now: float) -> list[Reply]:
@@ -189,20 +176,16 @@ class BufferService:
 
     def tick(self, now: float) -> None:
         """End the leases that ran out, log stalls, measure the free disk space."""
-        for line in (*self.store.leases.expire(now), *self._stalled(now)):
-            log.warning("%s", line)
+        lines = self.store.leases.expire(now)
+        if now >= self._look_due:
+            self._look_due = now + LOOK_S
+            self.activity.forget(now)
+            lines += self.stalls.lines(now)
         self.store.journal.measure()
-        warning = self.censoring.alarm(now)
-        if warning:
-            log.warning("%s", warning)
-
-    def _stalled(self, now: float) -> list[str]:
-        """Search for stalls once a second, and forget the processes that are gone."""
-        if now < self._look_due:
-            return []
-        self._look_due = now + LOOK_S
-        self.activity.forget(now)
-        return self.stalls.lines(now)
+        if warning := self.censoring.alarm(now):
+            lines.append(warning)
+        for line in lines:
+            log.warning("%s", line)
 
     def status(self, now: float) -> dict[str, Any]:
         """Occupancy, ledger, rates and reasons for waiting: see `StatusReport.full`."""
@@ -219,16 +202,13 @@ class BufferService:
 
     def _hello(self, peer: str, request: messages.Hello) -> Reply:
         if request.schema_hash != SCHEMA_HASH:
-            return messages.Reject(
-                reason=f"schema: {peer} has {request.schema_hash}, the buffer {SCHEMA_HASH}"
-            )
+            reason = f"schema: {peer} has {request.schema_hash}, the buffer {SCHEMA_HASH}"
+            return messages.Reject(reason=reason)
         if request.tokenizer is not None:
-            self.tokenizer_hash = self.tokenizer_hash or request.tokenizer
-            if request.tokenizer != self.tokenizer_hash:
-                return messages.Reject(
-                    reason=f"tokenizer: {peer} has {request.tokenizer}, "
-                    f"the run {self.tokenizer_hash}"
-                )
+            ours = self.tokenizer_hash = self.tokenizer_hash or request.tokenizer
+            if request.tokenizer != ours:
+                reason = f"tokenizer: {peer} has {request.tokenizer}, the run {ours}"
+                return messages.Reject(reason=reason)
         self.failures.begin(peer)
         if request.role == "actor":
             actor = self.activity.activate(peer)
@@ -250,13 +230,8 @@ def main(args: RoleArgs) -> int:
     tokenizer = tokenizer_hash(config.policy.path)
     experience = experience_address(config, args.address)
     service = BufferService.of_run(config, args.run_dir, tokenizer, time.monotonic(), experience)
-    server = Server(
-        service,
-        args.address,
-        service.welcome.run_id,
-        keys=args.keys,
-        silent_s=config.buffer.lease_s,
-    )
+    run_id, lease_s = service.welcome.run_id, config.buffer.lease_s
+    server = Server(service, args.address, run_id, keys=args.keys, silent_s=lease_s)
     try:
         server.serve(stop)
     finally:

@@ -68,7 +68,7 @@ def save(
     """
     if not directory.exists():
         directory.mkdir(parents=True)
-        _sync(directory.parent)
+        sync_directory(directory.parent)
     for left in directory.glob(f"{TEMPORARY}*"):
         shutil.rmtree(left)  # of a writer that died: there is one at a time
     serial = max((serial for serial, _ in _by_serial(directory)), default=0) + 1
@@ -81,7 +81,7 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
         raise
     temporary.rename(final)
-    _sync(directory)
+    sync_directory(directory)
     _prune(directory, keep, lasting)
     return final
 
@@ -137,7 +137,7 @@ def leave(directory: Path, after: Path, newest: Path) -> None:
     for serial, path in _by_serial(directory):
         if serial_of(after) < serial < serial_of(newest):
             (path / LEFT).touch()
-            _sync(path)
+            sync_directory(path)
 
 
 def verify(path: Path, run_id: str) -> Manifest:
@@ -190,7 +190,7 @@ def _fill(directory: Path, step: int, write: Callable[[Path], object], run_id: s
     for path in (*paths, directory / MANIFEST):
         _sync_file(path, directory)
     for path in (*(path for path in directory.rglob("*") if path.is_dir()), directory):
-        _sync(path)
+        sync_directory(path)
 
 
 def _by_serial(directory: Path) -> list[tuple[int, Path]]:
@@ -259,7 +259,7 @@ def _sync_file(path: Path, touched: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

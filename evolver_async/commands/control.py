@@ -25,11 +25,9 @@ def purge(args: argparse.Namespace) -> int:
     """Delete what a source has contributed to a run's experience."""
 
     async def ask(address: str, keys: Path | None) -> int:
-        client = DealerClient(address, run_dir.name, f"purge-{os.getpid()}", keys=keys)
-        try:
+        name = f"purge-{os.getpid()}"
+        with contextlib.closing(DealerClient(address, run_dir.name, name, keys=keys)) as client:
             return (await client.request(Purge(source=args.source), PURGE_S)).count
-        finally:
-            client.close()
 
     run_dir = run_directory(args.run_dir)
     config = load(run_dir / "config.yaml")

@@ -38,7 +38,7 @@ def requirements(config: Config, results: Mapping[str, ProbeResult]) -> list[Req
     `disk` that of `run.dir`, `model` that of the policy.
     """
     machine, model = Machine(config, results), results["model"]
-    rules = (_hardware, _devices, _gpus, _engine, _learner, _weights, _keys)
+    rules = (_hardware, _probed, _precision, _gpus, _engine)
     rows = [row for rule in rules for row in rule(config, machine)]
     if not model.works:
         keys = ("policy.max_length", "engine.memory", "learner.ranks", "weights.dir", "run.dir")
@@ -65,10 +65,6 @@ class Machine:
         first = int(device.partition(":")[2] or 0)
         return numbers or list(range(first, first + count))
 
-    def has(self, key: str, probe: str) -> Requirement:
-        """Require the success of a probe."""
-        return Requirement(key, self.results[probe].works, self.results[probe].summary)
-
 
 def _hardware(config: Config, machine: Machine) -> Iterator[Requirement]:
     """Never unmet: with other values of its keys a recipe can run on a smaller machine."""
@@ -87,13 +83,24 @@ def gpus_of(hardware: str) -> tuple[int, int]:
     return int(count), int(size) * 10**9
 
 
-def _devices(config: Config, machine: Machine) -> Iterator[Requirement]:
-    for key, device in (
-        ("engine.device", config.engine.device),
-        ("learner.device", config.learner.device),
+def _probed(config: Config, machine: Machine) -> Iterator[Requirement]:
+    """Keys that need the success of a probe."""
+    learner, kind, ranks = config.learner, channel(config), config.learner.ranks
+    short = config.policy.dtype == "bfloat16" and bool(machine.learner)
+    devices = {"engine": config.engine.device, "learner": learner.device}
+    for key, probe, needed in (
+        *((f"{one}.device={name}", "cuda", "cuda" in name) for one, name in devices.items()),
+        (f"learner.ranks={ranks}", "nccl" if machine.learner else "gloo", ranks > 1),
+        ("learner.packing", "varlen", learner.packing and short),
+        ("weights.kind=collective", "gloo", kind == "collective"),
+        ("weights.kind=cuda_ipc", "cuda", kind == "cuda_ipc"),
+        ("security.keys", "encryption", bool(config.security.keys)),
     ):
-        if device.startswith("cuda"):
-            yield machine.has(f"{key}={device}", "cuda")
+        if needed:
+            yield Requirement(key, machine.results[probe].works, machine.results[probe].summary)
+
+
+def _precision(config: Config, machine: Machine) -> Iterator[Requirement]:
     used = [i for i in {*machine.engine, *machine.learner} if i < len(machine.devices)]
     if config.policy.dtype == "bfloat16" and used:
         least = min(tuple(machine.devices[i]["capability"]) for i in used)
@@ -106,17 +113,13 @@ def _devices(config: Config, machine: Machine) -> Iterator[Requirement]:
 
 def _gpus(config: Config, machine: Machine) -> Iterator[Requirement]:
     gpus, count = config.launch.gpus, len(machine.devices)
-    for key, named, used in (
-        ("launch.gpus.actors", gpus.actors, machine.engine),
-        ("launch.gpus.learner", gpus.learner, machine.learner),
+    for key, spread, named, used in (
+        ("launch.gpus.actors", "engine.tensor_parallel", gpus.actors, machine.engine),
+        ("launch.gpus.learner", "learner.ranks", gpus.learner, machine.learner),
     ):
         if named or len(used) > 1:
-            shown = key if named else _SPREAD[key]
             why = f"needs {max(used, default=0) + 1} GPUs, found {count}"
-            yield Requirement(shown, bool(used) and max(used) < count, why)
-
-
-_SPREAD = {"launch.gpus.actors": "engine.tensor_parallel", "launch.gpus.learner": "learner.ranks"}
+            yield Requirement(key if named else spread, bool(used) and max(used) < count, why)
 
 
 def _engine(config: Config, machine: Machine) -> Iterator[Requirement]:
@@ -127,22 +130,6 @@ def _engine(config: Config, machine: Machine) -> Iterator[Requirement]:
     if vllm.works and not fits:
         why += f"; engine.device={config.engine.device} needs a build for {needed}"
     yield Requirement("engine.kind=vllm", vllm.works and fits, why)
-
-
-def _learner(config: Config, machine: Machine) -> Iterator[Requirement]:
-    learner = config.learner
-    if learner.ranks > 1:
-        yield machine.has(f"learner.ranks={learner.ranks}", "nccl" if machine.learner else "gloo")
-    if learner.packing and machine.learner and config.policy.dtype == "bfloat16":
-        yield machine.has("learner.packing", "varlen")
-
-
-def _weights(config: Config, machine: Machine) -> Iterator[Requirement]:
-    kind = channel(config)
-    if kind == "collective":
-        yield machine.has("weights.kind=collective", "gloo")
-    if kind == "cuda_ipc":
-        yield machine.has("weights.kind=cuda_ipc", "cuda")
 
 
 def _context(config: Config, machine: Machine, shape: Shape) -> Iterator[Requirement]:
@@ -198,9 +185,8 @@ def _host_memory(config: Config, machine: Machine, shape: Shape) -> Iterator[Req
         engines = min(engines, 1)
     need = engines * _engine_bytes(config, shape)
     if not machine.learner:
-        need += training_bytes(config, shape) + config.learner.ranks * activation_bytes(
-            config, shape
-        )
+        need += training_bytes(config, shape)
+        need += config.learner.ranks * activation_bytes(config, shape)
     total = machine.results["python"].facts["memory_bytes"]
     if need:
         why = f"roles without a GPU need at least {gib(need)} of the host's memory, of {gib(total)}"
@@ -222,9 +208,8 @@ def _free_space(config: Config, machine: Machine, shape: Shape) -> Iterator[Requ
             memory.works and free >= copies * snapshot,
             f"needs {gib(copies * snapshot)} for {copies} copies of the weights; {memory.summary}",
         )
-    trained = (
-        0 if config.policy.lora.rank else shape.parameters * (MASTER_BYTES - 4)
-    )  # no gradients
+    whole = shape.parameters * (MASTER_BYTES - 4)  # no gradients
+    trained = 0 if config.policy.lora.rank else whole
     need = (config.checkpoint.keep + 1) * trained + config.buffer.segment_bytes
     free = disk.facts.get("free_bytes", 0)
     yield Requirement(
@@ -232,8 +217,3 @@ def _free_space(config: Config, machine: Machine, shape: Shape) -> Iterator[Requ
         disk.works and free >= need,
         f"needs {gib(need)} for checkpoints and the journal; {disk.summary}",
     )
-
-
-def _keys(config: Config, machine: Machine) -> Iterator[Requirement]:
-    if config.security.keys:
-        yield machine.has("security.keys", "encryption")

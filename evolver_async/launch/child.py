@@ -65,25 +65,18 @@ class Child:
         return self.processes[self.failed_rank].returncode
 
 
+@dataclass
 class Spawner:
     """Starts the processes of one launch.
 
     `rendezvous` is a private directory in which the ranks of a learner find each other.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        run_dir: Path,
-        address: str,
-        keys: Path | None,
-        rendezvous: Path | None,
-    ) -> None:
-        self.config = config
-        self.run_dir = run_dir
-        self.address = address
-        self.keys = keys
-        self.rendezvous = rendezvous
+    config: Config
+    run_dir: Path
+    address: str
+    keys: Path | None
+    rendezvous: Path | None
 
     def start(
         self, role: str, name: str, incarnation: int, rank: int = 0

@@ -45,11 +45,14 @@ def create(
     except OSError as error:
         raise ConfigError(f"run.dir: cannot make {run_dir}: {error.strerror}") from None
     _refuse_existing(run_dir)
+    keys = config.security.keys
     resolved = replace(
         config,
         run=replace(config.run, name=name),
         policy=replace(config.policy, path=config.policy.path or str(run_dir / "policy")),
-        security=replace(config.security, keys=_absolute(config.security.keys)),
+        security=replace(
+            config.security, keys=str(Path(keys).expanduser().resolve()) if keys else ""
+        ),
     )
     with locked(run_dir), _sigterm_raises():
         _refuse_existing(run_dir)  # another process may have made it before it was locked
@@ -125,10 +128,6 @@ def _with_own_tasks(config: Config, run_dir: Path) -> Config:
             override["tasks"] = {**override["tasks"], "path": copy_of(override["tasks"]["path"])}
         stages.append(replace(stage, override=override))
     return replace(config, tasks=tasks, stages=stages)
-
-
-def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().resolve()) if path else ""
 
 
 def measure(config: Config, run_dir: Path) -> None:

@@ -13,10 +13,8 @@ from evolver_async.config.paths import check_name
 from evolver_async.launch.creation import create
 from evolver_async.launch.resumption import check_continues
 
-MAY_CHANGE = (
-    "path",
-    "max_length",
-)  # of the policy; the other keys shape the weights of the checkpoint
+# Keys of the policy; the others shape the weights of the checkpoint.
+MAY_CHANGE = ("path", "max_length")
 
 
 def fork(
@@ -55,15 +53,8 @@ def fork(
         if not same_tasks:
             (first / history.EVALUATION).unlink(missing_ok=True)
 
-    return create(
-        replace(
-            config,
-            run=replace(config.run, name=name),
-            policy=replace(config.policy, path="" if own_policy else config.policy.path),
-        ),
-        None,
-        fill,
-    )
+    policy = replace(config.policy, path="" if own_policy else config.policy.path)
+    return create(replace(config, run=replace(config.run, name=name), policy=policy), None, fill)
 
 
 def _tasks_of(config: Config) -> list[tuple[EnvConfig, TasksConfig]]:

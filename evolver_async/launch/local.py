@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.config import Config
 from evolver_async.errors import EVALUATION_LOST, USER_ERROR
 from evolver_async.launch.child import FINAL, Child, Spawner, ending
-from evolver_async.launch.drain import DrainDeadline
 from evolver_async.launch.run_directory import announce
 from evolver_async.process.addresses import keys_of, make_weights_dir
 from evolver_async.process.private_directories import PREFIX, Claim, claim, sweep
@@ -187,15 +187,9 @@ class Launcher:
         pause_s = launch.backoff_s * 2**child.restarts
         child.due = now + pause_s
         child.restarts += 1
-        log.warning(
-            "%s %s, restart %d of %d in %.1f s: %s",
-            child.name,
-            ending(code),
-            child.restarts,
-            launch.restarts,
-            pause_s,
-            self.spawner.log_tail(child, 1),
-        )
+        end, cause = f"{child.name} {ending(code)}", self.spawner.log_tail(child, 1)
+        restart = f"restart {child.restarts} of {launch.restarts} in {pause_s:.1f} s"
+        log.warning("%s, %s: %s", end, restart, cause)
 
     def restart(self, child: Child, now: float) -> None:
         """Start the processes of a child again under the next incarnation."""
@@ -227,13 +221,18 @@ class Launcher:
                 process.wait()
 
     def wait_for_end(self, role: str, running: list[subprocess.Popen[bytes]]) -> None:
-        """Return when these have ended, at their deadline, or at the second signal."""
+        """Return when these have ended, at their deadline, or at the second signal.
+
+        The deadline is `launch.drain_s` from now, or from the last progress of a checkpoint.
+        """
         began, drain_s, warned = time.monotonic(), self.config.launch.drain_s, False
         checkpoints = self.run_dir / "checkpoints" if role == "learner" else None
-        deadline = DrainDeadline(drain_s, began, checkpoints)
+        progress, deadline = checkpoints and checkpoint.progress(checkpoints), began + drain_s
         while any(process.poll() is None for process in running):
-            now = time.monotonic()
-            if len(self.signals) > 1 or deadline.passed(now):
+            now, before = time.monotonic(), progress
+            if (progress := checkpoints and checkpoint.progress(checkpoints)) != before:
+                deadline = now + drain_s
+            if len(self.signals) > 1 or now > deadline:
                 return
             if now > began + drain_s and not warned:
                 warned = True

@@ -1,7 +1,7 @@
 """Resumption of a run: changes of its configuration, its checkpoint, and what must not change."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +85,14 @@ def _refuse_changed_data(before: Config, after: Config) -> None:
     A restart chooses the same tasks again by seed and tasks; the learner computes log-probs at the
     temperature at which the tokens were sampled.
     """
-    fixed = [
-        (f"run.{item.name}", getattr(before.run, item.name), getattr(after.run, item.name))
-        for item in fields(before.run)
-    ]
+    pairs: list[tuple[str, Any, Any]]
+    pairs = [(f"run.{key}", old, vars(after.run)[key]) for key, old in vars(before.run).items()]
     for index in range(min(len(before.stages), len(after.stages))):
         old, new = stage_config(before, index), stage_config(after, index)
-        fixed += [
-            (f"tasks.{item.name}", getattr(old.tasks, item.name), getattr(new.tasks, item.name))
-            for item in fields(old.tasks)
-        ]
-        fixed.append(("rollout.temperature", old.rollout.temperature, new.rollout.temperature))
-    for name, old, new in fixed:
+        tasks = vars(old.tasks).items()
+        pairs += [(f"tasks.{key}", value, vars(new.tasks)[key]) for key, value in tasks]
+        pairs.append(("rollout.temperature", old.rollout.temperature, new.rollout.temperature))
+    for name, old, new in pairs:
         if old != new:
             raise ConfigError(
                 f"{name}: cannot change on resume: the run was started with {old}, got {new}"

@@ -99,7 +99,6 @@ def _train(config: Config, run_dir: Path) -> int:
         None if config.experience.kind == "none" else InProcessExperience(config, run_dir, server)
     )
     build_actor = resolve("serial_actor")
-    build_learner = resolve("serial_learner")
 
     async def start() -> list[asyncio.Task[Any]]:
         server.start()
@@ -124,7 +123,7 @@ def _train(config: Config, run_dir: Path) -> int:
 
     # at least the incarnation of a learner that another launcher started
     client = LocalClient(server, "learner", service.store.replay.at.incarnation)
-    learner = build_learner(config, run_dir, client, call)
+    learner = resolve("serial_learner")(config, run_dir, client, call)
     try:
         tasks += loop.run_until_complete(start())
         return learner.run()

@@ -1,16 +1,17 @@
 """Reader of a JSONL file that another process appends to."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 
+@dataclass
 class Tail:
     """Position in a JSONL file; the file may not exist yet."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offset = 0
+    path: Path
+    offset: int = 0
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the complete rows that were written since the last call."""

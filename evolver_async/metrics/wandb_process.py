@@ -60,10 +60,8 @@ def online(mode: str) -> bool:
 
 def has_key() -> bool:
     """True if there is a key for W&B's server, in the environment or in ~/.netrc."""
-    return bool(os.environ.get("WANDB_API_KEY")) or _in_netrc()
-
-
-def _in_netrc() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", SERVER)).hostname or ""
     try:
         return netrc.netrc().authenticators(host) is not None
@@ -125,13 +123,8 @@ class UploadSupervisor:
         if self.process is None or self.process.poll() is not None:
             self._start()
         if self._end() != 0:
-            missing = rows - self.sent()
-            log.warning(
-                "W&B lacks %d of %d rows; send them with: evolver-async wandb %s",
-                missing,
-                rows,
-                self.directory,
-            )
+            words = "W&B lacks %d of %d rows; send them with: evolver-async wandb %s"
+            log.warning(words, rows - self.sent(), rows, self.directory)
 
     def _end(self) -> int | None:
         """Wait for the end of the process; return its exit code, None if it had to be killed."""
@@ -174,14 +167,9 @@ class UploadSupervisor:
     def _plan_restart(self, how: str, rows: int, now: float) -> None:
         if now - self.started > HEALTHY_S:
             self.pause_s = PAUSE_S
-        log.warning(
-            "the process that sends metrics to W&B %s; %d rows wait; training continues, the next"
-            " attempt is in %.0f s (see %s)",
-            how,
-            rows,
-            self.pause_s,
-            self.directory / "logs" / "wandb.log",
-        )
+        words = "the process that sends metrics to W&B %s; %d rows wait; training continues, the"
+        words += " next attempt is in %.0f s (see %s)"
+        log.warning(words, how, rows, self.pause_s, self.directory / "logs" / "wandb.log")
         self.process, self.due = None, now + self.pause_s
         self.pause_s = min(LONGEST_PAUSE_S, 2 * self.pause_s)
 

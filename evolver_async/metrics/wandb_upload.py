@@ -75,7 +75,9 @@ class Upload:
         self._save()
 
     def _init(self, mode: str) -> Any:
-        self._wait_for_free_name()
+        # W&B names its directories by the second: wait for one without a directory.
+        while any((self.run_dir / "wandb").glob(f"*run-{time.strftime('%Y%m%d_%H%M%S')}-*")):
+            time.sleep(0.1)
         settings = self.wandb.Settings(
             init_timeout=INIT_S, console="off", x_stats_pid=self.parent, disable_code=True
         )
@@ -88,11 +90,6 @@ class Upload:
             dir=str(self.run_dir),
             config=without_secrets(to_dict(self.config)),
         )
-
-    def _wait_for_free_name(self) -> None:
-        """Wait for a second without a directory: W&B names its directories by the second."""
-        while any((self.run_dir / "wandb").glob(f"*run-{time.strftime('%Y%m%d_%H%M%S')}-*")):
-            time.sleep(0.1)
 
     def send_new(self) -> int:
         """Send the rows and alerts written since the last call; return the number of rows."""

@@ -38,7 +38,7 @@ class JsonlWriter:
             name: value.item() if isinstance(value, np.generic) else value
             for name, value in row.items()
         }
-        bad = [name for name, value in plain.items() if _non_finite(value)]
+        bad = [name for name, x in plain.items() if isinstance(x, float) and not math.isfinite(x)]
         plain |= dict.fromkeys(bad)
         if bad:
             plain["non_finite"] = bad
@@ -48,10 +48,6 @@ class JsonlWriter:
 
     def close(self) -> None:
         self.file.close()
-
-
-def _non_finite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 class Metrics:

@@ -109,9 +109,9 @@ def packed_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if borders is None:
         return _causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
-    q_THD, k_THD, v_THD = (one[0].transpose(0, 1) for one in (query, key, value))
+    parts_THD = [one[0].transpose(0, 1) for one in (query, key, value)]
     attend = _flash if flash_fits(query) else _by_blocks
-    return attend(q_THD, k_THD, v_THD, borders, scaling, sliding_window)[None], None
+    return attend(parts_THD, borders, scaling, sliding_window)[None], None
 
 
 def flash_fits(query: Tensor) -> bool:
@@ -126,14 +126,9 @@ def flash_fits(query: Tensor) -> bool:
     )
 
 
-def _flash(
-    query_THD: Tensor,
-    key_THD: Tensor,
-    value_THD: Tensor,
-    borders: Borders,
-    scaling: float,
-    window: int | None,
-) -> Tensor:
+def _flash(parts_THD: list[Tensor], borders: Borders, scaling: float, window: int | None) -> Tensor:
+    """Compute the attention of query, key and value by the flash kernel."""
+    query_THD, key_THD, value_THD = parts_THD
     starts, longest = borders.starts_S1, borders.longest
     shared = query_THD.shape[1] // key_THD.shape[1]
     options: dict[str, Any] = {}
@@ -159,20 +154,16 @@ def _flash(
 
 
 def _by_blocks(
-    query_THD: Tensor,
-    key_THD: Tensor,
-    value_THD: Tensor,
-    borders: Borders,
-    scaling: float,
-    window: int | None,
+    parts_THD: list[Tensor], borders: Borders, scaling: float, window: int | None
 ) -> Tensor:
     """Compute one attention per block, whose sequences are padded to its longest."""
     sizes = [block.tokens for block in borders.blocks]
-    parts = (one.split(sizes) for one in (query_THD, key_THD, value_THD))
     outs = []
-    for block, q_LHD, k_LHD, v_LHD in zip(borders.blocks, *parts, strict=True):
-        rows = _rows(q_LHD, block), _rows(k_LHD, block), _rows(v_LHD, block)
-        out_SHLD = _causal(*rows, scaling, window)
+    for block, *parts_LHD in zip(
+        borders.blocks, *(one.split(sizes) for one in parts_THD), strict=True
+    ):
+        query, key, value = (_rows(one_LHD, block) for one_LHD in parts_LHD)
+        out_SHLD = _causal(query, key, value, scaling, window)
         outs.append(out_SHLD.transpose(1, 2).flatten(0, 1)[block.index_T])
     return torch.cat(outs)
 

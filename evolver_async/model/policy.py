@@ -22,30 +22,13 @@ from transformers.utils import logging
 from evolver_async.model.attention import NAME as PACKED
 from evolver_async.model.attention import Borders
 from evolver_async.model.projection import project, summing_head
-from evolver_async.model.tiny import make_tiny
-from evolver_async.model.tokenizer import (
+from evolver_async.model.tiny import make_tiny  # noqa: F401 (the wings take it from here)
+from evolver_async.model.tokenizer import (  # noqa: F401 (these, too)
     TOKENIZER_FILES,
     ModelError,
     load_tokenizer,
     tokenizer_hash,
 )
-
-__all__ = [
-    "ModelError",
-    "check_packing",
-    "checkpoint_layers",
-    "decode",
-    "export",
-    "hidden_states",
-    "load_model",
-    "load_state",
-    "load_tokenizer",
-    "make_tiny",
-    "split_model",
-    "state_tensors",
-    "token_logprobs",
-    "tokenizer_hash",
-]
 
 logging.disable_progress_bar()  # that of transformers would break the run's live panel
 
@@ -54,9 +37,7 @@ SHORT_TOLERANCE = 0.1  # of a short type: kernels round differently in every lay
 LOGITS = 1 << 25  # per chunk at most: 128 MiB in float32, five times that at the peak
 
 
-def load_model(
-    directory: str | Path, *, dtype: str, device: str, attention: str = "sdpa"
-) -> PreTrainedModel:
+def load_model(directory: str | Path, *, dtype: str, device: str) -> PreTrainedModel:
     """Load a causal language model in evaluation mode. ModelError names the file that is wrong.
 
     The logits must be a plain projection of the last hidden states, because log-probs are computed
@@ -73,7 +54,7 @@ def load_model(
             root,
             config=config,
             dtype=getattr(torch, dtype),
-            attn_implementation=attention,
+            attn_implementation="sdpa",
             local_files_only=True,
         )
     except (OSError, ValueError, KeyError) as error:

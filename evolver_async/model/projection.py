@@ -65,7 +65,10 @@ def project(
     targets_N: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probs of a chunk of targets, and their entropies or 0."""
-    logps_NV = _scaled(head(hidden_ND), temperature).log_softmax(-1)
+    logits_NV = head(hidden_ND).float()
+    if temperature not in (0.0, 1.0):
+        logits_NV = logits_NV / temperature
+    logps_NV = logits_NV.log_softmax(-1)
     picked_N = logps_NV.gather(-1, targets_N[:, None]).squeeze(-1)
     if not with_entropy:
         return picked_N, torch.zeros_like(picked_N)
@@ -76,8 +79,3 @@ def project(
         top_N = -(largest_NK.exp() * largest_NK).sum(-1)
         entropy_N = top_N + (entropy_N - top_N).detach()
     return picked_N, entropy_N
-
-
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    logits = logits.float()
-    return logits if temperature in (0.0, 1.0) else logits / temperature

@@ -17,6 +17,7 @@ import socket
 import stat
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 PREFIX = "evolver-"
@@ -29,16 +30,16 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Claim:
     """A private directory and the locks that its owner holds, for its life or until `remove`.
 
     `owner` is False where another process has claimed the directory before.
     """
 
-    def __init__(self, directory: Path, owner: bool, locks: list[int]) -> None:
-        self.directory = directory
-        self.owner = owner
-        self._locks = locks
+    directory: Path
+    owner: bool
+    _locks: list[int]
 
     def remove(self) -> None:
         """Remove the directory; only its content if another process owns it."""
@@ -131,13 +132,8 @@ def _sweep(directory: Path) -> None:
     except FileNotFoundError:
         lock, owner = None, {}
     except OSError as error:
-        host = owner.get("host", "unknown")
-        log.warning(
-            "%s: is not removed, as it cannot be locked (%s); its owner is on host %s",
-            directory,
-            error,
-            host,
-        )
+        words = "%s: is not removed, as it cannot be locked (%s); its owner is on host %s"
+        log.warning(words, directory, error, owner.get("host", "unknown"))
         return
     if owner or time.time() - directory.lstat().st_mtime > YOUNG_S:
         _remove(directory)

@@ -52,12 +52,9 @@ def run_process(
     log.info("%s %s, incarnation %d, pid %d", role, args.name, args.incarnation, os.getpid())
     try:
         return load_main()(args)
-    except Unrecoverable as error:
+    except (Unrecoverable, TrainingError) as error:
         log.error("%s", error)
-        return USER_ERROR
-    except TrainingError as error:
-        log.error("%s", error)
-        return TRAINING_ERROR
+        return USER_ERROR if isinstance(error, Unrecoverable) else TRAINING_ERROR
     except Exception:
         log.exception("%s failed", args.name)
         return 1

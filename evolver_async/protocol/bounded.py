@@ -6,7 +6,6 @@ that follows is here as well, because it raises the same error.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -71,10 +70,10 @@ def parse_plain(header: bytes | memoryview) -> dict[Any, Any]:
     return plain
 
 
-def convert(plain: Any, kind: Any, place: Callable[[type, Any], Any] | None = None) -> Any:
-    """Convert plain values to a `kind`, strictly; `place` makes types unknown to msgspec."""
+def convert(plain: Any, kind: Any) -> Any:
+    """Convert plain values to a `kind`, strictly."""
     try:
-        return msgspec.convert(plain, kind, dec_hook=place)
+        return msgspec.convert(plain, kind)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise WireError(str(error)[:REASON]) from error
 

@@ -72,18 +72,6 @@ class _Preamble(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     parcels: list[int]
 
 
-class _Header(msgspec.Struct, kw_only=True):
-    protocol: int
-    run: str
-    sender: str
-    incarnation: int
-    nonce: str
-    id: int
-    schema: str
-    body: Any
-    parcels: list[int]
-
-
 def schema_hash() -> str:
     """Hash the fields of every message type and their types, without documentation."""
 
@@ -108,17 +96,17 @@ def pack(envelope: Envelope, limits: MessageLimits = LIMITS) -> list[bytes]:
     """Encode a message to frames. Raises WireError if it exceeds the limits."""
     body, trajectories = _apart(envelope.message)
     parcels = [wrap(trajectory) for trajectory in trajectories]
-    header = _Header(
-        protocol=PROTOCOL,
-        run=envelope.run_id,
-        sender=envelope.sender,
-        incarnation=envelope.incarnation,
-        nonce=envelope.nonce,
-        id=envelope.message_id,
-        schema=SCHEMA_HASH,
-        body=body,
-        parcels=[parcel.crc for parcel in parcels],
-    )
+    header = {
+        "protocol": PROTOCOL,
+        "run": envelope.run_id,
+        "sender": envelope.sender,
+        "incarnation": envelope.incarnation,
+        "nonce": envelope.nonce,
+        "id": envelope.message_id,
+        "schema": SCHEMA_HASH,
+        "body": body,
+        "parcels": [parcel.crc for parcel in parcels],
+    }
     data = msgspec.msgpack.encode(header, enc_hook=_refuse)
     frames = [struct.pack("<I", zlib.crc32(data)) + data, *(parcel.data for parcel in parcels)]
     _check_sizes(frames, limits)
@@ -183,8 +171,7 @@ def _check_sizes(frames: Sequence[Any], limits: MessageLimits) -> None:
         raise WireError(f"parcels: {len(parcels)}, the limit is {limits.parcels}")
     if parcels and max(parcels) > limits.parcel_bytes:
         raise WireError(f"trajectory: {max(parcels)} bytes, the limit is {limits.parcel_bytes}")
-    if head + sum(parcels) > limits.message_bytes:
-        size = head + sum(parcels)
+    if (size := head + sum(parcels)) > limits.message_bytes:
         raise WireError(f"message: {size} bytes, the limit is {limits.message_bytes}")
 
 
@@ -198,9 +185,8 @@ def _open(header: dict[Any, Any], parcels: list[bytes]) -> Envelope:
     preamble = convert(header, _Preamble)
     if preamble.incarnation < 0 or preamble.id < 0:
         raise WireError(f"incarnation, id: negative ({preamble.incarnation}, {preamble.id})")
-    named = (("run", preamble.run), ("sender", preamble.sender), ("nonce", preamble.nonce))
-    for name, text in named:
-        if len(text.encode()) > NAME_BYTES:
+    for name in ("run", "sender", "nonce"):
+        if len(getattr(preamble, name).encode()) > NAME_BYTES:
             raise WireError(f"{name}: longer than {NAME_BYTES} bytes")
     name = body.get("type") if type(body) is dict else None
     kind = TYPES.get(name) if type(name) is str else None

@@ -3,23 +3,16 @@
 Without keys only this host is allowed: a loopback address, or a socket file in a private directory.
 """
 
-import contextlib
 import errno
-import ipaddress
 import os
 import socket
 import stat
 from pathlib import Path
 
+from evolver_async.config.sections.channel import is_loopback
+
 IPC_PATH_BYTES = 107  # of the kernel's socket address
 EVERYWHERE = ("*", "0.0.0.0")
-
-
-def is_loopback(host: str) -> bool:
-    """True if only processes of this host can reach it."""
-    with contextlib.suppress(ValueError):
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    return False
 
 
 def from_here(address: str) -> str:
@@ -35,7 +28,7 @@ def refuse_open_or_served(address: str, keyed: bool) -> None:
     """Raise ValueError if other users could connect, OSError if a server is there already."""
     scheme, _, place = address.partition("://")
     if scheme == "tcp":
-        if keyed or is_loopback(place.rpartition(":")[0]):
+        if keyed or is_loopback(place.rpartition(":")[0].strip("[]")):
             return
         raise ValueError(
             f"buffer.address: {address} can be reached from other hosts, which needs security.keys"

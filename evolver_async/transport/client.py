@@ -129,11 +129,11 @@ class Client(ABC):
     def _poll(self) -> None:
         """Receive the replies that have arrived."""
 
-    def _send_again(self) -> None:
-        """Send all unanswered requests to a new server: the former one will never answer."""
-        for pending in list(self._pending.values()):
+    def fail(self, error: Exception) -> None:
+        """Raise an error in all unanswered requests."""
+        for pending in self._pending.values():
             if not pending.reply.done():
-                self._send(pending.frames)
+                pending.reply.set_exception(error)
 
     async def _answered(self, pending: _Pending, patience: float, deadline: float | None) -> bool:
         if deadline is not None:

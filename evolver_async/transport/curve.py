@@ -108,26 +108,23 @@ class Handshake:
 
     def _note_event(self, event: int, now: float) -> None:
         """Note an event. After the two failures with a detail libzmq does not reconnect."""
+        keys = self._keys
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.successes += 1
             self._unclear.clear()
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            cause = (
-                f"the key {self._keys}/client.secret is not listed there ({ALLOWED}/NAME.public)"
-            )
-            self._refusal = f"{self._address}: {cause}"
+            return
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            cause = f"the key {keys}/client.secret is not listed there ({ALLOWED}/NAME.public)"
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            cause = (
-                "only clients with keys are let in (security.keys, or --keys DIR)"
-                if self._keys is None
-                else f"the server has no keys, this client has those of {self._keys}"
-            )
-            self._refusal = f"{self._address}: {cause}"
+            cause = f"the server has no keys, this client has those of {keys}"
+            if keys is None:
+                cause = "only clients with keys are let in (security.keys, or --keys DIR)"
         else:
             self._unclear.append(now)
-            if len(self._unclear) > UNCLEAR_FAILURES and now - self._unclear[0] > UNCLEAR_S:
-                cause = f"the server's key is not {self._keys}/server.public, or it is no buffer"
-                if self._keys is None:
-                    cause = "the connection is cut at once; perhaps it is no buffer"
-                self._refusal = f"{self._address}: {cause}"
-                self._unclear.clear()
+            if len(self._unclear) <= UNCLEAR_FAILURES or now - self._unclear[0] <= UNCLEAR_S:
+                return
+            cause = f"the server's key is not {keys}/server.public, or it is no buffer"
+            if keys is None:
+                cause = "the connection is cut at once; perhaps it is no buffer"
+            self._unclear.clear()
+        self._refusal = f"{self._address}: {cause}"

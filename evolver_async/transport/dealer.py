@@ -48,13 +48,13 @@ class DealerClient(Client):
         try:
             self._handshake = Handshake(self._socket, address, keys)
             self._socket.connect(from_here(address))
-        except zmq.ZMQError as error:
-            self._abandon()
+        except (zmq.ZMQError, ValueError) as error:
+            self._socket.disable_monitor()
+            self._socket.close(linger=0)
+            if isinstance(error, ValueError):
+                raise
             cause = zmq.strerror(error.errno or 0).lower()
             raise ValueError(f"{address}: no address to connect to ({cause})") from None
-        except ValueError:
-            self._abandon()
-            raise
 
     def close(self) -> None:
         self._detach()
@@ -81,21 +81,17 @@ class DealerClient(Client):
             self._receive(frames)
         refusal = None if self._socket.closed else self._handshake.refusal()
         if refusal is not None:
-            for pending in self._pending.values():
-                if not pending.reply.done():
-                    pending.reply.set_exception(AccessDenied(refusal))
+            self.fail(AccessDenied(refusal))
         if self._handshake.successes > self._connections:
             new_server = self._connections > 0
             self._connections = self._handshake.successes
-            if new_server:
-                self._send_again()
+            # the former one will never answer
+            for pending in list(self._pending.values()) if new_server else ():
+                if not pending.reply.done():
+                    self._send(pending.frames)
 
     def _detach(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
             for zmq_socket in (self._socket, self._handshake.monitor):
                 self._loop.remove_reader(zmq_socket.fileno())
         self._loop = None
-
-    def _abandon(self) -> None:
-        self._socket.disable_monitor()
-        self._socket.close(linger=0)

@@ -77,11 +77,6 @@ class LocalClient(Client):
         """Receive a reply."""
         self._receive(frames)
 
-    def fail(self, error: Exception) -> None:
-        for pending in self._pending.values():
-            if not pending.reply.done():
-                pending.reply.set_exception(error)
-
     def close(self) -> None:
         if self in self._server.clients:
             self._server.clients.remove(self)

@@ -96,18 +96,18 @@ class RequestRouter:
             self._reply(route, error.message_id, [Reject(reason=reason)])
             return
         request = envelope.message
+        replies: list[Reply] | None
         if not isinstance(request, Request):
-            reason = f"type: {type(request).__name__} is not a request"
-            self._reply(route, envelope.message_id, [Reject(reason=reason)])
+            replies = [Reject(reason=f"type: {type(request).__name__} is not a request")]
         elif envelope.run_id not in ("", self._run_id):
             reason = f"run: {envelope.run_id!r}, this buffer serves {self._run_id!r}"
-            self._reply(route, envelope.message_id, [Reject(reason=reason)])
+            replies = [Reject(reason=reason)]
         else:
             replies = self._sessions.enter(envelope, route, now)
-            if replies is not None:
-                self._reply(route, envelope.message_id, replies)
-                return
+        if replies is None:
             self._handle(_Parked(route, envelope, Wait(reason=""), now), now)
+        else:
+            self._reply(route, envelope.message_id, replies)
 
     def tick(self, now: float) -> None:
         self._sessions.expire(now)

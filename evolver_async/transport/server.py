@@ -136,11 +136,10 @@ def _bind(
     try:
         door = None if keys is None else KeyAuthenticator(context, router, keys)
         router.bind(address)
-    except zmq.ZMQError as error:
+    except (zmq.ZMQError, ValueError) as error:
         context.destroy(linger=0)
+        if isinstance(error, ValueError):
+            raise
         code = error.errno or 0
         raise OSError(code, f"{address}: {zmq.strerror(code).lower()}") from error
-    except ValueError:
-        context.destroy(linger=0)
-        raise
     return context, router, door

@@ -81,7 +81,11 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
         lines = [f"failed with exit code {ending.code}: {ending.reason}", f"logs: {run}/logs"]
         return [*lines, resume]
     progress = progress_of(run_dir)
-    lines = [f"{ending.state} at step {progress.step}{_successes(progress)}"]
+    success = "not evaluated"
+    if progress.last is not None:
+        best = f"best {progress.best:.3f} at step {progress.best_step}"
+        success = f"eval success {progress.last:.3f} ({best})"
+    lines = [f"{ending.state} at step {progress.step}, {success}"]
     with contextlib.suppress(CheckpointError):
         newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
         lines.append(f"checkpoint: {_short(newest)}")
@@ -89,10 +93,10 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
         lines.append(f"W&B: {url}")
     if ending.state == "stopped":
         return [*lines, resume]
-    stage = load(run_dir / "config.yaml").stages[-1]
-    last = len(load(run_dir / "config.yaml").stages) - 1
-    if stage.steps:
-        lines.append(f"extend: {resume.partition(': ')[2]} stages.{last}.steps={2 * stage.steps}")
+    *others, last = load(run_dir / "config.yaml").stages
+    if last.steps:
+        change = f"stages.{len(others)}.steps={2 * last.steps}"
+        lines.append(f"extend: {resume.partition(': ')[2]} {change}")
     return [*lines, f"export: evolver-async export {run} OUT"]
 
 
@@ -108,15 +112,6 @@ def progress_of(run_dir: Path) -> RunProgress:
         last=evaluated[-1][0] if evaluated else None,
         best=best,
         best_step=best_step,
-    )
-
-
-def _successes(progress: RunProgress) -> str:
-    if progress.last is None:
-        return ", not evaluated"
-    return (
-        f", eval success {progress.last:.3f} (best {progress.best:.3f} at step"
-        f" {progress.best_step})"
     )
 
 

@@ -1,6 +1,7 @@
 """The buffer's STATUS: the request for it, and its parts as text for people."""
 
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,8 @@ from evolver_async.transport.dealer import DealerClient
 
 async def ask(address: str, keys: Path | None = None, timeout_s: float = 2.0) -> dict[str, Any]:
     """Ask the buffer for its STATUS. Raises TimeoutError without an answer, Rejected if refused."""
-    client = DealerClient(address, "", f"watch-{os.getpid()}", keys=keys)
-    try:
+    with closing(DealerClient(address, "", f"watch-{os.getpid()}", keys=keys)) as client:
         return (await client.request(StatusRequest(), timeout_s=timeout_s)).status
-    finally:
-        client.close()
 
 
 def failures_of(status: dict[str, Any]) -> list[FailureTotal]:
@@ -43,10 +41,12 @@ def waits_of(status: dict[str, Any]) -> list[str]:
 def status_lines(status: dict[str, Any]) -> list[str]:
     """Describe groups, trajectories, actors, waiting processes, failures and the journal."""
     groups = ", ".join(f"{count} {state}" for state, count in status["groups"].items())
+    fates = ("received", "held", "trained", "filtered", "evicted")
+    counts = ", ".join(f"{_trajectories(status['ledger'][fate])} {fate}" for fate in fates)
     lines = [
         f"stage {status['stage']}, take {status['take']}, version {status['head'] or 'none'}",
         f"groups: {groups}; {status['outstanding']} of {status['limit']} uses outstanding",
-        f"trajectories: {_fates(status['ledger'])}",
+        f"trajectories: {counts}",
     ]
     for name, actor in status["actors"].items():
         lines.append(
@@ -64,12 +64,6 @@ def status_lines(status: dict[str, Any]) -> list[str]:
     if status["stalled"]:
         lines.append(longest_stall(status))
     return lines
-
-
-def _fates(ledger: dict[str, Any]) -> str:
-    """Count the trajectories of all kinds by their fate."""
-    fates = ("received", "held", "trained", "filtered", "evicted")
-    return ", ".join(f"{_trajectories(ledger[fate])} {fate}" for fate in fates)
 
 
 def _trajectories(amounts: dict[str, Any]) -> int:

@@ -39,9 +39,8 @@ class View:
         self.waiting: list[str] = []
         self.url: str | None = None  # page at W&B
         self.failures: list[FailureTotal] = []  # the newest first
-        self._printed: dict[
-            tuple[str, str], tuple[int, float]
-        ] = {}  # count and time by kind and name
+        # count and time by kind and name
+        self._printed: dict[tuple[str, str], tuple[int, float]] = {}
         self.line_due_s = 0.0
         self.first: tuple[int, float] | None = None
 

@@ -4,7 +4,7 @@ The base weights are read from the policy directory, once, and kept: merging alw
 them, so that no rounding adds up from version to version.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -18,25 +18,24 @@ class Merger:
     """Merger of adapters into whole weights."""
 
     def __init__(self, settings: PolicyConfig) -> None:
-        self._scale = settings.lora.alpha / settings.lora.rank
-        self._read: Callable[[], dict[str, Tensor]] = lambda: policy.state_tensors(
-            policy.load_model(settings.path, dtype=settings.dtype, device="cpu")
-        )
+        self._settings = settings
         self._base: dict[str, Tensor] | None = None
 
     def __call__(self, adapters: dict[str, Tensor]) -> dict[str, Tensor]:
         """Merge adapters. Raises ModelError if they belong to other base weights."""
+        settings = self._settings
         if self._base is None:
-            self._base = self._read()
-        return lora.merge(self._base, adapters, self._scale)
+            model = policy.load_model(settings.path, dtype=settings.dtype, device="cpu")
+            self._base = policy.state_tensors(model)
+        return lora.merge(self._base, adapters, settings.lora.alpha / settings.lora.rank)
 
 
+@dataclass
 class MergingReceiver:
     """Receiver that merges the adapters of another receiver."""
 
-    def __init__(self, receiver: Receiver, merge: Merger) -> None:
-        self._receiver = receiver
-        self._merge = merge
+    _receiver: Receiver
+    _merge: Merger
 
     def head(self) -> WeightId | None:
         return self._receiver.head()

@@ -23,7 +23,7 @@ from evolver_async.process.private_directories import claim
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.base import HEAD, WeightsCorrupt, WeightsGone, read_head
 from evolver_async.weights.channel.publisher import StagedPublisher
-from evolver_async.weights.channel.snapshot import DTYPES, WeightSnapshot, aligned, nbytes
+from evolver_async.weights.channel.snapshot import WeightSnapshot, aligned, nbytes, views
 
 LENGTH = struct.Struct("<Q")
 
@@ -156,14 +156,12 @@ def _verified(whole_N: Tensor, weights: WeightId) -> dict[str, Tensor]:
     if found != weights:
         raise WeightsCorrupt(f"holds weights {found}")
     base = aligned(LENGTH.size + length)
-    tensors = {}
     for name, entry in entries:
         start = base + entry["offset"]
         end = start + nbytes(entry)
         if zlib.crc32(buffer[start:end]) != entry["crc32"] or end > len(buffer):
             raise WeightsCorrupt(f"tensor {name} does not match its checksum")
-        tensors[name] = whole_N[start:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return tensors
+    return views(whole_N[base:], manifest["tensors"])
 
 
 def _name(weights: WeightId) -> str:

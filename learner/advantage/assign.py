@@ -22,8 +22,7 @@ from learner.advantage.group_relative import (
     unlabelled_groups,
 )
 from learner.advantage.rewards import Rewards
-from learner.data.batch import Batch
-from learner.data.scores import LogProbs, Values
+from learner.data.batch import Batch, LogProbs, Values
 from learner.loss.correction import LOG_RATIO_BOUND
 
 
@@ -61,33 +60,33 @@ def assign(
     `values`: None for the group-relative estimators. step: of the stage, which has `steps`.
     Rewards that are not finite never meet those of other groups.
     """
-    if values is not None:
-        return _by_critic(batch, logprobs, values, rewards, settings, scale, baseline)
-    return _by_group(batch, rewards, settings, scale, baseline, step, steps)
+    if values is None:
+        alpha = alpha_at(step, alpha=settings.alpha, alpha_final=settings.alpha_final, steps=steps)
+        advantage_N, finite_P, baseline, metrics = _by_group(
+            batch, rewards, settings, baseline, alpha
+        )
+        return_N = np.zeros_like(batch.mu_N)
+    else:
+        advantage_N, return_N, finite_P, metrics = _by_critic(
+            batch, logprobs, values, rewards, settings
+        )
+    left_out = set(batch.group_P[~finite_P].tolist())
+    advantage_N = advantage_N.astype(np.float32) * scale
+    return Advantages(advantage_N, return_N, finite_P, left_out, baseline, metrics)
 
 
 def _by_group(
-    batch: Batch,
-    rewards: Rewards,
-    settings: AdvantageConfig,
-    scale: float,
-    baseline: float,
-    step: int,
-    steps: int,
-) -> Advantages:
-    """Give every ACTION token the advantage of its turn."""
-    alpha = alpha_at(step, alpha=settings.alpha, alpha_final=settings.alpha_final, steps=steps)
+    batch: Batch, rewards: Rewards, settings: AdvantageConfig, baseline: float, alpha: float
+) -> tuple[Array, Array, float, dict[str, float]]:
+    """Give every ACTION token the advantage of its turn.
+
+    Returns advantage_N, finite_P, the next running baseline and metrics.
+    """
     finite_P = finite_groups(rewards)
     advantage_U = np.zeros_like(rewards.turn_reward_U)
     if finite_P.any():
         advantage_U[finite_P[rewards.trajectory_U]], baseline = advantages(
-            settings.kind,
-            rewards.of(finite_P),
-            std=settings.std,
-            alpha=alpha,
-            length=settings.length,
-            baseline=baseline,
-            baseline_decay=settings.baseline_decay,
+            rewards.of(finite_P), settings, alpha=alpha, baseline=baseline
         )
         finite_P &= finite_groups(rewards, advantage_U)
     metrics = {}
@@ -96,15 +95,8 @@ def _by_group(
             "advantage/alpha": alpha,
             "advantage/unlabelled_groups": float(unlabelled_groups(rewards)),
         }
-    advantage_N = np.where(finite_P[rewards.trajectory_U], advantage_U, 0.0)[batch.turn_at_N]
-    return Advantages(
-        advantage_N.astype(np.float32) * scale,
-        np.zeros_like(batch.mu_N),
-        finite_P,
-        _left_out(batch, finite_P),
-        baseline,
-        metrics,
-    )
+    advantage_U = np.where(finite_P[rewards.trajectory_U], advantage_U, 0.0)
+    return advantage_U[batch.turn_at_N], finite_P, baseline, metrics
 
 
 def _by_critic(
@@ -113,10 +105,11 @@ def _by_critic(
     values: Values,
     rewards: Rewards,
     settings: AdvantageConfig,
-    scale: float,
-    baseline: float,
-) -> Advantages:
-    """Estimate advantages and returns of single tokens by a critic's values."""
+) -> tuple[Array, Array, Array, dict[str, float]]:
+    """Estimate advantage_N and return_N of single tokens by a critic's values.
+
+    Returns them with finite_P and metrics.
+    """
     order_N = np.argsort(batch.turn_at_N, kind="stable")  # as written: contexts may take turns
     with np.errstate(invalid="ignore", over="ignore"):
         estimate = _estimate(batch, logprobs, values, rewards, settings, order_N)
@@ -129,23 +122,13 @@ def _by_critic(
     )
     finite_P = finite_groups(rewards) & (lost_G[batch.group_P] == 0)
     finite_N = finite_P[batch.trajectory_N]
-    metrics = {}
+    metrics: dict[str, float] = {}
     if finite_N.any():
         metrics = fit_metrics(values.value_N[finite_N], return_N[finite_N])
         if settings.whiten:
             advantage_N[finite_N] = whitened(advantage_N[finite_N])
-    return Advantages(
-        np.where(finite_N, advantage_N, 0.0).astype(np.float32) * scale,
-        np.where(finite_N, return_N, 0.0).astype(np.float32),
-        finite_P,
-        _left_out(batch, finite_P),
-        baseline,
-        metrics,
-    )
-
-
-def _left_out(batch: Batch, finite_P: Array) -> set[int]:
-    return set(batch.group_P[~finite_P].tolist())
+    return_N = np.where(finite_N, return_N, 0.0).astype(np.float32)
+    return np.where(finite_N, advantage_N, 0.0), return_N, finite_P, metrics
 
 
 def _estimate(

@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 
+from evolver_async.config import AdvantageConfig
 from evolver_async.schema import Array
 from learner.advantage.rewards import Rewards
 
@@ -16,31 +17,26 @@ EPSILON = 1e-6
 
 
 def advantages(
-    kind: str,
-    rewards: Rewards,
-    *,
-    std: str,
-    alpha: float,
-    length: str,
-    baseline: float,
-    baseline_decay: float,
+    rewards: Rewards, settings: AdvantageConfig, *, alpha: float, baseline: float
 ) -> tuple[Array, float]:
     """Estimate the advantages of all turns, and the running baseline for the next step.
 
     Only `reinforce` reads or changes the baseline; only `grpo`, `grpo_process` and `adca` read
     `std`; only `adca` reads `alpha` and `length`.
     """
+    kind, std = settings.kind, settings.std
     if kind == "grpo_process":
         return grpo_process(rewards, std=std), baseline
     if kind == "adca":
-        return adca(rewards, std=std, alpha=alpha, length=length), baseline
+        return adca(rewards, std=std, alpha=alpha, length=settings.length), baseline
     if kind == "grpo":
         advantage_P = standardised(rewards.reward_P, rewards.group_P, std=std)
     elif kind == "rloo":
         advantage_P = rloo(rewards.reward_P, rewards.group_P)
     else:
         assert kind == "reinforce", kind
-        advantage_P, baseline = reinforce(rewards.reward_P, baseline, decay=baseline_decay)
+        decay = settings.baseline_decay
+        advantage_P, baseline = reinforce(rewards.reward_P, baseline, decay=decay)
     return advantage_P[rewards.trajectory_U], baseline
 
 

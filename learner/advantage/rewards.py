@@ -10,8 +10,7 @@ import torch
 
 from evolver_async.config import AdvantageConfig, LossConfig
 from evolver_async.schema import Array
-from learner.data.batch import Batch
-from learner.data.scores import LogProbs
+from learner.data.batch import Batch, LogProbs
 from learner.loss.policy import kl_estimate
 
 

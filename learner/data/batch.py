@@ -3,6 +3,7 @@
 A row is one sequence as it is trained: stripped, if its trajectory is. A `Batch` keeps all rows
 unpadded on the CPU. A `Minibatch` is some of its trajectories; its rows are padded, or packed into
 a single row, one micro-batch at a time. `collate` makes batches; nothing changes them afterwards.
+`LogProbs` and `Values` are scores of a batch under the weights that its step begins with.
 """
 
 import itertools
@@ -110,6 +111,28 @@ class Batch:
     def part(self, wanted_P: Array) -> "Minibatch":
         """Return those of the trajectories `wanted_P`, bool[P], that have ACTION tokens."""
         return Minibatch(self, np.flatnonzero(wanted_P & (self.length_P > 0)))
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Log-probs of the N ACTION tokens of a batch, float32.
+
+    anchor_N: under the policy, 0 where nothing reads it. old_N: the log-probs that the data is
+    corrected from, mu_N but for stripped tokens (`guided_old`). reference_N: under the KL
+    reference, 0 without one.
+    """
+
+    anchor_N: Array
+    old_N: Array
+    reference_N: Array
+
+
+@dataclass(frozen=True)
+class Values:
+    """Values by a critic: of the N ACTION tokens and behind the last token of each row, float32."""
+
+    value_N: Array
+    end_value_R: Array
 
 
 @dataclass(frozen=True)

@@ -36,30 +36,6 @@ TELLING = 0.05  # input dependence at most this large raises no alarm
 
 
 @dataclass(frozen=True)
-class Alarm:
-    """Alarm that fires: `value` of `signal` is beyond `bound`, for `steps` in a row.
-
-    `begins`: it did not fire at the step before.
-    """
-
-    name: str
-    signal: str
-    value: float
-    bound: float
-    above: bool
-    steps: int
-    begins: bool
-    says: str
-
-    def __str__(self) -> str:
-        side = "above" if self.above else "below"
-        return (
-            f"{self.name}: {self.says} ({self.signal} {self.value:.3g} is {side} {self.bound:.3g},"
-            f" for {self.steps} steps)"
-        )
-
-
-@dataclass(frozen=True)
 class Rule:
     """Condition of a suspicious step.
 
@@ -69,24 +45,42 @@ class Rule:
 
     name: str
     signal: str
-    above: bool
-    narrowing: bool
     bound: Callable[[Track, SafetyConfig], float]
     says: str
+    above: bool = False
+    narrowing: bool = False
     quick: bool = False
 
-    def warmup(self, safety: SafetyConfig) -> int:
-        return safety.format_warmup if self.quick else safety.warmup
 
-    def patience(self, safety: SafetyConfig) -> int:
-        return safety.format_patience if self.quick else safety.patience
+@dataclass(frozen=True)
+class Alarm:
+    """Alarm that fires: `value` of its rule's signal is beyond `bound`, for `steps` in a row.
+
+    `begins`: it did not fire at the step before.
+    """
+
+    rule: Rule
+    value: float
+    bound: float
+    steps: int
+    begins: bool
+
+    @property
+    def name(self) -> str:
+        return self.rule.name
+
+    def __str__(self) -> str:
+        side = "above" if self.rule.above else "below"
+        return (
+            f"{self.name}: {self.rule.says} ({self.rule.signal} {self.value:.3g} is {side}"
+            f" {self.bound:.3g}, for {self.steps} steps)"
+        )
 
 
 RULES = (
     Rule(
         name="reward_spread",
         signal="reward_spread",
-        above=False,
         narrowing=True,
         bound=lambda track, safety: safety.spread_share * track.peak,
         says="the members of a group are rewarded ever more alike",
@@ -102,7 +96,6 @@ RULES = (
     Rule(
         name="entropy_low",
         signal="entropy",
-        above=False,
         narrowing=True,
         bound=lambda track, safety: max(safety.entropy_floor, safety.entropy_share * track.first),
         says="the policy hardly chooses any more",
@@ -111,14 +104,12 @@ RULES = (
         name="entropy_high",
         signal="entropy",
         above=True,
-        narrowing=False,
         bound=lambda track, safety: safety.entropy_rise * track.first,
         says="the policy falls apart",
     ),
     Rule(
         name="input_dependence",
         signal="input_dependence",
-        above=False,
         narrowing=True,
         bound=lambda track, safety: (
             safety.dependence_share * track.peak if track.peak > TELLING else -math.inf
@@ -129,7 +120,6 @@ RULES = (
         name="grad_norm",
         signal="grad_z",
         above=True,
-        narrowing=False,
         bound=lambda _, safety: safety.grad_z,
         says="the gradients are far larger than before",
     ),
@@ -137,7 +127,6 @@ RULES = (
         name="format_errors",
         signal="format_errors",
         above=True,
-        narrowing=False,
         bound=lambda track, safety: track.least + safety.format_rise,
         says="many more turns than before cannot be parsed",
         quick=True,
@@ -162,31 +151,26 @@ def judge(
     metrics = {f"safety/{name}": value for name, value in values.items()}
     alarms = []
     strange = set()
+    warmups = {True: safety.format_warmup, False: safety.warmup}  # by `quick`
     for rule in RULES:
+        patience = safety.format_patience if rule.quick else safety.patience
         if rule.signal in values:
             tracked = "log_grad_norm" if rule.signal == "grad_z" else rule.signal
             track = watched.tracks.setdefault(tracked, Track())
             value, bound = values[rule.signal], rule.bound(track, safety)
             beyond = value > bound if rule.above else value < bound
-            warm = track.steps >= rule.warmup(safety)
+            warm = track.steps >= warmups[rule.quick]
             if warm and beyond and not (rule.narrowing and success >= safety.solved):
                 watched.suspicious[rule.name] = watched.suspicious.get(rule.name, 0) + 1
                 strange.add(tracked)
             else:
                 watched.suspicious[rule.name] = 0
-            steps, patience = watched.suspicious[rule.name], rule.patience(safety)
-            if steps >= patience:
-                begins = steps == patience
-                alarms.append(
-                    Alarm(
-                        rule.name, rule.signal, value, bound, rule.above, steps, begins, rule.says
-                    )
-                )
-        fires = watched.suspicious.get(rule.name, 0) >= rule.patience(safety)
+            if (steps := watched.suspicious[rule.name]) >= patience:
+                alarms.append(Alarm(rule, value, bound, steps, begins=steps == patience))
+        fires = watched.suspicious.get(rule.name, 0) >= patience
         metrics[f"alarm/{rule.name}"] = float(fires)
     for name in signals.keys() - strange:
-        warmup = safety.format_warmup if name in QUICK else safety.warmup
-        _follow(watched.tracks.setdefault(name, Track()), signals[name], warmup)
+        _follow(watched.tracks.setdefault(name, Track()), signals[name], warmups[name in QUICK])
     return metrics, alarms
 
 
@@ -221,12 +205,8 @@ def group_signals(groups: list[Group]) -> dict[str, float]:
     if not several:
         return {}
     spreads = np.array([reward_spread(group) for group in several])
-    signals = {
-        "reward_spread": float(spreads.mean()),
-        "zero_groups": float((spreads == 0).mean()),
-    }
-    turns = [[_first_turn(one) for one in group.trajectories] for group in several]
-    turns = [[tokens for tokens in group if len(tokens)] for group in turns]
+    signals = {"reward_spread": float(spreads.mean()), "zero_groups": float((spreads == 0).mean())}
+    turns = [[x for x in map(_first_turn, group.trajectories) if len(x)] for group in several]
     turns = [group for group in turns if len(group) > 1]
     if len(turns) > 1:
         signals["input_dependence"] = input_dependence(turns)

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 
 from evolver_async.schema import Array, Group
-from learner.data.batch import Batch
-from learner.data.scores import LogProbs
+from learner.data.batch import Batch, LogProbs
 
 NON_FINITE = "non_finite"  # reason of groups whose update could not be applied
 

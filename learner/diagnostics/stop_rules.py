@@ -45,7 +45,8 @@ class Guard:
         found |= metrics
         begun = [alarm for alarm in alarms if alarm.begins]
         for alarm in begun:
-            self._report(alarm, state.take)
+            log.warning("take %d: alarm %s", state.take, alarm)
+            self.metrics.alert(f"alarm {alarm.name}", f"take {state.take}: {alarm}")
         if begun and stage.safety.action == "pause":
             run_directory.pause(self.run_dir, f"take {state.take}: {'; '.join(map(str, begun))}")
         if stage.safety.action == "rollback":
@@ -101,7 +102,3 @@ class Guard:
         masked = outcome.metrics.get("offpolicy/masked", 0.0) > stage.correction.max_masked
         state.empty_steps = state.empty_steps + 1 if empty else 0
         state.masked_steps = state.masked_steps + 1 if masked else 0
-
-    def _report(self, alarm: Alarm, take: int) -> None:
-        log.warning("take %d: alarm %s", take, alarm)
-        self.metrics.alert(f"alarm {alarm.name}", f"take {take}: {alarm}")

@@ -7,8 +7,7 @@ import torch
 from evolver_async.config import CorrectionConfig, LossConfig
 from evolver_async.config.sections.learner import by_kind
 from evolver_async.schema import Array
-from learner.data.batch import MicroBatch, Minibatch
-from learner.data.scores import LogProbs
+from learner.data.batch import LogProbs, MicroBatch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
 from learner.loss.correction import Corrected, correct, interpolated_anchor, log_rho
 from learner.loss.policy import (
@@ -109,13 +108,8 @@ class Objective:
         advantage_N: torch.Tensor,
         stripped_N: torch.Tensor,
     ) -> None:
-        found = boosted(
-            ratio_N,
-            advantage_N,
-            stripped_N,
-            clip_high=self.loss.clip_high,
-            boost=self.loss.boost,
-        )
+        bounds = {"clip_high": self.loss.clip_high, "boost": self.loss.boost}
+        found = boosted(ratio_N, advantage_N, stripped_N, **bounds)
         accounting.add_boosted(
             tokens=int(found.tokens_N.sum()),
             freed=int(found.freed_N.sum()),

@@ -23,8 +23,5 @@ def supervised_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss of a micro-batch and its terms; nothing is measured."""
     value = sft_loss(theta_N, tokens=minibatch.tokens)
-    scale = 1 / minibatch.tokens
-    return value, {
-        "loss/policy": value.detach(),
-        "loss/entropy": scale * entropy_N.detach().sum(),
-    }
+    entropy = (1 / minibatch.tokens) * entropy_N.detach().sum()
+    return value, {"loss/policy": value.detach(), "loss/entropy": entropy}

@@ -11,11 +11,11 @@ from functools import partial
 import numpy as np
 import torch
 
+from evolver_async.config import CriticConfig
 from evolver_async.model import policy
 from evolver_async.model.attention import Borders
 from evolver_async.schema import Array
-from learner.data.batch import Batch, MicroBatch, Minibatch
-from learner.data.scores import Values
+from learner.data.batch import Batch, MicroBatch, Minibatch, Values
 from learner.loss.value import value_loss
 from learner.optimize.adamw import make_adamw
 from learner.ranks.process_group import Ranks, nothing, within
@@ -116,15 +116,13 @@ class Critic:
 class CriticTraining:
     """Training of a critic in one step: from `old_N` towards `return_N` of the whole batch.
 
-    clip, coef: of its loss. `warms_up`: the policy gets no gradient in this step.
+    `warms_up`: the policy gets no gradient in this step.
     """
 
     critic: Critic
     old_N: Array
     return_N: Array
-    clip: float
-    coef: float
-    lr: float
+    settings: CriticConfig
     warms_up: bool
 
     def __call__(
@@ -136,10 +134,10 @@ class CriticTraining:
             value_N,
             micro.of(self.old_N),
             micro.of(self.return_N),
-            clip=self.clip,
+            clip=self.settings.clip,
             tokens=minibatch.tokens,
         )
-        return self.coef * loss, {
+        return self.settings.coef * loss, {
             "loss/value": loss.detach(),
             "critic/clipped": held_N.float().sum() / minibatch.tokens,
         }

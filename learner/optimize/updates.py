@@ -82,18 +82,10 @@ class Stepper:
         Only applied updates are measured. step: of the stage, which has `steps`.
         """
         learner = stage.learner
-        rate = lr_at(
-            step,
-            lr=learner.lr,
-            warmup_steps=learner.warmup_steps,
-            steps=steps,
-            decay=learner.decay,
-            decay_start=learner.decay_start,
-            lr_final=learner.lr_final,
-        )
+        rate = lr_at(step, learner, steps=steps)
         moves: list[tuple[torch.optim.Optimizer, float]] = [(self.models.optimizer, rate)]
         if critic is not None:
-            moves.append((critic.critic.optimizer, critic.lr))
+            moves.append((critic.critic.optimizer, critic.settings.lr))
         sums: dict[str, float] = {}
         applied: list[Minibatch] = []
         accounting, failure = Accounting(), None

@@ -9,10 +9,8 @@ All calls are collective: every rank makes the same ones in the same order. A ra
 silent for longer than the deadline ends the others with an error.
 """
 
-import os
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +35,7 @@ from evolver_async.config import ConfigError
 from evolver_async.model import policy
 from evolver_async.model.attention import Borders
 from evolver_async.schema import Array
-from evolver_async.weights.collective.process_group import gpu_id
+from evolver_async.weights.collective.process_group import environment, gpu_id
 
 T = TypeVar("T")
 
@@ -203,7 +201,12 @@ def join(
     if nccl:
         check_apart(store, rank, count, gpu_id(str(where)))
     names = [GLOO_INTERFACE] if nccl_leaves else [GLOO_INTERFACE, NCCL_INTERFACE]
-    with _on_loopback(names):
+    loopback = next(
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(one.address == "127.0.0.1" for one in addresses)
+    )
+    with environment(dict.fromkeys(names, loopback)):
         dist.init_process_group(
             "nccl" if nccl else "gloo",
             store=store,
@@ -276,23 +279,3 @@ def _device(name: str, rank: int) -> torch.device:
     if name == "cuda":  # a process group needs the number
         return torch.device("cuda", rank if torch.cuda.device_count() > 1 else 0)
     return torch.device(name)
-
-
-@contextmanager
-def _on_loopback(names: list[str]) -> Iterator[None]:
-    """Make new groups use the loopback interface, by setting these variables."""
-    name = next(
-        name
-        for name, addresses in psutil.net_if_addrs().items()
-        if any(one.address == "127.0.0.1" for one in addresses)
-    )
-    before = {key: os.environ.get(key) for key in names}
-    os.environ.update(dict.fromkeys(names, name))
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value

@@ -5,6 +5,7 @@ because a resumed learner asks again for those of its own weights.
 """
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 from evolver_async.config.sections.run import EvalConfig
@@ -29,24 +30,20 @@ class Standstill:
 
     def reached(self, progress: dict[int, int], now: float) -> bool:
         """True if the deadline has passed without progress."""
-        better = {
-            group_id: count
-            for group_id, count in progress.items()
-            if group_id not in self.best or count > self.best[group_id]
-        }
+        better = {group: n for group, n in progress.items() if n > self.best.get(group, n - 1)}
         if better:
             self.best |= better
             self.deadline = now + self.timeout_s
         return now > self.deadline
 
 
+@dataclass
 class EvaluationTracker:
     """Evaluations of a run: `episodes` episodes every `every` versions, and at a stage's end."""
 
-    def __init__(self, publisher: Publisher, metrics: Metrics, config: EvalConfig) -> None:
-        self.publisher = publisher
-        self.metrics = metrics
-        self.config = config
+    publisher: Publisher
+    metrics: Metrics
+    config: EvalConfig
 
     def due(self, version: int, *, over: bool, last: bool, changed: bool) -> int:
         """Return the episodes to ask for after a step; `over`: it ends its stage, `last`: all."""
@@ -66,10 +63,7 @@ class EvaluationTracker:
         again = [asked for asked in state.pending if asked.version == state.version]
         lost = [asked.version for asked in state.pending if asked.version != state.version]
         if lost:
-            log.warning(
-                "outstanding evaluations of versions %s are lost with their weights",
-                lost,
-            )
+            log.warning("outstanding evaluations of versions %s are lost with their weights", lost)
         state.pending = again
         return again[0] if again else None
 

@@ -7,6 +7,7 @@ that a call makes to `LearnerState`; the others wait for the next call.
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,9 @@ from learner.state import LearnerState
 from learner.step import Updater
 
 END = "end"
+
+# Stage, groups, state, forks and steps: the arguments of a step.
+StepArguments = tuple[Config, list[Group], LearnerState, dict[int, Fork], int]
 
 
 class PackedGroup(msgspec.Struct, array_like=True):
@@ -52,12 +56,12 @@ class RankCall(msgspec.Struct, kw_only=True):
     groups: list[PackedGroup] = []
 
 
+@dataclass
 class Leader:
     """Updater of rank 0, whose calls all ranks make."""
 
-    def __init__(self, updater: Updater, ranks: Ranks) -> None:
-        self.updater = updater
-        self.ranks = ranks
+    updater: Updater
+    ranks: Ranks
 
     def begin_stage(self, stage: Config, index: int) -> None:
         self._tell(RankCall(method="begin_stage", stage=index))
@@ -79,57 +83,29 @@ class Leader:
         self._tell(RankCall(method="published"))
         return self.updater.published()
 
-    def rl(
-        self,
-        stage: Config,
-        groups: list[Group],
-        state: LearnerState,
-        forks: dict[int, Fork],
-        steps: int,
-    ) -> StepResult:
-        self._train("rl", groups, state, forks, steps)
-        return self.updater.rl(stage, groups, state, forks, steps)
+    def rl(self, *step: *StepArguments) -> StepResult:
+        self._train("rl", *step)
+        return self.updater.rl(*step)
 
-    def dpo(
-        self,
-        stage: Config,
-        groups: list[Group],
-        state: LearnerState,
-        forks: dict[int, Fork],
-        steps: int,
-    ) -> StepResult:
-        self._train("dpo", groups, state, forks, steps)
-        return self.updater.dpo(stage, groups, state, forks, steps)
+    def dpo(self, *step: *StepArguments) -> StepResult:
+        self._train("dpo", *step)
+        return self.updater.dpo(*step)
 
     def sft(
         self, stage: Config, groups: list[Group], state: LearnerState, steps: int
     ) -> StepResult:
-        self._train("sft", groups, state, {}, steps)
+        self._train("sft", stage, groups, state, {}, steps)
         return self.updater.sft(stage, groups, state, steps)
 
     def end(self) -> None:
         """End the other ranks."""
         self._tell(RankCall(method=END))
 
-    def _train(
-        self,
-        method: str,
-        groups: list[Group],
-        state: LearnerState,
-        forks: dict[int, Fork],
-        steps: int,
-    ) -> None:
-        packed = [_pack(group) for group in groups]
-        self._tell(
-            RankCall(
-                method=method,
-                stage=state.stage,
-                steps=steps,
-                state=state,
-                forks=forks,
-                groups=packed,
-            )
-        )
+    def _train(self, method: str, *step: *StepArguments) -> None:
+        _, groups, state, forks, steps = step
+        call = RankCall(method=method, stage=state.stage, steps=steps, state=state, forks=forks)
+        call.groups = [_pack(group) for group in groups]
+        self._tell(call)
 
     def _tell(self, call: RankCall) -> None:
         self.ranks.tell(msgspec.msgpack.encode(call))
@@ -191,18 +167,14 @@ def attend(config: Config, run_dir: Path, ranks: Ranks) -> int:
 def _make(updater: Updater, stage: Config, call: RankCall) -> None:
     groups = [_unpack(packed) for packed in call.groups]
     match call.method:
-        case "begin_stage":
-            updater.begin_stage(stage, call.stage)
-        case "ensure_reference":
-            updater.ensure_reference(stage, call.stage)
+        case "begin_stage" | "ensure_reference" as method:
+            getattr(updater, method)(stage, call.stage)
         case "save":
             updater.save(Path(call.path), call.state)
         case "published":
             updater.published()
-        case "rl":
-            updater.rl(stage, groups, call.state, call.forks, call.steps)
-        case "dpo":
-            updater.dpo(stage, groups, call.state, call.forks, call.steps)
+        case "rl" | "dpo" as method:
+            getattr(updater, method)(stage, groups, call.state, call.forks, call.steps)
         case "sft":
             updater.sft(stage, groups, call.state, call.steps)
         case method:
@@ -217,12 +189,5 @@ def _pack(group: Group) -> PackedGroup:
 
 
 def _unpack(packed: PackedGroup) -> Group:
-    return Group(
-        group_id=packed.group_id,
-        task=packed.task,
-        kind=packed.kind,
-        stage=packed.stage,
-        use=packed.use,
-        head=packed.head,
-        trajectories=[unwrap(parcel) for parcel in packed.parcels],
-    )
+    facts = {name: getattr(packed, name) for name in packed.__struct_fields__}
+    return Group(trajectories=[unwrap(parcel) for parcel in facts.pop("parcels")], **facts)

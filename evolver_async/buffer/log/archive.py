@@ -1,6 +1,7 @@
 """Archive of journal segments that the buffer needs no more."""
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -9,12 +10,12 @@ def archive_bytes(archive: str) -> float:
     return {"none": 0, "all": math.inf}[archive] if archive in ("none", "all") else int(archive)
 
 
+@dataclass
 class Archive:
     """Directory that keeps the newest removed segments, `limit_bytes` at most; 0 keeps none."""
 
-    def __init__(self, directory: Path, limit_bytes: float) -> None:
-        self._directory = directory
-        self.limit_bytes = limit_bytes
+    _directory: Path
+    limit_bytes: float
 
     def remove(self, path: Path) -> None:
         """Move a segment into the archive, or delete it where nothing is archived."""

@@ -9,18 +9,19 @@ one segment do not fit, arrivals are answered RETRY, and every process waits for
 """
 
 import math
+from dataclasses import dataclass
 
 from evolver_async.buffer.log.journal import Journal
 from evolver_async.buffer.state.replay import Replay
 
 
+@dataclass
 class DiskCapacity:
     """Reads the journal's numbers. `limit_bytes`: size of the journal at which grants stop."""
 
-    def __init__(self, replay: Replay, journal: Journal, limit_bytes: int) -> None:
-        self.replay = replay
-        self.journal = journal
-        self.limit_bytes = limit_bytes
+    replay: Replay
+    journal: Journal
+    limit_bytes: int
 
     def full(self) -> str | None:
         """The reason for which no trajectory may be accepted, None if it may."""

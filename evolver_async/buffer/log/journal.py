@@ -27,6 +27,7 @@ from pathlib import Path
 from evolver_async.buffer.log import disk, segment
 from evolver_async.buffer.log.archive import Archive
 from evolver_async.buffer.log.quarantine import JournalError, damaged
+from evolver_async.checkpoint.directory import sync_directory
 
 SEALED = struct.Struct("<IQ")  # number and bytes of a sealed segment
 
@@ -44,7 +45,7 @@ class Journal:
         self.archive = Archive(directory / "archive", archive_bytes)
         if not directory.exists():
             directory.mkdir(parents=True)
-            disk.sync_directory(directory.parent)
+            sync_directory(directory.parent)
         self._lock = open(directory / "lock", "w")  # noqa: SIM115 (held until close)
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,7 +175,7 @@ class Journal:
             path.unlink()
             raise
         self._sync(fd, 0)
-        disk.sync_directory(self.directory)
+        sync_directory(self.directory)
         if self._fd >= 0:
             with contextlib.suppress(OSError):  # the seal is checked if present, not required
                 os.write(self._fd, segment.SEAL)
@@ -197,21 +198,14 @@ class Journal:
         number, offset, size, crc = location
         path = self._path(number)
         try:
-            fd = os.open(path, os.O_RDONLY)
+            with open(path, "rb", buffering=0) as file:
+                data = os.pread(file.fileno(), size, offset)
         except FileNotFoundError:
             raise JournalError(f"{path} at {offset}: the file is missing") from None
-        try:
-            data = os.pread(fd, size, offset)
-        finally:
-            os.close(fd)
         if len(data) != size:
             raise damaged(path, offset, f"damaged, {len(data)} of {size} bytes are there")
         if zlib.crc32(data) != crc:
-            raise damaged(
-                path,
-                offset,
-                f"damaged, a body of {size} bytes has the wrong checksum",
-            )
+            raise damaged(path, offset, f"damaged, a body of {size} bytes has the wrong checksum")
         return data
 
     def measure(self) -> None:

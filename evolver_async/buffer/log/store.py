@@ -12,7 +12,7 @@ from evolver_async.buffer.log.journal import Journal
 from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.state import records
 from evolver_async.buffer.state.censoring import Censoring, GroupChange
-from evolver_async.buffer.state.groups import ZERO_SPREAD, GroupState, HeldGroup, Location, ending
+from evolver_async.buffer.state.groups import ZERO_SPREAD, GroupState, HeldGroup, ending
 from evolver_async.buffer.state.leases import Leases
 from evolver_async.buffer.state.machine import BufferState
 from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
@@ -113,13 +113,11 @@ class BufferStore:
         """The members of a group in order, from memory or from the journal."""
         bodies = self.bodies.get(held.group_id, {})
         return [
-            bodies[member] if member in bodies else self._read(held.arrived[member].location)
-            for member in sorted(held.arrived)
+            bodies[member]
+            if member in bodies
+            else unwrap(Parcel(self.journal.read(facts.location), facts.location[-1]))
+            for member, facts in sorted(held.arrived.items(), key=lambda item: item[0])
         ]
-
-    def _read(self, location: Location) -> Trajectory:
-        *_, crc = location
-        return unwrap(Parcel(self.journal.read(location), crc))
 
     def _concerned(self, record: records.AnyRecord) -> dict[int, tuple[HeldGroup, GroupState]]:
         """The groups that a record may end or bring back, each with its state before it."""

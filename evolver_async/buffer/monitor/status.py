@@ -1,6 +1,7 @@
 """Reports of the buffer: reasons for waiting, the STATUS reply, the counters."""
 
 from collections import Counter
+from dataclasses import dataclass
 
 import msgspec
 
@@ -19,38 +20,34 @@ PEERS_SHOWN = 256  # also stalls and quarantined tasks; the newest heard
 TEXT_CHARS = 500
 
 
+@dataclass
 class StatusReport:
     """Reports on the parts of the service; changes nothing."""
 
-    def __init__(
-        self,
-        state: BufferState,
-        leases: Leases,
-        journal: Journal,
-        activity: Activity,
-        censoring: Censoring,
-        stalls: Stalls,
-        failures: Failures,
-        lease_s: float,
-    ) -> None:
-        self.state = state
-        self.leases = leases
-        self.journal = journal
-        self.activity = activity
-        self.censoring = censoring
-        self.stalls = stalls
-        self.failures = failures
-        self.lease_s = lease_s
-        self._sampled_before = state.ledger.sampled_tokens()  # of earlier buffer processes
+    state: BufferState
+    leases: Leases
+    journal: Journal
+    activity: Activity
+    censoring: Censoring
+    stalls: Stalls
+    failures: Failures
+    lease_s: float
+
+    def __post_init__(self) -> None:
+        self._sampled_before = self.state.ledger.sampled_tokens()  # of earlier buffer processes
 
     def admission(self, now: float) -> str:
         """The reason for which no further group fits, and the process that can change it."""
         replay = self.state.replay
         if replay.numbers.kind == "rollout" and replay.at.head is None:
             return "no learner has announced itself yet"
+        opened = list(replay.by_state["open"].values())
+        waits_for = self.activity.learner_waits(now)
+        if opened and len(replay.by_state["ready"]) < replay.numbers.groups_per_step:
+            waits_for = self.group(opened[0], now)
         return (
             f"full: {replay.outstanding()} of {replay.limit()} uses outstanding "
-            f"({self._occupancy()}); waits for {self._bottleneck(now)}"
+            f"({self._occupancy()}); waits for {waits_for}"
         )
 
     def take(self, now: float) -> str:
@@ -64,13 +61,11 @@ class StatusReport:
         if opened:
             return f"{lacking}; waits for {self.group(opened[0], now)}"
         actors = self.activity.alive(now, self.lease_s)
-        refused = [
-            f"{name} was refused: {reason}"
-            for name in sorted(self.activity.actors)
-            for reason, _ in [self.activity.peers[name].waits.get("lease", ("", 0.0))]
-            if reason
-        ]
-        return f"{lacking}; {actors} actors alive{''.join('; ' + text for text in refused[:1])}"
+        refused = ""
+        for name in sorted(self.activity.actors, reverse=True):
+            if reason := self.activity.peers[name].waits.get("lease", ("", 0.0))[0]:
+                refused = f"; {name} was refused: {reason}"
+        return f"{lacking}; {actors} actors alive{refused}"
 
     def refills(self) -> str:
         """The reason for which dynamic sampling stops refilling."""
@@ -163,19 +158,16 @@ class StatusReport:
     def _ledger(self) -> dict[str, object]:
         """Amounts by kind: received, held, ended; and counts of refused trajectories."""
         ledger = self.state.ledger
-        ended = {
-            fate: {
-                kind: _plain(fates[fate]) for kind, fates in ledger.closed.items() if fate in fates
-            }
-            for fate in CLOSED
+        amounts = {
+            "received": ledger.received,
+            "held": self.state.held(),
+            **{
+                fate: {kind: fates[fate] for kind, fates in ledger.closed.items() if fate in fates}
+                for fate in CLOSED
+            },
+            "refused": ledger.refused,
         }
-        return {
-            "received": _plain(ledger.received),
-            "held": _plain(self.state.held()),
-            **ended,
-            "refused": _plain(ledger.refused),
-            **self._generated(),
-        }
+        return msgspec.to_builtins(amounts) | self._generated()
 
     def counters(self, now: float) -> dict[str, float]:
         """The metrics that go to the learner with every reply to DONE.
@@ -241,13 +233,6 @@ class StatusReport:
         by_state = self.state.replay.by_state
         return ", ".join(f"{len(by_state[state])} {state}" for state in ("open", "taken", "ready"))
 
-    def _bottleneck(self, now: float) -> str:
-        replay = self.state.replay
-        if len(replay.by_state["ready"]) >= replay.numbers.groups_per_step:
-            return self.activity.learner_waits(now)
-        opened = list(replay.by_state["open"].values())
-        return self.group(opened[0], now) if opened else self.activity.learner_waits(now)
-
     def _peer(self, name: str, leases: int, now: float) -> dict[str, float]:
         trajectories, tokens = self.activity.peers[name].rates(now)
         return {
@@ -256,7 +241,3 @@ class StatusReport:
             "seen_s_ago": now - self.activity.peers[name].seen,
             "leases": leases,
         }
-
-
-def _plain(value: object) -> object:
-    return msgspec.to_builtins(value)

@@ -22,7 +22,8 @@ from evolver_async.buffer.state.groups import (
     Owner,
 )
 from evolver_async.buffer.state.position import Position
-from evolver_async.schema import SCRIPTED, Kind, Task, WeightId
+from evolver_async.buffer.state.records import Granted
+from evolver_async.schema import SCRIPTED, Kind, WeightId
 
 KINDS = get_args(Kind)
 
@@ -56,12 +57,8 @@ class Admission:
 
     def restore(self, at: Position) -> None:
         self.at = at
-        self.by_state: dict[GroupState, dict[int, HeldGroup]] = {
-            "open": {},
-            "ready": {},
-            "taken": {},
-            "closed": {},
-        }
+        self.by_state: dict[GroupState, dict[int, HeldGroup]]
+        self.by_state = {state: {} for state in get_args(GroupState)}
         for held in at.groups.values():
             self.by_state[held.state][held.group_id] = held
         # kept up to date at every change: every waiting actor reads both
@@ -107,28 +104,19 @@ class Admission:
         floor = min(self.at.floor, head.step)
         return WeightId(lineage=head.lineage, step=max(floor, head.step - self.numbers.weight_lag))
 
-    def open(
-        self,
-        group_id: int,
-        task: Task,
-        kind: Kind,
-        stage: int,
-        members: list[int],
-        actor: str,
-        wait: bool,
-        pinned: WeightId | None,
-    ) -> None:
+    def open(self, granted: Granted, stage: int) -> None:
         """Add a granted group."""
+        group_id, kind = granted.group_id, granted.kind
         held = HeldGroup(
             group_id=group_id,
-            task=task,
+            task=granted.task,
             kind=kind,
             stage=stage,
-            members=members,
-            owners={member: Owner(actor, 0, self.at.head) for member in members},
+            members=granted.members,
+            owners={member: Owner(granted.actor, 0, self.at.head) for member in granted.members},
             uses_left=0 if kind in UNTRAINED else self.numbers.reuse,
-            wait=wait,
-            pinned=pinned,
+            wait=granted.wait,
+            pinned=granted.pinned,
         )
         self.at.next_group = group_id + 1
         self.at.groups[group_id] = self.by_state["open"][group_id] = held

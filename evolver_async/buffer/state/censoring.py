@@ -15,6 +15,8 @@ from collections.abc import Container
 
 import msgspec
 
+from evolver_async.buffer.state.ledger import Additive
+
 MEASURED = 64  # fewer trajectories on either side do not warn
 RATIO, GAP = 1.5, 0.1  # above which the evicted count as longer, as harder
 ENVS_SHOWN = 32  # in STATUS
@@ -22,7 +24,7 @@ REPEAT_S = 60.0
 ALL = "all"  # the environments together
 
 
-class Sums(msgspec.Struct):
+class Sums(Additive):
     """Sums over trajectories that arrived, and over members that never did.
 
     `leased` of the `missing` were leased, for `lease_s` seconds in all.
@@ -36,16 +38,6 @@ class Sums(msgspec.Struct):
     missing: int = 0
     leased: int = 0
     lease_s: float = 0.0
-
-    def add(self, other: "Sums", sign: int = 1) -> None:
-        self.trajectories += sign * other.trajectories
-        self.tokens += sign * other.tokens
-        self.turns += sign * other.turns
-        self.seconds += sign * other.seconds
-        self.successes += sign * other.successes
-        self.missing += sign * other.missing
-        self.leased += sign * other.leased
-        self.lease_s += sign * other.lease_s
 
     @property
     def members(self) -> int:
@@ -152,14 +144,9 @@ class Censoring:
 
     def counters(self) -> dict[str, float]:
         """The comparison as metrics, without values that are None."""
-        compared = self.compare()
-        values = {
-            "evicted_share": compared.evicted_share,
-            "length_ratio": compared.length_ratio,
-            "seconds_ratio": compared.seconds_ratio,
-            "success_gap": compared.success_gap,
-        }
-        return {f"censor/{name}": value for name, value in values.items() if value is not None}
+        names = ("evicted_share", "length_ratio", "seconds_ratio", "success_gap")
+        values = {f"censor/{name}": getattr(self.compare(), name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
     def warning(self) -> str | None:
         """A sentence if evicted rollouts are longer or harder than trained ones, else None."""

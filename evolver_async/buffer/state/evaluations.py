@@ -47,16 +47,13 @@ class EvaluationQueue(msgspec.Struct):
 
     def next(self) -> RunningEvaluation | None:
         """The evaluation whose episode number `granted` is to be granted next."""
-        for evaluation in self.running:
-            if evaluation.granted < evaluation.episodes:
-                return evaluation
-        return None
+        return next((one for one in self.running if one.granted < one.episodes), None)
 
-    def stage_of(self, weights: WeightId) -> int:
-        return self._of(weights).stage
-
-    def granted(self, weights: WeightId) -> None:
-        self._of(weights).granted += 1
+    def granted(self, weights: WeightId) -> int:
+        """Count a granted episode; return the stage of the evaluation."""
+        evaluation = self._of(weights)
+        evaluation.granted += 1
+        return evaluation.stage
 
     def arrived(self, weights: WeightId, success: bool, reward: float, turns: int) -> None:
         evaluation = self._of(weights)

@@ -128,10 +128,7 @@ class Leases:
             self._vacate(lease)
 
     def held(self, peer: str, group_id: int) -> MemberLease | None:
-        for lease in self._by_group.get(group_id, ()):
-            if lease.peer == peer:
-                return lease
-        return None
+        return next((one for one in self.of_group(group_id) if one.peer == peer), None)
 
     def of_group(self, group_id: int) -> list[MemberLease]:
         return self._by_group.get(group_id, [])

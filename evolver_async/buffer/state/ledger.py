@@ -5,6 +5,8 @@ trajectory when it is accepted. Held amounts are counted by their holder, so `ch
 independent counts. No decisions are made here.
 """
 
+from typing import Self
+
 import msgspec
 
 from evolver_async.schema import SCRIPTED
@@ -14,17 +16,20 @@ CLOSED = ("trained", "filtered", "evicted")
 REFUSED = ("rejected", "duplicate", "stale")
 
 
-class Amount(msgspec.Struct):
+class Additive(msgspec.Struct):
+    """Numbers that are added field by field."""
+
+    def add(self, other: Self, sign: int = 1) -> None:
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + sign * getattr(other, name))
+
+
+class Amount(Additive):
     """Amount in groups, trajectories and ACTION tokens."""
 
     groups: int = 0
     trajectories: int = 0
     tokens: int = 0
-
-    def add(self, other: "Amount", sign: int = 1) -> None:
-        self.groups += sign * other.groups
-        self.trajectories += sign * other.trajectories
-        self.tokens += sign * other.tokens
 
 
 HeldAmounts = dict[str, dict[str, Amount]]  # by kind, then by open, ready or taken

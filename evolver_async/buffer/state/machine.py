@@ -111,31 +111,15 @@ class BufferState:
             use = self.tasks.explore if record.kind == "explore" else self.tasks.take
             use(record.task)
         else:
-            stage = self.evaluations.stage_of(record.pinned)
-            self.evaluations.granted(record.pinned)
-        self.replay.open(
-            record.group_id,
-            record.task,
-            record.kind,
-            stage,
-            record.members,
-            record.actor,
-            record.wait,
-            record.pinned,
-        )
+            stage = self.evaluations.granted(record.pinned)
+        self.replay.open(record, stage)
         self.ledger.receive(record.kind, Amount(groups=1))
 
     def _arrived(self, record: records.Arrived, location: Location) -> None:
-        facts = ArrivedMember(
-            attempt=record.attempt,
-            tokens=record.tokens,
-            bytes=record.bytes,
-            reward=record.reward,
-            success=record.success,
-            oldest=record.oldest,
-            location=location,
-        )
-        held = self.replay.arrive(record.group_id, record.member, facts)
+        *names, _ = ArrivedMember.__struct_fields__
+        facts = {name: getattr(record, name) for name in names}
+        member = ArrivedMember(**facts, location=location)
+        held = self.replay.arrive(record.group_id, record.member, member)
         self.ledger.receive(held.kind, Amount(trajectories=1, tokens=record.tokens))
         if held.missing:
             return

@@ -16,9 +16,8 @@ from evolver_async.schema import Task
 PATIENT_AFTER = 2  # evictions for age before the learner waits for a task; one more quarantines it
 
 
-Way = Literal[
-    "tasks", "synthetic", "explore"
-]  # of a walk through a numbered set; also the key of its draws
+# Of a walk through a numbered set; also the key of its draws.
+Way = Literal["tasks", "synthetic", "explore"]
 
 
 class Queued(msgspec.Struct):
@@ -92,11 +91,8 @@ class TaskStream:
         if synthetic > 0:
             first = uniform(self.seed, "mixture", taken) < synthetic
             ways.insert(0 if first else 1, "synthetic")
-        for way in ways:
-            found = self._find(way)
-            if found is not None:
-                return Queued(found[1], False)
-        return None
+        found = next(filter(None, map(self._find, ways)), None)
+        return None if found is None else Queued(found[1], False)
 
     def exhausted(self) -> bool:
         """True if no task of the source or the pool may be issued any more."""

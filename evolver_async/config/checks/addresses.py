@@ -24,11 +24,8 @@ def socket_address(key: str, address: str, keys: str) -> Iterator[tuple[str, str
         yield key, f"must be ipc://path or tcp://host:port, is {address!r}"
     host, port = host_and_port(address)
     if not keys and not is_loopback(host):
-        yield (
-            key,
-            f"{host} is not a loopback address, so it needs security.keys (`evolver-async keys"
-            " DIR`)",
-        )
+        needed = "security.keys (`evolver-async keys DIR`)"
+        yield key, f"{host} is not a loopback address, so it needs {needed}"
     yield from _port(key, port)
 
 
@@ -48,10 +45,8 @@ def weight_channel(config: Config) -> Iterator[tuple[str, str]]:
     host, port = host_and_port(weights.address)
     yield from _port("weights.address", port)
     if host in ("*", "0.0.0.0", "::"):
-        yield (
-            "weights.address",
-            f"must name the interface by which actors reach the learner's host, is {host}",
-        )
+        interface = "the interface by which actors reach the learner's host"
+        yield "weights.address", f"must name {interface}, is {host}"
     if not weights.trusted_network and not is_loopback(host):
         yield (
             "weights.trusted_network",
@@ -83,10 +78,8 @@ def endpoint(key: str, llm: LlmConfig) -> Iterator[tuple[str, str]]:
         if not getattr(llm, name):
             yield f"{key}.{name}", "must be set for calls of this model"
     if not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s@?#]*)?", llm.url):
-        yield (
-            f"{key}.url",
-            "must be http:// or https://, a host, and a path without login or query",
-        )
+        form = "http:// or https://, a host, and a path without login or query"
+        yield f"{key}.url", f"must be {form}"
     try:
         named = urlsplit(llm.url).port != 0
     except ValueError:

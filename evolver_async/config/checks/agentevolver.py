@@ -56,11 +56,8 @@ def mechanisms(config: Config) -> Iterator[tuple[str, str]]:
         yield "advantage.kind", "adca needs labels: judge.kind is none"
     if config.tasks.synthetic and questioning.kind == "none":
         yield "tasks.synthetic", "must be 0: questioning.kind=none makes no tasks"
-    if questioning.replays_kept > questioning.replays:
-        yield (
-            "questioning.replays_kept",
-            f"must be at most questioning.replays ({questioning.replays})",
-        )
+    if questioning.replays_kept > (most := questioning.replays):
+        yield "questioning.replays_kept", f"must be at most questioning.replays ({most})"
     yield from socket_address("experience.address", experience.address, config.security.keys)
     remote = config.buffer.address.startswith("tcp://")
     if experience.kind != "none" and remote and not experience.address:

@@ -20,10 +20,8 @@ def learner(config: Config) -> Iterator[tuple[str, str]]:
     elif selection.kind == "top_k":
         kept = min(kept, selection.k)
     if learner.minibatches > kept:
-        yield (
-            "learner.minibatches",
-            f"must be at most {kept}, the groups that one step trains, is {learner.minibatches}",
-        )
+        most = f"{kept}, the groups that one step trains"
+        yield "learner.minibatches", f"must be at most {most}, is {learner.minibatches}"
     if correction.level == "trajectory" and correction.kind not in ("decoupled", "topr"):
         yield "correction.level", f"must be auto: correction.kind={correction.kind} determines it"
     if config.advantage.kind == "vtrace" and correction.kind != "none":
@@ -53,36 +51,26 @@ def groups(config: Config) -> Iterator[tuple[str, str]]:
     for section, kinds in RELATIVE.items():
         kind = getattr(config, section).kind
         if size == 1 and kind in kinds:
-            yield (
-                "rollout.group_size",
-                f"must be at least 2: {section}.kind={kind} compares members of a group",
-            )
+            reason = f"{section}.kind={kind} compares members of a group"
+            yield "rollout.group_size", f"must be at least 2: {reason}"
     if selection.members > size:
         yield "selection.members", f"must be at most rollout.group_size ({size})"
     if 0 < selection.members < min(4, size):
-        yield (
-            "selection.members",
-            f"must be 0 or at least 4 (two good and two bad ones), is {selection.members}",
-        )
+        allowed = "0 or at least 4 (two good and two bad ones)"
+        yield "selection.members", f"must be {allowed}, is {selection.members}"
     if selection.members and selection.kind != "resample_on_correct":
         yield "selection.members", f"must be 0: selection.kind={selection.kind} keeps groups whole"
     if bool(advantage.overlong_cache) != bool(advantage.overlong_limit):
         yield "advantage.overlong_cache", "must be set together with advantage.overlong_limit"
-    if advantage.overlong_cache > advantage.overlong_limit:
-        yield (
-            "advantage.overlong_cache",
-            f"must be at most advantage.overlong_limit ({advantage.overlong_limit})",
-        )
+    if advantage.overlong_cache > (limit := advantage.overlong_limit):
+        yield "advantage.overlong_cache", f"must be at most advantage.overlong_limit ({limit})"
 
 
 def guided(config: Config) -> Iterator[tuple[str, str]]:
     """Refuse settings that training without the prompts' experience does not support."""
     experience, correction, boost = config.experience, config.correction, config.loss.boost
-    if (
-        experience.kind == "none"
-        or experience.strip == "never"
-        or not config.rollout.guided_fraction
-    ):
+    guided_fraction = config.rollout.guided_fraction
+    if experience.kind == "none" or experience.strip == "never" or not guided_fraction:
         return
     if correction.anchor == "interpolate" and correction.kind in INTERPOLATED:
         yield "correction.anchor", "must be recompute: guided tokens have no interpolated anchor"

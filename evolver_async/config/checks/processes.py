@@ -10,21 +10,14 @@ LEAST_TEMPERATURE = 0.01  # vLLM replaces a lower positive temperature by this o
 def policy(config: Config) -> Iterator[tuple[str, str]]:
     """Require that the model's shape and its context suit rollouts and the learner."""
     policy, rollout, learner = config.policy, config.rollout, config.learner
-    if not policy.path and policy.hidden_size % (2 * policy.heads):
-        yield (
-            "policy.hidden_size",
-            f"must be a multiple of 2 × policy.heads ({2 * policy.heads}), is {policy.hidden_size}",
-        )
+    size, longest = policy.hidden_size, f"policy.max_length ({policy.max_length})"
+    if not policy.path and size % (2 * policy.heads):
+        unit = f"2 × policy.heads ({2 * policy.heads})"
+        yield "policy.hidden_size", f"must be a multiple of {unit}, is {size}"
     if rollout.max_tokens >= policy.max_length:
-        yield (
-            "rollout.max_tokens",
-            f"must be less than policy.max_length ({policy.max_length}), is {rollout.max_tokens}",
-        )
+        yield "rollout.max_tokens", f"must be less than {longest}, is {rollout.max_tokens}"
     if 0 < learner.token_budget < policy.max_length:
-        yield (
-            "learner.token_budget",
-            f"must hold one sequence of policy.max_length ({policy.max_length}) tokens",
-        )
+        yield "learner.token_budget", f"must hold one sequence of {longest} tokens"
     if not learner.token_budget and learner.device == "cpu":
         yield "learner.token_budget", "0 measures a GPU's memory, and learner.device is cpu"
 
@@ -34,18 +27,14 @@ def engine(config: Config) -> Iterator[tuple[str, str]]:
     engine = config.engine
     if engine.kind == "torch":
         if engine.tensor_parallel != 1:
-            yield (
-                "engine.tensor_parallel",
-                "must be 1: with engine.kind=torch one process holds the whole model",
-            )
+            reason = "with engine.kind=torch one process holds the whole model"
+            yield "engine.tensor_parallel", f"must be 1: {reason}"
         return
     if config.launch.kind == "serial":
         yield "engine.kind", "vllm needs real time, and launch.kind=serial has a virtual clock"
     if ":" in engine.device:
-        yield (
-            "engine.device",
-            f"must be cuda: vllm uses the GPUs of launch.gpus, is {engine.device}",
-        )
+        reason = "vllm uses the GPUs of launch.gpus"
+        yield "engine.device", f"must be cuda: {reason}, is {engine.device}"
     if engine.prefill_tokens < engine.slots:
         yield (
             "engine.prefill_tokens",
@@ -55,10 +44,8 @@ def engine(config: Config) -> Iterator[tuple[str, str]]:
     for section in ("rollout", "eval"):
         temperature = getattr(config, section).temperature
         if 0 < temperature < LEAST_TEMPERATURE:
-            yield (
-                f"{section}.temperature",
-                f"must be at least {LEAST_TEMPERATURE} with engine.kind=vllm, is {temperature}",
-            )
+            least = f"at least {LEAST_TEMPERATURE} with engine.kind=vllm"
+            yield f"{section}.temperature", f"must be {least}, is {temperature}"
 
 
 def gpus(config: Config) -> Iterator[tuple[str, str]]:
@@ -95,31 +82,16 @@ def timeouts(config: Config) -> Iterator[tuple[str, str]]:
     bound, lag = buffer.max_staleness, actors.weight_lag
     if lag > bound:
         yield "actors.weight_lag", f"must be at most buffer.max_staleness ({bound}), is {lag}"
-    if actors.weight_lag_low > lag:
-        yield (
-            "actors.weight_lag_low",
-            f"must be at most actors.weight_lag ({lag}), is {actors.weight_lag_low}",
-        )
+    if (low := actors.weight_lag_low) > lag:
+        yield "actors.weight_lag_low", f"must be at most actors.weight_lag ({lag}), is {low}"
     if buffer.reuse > bound + 1 - lag:
-        yield (
-            "buffer.reuse",
-            f"must be at most buffer.max_staleness + 1 - actors.weight_lag ({bound + 1 - lag}), "
-            f"is {buffer.reuse}",
-        )
+        most = f"buffer.max_staleness + 1 - actors.weight_lag ({bound + 1 - lag})"
+        yield "buffer.reuse", f"must be at most {most}, is {buffer.reuse}"
     if step >= buffer.stall_s:
-        yield (
-            "env.step_timeout_s",
-            f"must be less than buffer.stall_s ({buffer.stall_s:g}): a ticket makes no progress"
-            " during a step",
-        )
+        limit = f"less than buffer.stall_s ({buffer.stall_s:g})"
+        yield "env.step_timeout_s", f"must be {limit}: a ticket makes no progress during a step"
     if step >= config.eval.timeout_s:
-        yield (
-            "eval.timeout_s",
-            f"must be more than env.step_timeout_s ({step:g}): an evaluation makes no progress"
-            " during a step",
-        )
-    if buffer.segment_bytes > buffer.disk_limit_bytes:
-        yield (
-            "buffer.segment_bytes",
-            f"must fit into buffer.disk_limit_bytes ({buffer.disk_limit_bytes})",
-        )
+        limit = f"more than env.step_timeout_s ({step:g})"
+        yield "eval.timeout_s", f"must be {limit}: an evaluation makes no progress during a step"
+    if buffer.segment_bytes > (limit_bytes := buffer.disk_limit_bytes):
+        yield "buffer.segment_bytes", f"must fit into buffer.disk_limit_bytes ({limit_bytes})"

@@ -30,26 +30,19 @@ def limits(config: Config, index: int) -> Iterator[tuple[str, str]]:
     if stage.kind == "dpo" and config.rollout.group_size == 1:
         yield "rollout.group_size", f"must be at least 2: {where} compares members of a group"
     if stage.refresh_reference and stage.kind == "dpo":
-        yield (
-            f"{where}.refresh_reference",
-            "the reference of a dpo stage always is the policy that it begins with",
-        )
+        problem = "the reference of a dpo stage always is the policy that it begins with"
+        yield f"{where}.refresh_reference", problem
     if stage.refresh_reference and not config.loss.kl_coef:
         yield f"{where}.refresh_reference", "there is no reference: loss.kl_coef is 0"
-    if config.learner.decay != "none" and not stage.steps:
-        yield (
-            f"{where}.steps",
-            f"must be set: learner.decay={config.learner.decay} runs over the stage's steps",
-        )
+    if (decay := config.learner.decay) != "none" and not stage.steps:
+        yield f"{where}.steps", f"must be set: learner.decay={decay} runs over the stage's steps"
     decays = config.advantage.kind == "adca" and config.advantage.alpha_final >= 0
     if stage.kind == "rl" and decays and not stage.steps:
         yield f"{where}.steps", "must be set: advantage.alpha_final is reached at the last step"
     groups = config.learner.groups_per_step
     if stage.kind in SUPERVISED and config.buffer.demo_groups < groups:
-        yield (
-            "buffer.demo_groups",
-            f"must be at least learner.groups_per_step ({groups}), or {where} never fills a step",
-        )
+        least = f"must be at least learner.groups_per_step ({groups})"
+        yield "buffer.demo_groups", f"{least}, or {where} never fills a step"
 
 
 def tasks(config: Config) -> Iterator[tuple[str, str]]:

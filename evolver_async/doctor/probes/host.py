@@ -76,8 +76,9 @@ def encryption() -> ProbeResult:
     """Check that the installed ZeroMQ has CURVE encryption."""
     import zmq
 
-    works = bool(zmq.has("curve"))
-    return ProbeResult(works, "CurveZMQ" if works else f"ZeroMQ {zmq.zmq_version()} without CURVE")
+    if zmq.has("curve"):
+        return ProbeResult(True, "CurveZMQ")
+    return ProbeResult(False, f"ZeroMQ {zmq.zmq_version()} without CURVE")
 
 
 def wandb() -> ProbeResult:
@@ -87,10 +88,8 @@ def wandb() -> ProbeResult:
     from evolver_async.metrics.wandb_process import has_key
 
     online = has_key()
-    summary = (
-        f"wandb {wandb.__version__}, {'has a key: online' if online else 'no key: offline only'}"
-    )
-    return ProbeResult(online, summary)
+    key = "has a key: online" if online else "no key: offline only"
+    return ProbeResult(online, f"wandb {wandb.__version__}, {key}")
 
 
 def disk(directory: str = "runs") -> ProbeResult:
@@ -99,18 +98,15 @@ def disk(directory: str = "runs") -> ProbeResult:
     while not existing.exists():
         existing = existing.parent
     free = shutil.disk_usage(existing).free
-    works = free >= LEAST_DISK_BYTES and os.access(existing, os.W_OK)
-    summary = f"{existing}, {gib(free)} free" + (
-        "" if os.access(existing, os.W_OK) else ", not writable"
-    )
-    return ProbeResult(works, summary, {"free_bytes": free})
+    writable = os.access(existing, os.W_OK)
+    summary = f"{existing}, {gib(free)} free{'' if writable else ', not writable'}"
+    return ProbeResult(free >= LEAST_DISK_BYTES and writable, summary, {"free_bytes": free})
 
 
 def files() -> ProbeResult:
     """Read the limit of open files and sockets of a process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = soft == resource.RLIM_INFINITY
-    summary = (
-        "no limit" if unlimited else f"{soft} per process" + (f", up to {hard}" * (hard > soft))
-    )
-    return ProbeResult(unlimited or soft >= LEAST_FILES, summary)
+    if soft == resource.RLIM_INFINITY:
+        return ProbeResult(True, "no limit")
+    more = f", up to {hard}" if hard > soft else ""
+    return ProbeResult(soft >= LEAST_FILES, f"{soft} per process{more}")

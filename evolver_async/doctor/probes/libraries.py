@@ -3,7 +3,7 @@
 import importlib.util
 import itertools
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib.metadata import packages_distributions
 from typing import Any
@@ -79,7 +79,8 @@ def gloo() -> ProbeResult:
     dist: Any = torch.distributed
     if not dist.is_gloo_available():
         return ProbeResult(False, f"torch {torch.__version__} has no gloo")
-    deadline = timedelta(seconds=20)
+    deadline, options = timedelta(seconds=20), dist.BroadcastOptions()
+    options.rootRank = 1
     master = dist.TCPStore("127.0.0.1", 0, None, True, deadline, wait_for_workers=False)
     tensors = [torch.zeros(1024), torch.ones(1024)]
 
@@ -88,20 +89,11 @@ def gloo() -> ProbeResult:
             "127.0.0.1", master.port, None, False, deadline, wait_for_workers=False
         )
         group = dist.ProcessGroupGloo(dist.PrefixStore("probe/", store), number, 2, deadline)
-        group.broadcast([tensors[number]], _root(dist, 1)).wait()
+        group.broadcast([tensors[number]], options).wait()
 
-    threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(rank, (0, 1)))
     return ProbeResult(bool((tensors[0] == 1).all()), "a broadcast over the loopback interface")
-
-
-def _root(dist: Any, rank: int) -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank = rank
-    return options
 
 
 def varlen() -> ProbeResult:

@@ -13,17 +13,10 @@ from evolver_async.schema import WeightId
 
 ALIGN = 64
 DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
+    name: getattr(torch, name)
+    for name in (
+        *("float32", "bfloat16", "float16", "float64"),
+        *("int64", "int32", "int8", "uint8", "bool"),
     )
 }
 

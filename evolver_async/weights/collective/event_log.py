@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from evolver_async.config.sections.channel import host_and_port
 from evolver_async.weights.channel.base import listen
 
 FILE = "RENDEZVOUS"
@@ -88,8 +89,7 @@ def connect(address: str, timeout_s: float) -> tuple[Store, str]:
 def _address_of(address: str) -> StoreAddress | None:
     if not address.startswith("tcp://"):
         return None
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return StoreAddress(host.strip("[]"), int(port), "weights")
+    return StoreAddress(*host_and_port(address), "weights")
 
 
 class EventLog:

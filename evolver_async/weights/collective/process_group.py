@@ -9,7 +9,9 @@ import contextlib
 import os
 import time
 import zlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -86,17 +88,15 @@ class BroadcastGroup:
         sweep()
 
 
+@dataclass
 class Broadcast:
     """One broadcast under way."""
 
-    def __init__(
-        self, work: Any, part_N: Tensor, travels_N: Tensor, sends: bool, stream: Any
-    ) -> None:
-        self._work = work
-        self._part_N = part_N
-        self._travels_N = travels_N
-        self._sends = sends
-        self._stream = stream
+    _work: Any
+    _part_N: Tensor
+    _travels_N: Tensor
+    _sends: bool
+    _stream: Any
 
     def done(self, seconds: float) -> bool:
         """Wait; return True if it is complete in time. Raises RuntimeError if a peer is gone."""
@@ -139,10 +139,17 @@ def _nccl(store: Store, rank: int, size: int, deadline_s: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=deadline_s)
     options.config.blocking = 0
-    before = {name: os.environ.get(name) for name in UNWATCHED}
-    os.environ.update(UNWATCHED)
-    try:
+    with environment(UNWATCHED):
         return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextlib.contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables while the block runs."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
     finally:
         for name, value in before.items():
             if value is None:

@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -28,28 +29,21 @@ from evolver_async.weights.collective.versions import ReceivedVersion, ReceivedV
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class BroadcastReceiver:
     """Connection of a receiver to one learner."""
 
-    def __init__(
-        self,
-        versions: ReceivedVersions,
-        store: Store,
-        *,
-        host: str,
-        name: str,
-        deadline_s: float,
-        device: str,
-        closing: Callable[[], bool],
-    ) -> None:
-        self._versions = versions
-        self._store = store
-        self._host = host
-        self._deadline_s = deadline_s
-        self._device = device
-        self._closing = closing
-        self._about = json.dumps({"name": name, "device": gpu_id(device)})
-        self._reader = EventReader(store)
+    versions: ReceivedVersions
+    store: Store
+    host: str
+    name: str
+    deadline_s: float
+    device: str
+    closing: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self._about = json.dumps({"name": self.name, "device": gpu_id(self.device)})
+        self._reader = EventReader(self.store)
         self._group: BroadcastGroup | None = None
         self._number = 0
         self._join()
@@ -59,7 +53,7 @@ class BroadcastReceiver:
 
         Raises RuntimeError if the learner is gone.
         """
-        while not self._closing():
+        while not self.closing():
             event = self._reader.wait(2 * LOOK_S)
             sweep()
             if event is None:
@@ -69,7 +63,7 @@ class BroadcastReceiver:
                 return
             if kind == "roll":
                 self.leave_group()
-                self._store.set(f"here/{event['number']}/{self._number}", "")
+                self.store.set(f"here/{event['number']}/{self._number}", "")
             elif kind == "epoch" and self._number in event["members"]:
                 self._enter(event)
             elif kind == "epoch" and self._number in event["asked"]:
@@ -85,27 +79,27 @@ class BroadcastReceiver:
 
     def _join(self) -> None:
         self.leave_group()
-        self._number = self._store.add("numbers", 1)
-        self._store.set(f"member/{self._number}", self._about)
+        self._number = self.store.add("numbers", 1)
+        self.store.set(f"member/{self._number}", self._about)
 
     def _enter(self, event: dict[str, Any]) -> None:
         members = event["members"]
         try:
             self._group = BroadcastGroup(
-                self._store,
+                self.store,
                 event["number"],
                 1 + members.index(self._number),
                 1 + len(members),
-                host=self._host,
-                device=self._device if event["nccl"] else "",
-                deadline_s=self._deadline_s,
+                host=self.host,
+                device=self.device if event["nccl"] else "",
+                deadline_s=self.deadline_s,
             )
         except RuntimeError as error:
             log.warning("a group of receivers could not be built: %s", first_line(error))
 
     def _receive_version(self, cast: dict[str, Any]) -> None:
         """Receive, verify, commit and acknowledge one version; a failure leaves all as it was."""
-        received = ReceivedVersion(self._versions.buffer(cast["bytes"]), cast["tensors"])
+        received = ReceivedVersion(self.versions.buffer(cast["bytes"]), cast["tensors"])
         try:
             found = self._receive(received.bytes_N, cast["bucket_bytes"])
         except (CastFailed, RuntimeError) as error:
@@ -117,11 +111,11 @@ class BroadcastReceiver:
             return  # given up by the learner; its next event is in the log
         if found != sums["checksums"]:
             log.error("weights %s do not match their checksums", _weights(cast["weights"]))
-            self._store.set(f"ack/{cast['number']}/{self._number}", "bad")
+            self.store.set(f"ack/{cast['number']}/{self._number}", "bad")
             return
         held = {_weights(other) for other in cast["held"]}
-        self._versions.commit(_weights(cast["weights"]), received, held, _weights(cast["head"]))
-        self._store.set(f"ack/{cast['number']}/{self._number}", "ok")
+        self.versions.commit(_weights(cast["weights"]), received, held, _weights(cast["head"]))
+        self.store.set(f"ack/{cast['number']}/{self._number}", "ok")
 
     def _receive(self, out_N: Tensor, bucket_bytes: int) -> list[int]:
         """Fill `out_N`; return its checksums."""
@@ -143,19 +137,19 @@ class BroadcastReceiver:
         return sums
 
     def _finish(self, part: Broadcast) -> None:
-        until = time.monotonic() + self._deadline_s
+        until = time.monotonic() + self.deadline_s
         while not part.done(LOOK_S):
             event = self._reader.peek()
             if event is not None and event["kind"] != "sums":
                 raise CastFailed("given up by the learner")
-            if time.monotonic() > until or self._closing():
+            if time.monotonic() > until or self.closing():
                 raise CastFailed("no progress")
 
     def _sums(self) -> dict[str, Any] | None:
         """Return the event after a cast, None if the learner has given it up."""
-        until = time.monotonic() + self._deadline_s
+        until = time.monotonic() + self.deadline_s
         while (event := self._reader.peek(LOOK_S)) is None:
-            if time.monotonic() > until or self._closing():
+            if time.monotonic() > until or self.closing():
                 return None
         return self._reader.wait(LOOK_S) if event["kind"] == "sums" else None
 

@@ -18,6 +18,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -43,25 +44,19 @@ ATTEMPTS = 4  # epochs for one version, before it is left to the next one
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class BroadcastSender:
     """Sender of versions: keeps the group of receivers and casts versions to it."""
 
-    def __init__(
-        self,
-        served: ServedStore,
-        *,
-        deadline_s: float,
-        bucket_bytes: int,
-        device: str,
-        closing: Callable[[], bool],
-    ) -> None:
-        self._served = served
-        self._store = served.store
-        self._log = EventLog(served.store)
-        self._deadline_s = deadline_s
-        self._bucket_bytes = aligned(bucket_bytes)
-        self._device = device
-        self._closing = closing
+    served: ServedStore
+    deadline_s: float
+    bucket_bytes: int
+    device: str
+    closing: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self._log = EventLog(self.served.store)
+        self.bucket_bytes = aligned(self.bucket_bytes)
         self._members: dict[int, dict[str, str]] = {}
         self._numbers = 0  # the highest number that a receiver took
         self._newcomers: set[int] = set()
@@ -71,24 +66,24 @@ class BroadcastSender:
 
     def newcomers(self) -> list[int]:
         """List the receivers that have joined and hold no version yet."""
-        highest = self._store.add("numbers", 0)
+        highest = self.served.store.add("numbers", 0)
         self._newcomers |= set(range(self._numbers + 1, highest + 1))
         self._numbers = highest
-        return [number for number in self._newcomers if self._store.check([f"member/{number}"])]
+        return [
+            number for number in self._newcomers if self.served.store.check([f"member/{number}"])
+        ]
 
     def send(self, held: dict[WeightId, WeightSnapshot], head: WeightId) -> None:
         """Cast `head` to every member, and all versions of `held` to newcomers."""
         for _ in range(ATTEMPTS):
-            if self._closing():
+            if self.closing():
                 return
             try:
                 if self._group is not None and not self.newcomers():
                     self._cast(head, held, head)
-                    return
-                if not self._begin_epoch():
-                    return
-                for weights in held:
-                    self._cast(weights, held, head)
+                elif self._begin_epoch():
+                    for weights in held:
+                        self._cast(weights, held, head)
                 return
             except CastFailed as failure:
                 log.warning("weights %s did not reach every actor: %s", head, failure)
@@ -98,7 +93,7 @@ class BroadcastSender:
     def close(self) -> None:
         self._abandon_group()
         self._log.write({"kind": "end"})
-        self._served.close()
+        self.served.close()
 
     def _abandon_group(self) -> None:
         if self._group is not None:
@@ -111,7 +106,7 @@ class BroadcastSender:
         asked = self._asked()
         self._members = self._roll_call(asked)
         devices = [member["device"] for member in self._members.values()]
-        nccl = on_distinct_gpus([gpu_id(self._device), *devices])
+        nccl = on_distinct_gpus([gpu_id(self.device), *devices])
         self._epochs += 1
         numbers = list(self._members)
         epoch = {"number": self._epochs, "members": numbers, "asked": list(asked), "nccl": nccl}
@@ -121,13 +116,13 @@ class BroadcastSender:
         log.info("weights go to %s", ", ".join(one["name"] for one in self._members.values()))
         try:
             self._group = BroadcastGroup(
-                self._store,
+                self.served.store,
                 self._epochs,
                 0,
                 1 + len(numbers),
-                host=self._served.host,
-                device=self._device if nccl else "",
-                deadline_s=self._deadline_s,
+                host=self.served.host,
+                device=self.device if nccl else "",
+                deadline_s=self.deadline_s,
             )
         except RuntimeError as error:
             raise CastFailed(f"the group could not be built: {first_line(error)}") from None
@@ -137,7 +132,7 @@ class BroadcastSender:
         """Members and newcomers."""
         asked = dict(self._members)
         for number in self.newcomers():
-            asked[number] = json.loads(self._store.get(f"member/{number}"))
+            asked[number] = json.loads(self.served.store.get(f"member/{number}"))
             self._newcomers.discard(number)
         return asked
 
@@ -147,13 +142,13 @@ class BroadcastSender:
         self._log.write({"kind": "roll", "number": self._rolls})
         here: set[int] = set()
         until = time.monotonic() + ROLL_S
-        while len(here) < len(asked) and time.monotonic() < until and not self._closing():
+        while len(here) < len(asked) and time.monotonic() < until and not self.closing():
             time.sleep(0.002)
             for number in asked.keys() - here:
-                if self._store.check([f"here/{self._rolls}/{number}"]):
+                if self.served.store.check([f"here/{self._rolls}/{number}"]):
                     here.add(number)
         for number in here:
-            self._store.delete_key(f"here/{self._rolls}/{number}")
+            self.served.store.delete_key(f"here/{self._rolls}/{number}")
         for number in asked.keys() - here:
             name = asked[number]["name"]
             log.warning("%s is silent: it gets no weights until it joins again", name)
@@ -174,7 +169,7 @@ class BroadcastSender:
                 "held": [_plain(other) for other in held],
                 "tensors": snapshot.tensors,
                 "bytes": len(snapshot.bytes_N),
-                "bucket_bytes": self._bucket_bytes,
+                "bucket_bytes": self.bucket_bytes,
             }
         )
         sums = self._broadcast(snapshot.bytes_N)
@@ -187,7 +182,7 @@ class BroadcastSender:
         found: list[int] = []
         under_way: list[Broadcast] = []
         try:
-            for bucket_N in buckets(bytes_N, self._bucket_bytes):
+            for bucket_N in buckets(bytes_N, self.bucket_bytes):
                 under_way.append(self._group.broadcast(bucket_N))
                 found.append(checksum(bucket_N))
                 if len(under_way) == IN_FLIGHT:
@@ -199,28 +194,28 @@ class BroadcastSender:
         return found
 
     def _finish(self, part: Broadcast) -> None:
-        until = time.monotonic() + self._deadline_s
+        until = time.monotonic() + self.deadline_s
         while not part.done(LOOK_S):
             if time.monotonic() > until:
-                raise CastFailed(f"no progress in {self._deadline_s:g} s")
-            if self._closing():
+                raise CastFailed(f"no progress in {self.deadline_s:g} s")
+            if self.closing():
                 raise CastFailed("the learner leaves")
 
     def _await_acknowledgements(self, number: int) -> None:
-        missing, until = set(self._members), time.monotonic() + self._deadline_s
+        missing, until = set(self._members), time.monotonic() + self.deadline_s
         while missing:
             for member in list(missing):
                 name = f"ack/{number}/{member}"
-                if not self._store.check([name]):
+                if not self.served.store.check([name]):
                     continue
-                if self._store.get(name) != b"ok":
+                if self.served.store.get(name) != b"ok":
                     raise CastFailed(f"{self._members[member]['name']} received other bytes")
-                self._store.delete_key(name)
+                self.served.store.delete_key(name)
                 missing.remove(member)
             if missing and time.monotonic() > until:
                 silent = ", ".join(self._members[member]["name"] for member in missing)
-                raise CastFailed(f"{silent} did not confirm it in {self._deadline_s:g} s")
-            if missing and self._closing():
+                raise CastFailed(f"{silent} did not confirm it in {self.deadline_s:g} s")
+            if missing and self.closing():
                 raise CastFailed("the learner leaves")
             time.sleep(0.001 if missing else 0)
 

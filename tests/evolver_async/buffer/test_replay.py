@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from evolver_async.buffer.state.admission import KINDS, StageNumbers
 from evolver_async.buffer.state.groups import UNTRAINED, ZERO_SPREAD, ArrivedMember
+from evolver_async.buffer.state.records import Granted
 from evolver_async.buffer.state.replay import SAME, Replay
 from evolver_async.config import QuestioningConfig
 from evolver_async.lineages import version_lag
@@ -53,7 +54,10 @@ def grant(on: Replay, wait: bool = False) -> int:
     group_id = on.at.next_group
     task = Task(task_id=f"t/{group_id}", env="t", split="train", map_seed=group_id)
     members = list(range(on.numbers.group_size))
-    on.open(group_id, task, on.numbers.kind, on.at.stage, members, "a", wait, None)
+    granted = Granted(
+        group_id=group_id, task=task, kind=on.numbers.kind, members=members, actor="a", wait=wait
+    )
+    on.open(granted, on.at.stage)
     return group_id
 
 

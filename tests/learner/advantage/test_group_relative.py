@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evolver_async.config import AdvantageConfig
 from learner.advantage.group_relative import (
     adca,
     advantages,
@@ -244,19 +244,11 @@ def test_reinforce_moves_its_baseline():
     assert baseline == pytest.approx(0.9 * 0.5 + 0.1 * 2.0)
 
 
-OPTIONS: dict[str, Any] = {
-    "std": "group",
-    "alpha": 0.1,
-    "length": "none",
-    "baseline": 0.25,
-    "baseline_decay": 0.9,
-}
-
-
 @pytest.mark.parametrize("kind", ["grpo", "grpo_process", "adca", "rloo", "reinforce"])
 def test_every_estimator_gives_every_turn_one_advantage(kind):
     groups = [[(0.0, [(0.5, 1), (0.0, -1)]), (1.0, [(0.25, 1)]), (1.0, [])]]
-    advantage_U, baseline = advantages(kind, rewards_of(groups), **OPTIONS)
+    estimator = AdvantageConfig(kind=kind)
+    advantage_U, baseline = advantages(rewards_of(groups), estimator, alpha=0.1, baseline=0.25)
     assert advantage_U.shape == (3,)
     assert (baseline != 0.25) == (kind == "reinforce")
     assert (advantage_U[0] == advantage_U[1]) == (kind not in ("grpo_process", "adca"))

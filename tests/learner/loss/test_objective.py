@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from evolver_async.config import CorrectionConfig, LossConfig
 from evolver_async.config.sections.learner import by_kind
-from learner.data.batch import Batch
+from learner.data.batch import Batch, LogProbs
 from learner.data.collate import Strip
-from learner.data.scores import LogProbs
 from learner.diagnostics.offpolicy import Accounting
 from learner.loss.correction import guided_old
 from learner.loss.objective import Objective

@@ -8,7 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.optimize.adamw import lr_at, make_adamw, update
+from evolver_async.config import LearnerConfig
+from learner.optimize import adamw
+from learner.optimize.adamw import make_adamw, update
 
 SCHEDULE: dict[str, Any] = {
     "lr": 1.0,
@@ -17,6 +19,10 @@ SCHEDULE: dict[str, Any] = {
     "decay_start": 0.0,
     "lr_final": 0.1,
 }
+
+
+def lr_at(step: int, *, steps: int, **settings: Any) -> float:
+    return adamw.lr_at(step, LearnerConfig(**settings), steps=steps)
 
 
 def make() -> tuple[torch.nn.Linear, torch.optim.AdamW]:

@@ -23,9 +23,8 @@ from evolver_async.schema import Group, Role
 from learner.advantage.assign import Advantages, assign, fit_metrics
 from learner.advantage.gae import whitened
 from learner.advantage.rewards import rewards_of
-from learner.data.batch import Batch
+from learner.data.batch import Batch, LogProbs, Values
 from learner.data.collate import Lag, collate
-from learner.data.scores import LogProbs, Values
 from learner.loss.value import value_loss
 from learner.optimize.critic import Critic
 from learner.ranks.process_group import alone
