@@ -31,6 +31,11 @@ from evolver_async.protocol.messages import (
 from evolver_async.schema import Kind, Task, Ticket, WeightId
 
 
+def share(room: int, asking: int) -> int:
+    """Return the most new groups that one actor gets at a time while `asking` actors wait."""
+    return -(-room // asking)
+
+
 @dataclass
 class ActorRequests:
     """Answers LEASE, RENEW, RELEASE and OFFER. `stages`: the configuration of every stage."""
@@ -62,7 +67,7 @@ class ActorRequests:
         fresh = self.store.replay.room() if room >= self.store.replay.numbers.group_size else 0
         if fresh:
             asking = {peer, *self.activity.asking(now, self.config.buffer.lease_s)}
-            fresh = -(-fresh // len(asking))  # the most that one actor gets while all these wait
+            fresh = share(fresh, len(asking))
         tickets = []
         while room > 0:
             ticket = self._evaluate(peer) or self._reissue(peer, room) or self._explore(peer, room)

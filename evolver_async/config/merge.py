@@ -34,7 +34,7 @@ def _defaults() -> DictConfig:
 
 
 def apply(resolved: DictConfig, tree: dict[str, Any]) -> DictConfig:
-    """Merge a tree of sections over `resolved`.
+    """Merge a tree of sections into `resolved`.
 
     A list of stages replaces the list. Another environment drops the parameters of the one before.
     """
@@ -77,12 +77,13 @@ def override(config: Config, tree: dict[str, Any]) -> Config:
 
 
 def merge(base: DictConfig, tree: Any, kind: type, prefix: str) -> DictConfig:
-    """Merge `tree` over `base`, a structured node of dataclass `kind` at key prefix `prefix`."""
+    """Merge `tree` into `base`, a structured node of dataclass `kind` at key prefix `prefix`."""
     _refuse_unknown(tree, kind, prefix)
     try:
-        return OmegaConf.merge(base, tree)  # pyright: ignore[reportReturnType]
+        base.merge_with(tree)
     except OmegaConfBaseException as error:
         raise _explained(error, prefix) from None
+    return base
 
 
 def to_config(resolved: DictConfig) -> Config:

@@ -1,6 +1,7 @@
 """Small programming tasks: a function of a list of integers, in two steps and a result."""
 
 import random
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from actors.envs.base import split_of
@@ -14,30 +15,47 @@ MAX_DRAWS = 1000
 
 
 class ProgramPart(NamedTuple):
-    """A step or a result: in words, and as code over `x` and a number `{k}`."""
+    """A step or a result: in words, as code over `x`, and as a function of `x` and of `k`."""
 
     words: str
     code: str
+    function: Callable[[list[int], int], Any]
 
 
 STEPS = (
-    ProgramPart("add {k} to each", "[v + {k} for v in x]"),
-    ProgramPart("multiply each by {k}", "[v * {k} for v in x]"),
-    ProgramPart("square each", "[v * v for v in x]"),
-    ProgramPart("keep those above {k}", "[v for v in x if v > {k}]"),
-    ProgramPart("keep the even ones", "[v for v in x if v % 2 == 0]"),
-    ProgramPart("drop the first {k}", "x[{k}:]"),
-    ProgramPart("keep the last {k}", "x[-{k}:]"),
-    ProgramPart("reverse them", "x[::-1]"),
-    ProgramPart("sort them", "sorted(x)"),
-    ProgramPart("keep each value once, in order", "list(dict.fromkeys(x))"),
+    ProgramPart("add {k} to each", "[v + {k} for v in x]", lambda x, k: [v + k for v in x]),
+    ProgramPart("multiply each by {k}", "[v * {k} for v in x]", lambda x, k: [v * k for v in x]),
+    ProgramPart("square each", "[v * v for v in x]", lambda x, k: [v * v for v in x]),
+    ProgramPart(
+        "keep those above {k}", "[v for v in x if v > {k}]", lambda x, k: [v for v in x if v > k]
+    ),
+    ProgramPart(
+        "keep the even ones", "[v for v in x if v % 2 == 0]", lambda x, k: [*filter(_even, x)]
+    ),
+    ProgramPart("drop the first {k}", "x[{k}:]", lambda x, k: x[k:]),
+    ProgramPart("keep the last {k}", "x[-{k}:]", lambda x, k: x[-k:]),
+    ProgramPart("reverse them", "x[::-1]", lambda x, k: x[::-1]),
+    ProgramPart("sort them", "sorted(x)", lambda x, k: sorted(x)),
+    ProgramPart(
+        "keep each value once, in order", "list(dict.fromkeys(x))", lambda x, k: [*_once(x)]
+    ),
 )
 RESULTS = (
-    ProgramPart("the list", "x"),
-    ProgramPart("their sum", "sum(x)"),
-    ProgramPart("how many there are", "len(x)"),
-    ProgramPart("the largest, 0 where there is none", "max(x, default=0)"),
+    ProgramPart("the list", "x", lambda x, k: x),
+    ProgramPart("their sum", "sum(x)", lambda x, k: sum(x)),
+    ProgramPart("how many there are", "len(x)", lambda x, k: len(x)),
+    ProgramPart(
+        "the largest, 0 where there is none", "max(x, default=0)", lambda x, k: max(x, default=0)
+    ),
 )
+
+
+def _even(value: int) -> bool:
+    return value % 2 == 0
+
+
+def _once(values: list[int]) -> dict[int, None]:
+    return dict.fromkeys(values)
 
 
 class ProgramPlan(NamedTuple):
@@ -53,11 +71,8 @@ class ProgramPlan(NamedTuple):
         first, second = self.first.code.format(k=self.k), self.second.code.format(k=self.n)
         return f"def f(x):\n    x = {first}\n    x = {second}\n    return {self.last.code}"
 
-    def values(self, inputs: list[list[int]]) -> list[Any]:
-        """Return what the program returns for each input."""
-        names: dict[str, Any] = {}
-        exec(self.code(), names)  # made of the constants above
-        return [names["f"](x) for x in inputs]
+    def value(self, x: list[int]) -> Any:
+        return self.last.function(self.second.function(self.first.function(x, self.k), self.n), 0)
 
 
 def draw_program(split: str, map_seed: int) -> Problem:
@@ -70,9 +85,9 @@ def draw_program(split: str, map_seed: int) -> Problem:
             continue
         inputs = [[], *(_numbers(rng) for _ in range(EXAMPLES + TESTS - 1))]
         shown, hidden = inputs[-EXAMPLES:], inputs[:-EXAMPLES]
-        results = plan.values(hidden)
+        results = [plan.value(x) for x in hidden]
         others = {_plan(rng) for _ in range(8)}
-        wrong = sorted(p.code() for p in others if p.values(hidden) != results)
+        wrong = sorted(p.code() for p in others if [p.value(x) for x in hidden] != results)
         if wrong and len({str(result) for result in results}) > TESTS // 2:
             return _problem(plan, shown, [*zip(hidden, results, strict=True)], wrong)
     raise ValueError(f"split: no task of {split} in {MAX_DRAWS} draws")
@@ -81,7 +96,7 @@ def draw_program(split: str, map_seed: int) -> Problem:
 def _problem(
     plan: ProgramPlan, shown: list[list[int]], tests: list[tuple[list[int], Any]], wrong: list[str]
 ) -> Problem:
-    cases = "".join(f" f({x}) = {y}" for x, y in zip(shown, plan.values(shown), strict=True))
+    cases = "".join(f" f({x}) = {plan.value(x)}" for x in shown)
     question = QUESTION.format(
         first=plan.first.words.format(k=plan.k),
         second=plan.second.words.format(k=plan.n),

@@ -21,6 +21,8 @@ from actors.formats.tool_calls import Interleaved, ToolCall, canonical
 from evolver_async.config.load import load
 from evolver_async.schema import Role, Task, TurnFlag
 
+pytestmark = pytest.mark.process
+
 
 def task(map_seed: int = 0, split: str = "train", reference: list[str] | None = None) -> Task:
     task_id = f"code/{split}/{map_seed}"
@@ -41,7 +43,6 @@ def answer(text: str) -> str:
     return canonical("answer", {"text": text})
 
 
-@pytest.mark.process
 def test_it_is_what_recipes_need() -> None:
     env = make_env("code", {"kind": "arithmetic"})
     for protocol in (Solvable, Rewindable, Tooled, Probed):
@@ -78,7 +79,6 @@ def test_splits_share_no_question(draw: Any) -> None:
     assert draw("train", 3) == draw("train", 3) != draw("train", 4)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("kind", ["arithmetic", "programs"])
 @pytest.mark.parametrize("map_seed", range(6))
 def test_the_expert_runs_a_program_and_is_right(kind: str, map_seed: int) -> None:
@@ -96,7 +96,6 @@ def test_the_expert_runs_a_program_and_is_right(kind: str, map_seed: int) -> Non
     assert done.terminated and done.info.success and done.reward == 1.0
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("kind", ["arithmetic", "programs"])
 def test_wrong_answers_are_wrong_and_broken_programs_break(kind: str) -> None:
     for map_seed in range(4):
@@ -110,7 +109,6 @@ def test_wrong_answers_are_wrong_and_broken_programs_break(kind: str) -> None:
             assert ran.observation.startswith("error: "), (code, ran.observation)
 
 
-@pytest.mark.process
 def test_a_hundred_programs_are_right_in_one_run_each() -> None:
     """The functions that give the expected results against the code that is said to be right."""
     pool = Code(wall_s=20)._pool()
@@ -124,7 +122,6 @@ def test_a_hundred_programs_are_right_in_one_run_each() -> None:
         assert not problem.passed(ran.stdout)
 
 
-@pytest.mark.process
 def test_a_random_player_guesses_and_errs_as_often_as_asked() -> None:
     for guess, broken in ((0.7, 0.4), (0.0, 1.0), (1.0, 0.0), (0.5, 0.0)):
         env = begun(guess=guess, broken=broken)
@@ -157,7 +154,6 @@ def test_a_snapshot_takes_back_what_was_run() -> None:
 # ---- in episodes
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("style", [Interleaved, ToolCall])
 @pytest.mark.parametrize("kind", ["arithmetic", "programs"])
 def test_an_experts_episode_is_right_in_every_format_with_tools(style: Any, kind: str) -> None:
@@ -174,7 +170,6 @@ def test_an_experts_episode_is_right_in_every_format_with_tools(style: Any, kind
         assert (problem.answer if kind == "arithmetic" else "") in seen
 
 
-@pytest.mark.process
 def test_random_episodes_succeed_as_often_as_they_use_the_tool_and_their_errors_are_flagged() -> (
     None
 ):
@@ -216,7 +211,6 @@ def test_a_call_that_is_none_is_told_and_changes_nothing(action: str, said: str)
     assert step.info.tool_error and not step.info.valid and not step.info.success
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("code", "observation", "error"),
     [
@@ -246,7 +240,6 @@ def test_tools_are_called_in_any_case_and_texts_are_answers() -> None:
     assert done.terminated and done.info.success
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     "cheat",
     [
@@ -354,7 +347,6 @@ RECIPE = ["env.name=code", "rollout.format=interleaved", "rollout.actions_per_tu
 RECIPE += ["rollout.think=false", "stages=[{steps: 1}]"]
 
 
-@pytest.mark.process
 def test_a_machine_without_a_sandbox_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -101,11 +101,11 @@ def test_without_a_gpu_everything_that_asks_for_one_is_named():
     assert wrong(node(), found) == [
         "engine.device",
         "learner.device",
+        "learner.ranks",
+        "learner.packing",
         "launch.gpus.actors",
         "launch.gpus.learner",
         "engine.kind",
-        "learner.ranks",
-        "learner.packing",
     ]
     assert wrong(Config(), found, replace(SEVEN, parameters=200_000, layers=2, hidden=64)) == []
 

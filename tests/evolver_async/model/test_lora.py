@@ -546,6 +546,7 @@ def test_a_run_that_trains_adapters_alone_learns(run: Finished) -> None:
     assert all(name.endswith(("lora_A", "lora_B", lora.BASE)) for name in kept)
 
 
+@pytest.mark.process
 def test_evaluation_and_export_run_the_policy_that_was_trained(
     run: Finished, tmp_path: Path
 ) -> None:
