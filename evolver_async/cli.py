@@ -174,6 +174,11 @@ def _add_control(commands: Commands) -> None:
     about = "let a run continue that an alarm has paused"
     _add_run(_add(commands, "unpause", "control:unpause", about))
 
+    about = "change the number of actors of a running job"
+    command = _add(commands, "scale", "control:scale", about)
+    _add_run(command)
+    command.add_argument("actors", metavar="actors=N|auto", help="auto: by actors.min and max")
+
     about = "delete what one contributor put into the experience"
     command = _add(commands, "purge", "control:purge", about)
     _add_run(command)

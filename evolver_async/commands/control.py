@@ -1,4 +1,4 @@
-"""`purge`, `keys` and `unpause`: changes of a run by hand."""
+"""`purge`, `keys`, `scale` and `unpause`: changes of a run by hand."""
 
 import argparse
 import asyncio
@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 from evolver_async.commands.checked import as_config_errors, run_directory
-from evolver_async.config import ConfigError
+from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch import run_directory as directory
 from evolver_async.launch.registry import resolve
+from evolver_async.launch.scaling import AUTO
 from evolver_async.process.addresses import experience_address, keys_of
 from evolver_async.protocol.messages import Purge
 from evolver_async.transport.client import Rejected
@@ -69,3 +70,36 @@ def unpause(args: argparse.Namespace) -> int:
     reason = directory.unpause(run_directory(args.run_dir))
     print(f"the run continues; it was paused because: {reason}")
     return 0
+
+
+def scale(args: argparse.Namespace) -> int:
+    """Change the number of actors of a running job."""
+    run_dir = run_directory(args.run_dir)
+    config = load(run_dir / "config.yaml")
+    wanted = args.actors.removeprefix("actors=")
+    if config.launch.kind == "serial":
+        raise ConfigError("launch.kind: serial has a fixed number of actors")
+    if wanted != AUTO:
+        _check_count(config, wanted)
+    with contextlib.ExitStack() as held, contextlib.suppress(directory.Locked):
+        held.enter_context(directory.locked(run_dir))
+        raise ConfigError(f"{run_dir}: is not running; set actors.count when you resume it")
+    directory.scale(run_dir, wanted)
+    print(
+        f"{run_dir}: {'the controller chooses the number' if wanted == AUTO else wanted} of actors"
+    )
+    return 0
+
+
+def _check_count(config: Config, wanted: str) -> None:
+    """Raise ConfigError for a number of actors that this run cannot have."""
+    actors, gpus = config.actors, config.launch.gpus.actors
+    if not wanted.isdecimal() or int(wanted) < 1:
+        raise ConfigError(f"actors: must be a number from 1 or {AUTO}, is {wanted!r}")
+    low, high = (actors.min or 1), (actors.max or int(wanted))
+    if not low <= int(wanted) <= high:
+        raise ConfigError(f"actors: must be within actors.min and actors.max ({low} to {high})")
+    if gpus and int(wanted) * config.engine.tensor_parallel > len(gpus):
+        raise ConfigError(
+            f"launch.gpus.actors: names {len(gpus)} GPUs, too few for {wanted} actors"
+        )

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, quote_plus
@@ -104,6 +105,12 @@ def refuse_written(tree: Mapping[str, Any]) -> None:
         named = next(filter(looks_secret, MENTIONED.findall(text)), None)
         if named and not (free and REFERENCE.search(text)):
             raise ConfigError(f"{key}: {named} looks like a secret, which files would hold")
+
+
+def mentioned(config: Any) -> set[str]:
+    """Return the names of the variables to which values of a configuration refer."""
+    texts = _texts(asdict(config), "", False, False)
+    return {name for _, text, _, _ in texts for name in MENTIONED.findall(text)}
 
 
 def note_references(tree: Mapping[str, Any]) -> None:

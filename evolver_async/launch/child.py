@@ -1,23 +1,44 @@
-"""Child processes of the local launcher: command line, environment, exit code and log."""
+"""Child processes of a launcher: command line, environment, exit code and log."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from evolver_async.config import Config
 from evolver_async.errors import EVALUATION_LOST, TRAINING_ERROR, USER_ERROR
 from evolver_async.launch.gpus import VISIBLE, index_of, visible_gpus
 from evolver_async.launch.run_directory import last_lines
+from evolver_async.process.addresses import keys_of
 
 FINAL = (USER_ERROR, TRAINING_ERROR, EVALUATION_LOST)  # exit codes that a restart would repeat
 SEARCHED_LINES = 100  # of a log, for the error that ended the process
 
 # glibc: do not return freed activations to the kernel only to fault them in again a moment later
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+
+
+class Handle(Protocol):
+    """A process wherever it runs, as `subprocess.Popen` holds one of this host.
+
+    A negative exit code is the signal that ended it.
+    """
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int: ...
 
 
 @dataclass
@@ -30,16 +51,18 @@ class Child:
 
     role: str
     name: str
-    process: subprocess.Popen[bytes]
+    process: Handle
     incarnation: int
     restarts: int = 0
     due: float | None = None
     started: float = field(default_factory=time.monotonic)
-    others: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    others: list[Handle] = field(default_factory=list)
     failed_rank: int | None = None  # the rank whose end made the launcher kill the others
+    moves: bool = False  # it was asked to leave a place that is drained
+    leaves_by: float | None = None  # the time by which an actor that is not wanted has left
 
     @property
-    def processes(self) -> list[subprocess.Popen[bytes]]:
+    def processes(self) -> list[Handle]:
         return [self.process, *self.others]
 
     @property
@@ -62,62 +85,56 @@ class Child:
             for process in self.processes:
                 process.kill()
                 process.wait()
-        return self.processes[self.failed_rank].returncode
+        return self.processes[self.failed_rank].poll()
 
 
 @dataclass
-class Spawner:
-    """Starts the processes of one launch.
-
-    `rendezvous` is a private directory in which the ranks of a learner find each other.
-    """
+class Spawner(ABC):
+    """Starts the processes of one launch. Launchers differ in where: `place` is theirs."""
 
     config: Config
     run_dir: Path
     address: str
-    keys: Path | None
-    rendezvous: Path | None
 
-    def start(
-        self, role: str, name: str, incarnation: int, rank: int = 0
-    ) -> subprocess.Popen[bytes]:
-        """Start a process in a session of its own, so that Ctrl-C reaches the launcher alone."""
-        options = {
-            "--connect": self.address,
-            "--run": self.run_dir,
-            "--name": name,
-            "--incarnation": incarnation,
-            "--parent": os.getpid(),
-        } | ({} if self.keys is None else {"--keys": self.keys})
+    @property
+    def keys(self) -> Path | None:
+        """The directory of the run's keys, None if it has none."""
+        return keys_of(self.config)
+
+    @abstractmethod
+    def place(
+        self, role: str, name: str, incarnation: int, rank: int, arguments: list[str]
+    ) -> Handle:
+        """Start a process with these arguments of the command line, and those of its place."""
+
+    def moves(self, handle: Handle) -> bool:
+        """True if a process must leave its place, and can go on in another one."""
+        return False
+
+    def lost(self, handle: Handle) -> bool:
+        """True if a process ended because its host is gone, for which it is not to blame."""
+        return False
+
+    def start(self, role: str, name: str, incarnation: int, rank: int = 0) -> Handle:
+        """Start the process of a child, or the one of a rank beside its first."""
+        arguments = [role, "--connect", self.address, "--name", name]
+        arguments += ["--incarnation", str(incarnation)]
         if role == "learner" and self.config.learner.ranks > 1:
-            assert self.rendezvous is not None
-            options |= {"--rank": rank, "--meeting": self.rendezvous / f"ranks-{incarnation}"}
-        with open(self.log_file(name), "ab") as output:
-            return subprocess.Popen(
-                [sys.executable, "-m", "evolver_async.cli", role]
-                + [str(text) for option in options.items() for text in option],
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | self._environment(role, name),
-            )
+            arguments += ["--rank", str(rank)]
+        return self.place(role, name, incarnation, rank, arguments)
 
-    def start_others(self, role: str, name: str, incarnation: int) -> list[subprocess.Popen[bytes]]:
+    def start_others(self, role: str, name: str, incarnation: int) -> list[Handle]:
         """Start the ranks of a learner beside its first."""
         ranks = range(1, self.config.learner.ranks if role == "learner" else 1)
         return [self.start(role, f"{name}-{rank}", incarnation, rank) for rank in ranks]
 
-    def _environment(self, role: str, name: str) -> dict[str, str]:
+    def variables(self, role: str) -> dict[str, str]:
+        """Return what every process of a role has in its environment, on any host."""
         threads = {"actor": self.config.engine.threads, "learner": self.config.learner.threads}
-        variables = {
+        return {
             "OMP_NUM_THREADS": str(threads.get(role, 1)),
             "TOKENIZERS_PARALLELISM": "false",
         } | KEEP_MEMORY
-        if role == "learner" and self.rendezvous is not None:
-            # A killed W&B leaves temporary files; this directory is removed with the launch.
-            variables["TMPDIR"] = str(self.rendezvous)
-        return variables | visible_gpus(self.config, role, index_of(name), os.environ.get(VISIBLE))
 
     def log_file(self, name: str) -> Path:
         (self.run_dir / "logs").mkdir(exist_ok=True)
@@ -136,6 +153,39 @@ class Spawner:
             if " ERROR " in line:
                 return line
         return lines[-1] if lines else ""
+
+
+@dataclass
+class LocalSpawner(Spawner):
+    """Starts processes of this host, in sessions of their own: Ctrl-C reaches only the launcher.
+
+    `private` is a directory in which the ranks of a learner find each other.
+    """
+
+    private: Path | None
+
+    def place(
+        self, role: str, name: str, incarnation: int, rank: int, arguments: list[str]
+    ) -> Handle:
+        command = [sys.executable, "-m", "evolver_async.cli", *arguments]
+        command += ["--run", str(self.run_dir), "--parent", str(os.getpid())]
+        command += [] if self.keys is None else ["--keys", str(self.keys)]
+        variables = self.variables(role)
+        if role == "learner" and self.private is not None:
+            # A killed W&B leaves temporary files; this directory is removed with the launch.
+            variables["TMPDIR"] = str(self.private)
+            if self.config.learner.ranks > 1:
+                command += ["--meeting", str(self.private / f"ranks-{incarnation}")]
+        gpus = visible_gpus(self.config, role, index_of(name), os.environ.get(VISIBLE))
+        with open(self.log_file(name), "ab") as output:
+            return subprocess.Popen(
+                command,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | variables | gpus,
+            )
 
 
 def ending(code: int) -> str:

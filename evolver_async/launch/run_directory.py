@@ -3,7 +3,8 @@
 `config.yaml` is the resolved configuration, `policy/` the model that training began with,
 `exact.json` the success of the optimal and of the random policy, `run.json` the address of a
 running job; `lock` is held while a launcher runs. `PAUSED` exists while the learner must take no
-groups, `.creating` until the directory is complete (see `creation.py`).
+groups, `ACTORS` holds the number of actors that `scale` asked for, `.creating` exists until the
+directory is complete (see `creation.py`).
 """
 
 import fcntl
@@ -17,6 +18,7 @@ from evolver_async.config import ConfigError
 
 EXACT = "exact.json"
 PAUSED = "PAUSED"
+ACTORS = "ACTORS"
 CREATING = ".creating"
 LOCK = "lock"
 
@@ -59,6 +61,13 @@ def pause(run_dir: Path, reason: str) -> None:
     part = run_dir / f".{PAUSED}"
     part.write_text(reason, encoding="utf-8")
     part.replace(run_dir / PAUSED)
+
+
+def scale(run_dir: Path, actors: str) -> None:
+    """Ask the running launcher for a number of actors; `auto` gives it back to its controller."""
+    part = run_dir / f".{ACTORS}"
+    part.write_text(actors, encoding="utf-8")
+    part.replace(run_dir / ACTORS)
 
 
 def pause_reason(run_dir: Path) -> str | None:

@@ -10,7 +10,7 @@ from itertools import chain
 from evolver_async.config.checks.addresses import buffer_address, weight_channel
 from evolver_async.config.checks.agentevolver import agent, mechanisms
 from evolver_async.config.checks.learner import groups, guided, learner
-from evolver_async.config.checks.processes import engine, gpus, policy, timeouts
+from evolver_async.config.checks.processes import cluster, engine, gpus, policy, scaling, timeouts
 from evolver_async.config.checks.stages import limits, stages, tasks
 from evolver_async.config.sections import Config
 from evolver_async.config.values.errors import ConfigError
@@ -23,7 +23,11 @@ def check(config: Config) -> None:
     `load.stage_config` checks stages that have an override.
     """
     check_fields(config)
-    _refuse(chain(gpus(config), weight_channel(config), stages(config)))
+    _refuse(
+        chain(
+            gpus(config), cluster(config), scaling(config), weight_channel(config), stages(config)
+        )
+    )
     for index, stage in enumerate(config.stages):
         if not stage.override:
             check_stage(config, index)

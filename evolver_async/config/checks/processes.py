@@ -50,8 +50,8 @@ def engine(config: Config) -> Iterator[tuple[str, str]]:
 
 def gpus(config: Config) -> Iterator[tuple[str, str]]:
     """Require that the GPUs of each role suit its processes."""
-    models, shards = config.actors.count, config.engine.tensor_parallel
-    counted = "actors.count × engine.tensor_parallel"
+    models, shards = config.actors.bounds()[1], config.engine.tensor_parallel
+    counted = f"actors.{'max' if config.actors.max else 'count'} × engine.tensor_parallel"
     yield from _role_gpus(config, "actors", "engine", models, shards, counted)
     yield from _role_gpus(config, "learner", "learner", 1, config.learner.ranks, "learner.ranks")
 
@@ -74,6 +74,31 @@ def _role_gpus(
         yield f"{section}.device", f"must be cuda where {key} names the GPUs, is {device}"
     if config.launch.kind == "serial":
         yield key, "launch.kind=serial is one process: must be empty"
+    if config.launch.kind == "ray":
+        own = f"launch.ray.{role.removesuffix('s')}_gpus"
+        yield key, f"must be empty with launch.kind=ray: set {own}"
+
+
+def cluster(config: Config) -> Iterator[tuple[str, str]]:
+    """Require GPUs from Ray for what is to run on them."""
+    if config.launch.kind != "ray":
+        return
+    ray, wide = config.launch.ray, config.engine.tensor_parallel
+    needed = {"actor_gpus": (config.engine, wide), "learner_gpus": (config.learner, 1)}
+    for key, (section, least) in needed.items():
+        if section.device == "cuda" and getattr(ray, key) < (least if least > 1 else 1e-9):
+            yield f"launch.ray.{key}", f"must be at least {least} for device=cuda"
+
+
+def scaling(config: Config) -> Iterator[tuple[str, str]]:
+    """Require that the number of actors can be kept within its bounds."""
+    actors, (low, high) = config.actors, config.actors.bounds()
+    if low > actors.count:
+        yield "actors.min", f"must be at most actors.count ({actors.count}), is {low}"
+    if high < actors.count:
+        yield "actors.max", f"must be at least actors.count ({actors.count}), is {high}"
+    if low < high and config.launch.kind == "serial":
+        yield "actors.max", "launch.kind=serial has a fixed number of actors: must be 0"
 
 
 def timeouts(config: Config) -> Iterator[tuple[str, str]]:

@@ -87,9 +87,19 @@ class ActorsConfig:
     """The rollout processes."""
 
     count: Count = 2
+    # the launcher keeps their number within min and max (0: count), so that the learner waits for
+    # groups a share `target` of its time; it decides every scale_s seconds
+    min: int = 0
+    max: int = 0
+    target: PositiveFraction = 0.1
+    scale_s: Positive = 30.0
     groups: Count = 8  # groups that one actor plays at a time
     weight_lag: int = 0  # versions by which an actor holds new weights back
     # >= 0: the lag is uniform in [weight_lag_low, weight_lag], drawn at each version
     weight_lag_low: Annotated[int, Range(ge=-1)] = -1
     poll_s: Positive = 0.02  # interval at which an actor looks for new weights
     weights_timeout_s: Positive = 30.0  # wait for a ticket's weights before it is given back
+
+    def bounds(self) -> tuple[int, int]:
+        """Return the least and the largest number of actors."""
+        return self.min or self.count, self.max or self.count

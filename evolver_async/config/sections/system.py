@@ -1,9 +1,9 @@
 """Sections about processes, GPUs, weight transfer and access."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from evolver_async.config.values.rules import Positive, Range
+from evolver_async.config.values.rules import Pattern, Positive, Range
 
 
 @dataclass
@@ -35,11 +35,30 @@ class GpusConfig:
 
 
 @dataclass
+class RayConfig:
+    """The places that launch.kind=ray asks for. Data travels over the run's own sockets."""
+
+    # auto: the cluster of this machine or RAY_ADDRESS; local: a new one on this machine
+    address: Annotated[str, Pattern(r"auto|local|ray://.+", "auto, local or ray://HOST:PORT")] = (
+        "auto"
+    )
+    strategy: Literal["spread", "pack"] = "spread"  # of actors over the nodes
+    actor_cpus: float = 1.0
+    actor_gpus: float = 0.0
+    learner_cpus: float = 1.0  # of one rank; all ranks run on one node
+    learner_gpus: float = 0.0
+    service_cpus: float = 0.0  # of the buffer, and of the experience service
+    shared: bool = False  # every node sees run.dir: the learner can run on any of them
+    runtime_env: dict[str, Any] = field(default_factory=dict)  # Ray's own; without secrets
+
+
+@dataclass
 class LaunchConfig:
     """The start, restart and end of processes."""
 
-    # serial: one loop with a virtual clock, reproducible; local: spawned processes
-    kind: Literal["serial", "local"] = "local"
+    # serial: one loop with a virtual clock, reproducible; local: spawned processes; ray: processes
+    # on the nodes of a Ray cluster
+    kind: Literal["serial", "local", "ray"] = "local"
     restarts: int = 3  # per process; one more failure ends the run with an error
     healthy_s: Positive = 600.0  # running time after which a process has all its restarts again
     backoff_s: float = 1.0  # before the first restart, doubled each time
@@ -48,6 +67,7 @@ class LaunchConfig:
     # wait after Ctrl-C or SIGTERM, and after the last progress of a checkpoint, before a kill
     drain_s: float = 20.0
     gpus: GpusConfig = field(default_factory=GpusConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
 
 
 @dataclass

@@ -15,13 +15,14 @@ from evolver_async.config import (
     StageConfig,
 )
 from evolver_async.config.checks import check
+from evolver_async.launch.child import LocalSpawner
 from evolver_async.launch.gpus import (
     VISIBLE,
     check_visible,
     index_of,
     visible_gpus,
 )
-from evolver_async.launch.local import Launcher
+from evolver_async.launch.supervisor import Supervisor
 
 
 def node(*, wide: int = 1, actors: list[int], learner: list[int]) -> Config:
@@ -106,9 +107,10 @@ def test_a_child_of_the_launcher_starts_with_its_gpus(tmp_path: Path, monkeypatc
     stand_in.chmod(0o700)
     monkeypatch.setattr("sys.executable", str(stand_in))
     config = node(actors=[0], learner=[1, 2])
-    launcher = Launcher(config, tmp_path, f"ipc://{tmp_path}/b", tmp_path)
-    launcher.add("actor", "actor-0").process.wait(10)
+    spawner = LocalSpawner(config, tmp_path, f"ipc://{tmp_path}/b", tmp_path)
+    launcher = Supervisor(config, tmp_path, spawner)
+    launcher.add("actor", "actor-0").process.wait()
     for rank in launcher.add("learner", "learner").processes:
-        rank.wait(10)
-    launcher.add("buffer", "buffer").process.wait(10)
+        rank.wait()
+    launcher.add("buffer", "buffer").process.wait()
     assert sorted((tmp_path / "seen").read_text().split()) == ["3", "5", "7", "7,5,3"]

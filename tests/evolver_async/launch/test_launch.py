@@ -15,10 +15,11 @@ from evolver_async.checkpoint.directory import load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import load
 from evolver_async.errors import EVALUATION_LOST, TRAINING_ERROR, USER_ERROR
-from evolver_async.launch.child import Child, Spawner
-from evolver_async.launch.local import Launcher, RunFailed, run
+from evolver_async.launch.child import Child, LocalSpawner
+from evolver_async.launch.local import run
 from evolver_async.launch.registry import CHECKS, PROCESSES, ROLES, resolve
 from evolver_async.launch.run_directory import address_of, last_lines
+from evolver_async.launch.supervisor import RunFailed, Supervisor
 from evolver_async.metrics.tail import Tail
 from evolver_async.process.addresses import make_weights_dir, weights_dir
 
@@ -172,7 +173,7 @@ sys.exit(run_process("learner", lambda: give_up, args, log_file))
 """
     process = python(program, tmp_path)
     assert process.wait(DEADLINE_S) == TRAINING_ERROR
-    launcher = Launcher(Config(), tmp_path, "ipc:///none")
+    launcher = supervisor(Config(), tmp_path)
     child = Child("learner", "learner", process, 0)
     with pytest.raises(RunFailed, match=r"learner cannot go on: .*five steps") as failure:
         launcher.supervise(child, time.monotonic())
@@ -180,7 +181,11 @@ sys.exit(run_process("learner", lambda: give_up, args, log_file))
     assert "\n" not in str(failure.value) and child.restarts == 0
 
 
-class FailingSpawner(Spawner):
+def supervisor(config: Config, run_dir: Path) -> Supervisor:
+    return Supervisor(config, run_dir, LocalSpawner(config, run_dir, "ipc:///none", None))
+
+
+class FailingSpawner(LocalSpawner):
     """Spawner of processes that write a line to their log and end at once."""
 
     exit_code = 7
@@ -195,13 +200,14 @@ class FailingSpawner(Spawner):
         return process
 
 
-class FailingLauncher(Launcher):
-    """Launcher whose processes all fail, on a clock that the test moves."""
+class FailingSupervisor(Supervisor):
+    """Supervisor whose processes all fail, on a clock that the test moves."""
 
     def __init__(self, run_dir: Path, exit_code: int = 7) -> None:
-        super().__init__(Config(), run_dir, "ipc:///none")
-        self.spawner = FailingSpawner(self.config, run_dir, self.address, None, None)
-        self.spawner.exit_code = exit_code
+        config = Config()
+        spawner = FailingSpawner(config, run_dir, "ipc:///none", None)
+        spawner.exit_code = exit_code
+        super().__init__(config, run_dir, spawner)
         self.config.launch.restarts = 2
         self.now = time.monotonic()
 
@@ -215,7 +221,7 @@ class FailingLauncher(Launcher):
 
 
 def test_a_process_that_keeps_dying_exhausts_its_budget_and_is_named(tmp_path: Path) -> None:
-    launcher = FailingLauncher(tmp_path)
+    launcher = FailingSupervisor(tmp_path)
     child = launcher.add("actor", "actor-3")
     for _ in range(2):
         launcher.live(child, 1.0)
@@ -230,7 +236,7 @@ def test_a_process_that_keeps_dying_exhausts_its_budget_and_is_named(tmp_path: P
 def test_a_process_that_leaves_a_running_job_is_started_again_within_its_budget(
     tmp_path: Path, role: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    launcher = FailingLauncher(tmp_path, exit_code=0)
+    launcher = FailingSupervisor(tmp_path, exit_code=0)
     child = launcher.add(role, f"{role}-0")
     for _ in range(2):
         launcher.live(child, 1.0)
@@ -255,7 +261,7 @@ def test_a_run_whose_actors_all_leave_ends_with_an_error(
 def test_a_run_goes_on_without_an_experience_service_that_cannot_be_kept_alive(
     tmp_path: Path, exit_code: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    launcher = FailingLauncher(tmp_path, exit_code)
+    launcher = FailingSupervisor(tmp_path, exit_code)
     child = launcher.add("experience", "experience")
     if exit_code == 7:
         for _ in range(2):
@@ -267,7 +273,7 @@ def test_a_run_goes_on_without_an_experience_service_that_cannot_be_kept_alive(
 
 
 def test_failures_long_ago_do_not_count(tmp_path: Path) -> None:
-    launcher = FailingLauncher(tmp_path)
+    launcher = FailingSupervisor(tmp_path)
     child = launcher.add("actor", "actor-3")
     for _ in range(9):
         launcher.live(child, launcher.config.launch.healthy_s + 1)
@@ -278,7 +284,7 @@ def test_failures_long_ago_do_not_count(tmp_path: Path) -> None:
 
 
 def test_the_sentence_of_the_end_is_this_processs_own(tmp_path: Path) -> None:
-    launcher = FailingLauncher(tmp_path, TRAINING_ERROR)
+    launcher = FailingSupervisor(tmp_path, TRAINING_ERROR)
     child = launcher.add("learner", "learner")
     log = launcher.spawner.log_file("learner")
     log.write_text(
@@ -297,7 +303,7 @@ def test_the_sentence_of_the_end_is_this_processs_own(tmp_path: Path) -> None:
 def test_a_lost_evaluation_ends_the_run_with_its_sentence_and_its_own_exit_code(
     tmp_path: Path,
 ) -> None:
-    launcher = FailingLauncher(tmp_path, EVALUATION_LOST)
+    launcher = FailingSupervisor(tmp_path, EVALUATION_LOST)
     child = launcher.add("learner", "learner")
     launcher.spawner.log_file("learner").write_text(
         f"t INFO x: learner learner, incarnation 1, pid {child.process.pid}\n"
@@ -311,7 +317,7 @@ def test_a_lost_evaluation_ends_the_run_with_its_sentence_and_its_own_exit_code(
 def test_a_role_that_does_not_end_costs_the_others_none_of_their_time(tmp_path: Path) -> None:
     config = Config()
     config.launch.drain_s = 3.0
-    launcher = Launcher(config, tmp_path, "ipc:///none")
+    launcher = supervisor(config, tmp_path)
     stuck = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     orderly = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.2), sys.exit(0)))"
     for role, handler in (("learner", stuck), ("buffer", orderly)):
@@ -355,7 +361,7 @@ def test_a_checkpoint_is_waited_for_as_long_as_it_moves(
 ) -> None:
     config = Config()
     config.launch.drain_s = 2.0  # writing takes 4 s
-    launcher = Launcher(config, tmp_path, "ipc:///none")
+    launcher = supervisor(config, tmp_path)
     process = python(WRITER, tmp_path, pieces, end)
     assert process.stdout is not None
     process.stdout.readline()  # the handler is there

@@ -1,0 +1,100 @@
+"""Handle of a process that a Ray actor runs, as the supervisor polls it."""
+
+import logging
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+
+from evolver_async.launch.ray.host import Order
+
+POLL_S = 0.05
+PATIENCE_S = 10.0  # for a place in the cluster, until the console says what is waited for
+
+log = logging.getLogger(__name__)
+
+
+class RayHandle:
+    """A process of a run and its Ray actor. Nothing here waits, except `wait`.
+
+    `wants` describes the resources that it waits for while Ray has not placed it.
+    """
+
+    def __init__(self, name: str, host: Any, order: Order, wants: str, log_file: Path) -> None:
+        self.name = name
+        self.host = host
+        self.wants = wants
+        self.log_file = log_file
+        self.pid = 0
+        self.node = ""
+        self.began = time.monotonic()
+        self.said = False
+        self._offset = 0
+        self._code: int | None = None
+        self._placed = False
+        self._reply = host.start.remote(order)
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while it runs or waits for its place."""
+        while self._code is None and ray.wait([self._reply], timeout=0)[0]:
+            try:
+                self._take(ray.get(self._reply))
+            except ActorUnavailableError:
+                self._reply = self.host.watch.remote(self._offset)
+                break
+            except RayActorError as error:
+                self._note(f"its Ray actor is lost: {' '.join(str(error).split())}")
+                self._code = -signal.SIGKILL
+            except RayTaskError as error:
+                self._note(f"its node cannot start it: {error.cause}")
+                self._code = 1
+        if not (self._placed or self.said) and time.monotonic() - self.began > PATIENCE_S:
+            self.said = True
+            log.warning("%s waits for a node of the Ray cluster with %s", self.name, self.wants)
+        return self._code
+
+    def _take(self, reply: tuple[Any, Any]) -> None:
+        """Take in what `start` or `watch` returned, and watch on."""
+        if not self._placed:
+            self._placed = True
+            self.pid, self.node = reply
+            log.info("%s runs on node %s as pid %d", self.name, self.node[:8], self.pid)
+        else:
+            code, lines = reply
+            self._offset += len(lines)
+            if lines:
+                with open(self.log_file, "ab") as file:
+                    file.write(lines)
+            if code is not None:
+                self._end(code)
+                return
+        self._reply = self.host.watch.remote(self._offset)
+
+    def terminate(self) -> None:
+        """Send SIGTERM; a process without a place ends at once."""
+        if self._placed:
+            self.host.signal.remote(signal.SIGTERM)
+        else:
+            self._end(-signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill the Ray actor; the kernel kills its process with it."""
+        if self._code is None:
+            self._end(-signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Return the exit code once it has ended."""
+        while (code := self.poll()) is None:
+            time.sleep(POLL_S)
+        return code
+
+    def _end(self, code: int) -> None:
+        self._code = code
+        ray.kill(self.host)
+
+    def _note(self, text: str) -> None:
+        with open(self.log_file, "a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%F %T')} ERROR {__name__}: {text}\n")

@@ -1,0 +1,124 @@
+"""Start of a run on a Ray cluster: the connection, the checks, the supervisor."""
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from evolver_async.config import Config, ConfigError
+from evolver_async.config.secrets import looks_secret
+from evolver_async.config.sections.channel import channel, host_and_port
+from evolver_async.errors import USER_ERROR
+from evolver_async.launch.ray.spawner import RaySpawner
+from evolver_async.launch.supervisor import Supervisor
+from evolver_async.process.addresses import make_weights_dir
+from evolver_async.process.private_directories import PREFIX, Claim, claim, sweep
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config, run_dir: Path) -> int:
+    """Run to the end; return 0, 128 + the signal that ended it, or the exit code of a failure."""
+    claims: list[Claim] = []
+    try:
+        connect(config)
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        check(config, nodes)
+        home = home_of(config, nodes)
+        for parent in (Path(config.weights.dir), Path(tempfile.gettempdir())):
+            sweep(parent)
+        claims.append(claim(make_weights_dir(config, run_dir)))
+        claims.append(claim(Path(tempfile.mkdtemp(prefix=PREFIX))))
+        address = config.buffer.address or f"ipc://{claims[-1].directory}/buffer"
+        spawner = RaySpawner(config, run_dir, address, home)
+        try:
+            return Supervisor(config, run_dir, spawner).run()
+        finally:
+            spawner.end_group()
+    except (ConfigError, ConnectionError, OSError) as error:
+        log.error("%s", error)
+        return USER_ERROR
+    finally:
+        for one in claims:
+            one.remove()
+        ray.shutdown()
+
+
+def connect(config: Config) -> None:
+    """Connect to the cluster, or start one on this machine. Raise ConfigError if there is none."""
+    asked = config.launch.ray
+    for name in filter(looks_secret, asked.runtime_env.get("env_vars", {})):
+        raise ConfigError(
+            f"launch.ray.runtime_env: env_vars.{name} looks like a secret, which Ray's dashboard"
+            " would show: set it where you start the run, and refer to it as ${oc.env:NAME} or"
+            " key_env; the launcher sends such variables to the processes"
+        )
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    if asked.runtime_env:
+        options["runtime_env"] = asked.runtime_env
+    if asked.address == "local":
+        cpus, gpus = demand(config)
+        options |= {"num_cpus": max(1, round(cpus + 0.5)), "include_dashboard": False}
+        options |= {"num_gpus": round(gpus + 0.5)} if gpus and not _has_gpus() else {}
+    try:
+        ray.init(asked.address, **options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"launch.ray.address: {asked.address}: {said}") from None
+
+
+def _has_gpus() -> bool:
+    return os.path.exists("/dev/nvidiactl")
+
+
+def demand(config: Config) -> tuple[float, float]:
+    """Return the CPUs and GPUs that all processes of a run ask for together."""
+    asked, actors, ranks = config.launch.ray, config.actors.bounds()[1], config.learner.ranks
+    cpus = 2 * asked.service_cpus + actors * asked.actor_cpus + ranks * asked.learner_cpus
+    return cpus, actors * asked.actor_gpus + ranks * asked.learner_gpus
+
+
+def check(config: Config, nodes: list[dict[str, Any]]) -> None:
+    """Raise ConfigError for what cannot work on these nodes."""
+    asked, ranks = config.launch.ray, config.learner.ranks
+    for name, each in (("CPU", asked.learner_cpus), ("GPU", asked.learner_gpus)):
+        largest = max(node["Resources"].get(name, 0.0) for node in nodes)
+        if ranks * each > largest:
+            raise ConfigError(
+                f"learner.ranks: all ranks run on one node: {ranks} with {each:g} {name}s each need"
+                f" {ranks * each:g} there, and the largest node has {largest:g}"
+            )
+    if len(nodes) == 1 and not asked.address.startswith("ray://"):
+        return
+    where = f"{len(nodes)} nodes" if len(nodes) > 1 else asked.address
+    if not config.buffer.address.startswith("tcp://"):
+        raise ConfigError(
+            f"buffer.address: processes on {where} need tcp://HOST:PORT, HOST being a node's"
+            " address, and security.keys"
+        )
+    if config.experience.kind != "none" and not config.experience.address:
+        raise ConfigError(f"experience.address: processes on {where} need tcp://HOST:PORT")
+    if channel(config) == "cuda_ipc":
+        raise ConfigError(f"weights.kind: cuda_ipc is for one GPU, and the cluster has {where}")
+    if channel(config) == "shm" and Path(config.weights.dir).is_relative_to("/dev/shm"):
+        raise ConfigError(
+            f"weights.kind: shm in {config.weights.dir} belongs to one host: processes on {where}"
+            " need collective, or a weights.dir that all of them see"
+        )
+
+
+def home_of(config: Config, nodes: list[dict[str, Any]]) -> str:
+    """Return the id of the node of the buffer: that of its address, else this one."""
+    addresses = {node["NodeManagerAddress"]: node["NodeID"] for node in nodes}
+    if config.buffer.address.startswith("tcp://"):
+        host, _ = host_and_port(config.buffer.address)
+        if host in addresses:
+            return addresses[host]
+        if config.launch.ray.address.startswith("ray://"):
+            known = ", ".join(sorted(addresses))
+            raise ConfigError(f"buffer.address: {host} is no node of the cluster ({known})")
+    return ray.get_runtime_context().get_node_id()

@@ -1,0 +1,132 @@
+"""Placement of a run's processes on the nodes of a Ray cluster."""
+
+import os
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray._private.state import state
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from evolver_async.config import Config
+from evolver_async.config.secrets import mentioned
+from evolver_async.config.sections.agentevolver import LLM_SECTIONS
+from evolver_async.launch.child import Handle, Spawner
+from evolver_async.launch.ray.handle import RayHandle
+from evolver_async.launch.ray.host import Order, ProcessHost
+
+CLIENT_KEYS = ("server.public", "client.secret")  # what a client needs of the run's keys
+LOOK_S = 1.0  # between two looks at the nodes that are drained
+FORWARDED = "WANDB_"  # prefix of variables that every process of a run gets
+
+
+@dataclass
+class RaySpawner(Spawner):
+    """Starts processes as Ray actors.
+
+    `home` is the node of the buffer, the experience service and, unless every node sees `run.dir`,
+    the learner. Actors go wherever there is room.
+    """
+
+    home: str
+    group: Any = None  # the placement group of the learner's ranks
+    meeting: str = ""
+    draining: set[str] = field(default_factory=set)  # ids of nodes
+    looked: float = 0.0
+
+    def place(
+        self, role: str, name: str, incarnation: int, rank: int, arguments: list[str]
+    ) -> Handle:
+        order = self._order(role, name, incarnation, arguments)
+        cpus, gpus = self.resources(role)
+        host: Any = ray.remote(ProcessHost)
+        host = host.options(
+            num_cpus=cpus,
+            num_gpus=gpus,
+            max_restarts=0,  # the supervisor restarts, under a new incarnation
+            scheduling_strategy=self._strategy(role, rank),
+            name=f"{self.run_dir.name}/{name}/{incarnation}",
+        ).remote()
+        wants = f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
+        return RayHandle(name, host, order, wants, self.log_file(name))
+
+    def moves(self, handle: Handle) -> bool:
+        """True if the node of a process is being drained."""
+        assert isinstance(handle, RayHandle)
+        now = time.monotonic()
+        if now - self.looked > LOOK_S:
+            # Ray's own libraries ask here for nodes that their cloud takes back
+            self.draining, self.looked = set(state.get_draining_nodes()), now
+        return handle.node in self.draining
+
+    def lost(self, handle: Handle) -> bool:
+        """True if the node of a process that ended is no longer there."""
+        assert isinstance(handle, RayHandle)
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return bool(handle.node) and handle.node not in alive
+
+    def resources(self, role: str) -> tuple[float, float]:
+        """Return the CPUs and GPUs of one process of a role."""
+        asked = self.config.launch.ray
+        if role == "actor":
+            return asked.actor_cpus, asked.actor_gpus
+        if role == "learner":
+            return asked.learner_cpus, asked.learner_gpus
+        return asked.service_cpus, 0.0
+
+    def _strategy(self, role: str, rank: int) -> Any:
+        asked = self.config.launch.ray
+        if role == "actor":
+            return "SPREAD" if asked.strategy == "spread" else "DEFAULT"
+        if role != "learner" or not asked.shared:
+            return NodeAffinitySchedulingStrategy(self.home, soft=False)
+        if rank == 0:
+            self.end_group()
+            cpus, gpus = self.resources(role)
+            bundles = [{"CPU": cpus, "GPU": gpus}] * self.config.learner.ranks
+            bundles = [
+                {name: n for name, n in one.items() if n} or {"CPU": 0.01} for one in bundles
+            ]
+            self.group = placement_group(bundles, strategy="STRICT_PACK")
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank)
+
+    def end_group(self) -> None:
+        """Give back the placement group of the learner."""
+        if self.group is not None:
+            remove_placement_group(self.group)
+            self.group = None
+
+    def _order(self, role: str, name: str, incarnation: int, arguments: list[str]) -> Order:
+        at_home = role != "actor"
+        if at_home:
+            arguments = [*arguments, "--run", str(self.run_dir)]
+        keys = {}
+        if self.keys is not None and role in ("buffer", "experience"):
+            arguments = [*arguments, "--keys", str(self.keys)]  # with those of admitted clients
+        elif self.keys is not None:
+            keys = {one: (self.keys / one).read_bytes() for one in CLIENT_KEYS}
+        several = role == "learner" and self.config.learner.ranks > 1
+        if several and "--rank" in arguments and arguments[arguments.index("--rank") + 1] == "0":
+            self.meeting = f"evolver-ranks-{secrets.token_hex(8)}"
+        return Order(
+            arguments=arguments,
+            variables=self.variables(role),
+            directory=os.getcwd(),
+            log=str(self.log_file(name)) if at_home else "",
+            meeting=self.meeting if several else "",
+            secrets=forwarded(self.config),
+            keys=keys,
+        )
+
+
+def forwarded(config: Config) -> dict[str, str]:
+    """Return the variables of this process that its configuration refers to, and those of W&B."""
+    names = {getattr(config, one).llm.key_env for one in LLM_SECTIONS} | mentioned(config)
+    names |= {name for name in os.environ if name.startswith(FORWARDED)}
+    return {name: os.environ[name] for name in sorted(names) if name in os.environ}

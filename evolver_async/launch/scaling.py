@@ -1,0 +1,94 @@
+"""The wanted number of actors of a launch, by hand or by what the learner waits for."""
+
+import logging
+import math
+from pathlib import Path
+
+from evolver_async.config import Config
+from evolver_async.config.sections.rollout import ActorsConfig
+from evolver_async.launch.run_directory import ACTORS
+from evolver_async.metrics.tail import Tail
+
+AUTO = "auto"
+LEAST_STEPS = 3  # of the learner in a window
+BAND = 0.5  # share of the target below which an actor can go
+GROWTH = 2.0  # most by which one decision multiplies the actors
+
+log = logging.getLogger(__name__)
+
+
+class ActorScaling:
+    """Wanted number of actors: `evolver-async scale`, else the controller, else `actors.count`.
+
+    `scale` writes the file `ACTORS` of the run directory, which holds for this launch.
+    """
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self.file = run_dir / ACTORS
+        self.file.unlink(missing_ok=True)
+        self.controller = WaitController(config.actors, Tail(run_dir / "metrics.jsonl"))
+        self.count = config.actors.count
+        self.said = AUTO
+
+    def wanted(self, now: float) -> int:
+        """Return the wanted number at the time `now` in seconds."""
+        said = self.file.read_text(encoding="utf-8") if self.file.exists() else AUTO
+        if said != AUTO:
+            count = int(said)
+        elif self.said != AUTO:
+            count, self.controller.since = self.count, now  # the controller goes on from there
+        else:
+            count = self.controller.wanted(self.count, now)
+        if count != self.count:
+            cause = "evolver-async scale" if said != AUTO else self.controller.cause
+            log.info("actors: %d, before %d (%s)", count, self.count, cause)
+        self.count, self.said = count, said
+        return count
+
+
+class WaitController:
+    """Number of actors for which the learner waits `actors.target` of its time.
+
+    With n actors a learner that waits a share w of its time gets its groups in b / (1 - w), where b
+    is the time in which it is busy, so n (1 - target) / (1 - w) actors suffice. It grows to that
+    number, at most twofold at a time, and lets one actor go where it waits less than half of the
+    target. It decides every `actors.scale_s` seconds. Time before the last change does not count.
+    """
+
+    def __init__(self, actors: ActorsConfig, rows: Tail) -> None:
+        self.actors = actors
+        self.rows = rows
+        self.rows.rows()  # of earlier launches
+        self.since: float | None = None  # the start of the window
+        self.waited: list[float] = []  # share of every step in the window
+        self.cause = ""
+
+    def wanted(self, count: int, now: float) -> int:
+        """Return the wanted number where `count` is the present one."""
+        low, high = self.actors.bounds()
+        if low == high:
+            return count
+        if self.since is None or now - self.since < self.actors.scale_s:
+            self.since = now if self.since is None else self.since
+            return count
+        self.waited += [share for row in self.rows.rows() if (share := _waited(row)) is not None]
+        if len(self.waited) < LEAST_STEPS:
+            return count
+        waits = sum(self.waited) / len(self.waited)
+        self.cause = f"the learner waited {waits:.0%} of its time"
+        self.since, self.waited = now, []
+        target = self.actors.target
+        if waits > target:
+            enough = count * (1 - target) / max(1 - waits, 1e-9)
+            count = math.ceil(min(enough, GROWTH * count))
+        elif waits < BAND * target:
+            count -= 1
+        return min(max(count, low), high)
+
+
+def _waited(row: dict[str, float]) -> float | None:
+    """Return the share of a step in which the learner waited for groups."""
+    if "time/wait_s" not in row:
+        return None
+    total = sum(value for name, value in row.items() if name.startswith("time/"))
+    return row["time/wait_s"] / total if total > 0 else None

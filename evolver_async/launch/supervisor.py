@@ -1,0 +1,272 @@
+"""The supervisor of a launch: a buffer, a learner and actors, wherever a spawner starts them.
+
+    starts     buffer → (answers STATUS) → experience, learner, actors
+    supervises by handle; a process that ends is restarted under a new incarnation, within its
+               budget; beyond it the run ends, or continues unguided without the experience service
+    scales     the actors, as `ActorScaling` wants; one that leaves returns its tickets
+    ends       when the learner is done, on a signal, or when a process cannot be kept alive: the
+               learner first (it writes a checkpoint), then actors, then services; each is killed
+               after `launch.drain_s`, or at once at the second signal; a checkpoint that is being
+               written has `launch.drain_s` from its last progress
+
+Launchers differ in their spawner alone.
+"""
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from evolver_async.checkpoint import directory as checkpoint
+from evolver_async.config import Config
+from evolver_async.errors import EVALUATION_LOST, USER_ERROR
+from evolver_async.launch.child import FINAL, Child, Handle, Spawner, ending
+from evolver_async.launch.run_directory import announce
+from evolver_async.launch.scaling import ActorScaling
+from evolver_async.protocol.messages import StatusRequest
+from evolver_async.transport.client import Rejected
+from evolver_async.transport.dealer import DealerClient
+
+POLL_S = 0.1
+START_S = 60.0  # until the buffer must answer
+INCARNATIONS = 1000  # of one process in one launch; those of the next launch are higher
+
+log = logging.getLogger(__name__)
+
+
+class RunFailed(Exception):
+    """The run cannot continue; `code` is the exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Supervisor:
+    """Supervisor of the children of one launch, which `spawner` starts."""
+
+    def __init__(self, config: Config, run_dir: Path, spawner: Spawner) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.spawner = spawner
+        self.children: list[Child] = []
+        self.signals: list[int] = []
+        self.first_incarnation = announce(run_dir, spawner.address) * INCARNATIONS
+        self.scaling = ActorScaling(config, run_dir)
+        self.incarnations: dict[str, int] = {}  # the newest of every name
+
+    @contextmanager
+    def collecting_signals(self) -> Iterator[None]:
+        """Collect SIGINT and SIGTERM in `signals` instead of ending at once."""
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.signal(n, lambda n, _: self.signals.append(n)) for n in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+    def run(self) -> int:
+        """Run to the end; return 0, 128 + the signal that ended it, or the code of a failure."""
+        with self.collecting_signals():
+            try:
+                self.start()
+                self.watch()
+            except RunFailed as failure:
+                log.error("%s", failure)
+                return failure.code
+            finally:
+                self.end()
+        return 128 + self.signals[0] if self.signals else 0
+
+    def start(self) -> None:
+        """Start the buffer, and the other processes once it answers. Raises RunFailed."""
+        buffer = self.add("buffer", "buffer")
+        deadline = time.monotonic() + START_S
+        while not self.signals and not asyncio.run(self.buffer_answers()):
+            code = buffer.poll()
+            if code is not None and code < 0:
+                self.supervise(buffer, time.monotonic())  # a killed buffer is restarted
+            elif code is not None:
+                cause = self.spawner.log_tail(buffer, 1)
+                raise RunFailed(f"the buffer did not start: {cause}", USER_ERROR)
+            if time.monotonic() > deadline:
+                raise RunFailed(
+                    f"the buffer does not answer at {self.spawner.address} within {START_S:.0f} s,"
+                    f" see {self.spawner.log_file('buffer')}",
+                    1,
+                )
+        if self.signals:
+            return
+        if self.config.experience.kind != "none":
+            self.add("experience", "experience")
+        self.add("learner", "learner")
+        self.scale(time.monotonic())
+
+    def watch(self) -> None:
+        """Return when the learner is done or a signal came. Raises RunFailed."""
+        while not self.signals:
+            for child in list(self.children):
+                if child.role == "learner" and child.poll() == 0:
+                    return
+                self.supervise(child, time.monotonic())
+            self.scale(time.monotonic())
+            time.sleep(POLL_S)
+
+    def scale(self, now: float) -> None:
+        """Add actors that are wanted and not there; let those go that are not wanted."""
+        present = {child.name: child for child in self.children if child.role == "actor"}
+        wanted = [f"actor-{index}" for index in range(self.scaling.wanted(now))]
+        for name in wanted:
+            if name not in present:
+                self.add("actor", name)
+        for name in present.keys() - wanted:
+            if present[name].leaves_by is None:
+                log.info("%s leaves: %d actors are wanted", name, len(wanted))
+                present[name].leaves_by = now + self.config.launch.drain_s
+                for process in present[name].processes:
+                    process.terminate()
+
+    def let_go(self, child: Child, now: float) -> None:
+        """Forget an actor that has left. Kill one that takes too long: its leases expire."""
+        assert child.leaves_by is not None
+        if child.due is not None or child.poll() is not None:
+            self.children.remove(child)
+        elif now > child.leaves_by:
+            log.warning("%s did not leave within launch.drain_s and is killed", child.name)
+            child.process.kill()
+            child.leaves_by = now + self.config.launch.drain_s
+
+    def supervise(self, child: Child, now: float) -> None:
+        """Restart a child that has ended, after its pause and within its budget."""
+        if child.leaves_by is not None:
+            return self.let_go(child, now)
+        code = child.poll()
+        if code is None:
+            self.move(child)
+            return None
+        if child.due is None and (child.moves or any(map(self.spawner.lost, child.processes))):
+            left = "has left a node that is drained" if child.moves else "is lost with its node"
+            log.warning("%s %s, and starts on another", child.name, left)
+            return self.restart(child, now)
+        if child.due is not None:
+            if now >= child.due:
+                self.restart(child, now)
+        elif child.role == "experience" and not self.may_restart(child, code, now):
+            log.warning(
+                "%s %s and is not started again; episodes go unguided from now on: %s",
+                child.name,
+                ending(code),
+                self.spawner.last_error(child),
+            )
+            self.children.remove(child)
+        elif code == EVALUATION_LOST:
+            raise RunFailed(self.spawner.last_error(child), code)
+        elif code in FINAL:
+            cause = self.spawner.last_error(child)
+            raise RunFailed(f"{child.name} cannot go on: {cause}", code)
+        else:
+            self.plan_restart(child, code, now)
+
+    def move(self, child: Child) -> None:
+        """Let a child leave a place that is drained: an actor returns its tickets, a learner saves.
+
+        It is started again elsewhere, and none of its budget is used.
+        """
+        if not child.moves and any(self.spawner.moves(process) for process in child.processes):
+            child.moves = True
+            for process in child.processes:
+                process.terminate()
+
+    def may_restart(self, child: Child, code: int, now: float) -> bool:
+        """True if a child that ended with this code has a restart left in its budget."""
+        if now - child.started >= self.config.launch.healthy_s:
+            child.restarts = 0
+        return code not in FINAL and child.restarts < self.config.launch.restarts
+
+    def plan_restart(self, child: Child, code: int, now: float) -> None:
+        """Set the time of the next restart. RunFailed if the budget is spent."""
+        launch = self.config.launch
+        ran_s = now - child.started
+        if not self.may_restart(child, code, now):
+            raise RunFailed(
+                f"{child.name} {ending(code)} and is not started again"
+                f" (restarted {child.restarts} times, ran {ran_s:.0f} s):\n"
+                f"{self.spawner.log_tail(child)}",
+                1,
+            )
+        pause_s = launch.backoff_s * 2**child.restarts
+        child.due = now + pause_s
+        child.restarts += 1
+        end, cause = f"{child.name} {ending(code)}", self.spawner.log_tail(child, 1)
+        restart = f"restart {child.restarts} of {launch.restarts} in {pause_s:.1f} s"
+        log.warning("%s, %s: %s", end, restart, cause)
+
+    def restart(self, child: Child, now: float) -> None:
+        """Start the processes of a child again under the next incarnation."""
+        child.due, child.started, child.failed_rank, child.moves = None, now, None, False
+        child.incarnation = self.incarnations[child.name] = child.incarnation + 1
+        child.process = self.spawner.start(child.role, child.name, child.incarnation)
+        child.others = self.spawner.start_others(child.role, child.name, child.incarnation)
+
+    def add(self, role: str, name: str) -> Child:
+        """Start a child and supervise it from now on."""
+        incarnation = self.incarnations.get(name, self.first_incarnation - 1) + 1
+        self.incarnations[name] = incarnation
+        child = Child(role, name, self.spawner.start(role, name, incarnation), incarnation)
+        child.others = self.spawner.start_others(role, name, incarnation)
+        self.children.append(child)
+        return child
+
+    def end(self) -> None:
+        """End every child by handle, role after role; each role has its own time."""
+        for role in ("learner", "actor", "experience", "buffer"):
+            running = [p for child in self.children if child.role == role for p in child.processes]
+            for process in running:
+                process.terminate()
+            self.wait_for_end(role, running)
+        for child in self.children:
+            for process in child.processes:
+                if process.poll() is None:
+                    log.warning("%s did not end by itself and is killed", child.name)
+                    process.kill()
+                process.wait()
+
+    def wait_for_end(self, role: str, running: list[Handle]) -> None:
+        """Return when these have ended, at their deadline, or at the second signal.
+
+        The deadline is `launch.drain_s` from now, or from the last progress of a checkpoint.
+        """
+        began, drain_s, warned = time.monotonic(), self.config.launch.drain_s, False
+        checkpoints = self.run_dir / "checkpoints" if role == "learner" else None
+        progress, deadline = checkpoints and checkpoint.progress(checkpoints), began + drain_s
+        while any(process.poll() is None for process in running):
+            now, before = time.monotonic(), progress
+            if (progress := checkpoints and checkpoint.progress(checkpoints)) != before:
+                deadline = now + drain_s
+            if len(self.signals) > 1 or now > deadline:
+                return
+            if now > began + drain_s and not warned:
+                warned = True
+                log.warning("the learner is still writing its checkpoint; a second signal kills it")
+            time.sleep(POLL_S / 2)
+
+    async def buffer_answers(self) -> bool:
+        """True if the buffer of this run replies within a moment."""
+        client = DealerClient(
+            self.spawner.address, self.run_dir.name, "launcher", keys=self.spawner.keys
+        )
+        try:
+            await client.request(StatusRequest(), timeout_s=5 * POLL_S)
+        except TimeoutError:
+            return False
+        except Rejected as error:
+            raise RunFailed(
+                f"buffer.address: {self.spawner.address}: {error}", USER_ERROR
+            ) from None
+        finally:
+            client.close()
+        return True
