@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from evolver_async.protocol.envelope import Envelope, MessageLimits, WireError, pack, unpack
 from evolver_async.protocol.messages import (
     Counters,
+    Fenced,
     Lease,
     Reject,
     Renew,
@@ -107,7 +108,8 @@ class RequestRouter:
         if replies is None:
             self._handle(_Parked(route, envelope, Wait(reason=""), now), now)
         else:
-            self._reply(route, envelope.message_id, replies)
+            promises = not all(isinstance(reply, Reject | Fenced) for reply in replies)
+            self._reply(route, envelope.message_id, replies, promises)
 
     def tick(self, now: float) -> None:
         self._sessions.expire(now)

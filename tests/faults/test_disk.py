@@ -5,6 +5,7 @@ Checkpoints have theirs in `test_checkpoints`.
 
 import asyncio
 import errno
+import itertools
 import os
 import random
 import shutil
@@ -183,6 +184,7 @@ class Serving:
         self.address = address
         self.stop = threading.Event()
         self.failure: BaseException | None = None
+        self.asked = itertools.count()  # each client is a later process, which gets the name
         self.thread = threading.Thread(target=self._serve)
         self.thread.start()
 
@@ -202,7 +204,7 @@ class Serving:
         resend_s: float = 30.0,
     ):
         async def ask():
-            client = DealerClient(self.address, "run", peer, resend_s=resend_s)
+            client = DealerClient(self.address, "run", peer, next(self.asked), resend_s=resend_s)
             try:
                 return await client.request(request, timeout_s)
             finally:
