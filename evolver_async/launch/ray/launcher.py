@@ -100,8 +100,6 @@ def check(config: Config, nodes: list[dict[str, Any]]) -> None:
             f"buffer.address: processes on {where} need tcp://HOST:PORT, HOST being a node's"
             " address, and security.keys"
         )
-    if config.experience.kind != "none" and not config.experience.address:
-        raise ConfigError(f"experience.address: processes on {where} need tcp://HOST:PORT")
     if channel(config) == "cuda_ipc":
         raise ConfigError(f"weights.kind: cuda_ipc is for one GPU, and the cluster has {where}")
     if channel(config) == "shm" and Path(config.weights.dir).is_relative_to("/dev/shm"):

@@ -1,0 +1,157 @@
+"""A run on a Ray instance of its own: its ends, its refusals, and its pace."""
+
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from launches import Launch, alive, wait_for
+
+from evolver_async.checkpoint.directory import valid
+from evolver_async.cli import main
+from evolver_async.config import ConfigError
+from evolver_async.config.load import load
+from evolver_async.launch.ray.host import Order
+from evolver_async.launch.ray.launcher import check
+from evolver_async.launch.ray.spawner import forwarded
+
+RECIPE = """
+env: {name: bandit}
+policy: {max_length: 128, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 32}
+rollout: {group_size: 4, max_turns: 1, max_tokens: 4}
+actors: {count: 1, max: 2, scale_s: 3600, groups: 2}
+advantage: {kind: reinforce}
+learner: {groups_per_step: 2, minibatches: 1, decay: none, token_budget: 512}
+stages: [{kind: rl, steps: 1000000}]
+eval: {every: 0, episodes: 4}
+checkpoint: {every: 1000000}
+metrics: {panel: none}
+launch: {kind: ray, ray: {address: local}, restarts: 1, backoff_s: 0.1}
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ray") / "recipe.yaml"
+    path.write_text(RECIPE + f"run: {{dir: {path.parent}, name: run}}\n")
+    return path
+
+
+def node(**resources: float) -> dict[str, Any]:
+    return {"Resources": resources, "NodeManagerAddress": "10.0.0.1", "NodeID": "ab"}
+
+
+ONE, TWO = [node(CPU=4.0, GPU=2.0)], [node(CPU=4.0)] * 2
+TCP = "buffer.address=tcp://10.0.0.1:4000"
+KEYS = "security.keys=k"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "changes", "message"),
+    [
+        (ONE, [], ""),
+        (ONE, ["learner.ranks=5"], "learner.ranks: all ranks run on one node: 5 with 1 CPUs each"),
+        (
+            ONE,
+            ["learner.ranks=4", "launch.ray.learner_gpus=1"],
+            "4 with 1 GPUs each need 4 there, and the largest node has 2",
+        ),
+        (TWO, [], "buffer.address: processes on 2 nodes need tcp://HOST:PORT"),
+        (TWO, [TCP, KEYS], "weights.kind: shm in /dev/shm belongs to one host"),
+        (TWO, [TCP, KEYS, "weights.dir=/shared"], ""),
+        (ONE, ["launch.ray.address=ray://h:1"], "buffer.address: processes on ray://h:1 need tcp"),
+    ],
+)
+def test_what_these_nodes_cannot_do_is_named(
+    nodes: list[dict[str, Any]], changes: list[str], message: str
+) -> None:
+    config = load(None, ["launch.kind=ray", "stages=[{steps: 1}]", *changes])
+    if not message:
+        return check(config, nodes)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check(config, nodes)
+    return None
+
+
+def test_variables_are_sent_to_which_the_configuration_refers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("A_TOKEN", "JUDGE_KEY", "OTHER_KEY", "WANDB_ENTITY"):
+        monkeypatch.setenv(name, name.lower())
+    parts = ["env={name: bandit, params: {token: '${oc.env:A_TOKEN}'}}"]
+    parts += ["judge.kind=llm", "judge.llm={url: 'http://h', model: m, key_env: JUDGE_KEY}"]
+    config = load(None, ["launch.kind=ray", "stages=[{steps: 1}]", *parts])
+    sent = forwarded(config)
+    assert {"A_TOKEN", "JUDGE_KEY", "WANDB_ENTITY"} <= sent.keys() and "OTHER_KEY" not in sent
+    order = Order([], {}, "", secrets=sent, keys={"client.secret": b"key"})
+    assert "a_token" not in repr(order) and "key" not in repr(order)
+
+
+def descendants(run: Launch) -> dict[str, psutil.Process]:
+    """The processes of the run by name, and those of Ray by number."""
+    found = {}
+    for process in psutil.Process(run.process.pid).children(recursive=True):
+        try:
+            line = process.cmdline()
+        except psutil.Error:
+            continue
+        named = "evolver_async.cli" in line and "--name" in line
+        found[line[line.index("--name") + 1] if named else str(process.pid)] = process
+    return found
+
+
+def test_a_run_restarts_grows_and_ends_by_ctrl_c_with_a_checkpoint(
+    recipe: Path, launch: Callable[..., Launch]
+) -> None:
+    run_dir = recipe.parent / "run"
+    run = launch(run_dir, recipe)
+    run.wait_for_steps(1)
+    first = descendants(run)["actor-0"]
+    first.kill()
+    wait_for(lambda: (now := descendants(run).get("actor-0")) and now != first, "another actor-0")
+    run.rows()
+    run.wait_for_steps(2)
+    assert main(["scale", str(run_dir), "actors=2"]) == 0
+    wait_for(lambda: "actor-1" in run.status()["actors"], "actor-1 at work")
+    processes = descendants(run)
+    assert {"buffer", "learner", "actor-0", "actor-1"} <= processes.keys()
+    run.process.send_signal(signal.SIGINT)
+    code, errors = run.end()
+    assert code == 130, errors
+    assert "actor-0 was killed by SIGKILL, restart 1 of 1" in errors
+    wait_for(lambda: not any(map(alive, processes.values())), "the end of all processes")
+    newest = valid(run_dir / "checkpoints")[-1][1]
+    assert newest.step > 0, "the learner was asked to end, and saved"
+    for name in ("buffer", "learner", "actor-0", "actor-1"):
+        assert f"{name}, incarnation" in (run_dir / "logs" / f"{name}.log").read_text()
+
+
+def test_a_resumed_run_goes_on_under_ray(recipe: Path, launch: Callable[..., Launch]) -> None:
+    run_dir = recipe.parent / "run"
+    before = valid(run_dir / "checkpoints")[-1][1].step
+    run = launch(run_dir, "--resume", run_dir, f"stages.0.steps={before + 3}")
+    code, errors = run.end()
+    assert code == 0, errors
+    assert valid(run_dir / "checkpoints")[-1][1].step == before + 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["launch.ray.address=auto"], "launch.ray.address: auto: "),
+        (
+            ["launch.ray.runtime_env={env_vars: {MY_TOKEN: x}}"],
+            "launch.ray.runtime_env: env_vars.MY_TOKEN looks like a secret",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(
+    recipe: Path, launch: Callable[..., Launch], changes: list[str], message: str
+) -> None:
+    name = f"refused-{len(changes[0])}"
+    run = launch(recipe.parent / name, recipe, f"run.name={name}", *changes)
+    code, errors = run.end()
+    assert code == 2 and message in errors and "Traceback" not in errors, errors
