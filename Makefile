@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+RAY_INSTALLED := $(VENV)/.ray-installed
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
 ADAPTERS := .venv-adapters
@@ -12,13 +13,16 @@ RESOLVER := .venv-resolver
 RESOLVER_INSTALLED := $(RESOLVER)/.installed
 ARGS ?=
 
-.PHONY: train test test-vllm test-adapters faults soak lint bench recipes resolve-gpu
+.PHONY: train test test-ray test-vllm test-adapters faults soak lint bench recipes resolve-gpu
 
 train: $(INSTALLED)
 	$(BIN)/evolver-async train configs/frozen_lake.yaml $(ARGS)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+test-ray: $(RAY_INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ray --durations=5 $(ARGS)
 
 test-vllm: $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm --durations=5 $(ARGS)
@@ -59,6 +63,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[dev,faiss]'
+	touch $@
+
+$(RAY_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[ray]'
 	touch $@
 
 # vLLM's CPU build brings torchvision and its like for another torch, which keep vLLM from starting.

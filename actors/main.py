@@ -22,6 +22,7 @@ from evolver_async.config.secrets import reveal
 from evolver_async.errors import USER_ERROR
 from evolver_async.model import policy
 from evolver_async.process.setup import RoleArgs, collect_rarely
+from evolver_async.process.versions import versions
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.transport.client import Client, Rejected
@@ -65,6 +66,7 @@ async def join(client: Client) -> tuple[Config, messages.Welcome]:
     actor."""
     host, pid = socket.gethostname(), os.getpid()
     hello = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, host=host, pid=pid)
+    hello.versions = versions()
     try:
         welcome = await client.request(hello)
         config = from_dict(welcome.config)

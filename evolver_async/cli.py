@@ -77,7 +77,8 @@ def _add_recipes(commands: Commands) -> None:
     """Add the commands that take a recipe, and the list of recipes."""
     command = _add(commands, "train", "training:train", "train a recipe, or continue a run")
     _add_recipe(command, "not with --resume")
-    command.add_argument("--resume", type=Path, metavar="RUN_DIR", help="the run to continue")
+    about = "the run to continue; auto: the recipe's run.name if it has begun, else begin it"
+    command.add_argument("--resume", type=Path, metavar="RUN_DIR|auto", help=about)
     _add_step(command, "with --resume: go back to the checkpoint of this step")
     command.add_argument("--fork", metavar="NAME", help="with --resume: continue as a new run")
 

@@ -54,6 +54,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "httpx": ("actors.llm.client", "actors.envs.adapters.service_client"),
     "uvicorn": ("actors.endpoint.server",),
     "wandb": ("evolver_async.metrics.wandb_upload",),
+    "prometheus_client": ("evolver_async.watch.prometheus",),
     "omegaconf": ("evolver_async.config",),
     "msgpack": ("evolver_async.protocol.bounded",),
     "torch": (
@@ -269,7 +270,8 @@ def test_every_module_has_a_docstring() -> None:
 
 def test_outside_imports_are_declared() -> None:
     declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8").lower()
-    aliases = {"zmq": "pyzmq", "yaml": "omegaconf", "reasoning_gym": "reasoning-gym"}
+    aliases = {"zmq": "pyzmq", "yaml": "omegaconf"}
+    aliases |= {one: one.replace("_", "-") for one in ("reasoning_gym", "prometheus_client")}
     outside = {name.split(".")[0] for module in modules() for name in imports(module)}
     outside -= {*PACKAGES, *sys.stdlib_module_names}
     outside -= {"hardening"}  # beside the sandbox's guest, which runs as a script

@@ -38,8 +38,10 @@ from evolver_async.config.load import load, stage_config, to_dict
 from evolver_async.model.tokenizer import tokenizer_hash
 from evolver_async.process.addresses import experience_address, weights_address
 from evolver_async.process.setup import RoleArgs, collect_rarely
+from evolver_async.process.versions import differences, versions
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
+from evolver_async.protocol.failures import ERROR_CHARS, NAME_CHARS, FailureTotal
 from evolver_async.protocol.messages import Reply, Request
 from evolver_async.transport.router import Postponed
 from evolver_async.transport.server import Server
@@ -210,6 +212,12 @@ class BufferService:
                 reason = f"tokenizer: {peer} has {request.tokenizer}, the run {ours}"
                 return messages.Reject(reason=reason)
         self.failures.begin(peer)
+        differs = differences(request.versions, versions())
+        if differs and request.tokenizer is None:  # the first of a process
+            error = f"other versions than the buffer, {differs}"[:ERROR_CHARS]
+            name = (request.host or peer)[:NAME_CHARS]
+            total = FailureTotal(kind="host", name=name, error=error, count=1)
+            self.failures.take_in(peer, [total], self.store.now)
         if request.role == "actor":
             actor = self.activity.activate(peer)
             self.activity.fold(actor)

@@ -12,6 +12,8 @@ def as_config_errors() -> Iterator[None]:
     """Turn errors of the wings and the file system into a ConfigError."""
     try:
         yield
+    except ConfigError:
+        raise
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
 

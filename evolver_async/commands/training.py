@@ -16,18 +16,29 @@ from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unre
 from evolver_async.launch import forking
 from evolver_async.launch.creation import create
 from evolver_async.launch.registry import resolve
-from evolver_async.launch.resumption import resume
+from evolver_async.launch.resumption import FinishedRun, resume
 from evolver_async.launch.run_directory import locked
 from evolver_async.process.setup import set_up_logging
-from evolver_async.watch import live, runs
+from evolver_async.watch import live, prometheus, runs
+
+AUTO = Path("auto")  # of --resume
 
 
 def train(args: argparse.Namespace) -> int:
     """Start or resume a run and show it."""
     with contextlib.ExitStack() as held:
-        with as_config_errors():
-            config, run_dir = _prepare(args, held)
+        try:
+            with as_config_errors():
+                config, run_dir = _prepare(args, held)
+        except FinishedRun as finished:
+            if args.resume != AUTO:
+                raise
+            print(finished)
+            return 0
         print(run_dir, flush=True)
+        if config.metrics.prometheus:
+            with as_config_errors():
+                held.enter_context(prometheus.served(run_dir, config))
         held.enter_context(live.shown(run_dir, config, config.metrics.panel))
         set_up_logging(run_dir / "logs" / "launcher.log", logging.WARNING)
         runs.begin(run_dir)
@@ -50,12 +61,18 @@ def train(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace, held: contextlib.ExitStack) -> tuple[Config, Path]:
-    """The configuration and the directory of the run to train, which `held` keeps locked."""
+    """Return the configuration and the directory of the run, which `held` keeps locked."""
     recipe, dotlist = _recipe_of(args)
-    if args.resume is None:
-        config, run_dir = create(load(recipe, dotlist), recipe)
-        held.enter_context(locked(run_dir))
-        return config, run_dir
+    auto = args.resume == AUTO
+    if args.resume is None or auto:
+        given = load(recipe, dotlist)
+        begun = _begun(given) if auto else None
+        if begun is None:
+            config, run_dir = create(given, recipe)
+            held.enter_context(locked(run_dir))
+            return config, run_dir
+        held.enter_context(locked(begun))
+        return resume(begun, ()), begun  # the changes were part of its recipe
     run_dir = run_directory(args.resume)
     if args.fork is not None:
         config, run_dir = forking.fork(run_dir, args.fork, dotlist, args.step)
@@ -65,13 +82,23 @@ def _prepare(args: argparse.Namespace, held: contextlib.ExitStack) -> tuple[Conf
     return resume(run_dir, dotlist, args.step), run_dir
 
 
+def _begun(config: Config) -> Path | None:
+    """Return the directory of the run that a configuration names, None if it has not begun."""
+    if not config.run.name:
+        raise ConfigError(f"--resume {AUTO}: needs run.name, by which it finds the run to continue")
+    run_dir = Path(config.run.dir) / config.run.name
+    return run_dir if (run_dir / "config.yaml").exists() else None
+
+
 def _recipe_of(args: argparse.Namespace) -> tuple[Path | None, Sequence[str]]:
-    """The recipe, None with --resume, and the changes. Raises ConfigError for a wrong mixture."""
-    resumes, first = args.resume is not None, next(iter(args.positional), "=")
+    """Return the recipe, None with --resume, and the changes. ConfigError for a wrong mixture."""
+    resumes, first = args.resume not in (None, AUTO), next(iter(args.positional), "=")
     named = "=" not in first
     if resumes and named:
         raise ConfigError(f"{first}: --resume continues the run's own recipe; leave this one out")
     for option in ("step", "fork"):
+        if args.resume == AUTO and getattr(args, option) is not None:
+            raise ConfigError(f"--{option}: needs a run directory, not --resume {AUTO}")
         if not resumes and getattr(args, option) is not None:
             raise ConfigError(f"--{option}: needs the run to start from; add --resume RUN_DIR")
     if not resumes and not named:

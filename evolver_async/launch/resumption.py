@@ -16,6 +16,10 @@ from evolver_async.launch.run_directory import CREATING, PAUSED
 from evolver_async.launch.start_checks import check_start
 
 
+class FinishedRun(ConfigError):
+    """A run that has nothing left to train."""
+
+
 def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None) -> Config:
     """Write the changes of `dotlist` into the configuration of an earlier run and return it.
 
@@ -73,7 +77,7 @@ def check_continues(run_dir: Path, before: Config, after: Config, state: dict[st
     )
     last = stage + 1 == len(after.stages)
     if state["finished"] and over and last and not state["pending"]:
-        raise ConfigError(
+        raise FinishedRun(
             f"{run_dir}: is finished; to continue, lengthen its last stage (stages.{stage}.steps"
             "=…), append one (stages+={kind: rl, steps: …}) or go back (--step N)"
         )

@@ -71,7 +71,7 @@ class WaitController:
         if self.since is None or now - self.since < self.actors.scale_s:
             self.since = now if self.since is None else self.since
             return count
-        self.waited += [share for row in self.rows.rows() if (share := _waited(row)) is not None]
+        self.waited += [share for row in self.rows.rows() if (share := waited(row)) is not None]
         if len(self.waited) < LEAST_STEPS:
             return count
         waits = sum(self.waited) / len(self.waited)
@@ -86,7 +86,7 @@ class WaitController:
         return min(max(count, low), high)
 
 
-def _waited(row: dict[str, float]) -> float | None:
+def waited(row: dict[str, float]) -> float | None:
     """Return the share of a step in which the learner waited for groups."""
     if "time/wait_s" not in row:
         return None

@@ -10,6 +10,7 @@ FailureKind = Literal[
     "environment",
     "late",  # an episode that missed its deadline by the policy's fault
     "policy",  # a group without a readable turn
+    "host",  # one with other versions than the buffer's
     "judge",  # this and the following: an endpoint or its answer
     "experience",
     "questioning",

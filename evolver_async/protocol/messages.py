@@ -25,13 +25,17 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=False
 
 
 class Hello(Message, tag="hello"):
-    """First message of a process; claims the sender's name. `tokenizer`: hash of a loaded one."""
+    """First message of a process; claims the sender's name. `tokenizer`: hash of a loaded one.
+
+    `versions`: those of its code and packages, from `process.versions`.
+    """
 
     role: str
     schema_hash: str
     tokenizer: str | None = None
     host: str = ""
     pid: int = 0
+    versions: dict[str, str] = {}
 
 
 class Lease(Message, tag="lease"):

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from launches import COMMAND, DEADLINE_S, alive, wait_for
+from serial_recipe import RECIPE as SERIAL
 
 from evolver_async.checkpoint.directory import save
 from evolver_async.cli import main
@@ -204,6 +205,31 @@ def test_a_finished_run_is_not_resumed(refused: Refused, run_dir: Path) -> None:
 
     save(run_dir / "checkpoints", 1, write, run_id="earlier", keep=2)
     assert refused("train", "--resume", run_dir).startswith(f"{run_dir}: is finished")
+
+
+@pytest.mark.process
+def test_resume_auto_begins_a_run_then_continues_it_then_says_that_it_is_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "serial.yaml"
+    recipe.write_text(SERIAL.replace("steps: 20", "steps: 2").replace("steps: 25", "steps: 2"))
+    command = [
+        "train",
+        str(recipe),
+        f"run.dir={tmp_path}",
+        "metrics.panel=none",
+        "--resume",
+        "auto",
+    ]
+    assert main(command) == 2, "it needs a name"
+    assert "--resume auto: needs run.name" in capsys.readouterr().err
+    command.insert(2, "run.name=one")
+    assert main(command) == 0
+    assert "finished at step 4" in capsys.readouterr().out
+    assert main(command) == 0
+    assert "one: is finished" in capsys.readouterr().out
+    assert main([*command, "--step", "2"]) == 2
+    assert "--step: needs a run directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+import ray  # pyright: ignore[reportMissingImports]
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError  # pyright: ignore[reportMissingImports]
 
 from evolver_async.launch.ray.host import Order
 

@@ -12,7 +12,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import ray
+import ray  # pyright: ignore[reportMissingImports]
 
 from evolver_async.process.private_directories import PREFIX, claim
 

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import ray
+import ray  # pyright: ignore[reportMissingImports]
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.secrets import looks_secret

@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-from ray._private.state import state
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import (
+import ray  # pyright: ignore[reportMissingImports]
+from ray._private.state import state  # pyright: ignore[reportMissingImports]
+from ray.util.placement_group import placement_group, remove_placement_group  # pyright: ignore[reportMissingImports]
+from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
 )

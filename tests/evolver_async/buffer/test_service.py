@@ -8,6 +8,7 @@ from buffer_world import World, config, synthetic, trajectory
 
 from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.config import QuestioningConfig
+from evolver_async.process.versions import versions
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.protocol.failures import FailureTotal
@@ -52,6 +53,18 @@ def test_hello_refuses_another_schema_or_tokenizer_and_names_both(world):
     ):
         assert isinstance(reply, messages.Reject)
         assert all(word in reply.reason for word in words)
+
+
+def test_a_host_with_other_versions_is_named_on_the_console(world):
+    hello = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, host="node-b")
+    hello.versions = versions() | {"torch": "1.0", "unknown": "2"}
+    assert isinstance(world.one("actor-0", hello), messages.Welcome), "it may work all the same"
+    (failure,) = world.one("you", messages.StatusRequest()).status["failures"]
+    assert (failure["kind"], failure["name"], failure["count"]) == ("host", "node-b", 1)
+    assert failure["error"].startswith("other versions than the buffer, torch 1.0 (buffer: ")
+    same = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, versions=versions())
+    world.one("actor-1", same)
+    assert len(world.one("you", messages.StatusRequest()).status["failures"]) == 1
 
 
 def test_a_new_process_of_the_same_name_loses_the_old_leases(world):

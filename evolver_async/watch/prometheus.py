@@ -1,0 +1,150 @@
+"""Metrics of a running job for Prometheus: the newest row of metrics.jsonl, and STATUS.
+
+evolver_<metric>                        every number of the newest row, / and . as _
+evolver_eval_<metric>                   those of the newest evaluation
+evolver_learner_wait_share              share of the newest step in which the learner waited
+evolver_actors                          actors that the buffer has heard of lately
+evolver_groups{state}                   groups of the buffer
+evolver_trajectories{fate}              the ledger, over all kinds
+evolver_failures{kind}                  failures of agents, environments, endpoints
+evolver_up                              1 if the buffer answers STATUS
+"""
+
+import asyncio
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+
+from evolver_async.config import Config, ConfigError
+from evolver_async.launch.run_directory import address_of
+from evolver_async.launch.scaling import waited
+from evolver_async.metrics.tail import Tail
+from evolver_async.process.addresses import keys_of
+from evolver_async.transport.client import Rejected
+from evolver_async.watch.status import ask
+
+ASK_S = 2.0  # for an answer to STATUS
+FATES = ("received", "held", "trained", "filtered", "evicted")
+PREFIX = "evolver"
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def served(run_dir: Path, config: Config) -> Iterator[None]:
+    """Serve the metrics of a run at `metrics.prometheus` while the block runs.
+
+    Raise ConfigError if the address cannot be used.
+    """
+    host, _, port = config.metrics.prometheus.rpartition(":")
+    registry = CollectorRegistry()
+    registry.register(RunMetrics(run_dir, config))
+    try:
+        server, thread = start_http_server(int(port), host.strip("[]"), registry)
+    except (OSError, OverflowError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise ConfigError(f"metrics.prometheus: {config.metrics.prometheus}: {cause}") from None
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class RunMetrics:
+    """Collector of the metrics of one run, read anew at every scrape."""
+
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        self.run_dir = run_dir
+        self.config = config
+        self.tail = Tail(run_dir / "metrics.jsonl")
+        self.newest: dict[str, Any] = {}
+        self.evaluated: dict[str, Any] = {}
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Yield nothing: the names depend on the run."""
+        return iter(())
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the families of one scrape, each once."""
+        seen: set[str] = set()
+        for family in self._families():
+            if family.name not in seen:
+                seen.add(family.name)
+                yield family
+
+    def _families(self) -> Iterator[GaugeMetricFamily]:
+        for row in self.tail.rows():
+            if "stage_kind" in row:
+                self.newest = row
+            elif "eval/episodes" in row:
+                self.evaluated = row
+        evaluated = {name: one for name, one in self.evaluated.items() if name.startswith("eval/")}
+        for name, value in (evaluated | self.newest).items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                yield gauge(name, value)
+        if (share := waited(self.newest)) is not None:
+            yield gauge("learner_wait_share", share)
+        status = self._status()
+        yield gauge("up", float(status is not None))
+        if status is not None:
+            yield from families(status)
+
+    def _status(self) -> dict[str, Any] | None:
+        """Return the buffer's STATUS, None without an answer or without a buffer process."""
+        if self.config.launch.kind == "serial":
+            return None
+        try:
+            return asyncio.run(ask(address_of(self.run_dir), keys_of(self.config), ASK_S))
+        except (TimeoutError, Rejected, ConfigError, ValueError) as error:
+            log.info("no STATUS for Prometheus: %s", error)
+            return None
+
+
+def families(status: dict[str, Any]) -> Iterator[GaugeMetricFamily]:
+    """Yield what a STATUS says."""
+    yield gauge("actors", len(status["actors"]) + status["actors_not_shown"])
+    yield labelled("groups", "state", status["groups"])
+    yield labelled("trajectories", "fate", {f: _total(status["ledger"][f]) for f in FATES})
+    failures: Counter[str] = Counter()
+    for one in status["failures"]:
+        failures[one["kind"]] += one["count"]
+    yield labelled("failures", "kind", failures)
+    for name in ("outstanding", "limit", "take", "stage"):
+        yield gauge(f"buffer_{name}", status[name])
+    yield gauge("buffer_journal_bytes", status["journal"]["bytes"])
+    yield gauge("buffer_disk_free_bytes", status["journal"]["disk_free_bytes"])
+    yield gauge("stalled", len(status["stalled"]))
+
+
+def _total(amounts: dict[str, Any]) -> int:
+    """Sum the trajectories of a part of the ledger, however deep its kinds and reasons are."""
+    if "trajectories" in amounts:
+        return amounts["trajectories"]
+    return sum(_total(part) for part in amounts.values())
+
+
+def gauge(name: str, value: float) -> GaugeMetricFamily:
+    """Return a family of one value."""
+    return GaugeMetricFamily(_name(name), name, value=value)
+
+
+def labelled(name: str, label: str, values: dict[str, int] | Counter[str]) -> GaugeMetricFamily:
+    """Return a family with one value for each label."""
+    family = GaugeMetricFamily(_name(name), name, labels=[label])
+    for each, value in values.items():
+        family.add_metric([each], value)
+    return family
+
+
+def _name(name: str) -> str:
+    return f"{PREFIX}_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}"

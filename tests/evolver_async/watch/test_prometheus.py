@@ -1,0 +1,120 @@
+"""What Prometheus reads of a run, over its own protocol."""
+
+import json
+import socket
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from evolver_async.config import Config, ConfigError
+from evolver_async.watch import prometheus
+
+AMOUNT = {"groups": 2, "trajectories": 8, "tokens": 80}
+STATUS: dict[str, Any] = {
+    "actors": {"actor-0": {}, "actor-1": {}},
+    "actors_not_shown": 1,
+    "groups": {"open": 3, "ready": 4, "taken": 2},
+    "ledger": {
+        "received": {"rollout": AMOUNT, "demo": AMOUNT},
+        "held": {"rollout": {"open": AMOUNT}},
+        "trained": {},
+        "filtered": {"rollout": {"spread": AMOUNT}},
+        "evicted": {},
+    },
+    "failures": [{"kind": "agent", "count": 2}, {"kind": "agent", "count": 3}],
+    "outstanding": 5,
+    "limit": 8,
+    "take": 7,
+    "stage": 1,
+    "stalled": [],
+    "journal": {"bytes": 1000, "disk_free_bytes": 2000},
+}
+ROWS = [
+    {"step": 6, "lineage": 1, "stage_kind": "rl", "train/success": 0.1},
+    {
+        "step": 7,
+        "lineage": 1,
+        "stage_kind": "rl",
+        "train/success": 0.5,
+        "offpolicy/ess": float("nan"),
+        "buffer/limit": 9,
+        "time/wait_s": 1.0,
+        "time/train_s": 3.0,
+    },
+    {"step": 7, "lineage": 1, "eval/episodes": 64, "eval/success": 0.75},
+]
+
+
+def free_address() -> str:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{one.getsockname()[1]}"
+
+
+def scraped(address: str) -> dict[str, float]:
+    """Every sample by its name and labels; the parser refuses what Prometheus would."""
+    with urllib.request.urlopen(f"http://{address}/metrics") as reply:
+        text = reply.read().decode()
+    samples = [s for one in text_string_to_metric_families(text) for s in one.samples]
+    found = {s.name + "".join(f"{{{v}}}" for v in s.labels.values()): s.value for s in samples}
+    assert len(found) == len(samples), "a name is given twice"
+    return found
+
+
+@pytest.fixture
+def config() -> Config:
+    config = Config()
+    config.metrics.prometheus = free_address()
+    return config
+
+
+def test_the_newest_row_and_the_buffers_status_are_served(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"address": "ipc:///none", "launches": 1}))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+    async def ask(address: str, keys: Path | None, timeout_s: float) -> dict[str, Any]:
+        return STATUS
+
+    monkeypatch.setattr(prometheus, "ask", ask)
+    with prometheus.served(tmp_path, config):
+        found = scraped(config.metrics.prometheus)
+        with open(tmp_path / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(ROWS[1] | {"step": 8}) + "\n")
+        assert scraped(config.metrics.prometheus)["evolver_step"] == 8
+    expected = {
+        "evolver_step": 7,
+        "evolver_train_success": 0.5,
+        "evolver_eval_success": 0.75,
+        "evolver_learner_wait_share": 0.25,
+        "evolver_up": 1,
+        "evolver_actors": 3,
+        "evolver_groups{ready}": 4,
+        "evolver_trajectories{received}": 16,
+        "evolver_trajectories{held}": 8,
+        "evolver_trajectories{filtered}": 8,
+        "evolver_trajectories{trained}": 0,
+        "evolver_failures{agent}": 5,
+        "evolver_buffer_limit": 9,
+        "evolver_buffer_journal_bytes": 1000,
+    }
+    assert {name: found[name] for name in expected} == expected
+    assert "evolver_offpolicy_ess" not in found, "it is not finite"
+
+
+def test_a_run_without_rows_and_without_an_answer_is_down(tmp_path: Path, config: Config) -> None:
+    with prometheus.served(tmp_path, config):
+        assert scraped(config.metrics.prometheus) == {"evolver_up": 0}
+
+
+def test_an_address_that_is_taken_is_named(tmp_path: Path, config: Config) -> None:
+    with (
+        prometheus.served(tmp_path, config),
+        pytest.raises(ConfigError, match=r"metrics.prometheus: 127.0.0.1:\d+: Address already"),
+        prometheus.served(tmp_path, config),
+    ):
+        pass
