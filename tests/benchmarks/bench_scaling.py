@@ -1,0 +1,181 @@
+"""Throughput of a latency-bound run by its number of actors, scaled live, on either launcher.
+
+    OMP_NUM_THREADS=1 python tests/benchmarks/bench_scaling.py [--actors 1 2 4 8 16] [--launch ray]
+
+Each environment step takes a lognormal time (median 2 s, sigma 1). One run is scaled from number to
+number with `evolver-async scale`; then back to 1. Of every number: accepted trajectories and groups
+per second, the efficiency against the first, processor cores in use by all processes, the share of
+its time in which the learner waited. After that the longest step of the learner while actors joined
+and left, beside the longest while none did, and the tickets that were lost.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from evolver_async.config import ConfigError
+from evolver_async.launch.run_directory import address_of, scale
+from evolver_async.metrics.tail import Tail
+from evolver_async.watch.status import ask
+
+RECIPE = """
+env: {{name: bandit, latency: {{kind: lognormal, median_s: 2.0, sigma: 1.0}}}}
+policy: {{max_length: 64, hidden_size: 32, layers: 1, heads: 2, intermediate_size: 64}}
+rollout: {{group_size: 4, max_turns: 1, max_tokens: 4}}
+actors: {{count: {count}, max: 64, scale_s: 86400, groups: 8}}
+buffer: {{max_staleness: 63, lease_s: 60, stall_s: 240, straggler: wait}}
+advantage: {{kind: reinforce}}
+learner: {{groups_per_step: 8, minibatches: 1, lr: 1e-5, decay: none, token_budget: 2048}}
+stages:  # an episode without a readable turn never reaches the environment
+  - kind: sft
+    steps: 25
+    expert_fraction: 0.0
+    override:
+      env: {{latency: {{kind: none}}}}
+      rollout: {{group_size: 1}}
+      learner: {{groups_per_step: 16, lr: 1e-2}}
+  - {{kind: rl, hours: 10}}
+eval: {{every: 0, episodes: 1}}
+checkpoint: {{every: 1000000}}
+metrics: {{panel: none, samples: 0}}
+launch: {{kind: {launch}, ray: {{address: local, actor_cpus: 0.05, learner_cpus: 0.05}}}}
+run: {{dir: {directory}, name: run}}
+"""
+TRAJECTORIES = 800  # of a window
+LEAST_S = 40.0
+
+
+class Running:
+    """A run under measurement."""
+
+    def __init__(self, directory: Path, count: int, launch: str) -> None:
+        recipe = directory / "recipe.yaml"
+        recipe.write_text(RECIPE.format(directory=directory, count=count, launch=launch))
+        self.run_dir = directory / "run"
+        command = [sys.executable, "-m", "evolver_async.cli", "train", str(recipe)]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        self.tail = Tail(self.run_dir / "metrics.jsonl")
+        self.scaled: list[tuple[float, float]] = []  # when actors joined or left
+        self.rows: list[tuple[float, dict[str, Any]]] = []
+
+    def status(self) -> dict[str, Any]:
+        while True:
+            try:
+                return asyncio.run(ask(address_of(self.run_dir), timeout_s=30))
+            except (TimeoutError, ConfigError):
+                if self.process.poll() is not None:
+                    raise SystemExit("the run ended") from None
+                time.sleep(0.5)
+
+    def scale(self, count: int) -> None:
+        """Scale, and return when the number of actors is that one and all of them play."""
+        began = time.monotonic()
+        scale(self.run_dir, str(count))
+        self.wait(count)
+        self.scaled.append((began, time.monotonic()))
+
+    def wait(self, count: int) -> None:
+        """Return when so many actors play, in the stage that is measured."""
+        while (
+            self.status()["stage"] == 0
+            or sum(one["leases"] > 0 for one in self.status()["actors"].values()) != count
+        ):
+            time.sleep(0.5)
+
+    def cpu_s(self) -> float:
+        total = 0.0
+        processes = psutil.Process(self.process.pid).children(recursive=True)
+        for one in [psutil.Process(self.process.pid), *processes]:
+            try:
+                times = one.cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            total += times.user + times.system
+        return total
+
+    def window(self) -> dict[str, float]:
+        """Measure until enough trajectories were accepted."""
+        self.tail.rows()
+        first, cpu, began = self.received(), self.cpu_s(), time.monotonic()
+        while True:
+            time.sleep(1.0)
+            passed, now = time.monotonic() - began, self.received()
+            if passed >= LEAST_S and now[1] - first[1] >= TRAJECTORIES:
+                break
+        rows = [row for row in self.tail.rows() if "time/wait_s" in row]
+        waited = sum(row["time/wait_s"] for row in rows)
+        return {
+            "groups_per_s": (now[0] - first[0]) / passed,
+            "trajectories_per_s": (now[1] - first[1]) / passed,
+            "cores": (self.cpu_s() - cpu) / passed,
+            "waits": waited / passed,
+            "longest_step_s": max(
+                sum(v for name, v in row.items() if name.startswith("time/") and "wait" not in name)
+                for row in rows
+            ),
+        }
+
+    def received(self) -> tuple[float, float]:
+        """Groups trained or held ready, and trajectories accepted."""
+        status = self.status()
+        ledger = status["ledger"]["received"].get("rollout", {"groups": 0, "trajectories": 0})
+        return ledger["groups"] - status["groups"]["open"], ledger["trajectories"]
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--actors", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--launch", default="local", choices=("local", "ray"))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        run = Running(Path(directory), args.actors[0], args.launch)
+        try:
+            found = {}
+            run.wait(args.actors[0])
+            for count in args.actors:
+                run.scale(count)
+                found[count] = run.window()
+                report(args.launch, count, found[count], found[args.actors[0]], args.actors[0])
+            run.scale(args.actors[0])
+            status = run.status()
+            print(f"evicted: {status['ledger']['evicted'].get('rollout', {})}")
+            log = (run.run_dir / "logs" / "launcher.log").read_text()
+            print(f"actors killed instead of leaving: {log.count('is killed')}")
+            seconds = [round(end - begin, 1) for begin, end in run.scaled]
+            print(f"seconds from asking to all playing: {json.dumps(seconds)}")
+            print(f"median longest busy step: {busy(found):.3f} s")
+        finally:
+            run.end()
+
+
+def busy(found: dict[int, dict[str, float]]) -> float:
+    return statistics.median(one["longest_step_s"] for one in found.values())
+
+
+def report(
+    launch: str, count: int, now: dict[str, float], first: dict[str, float], least: int
+) -> None:
+    efficiency = now["trajectories_per_s"] / first["trajectories_per_s"] * least / count
+    print(
+        f"{launch} {count:3d} actors: {now['groups_per_s']:6.2f} groups/s,"
+        f" {now['trajectories_per_s']:7.2f} trajectories/s, efficiency {efficiency:.2f},"
+        f" {now['cores']:.2f} cores, learner waits {now['waits']:.0%}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
