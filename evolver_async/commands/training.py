@@ -22,6 +22,9 @@ from evolver_async.process.setup import set_up_logging
 from evolver_async.watch import live, prometheus, runs
 
 AUTO = Path("auto")  # of --resume
+# Keys whose changes --resume auto applies again: the run may be on other hosts. All others were part
+# of the recipe of the run.
+PLACES = ("launch.", "weights.", "metrics.", "security.", "buffer.address", "experience.address")
 
 
 def train(args: argparse.Namespace) -> int:
@@ -72,7 +75,7 @@ def _prepare(args: argparse.Namespace, held: contextlib.ExitStack) -> tuple[Conf
             held.enter_context(locked(run_dir))
             return config, run_dir
         held.enter_context(locked(begun))
-        return resume(begun, ()), begun  # the changes were part of its recipe
+        return resume(begun, [one for one in dotlist if one.startswith(PLACES)]), begun
     run_dir = run_directory(args.resume)
     if args.fork is not None:
         config, run_dir = forking.fork(run_dir, args.fork, dotlist, args.step)

@@ -17,10 +17,11 @@ from serial_recipe import RECIPE as SERIAL
 
 from evolver_async.checkpoint.directory import save
 from evolver_async.cli import main
+from evolver_async.commands import training
 from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.load import dump, load
 from evolver_async.launch.creation import create
-from evolver_async.launch.resumption import resume
+from evolver_async.launch.resumption import FinishedRun, resume
 from evolver_async.launch.run_directory import announce, locked
 
 RECIPE = "stages: [{kind: rl, steps: 5}]\n"
@@ -230,6 +231,23 @@ def test_resume_auto_begins_a_run_then_continues_it_then_says_that_it_is_finishe
     assert "one: is finished" in capsys.readouterr().out
     assert main([*command, "--step", "2"]) == 2
     assert "--step: needs a run directory" in capsys.readouterr().err
+
+
+def test_resume_auto_applies_again_where_processes_run_and_nothing_else(
+    run_dir: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    applied = []
+
+    def resumed(directory: Path, changes: list[str]) -> Config:
+        applied.extend(changes)
+        raise FinishedRun(f"{directory}: is finished")
+
+    monkeypatch.setattr(training, "resume", resumed)
+    places = ["weights.address=tcp://127.0.0.1:4001", "weights.kind=collective"]
+    others = ["learner.lr=1", "stages+={kind: rl, steps: 1}"]
+    names = [f"run.dir={run_dir.parent}", f"run.name={run_dir.name}"]
+    assert main(["train", str(recipe), *names, *places, *others, "--resume", "auto"]) == 0
+    assert applied == places
 
 
 @pytest.mark.parametrize(
