@@ -22,8 +22,8 @@ from evolver_async.process.setup import set_up_logging
 from evolver_async.watch import live, prometheus, runs
 
 AUTO = Path("auto")  # of --resume
-# Keys whose changes --resume auto applies again: the run may be on other hosts. All others were part
-# of the recipe of the run.
+# Keys whose changes --resume auto applies again: the run may be on other hosts. All others were
+# part of its recipe.
 PLACES = ("launch.", "weights.", "metrics.", "security.", "buffer.address", "experience.address")
 
 
