@@ -111,6 +111,10 @@ class Spawner(ABC):
         """True if a process must leave its place, and can go on in another one."""
         return False
 
+    def bound(self, role: str) -> bool:
+        """True if processes of a role have one place only."""
+        return True
+
     def lost(self, handle: Handle) -> bool:
         """True if a process ended because its host is gone, for which it is not to blame."""
         return False

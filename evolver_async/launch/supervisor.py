@@ -174,10 +174,17 @@ class Supervisor:
     def move(self, child: Child) -> None:
         """Let a child leave a place that is drained: an actor returns its tickets, a learner saves.
 
-        It is started again elsewhere, and none of its budget is used.
+        It is started again elsewhere, and none of its budget is used. The run ends as on SIGTERM if
+        the child has no other place.
         """
         if not child.moves and any(self.spawner.moves(process) for process in child.processes):
             child.moves = True
+            if self.spawner.bound(child.role):
+                log.warning(
+                    "the node of %s is drained: the run ends and can be resumed", child.name
+                )
+                self.signals.append(signal.SIGTERM)
+                return
             for process in child.processes:
                 process.terminate()
 

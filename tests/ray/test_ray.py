@@ -2,6 +2,7 @@
 
 import re
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,13 +130,18 @@ def test_a_run_restarts_grows_and_ends_by_ctrl_c_with_a_checkpoint(
         assert f"{name}, incarnation" in (run_dir / "logs" / f"{name}.log").read_text()
 
 
-def test_a_resumed_run_goes_on_under_ray(recipe: Path, launch: Callable[..., Launch]) -> None:
+def test_a_resumed_run_goes_on_with_two_ranks_in_one_placement_group(
+    recipe: Path, launch: Callable[..., Launch]
+) -> None:
     run_dir = recipe.parent / "run"
     before = valid(run_dir / "checkpoints")[-1][1].step
-    run = launch(run_dir, "--resume", run_dir, f"stages.0.steps={before + 3}")
+    ranks = ["learner.ranks=2", "launch.ray.shared=true", f"stages.0.steps={before + 3}"]
+    run = launch(run_dir, "--resume", run_dir, *ranks)
     code, errors = run.end()
     assert code == 0, errors
     assert valid(run_dir / "checkpoints")[-1][1].step == before + 3
+    assert "learner-1 runs on node" in (run_dir / "logs" / "launcher.log").read_text()
+    assert not list(Path(tempfile.gettempdir()).glob("evolver-ranks-*")), "they met there"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from evolver_async.launch.supervisor import Supervisor
 from evolver_async.process.addresses import make_weights_dir
 from evolver_async.process.private_directories import PREFIX, Claim, claim, sweep
 
+STARTS = 3  # of a Ray instance of its own, on a busy machine
+
 log = logging.getLogger(__name__)
 
 
@@ -64,11 +66,18 @@ def connect(config: Config) -> None:
         cpus, gpus = demand(config)
         options |= {"num_cpus": max(1, round(cpus + 0.5)), "include_dashboard": False}
         options |= {"num_gpus": round(gpus + 0.5)} if gpus and not _has_gpus() else {}
-    try:
-        ray.init(asked.address, **options)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(f"launch.ray.address: {asked.address}: {said}") from None
+    for attempt in range(STARTS):
+        try:
+            ray.init(asked.address, **options)
+            return
+        except (
+            Exception
+        ) as error:  # Ray gives its own instance 30 s, and raises no class of its own
+            said = " ".join(str(error).split())
+            if "timed out" not in said or attempt + 1 == STARTS:
+                raise ConfigError(f"launch.ray.address: {asked.address}: {said}") from None
+            log.warning("Ray did not start, and is started again: %s", said)
+            ray.shutdown()
 
 
 def _has_gpus() -> bool:

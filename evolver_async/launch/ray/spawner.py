@@ -65,6 +65,10 @@ class RaySpawner(Spawner):
             self.draining, self.looked = set(state.get_draining_nodes()), now
         return handle.node in self.draining
 
+    def bound(self, role: str) -> bool:
+        """True for what runs at home: others know its address, or its files are there."""
+        return role != "actor" and not (role == "learner" and self.config.launch.ray.shared)
+
     def lost(self, handle: Handle) -> bool:
         """True if the node of a process that ended is no longer there."""
         assert isinstance(handle, RayHandle)
@@ -84,7 +88,7 @@ class RaySpawner(Spawner):
         asked = self.config.launch.ray
         if role == "actor":
             return "SPREAD" if asked.strategy == "spread" else "DEFAULT"
-        if role != "learner" or not asked.shared:
+        if self.bound(role):
             return NodeAffinitySchedulingStrategy(self.home, soft=False)
         if rank == 0:
             self.end_group()

@@ -1,0 +1,102 @@
+"""Places that are drained or lost: who moves, who ends the run, and whom it costs a restart."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from evolver_async.config import Config
+from evolver_async.launch.child import Child, Handle, Spawner
+from evolver_async.launch.supervisor import Supervisor
+
+pytestmark = pytest.mark.process
+
+
+class Places(Spawner):
+    """Spawner of processes that sleep; some are at a place that is drained or lost."""
+
+    drained: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+
+    def place(
+        self, role: str, name: str, incarnation: int, rank: int, arguments: list[str]
+    ) -> Handle:
+        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        self.names[process.pid] = name
+        return process
+
+    def moves(self, handle: Handle) -> bool:
+        return self.names[handle.pid] in self.drained
+
+    def lost(self, handle: Handle) -> bool:
+        return self.names[handle.pid] in self.gone
+
+    def bound(self, role: str) -> bool:
+        return role == "buffer"
+
+    names: dict[int, str]
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
+    config = Config()
+    config.launch.restarts = 0
+    spawner = Places(config, tmp_path, "ipc:///none")
+    spawner.names = {}
+    one = Supervisor(config, tmp_path, spawner)
+    yield one
+    for child in one.children:
+        child.process.kill()
+        child.process.wait()
+
+
+def after(supervisor: Supervisor, child: Child) -> Handle:
+    """The process of a child after its present one has ended and was noticed."""
+    child.process.wait()
+    supervisor.supervise(child, time.monotonic())
+    return child.process
+
+
+def test_an_actor_leaves_a_place_that_is_drained_and_starts_at_another(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor = supervisor.add("actor", "actor-0")
+    first = actor.process
+    supervisor.supervise(actor, time.monotonic())
+    assert first.poll() is None
+    supervisor.spawner.drained = ("actor-0",)
+    for _ in range(2):
+        supervisor.supervise(actor, time.monotonic())
+    assert first.wait() == -signal.SIGTERM
+    supervisor.spawner.drained = ()
+    second = after(supervisor, actor)
+    assert second is not first and second.poll() is None
+    assert "actor-0 has left a node that is drained" in caplog.text
+    assert actor.restarts == 0 and supervisor.signals == [] and not actor.moves
+
+
+def test_a_process_that_is_lost_with_its_node_costs_no_restart(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor = supervisor.add("actor", "actor-0")
+    for _ in range(5):
+        supervisor.spawner.gone = ("actor-0",)
+        actor.process.kill()
+        assert after(supervisor, actor).poll() is None
+    assert caplog.text.count("actor-0 is lost with its node") == 5 and actor.restarts == 0
+
+
+def test_the_run_ends_where_the_node_of_its_buffer_is_drained(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    buffer = supervisor.add("buffer", "buffer")
+    supervisor.spawner.drained = ("buffer",)
+    for _ in range(3):
+        supervisor.supervise(buffer, time.monotonic())
+    assert supervisor.signals == [signal.SIGTERM], "a second one would kill at once"
+    assert buffer.process.poll() is None
+    assert "the node of buffer is drained: the run ends and can be resumed" in caplog.text
