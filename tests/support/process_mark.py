@@ -38,10 +38,12 @@ _spawn, util.spawnv_passfds = util.spawnv_passfds, spawn
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the suites of whole runs."""
+    """Mark the suites of whole runs; let files with such tests begin, so that none is left last."""
     for item in items:
         if WHOLE_RUNS & set(item.path.parts):
             item.add_marker("process")
+    long = {item.path for item in items if item.get_closest_marker("process")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

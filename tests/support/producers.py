@@ -127,6 +127,7 @@ async def produce(
     tokens: int,
     stopped: Callable[[], bool],
     resend_s: float = 2.0,
+    keys: Path | None = None,
 ) -> Delivered:
     """Pushes trajectories of so many tokens until `stopped`."""
     delivered = Delivered()
@@ -156,7 +157,7 @@ async def produce(
                 for member in ticket.members:
                     await members.put((ticket, member))
 
-    client = DealerClient(address, run_id, name, resend_s=resend_s)
+    client = DealerClient(address, run_id, name, resend_s=resend_s, keys=keys)
     tasks = [asyncio.create_task(push(client)) for _ in range(IN_FLIGHT)]
     tasks.append(asyncio.create_task(lease(client)))
     await _until(stopped, tasks)
@@ -165,11 +166,15 @@ async def produce(
 
 
 async def learn(
-    address: str, run_id: str, stopped: Callable[[], bool], resend_s: float = 2.0
+    address: str,
+    run_id: str,
+    stopped: Callable[[], bool],
+    resend_s: float = 2.0,
+    keys: Path | None = None,
 ) -> list[list[int]]:
     """Trains every take and lets the journal go now and then; the groups of each take."""
     takes: list[list[int]] = []
-    client = DealerClient(address, run_id, "learner", resend_s=resend_s)
+    client = DealerClient(address, run_id, "learner", resend_s=resend_s, keys=keys)
 
     async def loop() -> None:
         lineage = (await client.request(Resume(lineage=0, take=0, version=0))).lineage
@@ -270,11 +275,13 @@ TIMEOUT_S = 60.0
 class Crowd:
     """Producers and a learner, each a process, from `start` to `end`."""
 
-    def __init__(self, address: str, run_id: str, producers: int, tokens: int) -> None:
+    def __init__(
+        self, address: str, run_id: str, producers: int, tokens: int, keys: Path | None = None
+    ) -> None:
         self.names = [f"producer-{index}" for index in range(producers)]
         self._stop = Context.Event()
         self._results = Context.Queue()
-        common = (address, run_id, self._stop, self._results)
+        common = (address, run_id, keys, self._stop, self._results)
         self.processes: dict[str, BaseProcess] = {
             "learner": Context.Process(target=_learn, args=common, daemon=True)
         }
@@ -282,9 +289,10 @@ class Crowd:
             args = (name, tokens, *common)
             self.processes[name] = Context.Process(target=_produce, args=args, daemon=True)
 
-    def start(self) -> None:
-        for process in self.processes.values():
-            process.start()
+    def start(self, *names: str) -> None:
+        """Start these; all of them if none is named."""
+        for name in names or self.processes:
+            self.processes[name].start()
 
     def end(self) -> tuple[list[Delivered], list[list[int]]]:
         """What every producer was told, and the groups of each take."""
@@ -296,10 +304,19 @@ class Crowd:
 
 
 def _produce(
-    name: str, tokens: int, address: str, run_id: str, stop: Event, results: multiprocessing.Queue
+    name: str,
+    tokens: int,
+    address: str,
+    run_id: str,
+    keys: Path | None,
+    stop: Event,
+    results: multiprocessing.Queue,
 ) -> None:
-    results.put((name, asyncio.run(produce(address, run_id, name, tokens, stop.is_set))))
+    told = asyncio.run(produce(address, run_id, name, tokens, stop.is_set, keys=keys))
+    results.put((name, told))
 
 
-def _learn(address: str, run_id: str, stop: Event, results: multiprocessing.Queue) -> None:
-    results.put(("learner", asyncio.run(learn(address, run_id, stop.is_set))))
+def _learn(
+    address: str, run_id: str, keys: Path | None, stop: Event, results: multiprocessing.Queue
+) -> None:
+    results.put(("learner", asyncio.run(learn(address, run_id, stop.is_set, keys=keys))))
