@@ -5,6 +5,7 @@ Only the exit code and the lines of the log return through Ray. The process dies
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,6 +45,7 @@ class ProcessHost:
         self.claim = claim(Path(tempfile.mkdtemp(prefix=PREFIX)))
         self.private = self.claim.directory
         self.log = self.private / "log"
+        self.meeting: Path | None = None
         self.process: subprocess.Popen[bytes] | None = None
 
     async def start(self, order: Order) -> tuple[int, str]:
@@ -53,7 +55,8 @@ class ProcessHost:
         if order.keys:
             command += ["--keys", str(self._write_keys(order.keys))]
         if order.meeting:
-            command += ["--meeting", str(_shared(order.meeting) / "ranks")]
+            self.meeting = _shared(order.meeting)
+            command += ["--meeting", str(self.meeting / "ranks")]
         directory = order.directory if os.path.isdir(order.directory) else None
         with open(order.log or self.log, "ab") as output:
             self.process = subprocess.Popen(
@@ -76,6 +79,8 @@ class ProcessHost:
                 return None, said  # the code comes after the last line
             if code is not None:
                 self.claim.remove()
+                if self.meeting is not None:  # where ranks are killed, the next launch sweeps it
+                    shutil.rmtree(self.meeting, ignore_errors=True)
                 return code, b""
             await asyncio.sleep(LOOK_S)
         return None, b""
