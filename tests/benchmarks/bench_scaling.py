@@ -52,6 +52,7 @@ run: {{dir: {directory}, name: run}}
 """
 TRAJECTORIES = 800  # of a window
 LEAST_S = 40.0
+SETTLE_S = 20.0  # until as many groups of new actors finish as begin
 
 
 class Running:
@@ -147,6 +148,7 @@ def main() -> None:
             run.wait(args.actors[0])
             for count in args.actors:
                 run.scale(count)
+                time.sleep(SETTLE_S)
                 found[count] = run.window()
                 report(args.launch, count, found[count], found[args.actors[0]], args.actors[0])
             run.scale(args.actors[0])
