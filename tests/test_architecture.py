@@ -38,7 +38,7 @@ IMPURE = ("asyncio", "random", "socket", "threading", "time", "zmq")
 # Outside libraries with one home each.
 HOMES: dict[str, tuple[str, ...]] = {
     "zmq": ("evolver_async.transport",),
-    "ray": ("evolver_async.launch.ray",),
+    "ray": ("evolver_async.launch.ray_cluster",),
     "faiss": ("actors.experience.index",),
     "vllm": (
         "actors.engines.vllm_engine",
@@ -122,6 +122,12 @@ def of(package: str) -> list[str]:
 def test_nothing_on_the_ground_floor_imports_a_wing() -> None:
     arrows = [(m, i) for m in of("evolver_async") for i in ours(m) if within(i, PACKAGES[1:])]
     assert arrows == []
+
+
+def test_no_room_bears_the_name_of_a_library() -> None:
+    """A type checker takes the folder for the library wherever the library is not installed."""
+    named = [name for name in modules() if name.split(".")[-1] in HOMES]
+    assert named == []
 
 
 def test_the_wings_do_not_import_each_other() -> None:

@@ -15,9 +15,9 @@ from evolver_async.checkpoint.directory import valid
 from evolver_async.cli import main
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
-from evolver_async.launch.ray.host import Order
-from evolver_async.launch.ray.launcher import check
-from evolver_async.launch.ray.spawner import forwarded
+from evolver_async.launch.ray_cluster.host import Order
+from evolver_async.launch.ray_cluster.launcher import check
+from evolver_async.launch.ray_cluster.spawner import forwarded
 
 RECIPE = """
 env: {name: bandit}

@@ -12,7 +12,7 @@ from evolver_async.config import Config, ConfigError
 from evolver_async.config.secrets import looks_secret
 from evolver_async.config.sections.channel import channel, host_and_port
 from evolver_async.errors import USER_ERROR
-from evolver_async.launch.ray.spawner import RaySpawner
+from evolver_async.launch.ray_cluster.spawner import RaySpawner
 from evolver_async.launch.supervisor import Supervisor
 from evolver_async.process.addresses import make_weights_dir
 from evolver_async.process.private_directories import PREFIX, Claim, claim, sweep

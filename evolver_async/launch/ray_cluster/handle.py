@@ -9,7 +9,7 @@ from typing import Any
 import ray  # pyright: ignore[reportMissingImports]
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError  # pyright: ignore[reportMissingImports]
 
-from evolver_async.launch.ray.host import Order
+from evolver_async.launch.ray_cluster.host import Order
 
 POLL_S = 0.05
 PATIENCE_S = 10.0  # for a place in the cluster, until the console says what is waited for

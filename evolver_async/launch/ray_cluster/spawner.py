@@ -18,8 +18,8 @@ from evolver_async.config import Config
 from evolver_async.config.secrets import mentioned
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS
 from evolver_async.launch.child import Handle, Spawner
-from evolver_async.launch.ray.handle import RayHandle
-from evolver_async.launch.ray.host import Order, ProcessHost
+from evolver_async.launch.ray_cluster.handle import RayHandle
+from evolver_async.launch.ray_cluster.host import Order, ProcessHost
 
 CLIENT_KEYS = ("server.public", "client.secret")  # what a client needs of the run's keys
 LOOK_S = 1.0  # between two looks at the nodes that are drained
