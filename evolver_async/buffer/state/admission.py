@@ -127,12 +127,12 @@ class Admission:
         held = self.at.groups[group_id]
         held.attempt += 1
         for member in members:
-            held.owners[member] = Owner(actor, held.attempt, self.at.head)
+            held.grant(member, Owner(actor, held.attempt, self.at.head))
 
     def arrive(self, group_id: int, member: int, facts: ArrivedMember) -> HeldGroup:
         """Add the first copy of a member; the last member makes the group ready."""
         held = self.at.groups[group_id]
-        held.arrived[member] = facts
+        held.arrive(member, facts)
         self.bytes += facts.bytes
         if not held.missing and held.kind not in UNTRAINED:
             held.order = self.at.next_order

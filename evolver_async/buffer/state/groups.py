@@ -1,6 +1,7 @@
 """Facts about one group and one take: plain data, no rules."""
 
 import statistics
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -34,8 +35,8 @@ class ArrivedMember(msgspec.Struct):
     location: Location
 
 
-class HeldGroup(msgspec.Struct, kw_only=True):
-    """One granted group.
+class HeldGroup(msgspec.Struct, kw_only=True, dict=True):
+    """One granted group; `arrive` and `grant` change its members.
 
     `uses_left` counts the uses still to come, the one under way included; `fates` holds the outcome
     of past ones by take: "trained", or the reason why selection left the group out. `order` is the
@@ -59,15 +60,32 @@ class HeldGroup(msgspec.Struct, kw_only=True):
     order: int = -1
     fates: dict[int, str] = {}
 
-    @property
+    def arrive(self, member: int, facts: ArrivedMember) -> None:
+        self.arrived[member] = facts
+        self.__dict__.clear()
+
+    def grant(self, member: int, owner: Owner) -> None:
+        self.owners[member] = owner
+        self.__dict__.clear()
+
+    # Kept until a member arrives or is granted again: each TAKE asks them of every group.
+
+    @cached_property
     def spread(self) -> float:
         """The population std of the rewards that arrived; exactly 0 where all are the same."""
         rewards = [member.reward for member in self.arrived.values()]
         return statistics.pstdev(rewards) if min(rewards) < max(rewards) else 0.0
 
-    @property
+    @cached_property
     def missing(self) -> list[int]:
         return [member for member in self.members if member not in self.arrived]
+
+    @cached_property
+    def sampled(self) -> frozenset[WeightId]:
+        """Oldest weights of the members that arrived, and the head when the others were granted."""
+        weights = [member.oldest for member in self.arrived.values()]
+        weights += [self.owners[member].head for member in self.missing]
+        return frozenset(one for one in weights if one is not None)
 
     @property
     def tokens(self) -> int:

@@ -3,6 +3,8 @@
 Also questions that it answers alone: the lag of a group, the takes to repeat after a RESUME.
 """
 
+from functools import cached_property
+
 import msgspec
 
 from evolver_async.buffer.state.groups import HeldGroup, Take
@@ -10,7 +12,10 @@ from evolver_async.lineages import Fork, version_lag
 from evolver_async.schema import WeightId
 
 
-class Position(msgspec.Struct):
+LAGS = 10_000  # that are remembered
+
+
+class Position(msgspec.Struct, dict=True):
     """Groups, takes and lineages.
 
     `kept`: the oldest take that may come back. `checkpoint_bytes`: the size of the newest
@@ -43,14 +48,23 @@ class Position(msgspec.Struct):
 
     def lag(self, held: HeldGroup, head: WeightId | None) -> int:
         """Count the versions from the oldest weights of a group, unfinished members included."""
-        sampled = [member.oldest for member in held.arrived.values()]
-        sampled += [held.owners[member].head for member in held.missing]
         if head is None:
             return 0
-        return max(
-            (version_lag(head, weights, self.forks) for weights in set(sampled) if weights),
-            default=0,
-        )
+        lags = self._lags
+        longest = 0
+        for weights in held.sampled:
+            between = head, weights
+            if between not in lags:
+                if len(lags) >= LAGS:
+                    lags.clear()
+                lags[between] = version_lag(head, weights, self.forks)
+            longest = max(longest, lags[between])
+        return longest
+
+    @cached_property
+    def _lags(self) -> dict[tuple[WeightId, WeightId], int]:
+        """Lags that were counted before: a lineage never changes its fork."""
+        return {}
 
     def promised(self, group_id: int) -> bool:
         """True if a take that is under way, or to be repeated, holds the group."""
