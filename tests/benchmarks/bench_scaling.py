@@ -34,7 +34,7 @@ rollout: {{group_size: 4, max_turns: 1, max_tokens: 4}}
 actors: {{count: {count}, max: 64, scale_s: 86400, groups: 8}}
 buffer: {{max_staleness: 63, lease_s: 60, stall_s: 240, straggler: wait}}
 advantage: {{kind: reinforce}}
-learner: {{groups_per_step: 8, minibatches: 1, lr: 1e-5, decay: none, token_budget: 2048}}
+learner: {{groups_per_step: 32, minibatches: 1, lr: 1e-5, decay: none, token_budget: 8192}}
 stages:  # an episode without a readable turn never reaches the environment
   - kind: sft
     steps: 25

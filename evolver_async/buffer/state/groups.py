@@ -62,11 +62,11 @@ class HeldGroup(msgspec.Struct, kw_only=True, dict=True):
 
     def arrive(self, member: int, facts: ArrivedMember) -> None:
         self.arrived[member] = facts
-        self.__dict__.clear()
+        vars(self).clear()
 
     def grant(self, member: int, owner: Owner) -> None:
         self.owners[member] = owner
-        self.__dict__.clear()
+        vars(self).clear()
 
     # Kept until a member arrives or is granted again: each TAKE asks them of every group.
 
@@ -79,6 +79,11 @@ class HeldGroup(msgspec.Struct, kw_only=True, dict=True):
     @cached_property
     def missing(self) -> list[int]:
         return [member for member in self.members if member not in self.arrived]
+
+    @cached_property
+    def counted_lag(self) -> tuple[WeightId, int] | None:
+        """The head from which `Position.lag` last counted, and its result."""
+        return None
 
     @cached_property
     def sampled(self) -> frozenset[WeightId]:

@@ -3,8 +3,6 @@
 Also questions that it answers alone: the lag of a group, the takes to repeat after a RESUME.
 """
 
-from functools import cached_property
-
 import msgspec
 
 from evolver_async.buffer.state.groups import HeldGroup, Take
@@ -12,10 +10,7 @@ from evolver_async.lineages import Fork, version_lag
 from evolver_async.schema import WeightId
 
 
-LAGS = 10_000  # that are remembered
-
-
-class Position(msgspec.Struct, dict=True):
+class Position(msgspec.Struct):
     """Groups, takes and lineages.
 
     `kept`: the oldest take that may come back. `checkpoint_bytes`: the size of the newest
@@ -50,21 +45,10 @@ class Position(msgspec.Struct, dict=True):
         """Count the versions from the oldest weights of a group, unfinished members included."""
         if head is None:
             return 0
-        lags = self._lags
-        longest = 0
-        for weights in held.sampled:
-            between = head, weights
-            if between not in lags:
-                if len(lags) >= LAGS:
-                    lags.clear()
-                lags[between] = version_lag(head, weights, self.forks)
-            longest = max(longest, lags[between])
-        return longest
-
-    @cached_property
-    def _lags(self) -> dict[tuple[WeightId, WeightId], int]:
-        """Lags that were counted before: a lineage never changes its fork."""
-        return {}
+        if held.counted_lag is None or held.counted_lag[0] is not head:
+            lags = [version_lag(head, weights, self.forks) for weights in held.sampled]
+            held.counted_lag = head, max(lags, default=0)
+        return held.counted_lag[1]
 
     def promised(self, group_id: int) -> bool:
         """True if a take that is under way, or to be repeated, holds the group."""
