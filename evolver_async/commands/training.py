@@ -15,7 +15,7 @@ from evolver_async.config.load import load
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
 from evolver_async.launch import forking
 from evolver_async.launch.creation import create
-from evolver_async.launch.registry import resolve
+from evolver_async.launch.registry import LAUNCHERS, resolve
 from evolver_async.launch.resumption import FinishedRun, resume
 from evolver_async.launch.run_directory import locked
 from evolver_async.process.setup import set_up_logging
@@ -47,7 +47,7 @@ def train(args: argparse.Namespace) -> int:
         runs.begin(run_dir)
         reason = ""
         try:
-            code = resolve(f"evolver_async.launch.{config.launch.kind}:run")(config, run_dir)
+            code = resolve(LAUNCHERS[config.launch.kind])(config, run_dir)
         except TrainingError as error:
             code, reason = TRAINING_ERROR, str(error)
         except Unrecoverable as error:

@@ -18,6 +18,12 @@ PROCESSES = {
     "experience": "actors.experience.service:main",
     "prepare": "learner.tools.prepare:main",
 }
+# Launchers by launch.kind: run(config, run_dir) -> exit code.
+LAUNCHERS = {
+    "serial": "evolver_async.launch.serial:run",
+    "local": "evolver_async.launch.local:run",
+    "ray": "evolver_async.launch.ray_cluster:run",
+}
 # Everything else that a wing offers by name.
 ROLES = PROCESSES | {
     "eval": "actors.evaluate:evaluate",  # (run_dir, episodes, step) -> one line
