@@ -148,8 +148,8 @@ class ActorRequests:
         behind = oldest is not None and (weights is None or weights < oldest)
         if behind:
             groups = self.store.replay.at.groups
-            held = [lease.group_id for lease in self.store.leases if lease.peer == peer]
-            behind = all(groups[group_id].pinned is None for group_id in held)
+            held = self.store.leases.of_peer(peer)
+            behind = all(groups[lease.group_id].pinned is None for lease in held)
         self.activity.activate(peer).hold(weights, behind, now)
 
     def _evaluate(self, peer: str) -> Ticket | None:

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/bench_connections.py [--connections 1000]
 
 Every connection is a client as an actor has one: it renews its leases every 10 s, and every 20 s it
-asks for tickets and returns them. The time of a LEASE is that until its reply, which follows the
-sync of the grant. First nothing else happens; then three producers push trajectories of 8 KiB.
+returns its tickets and asks for others. The time of a LEASE is that until its reply, which follows
+the sync of the grant. First nothing else happens; then three producers push trajectories of 8 KiB.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import psutil
 from evolver_async.buffer.service import BufferService
 from evolver_async.process.setup import collect_rarely
 from evolver_async.protocol.messages import Lease, Release, Renew, Tickets, Welcome
+from evolver_async.schema import Ticket
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.keys import make
 from evolver_async.transport.server import Server
@@ -53,21 +54,23 @@ def serve(address: str, keys: Path, directory: Path, stop: Event) -> None:
 async def idle(
     address: str, keys: Path, name: str, stop: Event, waits: list[tuple[float, float]]
 ) -> None:
-    """One connection, until `stop`."""
+    """One connection, until `stop`: it holds its tickets for LEASE_S, as long episodes do."""
     rng = random.Random(name)
     client = DealerClient(address, "bench", name, keys=keys)
     await asyncio.sleep(rng.uniform(0, LEASE_S))
-    due = time.monotonic()
+    due, held, weights = time.monotonic(), list[Ticket](), None
     while not stop.is_set():
         if time.monotonic() >= due:
             due += LEASE_S
+            for one in held:
+                release = Release(group_id=one.group_id, members=one.members, reason="bench")
+                await client.request(release)
             start = time.perf_counter()
-            reply = await client.request(Lease(credit=8))
-            if isinstance(reply, Tickets):
+            reply = await client.request(Lease(credit=8, weights=weights))
+            held = reply.tickets if isinstance(reply, Tickets) else []
+            if held:
                 waits.append((start, time.perf_counter() - start))
-                for one in reply.tickets:
-                    release = Release(group_id=one.group_id, members=one.members, reason="bench")
-                    await client.request(release)
+                weights = held[-1].weights
         else:
             await client.request(Renew(progress={}))
         await asyncio.sleep(rng.uniform(0.5, 1.5) * RENEW_S)

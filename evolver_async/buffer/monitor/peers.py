@@ -93,6 +93,7 @@ class Activity:
         self.metrics: dict[str, None] = {}  # names, in the order of their first report
         self.departed: dict[str, float] = {}
         self.departed_tokens = 0
+        self._asking: set[str] = set()  # processes that wait for tickets
 
     def seen(self, name: str, now: float) -> Peer:
         peer = self.peers.pop(name, None) or Peer(now, now)
@@ -114,6 +115,7 @@ class Activity:
 
     def _drop(self, name: str) -> None:
         peer = self.peers.pop(name)
+        self._asking.discard(name)
         self.departed_tokens += peer.generated
         if name in self.actors:  # other processes report gauges, which end with them
             self.fold(peer)
@@ -143,9 +145,13 @@ class Activity:
         waits = self.peers[name].waits
         reason = reason[:REASON_CHARS]
         waits[request] = (reason, waits.get(request, (reason, now))[1])
+        if request == "lease":
+            self._asking.add(name)
 
     def served(self, name: str, request: str) -> None:
         self.peers[name].waits.pop(request, None)
+        if request == "lease":
+            self._asking.discard(name)
 
     def activate(self, name: str) -> Peer:
         """Register the actor of this name as active."""
@@ -168,9 +174,7 @@ class Activity:
     def asking(self, now: float, within_s: float) -> set[str]:
         """Names of the living actors that wait for tickets."""
         return {
-            name
-            for name in self.actors
-            if self._here(name, now, within_s) and "lease" in self.peers[name].waits
+            name for name in self._asking if name in self.actors and self._here(name, now, within_s)
         }
 
     def _here(self, name: str, now: float, within_s: float) -> bool:

@@ -79,7 +79,7 @@ class StatusReport:
 
     def reason_to_stop(self, now: float) -> str:
         """The reason for which no data can come any more, "" if some can."""
-        playing = sum(len(lease.members) for lease in self.leases)
+        playing = self.leases.playing
         if reason := self.failures.reason_to_stop(playing, now):
             return reason
         replay, tasks = self.state.replay, self.state.tasks

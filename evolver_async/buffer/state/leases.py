@@ -38,13 +38,16 @@ class Leases:
     """All leases and all vacant members.
 
     A lease lasts `lease_s`; it is renewed only if its progress counter has moved within `stall_s`.
+    `playing`: leased members.
     """
 
     def __init__(self, lease_s: float, stall_s: float) -> None:
         self.lease_s = lease_s
         self.stall_s = stall_s
         self.vacant: dict[int, set[int]] = {}
+        self.playing = 0
         self._by_group: dict[int, list[MemberLease]] = {}
+        self._by_peer: dict[str, set[int]] = {}  # groups in which a peer holds, or held, a lease
 
     def grant(self, peer: str, group_id: int, attempt: int, members: list[int], now: float) -> None:
         """Lease these members; they are vacant no longer."""
@@ -62,6 +65,8 @@ class Leases:
             progress_at=now,
         )
         self._by_group.setdefault(group_id, []).append(lease)
+        self._by_peer.setdefault(peer, set()).add(group_id)
+        self.playing += len(lease.members)
 
     def finish(self, group_id: int, member: int) -> None:
         """End the lease of a member: it has arrived, from any actor."""
@@ -73,7 +78,7 @@ class Leases:
 
     def close(self, group_id: int) -> None:
         """End all leases of the group."""
-        self._by_group.pop(group_id, None)
+        self.playing -= sum(len(one.members) for one in self._by_group.pop(group_id, ()))
         self.vacant.pop(group_id, None)
 
     def renew(self, peer: str, progress: dict[int, int], now: float) -> list[int]:
@@ -124,7 +129,7 @@ class Leases:
 
     def abandon(self, peer: str) -> None:
         """Vacate all leases of `peer`: the process is gone, or a new one has its name."""
-        for lease in [lease for lease in self if lease.peer == peer]:
+        for lease in self.of_peer(peer):
             self._vacate(lease)
 
     def held(self, peer: str, group_id: int) -> MemberLease | None:
@@ -132,6 +137,16 @@ class Leases:
 
     def of_group(self, group_id: int) -> list[MemberLease]:
         return self._by_group.get(group_id, [])
+
+    def of_peer(self, peer: str) -> list[MemberLease]:
+        """Return the leases of one actor."""
+        groups = self._by_peer.get(peer, set())
+        leases = [one for group in groups for one in self.of_group(group) if one.peer == peer]
+        if leases:
+            self._by_peer[peer] = {lease.group_id for lease in leases}
+        else:
+            self._by_peer.pop(peer, None)
+        return leases
 
     def __iter__(self) -> Iterator[MemberLease]:
         for leases in self._by_group.values():
@@ -146,6 +161,7 @@ class Leases:
         leases = self._by_group.get(group_id, [])
         for lease in leases:
             if peer is None or lease.peer == peer:
+                self.playing -= len(lease.members & members)
                 lease.members -= members
         left = [lease for lease in leases if lease.members]
         if left:
