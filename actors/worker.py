@@ -111,6 +111,8 @@ class Worker:
 
         Ask only if a whole group fits: the credit of a parked LEASE does not grow.
         """
+        log.info("the engine is ready, asking for tickets")
+        first = True
         while True:
             async with self.turnover:
                 await self.turnover.wait_for(lambda: self.free() >= self.size)
@@ -123,6 +125,9 @@ class Worker:
             if isinstance(reply, messages.Fenced):
                 raise ActorReplaced(reply.reason)
             for ticket in reply.tickets:
+                if first:
+                    log.info("first ticket: group %d", ticket.group_id)
+                    first = False
                 self.start(ticket)
 
     def start(self, ticket: Ticket) -> None:

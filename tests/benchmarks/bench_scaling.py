@@ -5,8 +5,9 @@
 Each environment step takes a lognormal time (median 2 s, sigma 1). One run is scaled from number to
 number with `evolver-async scale`; then back to 1. Of every number: accepted trajectories and groups
 per second, the efficiency against the first, processor cores in use by all processes, the share of
-its time in which the learner waited. After that the longest step of the learner while actors joined
-and left, beside the longest while none did, and the tickets that were lost.
+its time in which the learner waited. After that the longest step of
+the learner while actors joined or left, beside that of each window; the time from an engine that is
+loaded to its first ticket; and the ledger.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,7 @@ class Running:
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         self.tail = Tail(self.run_dir / "metrics.jsonl")
         self.scaled: list[tuple[float, float]] = []  # when actors joined or left
-        self.rows: list[tuple[float, dict[str, Any]]] = []
+        self.busiest: list[float] = []  # the longest step meanwhile
 
     def status(self) -> dict[str, Any]:
         while True:
@@ -81,8 +83,11 @@ class Running:
         """Scale, and return when the number of actors is that one and all of them play."""
         began = time.monotonic()
         scale(self.run_dir, str(count))
+        self.tail.rows()
         self.wait(count)
         self.scaled.append((began, time.monotonic()))
+        if rows := [row for row in self.tail.rows() if "time/wait_s" in row]:
+            self.busiest.append(longest(rows))
 
     def wait(self, count: int) -> None:
         """Return when so many actors play, in the stage that is measured."""
@@ -119,10 +124,7 @@ class Running:
             "trajectories_per_s": (now[1] - first[1]) / passed,
             "cores": (self.cpu_s() - cpu) / passed,
             "waits": waited / passed,
-            "longest_step_s": max(
-                sum(v for name, v in row.items() if name.startswith("time/") and "wait" not in name)
-                for row in rows
-            ),
+            "longest_step_s": longest(rows),
         }
 
     def received(self) -> tuple[float, float]:
@@ -158,13 +160,54 @@ def main() -> None:
             print(f"actors killed instead of leaving: {log.count('is killed')}")
             seconds = [round(end - begin, 1) for begin, end in run.scaled]
             print(f"seconds from asking to all playing: {json.dumps(seconds)}")
-            print(f"median longest busy step: {busy(found):.3f} s")
+            print(f"longest busy step of each window: {busy(found)} s")
+            joining = [round(one, 3) for one in run.busiest]
+            print(f"longest busy step while actors joined or left: {joining} s")
+            waits = first_tickets(run.run_dir)
+            print(f"first ticket after a loaded engine: median {statistics.median(waits):.2f} s,")
+            print(f"longest {max(waits):.2f} s, of {len(waits)} actors")
+            print(f"ledger: {closed(status)}")
         finally:
             run.end()
 
 
-def busy(found: dict[int, dict[str, float]]) -> float:
-    return statistics.median(one["longest_step_s"] for one in found.values())
+def busy(found: dict[int, dict[str, float]]) -> list[float]:
+    return [round(one["longest_step_s"], 3) for one in found.values()]
+
+
+def longest(rows: list[dict[str, Any]]) -> float:
+    """Seconds of the longest step, the wait for its data left out."""
+    return max(
+        sum(v for name, v in row.items() if name.startswith("time/") and "wait" not in name)
+        for row in rows
+    )
+
+
+def first_tickets(run_dir: Path) -> list[float]:
+    """Seconds from every actor's loaded engine to its first ticket."""
+    found = []
+    for path in (run_dir / "logs").glob("actor-*.log"):
+        ready = 0.0
+        for line in path.read_text().splitlines():
+            if "the engine is ready" in line or "first ticket" in line:
+                stamp = datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+                if "first ticket" in line:
+                    found.append(stamp - ready)
+                ready = stamp
+    return found
+
+
+def closed(status: dict[str, Any]) -> str:
+    """Compare the trajectories that were received with what became of them."""
+    ledger = status["ledger"]
+    received = ledger["received"]["rollout"]["trajectories"]
+    ended = sum(
+        amount["trajectories"]
+        for fate in ("trained", "filtered", "evicted")
+        for amount in ledger[fate].get("rollout", {}).values()
+    )
+    held = sum(amount["trajectories"] for amount in ledger["held"]["rollout"].values())
+    return f"{received} received = {ended} trained, filtered or evicted + {held} held"
 
 
 def report(
