@@ -127,6 +127,8 @@ def _print_plan(chosen: Study, jobs: int) -> Estimate:
         f" {states.count('failed')} failed, {left} to run"
     )
     expected = report.measured(chosen) or estimate.rough([*chosen.configs.values()])
+    if left == 0:
+        return expected
     print(f"estimate: {estimate.total_text(expected, left, jobs)}", flush=True)
     existing = next(one for one in (chosen.out, *chosen.out.absolute().parents) if one.exists())
     if shutil.disk_usage(existing).free < left * expected.bytes:

@@ -60,6 +60,8 @@ def _figure(path: Path, x_label: str, y_label: str) -> Iterator[Any]:
     try:
         yield axes
         if axes.has_data():
+            if y_label.endswith("success"):
+                axes.set_ylim(-0.02, 1.02)  # intervals of few seeds are wider
             axes.set_xlabel(x_label)
             axes.set_ylabel(y_label)
             axes.grid(alpha=0.3)

@@ -6,7 +6,7 @@ from statistics import fmean
 from evolver_async.study import report
 from evolver_async.study.directory import Study, runs_of
 from evolver_async.study.estimate import duration_text
-from evolver_async.study.results import curve, rows_of
+from evolver_async.study.results import CurveReader
 from evolver_async.study.scheduler import EndedRun
 
 ERROR_CHARACTERS = 300  # of an error in a line; the log and the summary have all of it
@@ -44,7 +44,7 @@ class StudyProgress:
 
     def _final(self, end: EndedRun) -> str:
         metric = self.study.definition.threshold.metric
-        points = curve(rows_of(end.run.directory), metric)
+        points = CurveReader(self.study, end.run).points(metric)
         return f"  {metric} {points[-1].value:.3f}" if points else f"  no {metric}"
 
     def _left(self, runs: int) -> str:

@@ -78,22 +78,48 @@ def results_of(study: Study) -> list[RunResult]:
 
 def _result(study: Study, run: CellRun) -> RunResult:
     state, error = state_of(study, run)
-    before_s = 0.0
-    if study.definition.cold_start:
-        before_s = last_second(rows_of(cold_run(study, run.seed).directory))
-    rows = rows_of(run.directory)
-    points = curve(rows, study.definition.threshold.metric, before_s)
-    progress = list(_progress(rows, before_s).values())
-    taken = [row for row in rows if row.get("stage_kind") == "rl"]
+    curves = CurveReader(study, run)
+    taken = [row for row in curves.rows if row.get("stage_kind") == "rl"]
     return RunResult(
         run=run,
         state=state,
         error=error,
-        points=points,
-        last=progress[-1] if progress else None,
+        points=curves.points(study.definition.threshold.metric),
+        last=next(reversed(curves.progress.values()), None),
         means={name: _mean(taken, name) for name in MEANS},
         by_lag=dict(_by_lag(taken)),
     )
+
+
+class CurveReader:
+    """Reader of the curves of one run. A run that was forked begins with its cold start's end."""
+
+    def __init__(self, study: Study, run: CellRun) -> None:
+        self.rows = rows_of(run.directory)
+        self.before: list[dict[str, Any]] = []
+        if study.definition.cold_start:
+            self.before = rows_of(cold_run(study, run.seed).directory)
+        self.before_s = _last_second(self.before)
+        self.progress = progress_of(self.rows, self.before_s)
+
+    def points(self, metric: str) -> list[Point]:
+        """Return the points of a metric by step; of several at one step the newest one counts.
+
+        Evaluations begin at step 0 with the last one of the cold start.
+        """
+        first = [row[metric] for row in self.before if row.get(metric) is not None]
+        points: dict[float, Point] = {}
+        if self.rows and first and metric.startswith("eval/"):
+            points[0] = Point(0, 0.0, 0.0, float(first[-1]))
+        for row in self.rows:
+            if row.get(metric) is None:
+                continue
+            at = self.progress.get(row["step"])
+            if at is None:  # an evaluation before the first step
+                seconds = max(0.0, row.get("time_s", self.before_s) - self.before_s)
+                at = Point(row["step"], 0.0, seconds, 0.0)
+            points[row["step"]] = at._replace(value=float(row[metric]))
+        return [points[step] for step in sorted(points)]
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -101,22 +127,7 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return current_rows(Tail(run_dir / "metrics.jsonl").rows())
 
 
-def curve(rows: Sequence[dict[str, Any]], metric: str, before_s: float = 0.0) -> list[Point]:
-    """Return the points of a metric by step; of several at one step the newest one counts."""
-    progress = _progress(rows, before_s)
-    points: dict[float, Point] = {}
-    for row in rows:
-        value = row.get(metric)
-        if value is None:
-            continue
-        at = progress.get(row["step"])
-        if at is None:  # an evaluation before the first step
-            at = Point(row["step"], 0.0, max(0.0, row.get("time_s", before_s) - before_s), 0.0)
-        points[row["step"]] = at._replace(value=float(value))
-    return [points[step] for step in sorted(points)]
-
-
-def _progress(rows: Sequence[dict[str, Any]], before_s: float) -> dict[float, Point]:
+def progress_of(rows: Sequence[dict[str, Any]], before_s: float = 0.0) -> dict[float, Point]:
     """Return environment steps and seconds by learner step.
 
     The ledger counts the received episodes of the present kind of stage.
@@ -135,7 +146,7 @@ def _progress(rows: Sequence[dict[str, Any]], before_s: float) -> dict[float, Po
     return progress
 
 
-def last_second(rows: Sequence[dict[str, Any]]) -> float:
+def _last_second(rows: Sequence[dict[str, Any]]) -> float:
     """Return the seconds of training at the last step; 0 without steps."""
     return max((row["time_s"] for row in rows if "stage_kind" in row), default=0.0)
 

@@ -34,6 +34,7 @@ from evolver_async.watch import runs
 
 POLL_S = 0.2
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
+SEARCHED_LINES = 5  # of a log, for the error of a failed run
 OPEN = ("waiting", "unfinished")
 
 
@@ -119,14 +120,14 @@ class Scheduler:
         running = {child.run.name for child in self.children}
         if len(running) >= self.jobs:
             return
-        for run in self._ready():
+        for run in self.ready():
             if len(self.children) >= self.jobs:
                 return
             if run.name not in running:
                 running.add(run.name)
                 self.children.append(self._start(run))
 
-    def _ready(self) -> Sequence[CellRun]:
+    def ready(self) -> Sequence[CellRun]:
         """Return runs that can start: in place of one without its cold start, the cold start."""
         ready = {}
         for run in self.left():
@@ -182,7 +183,11 @@ class Scheduler:
     def _error(self, run: CellRun, code: int) -> str:
         """Return the recorded reason of a failure, else the last line of the log."""
         state, reason = ended(run.directory)
-        said = reason if state == "failed" else last_lines(log_file(self.study.out, run), 1)
+        last = last_lines(log_file(self.study.out, run), SEARCHED_LINES).splitlines()
+        lines = [line.strip(" |+-") for line in last if line.strip(" |+-")]
+        said = reason if state == "failed" else "".join(lines[-1:])
+        if said.startswith("ExceptionGroup") and lines:
+            said = lines[-1]  # the exception in the group
         how = f"train {ending(code)}"
         return f"{how}: {said.removeprefix('evolver-async: ')}" if said else how
 

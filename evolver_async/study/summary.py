@@ -155,12 +155,18 @@ def shown_reach(value: Reach) -> str:
         return "–"
     if value.censored == 0:
         found = interval(value.amounts)
-        return f"{found.mean:.0f}" if found.half is None else f"{found.mean:.0f} ± {found.half:.0f}"
+        mean = amount_text(found.mean)
+        return mean if found.half is None else f"{mean} ± {amount_text(found.half)}"
     said = f"not reached ({value.censored} of {count} seeds)"
     if 2 * value.censored < count:
         infinite = [float("inf")] * value.censored
-        return f"{said}, median {median([*value.amounts, *infinite]):.0f}"
+        return f"{said}, median {amount_text(median([*value.amounts, *infinite]))}"
     return said
+
+
+def amount_text(amount: float) -> str:
+    """Return an amount with a decimal if it is small and not whole."""
+    return f"{amount:.1f}" if amount < 100 and amount != int(amount) else f"{amount:.0f}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from evolver_async.study.cells import short_names
-from evolver_async.study.directory import Study, cold_run
-from evolver_async.study.results import CURVES, MEANS, RunResult, curve, last_second, rows_of
+from evolver_async.study.directory import Study
+from evolver_async.study.results import CURVES, MEANS, CurveReader, RunResult
 
 AMOUNTS = {"step": "steps", "env_steps": "env_steps", "seconds": "seconds"}
 
@@ -49,13 +49,10 @@ def _curve_rows(
     for result in results:
         run = result.run
         assert run.cell is not None
-        before_s = 0.0
-        if study.definition.cold_start:
-            before_s = last_second(rows_of(cold_run(study, run.seed).directory))
-        rows = rows_of(run.directory)
+        curves = CurveReader(study, run)
         own = [run.cell.name, run.seed, *(run.cell.swept[axis] for axis in axes)]
         for metric in metrics:
-            for point in curve(rows, metric, before_s):
+            for point in curves.points(metric):
                 yield [*own, *point[:3], metric, point.value]
 
 
