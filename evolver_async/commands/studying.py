@@ -17,7 +17,7 @@ from evolver_async.study import directory, estimate
 from evolver_async.study.cells import cells_of, check_starts, cold_stages, configs_of
 from evolver_async.study.definition import Definition
 from evolver_async.study.directory import Study, runs_of, state_of
-from evolver_async.study.estimate import Estimate
+from evolver_async.study.estimate import RunEstimate
 from evolver_async.study.scheduler import Scheduler, forget_failures
 
 NEEDED = ("scipy", "matplotlib")
@@ -115,7 +115,7 @@ def _summarize(chosen: Study) -> int:
     return 0
 
 
-def _print_plan(chosen: Study, jobs: int) -> Estimate:
+def _print_plan(chosen: Study, jobs: int) -> RunEstimate:
     """Print the number of runs with the time and disk that they need; return this of one run."""
     from evolver_async.study import report
 

@@ -25,7 +25,7 @@ TRAINED_BYTES = 12  # of a parameter in a checkpoint: its value and two moments 
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RunEstimate:
     """Time and disk of one run. `seconds` is None if unknown; `source` says where it is from."""
 
     seconds: float | None
@@ -33,14 +33,14 @@ class Estimate:
     source: str
 
 
-def measured(durations: Sequence[float], directories: Iterable[Path]) -> Estimate | None:
+def measured(durations: Sequence[float], directories: Iterable[Path]) -> RunEstimate | None:
     """Return the means of finished runs, None if there are none."""
     if not durations:
         return None
     sizes = [size_of(directory) for directory in directories]
     count = len(durations)
     source = f"measured by {count} finished run{'s' * (count > 1)}"
-    return Estimate(sum(durations) / count, sum(sizes) / max(1, len(sizes)), source)
+    return RunEstimate(sum(durations) / count, sum(sizes) / max(1, len(sizes)), source)
 
 
 def size_of(directory: Path) -> int:
@@ -48,16 +48,16 @@ def size_of(directory: Path) -> int:
     return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def rough(configs: Sequence[Config]) -> Estimate:
+def rough(configs: Sequence[Config]) -> RunEstimate:
     """Return the mean over cells, computed from the sizes of their models, stages and episodes."""
     parts = [_rough(config) for config in configs]
     known = [part.seconds for part in parts if part.seconds is not None]
     seconds = sum(known) / len(known) if len(known) == len(parts) else None
     size = sum(part.bytes for part in parts) / len(parts)
-    return Estimate(seconds, size, "roughly, from the sizes of the recipe")
+    return RunEstimate(seconds, size, "roughly, from the sizes of the recipe")
 
 
-def _rough(config: Config) -> Estimate:
+def _rough(config: Config) -> RunEstimate:
     parameters = _parameters(config)
     seconds: float | None = START_S
     journal = 0.0
@@ -79,7 +79,7 @@ def _rough(config: Config) -> Estimate:
     trained = 0 if config.policy.lora.rank else kept * parameters * TRAINED_BYTES
     own = 0 if config.policy.path else parameters * DTYPE_BYTES[config.policy.dtype]
     archived = journal if config.buffer.archive == "all" else 0.0
-    return Estimate(seconds, trained + own + archived, "")
+    return RunEstimate(seconds, trained + own + archived, "")
 
 
 def _parameters(config: Config) -> float:
@@ -92,7 +92,7 @@ def _parameters(config: Config) -> float:
     return policy.layers * layer + 2 * VOCABULARY * policy.hidden_size
 
 
-def total_text(estimate: Estimate, runs: int, jobs: int) -> str:
+def total_text(estimate: RunEstimate, runs: int, jobs: int) -> str:
     """Return the estimate of `runs` runs, `jobs` at a time, in words."""
     disk = f"{size_text(runs * estimate.bytes)} of disk"
     if estimate.seconds is None:

@@ -2,7 +2,7 @@
 
 from evolver_async.study import estimate, plots, summary, tables
 from evolver_async.study.directory import Study
-from evolver_async.study.estimate import START_S, Estimate
+from evolver_async.study.estimate import START_S, RunEstimate
 from evolver_async.study.results import results_of
 
 SUMMARY = "summary.md"
@@ -18,7 +18,7 @@ def write(study: Study) -> None:
     plots.write(study, results)
 
 
-def measured(study: Study) -> Estimate | None:
+def measured(study: Study) -> RunEstimate | None:
     """Return the time and disk of a run by those that are finished, None if there are none."""
     done = [one for one in results_of(study) if one.state == "finished" and one.last is not None]
     durations = [one.last.seconds + START_S for one in done if one.last is not None]

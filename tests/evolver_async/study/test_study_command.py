@@ -204,7 +204,7 @@ def test_an_interrupted_study_goes_on_where_it_was_and_lists_what_failed(
     assert children and not any(map(alive, children)), "no run outlives the study"
 
     first = (out / "logs" / "lr-5e-3-s0.log").read_text()
-    again = [*COMMAND, *arguments]
+    again = [*COMMAND, *arguments, "--jobs", "2"]
     done = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert (out / "logs" / "lr-5e-3-s0.log").read_text() == first, "a finished run is kept"
