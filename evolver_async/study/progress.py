@@ -34,8 +34,9 @@ class StudyProgress:
             words += f": {' '.join(end.error.split())[:ERROR_CHARACTERS]}"
         elif end.state == "finished":
             words += self._final(end)
-        place = f"[{self.total - left}/{self.total}]"
-        print(f"{place} {end.run.name} {words}  left {self._left(left)}", flush=True)
+        if end.state != "stopped":
+            words += f"  left {self._left(left)}"
+        print(f"[{self.total - left}/{self.total}] {end.run.name} {words}", flush=True)
         try:
             report.write(self.study)
         except Exception as error:  # a plot must not end runs of hours

@@ -108,12 +108,8 @@ class Scheduler:
                 signal.signal(number, handler)
 
     def left(self) -> list[CellRun]:
-        """Return the runs that are neither finished nor failed nor stopped, running ones too."""
-        wanted = []
-        for run in runs_of(self.study):
-            if state_of(self.study, run)[0] in OPEN and run.name not in self.stopped:
-                wanted.append(run)
-        return wanted
+        """Return the runs that are neither finished nor failed, running ones too."""
+        return [run for run in runs_of(self.study) if state_of(self.study, run)[0] in OPEN]
 
     def _start_next(self) -> None:
         """Start runs until `jobs` of them run or none is ready."""
@@ -131,6 +127,8 @@ class Scheduler:
         """Return runs that can start: in place of one without its cold start, the cold start."""
         ready = {}
         for run in self.left():
+            if run.name in self.stopped:
+                continue
             if self.study.definition.cold_start and not (run.directory / "config.yaml").exists():
                 cold = cold_run(self.study, run.seed)
                 if state_of(self.study, cold)[0] in OPEN:
