@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         hint = f", did you mean {close[0]}?" if close else ""
         parser.error(f"{first}: unknown command{hint}")
     args, rest = parser.parse_known_args(arguments)
-    takes_changes = args.command in ("train", "doctor", "config")
+    takes_changes = args.command in ("train", "study", "doctor", "config")
     changes = [text for text in rest if takes_changes and not text.startswith("-")]
     if changes != rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -81,6 +81,9 @@ def _add_recipes(commands: Commands) -> None:
     command.add_argument("--resume", type=Path, metavar="RUN_DIR|auto", help=about)
     _add_step(command, "with --resume: go back to the checkpoint of this step")
     command.add_argument("--fork", metavar="NAME", help="with --resume: continue as a new run")
+    command.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # of a study
+
+    _add_study(commands)
 
     _add(commands, "recipes", "recipes:list_recipes", "list the recipes that are shipped")
 
@@ -91,6 +94,38 @@ def _add_recipes(commands: Commands) -> None:
     about = "check what this machine can run, or whether it can run a recipe"
     command = _add(commands, "doctor", "examination:examine", about)
     _add_recipe(command, "exit code 1 if it cannot run here")
+
+
+def _add_study(commands: Commands) -> None:
+    """Add the command that runs a grid of a recipe."""
+    about = "run a grid of a recipe over seeds, and compare the cells"
+    command = _add(commands, "study", "studying:study", about)
+    command.add_argument(
+        "positional",
+        nargs="*",
+        metavar="STUDY|RECIPE key=value,value …",
+        help="a study or recipe, its name or YAML file, then keys: several values are swept",
+    )
+    command.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="directory of the study"
+    )
+    command.add_argument(
+        "--seeds", metavar="0..4", help="also 0,2,5; default: the study's, or 0..2"
+    )
+    command.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at the same time")
+    about = "give a key the value of a swept key in every cell"
+    command.add_argument("--tie", action="append", default=[], metavar="KEY=SWEPT", help=about)
+    about = "the value to reach; default: eval/success=0.8"
+    command.add_argument("--threshold", metavar="METRIC=VALUE", help=about)
+    about = "margin within which cells count as equivalent to the first"
+    command.add_argument("--equivalence", metavar="MARGIN", help=about)
+    about = "train the first supervised stages once a seed, and fork the cells from them"
+    command.add_argument("--cold-start", action="store_true", help=about)
+    command.add_argument("--retry", action="store_true", help="try failed runs again")
+    about = "print the cells and the estimate, and start nothing"
+    command.add_argument("--dry-run", action="store_true", help=about)
+    about = "write tables and plots of an existing study again, and start nothing"
+    command.add_argument("--summary", action="store_true", help=about)
 
 
 def _add(

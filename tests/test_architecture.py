@@ -27,12 +27,16 @@ FLOORS = (
     ("weights", "buffer"),
     ("launch",),
     ("watch", "doctor"),
+    ("study",),
     ("commands",),
     ("cli",),
 )
 
 # Folders of pure functions: time and randomness are arguments.
-PURE = ("evolver_async.buffer.state", "learner.loss", "learner.advantage", "learner.data")
+PURE = (
+    *("evolver_async.buffer.state", "evolver_async.study.statistics"),
+    *("learner.loss", "learner.advantage", "learner.data"),
+)
 IMPURE = ("asyncio", "random", "socket", "threading", "time", "zmq")
 
 # Outside libraries with one home each.
@@ -55,6 +59,8 @@ HOMES: dict[str, tuple[str, ...]] = {
     "uvicorn": ("actors.endpoint.server",),
     "wandb": ("evolver_async.metrics.wandb_upload",),
     "prometheus_client": ("evolver_async.watch.prometheus",),
+    "matplotlib": ("evolver_async.study.plots",),
+    "scipy": ("evolver_async.study.statistics",),
     "omegaconf": ("evolver_async.config",),
     "msgpack": ("evolver_async.protocol.bounded",),
     "torch": (

@@ -13,6 +13,7 @@ from pathlib import Path
 from evolver_async.config.values.errors import ConfigError
 
 RECIPES = Path(str(files("evolver_async"))) / "recipes"
+STUDIES = "studies/"  # folder of the files of `study`, which no other command reads
 
 
 def recipe_path(text: str) -> Path:
@@ -35,13 +36,16 @@ def recipe_path(text: str) -> Path:
 
 def list_recipes(_: argparse.Namespace) -> int:
     """Print the name of every recipe with the head of its first comment, then their directory."""
-    named = _recipes()
+    everything = _recipes()
+    named = {name: path for name, path in everything.items() if not name.startswith(STUDIES)}
     width = max(map(len, named))
     for name, path in named.items():
         print(f"{name:{width}}  {_headline(path)}")
     print(
         f"\nTrain one by its name: evolver-async train NAME. The files are in {RECIPES.resolve()}."
     )
+    studies = [name.removeprefix(STUDIES) for name in everything.keys() - named.keys()]
+    print(f"Studies, for evolver-async study NAME: {', '.join(sorted(studies))}.")
     return 0
 
 

@@ -18,7 +18,7 @@ from evolver_async.launch.creation import create
 from evolver_async.launch.registry import LAUNCHERS, resolve
 from evolver_async.launch.resumption import FinishedRun, resume
 from evolver_async.launch.run_directory import locked
-from evolver_async.process.setup import set_up_logging
+from evolver_async.process.setup import die_with, set_up_logging
 from evolver_async.watch import live, prometheus, runs
 
 AUTO = Path("auto")  # of --resume
@@ -29,6 +29,8 @@ PLACES = ("launch.", "weights.", "metrics.", "security.", "buffer.address", "exp
 
 def train(args: argparse.Namespace) -> int:
     """Start or resume a run and show it."""
+    if args.parent is not None:
+        die_with(args.parent)
     with contextlib.ExitStack() as held:
         try:
             with as_config_errors():

@@ -179,7 +179,9 @@ def test_a_wrong_recipe_gets_the_names_that_are_close(
 
 def test_recipes_are_listed_with_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
-    *lines, _, where = capsys.readouterr().out.splitlines()
-    assert len(lines) == len([*(ROOT / "configs").rglob("*.yaml")])
+    *lines, _, where, studies = capsys.readouterr().out.splitlines()
+    files = {*(ROOT / "configs").rglob("*.yaml")} - {*(ROOT / "configs/studies").iterdir()}
+    assert len(lines) == len(files)
+    assert "evolver-async study NAME: boost, correction, guided, judge, lag," in studies
     assert all(line.split()[1:] and line.endswith((".", "…")) for line in lines)
     assert str(ROOT / "configs") in where

@@ -1,0 +1,165 @@
+"""`study`: a grid of runs of a recipe, its progress, and its tables and plots."""
+
+import argparse
+import importlib.util
+import shlex
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from evolver_async.commands.checked import as_config_errors
+from evolver_async.commands.recipes import recipe_path
+from evolver_async.config import ConfigError
+from evolver_async.launch.run_directory import locked
+from evolver_async.study import definition as definitions
+from evolver_async.study import directory, estimate
+from evolver_async.study.cells import cells_of, check_starts, cold_stages, configs_of
+from evolver_async.study.definition import Definition
+from evolver_async.study.directory import Study, runs_of, state_of
+from evolver_async.study.estimate import RunEstimate
+from evolver_async.study.scheduler import Scheduler, forget_failures
+
+NEEDED = ("scipy", "matplotlib")
+FAILED = 1  # exit code if a run failed
+
+
+def study(args: argparse.Namespace) -> int:
+    """Run the cells of a study that are left; return 1 if a run has failed."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"study: needs {' and '.join(missing)}; pip install 'evolver-async[study]'"
+        )
+    if args.jobs < 1:
+        raise ConfigError(f"--jobs: must be at least 1, is {args.jobs}")
+    with as_config_errors():
+        chosen = _study_of(args)
+        if args.summary:
+            return _summarize(chosen)
+        check_starts(chosen.configs, args.jobs)
+        if chosen.definition.cold_start:
+            cold_stages(chosen.configs)
+    if args.dry_run:
+        before = directory.existing(chosen.out)
+        difference = directory.difference_of(before, chosen) if before is not None else ""
+        if difference:
+            raise ConfigError(f"{chosen.out}: holds another study: {difference}")
+        for cell in chosen.cells:
+            print(f"{cell.name}: {' '.join(cell.changes) or 'the recipe as it is'}")
+        _print_plan(chosen, args.jobs)
+        return 0
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    with locked(chosen.out):
+        with as_config_errors():
+            directory.begin(chosen)
+        return _run(chosen, args)
+
+
+def _study_of(args: argparse.Namespace) -> Study:
+    """Return the study that the arguments describe, or the one of --out if they name none."""
+    before = directory.existing(args.out)
+    first = next(iter(args.positional), "=")
+    if "=" not in first:
+        definition, recipe = _written(first)
+        changes = args.positional[1:]
+    elif before is not None and not args.positional:
+        definition, recipe, changes = before.definition, None, []
+    else:
+        raise ConfigError("study: needs a study or a recipe first, or the --out of an earlier one")
+    definition = _with_options(definitions.with_arguments(definition, changes), args)
+    cells = cells_of(definition)
+    if recipe is None:
+        assert before is not None
+        return Study(args.out, definition, cells, before.configs)
+    return Study(args.out, definition, cells, configs_of(definition, recipe, cells))
+
+
+def _written(text: str) -> tuple[Definition, Path]:
+    """Return the definition of a study or recipe by name or path, and the recipe's file."""
+    try:
+        path = recipe_path(f"studies/{text}")
+    except ConfigError:
+        path = recipe_path(text)
+    definition = definitions.read(path)
+    if definition is None:
+        return Definition(recipe=text), path
+    beside = path.parent / definition.recipe
+    return definition, beside if beside.is_file() else recipe_path(definition.recipe)
+
+
+def _with_options(definition: Definition, args: argparse.Namespace) -> Definition:
+    values: dict[str, object] = {}
+    if args.seeds is not None:
+        values["seeds"] = definitions.parse_seeds(args.seeds)
+    if args.tie:
+        values["tie"] = {**definition.tie, **dict(map(definitions.parse_tie, args.tie))}
+    if args.threshold is not None:
+        values["threshold"] = definitions.parse_threshold(args.threshold)
+    if args.equivalence is not None:
+        values["equivalence"] = definitions.parse_margin(args.equivalence)
+    if args.cold_start:
+        values["cold_start"] = True
+    return replace(definition, **values)  # pyright: ignore[reportArgumentType]
+
+
+def _summarize(chosen: Study) -> int:
+    """Write tables and plots of an existing study."""
+    from evolver_async.study import report
+
+    before = directory.existing(chosen.out)
+    if before is None:
+        raise ConfigError(f"{chosen.out}: holds no study (no {directory.DEFINITION})")
+    report.write(replace(before, definition=chosen.definition))
+    print(f"written: {chosen.out / 'summary.md'}, cells.csv, curves.csv, plots/")
+    return 0
+
+
+def _print_plan(chosen: Study, jobs: int) -> RunEstimate:
+    """Print the number of runs with the time and disk that they need; return this of one run."""
+    from evolver_async.study import report
+
+    states = [state_of(chosen, run)[0] for run in runs_of(chosen)]
+    left = sum(state in ("waiting", "unfinished") for state in states)
+    seeds, done = len(chosen.definition.seeds), states.count("finished")
+    print(
+        f"{len(chosen.cells)} cells x {seeds} seeds = {len(states)} runs, {done} finished,"
+        f" {states.count('failed')} failed, {left} to run"
+    )
+    expected = report.measured(chosen) or estimate.rough([*chosen.configs.values()])
+    if left == 0:
+        return expected
+    print(f"estimate: {estimate.total_text(expected, left, jobs)}", flush=True)
+    existing = next(one for one in (chosen.out, *chosen.out.absolute().parents) if one.exists())
+    if shutil.disk_usage(existing).free < left * expected.bytes:
+        print(f"warning: {existing} has less free space than that", file=sys.stderr)
+    return expected
+
+
+def _run(chosen: Study, args: argparse.Namespace) -> int:
+    """Run what is left of a study whose directory is locked; return the exit code."""
+    from evolver_async.study import report
+    from evolver_async.study.progress import StudyProgress
+
+    if args.retry:
+        forget_failures(chosen)
+    expected = _print_plan(chosen, args.jobs)
+    progress = StudyProgress(chosen, args.jobs, expected.seconds)
+    scheduler = Scheduler(chosen, args.jobs, progress.report)
+    complete = scheduler.run()
+    report.write(chosen)
+    states = [(run.name, *state_of(chosen, run)) for run in runs_of(chosen)]
+    failed = [(name, error) for name, state, error in states if state == "failed"]
+    for name, error in failed:
+        print(f"failed: {name}: {error}", file=sys.stderr)
+    print(f"summary: {chosen.out / report.SUMMARY}")
+    again = f"evolver-async study --out {shlex.quote(str(chosen.out))}"
+    if args.jobs > 1:
+        again += f" --jobs {args.jobs}"
+    if not complete or scheduler.stopped:
+        print(f"stopped; continue: {again}")
+    if failed:
+        print(f"try the failed runs again: {again} --retry")
+    if not complete:
+        return 128 + scheduler.signals[0]
+    return FAILED if failed or scheduler.stopped else 0

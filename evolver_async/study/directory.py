@@ -1,0 +1,194 @@
+"""The directory of a study: its frozen definition, its runs, their states and failures.
+
+`definition.yaml` is the study, `cells/` the resolved recipe of every cell, `runs/` their run
+directories, `cold/` those of the cold starts, `logs/` the output of `train`, `failures.json` the
+errors of failed runs.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from evolver_async.config import Config, ConfigError
+from evolver_async.config.load import dump, load
+from evolver_async.config.secrets import mask
+from evolver_async.study import definition as definitions
+from evolver_async.study.cells import Cell, as_argument, cells_of, cold_stages, differences
+from evolver_async.study.definition import Definition, flow
+from evolver_async.watch.runs import END
+
+DEFINITION = "definition.yaml"
+FAILURES = "failures.json"
+FIXED = ("seeds", "variants", "grid", "tie", "cold_start")  # shape the runs; others their reading
+
+RunState = Literal["waiting", "unfinished", "finished", "failed"]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study with its directory and the resolved configuration of every cell."""
+
+    out: Path
+    definition: Definition
+    cells: Sequence[Cell]
+    configs: Mapping[str, Config]
+
+
+@dataclass(frozen=True)
+class CellRun:
+    """One run: a cell with a seed, or the cold start of a seed (`cell` is None)."""
+
+    cell: Cell | None
+    seed: int
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        """Name of the run, of its directory and of its log."""
+        return self.directory.name
+
+
+def runs_of(study: Study) -> list[CellRun]:
+    """Return the runs of all cells, seed by seed, so that pairs are complete early."""
+    return [
+        CellRun(cell, seed, study.out / "runs" / f"{cell.name}-s{seed}")
+        for seed in study.definition.seeds
+        for cell in study.cells
+    ]
+
+
+def cold_run(study: Study, seed: int) -> CellRun:
+    """Return the cold start of a seed."""
+    return CellRun(None, seed, study.out / "cold" / f"cold-s{seed}")
+
+
+def existing(out: Path) -> Study | None:
+    """Read the study of a directory, None if it has none. Raises ConfigError."""
+    path = out / DEFINITION
+    if not path.exists():
+        return None
+    definition = definitions.read(path)
+    if definition is None:
+        raise ConfigError(f"{path}: is not the definition of a study")
+    cells = cells_of(definition)
+    configs = {cell.name: load(_frozen(out, cell.name)) for cell in cells}
+    return Study(out, definition, cells, configs)
+
+
+def begin(study: Study) -> None:
+    """Write the definition and the recipe of every cell, or refuse another study's directory."""
+    before = existing(study.out)
+    if before is not None:
+        if difference := difference_of(before, study):
+            raise ConfigError(
+                f"{study.out}: holds another study: {mask(difference)}; choose another --out"
+            )
+    elif (study.out / "runs").exists():
+        raise ConfigError(f"{study.out}: has runs of no study (no {DEFINITION}); choose another")
+    else:
+        (study.out / "cells").mkdir(parents=True, exist_ok=True)
+        for name, config in study.configs.items():
+            dump(config, _frozen(study.out, name))
+    _replace(study.out / DEFINITION, definitions.dump(study.definition))
+
+
+def difference_of(before: Study, after: Study) -> str:
+    """Name the first difference that changes the runs of a study; "" if there is none."""
+    for name in FIXED:
+        old, new = (_plain(getattr(one.definition, name)) for one in (before, after))
+        if old != new:
+            return f"{name}: was {_shown(old)}, is {_shown(new)}"
+    for cell in before.cells:
+        changed = differences(before.configs[cell.name], after.configs[cell.name])
+        for key, old, new in changed:
+            return f"cell {cell.name}: {key} was {old!r}, is {new!r}"
+    return ""
+
+
+def _plain(value: Any) -> Any:
+    """Return mappings as lists of pairs, because the order of axes names the first cell."""
+    if isinstance(value, Mapping):
+        return [(key, _plain(item)) for key, item in value.items()]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, list):
+        return str(value).lower()
+    parts = [
+        f"{item[0]}={_shown(item[1])}" if isinstance(item, tuple) else str(item) for item in value
+    ]
+    return ",".join(parts) or "empty"
+
+
+def _frozen(out: Path, cell: str) -> Path:
+    return out / "cells" / f"{cell}.yaml"
+
+
+def command_of(study: Study, run: CellRun) -> list[str]:
+    """Return the arguments of `evolver-async` that begin or continue a run."""
+    place = [f"run.dir={flow(str(run.directory.parent))}", "metrics.panel=none"]
+    first = study.cells[0].name
+    recipe = _frozen(study.out, first if run.cell is None else run.cell.name)
+    own = [f"run.seed={run.seed}", f"run.name={flow(run.name)}"]
+    if run.cell is None:
+        config = study.configs[first]
+        stages = config.stages[: cold_stages(study.configs)]
+        cut = as_argument("stages", stages)
+        return ["train", str(recipe), "--resume", "auto", *own, *place, cut]
+    begun = (run.directory / "config.yaml").exists()
+    if begun or not study.definition.cold_start:
+        return ["train", str(recipe), "--resume", "auto", *own, *place]
+    config, cold = study.configs[run.cell.name], cold_run(study, run.seed)
+    changed = differences(study.configs[first], config)
+    changes = [as_argument(key, new) for key, _, new in changed if key != "stages"]
+    changes.append(as_argument("stages", config.stages))
+    return ["train", "--resume", str(cold.directory), "--fork", run.name, *place, *changes]
+
+
+def state_of(study: Study, run: CellRun) -> tuple[RunState, str]:
+    """Return the state of a run and the error of a failed one."""
+    failures = read_failures(study.out)
+    if run.name in failures:
+        return "failed", failures[run.name]
+    if not (run.directory / "config.yaml").exists():
+        if run.cell is not None and study.definition.cold_start:
+            cold, error = state_of(study, cold_run(study, run.seed))
+            if cold == "failed":
+                return "failed", f"its cold start failed: {error}"
+        return "waiting", ""
+    state, reason = ended(run.directory)
+    if state in ("finished", "failed"):
+        return state, reason
+    return "unfinished", ""
+
+
+def ended(run_dir: Path) -> tuple[str, str]:
+    """Return the state and the reason of a launch's end; empty texts if none is recorded."""
+    try:
+        ending = json.loads((run_dir / END).read_text())
+    except (FileNotFoundError, ValueError):
+        return "", ""
+    return ending["state"], ending["reason"]
+
+
+def read_failures(out: Path) -> dict[str, str]:
+    """Return the errors of failed runs by name."""
+    path = out / FAILURES
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def record_failure(out: Path, name: str, error: str | None) -> None:
+    """Record the error of a run; None forgets it."""
+    failures = {key: text for key, text in read_failures(out).items() if key != name}
+    if error is not None:
+        failures[name] = error
+    _replace(out / FAILURES, f"{json.dumps(failures, indent=1, ensure_ascii=False)}\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)

@@ -1,0 +1,56 @@
+"""Progress of a study on the console: one line for each run that ends."""
+
+import sys
+from statistics import fmean
+
+from evolver_async.study import report
+from evolver_async.study.directory import Study, runs_of
+from evolver_async.study.estimate import duration_text
+from evolver_async.study.results import CurveReader
+from evolver_async.study.scheduler import EndedRun
+
+ERROR_CHARACTERS = 300  # of an error in a line; the log and the summary have all of it
+
+
+class StudyProgress:
+    """Printer of ended runs; every end writes the tables, the summary and the plots again.
+
+    `expected_s` is the estimated time of a run, None if unknown; measured times replace it.
+    """
+
+    def __init__(self, study: Study, jobs: int, expected_s: float | None) -> None:
+        self.study = study
+        self.jobs = jobs
+        self.expected_s = expected_s
+        self.durations: list[float] = []
+        self.total = len(runs_of(study))
+
+    def report(self, end: EndedRun, left: int) -> None:
+        """Print the line of a run that has ended; `left` runs are not finished."""
+        if end.state == "finished" and end.run.cell is not None:
+            self.durations.append(end.seconds)
+        words = f"{end.state} after {duration_text(end.seconds)}"
+        if end.error:
+            words += f": {' '.join(end.error.split())[:ERROR_CHARACTERS]}"
+        elif end.state == "finished":
+            words += self._final(end)
+        if end.state != "stopped":
+            words += f"  left {self._left(left)}"
+        print(f"[{self.total - left}/{self.total}] {end.run.name} {words}", flush=True)
+        try:
+            report.write(self.study)
+        except Exception as error:  # a plot must not end runs of hours
+            words = f"{type(error).__name__}: {error}"
+            print(f"study: the summary could not be written: {words}", file=sys.stderr)
+
+    def _final(self, end: EndedRun) -> str:
+        metric = self.study.definition.threshold.metric
+        points = CurveReader(self.study, end.run).points(metric)
+        return f"  {metric} {points[-1].value:.3f}" if points else f"  no {metric}"
+
+    def _left(self, runs: int) -> str:
+        """Return the time that the other runs still need, in words."""
+        mean = fmean(self.durations) if self.durations else self.expected_s
+        if runs == 0:
+            return "nothing"
+        return f"{runs} runs" if mean is None else duration_text(mean * runs / self.jobs)

@@ -1,0 +1,177 @@
+"""Results of a study's runs, read from their metrics.
+
+Environment steps are the turns of all episodes that the buffer received. Seconds and environment
+steps of a run that continues a cold start begin at the fork.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+from evolver_async.config import StageConfig
+from evolver_async.metrics.lineages import current_rows
+from evolver_async.metrics.tail import Tail
+from evolver_async.study.directory import CellRun, RunState, Study, cold_run, runs_of, state_of
+from evolver_async.study.statistics import area, first_reach, weighted_mean
+
+BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # of version lag, in the order of an axis
+STAGE_KINDS: tuple[str, ...] = get_args(get_type_hints(StageConfig)["kind"])
+BY_LAG = ("ess", "kl", "clip")
+OFFPOLICY = ("offpolicy/ess", "offpolicy/kl", "offpolicy/clip_low", "offpolicy/clip_high")
+MEANS = (*OFFPOLICY, "staleness/mean")  # over the rl steps of a run
+CURVES = (  # metrics of curves.csv beside that of the threshold
+    *("eval/success", "eval/reward_mean", "train/success", "train/reward_mean", "loss/entropy"),
+    *(*MEANS, "offpolicy/masked"),
+)
+
+
+class Point(NamedTuple):
+    """Value of a metric, and how far the run was: steps, environment steps, seconds."""
+
+    step: float
+    env_steps: float
+    seconds: float
+    value: float
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Results of one run so far; `points` are those of the threshold's metric."""
+
+    run: CellRun
+    state: RunState
+    error: str
+    points: Sequence[Point]
+    last: Point | None  # the newest step, whose value has no meaning
+    means: dict[str, float | None]
+    by_lag: dict[tuple[str, str], tuple[float, float]]  # (metric, bucket) to mean and tokens
+
+    @property
+    def final(self) -> float | None:
+        """Value of the last evaluation."""
+        return self.points[-1].value if self.points else None
+
+    @property
+    def best(self) -> Point | None:
+        """The point with the largest value, the first of equal ones."""
+        return max(self.points, key=lambda point: point.value, default=None)
+
+    @property
+    def area(self) -> float | None:
+        """Mean of the metric over the steps."""
+        return area([(point.step, point.value) for point in self.points])
+
+    def to_threshold(self, threshold: float) -> dict[str, float | None]:
+        """Return the steps, environment steps and seconds at which the threshold was reached."""
+        return {
+            name: first_reach([(getattr(p, name), p.value) for p in self.points], threshold)
+            for name in ("step", "env_steps", "seconds")
+        }
+
+
+def results_of(study: Study) -> list[RunResult]:
+    """Read the results of all runs of a study, also of those that have not begun."""
+    return [_result(study, run) for run in runs_of(study)]
+
+
+def _result(study: Study, run: CellRun) -> RunResult:
+    state, error = state_of(study, run)
+    curves = CurveReader(study, run)
+    taken = [row for row in curves.rows if row.get("stage_kind") == "rl"]
+    return RunResult(
+        run=run,
+        state=state,
+        error=error,
+        points=curves.points(study.definition.threshold.metric),
+        last=next(reversed(curves.progress.values()), None),
+        means={name: _mean(taken, name) for name in MEANS},
+        by_lag=dict(_by_lag(taken)),
+    )
+
+
+class CurveReader:
+    """Reader of the curves of one run. A run that was forked begins with its cold start's end."""
+
+    def __init__(self, study: Study, run: CellRun) -> None:
+        self.rows = rows_of(run.directory)
+        self.before: list[dict[str, Any]] = []
+        if study.definition.cold_start:
+            self.before = rows_of(cold_run(study, run.seed).directory)
+        self.before_s = _last_second(self.before)
+        self.progress = progress_of(self.rows, self.before_s)
+
+    def points(self, metric: str) -> list[Point]:
+        """Return the points of a metric by step; of several at one step the newest one counts.
+
+        Evaluations begin at step 0 with the last one of the cold start.
+        """
+        first = [row[metric] for row in self.before if row.get(metric) is not None]
+        points: dict[float, Point] = {}
+        if self.rows and first and metric.startswith("eval/"):
+            points[0] = Point(0, 0.0, 0.0, float(first[-1]))
+        for row in self.rows:
+            if row.get(metric) is None:
+                continue
+            at = self.progress.get(row["step"])
+            if at is None:  # an evaluation before the first step
+                seconds = max(0.0, row.get("time_s", self.before_s) - self.before_s)
+                at = Point(row["step"], 0.0, seconds, 0.0)
+            points[row["step"]] = at._replace(value=float(row[metric]))
+        return [points[step] for step in sorted(points)]
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the rows of the newest lineage; none if the run has no metrics."""
+    return current_rows(Tail(run_dir / "metrics.jsonl").rows())
+
+
+def progress_of(rows: Sequence[dict[str, Any]], before_s: float = 0.0) -> dict[float, Point]:
+    """Return environment steps and seconds by learner step.
+
+    The ledger counts the received episodes of the present kind of stage.
+    """
+    progress: dict[float, Point] = {}
+    env_steps, received = 0.0, dict.fromkeys(STAGE_KINDS, 0.0)
+    for row in rows:
+        if "stage_kind" not in row:
+            continue
+        kind, now = row["stage_kind"], row.get("ledger/received") or 0.0
+        played = max(0.0, now - received[kind])
+        env_steps += played * (row.get("train/turns_mean") or 0.0)
+        received[kind] += played
+        seconds = max(0.0, row["time_s"] - before_s)
+        progress[row["step"]] = Point(row["step"], env_steps, seconds, 0.0)
+    return progress
+
+
+def _last_second(rows: Sequence[dict[str, Any]]) -> float:
+    """Return the seconds of training at the last step; 0 without steps."""
+    return max((row["time_s"] for row in rows if "stage_kind" in row), default=0.0)
+
+
+def _mean(rows: Sequence[dict[str, Any]], name: str) -> float | None:
+    return weighted_mean([(row[name], 1.0) for row in rows if row.get(name) is not None])
+
+
+def _by_lag(
+    rows: Sequence[dict[str, Any]],
+) -> Iterator[tuple[tuple[str, str], tuple[float, float]]]:
+    """Yield means over the steps by version lag, weighted by tokens; clip counts both bounds."""
+    for bucket in BUCKETS:
+        for metric in BY_LAG:
+            pairs = [*filter(None, map(partial(_lag_pair, bucket, metric), rows))]
+            mean = weighted_mean(pairs)
+            if mean is not None:
+                yield (metric, bucket), (mean, sum(weight for _, weight in pairs))
+
+
+def _lag_pair(bucket: str, metric: str, row: dict[str, Any]) -> tuple[float, float] | None:
+    names = ("clip_low", "clip_high") if metric == "clip" else (metric,)
+    found = [row.get(f"lag_{bucket}/{name}") for name in (*names, "tokens")]
+    numbers = [number for number in found if number is not None]
+    if len(numbers) < len(found):
+        return None
+    *values, tokens = numbers
+    return sum(values), tokens

@@ -1,0 +1,93 @@
+"""Statistics of a study, as pure functions of numbers.
+
+A run that does not reach a threshold is censored: it has no time to it, and no mean leaves it out
+silently.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+from scipy.stats import t as student
+
+CONFIDENCE = 0.95
+
+
+class Interval(NamedTuple):
+    """Mean of a sample with the half width of its confidence interval.
+
+    `half` is None for a sample of one, `mean` is nan for an empty one.
+    """
+
+    mean: float
+    half: float | None
+    count: int
+
+
+class Reach(NamedTuple):
+    """Amounts (steps, seconds) at which runs reached a threshold, and how many runs did not."""
+
+    amounts: tuple[float, ...]
+    censored: int
+
+
+def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+    """Return the mean and its interval by Student's t distribution with n - 1 degrees."""
+    count = len(values)
+    if count == 0:
+        return Interval(math.nan, None, 0)
+    if count == 1:
+        return Interval(values[0], None, 1)
+    quantile = float(student.ppf((1 + confidence) / 2, count - 1))
+    return Interval(fmean(values), quantile * stdev(values) / math.sqrt(count), count)
+
+
+def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
+    """Return `values - baseline` over the seeds that both have, in the order of the seeds."""
+    return [values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())]
+
+
+def equivalence(differences: Sequence[float], margin: float) -> float | None:
+    """Return the p-value of two one-sided t tests (TOST; Schuirmann 1987), None below two values.
+
+    Below .05, the mean difference lies within (-margin, margin) at that level.
+    """
+    count = len(differences)
+    if count < 2:
+        return None
+    mean, error = fmean(differences), stdev(differences) / math.sqrt(count)
+    if error == 0:
+        return 0.0 if abs(mean) < margin else 1.0
+    above = float(student.sf((mean + margin) / error, count - 1))  # H0: mean <= -margin
+    below = float(student.cdf((mean - margin) / error, count - 1))  # H0: mean >= margin
+    return max(above, below)
+
+
+def first_reach(curve: Sequence[tuple[float, float]], threshold: float) -> float | None:
+    """Return the first amount at which a curve of (amount, value) reaches a threshold, or None."""
+    return next((amount for amount, value in curve if value >= threshold), None)
+
+
+def reach(firsts: Sequence[float | None]) -> Reach:
+    """Separate the runs that reached a threshold from the censored ones."""
+    amounts = tuple(first for first in firsts if first is not None)
+    return Reach(amounts, len(firsts) - len(amounts))
+
+
+def area(curve: Sequence[tuple[float, float]]) -> float | None:
+    """Return the mean height of a curve by the trapezoidal rule; None for an empty curve."""
+    if not curve:
+        return None
+    width = curve[-1][0] - curve[0][0]
+    if width <= 0:
+        return curve[-1][1]
+    pairs = itertools.pairwise(curve)
+    return sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairs) / width
+
+
+def weighted_mean(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Return the mean of (value, weight) pairs; None without weight."""
+    total = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs) / total if total > 0 else None

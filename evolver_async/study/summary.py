@@ -1,0 +1,174 @@
+"""The summary of a study in words and tables: `summary.md`.
+
+Means are over finished runs only, and every row says how many these are. The first cell is the
+baseline of all differences.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from evolver_async.study.cells import Cell
+from evolver_async.study.definition import Definition
+from evolver_async.study.directory import Study
+from evolver_async.study.results import MEANS, RunResult
+from evolver_async.study.statistics import Interval, Reach, equivalence, interval, paired, reach
+
+LEVEL = 0.05  # of the test for equivalence
+AMOUNTS = {"step": "steps", "env_steps": "environment steps", "seconds": "seconds"}
+
+
+@dataclass(frozen=True)
+class CellSummary:
+    """Statistics of a cell over its finished runs."""
+
+    cell: Cell
+    results: Sequence[RunResult]  # of all seeds
+    finals: dict[int, float]  # by seed
+    final: Interval
+    best: Interval
+    area: Interval
+    reached: dict[str, Reach]
+    means: dict[str, Interval]
+
+    @property
+    def finished(self) -> int:
+        """Number of finished runs."""
+        return sum(result.state == "finished" for result in self.results)
+
+
+def cells_summary(study: Study, results: Sequence[RunResult]) -> list[CellSummary]:
+    """Return the statistics of every cell, in the order of the cells."""
+    return [
+        _of_cell(cell, [one for one in results if one.run.cell == cell], study.definition)
+        for cell in study.cells
+    ]
+
+
+def _of_cell(cell: Cell, results: Sequence[RunResult], definition: Definition) -> CellSummary:
+    done = [result for result in results if result.state == "finished"]
+    reached = [result.to_threshold(definition.threshold.value) for result in done]
+    return CellSummary(
+        cell=cell,
+        results=results,
+        finals={one.run.seed: one.final for one in done if one.final is not None},
+        final=interval([one.final for one in done if one.final is not None]),
+        best=interval([one.best.value for one in done if one.best is not None]),
+        area=interval([one.area for one in done if one.area is not None]),
+        reached={name: reach([one[name] for one in reached]) for name in AMOUNTS},
+        means={
+            name: interval([mean for one in done if (mean := one.means[name]) is not None])
+            for name in MEANS
+        },
+    )
+
+
+def text(study: Study, results: Sequence[RunResult]) -> str:
+    """Return the summary as Markdown."""
+    definition, cells = study.definition, cells_summary(study, results)
+    seeds = ", ".join(map(str, definition.seeds))
+    done = sum(result.state == "finished" for result in results)
+    parts = [
+        f"# Study of {definition.recipe}\n",
+        f"{len(cells)} cells, seeds {seeds}: {done} of {len(results)} runs are finished. Intervals"
+        " are 95 % (Student t) over the finished seeds. Differences are paired by seed against"
+        f" the first cell, `{cells[0].cell.name}`.",
+        *_open(results),
+        f"\n## {definition.threshold.metric}\n",
+        *_values(cells, definition),
+        f"\n## To {definition.threshold}\n",
+        *_thresholds(cells),
+        "\n## Off-policy data (means over rl steps)\n",
+        *_off_policy(cells),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _open(results: Sequence[RunResult]) -> list[str]:
+    """List the runs that failed, and those that are not finished."""
+    lines = []
+    failed = [result for result in results if result.state == "failed"]
+    if failed:
+        lines += ["\n## Failed runs\n", "No mean contains these runs.\n"]
+        lines += [f"- `{one.run.name}`: {' '.join(one.error.split())}" for one in failed]
+    waiting = [one.run.name for one in results if one.state in ("waiting", "unfinished")]
+    if waiting:
+        lines.append(f"\nNot finished: {', '.join(f'`{name}`' for name in waiting)}.")
+    return lines
+
+
+def _values(cells: Sequence[CellSummary], definition: Definition) -> list[str]:
+    margin = definition.equivalence
+    head = ["cell", "finished", "final", "best", "area", "difference of final", "pairs"]
+    rows = [head + [f"equivalent within {margin:g}"] * bool(margin)]
+    for number, one in enumerate(cells):
+        row = [f"`{one.cell.name}`", f"{one.finished} of {len(one.results)}"]
+        row += [shown(one.final), shown(one.best), shown(one.area)]
+        differences = paired(one.finals, cells[0].finals)
+        if number == 0:
+            row += ["baseline", ""]
+        else:
+            row += [shown(interval(differences), sign="+"), str(len(differences))]
+        if margin:
+            row.append("" if number == 0 else _equivalent(differences, margin))
+        rows.append(row)
+    return _table(rows)
+
+
+def _equivalent(differences: Sequence[float], margin: float) -> str:
+    p = equivalence(differences, margin)
+    if p is None:
+        return "unknown (fewer than 2 pairs)"
+    return f"{'yes' if p < LEVEL else 'not shown'} (TOST p = {p:.3f})"
+
+
+def _thresholds(cells: Sequence[CellSummary]) -> list[str]:
+    rows = [["cell", *AMOUNTS.values()]]
+    rows += [
+        [f"`{one.cell.name}`", *(shown_reach(one.reached[name]) for name in AMOUNTS)]
+        for one in cells
+    ]
+    return _table(rows)
+
+
+def _off_policy(cells: Sequence[CellSummary]) -> list[str]:
+    rows = [["cell", *(f"`{name}`" for name in MEANS)]]
+    rows += [[f"`{one.cell.name}`", *(shown(one.means[name]) for name in MEANS)] for one in cells]
+    return _table(rows)
+
+
+def shown(value: Interval, sign: str = "") -> str:
+    """Return an interval as text; a single value has none."""
+    if value.count == 0:
+        return "–"
+    mean = f"{value.mean:{sign}.3f}"
+    return f"{mean} (one seed)" if value.half is None else f"{mean} ± {value.half:.3f}"
+
+
+def shown_reach(value: Reach) -> str:
+    """Return the mean amount if all runs reached the threshold, else the censoring.
+
+    With censored runs the median is shown if fewer than half of the runs are censored.
+    """
+    count = len(value.amounts) + value.censored
+    if count == 0:
+        return "–"
+    if value.censored == 0:
+        found = interval(value.amounts)
+        mean = amount_text(found.mean)
+        return mean if found.half is None else f"{mean} ± {amount_text(found.half)}"
+    said = f"not reached ({value.censored} of {count} seeds)"
+    if 2 * value.censored < count:
+        infinite = [float("inf")] * value.censored
+        return f"{said}, median {amount_text(median([*value.amounts, *infinite]))}"
+    return said
+
+
+def amount_text(amount: float) -> str:
+    """Return an amount with a decimal if it is small and not whole."""
+    return f"{amount:.1f}" if amount < 100 and amount != int(amount) else f"{amount:.0f}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
+    return [head, "|" + "---|" * len(rows[0]), *body]

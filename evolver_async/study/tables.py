@@ -1,0 +1,64 @@
+"""Tables of a study: `cells.csv`, one row a run, and `curves.csv`, one row a value."""
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from evolver_async.study.cells import short_names
+from evolver_async.study.directory import Study
+from evolver_async.study.results import CURVES, MEANS, CurveReader, RunResult
+
+AMOUNTS = {"step": "steps", "env_steps": "env_steps", "seconds": "seconds"}
+
+
+def write(study: Study, results: Sequence[RunResult]) -> None:
+    """Write both tables; each file is replaced at once."""
+    axes = list(study.cells[0].swept)
+    columns = list(short_names(axes).values())
+    _write(study.out / "cells.csv", _cell_rows(study, results, axes, columns))
+    _write(study.out / "curves.csv", _curve_rows(study, results, axes, columns))
+
+
+def _cell_rows(
+    study: Study, results: Sequence[RunResult], axes: Sequence[str], columns: Sequence[str]
+) -> Iterable[Sequence[object]]:
+    reached = [f"{name}_to_threshold" for name in AMOUNTS.values()]
+    means = [name.replace("offpolicy/", "").replace("/", "_") for name in MEANS]
+    summary = ["final", "best", "best_step", "area", *reached]
+    yield ["cell", "seed", *columns, "state", "error", *AMOUNTS.values(), *summary, *means]
+    for result in results:
+        run, last, best = result.run, result.last, result.best
+        assert run.cell is not None
+        to_threshold = result.to_threshold(study.definition.threshold.value)
+        yield [
+            *(run.cell.name, run.seed, *(run.cell.swept[axis] for axis in axes)),
+            *(result.state, result.error),
+            *(None if last is None else getattr(last, name) for name in AMOUNTS),
+            *(result.final, best and best.value, best and best.step, result.area),
+            *(to_threshold[name] for name in AMOUNTS),
+            *(result.means[name] for name in MEANS),
+        ]
+
+
+def _curve_rows(
+    study: Study, results: Sequence[RunResult], axes: Sequence[str], columns: Sequence[str]
+) -> Iterable[Sequence[object]]:
+    metrics = dict.fromkeys((study.definition.threshold.metric, *CURVES))
+    yield ["cell", "seed", *columns, *AMOUNTS, "metric", "value"]
+    for result in results:
+        run = result.run
+        assert run.cell is not None
+        curves = CurveReader(study, run)
+        own = [run.cell.name, run.seed, *(run.cell.swept[axis] for axis in axes)]
+        for metric in metrics:
+            for point in curves.points(metric):
+                yield [*own, *point[:3], metric, point.value]
+
+
+def _write(path: Path, rows: Iterable[Sequence[object]]) -> None:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    part = path.with_name(f".{path.name}")
+    part.write_text(text.getvalue(), encoding="utf-8")
+    part.replace(path)

@@ -1,0 +1,183 @@
+"""Tables, summary and plots of studies whose runs were made from numbers."""
+
+import csv
+from pathlib import Path
+
+import pytest
+from studies import EPISODES, STEP_S, TURNS, made_study, run_of, write_cold, write_run
+
+from evolver_async.config import ConfigError
+from evolver_async.study import directory, report
+from evolver_async.study.definition import Definition, Threshold
+from evolver_async.study.directory import Study, difference_of, existing, record_failure, state_of
+from evolver_async.study.plots import height
+from evolver_async.study.results import results_of
+from evolver_async.study.statistics import Reach
+from evolver_async.study.summary import cells_summary, shown_reach, text
+
+LAGS = Definition(
+    "recipe",
+    seeds=(0, 1, 2),
+    grid={"actors.weight_lag": ("0", "4")},
+    threshold=Threshold(value=0.8),
+    equivalence=0.05,
+)
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Study:
+    """Lag 0 is finished; of lag 4 one run is below the threshold, one failed."""
+    study = made_study(tmp_path / "study", LAGS)
+    for seed, last in ((0, 0.8), (1, 0.9), (2, 1.0)):
+        write_run(run_of(study, "weight_lag-0", seed), [0.2, 0.5, last])
+    write_run(run_of(study, "weight_lag-4", 0), [0.2, 0.9, 0.7])
+    write_run(run_of(study, "weight_lag-4", 1), [0.2, 0.4, 0.6])
+    write_run(run_of(study, "weight_lag-4", 2), [0.9], code=3, reason="weights are nan")
+    return study
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with open(path, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_run_is_a_row_of_the_cells(study: Study) -> None:
+    report.write(study)
+    found = {(row["weight_lag"], row["seed"]): row for row in rows(study.out / "cells.csv")}
+    assert len(found) == 6
+    one = found["0", "0"]
+    assert (one["state"], one["error"], one["cell"]) == ("finished", "", "weight_lag-0")
+    assert (float(one["final"]), float(one["best"]), one["best_step"]) == (0.8, 0.8, "3")
+    assert float(one["area"]) == pytest.approx((0.35 + 0.65) / 2)
+    assert one["steps_to_threshold"] == "3"
+    assert float(one["env_steps_to_threshold"]) == 3 * EPISODES * TURNS
+    assert float(one["seconds_to_threshold"]) == 3 * STEP_S, "of the weights, not of the result"
+    means = [float(one["ess"]), float(one["clip_high"])]
+    assert means == pytest.approx([0.9, 0.1])
+    failed = found["4", "2"]
+    assert (failed["state"], failed["error"]) == ("failed", "weights are nan")
+    assert found["4", "1"]["steps_to_threshold"] == "", "not reached"
+
+
+def test_curves_are_in_long_form(study: Study) -> None:
+    report.write(study)
+    found = rows(study.out / "curves.csv")
+    assert list(found[0])[:3] == ["cell", "seed", "weight_lag"]
+    picked = [
+        (row["step"], float(row["value"]))
+        for row in found
+        if (row["cell"], row["seed"], row["metric"]) == ("weight_lag-4", "0", "eval/success")
+    ]
+    assert picked == [("1", 0.2), ("2", 0.9), ("3", 0.7)]
+    assert {"train/success", "offpolicy/ess", "offpolicy/kl"} <= {row["metric"] for row in found}
+
+
+def test_a_failed_run_is_listed_and_in_no_mean(study: Study) -> None:
+    said = text(study, results_of(study))
+    assert "- `weight_lag-4-s2`: weights are nan" in said
+    first, second = cells_summary(study, results_of(study))
+    assert (first.finished, second.finished) == (3, 2)
+    assert second.final.mean == pytest.approx(0.65)
+    assert "| `weight_lag-4` | 2 of 3 |" in said
+    # pairs: seeds 0 and 1, differences -.1 and -.3; t(.975, 1) = 12.706
+    assert f"-0.200 ± {12.7062 * 0.1:.3f} | 2 |" in said
+    assert "not shown (TOST p = " in said
+
+
+def test_a_censored_run_is_never_left_out_of_a_mean_silently(study: Study) -> None:
+    said = text(study, results_of(study))
+    assert "| `weight_lag-4` | not reached (1 of 2 seeds) |" in said
+    assert "| `weight_lag-0` | 3 ± 0 |" in said
+
+
+def test_the_median_is_shown_if_most_runs_reach_the_threshold() -> None:
+    assert shown_reach(Reach((10, 30), 1)) == "not reached (1 of 3 seeds), median 30"
+    assert shown_reach(Reach((10,), 1)) == "not reached (1 of 2 seeds)"
+    assert shown_reach(Reach((), 3)) == "not reached (3 of 3 seeds)"
+    assert shown_reach(Reach((), 0)) == "–"
+
+
+def test_the_summary_exists_before_anything_has_run(tmp_path: Path) -> None:
+    study = made_study(tmp_path / "study", LAGS)
+    report.write(study)
+    said = (study.out / "summary.md").read_text()
+    assert "0 of 6 runs are finished" in said
+    assert "Not finished: `weight_lag-0-s0`" in said
+    assert not list(study.out.glob("plots/*"))
+
+
+def test_plots_are_drawn_of_what_is_finished(study: Study) -> None:
+    report.write(study)
+    drawn = {path.name for path in (study.out / "plots").iterdir()}
+    assert drawn == {
+        *("curve_by_step.png", "curve_by_time.png", "curve_by_env_steps.png"),
+        *("final_by_actors.weight_lag.png", "ess_by_lag.png", "kl_by_lag.png", "clip_by_lag.png"),
+    }
+
+
+def test_curves_are_interpolated_between_their_points() -> None:
+    curve = [(0.0, 0.0), (10.0, 1.0), (10.0, 0.5), (20.0, 0.5)]
+    assert [height(curve, place) for place in (-1, 5, 15, 99)] == [0.0, 0.5, 0.5, 0.5]
+
+
+def test_a_forked_run_begins_with_the_end_of_its_cold_start(tmp_path: Path) -> None:
+    definition = Definition("r", seeds=(0,), grid=LAGS.grid, cold_start=True)
+    study = made_study(tmp_path / "study", definition)
+    write_cold(study, 0, 0.3)
+    run = run_of(study, "weight_lag-0", 0)
+    write_run(run, [0.5], before_s=2 * STEP_S)
+    result = results_of(study)[0]
+    assert [point[:] for point in result.points] == [
+        (0, 0.0, 0.0, 0.3),
+        (1, EPISODES * TURNS, STEP_S, 0.5),
+    ]
+
+
+def test_lags_are_weighted_by_their_tokens(study: Study) -> None:
+    result = results_of(study)[0]
+    assert result.by_lag["ess", "3-4"] == (pytest.approx(0.52), 90.0)
+    assert result.by_lag["clip", "3-4"][0] == pytest.approx(0.3)
+    assert ("ess", "9+") not in result.by_lag
+
+
+def test_states_follow_from_what_runs_have_left(study: Study) -> None:
+    run = run_of(study, "weight_lag-0", 1)
+    assert state_of(study, run) == ("finished", "")
+    write_run(run, [0.5], code=130)
+    assert state_of(study, run) == ("unfinished", "")
+    record_failure(study.out, run.name, "it fell")
+    assert state_of(study, run) == ("failed", "it fell")
+    record_failure(study.out, run.name, None)
+    assert state_of(study, run) == ("unfinished", "")
+    assert state_of(study, run_of(study, "weight_lag-4", 2)) == ("failed", "weights are nan")
+
+
+def test_a_failed_cold_start_fails_the_cells_of_its_seed(tmp_path: Path) -> None:
+    definition = Definition("r", seeds=(0, 1), grid=LAGS.grid, cold_start=True)
+    study = made_study(tmp_path / "study", definition)
+    record_failure(study.out, "cold-s0", "no memory")
+    states = [(result.run.seed, result.state, result.error) for result in results_of(study)]
+    error = "its cold start failed: no memory"
+    assert states == [(0, "failed", error)] * 2 + [(1, "waiting", "")] * 2
+
+
+def test_another_study_is_refused_and_named(study: Study) -> None:
+    before = existing(study.out)
+    assert before is not None and difference_of(before, study) == ""
+    fewer = Definition("recipe", seeds=(0, 1), grid=LAGS.grid)
+    with pytest.raises(ConfigError, match=r"another study: seeds: was 0,1,2, is 0,1; choose"):
+        made_study(study.out, fewer)
+    other = Definition("recipe", grid={"actors.weight_lag": ("0", "8")})
+    with pytest.raises(ConfigError, match=r"grid: was actors.weight_lag=0,4, is actors.weight_"):
+        made_study(study.out, other)
+    config = study.configs["weight_lag-4"]
+    config.learner.lr = 0.25
+    with pytest.raises(ConfigError, match=r"cell weight_lag-4: learner.lr was 0.0005, is 0.25"):
+        directory.begin(study)
+
+
+def test_the_threshold_can_change(study: Study) -> None:
+    definition = Definition("recipe", grid=LAGS.grid, threshold=Threshold(value=0.5))
+    made_study(study.out, definition)
+    again = existing(study.out)
+    assert again is not None and again.definition.threshold.value == 0.5

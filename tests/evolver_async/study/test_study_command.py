@@ -1,0 +1,226 @@
+"""The command `study`: refusals before anything starts, its plan, and whole studies."""
+
+import csv
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from launches import COMMAND, DEADLINE_S, alive, wait_for
+from studies import made_study, run_of, write_cold, write_run
+
+from evolver_async.cli import main
+from evolver_async.config.load import load
+from evolver_async.study.definition import Definition
+from evolver_async.study.directory import cold_run, command_of, state_of
+from evolver_async.study.scheduler import EndedRun, Scheduler, forget_failures
+
+RECIPE = """
+env: {name: bandit, params: {high_probability: 0.5}}
+policy: {max_length: 64, hidden_size: 32, layers: 1, heads: 2, intermediate_size: 64}
+rollout: {group_size: 8, max_turns: 1, max_tokens: 4}
+actors: {count: 2, groups: 2}
+advantage: {std: batch}
+learner: {groups_per_step: 4, minibatches: 1, lr: 5.0e-3, decay: none}
+stages:
+  - kind: sft
+    steps: 3
+    expert_fraction: 0.0
+    override: {rollout: {group_size: 1}, learner: {groups_per_step: 16, lr: 1.0e-2}}
+  - {kind: rl, steps: 6}
+eval: {every: 3, episodes: 32, final_episodes: 64}
+checkpoint: {every: 3}
+launch: {kind: serial}
+"""
+Ended = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture
+def ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ended:
+    """Run `study` in this process; return its exit code, and what it printed."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        code = main(["study", *map(str, arguments), "--out", str(tmp_path / "study")])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["learner.lrr=1,2"], "cell lrr-1: learner.lrr: unknown key, did you mean learner.lr?"),
+        (["learner.minibatches=1,many"], "cell minibatches-many: learner.minibatches: "),
+        (["buffer.reuse=1,50"], "cell reuse-50: buffer.reuse: must be at most"),
+        (["env.name=bandit,frozen_lak"], "cell name-frozen_lak: env.name: "),
+        (["learner.lr=1", "--tie", "a.b=learner.lr"], "tie a.b=learner.lr: learner.lr is not swep"),
+        (["learner.lr=1,2", "--tie", "learner.lr"], "--tie learner.lr: must be written --tie key="),
+        (["--seeds", "4..1"], "seeds: 4..1 ends before it begins"),
+        (["--threshold", "high"], "threshold: must be metric=number"),
+        (["--equivalence", "-1"], "equivalence: must be a number of at least 0"),
+        (["--jobs", "0"], "--jobs: must be at least 1, is 0"),
+        (["run.seed=1,2"], "run.seed: is set by the study itself"),
+        (["safety.action=pause"], "safety.action: pause would hold a study without end"),
+        (["policy.layers=1,2", "--cold-start"], "--cold-start: cells layers-1 and layers-2 differ"),
+        (["stages=[{kind: rl, steps: 3}]", "--cold-start"], "--cold-start: the recipe does not "),
+        (["--jobs", "2", "metrics.prometheus=127.0.0.1:9000"], "metrics.prometheus: cells that"),
+    ],
+)
+def test_bad_input_starts_nothing(
+    ended: Ended, recipe: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    code, said = ended(recipe, *arguments)
+    assert code == 2
+    assert said.startswith(f"evolver-async: {message}") and said.count("\n") == 1, said
+    assert not (tmp_path / "study").exists()
+
+
+def test_a_study_needs_a_recipe_or_a_directory(ended: Ended, tmp_path: Path) -> None:
+    assert "needs a study or a recipe first" in ended()[1]
+    assert "needs a study or a recipe first" in ended("learner.lr=1,2")[1]
+    assert "starpo_z: is neither a file nor the name of a recipe" in ended("starpo_z")[1]
+
+
+def test_a_dry_run_prints_the_cells_and_the_estimate(
+    ended: Ended, recipe: Path, tmp_path: Path
+) -> None:
+    changes = ["actors.weight_lag=0,2", "--tie", "buffer.max_staleness=actors.weight_lag"]
+    code, said = ended(recipe, *changes, "--seeds", "0..4", "--jobs", "2", "--dry-run")
+    assert code == 0
+    assert "weight_lag-2: actors.weight_lag=2 buffer.max_staleness=2\n" in said
+    assert "2 cells x 5 seeds = 10 runs, 0 finished, 0 failed, 10 to run\n" in said
+    assert "estimate: about 0:0" in said and "with --jobs 2 and " in said
+    assert not (tmp_path / "study").exists()
+
+
+def test_a_shipped_study_is_found_by_name(ended: Ended) -> None:
+    code, said = ended("judge", "--seeds", "0,1", "eval.every=5", "--dry-run")
+    assert code == 0
+    assert "outcome: the recipe as it is\n" in said and "= 8 runs" in said
+
+
+def test_a_study_file_names_its_recipe_relative_to_itself(
+    ended: Ended, recipe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text("recipe: recipe.yaml\ngrid: {learner.lr: [1e-3, 1e-4]}\n")
+    code, said = ended(tmp_path / "mine.yaml", "--dry-run")
+    assert code == 0 and "lr-1e-3: learner.lr=1e-3\n" in said
+
+
+def test_a_changed_study_is_refused_before_anything_starts(
+    ended: Ended, recipe: Path, tmp_path: Path
+) -> None:
+    made_study(tmp_path / "study", Definition("r", grid={"learner.lr": ("1e-3", "1e-4")}))
+    for option in ([], ["--dry-run"]):
+        code, said = ended(recipe, "learner.lr=1e-3,1e-5", *option)
+        assert code == 2
+        assert "holds another study: grid: was learner.lr=1e-3,1e-4, is learner.lr=1e-3," in said
+
+
+def test_a_summary_is_rebuilt_without_running(ended: Ended, tmp_path: Path) -> None:
+    study = made_study(tmp_path / "study", Definition("r", grid={"learner.lr": ("1e-3", "1e-4")}))
+    write_run(run_of(study, "lr-1e-3", 0), [0.5, 0.6])
+    code, said = ended("--summary", "--threshold", "eval/success=0.55")
+    assert code == 0 and "summary.md" in said
+    assert "## To eval/success=0.55" in (study.out / "summary.md").read_text()
+    assert not (study.out / "logs").exists()
+
+
+def test_finished_and_failed_runs_are_not_started_again(ended: Ended, tmp_path: Path) -> None:
+    grid = {"learner.lr": ("1e-3", "1e-4")}
+    study = made_study(tmp_path / "study", Definition("r", seeds=(0,), grid=grid))
+    write_run(run_of(study, "lr-1e-3", 0), [0.5])
+    write_run(run_of(study, "lr-1e-4", 0), [0.5], code=3, reason="weights are nan")
+    code, said = ended()
+    assert code == 1
+    assert "failed: lr-1e-4-s0: weights are nan" in said and "--retry" in said
+    assert not (study.out / "logs").exists(), "nothing was started"
+    forget_failures(study)
+    assert state_of(study, run_of(study, "lr-1e-4", 0))[0] == "unfinished"
+
+
+def test_a_cold_start_comes_before_the_cells_of_its_seed(tmp_path: Path) -> None:
+    grid = {"learner.lr": ("1e-3", "1e-4")}
+    definition = Definition("r", seeds=(0, 1), grid=grid, cold_start=True)
+    study = made_study(tmp_path / "study", definition)
+
+    def ignore(end: EndedRun, left: int) -> None: ...
+
+    names = lambda: [run.name for run in Scheduler(study, 1, ignore).ready()]  # noqa: E731
+    assert names() == ["cold-s0", "cold-s1"]
+    write_cold(study, 0, 0.3)
+    assert names() == ["lr-1e-3-s0", "lr-1e-4-s0", "cold-s1"]
+
+
+def test_a_fork_gets_what_differs_from_the_first_cell(recipe: Path, tmp_path: Path) -> None:
+    grid = {"learner.lr": ("1e-3", "1e-4")}
+    definition = Definition("r", seeds=(0,), grid=grid, cold_start=True)
+    study = made_study(tmp_path / "study", definition)
+    first, second = load(recipe, ["learner.lr=1e-3"]), load(recipe, ["learner.lr=1e-4"])
+    study = type(study)(study.out, definition, study.cells, {"lr-1e-3": first, "lr-1e-4": second})
+    cold = command_of(study, cold_run(study, 0))
+    assert cold[:2] == ["train", str(study.out / "cells" / "lr-1e-3.yaml")]
+    assert load(recipe, [cold[-1]]).stages == first.stages[:1]
+    fork = command_of(study, run_of(study, "lr-1e-4", 0))
+    assert fork[1:5] == ["--resume", str(cold_run(study, 0).directory), "--fork", "lr-1e-4-s0"]
+    assert load(recipe, fork[-2:]) == second, "learner.lr and all stages"
+
+
+def read_cells(out: Path) -> dict[tuple[str, str], dict[str, str]]:
+    with open(out / "cells.csv", encoding="utf-8", newline="") as file:
+        return {(row["cell"], row["seed"]): row for row in csv.DictReader(file)}
+
+
+@pytest.mark.process
+def test_an_interrupted_study_goes_on_where_it_was_and_lists_what_failed(
+    recipe: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "study"
+    # A learning rate at which the weights overflow fails at run time alone.
+    arguments = ["study", str(recipe), "--out", str(out), "--seeds", "0,1", "learner.lr=5e-3,1e30"]
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], cwd=tmp_path, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert process.stdout is not None
+    said = ""
+    while "[1/4] lr-5e-3-s0 finished" not in said:
+        said += process.stdout.readline() or pytest.fail(said)
+    wait_for(lambda: (out / "logs" / "lr-1e30-s0.log").exists(), "the second run")
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130, said + rest
+    assert f"stopped; continue: evolver-async study --out {out}" in rest
+    assert children and not any(map(alive, children)), "no run outlives the study"
+
+    first = (out / "logs" / "lr-5e-3-s0.log").read_text()
+    again = [*COMMAND, *arguments, "--jobs", "2"]
+    done = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert (out / "logs" / "lr-5e-3-s0.log").read_text() == first, "a finished run is kept"
+    cells = read_cells(out)
+    assert len(cells) == 4
+    for seed in ("0", "1"):
+        assert cells["lr-5e-3", seed]["state"] == "finished"
+        assert cells["lr-5e-3", seed]["steps"] == "9"
+        failed = cells["lr-1e30", seed]
+        assert failed["state"] == "failed" and "nan" in failed["error"], failed
+        assert f"failed: lr-1e30-s{seed}: " in done.stderr
+    summary = (out / "summary.md").read_text()
+    assert "- `lr-1e30-s0`: train ended with exit code" in summary
+    assert (out / "plots" / "curve_by_step.png").exists()
+
+    logs = {path.name: path.read_text() for path in (out / "logs").iterdir()}
+    done = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "0 to run" in done.stdout
+    assert {path.name: path.read_text() for path in (out / "logs").iterdir()} == logs
