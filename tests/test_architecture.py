@@ -27,8 +27,10 @@ FLOORS = (
     ("weights", "buffer"),
     ("launch",),
     ("watch", "doctor"),
+    ("results",),
+    ("report",),
     ("commands",),
-    ("cli",),
+    ("library", "cli"),
 )
 
 # Folders of pure functions: time and randomness are arguments.
@@ -55,6 +57,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "uvicorn": ("actors.endpoint.server",),
     "wandb": ("evolver_async.metrics.wandb_upload",),
     "prometheus_client": ("evolver_async.watch.prometheus",),
+    "bokeh": ("evolver_async.report.plots",),
     "omegaconf": ("evolver_async.config",),
     "msgpack": ("evolver_async.protocol.bounded",),
     "torch": (
