@@ -110,7 +110,7 @@ def sections(run: RunResults, trajectories: Sequence[RecordedTrajectory]) -> lis
 
 
 def _curves(board: CurveBoard, title: str, curves: Sequence[Curve]) -> PageSection:
-    """Return a section of curves, with a sentence about those that were not recorded."""
+    """Return a section of curves, with a sentence about those that have nothing to show."""
     section = PageSection(title)
     absent = []
     for curve in curves:
@@ -120,7 +120,7 @@ def _curves(board: CurveBoard, title: str, curves: Sequence[Curve]) -> PageSecti
         else:
             section.figures.append(made)
     if absent:
-        section.sentences.append(f"Not recorded in this run: {', '.join(absent)}.")
+        section.sentences.append(f"Not recorded in this run, or always 0: {', '.join(absent)}.")
     return section
 
 

@@ -97,5 +97,6 @@ def _place_legend(made: figure, labels: int) -> None:
         made.add_layout(legend, "above")
         legend.orientation = "horizontal"
         legend.label_text_font_size = "11px"
+        legend.padding = legend.margin = 0
         legend.border_line_color = None
         legend.background_fill_alpha = 0.0

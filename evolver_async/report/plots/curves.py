@@ -58,14 +58,14 @@ class CurveBoard:
         self.marks = ColumnDataSource(columns)
 
     def figure(self, curve: Curve) -> figure | None:
-        """Return the figure of a curve, None if the run recorded none of its metrics."""
+        """Return the figure of a curve, None if its metrics are not recorded or always 0."""
         parts = [("steps", self.steps, name, label) for name, label in curve.metrics.items()]
         parts += [
             ("evaluations", self.evaluations, name, label)
             for name, label in curve.evaluations.items()
         ]
         parts = [part for part in parts if _recorded(part[1], part[2])]
-        if not parts:
+        if not any(np.nan_to_num(table[name]).any() for _, table, name, _ in parts):
             return None
         log = curve.log and all(np.nanmin(table[name]) > 0 for _, table, name, _ in parts)
         made = self.empty(curve.title, log=log)
@@ -84,7 +84,7 @@ class CurveBoard:
             x_range=self.x_range,
             x_axis_label="step",
             y_axis_type="log" if log else "linear",
-            tools="xpan,xwheel_zoom,box_zoom,reset,save",
+            tools="xpan,box_zoom,xwheel_zoom,reset,save",
             active_drag="box_zoom",
         )
         finish(made)
@@ -99,6 +99,7 @@ class CurveBoard:
     def stacked(self, title: str, parts: dict[str, np.ndarray]) -> figure:
         """Return a figure of `parts`, one value for each step, on top of each other."""
         made = self.empty(title)
+        made.height = HEIGHT + 40  # for the legend
         labels = list(parts)
         columns = {f"p{index}": np.nan_to_num(parts[one]) for index, one in enumerate(labels)}
         source = ColumnDataSource({"step": self.sources["steps"].data["step"], **columns})
@@ -135,6 +136,7 @@ class CurveBoard:
 
 def finish(made: figure) -> None:
     """Apply the appearance that all figures share."""
+    made.toolbar_location = "right"
     made.toolbar.autohide = True
     made.toolbar.logo = None
     made.title.text_font_size = "13px"  # pyright: ignore[reportAttributeAccessIssue]
@@ -164,8 +166,9 @@ def _legend(made: figure, labels: int) -> None:
     legend.orientation = "horizontal"
     legend.ncols = 4
     legend.label_text_font_size = "11px"
-    legend.padding = 2
+    legend.padding = legend.margin = 0
     legend.spacing = 8
+    legend.glyph_width = 14
     legend.border_line_color = None
     legend.background_fill_alpha = 0.0
     legend.click_policy = "hide"

@@ -12,8 +12,9 @@ from bokeh.resources import Resources
 def to_json(figures: Sequence[figure]) -> tuple[str, list[str]]:
     """Return the arguments of `Bokeh.embed.embed_items` as JSON, and the figures' element ids."""
     document = Document()
-    for one in figures:
-        document.add_root(one)
+    with document.models.freeze():  # else every root counts the models of all before it
+        for one in figures:
+            document.add_root(one)
     docs, items = standalone_docs_json_and_render_items(document)
     targets = {root.id: f"figure-{index}" for index, root in enumerate(document.roots)}
     rendered = [{**item.to_json(), "roots": targets} for item in items]
