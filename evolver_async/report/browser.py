@@ -93,6 +93,9 @@ def pages(
         found.parts.append(pack(bodies))
         found.size += len(found.parts[-1])
     found.pieces, found.versions = table.pieces, list(table.versions)
+    places = zip(found.columns.get("group", ()), found.columns.get("member", ()), strict=True)
+    rows = [row for _, row in sorted(zip(places, range(found.count), strict=True))]
+    found.columns = {name: [one[row] for row in rows] for name, one in found.columns.items()}
     return found
 
 

@@ -24,7 +24,12 @@ def test_a_live_journal_is_read_and_not_changed(tmp_path: Path) -> None:
     assert contents(run.run_dir) == before
     arrived = [place for record, place in read if isinstance(record, records.Arrived)]
     loaded = [reader.trajectory(place) for place in arrived]
-    assert [one and (one.group_id, one.member) for one in loaded] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [one and (one.group_id, one.member) for one in loaded] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
     run.step("right")
     assert len(list(reader.read())) > len(read), "the journal goes on"
     run.close()
@@ -70,4 +75,3 @@ def test_damage_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match=r"00000001\.log at \d+"):
         list(JournalReader(path.parent).read())
     assert not (path.parent / "quarantine").exists()
-

@@ -67,7 +67,7 @@ def test_takes_of_an_abandoned_lineage_are_marked_and_their_repeats_count(run: M
     assert fates(loaded(run))[groups[0]] == ("held", ""), "it is to be trained again"
     assert run.train() == groups, "the take is repeated"
     results = loaded(run)
-    uses = [one.trainings for one in results.trajectories if one.group == groups[0]][0]
+    uses = next(one.trainings for one in results.trajectories if one.group == groups[0])
     assert [(use.step, use.lineage, use.abandoned) for use in uses] == [(2, 1, True), (2, 2, False)]
     assert fates(results)[groups[0]] == ("trained", "")
     assert [row["lineage"] for row in results.steps] == [1, 2]
