@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from evolver_async.report.events import RunEvent, events, restarts_logged
 from evolver_async.report.plots import bars
 from evolver_async.report.plots.curves import Curve, CurveBoard, Figure
 from evolver_async.report.tables import Table, fates_table
@@ -94,15 +93,14 @@ class PageSection:
 
 def sections(run: RunResults, trajectories: Sequence[RecordedTrajectory]) -> list[PageSection]:
     """Return the sections of a run's page. `trajectories` is empty if the journal is gone."""
-    marks = events(run.all_rows, run.rows)
-    board = CurveBoard(run.steps, run.evaluations, marks)
+    board = CurveBoard(run.steps, run.evaluations, run.events)
     made = [
         _curves(board, "Learning", LEARNING),
         _off_policy(board, trajectories),
         _data(board, trajectories),
         _time(board),
         _curves(board, "Publishing and throughput", PUBLISHING),
-        _faults(run, board, marks),
+        _faults(run, board),
     ]
     if board.every > 1:
         made[0].sentences.append(f"The curves show every {board.every}th step.")
@@ -218,7 +216,7 @@ def _time(board: CurveBoard) -> PageSection:
     return section
 
 
-def _faults(run: RunResults, board: CurveBoard, marks: Sequence[RunEvent]) -> PageSection:
+def _faults(run: RunResults, board: CurveBoard) -> PageSection:
     """Return what the run survived: restarts, rollbacks, alarms, failures."""
     section = PageSection("Faults and alarms")
     names = [*run.steps.columns("failures/"), *run.steps.columns("buffer/repeats/")]
@@ -226,16 +224,11 @@ def _faults(run: RunResults, board: CurveBoard, marks: Sequence[RunEvent]) -> Pa
     made = board.figure(Curve("Failures and repeated takes", {name: name for name in names}))
     if made is not None:
         section.figures.append(made)
-    try:
-        log = (run.path / "logs" / "launcher.log").read_text(errors="replace")
-    except OSError:
-        log = ""
-    listed = [*marks, *restarts_logged(log)]
-    counts = Counter(event.kind for event in listed)
-    if listed:
+    counts = Counter(event.kind for event in run.events)
+    if run.events:
         counted = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
         section.sentences.append(f"Events: {counted}.")
-        rows = [["" if one.step is None else one.step, one.kind, one.text] for one in listed]
+        rows = [["" if one.step is None else one.step, one.kind, one.text] for one in run.events]
         section.tables.append(Table("Events", ["step", "kind", "event"], rows))
     if counts.keys() <= {"stage"}:
         section.sentences.append("No restart, rollback, alarm or failure is recorded.")

@@ -18,6 +18,7 @@ from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
 from evolver_async.metrics.lineages import current_rows, key_of
 from evolver_async.metrics.tail import Tail
+from evolver_async.results.events import RunEvent, events, restarts_logged
 from evolver_async.results.history import RunHistory
 from evolver_async.results.table import MetricTable
 from evolver_async.results.trajectories import RecordedTrajectory, trajectories
@@ -41,7 +42,7 @@ class SavedCheckpoint:
 
 
 class RunResults:
-    """What a run has left in its directory; every part is read when it is first asked for.
+    """Results in the directory of a run; every part is read when it is first asked for.
 
     `path` is the directory. With `abandoned`, the tables hold the rows of abandoned lineages too.
     """
@@ -86,6 +87,15 @@ class RunResults:
     def _table(self, kind: str) -> MetricTable:
         rows = [row for row in self.rows if key_of(row).kind == kind]
         return MetricTable(sorted(rows, key=lambda row: row["step"]))
+
+    @cached_property
+    def events(self) -> list[RunEvent]:
+        """Stages, restarts, rollbacks, alarms and failures; restarts in the log have no step."""
+        try:
+            log = (self.path / "logs" / "launcher.log").read_text(errors="replace")
+        except OSError:
+            log = ""
+        return [*events(self.all_rows, current_rows(self.all_rows)), *restarts_logged(log)]
 
     @cached_property
     def checkpoints(self) -> list[SavedCheckpoint]:

@@ -7,7 +7,7 @@ import numpy as np
 from bokeh.models import ColumnDataSource, HoverTool, Range1d
 from bokeh.plotting import figure
 
-from evolver_async.report.events import RunEvent
+from evolver_async.results.events import RunEvent
 from evolver_async.results.table import MetricTable
 
 Figure = figure

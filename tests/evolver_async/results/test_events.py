@@ -1,7 +1,7 @@
 """Events are found in the metrics: stages, restarts, rollbacks, alarms, failures."""
 
 from evolver_async.metrics.lineages import current_rows
-from evolver_async.report.events import events, restarts_logged
+from evolver_async.results.events import events, restarts_logged
 
 
 def row(step: int, lineage: int = 1, **values: float) -> dict:
