@@ -13,6 +13,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from evolver_async.report.tokens import TokenTable
 from evolver_async.results.run import RunResults
 from evolver_async.results.trajectories import RecordedTrajectory, TrajectoryGone
@@ -59,8 +61,7 @@ class TrajectoryPages:
 
 def pack(value: Any) -> str:
     """Return a value as base64 of compressed JSON: text that no HTML parser can misread."""
-    data = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return base64.b64encode(zlib.compress(data.encode(errors="replace"), 6)).decode()
+    return base64.b64encode(zlib.compress(msgspec.json.encode(value), 6)).decode()
 
 
 def unpack(text: str) -> Any:

@@ -112,7 +112,7 @@ def _curves(board: CurveBoard, title: str, curves: Sequence[Curve]) -> PageSecti
     section = PageSection(title)
     absent = []
     for curve in curves:
-        made = board.figure(curve)
+        made = board.draw(curve)
         if made is None:
             absent.append(curve.title)
         else:
@@ -221,7 +221,7 @@ def _faults(run: RunResults, board: CurveBoard) -> PageSection:
     section = PageSection("Faults and alarms")
     names = [*run.steps.columns("failures/"), *run.steps.columns("buffer/repeats/")]
     names = [name for name in names if np.nansum(run.steps[name]) > 0]
-    made = board.figure(Curve("Failures and repeated takes", {name: name for name in names}))
+    made = board.draw(Curve("Failures and repeated takes", {name: name for name in names}))
     if made is not None:
         section.figures.append(made)
     counts = Counter(event.kind for event in run.events)

@@ -4,6 +4,8 @@ It takes no lock and changes no file. A live journal grows and drops segments me
 that disappears is missing from the result, and an unfinished commit at the end is ignored.
 """
 
+import contextlib
+import mmap
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +28,7 @@ class JournalReader:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._maps: dict[int, mmap.mmap] = {}
         found = {int(path.stem) for path in directory.glob("*.log")}
         found |= {int(path.stem) for path in (directory / ARCHIVE).glob("*.log")}
         self.numbers: list[int] = []
@@ -60,20 +63,16 @@ class JournalReader:
         Raises JournalError if its bytes are damaged.
         """
         number, offset, size, crc = location
-        for path in self._paths(number):
-            try:
-                with open(path, "rb") as file:
-                    file.seek(offset)
-                    data = file.read(size)
-            except FileNotFoundError:
-                continue
-            if len(data) != size or zlib.crc32(data) != crc:
-                raise JournalError(f"{path} at {offset}: damaged trajectory")
-            try:
-                return unwrap(Parcel(data, crc))
-            except WireError as error:
-                raise JournalError(f"{path} at {offset}: {error}") from error
-        return None
+        data = self._mapped(number, offset + size)
+        if data is None:
+            return None
+        body, path = data[offset : offset + size], self._paths(number)[0]
+        if len(body) != size or zlib.crc32(body) != crc:
+            raise JournalError(f"{path} at {offset}: damaged trajectory")
+        try:
+            return unwrap(Parcel(body, crc))
+        except WireError as error:
+            raise JournalError(f"{path} at {offset}: {error}") from error
 
     def kept(self, location: Location) -> bool:
         """True if the segment of `location` is among those that exist."""
@@ -85,6 +84,17 @@ class JournalReader:
                 return memoryview(path.read_bytes())
             except FileNotFoundError:
                 continue
+        return None
+
+    def _mapped(self, number: int, end: int) -> mmap.mmap | None:
+        """Map a segment of at least `end` bytes, None if it is gone. A map outlives its file."""
+        held = self._maps.get(number)
+        if held is not None and len(held) >= end:
+            return held
+        for path in self._paths(number):
+            with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+                self._maps[number] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                return self._maps[number]
         return None
 
     def _paths(self, number: int) -> tuple[Path, ...]:

@@ -6,7 +6,7 @@ import numpy as np
 from bokeh.models import ColumnDataSource, HoverTool
 from bokeh.plotting import figure
 
-from evolver_async.report.plots.curves import HEIGHT, PALETTE, finish
+from evolver_async.report.plots.curves import HEIGHT, PALETTE, finish, place_legend
 
 BINS = 24
 
@@ -38,13 +38,13 @@ def bars(title: str, axis: str, columns: Mapping[str, Mapping[str, float]]) -> f
         tips = [(axis, "@label"), (name, "@value{0.[0000]}")]
         made.add_tools(HoverTool(renderers=[drawn], tooltips=tips))
     made.y_range.start = 0  # pyright: ignore[reportAttributeAccessIssue]
-    _place_legend(made, len(columns))
+    place_legend(made, len(columns))
     return made
 
 
 def amounts(title: str, axis: str, values: Mapping[str, float]) -> figure:
     """Return horizontal bars, for labels that are long."""
-    labels = list(reversed(values))
+    labels = [*values][::-1]
     made = figure(
         title=title,
         height=HEIGHT,
@@ -86,17 +86,5 @@ def histogram(title: str, axis: str, samples: Mapping[str, Sequence[float]]) -> 
         tips = [(axis, "@left{0.[0]}-@right{0.[0]}"), (name, "@top{0.0%}")]
         made.add_tools(HoverTool(renderers=[drawn], tooltips=tips))
     made.y_range.start = 0  # pyright: ignore[reportAttributeAccessIssue]
-    _place_legend(made, len(samples))
+    place_legend(made, len(samples))
     return made
-
-
-def _place_legend(made: figure, labels: int) -> None:
-    legend = made.legend[0]
-    legend.visible = labels > 1
-    if labels > 1:
-        made.add_layout(legend, "above")
-        legend.orientation = "horizontal"
-        legend.label_text_font_size = "11px"
-        legend.padding = legend.margin = 0
-        legend.border_line_color = None
-        legend.background_fill_alpha = 0.0

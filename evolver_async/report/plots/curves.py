@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from bokeh.models import ColumnDataSource, HoverTool, Range1d
+from bokeh.models import ColumnDataSource, HoverTool, Range1d, Scatter
 from bokeh.plotting import figure
 
 from evolver_async.results.events import RunEvent
@@ -48,7 +48,8 @@ class CurveBoard:
             "evaluations": _source("evaluations", evaluations),
         }
         last = float(max((row["step"] for row in (*steps, *evaluations)), default=1))
-        self.x_range = Range1d(-0.02 * last, 1.02 * last, bounds=(-0.1 * last, 1.1 * last))
+        bounds = (-0.1 * last, 1.1 * last)
+        self.x_range = Range1d(start=-0.02 * last, end=1.02 * last, bounds=bounds)
         placed = [mark for mark in marks if mark.step is not None]
         columns = {
             "step": [mark.step for mark in placed],
@@ -57,7 +58,7 @@ class CurveBoard:
         }
         self.marks = ColumnDataSource(columns)
 
-    def figure(self, curve: Curve) -> figure | None:
+    def draw(self, curve: Curve) -> Figure | None:
         """Return the figure of a curve, None if its metrics are not recorded or always 0."""
         parts = [("steps", self.steps, name, label) for name, label in curve.metrics.items()]
         parts += [
@@ -71,10 +72,10 @@ class CurveBoard:
         made = self.empty(curve.title, log=log)
         for color, (source, table, name, label) in zip(PALETTE * 4, parts, strict=False):
             self._draw(made, source, table, name, label, color)
-        _legend(made, len(parts))
+        place_legend(made, len(parts))
         return made
 
-    def empty(self, title: str, *, log: bool = False) -> figure:
+    def empty(self, title: str, *, log: bool = False) -> Figure:
         """Return a figure over the steps with the marks of events alone."""
         made = figure(
             name="curve",
@@ -96,7 +97,7 @@ class CurveBoard:
             made.add_tools(HoverTool(renderers=[lines], tooltips=[("event", "@text")]))
         return made
 
-    def stacked(self, title: str, parts: dict[str, np.ndarray]) -> figure:
+    def stacked(self, title: str, parts: dict[str, np.ndarray]) -> Figure:
         """Return a figure of `parts`, one value for each step, on top of each other."""
         made = self.empty(title)
         made.height = HEIGHT + 40  # for the legend
@@ -109,36 +110,39 @@ class CurveBoard:
             legend_label=labels,
         )  # fmt: skip
         made.y_range.start = 0  # pyright: ignore[reportAttributeAccessIssue]
-        _legend(made, len(labels) + 1)
+        place_legend(made, len(labels) + 1)
         return made
 
     def _draw(
-        self, made: figure, source: str, table: MetricTable, name: str, label: str, color: str
+        self, made: Figure, source: str, table: MetricTable, name: str, label: str, color: str
     ) -> None:
-        """Draw one metric: a line, and a point where a step can be told from its neighbours."""
+        """Draw one metric: a line, and a point for each step, which answers the mouse."""
         data, column = self.sources[source], f"c{table.names.index(name)}"
         if column not in data.data:
-            data.add(table[name].astype(np.float32), column)
+            data.data[column] = table[name].astype(np.float32)
         line = made.line(
             "step", column, source=data, color=color, line_width=1.8, legend_label=label
         )
         line.selection_glyph = line.nonselection_glyph = None
-        size = 7 if source == "evaluations" else 4 if len(table) <= 300 else 0
+        size = 7 if source == "evaluations" else 4 if len(table) <= 300 else 2
         points = made.scatter(
             "step", column, source=data, color=color, size=size, legend_label=label,
             marker="diamond" if source == "evaluations" else "circle",
             nonselection_alpha=1.0, nonselection_color=color,
-            selection_color="#111827", selection_line_width=5, selection_alpha=1.0,
+            selection_color="#111827", selection_alpha=1.0,
         )  # fmt: skip
+        assert isinstance(points.selection_glyph, Scatter)
+        points.selection_glyph.line_width = 5
         tips = [("step", "@step"), (label, f"@{column}{{0.[0000]}}")]
         made.add_tools(HoverTool(renderers=[points], tooltips=tips, mode="mouse"))
 
 
-def finish(made: figure) -> None:
+def finish(made: Figure) -> None:
     """Apply the appearance that all figures share."""
     made.toolbar_location = "right"
     made.toolbar.autohide = True
     made.toolbar.logo = None
+    assert made.title is not None
     made.title.text_font_size = "13px"  # pyright: ignore[reportAttributeAccessIssue]
     made.background_fill_color = "#fcfcfd"
     made.outline_line_color = "#d1d5db"
@@ -156,19 +160,22 @@ def _recorded(table: MetricTable, name: str) -> bool:
     return name in table and not bool(np.isnan(table[name]).all())
 
 
-def _legend(made: figure, labels: int) -> None:
-    """Put the legend above the plot, where it covers no curve; drop it for a single label."""
+def place_legend(made: Figure, labels: int) -> None:
+    """Put the legend above the plot, where it covers no curve; hide it for a single label."""
     legend = made.legend[0]
     if labels < 2:
         legend.visible = False
         return
     made.add_layout(legend, "above")
-    legend.orientation = "horizontal"
-    legend.ncols = 4
-    legend.label_text_font_size = "11px"
-    legend.padding = legend.margin = 0
-    legend.spacing = 8
-    legend.glyph_width = 14
-    legend.border_line_color = None
-    legend.background_fill_alpha = 0.0
-    legend.click_policy = "hide"
+    legend.update(
+        orientation="horizontal",
+        ncols=4,
+        label_text_font_size="11px",
+        padding=0,
+        margin=0,
+        spacing=8,
+        glyph_width=14,
+        border_line_color=None,
+        background_fill_alpha=0.0,
+        click_policy="hide",
+    )
