@@ -221,7 +221,8 @@ def _faults(run: RunResults, board: CurveBoard) -> PageSection:
     section = PageSection("Faults and alarms")
     names = [*run.steps.columns("failures/"), *run.steps.columns("buffer/repeats/")]
     names = [name for name in names if np.nansum(run.steps[name]) > 0]
-    made = board.draw(Curve("Failures and repeated takes", {name: name for name in names}))
+    title = names[0] if len(names) == 1 else "Failures and repeated takes"
+    made = board.draw(Curve(title, {name: name for name in names}))
     if made is not None:
         section.figures.append(made)
     counts = Counter(event.kind for event in run.events)

@@ -83,12 +83,17 @@ class Tab:
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def close(self) -> None:
-        self.socket.close()
+        self.loop.run_until_complete(_closed(self.socket))
         self.loop.close()
 
 
 async def _connected(url: str) -> WebSocketClientConnection:
     return await websocket_connect(url, max_message_size=LARGEST_MESSAGE)
+
+
+async def _closed(socket: WebSocketClientConnection) -> None:
+    """Close a socket; tornado wants a running loop for that."""
+    socket.close()
 
 
 @contextlib.contextmanager
