@@ -18,4 +18,34 @@
 | train | learner | weight versions | complete groups | B groups fresh enough | actors |
 | weights | actor | – | weight versions | a newer version | learner publishing |
 | experience | experience | guidance, entries | finished episodes | – | – |
+
+As a library: `from evolver_async import Config, load_run, train`. Each is imported when it is used.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evolver_async.config import Config
+    from evolver_async.library import train
+    from evolver_async.results.run import load_run
+
+__all__ = ["Config", "load_run", "train"]
+
+_HOMES = {
+    "Config": "evolver_async.config",
+    "load_run": "evolver_async.results.run",
+    "train": "evolver_async.library",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that importing the package is cheap."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names, imported or not."""
+    return sorted({*globals(), *__all__})

@@ -193,6 +193,12 @@ def _add_results(commands: Commands) -> None:
     command.add_argument("out", type=Path, metavar="OUT", help="directory to write")
     _add_step(command, "default: the newest")
 
+    about = "write the curves and trajectories of a run as an HTML page"
+    command = _add(commands, "report", "results:report", about)
+    _add_run(command)
+    about = "a .html file, or a folder for any number of trajectories; default: in RUN_DIR"
+    command.add_argument("--out", type=Path, metavar="FILE.html|DIR", help=about)
+
     command = _add(commands, "wandb", "results:wandb", "send a run's metrics to Weights & Biases")
     _add_run(command)
     command.add_argument(

@@ -27,9 +27,10 @@ FLOORS = (
     ("weights", "buffer"),
     ("launch",),
     ("watch", "doctor"),
-    ("study",),
+    ("results",),
+    ("study", "report"),
     ("commands",),
-    ("cli",),
+    ("library", "cli"),
 )
 
 # Folders of pure functions: time and randomness are arguments.
@@ -61,6 +62,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "prometheus_client": ("evolver_async.watch.prometheus",),
     "matplotlib": ("evolver_async.study.plots",),
     "scipy": ("evolver_async.study.statistics",),
+    "bokeh": ("evolver_async.report.plots",),
     "omegaconf": ("evolver_async.config",),
     "msgpack": ("evolver_async.protocol.bounded",),
     "torch": (

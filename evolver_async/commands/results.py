@@ -1,4 +1,4 @@
-"""`eval`, `export` and `wandb`: results of a run."""
+"""`eval`, `export`, `report` and `wandb`: results of a run."""
 
 import argparse
 import sys
@@ -10,6 +10,7 @@ from evolver_async.launch.registry import resolve
 from evolver_async.metrics import wandb_upload
 from evolver_async.metrics.wandb_process import online
 from evolver_async.process.setup import die_with
+from evolver_async.results.run import load_run
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -43,4 +44,21 @@ def wandb(args: argparse.Namespace) -> int:
     except wandb_upload.UploadError as error:
         print(f"evolver-async: W&B: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def report(args: argparse.Namespace) -> int:
+    """Write the report of a run and print its page."""
+    try:
+        from evolver_async.report.write import write
+    except ModuleNotFoundError as error:
+        if error.name != "bokeh":
+            raise
+        raise ConfigError("report: needs Bokeh: pip install 'evolver-async[report]'") from None
+    written = write(load_run(run_directory(args.run_dir)), args.out)
+    print(written.page)
+    count = f"{written.shown:,} of {written.total:,} trajectories"
+    print(f"{count}, {written.page.stat().st_size / 1e6:.1f} MB")
+    if written.missing:
+        print(written.missing)
     return 0

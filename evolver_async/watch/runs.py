@@ -133,20 +133,28 @@ def listed(directory: Path) -> list[dict[str, Any]]:
 
 def _summary(run_dir: Path) -> dict[str, Any]:
     progress = progress_of(run_dir)
-    state, metrics = "killed", run_dir / "metrics.jsonl"
-    changed = (metrics if metrics.exists() else run_dir / "config.yaml").stat().st_mtime
-    with contextlib.suppress(FileNotFoundError):
-        ending = Ending(**json.loads((run_dir / END).read_text()))
-        state, changed = ending.state, ending.time
-    if _running(run_dir):
-        state = "running"
+    ending = ending_of(run_dir)
+    state = "running" if _running(run_dir) else ending.state
     return {
         "name": run_dir.name,
         "state": state,
         "step": progress.step,
         "success": progress.last,
-        "time": changed,
+        "time": ending.time,
     }
+
+
+def ending_of(run_dir: Path) -> Ending:
+    """Return the end of the newest launch.
+
+    Its state is "running" or "killed" if no end is recorded; its time is that of the last metric
+    then. The lock of a run with a recorded end is not touched.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        return Ending(**json.loads((run_dir / END).read_text()))
+    metrics = run_dir / "metrics.jsonl"
+    changed = (metrics if metrics.exists() else run_dir / "config.yaml").stat().st_mtime
+    return Ending("running" if _running(run_dir) else "killed", -1, "", changed)
 
 
 def _running(run_dir: Path) -> bool:

@@ -1,0 +1,109 @@
+"""Read-only access to the journal of a live or finished run, archived segments included.
+
+It takes no lock and changes no file. A live journal grows and drops segments meanwhile: a segment
+that disappears is missing from the result, and an unfinished commit at the end is ignored.
+"""
+
+import contextlib
+import mmap
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from evolver_async.buffer.log import segment
+from evolver_async.buffer.log.journal import Location
+from evolver_async.buffer.log.quarantine import JournalError
+from evolver_async.buffer.state import records
+from evolver_async.protocol.bounded import WireError
+from evolver_async.protocol.trajectories import Parcel, unwrap
+from evolver_async.schema import Trajectory
+
+ARCHIVE = "archive"
+
+
+class JournalReader:
+    """Reader of the segments that exist now: `numbers`, without a gap, the newest last."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._maps: dict[int, mmap.mmap] = {}
+        found = {int(path.stem) for path in directory.glob("*.log")}
+        found |= {int(path.stem) for path in (directory / ARCHIVE).glob("*.log")}
+        self.numbers: list[int] = []
+        for number in sorted(found, reverse=True):
+            if self.numbers and number != self.numbers[0] - 1:
+                break
+            self.numbers.insert(0, number)
+
+    def read(self) -> Iterator[tuple[records.AnyRecord, Location]]:
+        """Yield every record with the place of its body. Raises JournalError for damage."""
+        for number in self.numbers:
+            data = self._segment(number)
+            if data is None:
+                continue
+            offset = 0
+            while offset < len(data):
+                try:
+                    end = segment.payload_end(data, offset)
+                except segment.SegmentDamage as damage:
+                    path = self._paths(number)[0]
+                    raise JournalError(f"{path} at {damage.offset}: {damage}") from None
+                if end is None:
+                    break
+                start = offset + segment.COMMIT.size
+                for head, place in segment.records(data, start, end):
+                    yield self._decoded(number, head), (number, *place)
+                offset = end + segment.END.size
+
+    def trajectory(self, location: Location) -> Trajectory | None:
+        """Return the trajectory at `location`, None if the run has not kept its segment.
+
+        Raises JournalError if its bytes are damaged.
+        """
+        number, offset, size, crc = location
+        data = self._mapped(number, offset + size)
+        if data is None:
+            return None
+        body, path = data[offset : offset + size], self._paths(number)[0]
+        if len(body) != size or zlib.crc32(body) != crc:
+            raise JournalError(f"{path} at {offset}: damaged trajectory")
+        try:
+            return unwrap(Parcel(body, crc))
+        except WireError as error:
+            raise JournalError(f"{path} at {offset}: {error}") from error
+
+    def kept(self, location: Location) -> bool:
+        """True if the segment of `location` is among those that exist."""
+        return bool(location[2]) and location[0] in self.numbers
+
+    def _segment(self, number: int) -> memoryview | None:
+        for path in self._paths(number):
+            try:
+                return memoryview(path.read_bytes())
+            except FileNotFoundError:
+                continue
+        return None
+
+    def _mapped(self, number: int, end: int) -> mmap.mmap | None:
+        """Map a segment of at least `end` bytes, None if it is gone. A map outlives its file."""
+        held = self._maps.get(number)
+        if held is not None and len(held) >= end:
+            return held
+        for path in self._paths(number):
+            with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+                self._maps[number] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                return self._maps[number]
+        return None
+
+    def _paths(self, number: int) -> tuple[Path, ...]:
+        """Return the places of a segment, in the order in which it moves."""
+        name = f"{number:08d}.log"
+        return self.directory / name, self.directory / ARCHIVE / name
+
+    def _decoded(self, number: int, head: memoryview) -> records.AnyRecord:
+        try:
+            return records.decode(head)
+        except msgspec.DecodeError as error:
+            raise JournalError(f"{self._paths(number)[0]}: {error}") from error

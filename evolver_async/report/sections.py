@@ -1,0 +1,236 @@
+"""Sections of the page: their figures, tables and sentences, in reading order."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from evolver_async.report.plots import bars
+from evolver_async.report.plots.curves import Curve, CurveBoard, Figure
+from evolver_async.report.tables import Table, fates_table
+from evolver_async.results.run import RunResults
+from evolver_async.results.trajectories import RecordedTrajectory
+
+LEARNING = (
+    Curve("Reward", {"train/reward_mean": "training"}, {"eval/reward_mean": "evaluation"}),
+    Curve("Success", {"train/success": "training"}, {"eval/success": "evaluation"}),
+    Curve("Policy loss", {"loss/policy": "policy loss"}),
+    Curve("Entropy", {"loss/entropy": "entropy"}),
+    Curve("Gradient norm", {"loss/grad_norm": "policy", "critic/grad_norm": "critic"}, log=True),
+    Curve("KL to the reference", {"loss/kl": "KL"}),
+    Curve("Value loss", {"loss/value": "value loss"}),
+    Curve("Turns per episode", {"train/turns_mean": "training"}, {"eval/turns_mean": "evaluation"}),
+    Curve("Errors", {"train/format_errors": "format errors", "train/tool_errors": "tool errors"}),
+)
+OFFPOLICY = (
+    Curve("Staleness in versions", {"staleness/mean": "mean", "staleness/max": "maximum"}),
+    Curve(
+        "Effective sample size",
+        {
+            "offpolicy/ess": "all tokens",
+            "offpolicy_guided/ess": "stripped (guided)",
+            "offpolicy_unguided/ess": "unguided",
+        },
+    ),
+    Curve(
+        "KL (behaviour ‖ policy)",
+        {
+            "offpolicy/kl": "all tokens",
+            "offpolicy_guided/kl": "stripped (guided)",
+            "offpolicy_unguided/kl": "unguided",
+        },
+    ),
+    Curve(
+        "Share of tokens clipped or masked",
+        {
+            "offpolicy/clip_low": "clipped low",
+            "offpolicy/clip_high": "clipped high",
+            "offpolicy/masked": "masked",
+        },
+    ),
+)
+DATA = (
+    Curve(
+        "Ledger: trajectories since the start",
+        {
+            "ledger/received": "received",
+            "ledger/trained": "trained",
+            "ledger/filtered": "filtered",
+            "ledger/evicted": "evicted",
+        },
+    ),
+    Curve(
+        "Refused on arrival",
+        {"ledger/rejected": "rejected", "ledger/duplicate": "duplicate", "ledger/stale": "stale"},
+    ),
+    Curve("Evicted share", {"censor/evicted_share": "evicted share"}),
+    Curve(
+        "Evicted against trained: ratios",
+        {"censor/length_ratio": "length", "censor/seconds_ratio": "seconds"},
+    ),
+    Curve("Success of trained minus evicted", {"censor/success_gap": "gap"}),
+)
+PUBLISHING = (
+    Curve("Seconds to publish", {"time/publish_s": "time/publish_s", "weights/publish_s": "wait"}),
+    Curve("Published version", {"version": "version"}),
+    Curve("Tokens per second", {"throughput/tokens_per_s": "trained ACTION tokens"}),
+)
+INSIDE_TRAIN = ("anchor", "forward", "backward", "optimizer")  # parts of time/train_s
+BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # of lag_<bucket>/*
+SAMPLED = 20_000  # trajectories in a histogram
+
+
+@dataclass
+class PageSection:
+    """One section: its sentences stand above the figures, its tables below them."""
+
+    title: str
+    sentences: list[str] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+
+
+def sections(run: RunResults, trajectories: Sequence[RecordedTrajectory]) -> list[PageSection]:
+    """Return the sections of a run's page. `trajectories` is empty if the journal is gone."""
+    board = CurveBoard(run.steps, run.evaluations, run.events)
+    made = [
+        _curves(board, "Learning", LEARNING),
+        _off_policy(board, trajectories),
+        _data(board, trajectories),
+        _time(board),
+        _curves(board, "Publishing and throughput", PUBLISHING),
+        _faults(run, board),
+    ]
+    if board.every > 1:
+        made[0].sentences.append(f"The curves show every {board.every}th step.")
+    return made
+
+
+def _curves(board: CurveBoard, title: str, curves: Sequence[Curve]) -> PageSection:
+    """Return a section of curves, with a sentence about those that have nothing to show."""
+    section = PageSection(title)
+    absent = []
+    for curve in curves:
+        made = board.draw(curve)
+        if made is None:
+            absent.append(curve.title)
+        else:
+            section.figures.append(made)
+    if absent:
+        section.sentences.append(f"Not recorded in this run, or always 0: {', '.join(absent)}.")
+    return section
+
+
+def _off_policy(board: CurveBoard, trajectories: Sequence[RecordedTrajectory]) -> PageSection:
+    section = _curves(board, "Staleness and off-policyness", OFFPOLICY)
+    lags = Counter(
+        use.lag
+        for one in trajectories
+        for use in one.trainings
+        if use.fate == "trained" and not use.abandoned and use.lag is not None
+    )
+    source = "journal"
+    counts = {str(lag): float(lags[lag]) for lag in sorted(lags)}
+    if not counts or len(counts) > 30:
+        counts, source = dict(_by_lag(board, "trajectories", total=True)), "metrics"
+    if counts:
+        title = f"Trained trajectories by version lag (from the {source})"
+        section.figures.insert(0, bars.bars(title, "lag", {"trajectories": counts}))
+    for title, names in (
+        ("Effective sample size by lag", {"ess": "ess"}),
+        ("KL by lag", {"kl": "KL"}),
+        ("Clipped and masked by lag", {"clip_low": "low", "clip_high": "high", "masked": "masked"}),
+    ):
+        columns = {label: dict(_by_lag(board, name)) for name, label in names.items()}
+        if any(columns.values()):
+            section.figures.append(bars.bars(title, "lag", columns))
+    return section
+
+
+def _by_lag(board: CurveBoard, name: str, total: bool = False) -> Iterator[tuple[str, float]]:
+    """Yield for each bucket of lags the token-weighted mean of a metric, or its sum."""
+    for bucket in BUCKETS:
+        column, tokens = f"lag_{bucket}/{name}", f"lag_{bucket}/tokens"
+        if column not in board.all_steps or tokens not in board.all_steps:
+            continue
+        values, weights = board.all_steps[column], board.all_steps[tokens]
+        both = np.isfinite(values) & np.isfinite(weights)
+        if total:
+            yield bucket, float(values[both].sum())
+        elif weights[both].sum() > 0:
+            yield bucket, float(np.average(values[both], weights=weights[both]))
+
+
+def _data(board: CurveBoard, trajectories: Sequence[RecordedTrajectory]) -> PageSection:
+    section = _curves(board, "Trained and evicted data", DATA)
+    if not trajectories:
+        section.sentences.append(
+            "The journal has no trajectories, so their fates are known from the metrics alone."
+        )
+        return section
+    table, counts = fates_table(trajectories)
+    section.tables.append(table)
+    title = "Trajectories of the journal by fate"
+    section.figures.insert(0, bars.amounts(title, "trajectories", counts))
+    for title, axis, name in (
+        ("Length of trained and evicted rollouts", "ACTION tokens", "tokens"),
+        ("Reward of trained and evicted rollouts", "reward", "reward"),
+    ):
+        samples = {
+            fate: [
+                float(getattr(one, name))
+                for one in trajectories
+                if one.fate == fate and one.kind == "rollout"
+            ][-SAMPLED:]
+            for fate in ("trained", "evicted")
+        }
+        if all(samples.values()):
+            section.figures.append(bars.histogram(title, axis, samples))
+    if not any(one.fate == "evicted" and one.kind == "rollout" for one in trajectories):
+        section.sentences.append(
+            "The journal has no evicted rollouts to compare with trained ones."
+        )
+    return section
+
+
+def _time(board: CurveBoard) -> PageSection:
+    """Return the time budget: seconds of each step by activity, and the shares of their sums."""
+    section = PageSection("Time")
+    found = {
+        name.removeprefix("time/").removesuffix("_s"): np.nan_to_num(column)
+        for name, column in board.steps.columns("time/").items()
+    }
+    if not found:
+        section.sentences.append("Not recorded in this run: time/*.")
+        return section
+    train = found.pop("train", np.zeros(len(board.steps)))
+    inside = [found[name] for name in INSIDE_TRAIN if name in found]
+    found["other training"] = np.maximum(train - sum(inside), 0.0)
+    parts = dict(sorted(found.items(), key=lambda part: -part[1].sum()))
+    parts = {name: values for name, values in parts.items() if values.sum() > 0}
+    section.figures.append(board.stacked("Seconds per step by activity", parts))
+    whole = sum(float(values.sum()) for values in parts.values()) or 1.0
+    shares = {name: 100 * float(values.sum()) / whole for name, values in parts.items()}
+    section.figures.append(bars.amounts("Share of the learner's time", "percent", shares))
+    return section
+
+
+def _faults(run: RunResults, board: CurveBoard) -> PageSection:
+    """Return what the run survived: restarts, rollbacks, alarms, failures."""
+    section = PageSection("Faults and alarms")
+    names = [*run.steps.columns("failures/"), *run.steps.columns("buffer/repeats/")]
+    names = [name for name in names if np.nansum(run.steps[name]) > 0]
+    title = names[0] if len(names) == 1 else "Failures and repeated takes"
+    made = board.draw(Curve(title, {name: name for name in names}))
+    if made is not None:
+        section.figures.append(made)
+    counts = Counter(event.kind for event in run.events)
+    if run.events:
+        counted = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+        section.sentences.append(f"Events: {counted}.")
+        rows = [["" if one.step is None else one.step, one.kind, one.text] for one in run.events]
+        section.tables.append(Table("Events", ["step", "kind", "event"], rows))
+    if counts.keys() <= {"stage"}:
+        section.sentences.append("No restart, rollback, alarm or failure is recorded.")
+    return section

@@ -1,0 +1,97 @@
+"""Events of a run: stages, restarts of the learner, rollbacks, alarms, failures. Pure."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from evolver_async.metrics.lineages import key_of
+
+SHOWN = 200  # events of one kind
+LOGGED = re.compile(r"^(\S+ [\d:,]+) WARNING [\w.]+: (.*restart \d+ of \d+.*)$")
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """One event. `step` is None where only its time is known."""
+
+    kind: str  # stage, restart, rollback, alarm, failure
+    step: int | None
+    text: str
+
+
+def events(all_rows: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[RunEvent]:
+    """Return the events by step. `rows` are those of `all_rows` in the newest lineage's curve."""
+    takes = [row for row in rows if key_of(row).kind == "take"]
+    found = [*_restarts(all_rows), *_stages(takes), *_alarms(takes), *_rises(takes)]
+    return sorted(found, key=lambda event: event.step or 0)
+
+
+def restarts_logged(log: str) -> list[RunEvent]:
+    """Return the restarts of processes that the launcher's log names."""
+    matches = [LOGGED.match(line) for line in log.splitlines()]
+    found = [RunEvent("restart", None, f"{one[1]}: {one[2]}") for one in matches if one]
+    return found[:SHOWN]
+
+
+def _restarts(all_rows: Iterable[dict[str, Any]]) -> list[RunEvent]:
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for row in all_rows:
+        if key_of(row).kind == "take":
+            lineage, step = int(row["lineage"]), int(row["step"])
+            first[lineage] = min(step, first.get(lineage, step))
+            last[lineage] = max(step, last.get(lineage, step))
+    lineages = sorted(first)
+    found = []
+    for before, lineage in pairwise(lineages):
+        repeated = max(0, last[before] - first[lineage] + 1)
+        text = f"lineage {lineage} starts with step {first[lineage]}; it repeats {repeated} steps"
+        found.append(RunEvent("restart", first[lineage], text))
+    return found[:SHOWN]
+
+
+def _stages(takes: Iterable[dict[str, Any]]) -> list[RunEvent]:
+    found, before = [], None
+    for row in takes:
+        stage = int(row.get("stage") or 0)
+        if stage != before:
+            text = f"stage {stage} ({row['stage_kind']}) starts"
+            found.append(RunEvent("stage", int(row["step"]), text))
+        before = stage
+    return found
+
+
+def _alarms(takes: Sequence[dict[str, Any]]) -> list[RunEvent]:
+    names = dict.fromkeys(name for row in takes for name in row if name.startswith("alarm/"))
+    found = []
+    for name in names:
+        begun = None
+        for row in (*takes, {}):
+            fires = bool(row.get(name))
+            if fires and begun is None:
+                begun = int(row["step"])
+            elif not fires and begun is not None:
+                until = f" until step {int(row['step'])}" if row else ""
+                text = f"alarm {name.removeprefix('alarm/')} fires{until}"
+                found.append(RunEvent("alarm", begun, text))
+                begun = None
+    return sorted(found, key=lambda event: event.step or 0)[:SHOWN]
+
+
+def _rises(takes: Sequence[dict[str, Any]]) -> list[RunEvent]:
+    """Return the steps at which a count of rollbacks, failures or stalls rose."""
+    kinds = {"safety/rollbacks": "rollback", "supervision/stalled": "failure"}
+    counts: dict[str, float] = {}
+    found = []
+    for row in takes:
+        for name, value in row.items():
+            kind = kinds.get(name) or ("failure" if name.startswith("failures/") else "")
+            if not kind or value is None:
+                continue
+            rise = value if name.startswith("supervision") else value - counts.get(name, 0.0)
+            counts[name] = value
+            if rise > 0:
+                found.append(RunEvent(kind, int(row["step"]), f"{name}: +{rise:g}"))
+    return found[:SHOWN]

@@ -1,0 +1,43 @@
+"""Rows of metrics as a table: columns are numpy arrays, NaN where a row lacks a number."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+
+class MetricTable:
+    """Rows of one kind, by step.
+
+    `table["loss/policy"]` is a column; `table.rows` are the rows as dicts. Iteration yields the
+    rows, `len` counts them, and `in` asks for a column.
+    """
+
+    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.rows = list(rows)
+        self.names = list(dict.fromkeys(name for row in self.rows for name in row))
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """Return a column: float64, or objects where it holds text. KeyError if no row has it."""
+        if name not in self.names:
+            raise KeyError(f"no row has {name!r}")
+        values = [row.get(name) for row in self.rows]
+        if any(isinstance(value, str | list) for value in values):
+            return np.array(values, dtype=object)
+        return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def columns(self, prefix: str = "") -> dict[str, np.ndarray]:
+        """Return the columns whose names begin with `prefix`, by name."""
+        return {name: self[name] for name in self.names if name.startswith(prefix)}
+
+    def __repr__(self) -> str:
+        return f"<{len(self.rows)} rows, {len(self.names)} columns>"

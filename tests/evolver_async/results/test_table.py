@@ -1,0 +1,22 @@
+"""Columns of metrics are arrays over the rows, with NaN where a row has no number."""
+
+import numpy as np
+import pytest
+
+from evolver_async.results.table import MetricTable
+
+
+def test_columns_are_arrays_and_rows_are_dicts() -> None:
+    rows = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": None, "name": "rl"}, {"step": 3}]
+    table = MetricTable(rows)
+    assert list(table) == rows and len(table) == 3
+    np.testing.assert_array_equal(table["loss"], [0.5, np.nan, np.nan])
+    assert table["name"].tolist() == [None, "rl", None]
+    assert "loss" in table and "lost" not in table
+    assert list(table.columns("lo")) == ["loss"]
+    with pytest.raises(KeyError, match="no row has 'lost'"):
+        table["lost"]
+
+
+def test_an_empty_table_has_no_columns() -> None:
+    assert len(MetricTable([])) == 0 and MetricTable([]).columns() == {}
