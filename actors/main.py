@@ -14,6 +14,7 @@ from actors.formats.chat import Chat
 from actors.judge.judge import make_judge
 from actors.postprocess import ActorComponents
 from actors.questioning.questioner import make_questioner
+from actors.reward_terms import reward_terms
 from actors.scripted.reflection import Reflector
 from actors.worker import ActorReplaced, Worker
 from evolver_async.config import Config, ConfigError
@@ -57,6 +58,7 @@ def build(
         reflector=Reflector(reflection, failures) if reflection.kind == "llm" else None,
         agents=make_agents(config, engine, chat, failures),
         failures=failures,
+        reward_terms=reward_terms(config.rollout.reward_terms),
     )
     return Worker(config, client, receiver, engine, chat, name, incarnation, components)
 

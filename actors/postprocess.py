@@ -16,12 +16,12 @@ from actors.engines.weight_sync import WeightsLate
 from actors.envs.base import EnvironmentFailure
 from actors.experience.guide import ServiceGuide
 from actors.failures import FailureCounts, unread
-from actors.formats.turns import FORMATS
 from actors.judge.judge import Judge, JudgedEpisode
 from actors.outbox import Outbox
 from actors.progress import TicketProgress
 from actors.questioning.grade import regrade
 from actors.questioning.questioner import Questioner
+from actors.reward_terms import RewardTerm, UnusableTerm, add_terms
 from actors.rollout.episode import EpisodeLate, Finished
 from actors.rollout.episode_config import Setting
 from actors.scripted.reflection import Reflector
@@ -44,6 +44,7 @@ class ActorComponents:
     agents: AgentRunner | None = None
     reflector: Reflector | None = None
     failures: FailureCounts = field(default_factory=FailureCounts)  # theirs and the episodes'
+    reward_terms: dict[str, RewardTerm] = field(default_factory=dict)
 
     def counters(self) -> dict[str, float]:
         """Collect the counters of all components by metric name."""
@@ -109,13 +110,14 @@ class TicketPostprocessing:
             return
         if error := unread([one.trajectory for one in begun], setting.chat):
             log.warning("group %d: %s", ticket.group_id, error)
-            formats = (name for name, kind in FORMATS.items() if isinstance(setting.format, kind))
-            name = f"rollout.agent={agent}" if agent else f"rollout.format={next(formats)}"
+            name = f"rollout.agent={agent}" if agent else f"rollout.format={setting.format_name}"
             self.components.failures.note("policy", name, error)
 
     async def _process(self, finished: Finished) -> None:
         member = finished.trajectory.member
         await self._grade(finished)
+        if self.components.reward_terms and self.ticket.kind == "rollout":
+            self._add_terms(finished)
         self.finished.append(finished)
         try:
             if self.components.judge is not None and self.ticket.kind == "rollout":
@@ -138,15 +140,28 @@ class TicketPostprocessing:
         regrade(finished.trajectory, given)
         self.progress.count += 1
 
+    def _add_terms(self, finished: Finished) -> None:
+        """Add a user's own terms to the reward. Raises Ungraded."""
+        try:
+            add_terms(finished.trajectory, _judged(finished), self.components.reward_terms)
+        except UnusableTerm as error:
+            self.components.failures.note("judge", "rollout.reward_terms", str(error))
+            raise Ungraded(self.ticket.task.task_id) from error
+
     async def _label(self, judge: Judge, finished: Finished) -> None:
         trajectory = finished.trajectory
-        turns, reward, success = finished.transcript.turns, trajectory.reward, trajectory.success
-        shown = JudgedEpisode(finished.query, turns, reward, success, finished.scores)
-        labels, source = await judge.label(shown)
+        labels, source = await judge.label(_judged(finished))
         if source:
             trajectory.labels = np.array(labels, np.int8)
             trajectory.label_source = source
         self.progress.count += 1
+
+
+def _judged(finished: Finished) -> JudgedEpisode:
+    """Return a finished episode as judges and reward terms see it."""
+    turns, trajectory = finished.transcript.turns, finished.trajectory
+    reward, success = trajectory.reward, trajectory.success
+    return JudgedEpisode(finished.query, turns, reward, success, finished.scores)
 
 
 def release_reason(error: Exception, ticket: Ticket) -> str:

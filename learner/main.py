@@ -32,7 +32,7 @@ def build(
     torch.set_num_threads(config.learner.threads)
     serial = config.launch.kind == "serial"
     publisher = channel.publisher(config, weights_address(config, run_dir), background=not serial)
-    metrics = Metrics(run_dir, wandb=config.metrics.wandb)
+    metrics = Metrics(run_dir, wandb=config.metrics.wandb, sinks=config.metrics.sinks)
     return Learner(config, run_dir, client, call, publisher, metrics, ranks)
 
 

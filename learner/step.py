@@ -22,6 +22,7 @@ from evolver_async.metrics.writer import Timers
 from evolver_async.schema import Array, Group
 from learner.advantage.assign import assign
 from learner.advantage.gae import WITH_CRITIC
+from learner.advantage.group_relative import READS_ANCHOR
 from learner.advantage.rewards import label_metrics, penalises, rewards_of
 from learner.data.batch import Batch, LogProbs, Minibatch, Values
 from learner.data.collate import Strip, collate, lag_table
@@ -29,7 +30,7 @@ from learner.data.selection import select
 from learner.diagnostics.offpolicy import trajectory_metrics
 from learner.diagnostics.rollouts import env_metrics, experience_metrics, rollout_metrics
 from learner.diagnostics.step_result import NON_FINITE, StepResult, Trained
-from learner.loss.correction import UNANCHORED
+from learner.loss.correction import reads_anchor, scales_lr
 from learner.loss.dpo import PreferenceLoss, pair_signs, pairs
 from learner.loss.objective import Objective
 from learner.loss.sft import supervised_loss
@@ -157,10 +158,13 @@ class Updater(Models):
         """Compute the log-probs that the step reads, by as few forward passes as possible."""
         score, correction = self._scorer(stage), stage.correction
         shown = stage.metrics.samples > 0 and take % stage.metrics.samples_every == 0
-        reads = correction.kind not in UNANCHORED
+        reads = reads_anchor(correction)
         anchored_P = anchored(
             batch,
-            everywhere=shown or penalises(stage.loss) or (reads and not interpolates),
+            everywhere=shown
+            or penalises(stage.loss)
+            or stage.advantage.kind in READS_ANCHOR
+            or (reads and not interpolates),
             guided=correction.guided,
             abandoned=reads and interpolates,
         )
@@ -207,7 +211,14 @@ class Updater(Models):
         critic: CriticTraining | None = None,
     ) -> Applied:
         return self.stepper(
-            stage, data, loss, critic, take=state.take, step=state.stage_step, steps=steps
+            stage,
+            data,
+            loss,
+            critic,
+            take=state.take,
+            step=state.stage_step,
+            steps=steps,
+            scales_lr=isinstance(loss, Objective) and scales_lr(stage.correction),
         )
 
     def _check_finite(self, state: LearnerState, applied: Applied, *values: object) -> None:

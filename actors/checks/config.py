@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from actors.endpoint.runner import load_agent
 from actors.envs import base
 from actors.formats.tool_calls import CODE_TOOL
-from actors.formats.turns import FORMATS, THOUGHTFUL
+from actors.formats.turns import THOUGHTFUL, turn_format
+from actors.judge.judge import JUDGES
 from actors.llm.client import authorization
 from actors.questioning.profile import load_profile
+from actors.reward_terms import reward_terms
 from actors.rollout.conversation import tool_names
 from evolver_async.buffer.stages import TICKETS, source_of
 from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS
+from evolver_async.extension import implementation, is_own
 
 PLAIN = (  # methods of an environment that cannot be async
     *("actions", "solve", "state", "snapshot", "restore", "score", "verdict", "tools", "goal"),
@@ -50,6 +53,9 @@ def check(config: Config) -> None:
         authorization(config.judge.llm, "judge")
     if config.questioning.profile:
         load_profile(config.questioning.profile)
+    if is_own(config.judge.kind):
+        implementation("judge.kind", config.judge.kind, JUDGES)
+    reward_terms(config.rollout.reward_terms)
     for index, stage, staged, name, env in _environments(config):
         _check_async(index, stage, staged, name, env)
         _check_turns(staged, name, env)
@@ -101,8 +107,10 @@ def _check_branches(key: str, stage: StageConfig, staged: Config, name: str, env
     """Refuse branching without snapshots, and a reason without a place in the turn format."""
     if not isinstance(env, base.Rewindable):
         raise ValueError(f"{key} needs solve, state and snapshot, which {name} has not")
-    style = FORMATS[staged.rollout.format](
-        think=staged.rollout.think, actions_per_turn=staged.rollout.actions_per_turn
+    style = turn_format(
+        staged.rollout.format,
+        think=staged.rollout.think,
+        actions_per_turn=staged.rollout.actions_per_turn,
     )
     if style.inline:
         raise ValueError(f"{key} needs turns that are messages, not {staged.rollout.format}")
@@ -113,10 +121,9 @@ def _check_branches(key: str, stage: StageConfig, staged: Config, name: str, env
 def _check_turns(config: Config, name: str, env: base.Env) -> None:
     """Check turn format and context by themselves and for this environment."""
     rollout = config.rollout
-    if rollout.format not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise ValueError(f"rollout.format: no turn format {rollout.format!r} (known: {known})")
-    style = FORMATS[rollout.format](think=rollout.think, actions_per_turn=rollout.actions_per_turn)
+    style = turn_format(
+        rollout.format, think=rollout.think, actions_per_turn=rollout.actions_per_turn
+    )
     if rollout.max_tokens < style.min_tokens:
         small = f"is too small for one turn (at least {style.min_tokens})"
         raise ValueError(f"rollout.max_tokens: {rollout.max_tokens} {small}")

@@ -8,6 +8,7 @@ import re
 from typing import Protocol
 
 from actors.formats.tool_calls import Interleaved, InvalidCall, ToolCall
+from evolver_async.extension import implementation
 
 SEPARATOR = "||"
 ANSWER = "<answer> action</answer>"
@@ -102,3 +103,9 @@ class ThinkAnswer:
 
 
 FORMATS = {"think_answer": ThinkAnswer, "tool_call": ToolCall, "interleaved": Interleaved}
+
+
+def turn_format(name: str, *, think: bool, actions_per_turn: int) -> TurnFormat:
+    """Make the turn format that `rollout.format` names. Raises ValueError for an unfit own one."""
+    kind = implementation("rollout.format", name, FORMATS)
+    return kind(think=think, actions_per_turn=actions_per_turn)

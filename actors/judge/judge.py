@@ -21,6 +21,7 @@ from actors.judge.prompt import SYSTEM, again, question
 from actors.llm.client import Endpoint, Unavailable
 from actors.llm.self_client import PolicyClient
 from evolver_async.config import Config, JudgeConfig
+from evolver_async.extension import implementation
 from evolver_async.protocol.transcripts import Turn
 
 ATTEMPTS = 2  # until an answer can be parsed
@@ -224,13 +225,25 @@ def make_judge(
 ) -> Judge | None:
     """Make the configured judge; None if `judge.kind` is none. Raise ConfigError if a key is
     missing."""
-    match config.judge.kind:
-        case "none":
-            return None
-        case "rule":
-            return RuleJudge()
-        case "self":
-            return ModelJudge(config.judge, PolicyClient(config, engine, chat), failures)
-        case _:
-            endpoint = Endpoint(config.judge.llm, "judge", failures)
-            return ModelJudge(config.judge, endpoint, failures)
+    if config.judge.kind == "none":
+        return None
+    make = implementation("judge.kind", config.judge.kind, JUDGES)
+    return make(config, engine, chat, failures or FailureCounts())
+
+
+def rule_judge(config: Config, engine: Engine, chat: Chat, failures: FailureCounts) -> Judge:
+    """Make the judge by the environment's score."""
+    return RuleJudge()
+
+
+def self_judge(config: Config, engine: Engine, chat: Chat, failures: FailureCounts) -> Judge:
+    """Make the judge that asks the policy."""
+    return ModelJudge(config.judge, PolicyClient(config, engine, chat), failures)
+
+
+def llm_judge(config: Config, engine: Engine, chat: Chat, failures: FailureCounts) -> Judge:
+    """Make the judge that asks an endpoint."""
+    return ModelJudge(config.judge, Endpoint(config.judge.llm, "judge", failures), failures)
+
+
+JUDGES = {"rule": rule_judge, "self": self_judge, "llm": llm_judge}

@@ -6,7 +6,7 @@ from typing import Literal
 
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
-from actors.formats.turns import FORMATS, TurnFormat
+from actors.formats.turns import TurnFormat, turn_format
 from evolver_async.config import Config
 from evolver_async.randomness import key
 from evolver_async.schema import Ticket
@@ -40,6 +40,7 @@ class Setting:
     truncated_reward: float = 0.0  # added where an episode ends without its environment's end
     recorded: bool = False  # whether episodes are kept in words as well
     scored: bool = False  # whether the environment's score is read after every turn
+    format_name: str = "think_answer"  # of the turn format in the configuration
     failures: FailureCounts = field(default_factory=FailureCounts)
 
 
@@ -50,9 +51,10 @@ def setting_of(
     rollout, env = config.rollout, config.env
     return Setting(
         chat=chat,
-        format=FORMATS[rollout.format](
-            think=rollout.think, actions_per_turn=rollout.actions_per_turn
+        format=turn_format(
+            rollout.format, think=rollout.think, actions_per_turn=rollout.actions_per_turn
         ),
+        format_name=rollout.format,
         actor=name,
         incarnation=incarnation,
         seed=config.run.seed,
@@ -71,7 +73,8 @@ def setting_of(
         window=rollout.window,
         truncated_reward=rollout.truncated_reward,
         recorded=config.experience.kind != "none"
-        or config.judge.kind in ("self", "llm")
+        or config.judge.kind not in ("none", "rule")
+        or bool(rollout.reward_terms)
         or config.questioning.kind == "llm",
         scored=config.judge.kind == "rule",
         failures=failures or FailureCounts(),

@@ -28,7 +28,8 @@ def numbers_of(config: Config, kind: str) -> StageNumbers:
         max_staleness=buffer.max_staleness,
         reuse=buffer.reuse,
         weight_lag=config.actors.weight_lag,
-        sampler=buffer.sampler,  # pyright: ignore[reportArgumentType] (checked with the config)
+        sampler=buffer.sampler,
+        sampler_params=buffer.params,
         wait=buffer.straggler == "wait",
         demo_groups=buffer.demo_groups,
         refills=refills * config.learner.groups_per_step,

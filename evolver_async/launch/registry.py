@@ -37,7 +37,7 @@ ROLES = PROCESSES | {
     "serial_learner": "learner.main:build",
 }
 # Checks of a configuration that need a wing: each raises ValueError and names the key.
-CHECKS = ("actors.checks.config:check",)
+CHECKS = ("actors.checks.config:check", "learner.checks:check")
 
 
 def resolve(entry_point: str) -> Callable[..., Any]:

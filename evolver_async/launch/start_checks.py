@@ -3,12 +3,15 @@
 import os
 from pathlib import Path
 
+from evolver_async.buffer.state.sampling import sampler_of
 from evolver_async.config import Config
+from evolver_async.config.load import stage_config
 from evolver_async.config.paths import check_paths
 from evolver_async.config.sections.channel import host_and_port
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.launch.gpus import VISIBLE, check_visible
 from evolver_async.launch.registry import check_wings
+from evolver_async.metrics.sinks import sink_of
 from evolver_async.metrics.wandb_process import has_key
 from evolver_async.process.addresses import keys_of
 from evolver_async.transport.keys import KeysError, check_keys
@@ -76,4 +79,12 @@ def _check_address(name: str, address: str, keys: Path | None) -> None:
         raise ConfigError(f"{name}: {error.strerror}") from None
 
 
-CHECKS = (check_paths, check_wings, check_addresses, _check_gpus, _check_wandb)
+def _check_own(config: Config) -> None:
+    """Raise ValueError for a sampler or a metric sink of one's own that cannot be used."""
+    for staged in (config, *(stage_config(config, i) for i in range(len(config.stages)))):
+        sampler_of(staged.buffer.sampler)
+    for name in config.metrics.sinks:
+        sink_of(name)
+
+
+CHECKS = (check_paths, check_wings, _check_own, check_addresses, _check_gpus, _check_wandb)

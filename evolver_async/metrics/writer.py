@@ -6,13 +6,14 @@ Numbers and numpy values only, no tensors. The JSONL file is the source of truth
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from evolver_async.metrics.sinks import Sinks
 from evolver_async.metrics.wandb_process import ALERTS, UploadSupervisor
 
 
@@ -56,16 +57,21 @@ class Metrics:
     `lineage`, set by the learner, is part of every row: with the step it identifies the row.
     """
 
-    def __init__(self, directory: Path, *, wandb: str = "disabled") -> None:
+    def __init__(
+        self, directory: Path, *, wandb: str = "disabled", sinks: Sequence[str] = ()
+    ) -> None:
         self.lineage = 0
         self.rows = JsonlWriter(directory / "metrics.jsonl")
         self.alerts = directory / ALERTS
+        self.sinks = Sinks(sinks, directory)
         self.upload = UploadSupervisor(directory, wandb) if wandb != "disabled" else None
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Write one row; `step` counts takes, the version is another column."""
         upload = {} if self.upload is None else self.upload.supervise(self.rows.count)
-        self.rows.write({"step": step, "lineage": self.lineage, **values, **upload})
+        row = {"step": step, "lineage": self.lineage, **values, **upload}
+        self.rows.write(row)
+        self.sinks.send(row)
 
     def alert(self, title: str, text: str) -> None:
         """Let W&B notify people, if it is enabled."""

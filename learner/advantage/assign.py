@@ -16,14 +16,16 @@ from learner.advantage.gae import (
     whitened,
 )
 from learner.advantage.group_relative import (
-    advantages,
+    READS_ANCHOR,
+    EstimatorInput,
     alpha_at,
+    estimator_of,
     finite_groups,
     unlabelled_groups,
 )
 from learner.advantage.rewards import Rewards
 from learner.data.batch import Batch, LogProbs, Values
-from learner.loss.correction import LOG_RATIO_BOUND
+from learner.loss.ratios import LOG_RATIO_BOUND
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,15 @@ def assign(
     """
     if values is None:
         alpha = alpha_at(step, alpha=settings.alpha, alpha_final=settings.alpha_final, steps=steps)
-        advantage_N, finite_P, baseline, metrics = _by_group(
-            batch, rewards, settings, baseline, alpha
+        log_w_N = np.clip(logprobs.anchor_N - logprobs.old_N, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        if settings.kind not in READS_ANCHOR:
+            log_w_N = np.zeros_like(log_w_N)
+        log_weight_P = np.bincount(
+            batch.trajectory_N, weights=log_w_N, minlength=len(batch.length_P)
         )
+        log_weight_P = np.clip(log_weight_P, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        given = EstimatorInput(alpha, baseline, log_weight_P, batch.length_P)
+        advantage_N, finite_P, baseline, metrics = _by_group(batch, rewards, settings, given)
         return_N = np.zeros_like(batch.mu_N)
     else:
         advantage_N, return_N, finite_P, metrics = _by_critic(
@@ -76,23 +84,23 @@ def assign(
 
 
 def _by_group(
-    batch: Batch, rewards: Rewards, settings: AdvantageConfig, baseline: float, alpha: float
+    batch: Batch, rewards: Rewards, settings: AdvantageConfig, given: EstimatorInput
 ) -> tuple[Array, Array, float, dict[str, float]]:
     """Give every ACTION token the advantage of its turn.
 
     Returns advantage_N, finite_P, the next running baseline and metrics.
     """
-    finite_P = finite_groups(rewards)
+    finite_P, baseline = finite_groups(rewards), given.baseline
     advantage_U = np.zeros_like(rewards.turn_reward_U)
     if finite_P.any():
-        advantage_U[finite_P[rewards.trajectory_U]], baseline = advantages(
-            rewards.of(finite_P), settings, alpha=alpha, baseline=baseline
+        advantage_U[finite_P[rewards.trajectory_U]], baseline = estimator_of(settings)(
+            rewards.of(finite_P), given.of(finite_P), settings
         )
         finite_P &= finite_groups(rewards, advantage_U)
     metrics = {}
     if settings.kind == "adca":
         metrics = {
-            "advantage/alpha": alpha,
+            "advantage/alpha": given.alpha,
             "advantage/unlabelled_groups": float(unlabelled_groups(rewards)),
         }
     advantage_U = np.where(finite_P[rewards.trajectory_U], advantage_U, 0.0)

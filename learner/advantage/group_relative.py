@@ -6,38 +6,99 @@ algorithms §3.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from evolver_async.config import AdvantageConfig
+from evolver_async.extension import implementation
 from evolver_async.schema import Array
 from learner.advantage.rewards import Rewards
 
 EPSILON = 1e-6
 
 
-def advantages(
-    rewards: Rewards, settings: AdvantageConfig, *, alpha: float, baseline: float
-) -> tuple[Array, float]:
-    """Estimate the advantages of all turns, and the running baseline for the next step.
+@dataclass(frozen=True)
+class EstimatorInput:
+    """What an estimator reads beside the rewards of its trajectories.
 
-    Only `reinforce` reads or changes the baseline; only `grpo`, `grpo_process` and `adca` read
-    `std`; only `adca` reads `alpha` and `length`.
+    alpha: the weight of labels at this step; baseline: the running mean of earlier rewards;
+    log_weight_P: the log of exp(anchor - old) over all tokens of each trajectory, bounded, 0 for
+    estimators that do not declare `reads_anchor`; length_P: the ACTION tokens of each.
     """
-    kind, std = settings.kind, settings.std
-    if kind == "grpo_process":
-        return grpo_process(rewards, std=std), baseline
-    if kind == "adca":
-        return adca(rewards, std=std, alpha=alpha, length=settings.length), baseline
-    if kind == "grpo":
-        advantage_P = standardised(rewards.reward_P, rewards.group_P, std=std)
-    elif kind == "rloo":
-        advantage_P = rloo(rewards.reward_P, rewards.group_P)
-    else:
-        assert kind == "reinforce", kind
-        decay = settings.baseline_decay
-        advantage_P, baseline = reinforce(rewards.reward_P, baseline, decay=decay)
+
+    alpha: float
+    baseline: float
+    log_weight_P: Array
+    length_P: Array
+
+    def of(self, kept_P: Array) -> "EstimatorInput":
+        """Return that of the trajectories `kept_P` alone, bool[P]."""
+        return replace(self, log_weight_P=self.log_weight_P[kept_P], length_P=self.length_P[kept_P])
+
+
+# The advantage of every turn, float[U], and the running baseline for the next step.
+Estimator = Callable[[Rewards, EstimatorInput, AdvantageConfig], tuple[Array, float]]
+
+
+def estimator_of(settings: AdvantageConfig) -> Estimator:
+    """Return the function of `advantage.kind`. Raises ValueError for an own one that is unfit."""
+    return implementation("advantage.kind", settings.kind, ESTIMATORS)
+
+
+def _grpo(
+    rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig
+) -> tuple[Array, float]:
+    advantage_P = standardised(rewards.reward_P, rewards.group_P, std=settings.std)
+    return advantage_P[rewards.trajectory_U], given.baseline
+
+
+def _grpo_process(
+    rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig
+) -> tuple[Array, float]:
+    return grpo_process(rewards, std=settings.std), given.baseline
+
+
+def _adca(
+    rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig
+) -> tuple[Array, float]:
+    found_U = adca(rewards, std=settings.std, alpha=given.alpha, length=settings.length)
+    return found_U, given.baseline
+
+
+def _rloo(
+    rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig
+) -> tuple[Array, float]:
+    return rloo(rewards.reward_P, rewards.group_P)[rewards.trajectory_U], given.baseline
+
+
+def _reinforce(
+    rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig
+) -> tuple[Array, float]:
+    decay = settings.baseline_decay
+    advantage_P, baseline = reinforce(rewards.reward_P, given.baseline, decay=decay)
     return advantage_P[rewards.trajectory_U], baseline
+
+
+def _opob(
+    rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig
+) -> tuple[Array, float]:
+    advantage_P = opob(
+        rewards.reward_P, rewards.group_P, given.log_weight_P, given.length_P, std=settings.std
+    )
+    return advantage_P[rewards.trajectory_U], given.baseline
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": _grpo,
+    "grpo_process": _grpo_process,
+    "adca": _adca,
+    "rloo": _rloo,
+    "reinforce": _reinforce,
+    "opob": _opob,
+}
+READS_ANCHOR = ("opob",)
 
 
 def finite_groups(rewards: Rewards, advantage_U: Array | None = None) -> Array:
@@ -70,6 +131,33 @@ def standardised(x: Array, group: Array, *, std: str) -> Array:
         return centred / (x.std() + EPSILON)
     assert std == "group", std
     return centred / (np.sqrt(_group_mean(centred**2, group)) + EPSILON)
+
+
+def opob(
+    reward_P: Array, group_P: Array, log_weight_P: Array, length_P: Array, *, std: str
+) -> Array:
+    """Return A_i = R_i - b, b = Σ_G v R / Σ_G v, v_i = W_i² n_i: the off-policy optimal baseline.
+
+    VCPO, arXiv 2602.17616: there v_i = W_i² |grad log p(trajectory i)|². The squared norm, which
+    would take a backward pass for each trajectory, is taken to be proportional to the number n_i
+    of its ACTION tokens, as by OPO, arXiv 2505.23585. `std` as in `standardised`. 0 throughout a
+    group whose rewards are all the same.
+    """
+    if not len(reward_P):
+        return reward_P
+    largest_G = np.full(int(group_P.max()) + 1, -np.inf)
+    np.maximum.at(largest_G, group_P, log_weight_P)
+    weight_P = np.exp(2 * (log_weight_P - largest_G[group_P])) * np.maximum(length_P, 1)
+    sums_G = np.bincount(group_P, weights=weight_P)
+    baseline_G = np.bincount(group_P, weights=weight_P * reward_P) / np.where(sums_G, sums_G, 1.0)
+    advantage_P = np.where(zero_spread(reward_P, group_P), 0.0, reward_P - baseline_G[group_P])
+    if std == "none":
+        return advantage_P
+    if std == "batch":
+        return advantage_P / (reward_P.std() + EPSILON)
+    assert std == "group", std
+    centred_P = reward_P - _group_mean(reward_P, group_P)
+    return advantage_P / (np.sqrt(_group_mean(centred_P**2, group_P)) + EPSILON)
 
 
 def grpo_process(rewards: Rewards, *, std: str) -> Array:

@@ -4,14 +4,18 @@ Works on complete groups before collation. Formulas: algorithms §8.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from evolver_async.config import SelectionConfig
+from evolver_async.extension import implementation
 from evolver_async.schema import Group
 from learner.data.resampling import resampled, resampling_metrics
 
+# The indices of the groups that train, from all groups of a step and their reward spreads.
+Selection = Callable[[list[Group], list[float], SelectionConfig], set[int]]
 TOLERANCE = 1e-9  # of sums of floats that are compared with a share of themselves
 
 
@@ -47,7 +51,7 @@ def select(groups: list[Group], settings: SelectionConfig, *, seed: int) -> Sele
     """
     if settings.kind == "all":
         return Selected(groups, {})
-    kept = kept_groups([reward_spread(group) for group in groups], settings)
+    kept = set(selection_of(settings)(groups, [reward_spread(group) for group in groups], settings))
     filtered: dict[str, list[int]] = {}
     for i, group in enumerate(groups):
         if i not in kept:
@@ -67,25 +71,61 @@ def select(groups: list[Group], settings: SelectionConfig, *, seed: int) -> Sele
     return Selected(chosen, filtered, scale, metrics)
 
 
+def selection_of(settings: SelectionConfig) -> Selection:
+    """Return the function of `selection.kind`. Raises ValueError for an own one that is unfit."""
+    return implementation("selection.kind", settings.kind, SELECTIONS)
+
+
 def drops_zero(settings: SelectionConfig) -> bool:
     """Return True if groups without spread never train; some kinds imply it."""
     return settings.drop_zero or settings.kind in ("top_p", "resample_on_correct", "dynamic")
 
 
-def kept_groups(spreads: list[float], settings: SelectionConfig) -> set[int]:
-    """Return the indices of the groups that a kind keeps by their spreads."""
-    ranked = sorted(range(len(spreads)), key=lambda i: -spreads[i])
-    if settings.kind == "spread":
-        ranked = ranked[: max(1, round(settings.keep * len(spreads)))]
-    elif settings.kind == "top_k":
-        ranked = ranked[: settings.k]
-    elif settings.kind == "min_p":
-        least = settings.p * max(spreads) * (1 - TOLERANCE)
-        ranked = [i for i in ranked if spreads[i] >= least]
-    elif settings.kind == "top_p":
-        before = np.cumsum([0.0] + [spreads[i] for i in ranked])
-        enough = settings.p * before[-1] * (1 - TOLERANCE)
-        ranked = [i for i, sum_before in zip(ranked, before, strict=False) if sum_before < enough]
-    else:
-        assert settings.kind in ("resample_on_correct", "dynamic"), settings.kind
-    return {i for i in ranked if spreads[i] > 0 or not drops_zero(settings)}
+def spread(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> set[int]:
+    """Return the indices of the share `keep` of all groups with the largest spread."""
+    most = max(1, round(settings.keep * len(spreads)))
+    return _with_spread(_ranked(spreads)[:most], spreads, settings)
+
+
+def top_k(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> set[int]:
+    """Return the indices of the `k` groups with the largest spread."""
+    return _with_spread(_ranked(spreads)[: settings.k], spreads, settings)
+
+
+def min_p(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> set[int]:
+    """Return the indices of the groups with at least `p` of the largest spread."""
+    least = settings.p * max(spreads) * (1 - TOLERANCE)
+    return _with_spread([i for i in _ranked(spreads) if spreads[i] >= least], spreads, settings)
+
+
+def top_p(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> set[int]:
+    """Return the indices of the fewest groups whose spreads sum up to `p` of all."""
+    ranked = _ranked(spreads)
+    before = np.cumsum([0.0] + [spreads[i] for i in ranked])
+    enough = settings.p * before[-1] * (1 - TOLERANCE)
+    kept = [i for i, sum_before in zip(ranked, before, strict=False) if sum_before < enough]
+    return _with_spread(kept, spreads, settings)
+
+
+def with_spread(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> set[int]:
+    """Return the indices of the groups whose members' rewards differ."""
+    return _with_spread(_ranked(spreads), spreads, settings)
+
+
+def _ranked(spreads: list[float]) -> list[int]:
+    """Return all indices, the largest spread first; earlier groups come first among equals."""
+    return sorted(range(len(spreads)), key=lambda i: -spreads[i])
+
+
+def _with_spread(kept: list[int], spreads: list[float], settings: SelectionConfig) -> set[int]:
+    return {i for i in kept if spreads[i] > 0 or not drops_zero(settings)}
+
+
+SELECTIONS: dict[str, Selection] = {  # `all` needs none
+    "spread": spread,
+    "top_k": top_k,
+    "min_p": min_p,
+    "top_p": top_p,
+    "resample_on_correct": with_spread,
+    "dynamic": with_spread,
+}

@@ -28,6 +28,7 @@ class Accounting:
     def __init__(self) -> None:
         self.tokens: list[dict[str, Array]] = []
         self.boosted: Counter[str] = Counter()
+        self.log_weights: list[Array] = []
 
     def add_tokens(
         self,
@@ -63,9 +64,25 @@ class Accounting:
         """
         self.boosted.update(tokens=tokens, freed=freed, bound=bound)
 
+    def add_trajectories(self, log_weight_P: Array) -> None:
+        """Add the log importance weights of the whole trajectories of one micro-batch."""
+        self.log_weights.append(log_weight_P.astype(np.float64))
+
+    def ess_share(self) -> float:
+        """Return (ΣW)² / (B ΣW²) of the trajectories' weights W, the effective share of all B.
+
+        1 without trajectories. Large weights do not overflow: only their ratios count.
+        """
+        if not self.log_weights:
+            return 1.0
+        log_weight_P = np.concatenate(self.log_weights)
+        weight_P = np.exp(log_weight_P - log_weight_P.max())
+        return float(weight_P.sum() ** 2 / (len(weight_P) * (weight_P**2).sum()))
+
     def merge(self, other: "Accounting") -> None:
         """Add the tokens of another accounting."""
         self.tokens += other.tokens
+        self.log_weights += other.log_weights
         self.boosted.update(other.boosted)
 
     def packed(self) -> bytes:
@@ -75,6 +92,8 @@ class Accounting:
             for name in (self.tokens[0] if self.tokens else ())
         }
         columns |= {f"boosted/{name}": np.array(count) for name, count in self.boosted.items()}
+        if self.log_weights:
+            columns["trajectories/log_weight"] = np.concatenate(self.log_weights)
         data = io.BytesIO()
         np.savez(data, **columns)  # pyright: ignore[reportArgumentType]
         return data.getvalue()
@@ -87,6 +106,7 @@ class Accounting:
         tokens = {name: column for family, name, column in parts if family == "tokens"}
         found.tokens = [tokens] if tokens else []
         found.boosted.update({name: int(n) for family, name, n in parts if family == "boosted"})
+        found.log_weights = [column for family, _, column in parts if family == "trajectories"]
         return found
 
     def metrics(self) -> dict[str, float]:

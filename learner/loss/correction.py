@@ -1,20 +1,42 @@
 """Off-policy corrections: how stale tokens are weighted and which ratio the clipped loss bounds.
 
-Pure functions of per-token log-probs; formulas and letters: algorithms §2. All vectors are over the
-N ACTION tokens of whole trajectories, so trajectory-level weights see all their tokens. Every kind
-yields a ratio and a weight, so that the loss is the same for all. `old`, from which the data is
-corrected, is mu, except for tokens whose context lost its experience (`guided_old`).
+Pure functions of per-token log-probs; formulas and letters: algorithms §2 and docs/algorithms.md.
+All vectors are over the N ACTION tokens of whole trajectories, so trajectory-level weights see all
+their tokens. Every kind yields a ratio and a weight, so that the loss is the same for all. `old`,
+from which the data is corrected, is mu, except for tokens whose context lost its experience
+(`guided_old`).
+
+A user's correction is a function like the ones here, named as `correction.kind=module:function`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
 import torch
 
 from evolver_async.config import CorrectionConfig
+from evolver_async.extension import implementation
 from evolver_async.schema import Array
+from learner.loss.ratios import LOG_RATIO_BOUND, bounded_exp, trajectory_mean, trajectory_sum
 
-LOG_RATIO_BOUND = 20.0  # e^20 is far beyond every clip, and its square still fits float32
-UNANCHORED = ("ppo", "cispo", "topr")  # the kinds that read no anchor
+
+@dataclass(frozen=True)
+class ActionTokens:
+    """Tokens of one micro-batch, as a correction sees them.
+
+    theta_N carries the gradient; old_N and anchor_N are constants, trajectory_N int64[N] is the
+    trajectory of each token. anchor_N is 0 for the kinds that read no anchor. prepared_N: what the
+    kind's `prepare` returned for these tokens, 1 without one.
+    """
+
+    theta_N: torch.Tensor
+    old_N: torch.Tensor
+    anchor_N: torch.Tensor
+    advantage_N: torch.Tensor
+    trajectory_N: torch.Tensor
+    prepared_N: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -22,8 +44,8 @@ class Corrected:
     """Ratio and weight of every token for the loss, and constants for the log.
 
     The objective of a token is weight_N L(x) with the clipped L and x = ratio_N, or, if the kind
-    does not clip, weight_N A ratio_N, whose ratio_N is theta. ratio_N is differentiable, weight_N
-    constant. w_N = exp(anchor - old), r_N = exp(theta - anchor): constants, per token and
+    does not clip, weight_N A ratio_N, whose ratio_N may be theta itself. ratio_N is differentiable,
+    weight_N constant. w_N = exp(anchor - old), r_N = exp(theta - anchor): constants, per token and
     untruncated whatever the kind does with them (kinds without an anchor: w = r = q).
     """
 
@@ -34,114 +56,60 @@ class Corrected:
     clips: bool
 
 
-def bounded_exp(log_N: torch.Tensor) -> torch.Tensor:
-    """Return exp, bounded: an infinite ratio turns the zero gradient of a clipped token to NaN."""
-    return log_N.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+Correction = Callable[[ActionTokens, CorrectionConfig], Corrected]
+# float32[N] of the ACTION tokens of a whole step, from old_N, anchor_N and advantage_N.
+Prepare = Callable[[Array, Array, Array, CorrectionConfig], Array]
+C = TypeVar("C", bound=Correction)
 
 
-def guided_old(kind: str, mu_N: Array, anchor_N: Array, anchor_e_N: Array | None) -> Array:
-    """Return `old` of tokens that were sampled with experience and are trained without it.
+def correction(
+    *, reads_anchor: bool = True, scales_lr: bool = False, prepare: Prepare | None = None
+) -> Callable[[C], C]:
+    """Declare what a correction needs; a function without this reads the anchor and no more.
 
-    anchor_e_N: the anchor's log-probs in the context that was sampled; only `stale` reads them.
-    `stale`: anchor - (anchor_e - mu), so that w = exp(anchor_e - mu) is the version lag alone.
-    `anchor`: the anchor, so w = 1. `behaviour`: mu, so w holds lag and removed context.
+    reads_anchor: False saves the anchor's forward pass. scales_lr: the learning rate of each update
+    is multiplied by the square root of the effective sample size of its trajectories' weights, as
+    a share of their number. prepare: computes a number a token over the whole step, before its
+    first update.
     """
-    if kind == "behaviour":
-        return mu_N
-    if kind == "anchor":
-        return anchor_N
-    assert kind == "stale" and anchor_e_N is not None, kind
-    return anchor_N - (anchor_e_N - mu_N)
+
+    def declare(function: C) -> C:
+        vars(function).update(reads_anchor=reads_anchor, scales_lr=scales_lr, prepare=prepare)
+        return function
+
+    return declare
 
 
-def interpolated_anchor(
-    theta_N: torch.Tensor, mu_N: torch.Tensor, lag_N: torch.Tensor
-) -> torch.Tensor:
-    """Return mu + alpha sg(theta - mu), alpha = lag / (lag + 1): mu itself at lag 0."""
-    alpha_N = lag_N / (lag_N + 1)
-    return mu_N + alpha_N * (theta_N.detach() - mu_N)
+def correction_of(settings: CorrectionConfig) -> Correction:
+    """Return the function of `correction.kind`. Raises ValueError for an own one that is unfit."""
+    return implementation("correction.kind", settings.kind, CORRECTIONS)
 
 
-def correct(
-    theta_N: torch.Tensor,
-    old_N: torch.Tensor,
-    anchor_N: torch.Tensor,
-    advantage_N: torch.Tensor,
-    trajectory_N: torch.Tensor,
-    settings: CorrectionConfig,
-) -> Corrected:
-    """Return the ratio and the weight of every token under a correction.
-
-    theta_N carries the gradient; trajectory_N int64[N]: the trajectory of each token.
-    `anchor_N` is not read by the kinds `UNANCHORED`; `advantage_N` only by `topr`.
-    """
-    if settings.kind in UNANCHORED:
-        return _unanchored(theta_N, old_N, advantage_N, trajectory_N, settings)
-    return _anchored(theta_N, old_N, anchor_N, trajectory_N, settings)
+def reads_anchor(settings: CorrectionConfig) -> bool:
+    """Return True if the kind reads log-probs of the weights before the step."""
+    return getattr(correction_of(settings), "reads_anchor", True)
 
 
-def _unanchored(
-    theta_N: torch.Tensor,
-    old_N: torch.Tensor,
-    advantage_N: torch.Tensor,
-    trajectory_N: torch.Tensor,
-    settings: CorrectionConfig,
-) -> Corrected:
-    """Apply a kind that reads q = exp(theta - old) alone.
-
-    `ppo`: L(q). `cispo`: sg min(q, 1 + epsilon) A theta. `topr`: A theta where A > 0, else
-    sg min(q, 1) A theta, at `level: trajectory` with the product Q of q over the trajectory.
-    """
-    ratio_N = bounded_exp(theta_N - old_N)
-    q_N = ratio_N.detach()
-    if settings.kind == "ppo":
-        return Corrected(ratio_N, torch.ones_like(q_N), q_N, q_N, clips=True)
-    if settings.kind == "cispo":
-        weight_N = q_N.clamp(max=1 + settings.epsilon)
-    else:
-        assert settings.kind == "topr", settings.kind
-        whole_N = q_N
-        if settings.level == "trajectory":
-            whole_N = bounded_exp(trajectory_sum((theta_N - old_N).detach(), trajectory_N))
-        weight_N = torch.where(advantage_N > 0, torch.ones_like(q_N), whole_N.clamp(max=1))
-    return Corrected(theta_N, weight_N, q_N, q_N, clips=False)
+def scales_lr(settings: CorrectionConfig) -> bool:
+    """Return True if the kind scales the learning rate by the effective sample size."""
+    return getattr(correction_of(settings), "scales_lr", False)
 
 
-def _anchored(
-    theta_N: torch.Tensor,
-    old_N: torch.Tensor,
-    anchor_N: torch.Tensor,
-    trajectory_N: torch.Tensor,
-    settings: CorrectionConfig,
-) -> Corrected:
-    """Apply a kind that reads r = exp(theta - anchor) and w = exp(anchor - old).
+def prepared(
+    settings: CorrectionConfig, old_N: Array, anchor_N: Array, advantage_N: Array
+) -> Array:
+    """Return what the kind's `prepare` computes of a step's ACTION tokens, else ones."""
+    prepare = getattr(correction_of(settings), "prepare", None)
+    if prepare is None:
+        return np.ones_like(old_N)
+    return np.asarray(prepare(old_N, anchor_N, advantage_N, settings), np.float32)
 
-    W is the product of w over all n tokens of the trajectory.
 
-    `none`: L(r). `decoupled`: min(w, w_max) L(r), at `level: trajectory` with W for w. `icepop`:
-    1[low <= w <= high] w L(r). `geo_mask`: 1[low <= W^(1/n) <= high] L(r). `gspo`:
-    min(W^(1/n), w_max) L(s_t), s_t = sg(s) exp(theta - sg theta), s = exp(mean_t(theta - anchor)).
-    """
-    kind, log_w_N = settings.kind, anchor_N - old_N
-    ratio_N, w_N = bounded_exp(theta_N - anchor_N), bounded_exp(log_w_N)
-    r_N = ratio_N.detach()
-    if kind == "none":
-        weight_N = torch.ones_like(w_N)
-    elif kind == "decoupled":
-        whole_N = w_N
-        if settings.level == "trajectory":
-            whole_N = bounded_exp(trajectory_sum(log_w_N, trajectory_N))
-        weight_N = whole_N.clamp(max=settings.w_max)
-    elif kind == "icepop":
-        weight_N = w_N * _within(w_N, settings)
-    elif kind == "geo_mask":
-        weight_N = _within(bounded_exp(trajectory_mean(log_w_N, trajectory_N)), settings)
-    else:
-        assert kind == "gspo", kind
-        weight_N = bounded_exp(trajectory_mean(log_w_N, trajectory_N)).clamp(max=settings.w_max)
-        s_N = bounded_exp(trajectory_mean((theta_N - anchor_N).detach(), trajectory_N))
-        ratio_N = s_N * (theta_N - theta_N.detach()).exp()
-    return Corrected(ratio_N, weight_N, w_N, r_N, clips=True)
+def _anchored(tokens: ActionTokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return r = exp(theta - anchor), with gradient, and w = exp(anchor - old)."""
+    return bounded_exp(tokens.theta_N - tokens.anchor_N), bounded_exp(
+        tokens.anchor_N - tokens.old_N
+    )
 
 
 def _within(x_N: torch.Tensor, settings: CorrectionConfig) -> torch.Tensor:
@@ -149,17 +117,153 @@ def _within(x_N: torch.Tensor, settings: CorrectionConfig) -> torch.Tensor:
     return ((x_N >= settings.low) & (x_N <= settings.high)).to(x_N.dtype)
 
 
-def log_rho(theta_N: torch.Tensor, mu_N: torch.Tensor) -> torch.Tensor:
-    """Return theta - mu, constant and bounded, for estimates of KL(mu || theta)."""
-    return (theta_N - mu_N).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+@correction()
+def none(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    """L(r): no weight for the age of the data."""
+    ratio_N, w_N = _anchored(tokens)
+    return Corrected(ratio_N, torch.ones_like(w_N), w_N, ratio_N.detach(), clips=True)
 
 
-def trajectory_sum(x_N: torch.Tensor, trajectory_N: torch.Tensor) -> torch.Tensor:
-    """Return at every token the sum of x over all tokens of its trajectory."""
-    sums_P = torch.zeros(int(trajectory_N.max()) + 1, dtype=x_N.dtype, device=x_N.device)
-    return sums_P.index_add(0, trajectory_N, x_N)[trajectory_N]
+@correction(reads_anchor=False)
+def ppo(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    """L(q), q = exp(theta - old)."""
+    ratio_N = bounded_exp(tokens.theta_N - tokens.old_N)
+    q_N = ratio_N.detach()
+    return Corrected(ratio_N, torch.ones_like(q_N), q_N, q_N, clips=True)
 
 
-def trajectory_mean(x_N: torch.Tensor, trajectory_N: torch.Tensor) -> torch.Tensor:
-    """Return at every token the mean of x over all tokens of its trajectory."""
-    return trajectory_sum(x_N, trajectory_N) / trajectory_sum(torch.ones_like(x_N), trajectory_N)
+@correction()
+def decoupled(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    """min(w, w_max) L(r); at `level: trajectory` with W, the product of w over the trajectory."""
+    ratio_N, w_N = _anchored(tokens)
+    whole_N = w_N
+    if settings.level == "trajectory":
+        log_w_N = tokens.anchor_N - tokens.old_N
+        whole_N = bounded_exp(trajectory_sum(log_w_N, tokens.trajectory_N))
+    return Corrected(ratio_N, whole_N.clamp(max=settings.w_max), w_N, ratio_N.detach(), clips=True)
+
+
+@correction()
+def icepop(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    """1[low <= w <= high] w L(r)."""
+    ratio_N, w_N = _anchored(tokens)
+    return Corrected(ratio_N, w_N * _within(w_N, settings), w_N, ratio_N.detach(), clips=True)
+
+
+@correction()
+def geo_mask(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    """1[low <= W^(1/n) <= high] L(r), with W over the n tokens of the trajectory."""
+    ratio_N, w_N = _anchored(tokens)
+    mean_N = bounded_exp(trajectory_mean(tokens.anchor_N - tokens.old_N, tokens.trajectory_N))
+    return Corrected(ratio_N, _within(mean_N, settings), w_N, ratio_N.detach(), clips=True)
+
+
+@correction()
+def gspo(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    """min(W^(1/n), w_max) L(s_t), s_t = sg(s) exp(theta - sg theta), s = exp(mean(theta - anchor)).
+
+    GSPO, arXiv 2507.18071, its token-level form, with a weight for the age of the data.
+    """
+    ratio_N, w_N = _anchored(tokens)
+    mean_N = bounded_exp(trajectory_mean(tokens.anchor_N - tokens.old_N, tokens.trajectory_N))
+    log_r_N = (tokens.theta_N - tokens.anchor_N).detach()
+    s_N = bounded_exp(trajectory_mean(log_r_N, tokens.trajectory_N))
+    s_N = s_N * (tokens.theta_N - tokens.theta_N.detach()).exp()
+    return Corrected(s_N, mean_N.clamp(max=settings.w_max), w_N, ratio_N.detach(), clips=True)
+
+
+@correction(reads_anchor=False)
+def cispo(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    """sg min(q, 1 + epsilon) A theta."""
+    q_N = bounded_exp(tokens.theta_N - tokens.old_N).detach()
+    weight_N = q_N.clamp(max=1 + settings.epsilon)
+    return Corrected(tokens.theta_N, weight_N, q_N, q_N, clips=False)
+
+
+@correction(reads_anchor=False)
+def topr(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    """A theta where A > 0, else sg min(q, 1) A theta.
+
+    At `level: trajectory` with Q, the product of q over the trajectory.
+    """
+    q_N = bounded_exp(tokens.theta_N - tokens.old_N).detach()
+    whole_N = _whole(tokens) if settings.level == "trajectory" else q_N
+    weight_N = torch.where(tokens.advantage_N > 0, torch.ones_like(q_N), whole_N.clamp(max=1))
+    return Corrected(tokens.theta_N, weight_N, q_N, q_N, clips=False)
+
+
+@correction(reads_anchor=False, scales_lr=True)
+def vcpo(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    """sg min(Q, w_max) A theta; the learning rate is scaled by sqrt(ESS / B) of the untruncated Q.
+
+    VCPO, arXiv 2602.17616. Its off-policy optimal baseline is `advantage.kind: opob`.
+    """
+    q_N = bounded_exp(tokens.theta_N - tokens.old_N).detach()
+    return Corrected(
+        tokens.theta_N, _whole(tokens).clamp(max=settings.w_max), q_N, q_N, clips=False
+    )
+
+
+def kept_by_second_moment(
+    old_N: Array, anchor_N: Array, advantage_N: Array, settings: CorrectionConfig
+) -> Array:
+    """Return 1 for the tokens that train, 0 for the outliers among those that a clip could hold.
+
+    Only tokens with A > 0 and w > 1, or A < 0 and w < 1, can be left out: the largest (log w)²
+    first, until the mean of (log w)² over the others of these is at most `second_moment`.
+    """
+    log_w_N = np.clip(anchor_N - old_N, -LOG_RATIO_BOUND, LOG_RATIO_BOUND).astype(np.float64)
+    held_N = np.flatnonzero(log_w_N * advantage_N > 0)
+    moment_N = log_w_N[held_N] ** 2
+    order = np.argsort(moment_N, kind="stable")
+    means = np.cumsum(moment_N[order]) / np.arange(1, len(order) + 1)
+    keeps = int(np.searchsorted(means, settings.second_moment, side="right"))
+    kept_N = np.ones_like(old_N)
+    kept_N[held_N[order[keeps:]]] = 0.0
+    return kept_N
+
+
+@correction(prepare=kept_by_second_moment)
+def m2po(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    """w r A, without the tokens that `kept_by_second_moment` leaves out of the step.
+
+    M2PO, arXiv 2510.01161, algorithm 1; the second moment is that of the weights before the step,
+    so it is one mask for all its minibatches. Masked tokens stay in every denominator.
+    """
+    ratio_N, w_N = _anchored(tokens)
+    return Corrected(ratio_N, w_N * tokens.prepared_N, w_N, ratio_N.detach(), clips=False)
+
+
+@correction(reads_anchor=False)
+def dppo_tv(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    """M q A; M is 0 where A (p - b) > 0 and |p - b| > divergence, p = exp theta, b = exp old.
+
+    DPPO with total variation, arXiv 2602.04879, equations 11 to 13: the divergence of the sampled
+    token's probability takes the place of the ratio's clip.
+    """
+    ratio_N = bounded_exp(tokens.theta_N - tokens.old_N)
+    q_N = ratio_N.detach()
+    change_N = tokens.theta_N.detach().exp() - tokens.old_N.exp()
+    masked_N = (change_N * tokens.advantage_N > 0) & (change_N.abs() > settings.divergence)
+    return Corrected(ratio_N, (~masked_N).to(q_N.dtype), q_N, q_N, clips=False)
+
+
+def _whole(tokens: ActionTokens) -> torch.Tensor:
+    """Return at every token Q, the product of q = exp(theta - old) over its trajectory."""
+    log_q_N = (tokens.theta_N - tokens.old_N).detach()
+    return bounded_exp(trajectory_sum(log_q_N, tokens.trajectory_N))
+
+
+CORRECTIONS: dict[str, Correction] = {
+    "none": none,
+    "ppo": ppo,
+    "decoupled": decoupled,
+    "icepop": icepop,
+    "geo_mask": geo_mask,
+    "cispo": cispo,
+    "gspo": gspo,
+    "topr": topr,
+    "vcpo": vcpo,
+    "m2po": m2po,
+    "dppo_tv": dppo_tv,
+}

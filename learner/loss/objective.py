@@ -1,6 +1,7 @@
 """Loss of one micro-batch of an rl stage: correction, clip, boost, KL, entropy, accounting."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -9,7 +10,7 @@ from evolver_async.config.sections.learner import by_kind
 from evolver_async.schema import Array
 from learner.data.batch import LogProbs, MicroBatch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
-from learner.loss.correction import Corrected, correct, interpolated_anchor, log_rho
+from learner.loss.correction import ActionTokens, Corrected, correction_of, prepared, scales_lr
 from learner.loss.policy import (
     Clipped,
     boosted,
@@ -19,6 +20,7 @@ from learner.loss.policy import (
     token_scale,
     unclipped_objective,
 )
+from learner.loss.ratios import interpolated_anchor, log_rho, trajectory_totals
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ class Objective:
         closed = by_kind(self.correction, self.loss)
         assert closed == (self.correction, self.loss), "stage_config sets the bounds"
 
+    @cached_property
+    def prepared_N(self) -> Array:
+        """What the correction prepares once for the whole step."""
+        given = self.logprobs.old_N, self.logprobs.anchor_N, self.advantage_N
+        return prepared(self.correction, *given)
+
     def __call__(
         self,
         theta_N: torch.Tensor,
@@ -54,14 +62,14 @@ class Objective:
         if self.interpolates:
             made_N = interpolated_anchor(theta_N, micro.mu_N, micro.lag_N)
             anchor_N = torch.where(micro.abandoned_N, anchor_N, made_N)
-        corrected = correct(
-            theta_N,
-            micro.of(self.logprobs.old_N),
-            anchor_N,
-            advantage_N,
-            micro.trajectory_N,
-            self.correction,
+        old_N = micro.of(self.logprobs.old_N)
+        tokens = ActionTokens(
+            theta_N, old_N, anchor_N, advantage_N, micro.trajectory_N, micro.of(self.prepared_N)
         )
+        corrected = correction_of(self.correction)(tokens, self.correction)
+        if scales_lr(self.correction):
+            log_q_P = trajectory_totals((theta_N - old_N).detach(), micro.trajectory_N)
+            accounting.add_trajectories(log_q_P.cpu().numpy())
         clipped = self._clipped(corrected, advantage_N, micro.stripped_N)
         account(accounting, micro, corrected, clipped, log_rho(theta_N, micro.mu_N))
         if self.boosts:

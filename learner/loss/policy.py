@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from learner.loss.correction import LOG_RATIO_BOUND
+from learner.loss.ratios import LOG_RATIO_BOUND
 
 K3_LIMIT = 10.0
 

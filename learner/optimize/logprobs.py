@@ -9,7 +9,7 @@ import torch
 from evolver_async.model import policy
 from evolver_async.schema import Array
 from learner.data.batch import Batch, MicroBatch, Minibatch
-from learner.loss.correction import guided_old
+from learner.loss.ratios import guided_old
 from learner.ranks.process_group import Ranks, idle, within
 
 

@@ -76,16 +76,18 @@ class Stepper:
         take: int,
         step: int,
         steps: int,
+        scales_lr: bool = False,
     ) -> Applied:
         """Cut `data` into minibatches and apply one update each, until one is not finite.
 
-        Only applied updates are measured. step: of the stage, which has `steps`.
+        Only applied updates are measured. step: of the stage, which has `steps`. scales_lr: the
+        learning rate of an update is multiplied by the square root of its `Accounting.ess_share`.
         """
         learner = stage.learner
         rate = lr_at(step, learner, steps=steps)
-        moves: list[tuple[torch.optim.Optimizer, float]] = [(self.models.optimizer, rate)]
+        others: list[tuple[torch.optim.Optimizer, float]] = []
         if critic is not None:
-            moves.append((critic.critic.optimizer, critic.settings.lr))
+            others.append((critic.critic.optimizer, critic.settings.lr))
         sums: dict[str, float] = {}
         applied: list[Minibatch] = []
         accounting, failure = Accounting(), None
@@ -93,15 +95,19 @@ class Stepper:
         for minibatch in data.split(learner.minibatches, order):
             found = Accounting()
             total, terms_of = self._gradients(stage, minibatch, loss, found, critic)
+            scale = 1.0
+            if scales_lr:
+                terms_of["learner/lr_scale"] = scale = self._collected(found).ess_share() ** 0.5
+            moves = [(self.models.optimizer, rate * scale), *others]
             with self.timers("optimizer"):
-                done, *others = update(moves, loss=total, grad_clip=learner.grad_clip)
+                done, *rest = update(moves, loss=total, grad_clip=learner.grad_clip)
             if not done.applied:
-                failure = Failure(total, sum(one.grad_norm for one in (done, *others)))
+                failure = Failure(total, sum(one.grad_norm for one in (done, *rest)))
                 break
             applied.append(minibatch)
             terms_of["loss/grad_norm"] = done.grad_norm
-            for other in others:
-                terms_of["critic/grad_norm"] = other.grad_norm
+            for one in rest:
+                terms_of["critic/grad_norm"] = one.grad_norm
             _add(sums, terms_of)
             accounting.merge(found)
         means = {name: value / len(applied) for name, value in sums.items()}

@@ -10,8 +10,8 @@ are ready and the learner can go on. Open groups end by arriving, by a lease tha
 granted again, or by eviction; taken ones by DONE or RESUME.
 """
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 from evolver_async.buffer.state.groups import (
     UNTRAINED,
@@ -42,10 +42,11 @@ class StageNumbers:
     max_staleness: int
     reuse: int
     weight_lag: int
-    sampler: Literal["fifo", "freshest", "prioritized"]
+    sampler: str
     wait: bool
     demo_groups: int
     refills: int = 0
+    sampler_params: dict[str, Any] = field(default_factory=dict)
 
 
 class Admission:

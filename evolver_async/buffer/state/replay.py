@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from evolver_async.buffer.state.admission import Admission
 from evolver_async.buffer.state.groups import HeldGroup, Take
+from evolver_async.buffer.state.sampling import sampler_of
 from evolver_async.lineages import Fork
 from evolver_async.schema import SCRIPTED, WeightId
 
@@ -173,12 +174,10 @@ class Replay(Admission):
         ]
 
     def _preference(self) -> Callable[[HeldGroup], tuple[float, int]]:
-        sampler = self.numbers.sampler
-        if self.numbers.kind in SCRIPTED or sampler == "fifo":
+        if self.numbers.kind in SCRIPTED:
             return lambda held: (0.0, held.order)
-        if sampler == "freshest":
-            return lambda held: (self.lag(held), held.order)
-        return lambda held: (-held.spread, held.order)
+        rank, params = sampler_of(self.numbers.sampler), self.numbers.sampler_params
+        return lambda held: (rank(held, self.lag(held), params), held.order)
 
     def _slack(self, held: HeldGroup) -> int:
         """Count the versions that the group can still wait; missing members add the weight lag."""

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.learner import INTERPOLATED
 
+UNCLIPPED = ("cispo", "topr", "vcpo", "m2po", "dppo_tv")  # corrections without a ratio to clip
 RELATIVE = {  # values that compare the members of a group
-    "advantage": ("grpo", "adca", "rloo"),
+    "advantage": ("grpo", "adca", "rloo", "opob"),
     "selection": ("spread", "top_p", "top_k", "min_p", "resample_on_correct", "dynamic"),
 }
 
@@ -22,7 +23,7 @@ def learner(config: Config) -> Iterator[tuple[str, str]]:
     if learner.minibatches > kept:
         most = f"{kept}, the groups that one step trains"
         yield "learner.minibatches", f"must be at most {most}, is {learner.minibatches}"
-    if correction.level == "trajectory" and correction.kind not in ("decoupled", "topr"):
+    if correction.level == "trajectory" and correction.kind not in ("decoupled", "topr", "vcpo"):
         yield "correction.level", f"must be auto: correction.kind={correction.kind} determines it"
     if config.advantage.kind == "vtrace" and correction.kind != "none":
         yield "correction.kind", "must be none: advantage.kind=vtrace has its own correction"
@@ -74,7 +75,7 @@ def guided(config: Config) -> Iterator[tuple[str, str]]:
         return
     if correction.anchor == "interpolate" and correction.kind in INTERPOLATED:
         yield "correction.anchor", "must be recompute: guided tokens have no interpolated anchor"
-    if boost and correction.kind in ("cispo", "topr"):
+    if boost and correction.kind in UNCLIPPED:
         yield "loss.boost", f"must be 0: correction.kind={correction.kind} has no clip to raise"
     stale = correction.kind == "ppo" and correction.guided != "anchor"
     if boost and config.learner.minibatches == 1 and not stale:

@@ -1,10 +1,10 @@
 """Sections of AgentEvolver's three mechanisms and of reflection, which calls models as well."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from evolver_async.config.sections.rollout import Turns
-from evolver_async.config.values.rules import Count, Fraction, Pattern, Positive, Range
+from evolver_async.config.values.rules import Count, Fraction, Open, Pattern, Positive, Range
 
 Variable = Annotated[
     str, Pattern(r"([A-Za-z_]\w*)?", "the name of an environment variable", hidden=True)
@@ -66,7 +66,8 @@ class JudgeConfig:
     """
 
     # rule uses the environment's score, self asks the policy, llm asks an endpoint
-    kind: Literal["none", "rule", "self", "llm"] = "none"
+    kind: Annotated[str, Open("none", "rule", "self", "llm")] = "none"
+    params: dict[str, Any] = field(default_factory=dict)  # of a judge of one's own
     max_chars: Count = 2_000  # of an action, and of an observation, in the judge's prompt
     max_tokens: Count = 1024  # self: of its answer
     timeout_s: Positive = 90.0  # of the labels of one trajectory, retries and waiting included

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from evolver_async.config.values.rules import Count, Fraction, Pattern, Positive, Range
+from evolver_async.config.values.rules import Count, Fraction, Open, Pattern, Positive, Range
 
 
 @dataclass
@@ -39,7 +39,8 @@ class BufferConfig:
     max_staleness: int = 4
     reuse: Count = 1  # number of times that a group is trained
     # prioritized: by the group's reward spread
-    sampler: Literal["fifo", "freshest", "prioritized"] = "fifo"
+    sampler: Annotated[str, Open("fifo", "freshest", "prioritized")] = "fifo"
+    params: dict[str, Any] = field(default_factory=dict)  # of a sampler of one's own
     # groups that grow too old: evict drops them, wait holds the learner for them
     straggler: Literal["evict", "wait"] = "evict"
     lease_s: Positive = 30.0  # a ticket is reissued after this time without renewal

@@ -7,6 +7,7 @@ from evolver_async.config.sections.rollout import Device
 from evolver_async.config.values.rules import (
     Count,
     Fraction,
+    Open,
     Positive,
     PositiveFraction,
     PositiveOrInfinite,
@@ -20,9 +21,9 @@ LEFT_OPEN = -1.0  # value of a bound that correction.kind determines
 class SelectionConfig:
     """The groups of a step that train."""
 
-    kind: Literal["all", "spread", "top_p", "top_k", "min_p", "resample_on_correct", "dynamic"] = (
-        "all"
-    )
+    kind: Annotated[
+        str, Open("all", "spread", "top_p", "top_k", "min_p", "resample_on_correct", "dynamic")
+    ] = "all"
     keep: PositiveFraction = 0.5  # spread: share of the groups, those with the largest reward std
     # top_p: share of all std that is kept; min_p: least std, as a share of the largest one
     p: PositiveFraction = 0.9
@@ -36,14 +37,26 @@ class SelectionConfig:
     # dynamic: refills of a step with equal rewards throughout after which the run ends
     max_refills: Count = 10
     max_empty: Count = 5  # consecutive empty steps after which the run ends
+    params: dict[str, Any] = field(default_factory=dict)  # of a function of one's own
 
 
 @dataclass
 class AdvantageConfig:
     """The advantage estimator."""
 
-    kind: Literal[
-        "grpo", "grpo_process", "adca", "rloo", "reinforce", "gae", "gae_bilevel", "vtrace"
+    kind: Annotated[
+        str,
+        Open(
+            "grpo",
+            "grpo_process",
+            "adca",
+            "rloo",
+            "reinforce",
+            "opob",
+            "gae",
+            "gae_bilevel",
+            "vtrace",
+        ),
     ] = "grpo"
     # grpo, grpo_process, adca: divide by the std of the group or of the batch, or not at all
     std: Literal["group", "batch", "none"] = "group"
@@ -61,6 +74,7 @@ class AdvantageConfig:
     c_max: PositiveOrInfinite = 1.0  # vtrace: truncation of the weights that carry corrections back
     overlong_limit: int = 0  # ACTION tokens at which a trajectory's reward is 1 less; 0: never
     overlong_cache: int = 0  # ACTION tokens before the limit over which the reward falls
+    params: dict[str, Any] = field(default_factory=dict)  # of a function of one's own
 
 
 @dataclass
@@ -78,9 +92,22 @@ class CriticConfig:
 class CorrectionConfig:
     """The off-policy correction."""
 
-    kind: Literal["none", "ppo", "decoupled", "icepop", "geo_mask", "cispo", "gspo", "topr"] = (
-        "decoupled"
-    )
+    kind: Annotated[
+        str,
+        Open(
+            "none",
+            "ppo",
+            "decoupled",
+            "icepop",
+            "geo_mask",
+            "cispo",
+            "gspo",
+            "topr",
+            "vcpo",
+            "m2po",
+            "dppo_tv",
+        ),
+    ] = "decoupled"
     # decoupled, icepop, geo_mask, gspo: one more forward pass, or a mixture by the version lag;
     # the other kinds do not compare an anchor with mu
     anchor: Literal["recompute", "interpolate"] = "recompute"
@@ -88,7 +115,7 @@ class CorrectionConfig:
     guided: Literal["stale", "anchor", "behaviour"] = "stale"
     # decoupled, topr: weights per token or per trajectory; auto: topr per trajectory, else token
     level: Literal["auto", "token", "trajectory"] = "auto"
-    # truncation of the importance weight; -1: 2, decoupled by trajectory 5
+    # truncation of the importance weight; -1: 2, decoupled by trajectory 5, vcpo 8
     w_max: Annotated[float, Range(gt=0, infinite=True, also=LEFT_OPEN)] = LEFT_OPEN
     # icepop, geo_mask: smaller weights are masked; -1: 0.5, geo_mask 0.8
     low: Annotated[float, Range(le=1, also=LEFT_OPEN)] = LEFT_OPEN
@@ -96,7 +123,10 @@ class CorrectionConfig:
     high: Annotated[float, Range(ge=1, infinite=True, also=LEFT_OPEN)] = LEFT_OPEN
     # cispo: its weights are truncated at 1 + epsilon
     epsilon: Annotated[float, Range(infinite=True)] = 4.0
+    second_moment: Positive = 0.04  # m2po: largest mean square of log w of the tokens that train
+    divergence: PositiveFraction = 0.2  # dppo_tv: largest change of a token's probability
     max_masked: Fraction = 0.9  # share of tokens without gradient above which a warning is logged
+    params: dict[str, Any] = field(default_factory=dict)  # of a function of one's own
 
 
 @dataclass
@@ -125,6 +155,7 @@ BOUNDS = {"w_max": 2.0, "low": 0.5, "high": 5.0, "clip_low": 0.2, "clip_high": 0
 BOUNDS_OF = {  # differences from BOUNDS, by kind and level
     ("decoupled", "trajectory"): {"w_max": 5.0},
     ("geo_mask", "token"): {"low": 0.8, "high": 1.25},
+    ("vcpo", "trajectory"): {"w_max": 8.0},
     ("gspo", "token"): {"clip_low": 3e-4, "clip_high": 4e-4},
 }
 
@@ -138,7 +169,7 @@ def by_kind(correction: CorrectionConfig, loss: LossConfig) -> tuple[CorrectionC
     anchor = correction.anchor if correction.kind in INTERPOLATED else "recompute"
     level = correction.level
     if level == "auto":
-        level = "trajectory" if correction.kind == "topr" else "token"
+        level = "trajectory" if correction.kind in ("topr", "vcpo") else "token"
     bounds = BOUNDS | BOUNDS_OF.get((correction.kind, level), {})
 
     def closed(section: CorrectionConfig | LossConfig) -> dict[str, Any]:

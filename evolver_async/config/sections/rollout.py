@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 from evolver_async.config.values.rules import (
     Count,
     Fraction,
+    ImportPath,
+    Open,
     Pattern,
     Positive,
     PositiveFraction,
@@ -45,7 +47,8 @@ class RolloutConfig:
 
     group_size: Count = 8  # G: episodes per task
     max_turns: Turns = 10
-    format: str = "think_answer"  # the turn format: think_answer, tool_call or interleaved
+    # the turn format
+    format: Annotated[str, Open("think_answer", "tool_call", "interleaved")] = "think_answer"
     think: bool = False  # a turn opens with <think> (tool_call: <reason>)
     actions_per_turn: Count = 1
     # context of a turn: all turns, the last turns or the present one alone
@@ -55,6 +58,8 @@ class RolloutConfig:
     # training needs the log-probs of the sampled tokens, so it cannot be 0
     temperature: Positive = 1.0
     format_penalty: Signed = -0.1  # added to the reward for every turn that cannot be parsed
+    # functions of one's own, whose sum is added to the reward of every finished episode
+    reward_terms: list[ImportPath] = field(default_factory=list)
     truncated_reward: Signed = 0.0  # added if an episode ends before its environment ends it
     guided_fraction: Fraction = 0.5  # share of a group's members that experience guides
     format_errors: int = 0  # turns that cannot be parsed after which an episode ends; 0: never

@@ -3,7 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from evolver_async.config.values.rules import Count, Fraction, Pattern, Positive, Range
+from evolver_async.config.values.rules import (
+    Count,
+    Fraction,
+    ImportPath,
+    Pattern,
+    Positive,
+    Range,
+)
 
 RunName = Annotated[str, Pattern(r"(?!\.{1,2}$)[^/\\\0]*", "a plain directory name")]
 Hardware = Annotated[
@@ -111,6 +118,8 @@ class MetricsConfig:
     # auto: online with an API key, else offline
     wandb: Literal["auto", "online", "offline", "disabled"] = "disabled"
     project: str = "evolver-async"
+    # functions package.module:function of one's own, which get every row of metrics.jsonl
+    sinks: list[ImportPath] = field(default_factory=list)
     samples: int = 2  # trajectories written to <run>/samples every `samples_every` steps
     samples_every: Count = 10
     # auto: a live panel on a terminal, else lines

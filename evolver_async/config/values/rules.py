@@ -71,6 +71,24 @@ class OneOf:
         return f"one of {', '.join(self.values)}"
 
 
+IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+
+
+class Open:
+    """The names of the built-in implementations, or the import path of one's own."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def allows(self, value: str) -> bool:
+        """True if the field may have this value."""
+        return value in self.names or re.fullmatch(IMPORT_PATH, value) is not None
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.names)}, or package.module:function"
+
+
+ImportPath = Annotated[str, Pattern(IMPORT_PATH, "package.module:function")]
 Positive = Annotated[float, Range(gt=0)]
 PositiveOrInfinite = Annotated[float, Range(gt=0, infinite=True)]
 Fraction = Annotated[float, Range(le=1)]
@@ -85,7 +103,7 @@ def annotations(kind: type) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
 
 
-def rule(annotation: Any) -> Range | Pattern | OneOf | None:
+def rule(annotation: Any) -> Range | Pattern | OneOf | Open | None:
     """Return the rule of an annotation. None if every value of its type is allowed."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:

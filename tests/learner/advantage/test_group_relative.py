@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from evolver_async.config import AdvantageConfig
 from learner.advantage.group_relative import (
+    EstimatorInput,
     adca,
-    advantages,
     alpha_at,
+    estimator_of,
     finite_groups,
     grpo_process,
     label_scores,
+    opob,
     reinforce,
     rloo,
     standardised,
@@ -248,7 +250,10 @@ def test_reinforce_moves_its_baseline():
 def test_every_estimator_gives_every_turn_one_advantage(kind):
     groups = [[(0.0, [(0.5, 1), (0.0, -1)]), (1.0, [(0.25, 1)]), (1.0, [])]]
     estimator = AdvantageConfig(kind=kind)
-    advantage_U, baseline = advantages(rewards_of(groups), estimator, alpha=0.1, baseline=0.25)
+    rewards = rewards_of(groups)
+    trajectories = len(rewards.reward_P)
+    given = EstimatorInput(0.1, 0.25, np.zeros(trajectories), np.ones(trajectories, int))
+    advantage_U, baseline = estimator_of(estimator)(rewards, given, estimator)
     assert advantage_U.shape == (3,)
     assert (baseline != 0.25) == (kind == "reinforce")
     assert (advantage_U[0] == advantage_U[1]) == (kind not in ("grpo_process", "adca"))
@@ -290,3 +295,35 @@ def test_kl_is_taken_off_the_turn_that_it_belongs_to_and_off_the_outcome():
     found = rewards.penalised(np.array([1.0, 0.5, 0.25, 1.0]), np.array([0, 0, 1, 2]), 0.1)
     np.testing.assert_allclose(found.reward_P, [1 - 0.175, 1, 0.9])
     np.testing.assert_allclose(found.turn_reward_U, [-0.15, 0.475, 0.9])
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.floats(-3, 3), st.integers(1, 9)),
+        min_size=2,
+        max_size=12,
+    ),
+    st.sampled_from(["group", "none"]),
+)
+def test_opob_is_the_baseline_of_least_variance_of_the_weighted_gradient(members, std):
+    """b minimises Σ W² n (R - b)²: the variance of W (R - b) times a gradient of squared norm n."""
+    reward, log_weight, length = map(np.array, zip(*members, strict=True))
+    found = opob(reward, np.zeros(len(members), int), log_weight, length, std=std)
+    if len(set(reward)) == 1:
+        assert not found.any()
+        return
+    weight = np.exp(2 * log_weight) * length
+    baseline = (weight * reward).sum() / weight.sum()
+    scale = reward.std() + 1e-6 if std == "group" else 1.0
+    np.testing.assert_allclose(found * scale, reward - baseline, atol=1e-9)
+
+    def variance(b: float) -> float:
+        return float((weight * (reward - b) ** 2).sum())
+
+    assert variance(baseline) <= min(variance(baseline + 0.01), variance(baseline - 0.01)) + 1e-12
+
+
+def test_opob_without_lag_and_with_equal_lengths_is_the_group_mean():
+    reward, group = np.array([0.0, 1.0, 1.0, 0.0, 3.0]), np.array([0, 0, 0, 1, 1])
+    found = opob(reward, group, np.zeros(5), np.full(5, 7), std="none")
+    np.testing.assert_allclose(found, standardised(reward, group, std="none"))

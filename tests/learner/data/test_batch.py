@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from evolver_async.config import CorrectionConfig
 from evolver_async.schema import Role
 from learner.data.batch import Batch
-from learner.loss.correction import correct
+from learner.loss.correction import ActionTokens, decoupled
 from learner.loss.policy import clipped_objective, policy_loss, token_scale
 
 CPU = torch.device("cpu")
@@ -118,14 +118,16 @@ def update_loss(
                 micro.action_BT, labels_BT, (labels_BT + noise).remainder(VOCABULARY)
             )
         theta_N = model(micro.tokens_BT, labels_BT)[micro.action_BT]
-        corrected = correct(
+        tokens = ActionTokens(
             theta_N,
             micro.mu_N,
             micro.of(anchor_N),
             micro.of(advantage_N),
             micro.trajectory_N,
-            CorrectionConfig(kind="decoupled", level=level, w_max=5.0),
+            torch.ones_like(theta_N),
         )
+        settings = CorrectionConfig(kind="decoupled", level=level, w_max=5.0)
+        corrected = decoupled(tokens, settings)
         clipped = clipped_objective(
             corrected.ratio_N, micro.of(advantage_N), clip_low=0.9, clip_high=2.0, dual_clip=3.0
         )

@@ -6,24 +6,23 @@ import numpy as np
 import pytest
 import torch
 from budget import examples
-from corrections import KINDS
+from corrections import KINDS, UNCLIPPED, kept_by_m2po
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evolver_async.config import CorrectionConfig, LossConfig
 from evolver_async.config.sections.learner import by_kind
-from learner.loss.correction import (
-    Corrected,
-    correct,
+from learner.loss.correction import ActionTokens, Corrected, correction_of, prepared, reads_anchor
+from learner.loss.policy import clipped_objective, unclipped_objective
+from learner.loss.ratios import (
     guided_old,
     interpolated_anchor,
     log_rho,
     trajectory_mean,
     trajectory_sum,
 )
-from learner.loss.policy import clipped_objective, unclipped_objective
 
-CLIPPED = [(kind, level) for kind, level in KINDS if kind not in ("cispo", "topr")]
+CLIPPED = [(kind, level) for kind, level in KINDS if kind not in UNCLIPPED]
 LOW, HIGH, DUAL = 0.2, 0.28, 3.0
 
 
@@ -55,14 +54,16 @@ def objective(
 ) -> tuple[torch.Tensor, Corrected]:
     """The objective of every token, and what the correction made of it."""
     settings, _ = by_kind(settings, LossConfig())
-    corrected = correct(
+    constants = (data["old_N"].numpy(), data["anchor_N"].detach().numpy(), A_N.numpy())
+    tokens = ActionTokens(
         data["theta_N"],
         data["old_N"],
         data["anchor_N"],
         A_N,
         data["trajectory_N"],
-        settings,
+        torch.from_numpy(prepared(settings, *constants)).to(A_N.dtype),
     )
+    corrected = correction_of(settings)(tokens, settings)
     if corrected.clips:
         clipped = clipped_objective(
             corrected.ratio_N, A_N, clip_low=LOW, clip_high=HIGH, dual_clip=DUAL
@@ -78,9 +79,10 @@ def L(x: float, A: float) -> float:
 
 
 def slow(
-    settings: CorrectionConfig, t: int, A: float, theta, mu, anchor, member
+    settings: CorrectionConfig, t: int, advantages, theta, mu, anchor, member
 ) -> tuple[float, float]:
     """The objective of token t and its derivative by theta_t, from the table of algorithms §2."""
+    A = advantages[t]
     own = [u for u in range(len(theta)) if member[u] == member[t]]
     r, q = math.exp(theta[t] - anchor[t]), math.exp(theta[t] - mu[t])
     w = math.exp(anchor[t] - mu[t])
@@ -96,6 +98,9 @@ def slow(
     def of_theta(weight: float) -> tuple[float, float]:
         return weight * A * theta[t], weight * A
 
+    def of_ratio(weight: float, x: float) -> tuple[float, float]:
+        return weight * x * A, weight * x * A
+
     inside = settings.low <= (w if settings.kind == "icepop" else geo) <= settings.high
     whole = settings.level == "trajectory"
     return {
@@ -107,6 +112,17 @@ def slow(
         "gspo": lambda: of_L(min(geo, settings.w_max), s),
         "cispo": lambda: of_theta(min(q, 1 + settings.epsilon)),
         "topr": lambda: of_theta(1 if A > 0 else min(Q if whole else q, 1)),
+        "vcpo": lambda: of_theta(min(Q, settings.w_max)),
+        "m2po": lambda: of_ratio(
+            w if t in kept_by_m2po(advantages, mu, anchor, settings.second_moment) else 0, r
+        ),
+        "dppo_tv": lambda: of_ratio(
+            not (
+                (A > 0 and math.exp(theta[t]) - math.exp(mu[t]) > settings.divergence)
+                or (A < 0 and math.exp(mu[t]) - math.exp(theta[t]) > settings.divergence)
+            ),
+            q,
+        ),
     }[settings.kind]()
 
 
@@ -128,10 +144,10 @@ def test_objective_and_gradient_match_the_loop(kind, level, seed, w_max, bounds,
     gradient_N = gradient(found_N, data["theta_N"])
     theta, mu, anchor, member = (values.tolist() for values in data.values())
     for t in range(len(theta)):
-        value, slope = slow(correction, t, float(A_N[t]), theta, mu, anchor, member)
+        value, slope = slow(correction, t, A_N.tolist(), theta, mu, anchor, member)
         assert float(found_N[t].detach()) == pytest.approx(value, rel=1e-9)
         assert float(gradient_N[t]) == pytest.approx(slope, rel=1e-9)
-        q, unanchored = math.exp(theta[t] - mu[t]), kind in ("ppo", "cispo", "topr")
+        q, unanchored = math.exp(theta[t] - mu[t]), not reads_anchor(correction)
         w, r = math.exp(anchor[t] - mu[t]), math.exp(theta[t] - anchor[t])
         assert float(corrected.w_N[t]) == pytest.approx(q if unanchored else w)
         assert float(corrected.r_N[t]) == pytest.approx(q if unanchored else r)

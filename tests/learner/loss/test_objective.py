@@ -7,7 +7,7 @@ import pytest
 import torch
 from budget import examples
 from collated_groups import collated, make_groups
-from corrections import KINDS
+from corrections import KINDS, UNCLIPPED, kept_by_m2po
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,12 +16,12 @@ from evolver_async.config.sections.learner import by_kind
 from learner.data.batch import Batch, LogProbs
 from learner.data.collate import Strip
 from learner.diagnostics.offpolicy import Accounting
-from learner.loss.correction import guided_old
+from learner.loss.correction import reads_anchor
 from learner.loss.objective import Objective
 from learner.loss.policy import token_scale
+from learner.loss.ratios import guided_old
 
 CPU = torch.device("cpu")
-UNCLIPPED = ("cispo", "topr")
 
 
 def filled(seed: int, strip: Strip, guided: str) -> tuple[Batch, dict[str, np.ndarray]]:
@@ -68,6 +68,8 @@ def expected_loss(
             return math.exp(anchor - mu)
         return math.exp(anchor_e - mu) if correction.guided == "stale" else 1.0
 
+    everywhere = [math.log(w(t)) for t in range(len(data["mu"]))]
+    trains = kept_by_m2po(data["A"], [0.0] * len(everywhere), everywhere, correction.second_moment)
     total = 0.0
     for t in tokens:
         A, stripped = float(data["A"][t]), batch.stripped_P[batch.trajectory_N[t]]
@@ -85,6 +87,7 @@ def expected_loss(
         whole = correction.level == "trajectory"
         inside = correction.low <= (w(t) if correction.kind == "icepop" else geo) <= correction.high
         theta = float(data["theta"][t])
+        moved = math.exp(theta) * (1 - 1 / q)  # the token's probability, less that in the past
         total += {
             "none": L(r),
             "ppo": L(q),
@@ -94,6 +97,9 @@ def expected_loss(
             "gspo": min(geo, correction.w_max) * L(R ** (1 / len(own))),
             "cispo": min(q, 1 + correction.epsilon) * A * theta,
             "topr": (1 if A > 0 else min(R * W if whole else q, 1)) * A * theta,
+            "vcpo": min(R * W, correction.w_max) * A * theta,
+            "m2po": (t in trains) * q * A,
+            "dppo_tv": (abs(moved) <= correction.divergence or moved * A <= 0) * q * A,
         }[correction.kind]
     return -total / len(tokens)
 
@@ -141,7 +147,7 @@ def check_accounting(
     stripped_N = batch.stripped_N
     if not len(stripped_N):
         return
-    unanchored = correction.kind in ("ppo", *UNCLIPPED)
+    unanchored = not reads_anchor(correction)
     r = np.exp(data["theta"] - (data["old"] if unanchored else data["anchor"]))
     log_rho = data["theta"] - data["mu"]
     sides = {"offpolicy": np.ones_like(stripped_N)}

@@ -1,0 +1,34 @@
+"""Samplers: the order in which ready groups are handed to the learner. Pure."""
+
+from collections.abc import Callable
+from typing import Any
+
+from evolver_async.buffer.state.groups import HeldGroup
+from evolver_async.extension import implementation
+
+# A rank from a ready group, its version lag and `buffer.params`: the smallest is taken first, and
+# of equal ones the group that was ready first.
+Sampler = Callable[[HeldGroup, int, dict[str, Any]], float]
+
+
+def fifo(held: HeldGroup, lag: int, params: dict[str, Any]) -> float:
+    """Rank all groups alike: the first that was ready is taken first."""
+    return 0.0
+
+
+def freshest(held: HeldGroup, lag: int, params: dict[str, Any]) -> float:
+    """Rank by the version lag."""
+    return lag
+
+
+def prioritized(held: HeldGroup, lag: int, params: dict[str, Any]) -> float:
+    """Rank by the spread of the members' rewards, the largest first."""
+    return -held.spread
+
+
+SAMPLERS: dict[str, Sampler] = {"fifo": fifo, "freshest": freshest, "prioritized": prioritized}
+
+
+def sampler_of(name: str) -> Sampler:
+    """Return the function of `buffer.sampler`. Raises ValueError for an own one that is unfit."""
+    return implementation("buffer.sampler", name, SAMPLERS)

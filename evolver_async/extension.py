@@ -1,0 +1,45 @@
+"""Implementations by name: the built-in ones of a registry, or a user's own by import path.
+
+A registry maps the names that a configuration key allows to functions of one signature. A value
+`package.module:function` names a function of the user's with the same signature, and everything
+that works for the built-in ones works for it.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def is_own(name: str) -> bool:
+    """Return True if `name` is the import path of a user's function."""
+    return ":" in name
+
+
+def implementation(key: str, name: str, registry: Mapping[str, F]) -> F:
+    """Return the function that the configuration's `key` names.
+
+    Raises ValueError, which names the key, if a user's function cannot be imported or does not
+    take as many arguments as the built-in ones.
+    """
+    if not is_own(name):
+        return registry[name]
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # the module's own code runs, which can raise anything
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{key}: cannot import {name!r}: {problem}") from error
+    if not callable(found):
+        raise ValueError(f"{key}: {name!r} is not a function")
+    pattern = inspect.signature(next(iter(registry.values()))).parameters.values()
+    named = [one.name for one in pattern if one.kind == inspect.Parameter.KEYWORD_ONLY]
+    placed = [one.name for one in pattern if one.name not in named]
+    try:
+        inspect.signature(found).bind(*placed, **dict.fromkeys(named))
+    except TypeError as error:
+        wanted = ", ".join([*placed, *(f"{name}=" for name in named)])
+        raise ValueError(f"{key}: {name!r} does not take ({wanted}): {error}") from None
+    return found  # pyright: ignore[reportReturnType]

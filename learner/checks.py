@@ -1,0 +1,34 @@
+"""Checks of a configuration that need the learner's code: the functions of a user's own."""
+
+from collections.abc import Iterator
+
+from evolver_async.config import Config
+from evolver_async.config.load import stage_config
+from evolver_async.extension import is_own
+
+
+def check(config: Config) -> None:
+    """Raise ValueError, naming the key, for a function of one's own that cannot be used."""
+    stages = [config, *(stage_config(config, index) for index in range(len(config.stages)))]
+    for staged in stages:
+        for problem in _problems(staged):
+            raise ValueError(problem)
+
+
+def _problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong with the own functions of one stage; built-in ones need no import."""
+    try:
+        if is_own(config.selection.kind):
+            from learner.data.selection import selection_of
+
+            selection_of(config.selection)
+        if is_own(config.advantage.kind):
+            from learner.advantage.group_relative import estimator_of
+
+            estimator_of(config.advantage)
+        if is_own(config.correction.kind):
+            from learner.loss.correction import correction_of
+
+            correction_of(config.correction)
+    except ValueError as error:
+        yield str(error)

@@ -1,0 +1,122 @@
+"""Functions of a user's own do what the built-in ones do: in one process, and in several."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serial_runs import trainer
+
+from evolver_async.cli import main
+from evolver_async.config import ConfigError
+from evolver_async.config.load import load
+from evolver_async.errors import TrainingError
+from evolver_async.extension import implementation
+from evolver_async.launch.start_checks import check_start
+
+SUPPORT = Path(__file__).parents[1] / "support"
+RECIPE = """
+env: {name: bandit}
+policy: {max_length: 64, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 32}
+rollout:
+  group_size: 4
+  max_turns: 1
+  max_tokens: 4
+  format: own_functions:Shouted
+  reward_terms: ["own_functions:bonus"]
+actors: {count: 1, groups: 4}
+buffer: {sampler: "own_functions:last_in"}
+judge: {kind: "own_functions:praise"}
+selection: {kind: "own_functions:first_two"}
+advantage: {kind: "own_functions:centred"}
+correction: {kind: "own_functions:halved", params: {weight: 0.5}}
+loss: {boost: 0}
+learner: {groups_per_step: 4, minibatches: 1, decay: none, token_budget: 64}
+stages: [{kind: rl, steps: 4}]
+eval: {every: 0, final_episodes: 4}
+metrics: {panel: none, sinks: ["own_functions:sink", "own_functions:broken_sink"]}
+launch: {kind: serial}
+"""
+KEYS = {
+    "rollout.format": "Shouted",
+    "rollout.reward_terms": "bonus",
+    "buffer.sampler": "last_in",
+    "judge.kind": "praise",
+    "selection.kind": "first_two",
+    "advantage.kind": "centred",
+    "correction.kind": "halved",
+    "metrics.sinks": "sink",
+}
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row.get("stage_kind") == "rl"]
+
+
+def check(run_dir: Path) -> None:
+    """Compare a run with what its functions do."""
+    found = rows(run_dir)
+    assert len(found) == 4
+    for row in found:
+        assert row["train/reward_mean"] > 90  # the bonus
+        assert row["selection/kept_share"] == 0.5
+        assert row["judge/good_share"] == 1.0
+    sent = [json.loads(line)["step"] for line in (run_dir / "sink.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in found} <= set(sent)
+
+
+def test_every_key_takes_a_function_in_one_process(tmp_path, caplog) -> None:
+    finished = trainer(tmp_path, RECIPE)("run")
+    check(finished.run_dir)
+    assert "own_functions:broken_sink failed: RuntimeError: no room" in caplog.text
+
+
+def test_every_key_takes_a_function_in_processes_with_two_ranks(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(RECIPE)
+    run = [f"run.dir={tmp_path}", "run.name=run"]
+    assert main(["train", str(recipe), *run, "launch.kind=local", "learner.ranks=2"]) == 0
+    check(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("own_functions:missing", "cannot import 'own_functions:missing': AttributeError"),
+        ("no_such_module:function", "cannot import 'no_such_module:function': ModuleNotFoundError"),
+        ("own_functions:constant", "'own_functions:constant' is not a function"),
+        ("own_functions:too_few", "'own_functions:too_few' does not take ("),
+    ],
+)
+@pytest.mark.parametrize("key", KEYS)
+def test_an_unfit_function_is_refused_before_the_start(tmp_path, key, name, problem) -> None:
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(RECIPE)
+    value = f"[{name}]" if key.endswith("s") else name
+    config = load(recipe, [f"{key}={value}", f"run.dir={tmp_path}"])
+    with pytest.raises(ValueError, match=key) as refused:
+        check_start(config)
+    assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if not key.endswith("s")])
+def test_what_is_neither_built_in_nor_a_path_is_refused(tmp_path, key) -> None:
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(RECIPE)
+    with pytest.raises(ConfigError, match=rf"{key}: must be one of .*, or package.module:function"):
+        load(recipe, [f"{key}=unknown"])
+
+
+def test_built_in_names_are_resolved_without_an_import() -> None:
+    def one(number: int) -> int:
+        return number
+
+    assert implementation("key", "one", {"one": one}) is one
+
+
+def test_a_reward_term_without_a_number_is_reported(tmp_path) -> None:
+    """Its episodes are played again, in vain: the run stops and says why."""
+    with pytest.raises(TrainingError, match="own_functions:broken_bonus returned nan"):
+        trainer(tmp_path, RECIPE)("run", "rollout.reward_terms=[own_functions:broken_bonus]")
