@@ -21,7 +21,7 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class EstimatorInput:
-    """What an estimator reads beside the rewards of its trajectories.
+    """Inputs of an estimator beside the rewards of its trajectories.
 
     alpha: the weight of labels at this step; baseline: the running mean of earlier rewards;
     log_weight_P: the log of exp(anchor - old) over all tokens of each trajectory, bounded, 0 for

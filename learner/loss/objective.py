@@ -45,7 +45,7 @@ class Objective:
 
     @cached_property
     def prepared_N(self) -> Array:
-        """What the correction prepares once for the whole step."""
+        """Return what the correction prepares once for the whole step."""
         given = self.logprobs.old_N, self.logprobs.anchor_N, self.advantage_N
         return prepared(self.correction, *given)
 

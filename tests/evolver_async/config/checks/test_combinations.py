@@ -7,7 +7,7 @@ from refusals import refusal
 
 from evolver_async.config import ConfigError, SelectionConfig
 from evolver_async.config.load import load
-from learner.data.selection import kept_groups
+from learner.data.selection import spread
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_vtrace_runs_on_a_recipe_that_interpolates() -> None:
 @pytest.mark.parametrize(("groups", "keep"), [(2, 0.25), (3, 0.5), (5, 0.5), (7, 0.5)])
 def test_as_many_updates_are_allowed_as_selection_leaves_groups(groups: int, keep: float) -> None:
     selection = SelectionConfig(kind="spread", keep=keep)
-    kept = len(kept_groups([1.0] * groups, selection))
+    kept = len(spread([], [1.0] * groups, selection))
     step = [
         "stages=[{steps: 10}]",
         f"selection={{kind: spread, keep: {keep}}}",
