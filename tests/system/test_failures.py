@@ -175,6 +175,15 @@ def test_a_run_ends_after_so_many_failures_without_one_whole_group(world: World)
     )
 
 
+def test_a_failure_that_loses_episodes_is_named_before_an_unreadable_policy() -> None:
+    failures = Failures(MOST)
+    failures.take_in("actor-0", [total(1, kind="judge"), total(9, kind="policy")], 0.0)
+    assert failures.last.startswith("judge ")
+    alone = Failures(MOST)
+    alone.take_in("actor-0", [total(9, kind="policy")], 0.0)
+    assert alone.last.startswith("policy ")
+
+
 @pytest.mark.parametrize("reason", ["drain", "weights", "error"])
 def test_what_is_no_failure_ends_no_run(world: World, reason: str) -> None:
     for _ in range(4):

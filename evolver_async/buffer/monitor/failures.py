@@ -88,10 +88,11 @@ class Failures:
 
     @property
     def last(self) -> str:
-        """The newest failure in words."""
-        if not self.kept:
+        """The newest failure in words; one of the policy, which loses no episode, only alone."""
+        newest = list(reversed(self.kept.values()))
+        if not newest:
             return "no process has reported an error"
-        return str(self.kept[next(reversed(self.kept))].total)
+        return str(next((one for one in newest if one.total.kind != "policy"), newest[0]).total)
 
     def totals(self) -> list[FailureTotal]:
         """Totals by kind and name, the newest first."""
