@@ -2,7 +2,7 @@
 
 import random
 
-from actors.envs.base import Info, Step
+from evolver_async.env import Info, Step
 from evolver_async.schema import Task
 
 

@@ -5,8 +5,8 @@ import json
 import random
 from typing import Any
 
-from actors.envs.base import Info, Step
 from actors.formats.tool_calls import ANSWER_TOOL, canonical
+from evolver_async.env import Info, Step
 from evolver_async.schema import Task
 
 ITEMS = ("phoenix", "dragon", "box")

@@ -20,7 +20,7 @@ QUESTIONS = ("What", "Who", "Whom", "Whose", "Whether", "Where", "How", "Which",
 # Floors of `evolver_async`, the lowest first. A folder imports only from lower floors.
 FLOORS = (
     ("errors", "randomness", "extension"),
-    ("schema",),
+    ("schema", "env"),
     ("lineages",),
     ("config", "protocol", "model", "checkpoint"),
     ("process", "transport", "metrics"),

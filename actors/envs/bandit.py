@@ -7,7 +7,8 @@ order in which the arms are named is random. Success is having chosen the dragon
 import random
 from dataclasses import dataclass
 
-from actors.envs.base import Env, Exact, Info, Step
+from actors.envs.base import Env, Exact
+from evolver_async.env import Info, Step
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import msgspec
 
 from evolver_async.config.secrets import mask, reveal
+from evolver_async.env import Step
 from evolver_async.protocol.failures import FailureKind
 from evolver_async.schema import Task
 
@@ -62,26 +63,6 @@ class EnvironmentFailure(Exception):
         self.name = name
         self.error = f"{doing}: {said}" if doing else said
         self.cause = cause
-
-
-class Info(NamedTuple):
-    """Facts about one step. `valid`: the action existed; `success`: the task is solved;
-    `tool_error`: a tool was called and failed."""
-
-    valid: bool = True
-    success: bool = False
-    tool_error: bool = False
-
-
-class Step(NamedTuple):
-    """Result of one action. `observation` is the text of the next user message; the last one is not
-    sent to the policy, but a world model learns it and a grader reads it."""
-
-    observation: str
-    reward: float
-    terminated: bool
-    truncated: bool
-    info: Info
 
 
 class Exact(NamedTuple):

@@ -4,9 +4,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from actors.envs.base import Goals, Step
+from actors.envs.base import Goals
 from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
+from evolver_async.env import Step
 from evolver_async.schema import Task, Ticket
 
 

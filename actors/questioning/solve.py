@@ -3,13 +3,13 @@
 An unsolved task is rejected; a solved one gets the found solution as its reference.
 """
 
-from actors.envs.base import Step
 from actors.llm.json_client import JsonClient, as_json, step_records
 from actors.progress import TicketProgress
 from actors.questioning.explore import parse_choice
 from actors.questioning.grade import grade
 from actors.questioning.prompts import SOLVE
 from actors.rollout.environment import TimedEnvironment
+from evolver_async.env import Step
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.schema import Task
 

@@ -1,9 +1,8 @@
 """One episode: environment, policy and conversation take turns.
 
-No sockets here. Tokens are recorded as the model saw them, a Sequence for every context (see
-`conversation.py`): PROMPT up to where it first writes, EXPERIENCE within it, ACTION for what it
-sampled, OBSERVATION for everything between. Times are the loop's, so they are virtual in a serial
-run.
+Tokens are recorded as the model saw them, a Sequence for every context (see `conversation.py`):
+PROMPT up to where it first writes, EXPERIENCE within it, ACTION for what it sampled, OBSERVATION
+for everything between. Times are the loop's, so they are virtual in a serial run.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from actors.envs.base import Concluding, EnvironmentFailure, Located, Scored, Step
+from actors.envs.base import Concluding, EnvironmentFailure, Located, Scored
 from actors.formats.chat import encodable
 from actors.formats.tool_calls import ANSWER_TOOL, InvalidCall, called
 from actors.formats.turns import SEPARATOR
@@ -25,6 +24,7 @@ from actors.rollout.conversation import Conversation, system_message, tool_names
 from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode_config import Setting, step_latency_s
 from actors.rollout.policy import Advice, EpisodePolicy
+from evolver_async.env import Step
 from evolver_async.protocol.failures import FailureKind
 from evolver_async.protocol.transcripts import Transcript, Turn
 from evolver_async.randomness import key

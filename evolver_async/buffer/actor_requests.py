@@ -211,15 +211,20 @@ class ActorRequests:
     def _obstacle(self) -> str | None:
         """The obstacle to new groups apart from admission, None if there is none.
 
-        Bytes are one only while a whole take is ready: so the learner can always make room.
+        Ready groups and bytes are one only while a whole take is ready: so the learner can always
+        make room.
         """
         obstacle = self.disk.obstacle()
         if obstacle:
             return obstacle
-        buffer = self.config.buffer
-        ready = len(self.store.replay.by_state["ready"])
-        if ready >= self.store.replay.numbers.groups_per_step:
-            size = self.store.replay.bytes
+        buffer, replay = self.config.buffer, self.store.replay
+        ready, step = len(replay.by_state["ready"]), replay.numbers.groups_per_step
+        if replay.numbers.kind == "rollout" and 0 < buffer.max_ready * step <= ready:
+            return (
+                f"{ready} groups are ready: buffer.max_ready={buffer.max_ready:g} steps of {step}"
+            )
+        if ready >= step:
+            size = replay.bytes
             if size >= buffer.limit_bytes:
                 return f"groups hold {size} bytes of buffer.limit_bytes={buffer.limit_bytes}"
         if self._queued() is None:

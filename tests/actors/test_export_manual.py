@@ -8,10 +8,10 @@ from chatml import TEMPLATE, make_tokenizer
 from exported import EPISODES, Exported, make_export, play
 from transformers import AutoTokenizer, GenerationConfig
 
-from actors.envs.base import Info, Step
 from actors.export_manual import template_of, write_manual
 from actors.formats.chat import Chat
 from evolver_async.config.load import load, stage_config
+from evolver_async.env import Info, Step
 from evolver_async.schema import Task
 
 FORGETFUL = """

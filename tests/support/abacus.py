@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from actors.envs.base import Info, Step
 from actors.formats.tool_calls import canonical
+from evolver_async.env import Info, Step
 from evolver_async.schema import Task
 
 QUESTION, CODE, ANSWER = "3 + 4", "3 + 4", "7"

@@ -8,7 +8,7 @@ from typing import Any
 
 from openai import APIStatusError, AsyncOpenAI
 
-from actors.envs.base import Info, Step
+from evolver_async.env import Info, Step
 from evolver_async.schema import Task
 
 DIRECTORY = "BROKEN_DIRECTORY"  # the environment variable that says where that is written down

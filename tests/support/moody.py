@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from actors.envs.bandit import Bandit
-from actors.envs.base import Step
 from actors.outbox import Outbox
+from evolver_async.env import Step
 from evolver_async.protocol import messages
 from evolver_async.schema import Task
 

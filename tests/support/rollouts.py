@@ -9,7 +9,6 @@ from chatml import make_tokenizer
 from torch import Tensor
 
 from actors.engines.base import Generation, Request
-from actors.envs.base import Info, Step
 from actors.formats.chat import Chat
 from actors.formats.turns import ThinkAnswer
 from actors.progress import TicketProgress
@@ -17,6 +16,7 @@ from actors.rollout.episode import Finished
 from actors.rollout.episode_config import Setting
 from actors.rollout.group import run_group
 from actors.rollout.policy import Advice
+from evolver_async.env import Info, Step
 from evolver_async.schema import (
     Task,
     Ticket,

@@ -16,8 +16,9 @@ from actors.envs.adapters.service_client import (
     ServiceState,
     service,
 )
-from actors.envs.base import Env, Info, Step
+from actors.envs.base import Env
 from actors.formats.tool_calls import ANSWER_TOOL, CODE_TOOL, called, tool_spec
+from evolver_async.env import Info, Step
 from evolver_async.schema import Task
 
 CUT = " ... (cut)"

@@ -15,8 +15,9 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from actors.envs.base import Exact, Info, Step, split_of
+from actors.envs.base import Exact, split_of
 from actors.envs.tabular import Outcome, Process, best_values, exact_of, tabulate
+from evolver_async.env import Info, Step
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 

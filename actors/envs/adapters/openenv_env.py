@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.envs.adapters import required
-from actors.envs.base import Env, Info, Step
+from actors.envs.base import Env
+from evolver_async.env import Info, Step
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from actors.envs.adapters import required
-from actors.envs.base import Env, Info, Step, split_of
+from actors.envs.base import Env, split_of
+from evolver_async.env import Info, Step
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 

@@ -14,7 +14,8 @@ from functools import cache
 from typing import Any
 
 from actors.envs.adapters import required
-from actors.envs.base import Env, Info, Step, one_line, split_of
+from actors.envs.base import Env, one_line, split_of
+from evolver_async.env import Info, Step
 from evolver_async.schema import Task
 
 

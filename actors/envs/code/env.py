@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from actors.envs.base import Env, Info, Step
+from actors.envs.base import Env
 from actors.envs.code.arithmetic import draw_product
 from actors.envs.code.problems import Problem, same
 from actors.envs.code.programs import draw_program
@@ -25,6 +25,7 @@ from actors.formats.tool_calls import (
 )
 from actors.sandbox.pool import SandboxPool, shared
 from actors.sandbox.process import InterpreterConfig, Result, SandboxLimits, SandboxUnavailable
+from evolver_async.env import Info, Step
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 

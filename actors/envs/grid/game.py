@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from actors.envs.base import Env, Info, Step
+from actors.envs.base import Env
 from actors.envs.grid.cells import bearing, place, rows_of
+from evolver_async.env import Info, Step
 from evolver_async.schema import Task
 
 PLAYER, WALL = "P", "wall"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from actors.envs.base import Env, Info, Step
+from actors.envs.base import Env
 from actors.envs.webshop import pages
 from actors.envs.webshop.catalogue import MOST_RESULTS, Catalogue, Goal, Split
 from actors.envs.webshop.expert import Action, queries, way
@@ -18,6 +18,7 @@ from actors.envs.webshop.load import Files, stocked
 from actors.envs.webshop.pages import PageState
 from actors.envs.webshop.reward import score
 from actors.formats.tool_calls import called, canonical, tool_spec
+from evolver_async.env import Info, Step
 from evolver_async.schema import Task
 
 GOAL = "buy what the instruction asks for ; a page shows each button as [button] ."

@@ -112,6 +112,14 @@ def timeouts(config: Config) -> Iterator[tuple[str, str]]:
     if buffer.reuse > bound + 1 - lag:
         most = f"buffer.max_staleness + 1 - actors.weight_lag ({bound + 1 - lag})"
         yield "buffer.reuse", f"must be at most {most}, is {buffer.reuse}"
+    if buffer.max_ready:
+        most = (bound + 1 - lag) / buffer.reuse
+        rule = "(buffer.max_staleness + 1 - actors.weight_lag) / buffer.reuse"
+        if buffer.max_ready < 1:
+            yield "buffer.max_ready", f"must be 0 or at least 1, is {buffer.max_ready:g}"
+        elif buffer.max_ready >= most:
+            problem = f"must be less than {rule} ({most:g}), which bounds ready groups already"
+            yield "buffer.max_ready", f"{problem}; is {buffer.max_ready:g}"
     if step >= buffer.stall_s:
         limit = f"less than buffer.stall_s ({buffer.stall_s:g})"
         yield "env.step_timeout_s", f"must be {limit}: a ticket makes no progress during a step"

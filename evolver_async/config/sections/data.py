@@ -41,6 +41,9 @@ class BufferConfig:
     # prioritized: by the group's reward spread
     sampler: Annotated[str, Open("fifo", "freshest", "prioritized")] = "fifo"
     params: dict[str, Any] = field(default_factory=dict)  # of a sampler of one's own
+    # grants stop while this many steps' worth of groups are ready, so that freshness does not hang
+    # on which side is faster; 0: only max_staleness bounds them
+    max_ready: Annotated[float, Range(ge=0)] = 0.0
     # groups that grow too old: evict drops them, wait holds the learner for them
     straggler: Literal["evict", "wait"] = "evict"
     lease_s: Positive = 30.0  # a ticket is reissued after this time without renewal

@@ -15,22 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.checks.config import check
-from actors.envs.base import (
-    EnvError,
-    Exact,
-    Goals,
-    Info,
-    Located,
-    Scored,
-    Solvable,
-    Step,
-    make_env,
-    split_of,
-)
+from actors.envs.base import EnvError, Exact, Goals, Located, Scored, Solvable, make_env, split_of
 from actors.envs.exact import exact
 from actors.envs.grid.frozen_lake import FrozenLake
 from actors.envs.grid.frozen_lake_map import ACTIONS, Lake, draw_lake
 from evolver_async.config import Config, StageConfig
+from evolver_async.env import Info, Step
 from evolver_async.randomness import key, uniform
 from evolver_async.schema import Task
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from actors.checks.config import check
 from actors.engines.base import Generation, Request
-from actors.envs.base import Info, Step, make_env, split_of
+from actors.envs.base import make_env, split_of
 from actors.envs.grid.frozen_lake import FrozenLake
 from actors.formats.chat import Chat
 from actors.progress import TicketProgress
@@ -38,6 +38,7 @@ from actors.questioning.synthesize import (
 from actors.rollout.episode import Finished
 from actors.rollout.episode_config import setting_of
 from evolver_async.config import Config, ConfigError, LlmConfig, QuestioningConfig, StageConfig
+from evolver_async.env import Info, Step
 from evolver_async.model.tiny import make_tokenizer as make_tiny_tokenizer
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key

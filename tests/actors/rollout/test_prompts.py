@@ -4,12 +4,13 @@ import pytest
 from rollouts import CHAT, setting, ticket
 
 from actors.checks import prompts
-from actors.envs.base import Described, Solvable, Step, make_env
+from actors.envs.base import Described, Solvable, make_env
 from actors.formats.tool_calls import Interleaved, ToolCall
 from actors.rollout.conversation import first_prompt, system_message
 from actors.rollout.episode_config import PLAIN_VOCABULARY, setting_of, wording_of
 from evolver_async.config.load import load
 from evolver_async.config.values.errors import ConfigError
+from evolver_async.env import Step
 from evolver_async.schema import Task
 
 STEPS = "stages=[{kind: rl, steps: 1}]"

@@ -34,12 +34,13 @@ from rollouts import (
 )
 
 from actors.engines.base import Generation, Request
-from actors.envs.base import EnvironmentFailure, Info, Step
+from actors.envs.base import EnvironmentFailure
 from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode import EpisodeLate, Finished
 from actors.rollout.group import run_group, run_members
 from actors.scripted.expert import demonstrate_group
+from evolver_async.env import Info, Step
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.schema import Kind, Role, Task, Trajectory, TurnFlag
 

@@ -15,7 +15,7 @@ from chatml import make_tokenizer
 from rollouts import CHAT, TOKENIZER, setting, ticket
 
 from actors.checks.config import check
-from actors.envs.base import Env, EnvironmentFailure, Info, Rewindable, Step, make_env
+from actors.envs.base import Env, EnvironmentFailure, Rewindable, make_env
 from actors.formats.chat import Chat
 from actors.formats.tool_calls import ToolCall
 from actors.progress import TicketProgress
@@ -25,6 +25,7 @@ from actors.scripted.branching import BranchState, TriedTurn, branch_group, refl
 from actors.scripted.reflection import Reflector
 from evolver_async.config import LlmConfig, ReflectionConfig, StageConfig
 from evolver_async.config.load import load
+from evolver_async.env import Info, Step
 from evolver_async.randomness import key
 from evolver_async.schema import Role, Sampling, Sequence, Task, Ticket, Trajectory
 

@@ -185,6 +185,20 @@ def test_bytes_stop_grants_only_while_a_whole_take_is_ready(tmp_path):
     assert world.lease()
 
 
+def test_ready_groups_stop_grants_until_the_learner_takes_some(tmp_path):
+    settings = config(max_staleness=4)
+    settings.buffer.max_ready = 1.5
+    world = World(tmp_path, settings)
+    world.resume()
+    for _ in range(3):  # a step takes two
+        world.finish(world.lease())
+    reply = world.one("actor-0", messages.Lease(credit=1))
+    assert isinstance(reply, messages.Wait)
+    assert reply.reason == "3 groups are ready: buffer.max_ready=1.5 steps of 2"
+    world.sample(0)
+    assert world.lease()
+
+
 def test_a_full_disk_stops_grants_and_pushes_are_retried(world):
     (ticket,) = world.lease()
     world.store.journal.free = 0

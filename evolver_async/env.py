@@ -1,0 +1,26 @@
+"""Values that every environment returns, for environments of one's own too.
+
+The protocol that environments follow stands in `actors/envs/base.py`.
+"""
+
+from typing import NamedTuple
+
+
+class Info(NamedTuple):
+    """Facts about one step. `valid`: the action existed; `success`: the task is solved;
+    `tool_error`: a tool was called and failed."""
+
+    valid: bool = True
+    success: bool = False
+    tool_error: bool = False
+
+
+class Step(NamedTuple):
+    """Result of one action. `observation` is the text of the next user message; the last one is not
+    sent to the policy, but a world model learns it and a grader reads it."""
+
+    observation: str
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: Info
