@@ -219,6 +219,7 @@ class Updater(Models):
             step=state.stage_step,
             steps=steps,
             scales_lr=isinstance(loss, Objective) and scales_lr(stage.correction),
+            max_cosine=stage.correction.max_cosine if isinstance(loss, Objective) else 1.0,
         )
 
     def _check_finite(self, state: LearnerState, applied: Applied, *values: object) -> None:

@@ -51,8 +51,10 @@ def training_bytes(config: Config, shape: Shape) -> int:
         return copy * (1 + (ranks > 1) * (separate + (config.loss.kl_coef > 0)))
     # Several ranks have no copy in the short type: they cast each layer when they gather it.
     short = copy if config.policy.dtype != "float32" and ranks == 1 else 0
+    # control of alignment keeps the gradient before, and copies the present one
+    aligned = 8 * shape.parameters if config.correction.max_cosine < 1 else 0
     whole = shape.parameters * MASTER_BYTES + short
-    return whole * (1 + separate) + (copy if config.loss.kl_coef else 0)
+    return whole * (1 + separate) + aligned + (copy if config.loss.kl_coef else 0)
 
 
 def activation_bytes(config: Config, shape: Shape) -> int:

@@ -9,6 +9,7 @@ from evolver_async.checkpoint import shards
 from evolver_async.config import Config
 from evolver_async.model import lora, policy
 from learner.optimize.adamw import make_adamw
+from learner.optimize.alignment import forget
 from learner.optimize.critic import Critic
 from learner.optimize.tensors import load_optimizer, load_weights, save_tensors
 from learner.ranks.process_group import Ranks
@@ -57,6 +58,7 @@ class Models:
     def begin_stage(self, stage: Config, index: int) -> None:
         """Carry out the beginning of a stage, once: reset the optimizer, renew the reference."""
         begun = self.config.stages[index]
+        forget(self.optimizer)
         if begun.reset_optimizer:
             self.optimizer.state.clear()
             if self.critic is not None:

@@ -19,6 +19,7 @@ from evolver_async.randomness import key
 from learner.data.batch import MicroBatch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
 from learner.optimize.adamw import lr_at, update
+from learner.optimize.alignment import align, remember
 from learner.optimize.critic import Critic, CriticTraining
 from learner.optimize.model import Models
 from learner.optimize.token_budget import measured
@@ -77,11 +78,13 @@ class Stepper:
         step: int,
         steps: int,
         scales_lr: bool = False,
+        max_cosine: float = 1.0,
     ) -> Applied:
         """Cut `data` into minibatches and apply one update each, until one is not finite.
 
         Only applied updates are measured. step: of the stage, which has `steps`. scales_lr: the
         learning rate of an update is multiplied by the square root of its `Accounting.ess_share`.
+        max_cosine: the bound on the cosine of consecutive gradients (`align`), 1 for none.
         """
         learner = stage.learner
         rate = lr_at(step, learner, steps=steps)
@@ -100,7 +103,11 @@ class Stepper:
                 terms_of["learner/lr_scale"] = scale = self._collected(found).ess_share() ** 0.5
             moves = [(self.models.optimizer, rate * scale), *others]
             with self.timers("optimizer"):
+                if max_cosine < 1:
+                    terms_of["loss/grad_cosine"], grads = align(self.models.optimizer, max_cosine)
                 done, *rest = update(moves, loss=total, grad_clip=learner.grad_clip)
+                if max_cosine < 1 and done.applied:
+                    remember(self.models.optimizer, grads)
             if not done.applied:
                 failure = Failure(total, sum(one.grad_norm for one in (done, *rest)))
                 break

@@ -70,6 +70,11 @@ def settings_of(name: str, directory: Path) -> tuple[Config, str, list[Group]]:
         settings.policy.dtype = "bfloat16" if name == "bf16" else "float32"
         settings.learner.max_bad_steps = 99
         return settings, "rl", guided_groups(5)
+    if name == "aligned":
+        settings = guided_config(plain, "always", kind="vcpo")
+        settings.correction.max_cosine = 0.1
+        settings.loss.boost = 0.0
+        return settings, "rl", guided_groups(5)
     if name == "sft":
         settings = config(directory / "tied", [StageConfig(kind="sft", steps=STEPS)])
         settings.learner.packing = settings.learner.gradient_checkpointing = True
