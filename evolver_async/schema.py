@@ -263,8 +263,29 @@ class Group(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
         _require(members == sorted(set(members)) and members != [], "trajectories", members)
 
 
+class SetResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Result of one set of `eval.sets`, over `episodes` episodes, at most `k` of each task.
+
+    `best_success`, `best_reward`: means of the best of k over the `tasks` of which all k could be
+    run.
+    """
+
+    name: str
+    k: int
+    episodes: int
+    success: float
+    reward_mean: float
+    turns_mean: float
+    tasks: int
+    best_success: float
+    best_reward: float
+
+
 class EvalResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Result of one evaluation of exact weights over `episodes` held-out episodes."""
+    """Result of one evaluation of exact weights over `episodes` held-out episodes.
+
+    `sets`: those of `eval.sets` that were evaluated with it.
+    """
 
     weights: WeightId
     step: int
@@ -272,6 +293,7 @@ class EvalResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     success: float
     reward_mean: float
     turns_mean: float
+    sets: list[SetResult] = []
 
 
 def _require(holds: bool, field: str, value: object) -> None:
