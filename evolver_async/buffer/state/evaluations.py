@@ -103,6 +103,11 @@ class RunningEvaluation(msgspec.Struct):
     def arrived(self) -> int:
         return sum(one.arrived for one in self.sets)
 
+    @property
+    def by_set(self) -> str:
+        """Progress of the sets with a name, as text; "" without any."""
+        return "".join(f", {s.name} {s.arrived} of {s.episodes}" for s in self.sets[1:])
+
     def of(self, name: str) -> RunningSet:
         return next(one for one in self.sets if one.name == name)
 
