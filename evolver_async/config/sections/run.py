@@ -94,7 +94,7 @@ class EvalSetEnvConfig:
     """The environment of a set of evaluation episodes."""
 
     name: str = ""  # "": that of the stage
-    # the environment's own parameters; for the environment of the stage those that differ
+    # the environment's own parameters; with name "" those that differ from the stage's
     params: dict[str, Any] = field(default_factory=dict)
 
 
