@@ -264,11 +264,7 @@ class Group(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
 
 
 class SetResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Result of one set of `eval.sets`, over `episodes` episodes, at most `k` of each task.
-
-    `best_success`, `best_reward`: means of the best of k over the `tasks` of which all k could be
-    run.
-    """
+    """Result of a set of `eval.sets`; `best_*` are means over `tasks` with all `k` samples."""
 
     name: str
     k: int
@@ -282,10 +278,7 @@ class SetResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
 
 
 class EvalResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Result of one evaluation of exact weights over `episodes` held-out episodes.
-
-    `sets`: those of `eval.sets` that were evaluated with it.
-    """
+    """Result of an evaluation of exact weights over `episodes` held-out episodes and of `sets`."""
 
     weights: WeightId
     step: int

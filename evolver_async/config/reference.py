@@ -57,7 +57,7 @@ def _rows(section: Any, prefix: str) -> list[str]:
         cells = (f"`{prefix}{name}`", f"`{shown}`", *map(_escaped, (allowed, comments[name])))
         rows.append(f"| {' | '.join(cells)} |")
         item = item_kind(annotation)
-        if isinstance(value, dict) and is_dataclass(item):
+        if isinstance(item, type) and is_dataclass(item) and isinstance(value, dict):
             rows += _rows(item(), f"{prefix}{name}.NAME.")
     return rows
 

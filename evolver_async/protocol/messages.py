@@ -141,8 +141,7 @@ class Resume(Message, tag="resume"):
     """Start of a learner: the takes from `take` on are repeated, older lineages are fenced.
 
     A fresh run resumes from lineage 0, take 0, version 0. Evaluations of older lineages are
-    abandoned; `episodes` > 0 asks for one of this version under the new lineage, as of `stage`,
-    with `sets` as in DONE.
+    abandoned; `episodes` > 0 asks for one of this version in the new lineage, as DONE of `stage`.
     `discard`: no take is repeated; the groups that had been handed out since then are evicted.
 
     `process` (random) and `incarnation` are the learner's. They are kept in the journal: a process
