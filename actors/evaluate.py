@@ -1,8 +1,9 @@
-"""Evaluation of a checkpoint on held-out tasks: greedy, never guided."""
+"""Evaluation of a checkpoint on held-out tasks and on the sets of `eval.sets`, never guided."""
 
 import asyncio
 import statistics
 from pathlib import Path
+from typing import NamedTuple
 
 from actors.endpoint.runner import JudgementMissing, make_agents
 from actors.engines.factory import load_engine
@@ -13,8 +14,8 @@ from actors.progress import TicketProgress
 from actors.rollout.episode import EpisodeLate, Finished
 from actors.rollout.episode_config import setting_of
 from actors.rollout.group import run_group
-from evolver_async.buffer.stages import source_of
-from evolver_async.buffer.tasks.source import held_out_task
+from evolver_async.buffer.stages import eval_sets_of, source_of
+from evolver_async.buffer.tasks.source import EvalSet, held_out_task
 from evolver_async.checkpoint import history, shards
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config
@@ -24,9 +25,10 @@ from evolver_async.weights.lora_receiver import whole
 
 
 def evaluate(run_dir: Path, episodes: int, step: int | str | None = None) -> str:
-    """Run the first `episodes` held-out tasks; return the result in one line.
+    """Run the first `episodes` held-out tasks, then the sets of `eval.sets`.
 
-    ValueError where an episode fails: an average over the others would be of other tasks.
+    Return a line for each. ValueError where an episode fails: an average over the others would be
+    of other tasks.
     """
     config = load(run_dir / "config.yaml", [])
     chosen, manifest = history.choose(run_dir / "checkpoints", run_dir.name, step)
@@ -35,24 +37,58 @@ def evaluate(run_dir: Path, episodes: int, step: int | str | None = None) -> str
     source = source_of(staged)
     tasks = [held_out_task(source, number) for number in range(episodes)]
     weights = whole(shards.read(chosen, "model"), config.policy)
-    trajectories = asyncio.run(play_all(staged, last, tasks, weights))
+    drawn = [Drawn(task, 0, config.eval.temperature) for task in tasks]
+    trajectories = asyncio.run(play_all(staged, last, drawn, weights))
     success = statistics.fmean(trajectory.success for trajectory in trajectories)
     reward = statistics.fmean(trajectory.reward for trajectory in trajectories)
     line = f"{run_dir}, step {manifest.step}: success {success:.3f}, reward {reward:.3f}"
     line += f" over {episodes} held-out episodes"
     values = exact(tasks, staged.rollout.max_turns * staged.rollout.actions_per_turn)
-    if values is None:
-        return line
-    line += f" (random policy {values.random:.3f}, optimal policy {values.optimal:.3f}, exactly"
-    if values.random_return is not None and values.optimal_return is not None:
-        line += f"; rewards {values.random_return:.3f} and {values.optimal_return:.3f}"
-    return f"{line})"
+    if values is not None:
+        line += f" (random policy {values.random:.3f}, optimal policy {values.optimal:.3f}, exactly"
+        if values.random_return is not None and values.optimal_return is not None:
+            line += f"; rewards {values.random_return:.3f} and {values.optimal_return:.3f}"
+        line += ")"
+    lines = [line]
+    for name, one in eval_sets_of(staged).items():
+        lines.append(f"{name}: {asyncio.run(_evaluate_set(staged, last, one, weights))}")
+    return "\n".join(lines)
+
+
+async def _evaluate_set(config: Config, stage: int, chosen: EvalSet, weights: dict) -> str:
+    """Play one set of `eval.sets`; return its averages in words."""
+    drawn = [
+        Drawn(chosen.task(number), sample, chosen.temperature)
+        for number in range(chosen.tasks)
+        for sample in range(chosen.k)
+    ]
+    trajectories = await play_all(config, stage, drawn, weights)
+    by_task: dict[int, list[Trajectory]] = {}
+    for one in trajectories:
+        by_task.setdefault(one.group_id // chosen.k, []).append(one)
+    k, groups = chosen.k, by_task.values()
+    means = {
+        f"avg@{k}": statistics.fmean(one.success for one in trajectories),
+        f"best@{k}": statistics.fmean(any(one.success for one in group) for group in groups),
+        "reward": statistics.fmean(one.reward for one in trajectories),
+        f"best reward@{k}": statistics.fmean(max(one.reward for one in group) for group in groups),
+    }
+    said = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
+    return f"{said} over {chosen.tasks} tasks"
+
+
+class Drawn(NamedTuple):
+    """One episode to play: its task, the number of the sample, and the temperature."""
+
+    task: Task
+    sample: int
+    temperature: float
 
 
 async def play_all(
-    config: Config, stage: int, tasks: list[Task], weights: dict
+    config: Config, stage: int, drawn: list[Drawn], weights: dict
 ) -> list[Trajectory]:
-    """Run one greedy episode per task."""
+    """Run the episodes; the group of a trajectory is the number of its episode in `drawn`."""
     held = WeightId(lineage=0, step=0)
     engine, tokenizer = load_engine(config, held, weights)
     chat = Chat(tokenizer)
@@ -61,25 +97,23 @@ async def play_all(
     finished: list[Trajectory] = []
     failures: list[str] = []
     room = asyncio.Semaphore(config.engine.slots)
-    most, temperature = config.rollout.max_tokens, config.eval.temperature
-    sampling = Sampling(temperature=temperature, max_tokens=most)
 
     def deliver(episode: Finished) -> None:
         finished.append(episode.trajectory)
 
-    async def play(number: int, task: Task) -> None:
+    async def play(number: int, task: Task, sample: int, temperature: float) -> None:
         ticket = Ticket(
             group_id=number,
             task=task,
             kind="eval",
             stage=stage,
-            members=[0],
+            members=[sample],
             guided=[],
-            dynamics_seed=key(config.run.seed, "eval", number),
+            dynamics_seed=key(config.run.seed, "dynamics", "eval", task.task_id),
             attempt=0,
             weights=held,
             lease_s=0.0,
-            sampling=sampling,
+            sampling=Sampling(temperature=temperature, max_tokens=config.rollout.max_tokens),
         )
         async with room:
             try:
@@ -91,11 +125,11 @@ async def play_all(
                 failures.append(f"{task.task_id}: {failure}")
 
     async with asyncio.TaskGroup() as group:
-        for number, task in enumerate(tasks):
-            group.create_task(play(number, task))
+        for number, one in enumerate(drawn):
+            group.create_task(play(number, *one))
     if agents is not None:
         await agents.close()
     await engine.close()
     if failures:
-        raise ValueError(f"{len(failures)} of {len(tasks)} episodes failed, {failures[0]}")
+        raise ValueError(f"{len(failures)} of {len(drawn)} episodes failed, {failures[0]}")
     return finished

@@ -263,8 +263,22 @@ class Group(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
         _require(members == sorted(set(members)) and members != [], "trajectories", members)
 
 
+class SetResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Result of a set of `eval.sets`; `best_*` are means over `tasks` with all `k` samples."""
+
+    name: str
+    k: int
+    episodes: int
+    success: float
+    reward_mean: float
+    turns_mean: float
+    tasks: int
+    best_success: float
+    best_reward: float
+
+
 class EvalResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Result of one evaluation of exact weights over `episodes` held-out episodes."""
+    """Result of an evaluation of exact weights over `episodes` held-out episodes and of `sets`."""
 
     weights: WeightId
     step: int
@@ -272,6 +286,7 @@ class EvalResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     success: float
     reward_mean: float
     turns_mean: float
+    sets: list[SetResult] = []
 
 
 def _require(holds: bool, field: str, value: object) -> None:

@@ -15,11 +15,18 @@ FILE = "state.json"
 
 @dataclass(frozen=True)
 class PendingEvaluation:
-    """An evaluation of `version` on the tasks of `stage` that has no result yet."""
+    """An evaluation of `version` on the tasks of `stage` that has no result yet.
+
+    `sets`: those of `eval.sets` that belong to it.
+    """
 
     version: int
     stage: int
     episodes: int
+    sets: list[str] = field(default_factory=list)
+
+
+NO_EVALUATION = PendingEvaluation(version=-1, stage=0, episodes=0)
 
 
 @dataclass

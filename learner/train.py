@@ -32,7 +32,7 @@ from learner.run.checkpoint import Checkpoints
 from learner.run.evaluations import EvaluationTracker, Standstill
 from learner.run.rank_server import Leader
 from learner.schedule import Clock, Stages, next_stage, reopen, stage_over
-from learner.state import LearnerState
+from learner.state import NO_EVALUATION, LearnerState
 from learner.step import Updater
 
 log = logging.getLogger(__name__)
@@ -103,16 +103,16 @@ class Learner:
             log.info("resumed from %s", newest)
         state = self.state
         reopen(self.config.stages, state)
-        again = self.evaluations.ask_again(state)
+        again = self.evaluations.ask_again(state, self.stages) or NO_EVALUATION
         request = messages.Resume(
             lineage=state.lineage,
             take=state.take,
             version=state.version,
-            episodes=again.episodes if again else 0,
-            stage=again.stage if again else 0,
+            episodes=again.episodes,
+            sets=again.sets,
+            stage=again.stage,
             discard=state.discard,
-            # The same in a repeated request, another in the next process.
-            process=secrets.token_hex(8),
+            process=secrets.token_hex(8),  # the same in a repeated request
             incarnation=self.requests.client.incarnation,
         )
         try:
@@ -123,7 +123,7 @@ class Learner:
         state.lineage, state.discard = reply.lineage, False
         self.metrics.lineage = reply.lineage
         self.forks = {fork.lineage: fork for fork in reply.forks}
-        self.publish(retain=again is not None)
+        self.publish(retain=again is not NO_EVALUATION)
         self.publisher.wait()
         self.save()
 
@@ -169,8 +169,8 @@ class Learner:
         if self.config.launch.kind == "serial":
             self.publisher.wait()
         if episodes:
-            self.evaluations.ask(self.state, stage, episodes)
-        alarmed = replace(self.state)  # from here on it is that of the next step: `report` may stop
+            self.evaluations.ask(self.state, stage, episodes, settings.eval.sets, over=over)
+        alarmed = replace(self.state)  # from here on it is the next step's: `report` may stop
         if over and last:
             self.state.finished = True
         elif over:
@@ -181,12 +181,11 @@ class Learner:
             self.rows.write(self.state, take, stage, outcome, reply.counters, seconds, passed)
         if selects:
             self.guard.check(settings, self.state, outcome)
-        action = settings.safety.action
-        if alarms and action == "rollback":
+        if alarms and settings.safety.action == "rollback":
             self.roll_back(settings, alarmed, alarms)
             return False
         due = over or self.checkpoints.due(self.state.take, episodes > 0)
-        if due or (alarms and action != "warn") or reply.checkpoint:
+        if due or (alarms and settings.safety.action != "warn") or reply.checkpoint:
             with self.timers("checkpoint"):
                 self.save()
         return not over
@@ -257,6 +256,7 @@ class Learner:
                 filtered=outcome.filtered,
                 skipped=not changed,
                 episodes=episodes,
+                sets=self.state.pending[-1].sets if episodes else [],
             )
         )
         self.take_in(reply)

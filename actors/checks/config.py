@@ -13,8 +13,8 @@ from actors.llm.client import authorization
 from actors.questioning.profile import load_profile
 from actors.reward_terms import reward_terms
 from actors.rollout.conversation import tool_names
-from evolver_async.buffer.stages import TICKETS, source_of
-from evolver_async.config import Config, StageConfig
+from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
+from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS
 from evolver_async.extension import implementation, is_own
@@ -23,6 +23,8 @@ PLAIN = (  # methods of an environment that cannot be async
     *("actions", "solve", "state", "snapshot", "restore", "score", "verdict", "tools", "goal"),
     *("exact", "probe"),
 )
+
+SERIAL_ASYNC = "is async, which needs real time: launch.kind=serial has none"
 
 
 def check(config: Config) -> None:
@@ -56,6 +58,7 @@ def check(config: Config) -> None:
     if is_own(config.judge.kind):
         implementation("judge.kind", config.judge.kind, JUDGES)
     reward_terms(config.rollout.reward_terms)
+    _check_eval_sets(config)
     for index, stage, staged, name, env in _environments(config):
         _check_async(index, stage, staged, name, env)
         _check_turns(staged, name, env)
@@ -85,6 +88,29 @@ def _environments(config: Config) -> Iterator[tuple[int, StageConfig, Config, st
             yield index, stage, staged, task.env, base.make_env(task.env, task.params)
 
 
+def _check_eval_sets(config: Config) -> None:
+    """Raise ValueError, naming the key, for a set of `eval.sets` that cannot be played."""
+    for index in range(len(config.stages)):
+        staged = stage_config(config, index)
+        for name, chosen in eval_sets_of(staged).items():
+            for task in chosen.examples():
+                try:
+                    env = base.make_env(task.env, task.params)
+                    _check_turns(staged, task.env, env)
+                    if isinstance(env, base.Probed):
+                        env.probe()
+                    if staged.launch.kind == "serial" and base.asynchronous(env):
+                        raise ValueError(f"env.name: {task.env} {SERIAL_ASYNC}")
+                except ValueError as error:
+                    raise ConfigError(of_set(name, error)) from error
+
+
+def of_set(name: str, error: ValueError) -> str:
+    """Return the message of an error with the key of the set of `eval.sets` that it is about."""
+    joint = "." if str(error).startswith("env.") else ": "
+    return f"eval.sets.{name}{joint}{error}"
+
+
 def _check_async(index: int, stage: StageConfig, staged: Config, name: str, env: base.Env) -> None:
     """Refuse an async environment where calls must not wait, and async methods that are never
     awaited."""
@@ -95,8 +121,7 @@ def _check_async(index: int, stage: StageConfig, staged: Config, name: str, env:
     if not base.asynchronous(env):
         return
     if staged.launch.kind == "serial":
-        problem = "is async, which needs real time: launch.kind=serial has none"
-        raise ValueError(f"env.name: {name} {problem}")
+        raise ValueError(f"env.name: {name} {SERIAL_ASYNC}")
     guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
     if TICKETS[stage.kind] == "branch" or (stage.kind == "sft" and guided):
         problem = "tries its steps without waiting: make reset, step and close plain functions"

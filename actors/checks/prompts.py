@@ -3,12 +3,13 @@
 import asyncio
 import random
 
+from actors.checks.config import of_set
 from actors.envs.base import EnvError, begun, one_line
 from actors.formats.chat import Chat
 from actors.rollout.conversation import first_prompt
 from actors.rollout.episode_config import Setting, setting_of
 from actors.scripted.branching import BranchState, TriedTurn, reflect_rows, try_turns
-from evolver_async.buffer.stages import source_of
+from evolver_async.buffer.stages import eval_sets_of, source_of
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import stage_config
 from evolver_async.model.tokenizer import load_tokenizer
@@ -25,6 +26,12 @@ def check(config: Config) -> None:
         for task in tasks.values():
             reflects = config.stages[index].kind == "reflect"
             _check_first(staged, setting_of(staged, chat, "", 0), task, reflects)
+        for name, chosen in eval_sets_of(staged).items():
+            for task in chosen.examples():
+                try:
+                    _check_first(staged, setting_of(staged, chat, "", 0), task, False)
+                except ValueError as error:
+                    raise ConfigError(of_set(name, error)) from error
 
 
 def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -> None:

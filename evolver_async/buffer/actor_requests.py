@@ -11,7 +11,8 @@ from evolver_async.buffer.log.store import BufferStore
 from evolver_async.buffer.monitor.peers import Activity
 from evolver_async.buffer.monitor.status import StatusReport
 from evolver_async.buffer.state import records
-from evolver_async.buffer.tasks.source import held_out_task
+from evolver_async.buffer.state.evaluations import DECIDING, SetEpisode
+from evolver_async.buffer.tasks.source import EvalSet, held_out_task
 from evolver_async.buffer.tasks.stream import Queued
 from evolver_async.buffer.tickets import ticket_of
 from evolver_async.config import Config
@@ -38,13 +39,15 @@ def share(room: int, asking: int) -> int:
 
 @dataclass
 class ActorRequests:
-    """Answers LEASE, RENEW, RELEASE and OFFER. `stages`: the configuration of every stage."""
+    """Answers LEASE, RENEW, RELEASE and OFFER. `stages`: the configuration of every stage;
+    `eval_sets`: the sets of every stage by name."""
 
     store: BufferStore
     disk: DiskCapacity
     activity: Activity
     status: StatusReport
     stages: list[Config]
+    eval_sets: list[dict[str, EvalSet]]
 
     @property
     def config(self) -> Config:
@@ -153,12 +156,21 @@ class ActorRequests:
         self.activity.activate(peer).hold(weights, behind, now)
 
     def _evaluate(self, peer: str) -> Ticket | None:
-        evaluation = self.store.state.evaluations.next()
-        if evaluation is None:
+        found = self.store.state.evaluations.next()
+        if found is None:
             return None
-        source = self.store.state.sources[evaluation.stage]
-        task = held_out_task(source, evaluation.granted)
-        return self._grant(peer, task, "eval", [0], evaluation.weights)
+        evaluation, running = found
+        if running.name == DECIDING:
+            source = self.store.state.sources[evaluation.stage]
+            task = held_out_task(source, running.granted)
+            return self._grant(peer, task, "eval", [0], evaluation.weights)
+        chosen = self.eval_sets[evaluation.stage].get(running.name)
+        if chosen is None:  # removed by a resume, which is about to abandon the evaluation
+            return None
+        number, sample = divmod(running.granted, running.k)
+        episode = SetEpisode(running.name, number, chosen.temperature)
+        task = chosen.task(number)
+        return self._grant(peer, task, "eval", [sample], evaluation.weights, episode=episode)
 
     def _reissue(self, peer: str, room: int) -> Ticket | None:
         for group_id, vacant in self.store.leases.vacant.items():
@@ -241,6 +253,7 @@ class ActorRequests:
         members: list[int],
         pinned: WeightId | None,
         wait: bool = False,
+        episode: SetEpisode | None = None,
     ) -> Ticket:
         granted = records.Granted(
             group_id=self.store.replay.at.next_group,
@@ -250,6 +263,7 @@ class ActorRequests:
             actor=peer,
             wait=wait,
             pinned=pinned,
+            episode=episode,
         )
         self.store.record(granted)
         return self._ticket(granted.group_id, members)

@@ -12,7 +12,9 @@ from evolver_async.buffer.monitor.peers import Activity
 from evolver_async.buffer.monitor.status import StatusReport
 from evolver_async.buffer.reports import fates_of, mismatch
 from evolver_async.buffer.state import records
+from evolver_async.buffer.state.evaluations import SetSizes
 from evolver_async.buffer.state.groups import FORK
+from evolver_async.buffer.tasks.source import EvalSet
 from evolver_async.protocol.messages import (
     Done,
     Fenced,
@@ -36,13 +38,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class LearnerRequests:
-    """Answers SAMPLE, DONE, RESUME and KEPT. `stages`: the number of stages."""
+    """Answers SAMPLE, DONE, RESUME and KEPT. `eval_sets`: the sets of every stage by name."""
 
     store: BufferStore
     disk: DiskCapacity
     activity: Activity
     status: StatusReport
-    stages: int
+    eval_sets: list[dict[str, EvalSet]]
     _delivered: set[WeightId] = field(default_factory=set)
 
     def sample(self, peer: str, request: Sample, now: float) -> list[Reply]:
@@ -57,8 +59,8 @@ class LearnerRequests:
             return [Reject(reason=self.gap(request.lineage, request.take))]
         if request.take < at.next_take:
             return [Reject(reason=f"take: {request.take}, the next one is {at.next_take}")]
-        if not 0 <= request.stage < self.stages:
-            return [Reject(reason=f"stage: {request.stage} of {self.stages}")]
+        if not 0 <= request.stage < len(self.eval_sets):
+            return [Reject(reason=f"stage: {request.stage} of {len(self.eval_sets)}")]
         before = at.takes.get(request.take - 1)
         if before is not None and not before.reported:
             return [self._wait(peer, f"take {request.take - 1} is not reported yet", now)]
@@ -106,6 +108,7 @@ class LearnerRequests:
         if not taken.reported:
             fates = fates_of(request)
             problem = mismatch(fates, taken.groups, request, at.head)
+            problem = problem or self._unknown_set(taken.stage, request.sets)
             if problem:
                 return Reject(reason=problem)
             self.store.record(
@@ -115,6 +118,7 @@ class LearnerRequests:
                     fates={group: fates.get(group, "skipped") for group in taken.groups},
                     episodes=request.episodes,
                     delivered=sorted(self._delivered),
+                    sets=self._sizes(taken.stage, request.sets),
                 )
             )
             self._delivered.clear()
@@ -147,8 +151,10 @@ class LearnerRequests:
         for name, number in (("version", request.version), ("episodes", request.episodes)):
             if number < 0:
                 return Reject(reason=f"{name}: {number}")
-        if not 0 <= request.stage < self.stages:
-            return Reject(reason=f"stage: {request.stage} of {self.stages}")
+        if not 0 <= request.stage < len(self.eval_sets):
+            return Reject(reason=f"stage: {request.stage} of {len(self.eval_sets)}")
+        if problem := self._unknown_set(request.stage, request.sets):
+            return Reject(reason=problem)
         later = [taken.groups for number, taken in at.takes.items() if number >= request.take]
         undone = sorted(set().union(*later))
         self.store.record(
@@ -158,6 +164,7 @@ class LearnerRequests:
                 take=request.take,
                 version=request.version,
                 episodes=request.episodes,
+                sets=self._sizes(request.stage, request.sets),
                 stage=request.stage,
                 discard=request.discard,
                 process=request.process,
@@ -215,6 +222,15 @@ class LearnerRequests:
             self.store.record(records.TakesReleased(take=request.take, bytes=request.bytes))
             self.store.spare = True
         return Ok(evals=self._results(), evaluating=self._evaluating())
+
+    def _unknown_set(self, stage: int, names: list[str]) -> str:
+        """The error of a request for sets that a stage has not; "" if it has them all."""
+        unknown = sorted(set(names) - self.eval_sets[stage].keys())
+        return f"sets: stage {stage} has no {', '.join(unknown)}" if unknown else ""
+
+    def _sizes(self, stage: int, names: list[str]) -> SetSizes:
+        sets = self.eval_sets[stage]
+        return {name: (sets[name].tasks, sets[name].k) for name in names}
 
     def _results(self) -> list[EvalResult]:
         """The results of evaluations; repeated until a DONE confirms that these were received."""

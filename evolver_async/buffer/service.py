@@ -28,7 +28,7 @@ from evolver_async.buffer.monitor.failures import Failures
 from evolver_async.buffer.monitor.peers import Activity
 from evolver_async.buffer.monitor.stalls import Stalls
 from evolver_async.buffer.monitor.status import StatusReport
-from evolver_async.buffer.stages import numbers_of, source_of
+from evolver_async.buffer.stages import eval_sets_of, numbers_of, source_of
 from evolver_async.buffer.state.leases import Leases
 from evolver_async.buffer.state.machine import BufferState
 from evolver_async.checkpoint import directory as checkpoint
@@ -76,6 +76,7 @@ class BufferService:
             [numbers_of(c, s.kind) for c, s in zip(stages, config.stages, strict=True)],
             [source_of(stage) for stage in stages],
         )
+        eval_sets = [eval_sets_of(stage) for stage in stages]
         leases = Leases(buffer.lease_s, buffer.stall_s)
         archived = archive_bytes(buffer.archive)
         journal = Journal(Path(journal_dir), buffer.segment_bytes, archived)
@@ -88,8 +89,8 @@ class BufferService:
         watched = (self.activity, self.censoring, self.stalls, self.failures)
         self._status = StatusReport(state, leases, journal, *watched, buffer.lease_s)
         shared = (self.store, self.disk, self.activity)
-        self.actor_requests = ActorRequests(*shared, self._status, stages)
-        self.learner_requests = LearnerRequests(*shared, self._status, len(stages))
+        self.actor_requests = ActorRequests(*shared, self._status, stages, eval_sets)
+        self.learner_requests = LearnerRequests(*shared, self._status, eval_sets)
         max_rewards = [stage.safety.max_reward for stage in stages]
         self.arrivals = Arrivals(*shared, self.failures, max_rewards)
         self._look_due = now

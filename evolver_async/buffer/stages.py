@@ -1,11 +1,12 @@
 """Stages of a run as the buffer needs them: their numbers and tasks, from the configuration."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from evolver_async.buffer.state.admission import StageNumbers
 from evolver_async.buffer.tasks.jsonl import load_tasks
-from evolver_async.buffer.tasks.source import MixturePart, TaskSource
+from evolver_async.buffer.tasks.source import EvalSet, MixturePart, TaskSource
 from evolver_async.config import Config
 
 TICKETS: dict[str, Literal["rollout", "demo", "branch"]] = {
@@ -49,3 +50,20 @@ def source_of(config: Config) -> TaskSource:
         mixture=tuple(MixturePart(part.env, part.params, part.weight) for part in tasks.mixture),
         given=given,
     )
+
+
+def eval_sets_of(config: Config) -> dict[str, EvalSet]:
+    """Make the sets of `eval.sets` for a stage, in their order.
+
+    A set that names no environment has the stage's tasks, with the set's parameters over theirs.
+    """
+    stage, made = source_of(config), dict[str, EvalSet]()
+    for name, chosen in config.eval.sets.items():
+        source = stage
+        if chosen.env.name:
+            source = TaskSource(chosen.env.name, chosen.env.params, train=0)
+        elif chosen.env.params:
+            source = replace(stage, params=stage.params | chosen.env.params)
+        numbers = chosen.first, chosen.tasks, chosen.k
+        made[name] = EvalSet(source, chosen.split, *numbers, chosen.temperature)
+    return made

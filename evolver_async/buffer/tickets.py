@@ -16,10 +16,11 @@ def ticket_of(
     `weights`: the oldest that may play it; None before the first.
     """
     seed = config.run.seed
-    # Evaluations of all weights have the same episodes.
+    # Evaluations of all weights have the same episodes, and sets share the luck of their tasks.
     draws = held.task.task_id if held.kind == "eval" else held.group_id
     guided = set(guided_members(config, held))
-    temperature = {"eval": config.eval.temperature, "explore": config.questioning.temperature}
+    evaluated = config.eval if held.episode is None else held.episode
+    temperature = {"eval": evaluated.temperature, "explore": config.questioning.temperature}
     return Ticket(
         group_id=held.group_id,
         task=held.task,

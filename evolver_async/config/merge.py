@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import is_dataclass, replace
 from functools import cache
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -18,7 +18,7 @@ from evolver_async.config.secrets import kept, note_references, refuse_written
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import StageConfig
 from evolver_async.config.values.errors import ConfigError
-from evolver_async.config.values.rules import keys
+from evolver_async.config.values.rules import item_kind, keys
 
 NOT_A_CHOICE = re.compile(r"Invalid value '(.*)', expected one of \[(.*)\]", re.DOTALL)
 
@@ -36,15 +36,19 @@ def _defaults() -> DictConfig:
 def apply(resolved: DictConfig, tree: dict[str, Any]) -> DictConfig:
     """Merge a tree of sections into `resolved`.
 
-    A list of stages replaces the list. Another environment drops the parameters of the one before.
+    A list of stages replaces the list. Another environment drops the parameters of the one before,
+    and the sets of evaluation episodes that change them.
     """
     now = environment_name(resolved)
     if environment(tree).get("name", now) != now:
         resolved.env.params = {}
+        for name in [one for one, chosen in resolved.eval.sets.items() if not chosen.env.name]:
+            del resolved.eval.sets[name]
         for stage in resolved.stages:
             env = stage.override.get("env")
             if isinstance(env, DictConfig) and "name" not in env:
                 env.pop("params", None)
+    _drop_params_of_sets(resolved, tree)
     rest = {name: value for name, value in tree.items() if name != "stages"}
     merged = merge(resolved, rest, Config, "")
     stages = tree.get("stages")
@@ -57,6 +61,15 @@ def apply(resolved: DictConfig, tree: dict[str, Any]) -> DictConfig:
             for index, item in enumerate(items)
         ]
     return merged
+
+
+def _drop_params_of_sets(resolved: DictConfig, tree: Any) -> None:
+    """Drop the parameters of the sets for which `tree` names another environment."""
+    sets = _mapping(_mapping(_mapping(tree).get("eval")).get("sets"))
+    for name, chosen in resolved.eval.sets.items():
+        named = environment(sets.get(name)).get("name", chosen.env.name)
+        if named != chosen.env.name:
+            chosen.env.params = {}
 
 
 def override(config: Config, tree: dict[str, Any]) -> Config:
@@ -94,6 +107,8 @@ def to_config(resolved: DictConfig) -> Config:
     resolved.env.params = kept(raw["env"]["params"])
     for part, plain in zip(resolved.tasks.mixture, raw["tasks"]["mixture"], strict=True):
         part.params = kept(plain["params"])
+    for name, chosen in resolved.eval.sets.items():
+        chosen.env.params = kept(raw["eval"]["sets"][name]["env"]["params"])
     for stage, plain in zip(resolved.stages, raw["stages"], strict=True):
         stage.override = kept(plain["override"])
     try:
@@ -106,8 +121,12 @@ def to_config(resolved: DictConfig) -> Config:
 
 def environment(tree: Any) -> dict[str, Any]:
     """Return the `env` section of a tree, empty if it has none."""
-    env = tree.get("env") if isinstance(tree, dict) else None
-    return env if isinstance(env, dict) else {}
+    return _mapping(_mapping(tree).get("env"))
+
+
+def _mapping(value: Any) -> Any:
+    """Return `value` if it is a mapping, else an empty one."""
+    return value if isinstance(value, dict | DictConfig) else {}
 
 
 def environment_name(resolved: DictConfig) -> str:
@@ -133,10 +152,17 @@ def _refuse_unknown(tree: Any, kind: type, prefix: str) -> None:
             raise ConfigError(f"{prefix}{name}: unknown key{_hint(str(name), types, prefix)}")
         if is_dataclass(types[name]):
             _refuse_unknown(value, types[name], f"{prefix}{name}.")
-        item = next(iter(get_args(types[name])), None)
-        if isinstance(item, type) and is_dataclass(item) and isinstance(value, list | ListConfig):
-            for index, part in enumerate(value):
-                _refuse_unknown(part, item, f"{prefix}{name}[{index}].")
+        item = item_kind(types[name])
+        if isinstance(item, type) and is_dataclass(item):
+            for place, part in _items(value):
+                _refuse_unknown(part, item, f"{prefix}{name}{place}.")
+
+
+def _items(value: Any) -> Iterable[tuple[str, Any]]:
+    """Return the items of a list or of a mapping with their places in its key; none of others."""
+    if isinstance(value, list | ListConfig):
+        return [(f"[{index}]", part) for index, part in enumerate(value)]
+    return [(f".{name}", part) for name, part in _mapping(value).items()]
 
 
 def _hint(name: str, siblings: Iterable[str], prefix: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import StageConfig
-from evolver_async.config.values.rules import annotations, rule
+from evolver_async.config.values.rules import annotations, item_kind, rule
 
 BEGIN = "<!-- config reference: begin -->"
 END = "<!-- config reference: end -->"
@@ -43,7 +43,8 @@ def rewrite(text: str) -> str:
 
 
 def _rows(section: Any, prefix: str) -> list[str]:
-    """Return one table row a field. A nested section follows with its own prefix."""
+    """Return one table row a field. A nested section follows with its own prefix, and so do the
+    items of a mapping."""
     comments = _comments(type(section))
     rows = []
     for name, annotation in annotations(type(section)).items():
@@ -55,6 +56,9 @@ def _rows(section: Any, prefix: str) -> list[str]:
         allowed = str(rule(annotation) or "").removeprefix("one of ")
         cells = (f"`{prefix}{name}`", f"`{shown}`", *map(_escaped, (allowed, comments[name])))
         rows.append(f"| {' | '.join(cells)} |")
+        item = item_kind(annotation)
+        if isinstance(item, type) and is_dataclass(item) and isinstance(value, dict):
+            rows += _rows(item(), f"{prefix}{name}.NAME.")
     return rows
 
 

@@ -123,7 +123,8 @@ class Done(Message, tag="done"):
     """Report of a take as trained or skipped, with the new version.
 
     `filtered`: group ids left out by selection, by reason. `skipped`: no weights were published.
-    `episodes` > 0: evaluate exactly this version on so many held-out episodes.
+    `episodes` > 0: evaluate exactly this version on so many held-out episodes, and on those of
+    `sets`, names of `eval.sets`.
     """
 
     lineage: int
@@ -133,13 +134,14 @@ class Done(Message, tag="done"):
     filtered: dict[str, list[int]]
     skipped: bool = False
     episodes: int = 0
+    sets: list[str] = []
 
 
 class Resume(Message, tag="resume"):
     """Start of a learner: the takes from `take` on are repeated, older lineages are fenced.
 
     A fresh run resumes from lineage 0, take 0, version 0. Evaluations of older lineages are
-    abandoned; `episodes` > 0 asks for one of this version under the new lineage, as of `stage`.
+    abandoned; `episodes` > 0 asks for one of this version in the new lineage, as DONE of `stage`.
     `discard`: no take is repeated; the groups that had been handed out since then are evicted.
 
     `process` (random) and `incarnation` are the learner's. They are kept in the journal: a process
@@ -150,6 +152,7 @@ class Resume(Message, tag="resume"):
     take: int
     version: int
     episodes: int = 0
+    sets: list[str] = []
     stage: int = 0
     discard: bool = False
     process: str = ""

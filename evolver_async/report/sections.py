@@ -96,6 +96,7 @@ def sections(run: RunResults, trajectories: Sequence[RecordedTrajectory]) -> lis
     board = CurveBoard(run.steps, run.evaluations, run.events)
     made = [
         _curves(board, "Learning", LEARNING),
+        *_eval_sets(board),
         _off_policy(board, trajectories),
         _data(board, trajectories),
         _time(board),
@@ -120,6 +121,25 @@ def _curves(board: CurveBoard, title: str, curves: Sequence[Curve]) -> PageSecti
     if absent:
         section.sentences.append(f"Not recorded in this run, or always 0: {', '.join(absent)}.")
     return section
+
+
+def _eval_sets(board: CurveBoard) -> list[PageSection]:
+    """Return a section with every metric of the sets of `eval.sets`; none without sets."""
+    by_metric: dict[str, dict[str, str]] = {}
+    for name in sorted(board.evaluations.names):
+        match name.split("/"):
+            case ["eval", chosen, metric] if metric not in ("episodes", "turns_mean"):
+                by_metric.setdefault(metric, {})[name] = chosen
+    if not by_metric:
+        return []
+    section = PageSection("Evaluation sets")
+    for metric, curves in by_metric.items():
+        made = board.draw(Curve(metric, {}, curves))
+        if made is None:
+            section.sentences.append(f"{metric} is always 0 in {', '.join(curves.values())}.")
+        else:
+            section.figures.append(made)
+    return [section]
 
 
 def _off_policy(board: CurveBoard, trajectories: Sequence[RecordedTrajectory]) -> PageSection:

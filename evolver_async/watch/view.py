@@ -5,6 +5,7 @@ Pure but for rich's objects; `live.py` reads the file, asks the buffer and print
 
 import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from rich.panel import Panel
@@ -35,6 +36,7 @@ class View:
         self.exact = exact
         self.row: dict[str, Any] = {}
         self.evaluations: list[tuple[RowKey, float]] = []  # none superseded
+        self.eval_sets: dict[str, tuple[RowKey, str]] = {}  # newest of each, none superseded
         self.stalled = ""  # the longest stall
         self.waiting: list[str] = []
         self.url: str | None = None  # page at W&B
@@ -48,11 +50,15 @@ class View:
         """Add a row. Return the line to print for it, None if it needs none."""
         new = key_of(row)
         self.evaluations = [one for one in self.evaluations if not supersedes(new, one[0])]
+        sets = self.eval_sets.items()
+        self.eval_sets = {name: one for name, one in sets if not supersedes(new, one[0])}
         if "eval/success" in row:
+            self.eval_sets |= {name: (new, value) for name, value in eval_sets_of(row)}
             self.evaluations.append((new, row["eval/success"]))
             return (
                 f"step {row['step']}  eval success {_number(row['eval/success'])}"
                 f" over {_number(row.get('eval/episodes'))} episodes{self._exact_values()}"
+                f"{''.join(f'; {name} {value}' for name, value in eval_sets_of(row))}"
             )
         if "time_s" not in row:
             return None
@@ -111,6 +117,8 @@ class View:
         if self.evals:
             spark = "".join(BARS[round(v * (len(BARS) - 1))] for v in self.evals[-SPARKS:])
             grid.add_row("eval success", f"{spark} {self.evals[-1]:.3f}{self._exact_values()}")
+        for name, (_, value) in self.eval_sets.items():
+            grid.add_row(f"eval {name}", value)
         if self.url:
             grid.add_row("W&B", self.url)
         if self.stalled:
@@ -162,6 +170,19 @@ class View:
         if self.exact is None:
             return ""
         return " (random policy {random:.3f}, optimal {optimal:.3f})".format_map(self.exact)
+
+
+def eval_sets_of(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the sets of an evaluation's row, each with its averages as text."""
+    for name, value in row.items():
+        parts = name.split("/")
+        if len(parts) == 3 and parts[0] == "eval" and parts[2].startswith("avg@"):
+            _, chosen, average = parts
+            best = average.replace("avg", "best")
+            text = f"{average} {_number(value)}"
+            if average != "avg@1":
+                text += f" {best} {_number(row.get(f'eval/{chosen}/{best}'))}"
+            yield chosen, text
 
 
 class _Numbers(dict[str, Any]):

@@ -5,12 +5,15 @@ because a resumed learner asks again for those of its own weights.
 """
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
-from evolver_async.config.sections.run import EvalConfig
+from evolver_async.config import Config
+from evolver_async.config.sections.run import EvalConfig, EvalSetConfig
 from evolver_async.metrics.writer import Metrics
-from evolver_async.schema import EvalResult, WeightId
+from evolver_async.schema import EvalResult, SetResult, WeightId
 from evolver_async.weights.channel.base import Publisher
 from learner.state import LearnerState, PendingEvaluation
 
@@ -52,15 +55,41 @@ class EvaluationTracker:
         due = self.config.every > 0 and changed and version % self.config.every == 0
         return self.config.episodes if over or due else 0
 
-    def ask(self, state: LearnerState, stage: int, episodes: int) -> None:
-        """Note that the newest version is to be evaluated on the tasks of `stage`."""
-        asked = PendingEvaluation(version=state.version, stage=stage, episodes=episodes)
+    def ask(
+        self,
+        state: LearnerState,
+        stage: int,
+        episodes: int,
+        sets: Mapping[str, EvalSetConfig] = MappingProxyType({}),
+        *,
+        over: bool = True,
+    ) -> None:
+        """Note that the newest version is to be evaluated on the tasks of `stage` and on `sets`.
+
+        All sets are evaluated if the stage is `over`, else those that are due at the version.
+        """
+        due = [
+            name
+            for name, chosen in sets.items()
+            if over or not chosen.every or state.version % chosen.every == 0
+        ]
+        asked = PendingEvaluation(state.version, stage, episodes, due)
         state.pending = [other for other in state.pending if other.version != asked.version]
         state.pending.append(asked)
 
-    def ask_again(self, state: LearnerState) -> PendingEvaluation | None:
-        """Return the evaluation to repeat after a resume; the weights of others are gone."""
-        again = [asked for asked in state.pending if asked.version == state.version]
+    def ask_again(
+        self, state: LearnerState, stages: Callable[[int], Config]
+    ) -> PendingEvaluation | None:
+        """Return the evaluation to repeat after a resume; the weights of others are gone.
+
+        `stages`: the configurations, which a resume can have changed: removed sets are left out.
+        """
+        again = [
+            replace(asked, sets=[one for one in asked.sets if one in known])
+            for asked in state.pending
+            for known in [stages(asked.stage).eval.sets]
+            if asked.version == state.version
+        ]
         lost = [asked.version for asked in state.pending if asked.version != state.version]
         if lost:
             log.warning("outstanding evaluations of versions %s are lost with their weights", lost)
@@ -112,5 +141,25 @@ class EvaluationTracker:
                 "eval/version": float(result.weights.step),
                 "time_s": seconds,
             }
+            for one in result.sets:
+                values |= _set_values(one)
             self.metrics.log(result.step + 1, values)
         return taken_in
+
+
+def _set_values(result: SetResult) -> dict[str, float]:
+    """Return the metrics of a set; without those of which no episode or no task is complete."""
+    if result.episodes == 0:
+        log.warning("eval.sets.%s: no episode could be run", result.name)
+        return {}
+    prefix, k = f"eval/{result.name}", result.k
+    values = {
+        f"{prefix}/avg@{k}": result.success,
+        f"{prefix}/reward_mean": result.reward_mean,
+        f"{prefix}/turns_mean": result.turns_mean,
+        f"{prefix}/episodes": float(result.episodes),
+    }
+    if result.tasks:
+        values[f"{prefix}/best@{k}"] = result.best_success
+        values[f"{prefix}/reward_best@{k}"] = result.best_reward
+    return values

@@ -26,6 +26,7 @@ from evolver_async.transport.in_process import LocalClient, LocalServer
 from evolver_async.weights.shm import ShmPublisher
 from learner.main import build
 from learner.run.evaluations import EvaluationTracker, Standstill
+from learner.schedule import Stages
 from learner.state import LearnerState, PendingEvaluation
 
 RECIPE = """
@@ -197,10 +198,11 @@ def test_a_version_is_outstanding_once(bench: Bench) -> None:
 def test_only_the_resumed_version_is_evaluated_again(bench: Bench) -> None:
     asked = [PendingEvaluation(version=version, stage=0, episodes=4) for version in (3, 5)]
     state = LearnerState(version=5, pending=list(asked))
-    assert bench.evaluations.ask_again(state) == asked[1]
+    stages = Stages(load(None, ["stages=[{kind: rl, steps: 9}]"]))
+    assert bench.evaluations.ask_again(state, stages) == asked[1]
     assert state.pending == asked[1:]
     state.version = 6
-    assert bench.evaluations.ask_again(state) is None and state.pending == []
+    assert bench.evaluations.ask_again(state, stages) is None and state.pending == []
 
 
 def test_an_evaluation_without_episodes_is_no_success_of_zero(bench: Bench) -> None:

@@ -61,7 +61,8 @@ def make_export(directory: Path, *changes: str) -> Exported:
     newest, _ = checkpoint.load_newest(run_dir / "checkpoints", run_dir.name)
     tasks = [held_out_task(source_of(config), number) for number in range(EPISODES)]
     weights = whole(shards.read(newest, "model"), config.policy)
-    played = asyncio.run(evaluate.play_all(config, 0, tasks, weights))
+    drawn = [evaluate.Drawn(task, 0, config.eval.temperature) for task in tasks]
+    played = asyncio.run(evaluate.play_all(config, 0, drawn, weights))
     played.sort(key=lambda trajectory: trajectory.group_id)
     setting = setting_of(config, Chat(load_tokenizer(config.policy.path)), "test", 0)
     return Exported(

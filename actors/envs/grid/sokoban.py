@@ -18,16 +18,18 @@ from actors.envs.tabular import Outcome, exact_of, tabulate
 from evolver_async.schema import Task
 
 INSTRUCTIONS = (
-    "push each X on to an O . P is you and S is you on O and √ is X on O and # is a wall ."
-    " actions up down left right ."
+    "push each {box} on to an {target} . {player} is you and {on_target} is you on {target} and"
+    " {placed} is {box} on {target} and {wall} is a wall . actions up down left right ."
 )
 PLAIN_INSTRUCTIONS = (
     "You are playing Sokoban. Push every box onto a target in as few moves as you can. In the room,"
-    " P is you, X is a box, O is a target, √ is a box on a target, S is you on a target, # is a"
-    " wall and _ is free floor. Rows and columns are counted from 0 at the top left. The actions"
-    " are: up, down, left, right. You push a box by walking into it; you cannot pull a box, nor"
-    " push it into a wall or another box."
+    " {player} is you, {box} is a box, {target} is a target, {placed} is a box on a target,"
+    " {on_target} is you on a target, {wall} is a wall and {floor} is free floor. Rows and columns"
+    " are counted from 0 at the top left. The actions are: up, down, left, right. You push a box by"
+    " walking into it; you cannot pull a box, nor push it into a wall or another box."
 )
+NAMED = ("wall", "floor", "target", "box", "placed", "player", "on_target")  # as in SYMBOLS
+FORBIDDEN = set(" 0123456789<>|")  # as symbols: coordinates and turn formats use them
 COST, PLACED, DONE = -0.1, 1.0, 10.0
 
 
@@ -38,12 +40,11 @@ class Sokoban(GridGame):
 
     `view`: the room as glyphs, the places of player, boxes and targets as coordinates, or both;
     `hints` add how far boxes and targets are from the player and what lies around, until it is
-    solved. `max_moves` truncates an episode; 0 leaves that to the rollout. ValueError names the
-    parameter that is out of range.
+    solved. `symbols` draw, in this order, a wall, floor, a target, a box, a box on a target, the
+    player, and the player on a target; levels do not depend on them. `max_moves` truncates an
+    episode; 0 leaves that to the rollout. ValueError names the parameter that is out of range.
     """
 
-    instructions = INSTRUCTIONS
-    plain_instructions = PLAIN_INSTRUCTIONS
     names = levels.ACTIONS
 
     size: int = 6
@@ -52,6 +53,7 @@ class Sokoban(GridGame):
     max_solution: int = 10
     view: Literal["grid", "coordinates", "both"] = "grid"
     hints: bool = False
+    symbols: str = levels.SYMBOLS
 
     def __post_init__(self) -> None:
         least = 5 if self.layout == "walled" else 3
@@ -62,7 +64,16 @@ class Sokoban(GridGame):
             raise ValueError(f"boxes: {self.boxes} is neither 1 nor 2")
         if not 1 <= self.max_solution <= 200:
             raise ValueError(f"max_solution: {self.max_solution} is not in 1..200")
+        if len(set(self.symbols)) != len(self.symbols) or len(self.symbols) != len(NAMED):
+            kinds = ", ".join(NAMED)
+            raise ValueError(f"symbols: {self.symbols!r} is not {len(NAMED)} symbols, for {kinds}")
+        if not self.symbols.isprintable() or set(self.symbols) & FORBIDDEN:
+            raise ValueError(f"symbols: {self.symbols!r} has a space, a digit or one of < > |")
         super().__post_init__()
+        named = dict(zip(NAMED, self.symbols, strict=True))
+        self.instructions = INSTRUCTIONS.format(**named)
+        self.plain_instructions = PLAIN_INSTRUCTIONS.format(**named)
+        self.drawn = str.maketrans(levels.SYMBOLS, self.symbols)
 
     def solve(self) -> list[str]:
         """Return the fewest moves to a solution; any one move if a box is stuck for good."""
@@ -111,11 +122,19 @@ class Sokoban(GridGame):
     def _places(self, seen: list[tuple[str, int]]) -> str:
         return " ".join(f"{what} {place(cell, self.size)}" for what, cell in seen)
 
+    def _seen(self, symbol: str) -> str:
+        """Return the symbol that the policy sees for one of `levels.SYMBOLS`."""
+        return symbol.translate(self.drawn)
+
     def _observe(self, first: bool = False) -> str:
-        lines = [] if self.view == "coordinates" else self.board.render(self.now)
+        lines = []
+        if self.view != "coordinates":
+            lines = [self._seen(row) for row in self.board.render(self.now)]
         if self.view != "grid":
-            targets = self._places([(levels.TARGET, target) for target in self.board.targets])
-            lines.append(f"{self.state()} {targets}")
+            player, boxes = self.now
+            cells = [(levels.PLAYER, player), *((levels.BOX, box) for box in boxes)]
+            cells += [(levels.TARGET, target) for target in self.board.targets]
+            lines.append(self._places([(self._seen(what), cell) for what, cell in cells]))
         if self.hints and not self.board.solved(self.now):
             lines.append(self._hints())
         return "\n".join(lines)
@@ -124,7 +143,8 @@ class Sokoban(GridGame):
         """Describe what a move in each direction meets and what is behind a box, then the offset of
         each box and target."""
         room: Room = self.board
-        glyphs = "".join(room.render(self.now))
+        glyphs = self._seen("".join(room.render(self.now)))
+        wall = self._seen(levels.WALL)
         player, boxes = self.now
         text = ""
         for action, name in enumerate(levels.ACTIONS):
@@ -132,10 +152,10 @@ class Sokoban(GridGame):
             cell: int | None = player
             while True:
                 cell = room.neighbours[cell][action]
-                text += f" {levels.WALL if cell is None else glyphs[cell]}"
+                text += f" {wall if cell is None else glyphs[cell]}"
                 if cell not in boxes or cell is None:
                     break
         for what, cells in ((levels.BOX, boxes), (levels.TARGET, room.targets)):
             for there in cells:
-                text += f" {what} {bearing(player, there, self.size)}"
+                text += f" {self._seen(what)} {bearing(player, there, self.size)}"
         return text[1:]

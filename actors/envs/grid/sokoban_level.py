@@ -19,6 +19,8 @@ State = tuple[int, tuple[int, ...]]  # the player's cell, the boxes' cells
 
 WALL, FLOOR, TARGET = "#", "_", "O"
 PLAYER, BOX, BOX_ON_TARGET, PLAYER_ON_TARGET = "P", "X", "√", "S"
+# RAGEN's symbols, in which levels are made; `Sokoban.symbols` can draw others in this order
+SYMBOLS = WALL + FLOOR + TARGET + BOX + BOX_ON_TARGET + PLAYER + PLAYER_ON_TARGET
 ACTIONS = ("up", "down", "left", "right")  # gym-sokoban's order
 MOVES = ((-1, 0), (1, 0), (0, -1), (0, 1))
 BACK = (1, 0, 3, 2)  # the opposite of each action

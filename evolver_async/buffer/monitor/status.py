@@ -140,7 +140,7 @@ class StatusReport:
             },
             "open": [self.group(held, now) for held in opened[:SHOWN]],
             "evaluations": [
-                f"{e.weights}: {e.arrived} of {e.episodes} episodes, {e.granted} granted"
+                f"{e.weights}: {e.arrived} of {e.episodes} episodes, {e.granted} granted{e.by_set}"
                 for e in self.state.evaluations.running[:SHOWN]
             ],
             "quarantined": {

@@ -118,6 +118,7 @@ class Admission:
             uses_left=0 if kind in UNTRAINED else self.numbers.reuse,
             wait=granted.wait,
             pinned=granted.pinned,
+            episode=granted.episode,
         )
         self.at.next_group = group_id + 1
         self.at.groups[group_id] = self.by_state["open"][group_id] = held

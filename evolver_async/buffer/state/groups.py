@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from evolver_async.buffer.state.evaluations import SetEpisode
 from evolver_async.schema import Kind, Task, WeightId
 
 UNTRAINED = ("eval", "explore")  # kinds that end with their last member and are never trained
@@ -41,7 +42,8 @@ class HeldGroup(msgspec.Struct, kw_only=True, dict=True):
     `uses_left` counts the uses still to come, the one under way included; `fates` holds the outcome
     of past ones by take: "trained", or the reason why selection left the group out. `order` is the
     place in the queue of ready groups. `wait`: the learner waits for this group's stragglers.
-    `pinned`: the weights of an evaluation episode. `failures`: its tickets that could not be run.
+    `pinned`: the weights of an evaluation episode; `episode`: its place in a set of `eval.sets`,
+    None in the deciding one. `failures`: its tickets that could not be run.
     """
 
     group_id: int
@@ -55,6 +57,7 @@ class HeldGroup(msgspec.Struct, kw_only=True, dict=True):
     attempt: int = 0
     wait: bool = False
     pinned: WeightId | None = None
+    episode: SetEpisode | None = None
     arrived: dict[int, ArrivedMember] = {}
     failures: int = 0
     order: int = -1

@@ -111,14 +111,14 @@ class BufferState:
             use = self.tasks.explore if record.kind == "explore" else self.tasks.take
             use(record.task)
         else:
-            stage = self.evaluations.granted(record.pinned)
+            stage = self.evaluations.granted(record.pinned, record.episode)
         self.replay.open(record, stage)
         self.ledger.receive(record.kind, Amount(groups=1))
 
     def _arrived(self, record: records.Arrived, location: Location) -> None:
         *names, _ = ArrivedMember.__struct_fields__
-        facts = {name: getattr(record, name) for name in names}
-        member = ArrivedMember(**facts, location=location)
+        kept = {name: getattr(record, name) for name in names}
+        member = ArrivedMember(**kept, location=location)
         held = self.replay.arrive(record.group_id, record.member, member)
         self.ledger.receive(held.kind, Amount(trajectories=1, tokens=record.tokens))
         if held.missing:
@@ -128,7 +128,8 @@ class BufferState:
             learned = held.kind == "rollout"
             self.tasks.completed(held.task, successes / len(held.members) if learned else None)
         else:
-            self.evaluations.arrived(held.pinned, record.success, record.reward, record.turns)
+            facts = record.success, record.reward, record.turns
+            self.evaluations.arrived(held.pinned, held.episode, *facts)
         if held.kind in UNTRAINED:
             reason = "explored" if held.pinned is None else "evaluated"
             self.ledger.close(held.kind, "filtered", reason, _amount(held))
@@ -143,7 +144,7 @@ class BufferState:
         elif fate == "evicted" and reason in ("age", "stale"):
             self.tasks.requeue(held.task, complete=reason == "stale")
         if held.pinned is not None and reason != "lineage":
-            self.evaluations.lost(held.pinned)
+            self.evaluations.lost(held.pinned, held.episode)
 
     def _reported(self, record: records.Reported) -> None:
         for held in self.replay.report(record.take, record.version, record.fates):
@@ -152,7 +153,7 @@ class BufferState:
         head = self.replay.at.head
         if record.episodes and head is not None:
             stage = self.replay.at.takes[record.take].stage
-            self.evaluations.request(head, record.take, stage, record.episodes)
+            self.evaluations.request(head, record.take, stage, record.episodes, record.sets)
 
     def _resumed(self, record: records.LineageStarted) -> None:
         before = self.replay.at.stage
@@ -170,7 +171,8 @@ class BufferState:
         self.evaluations.abandon(record.lineage)
         head = self.replay.at.head
         if record.episodes and head is not None:
-            self.evaluations.request(head, record.take - 1, record.stage, record.episodes)
+            asked = record.stage, record.episodes, record.sets
+            self.evaluations.request(head, record.take - 1, *asked)
         if self.replay.at.stage != before:
             self.tasks.switch(self.sources[self.replay.at.stage])
 

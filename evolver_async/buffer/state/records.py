@@ -6,7 +6,7 @@ A record is encoded as msgpack; its tag belongs to the journal's format. The tra
 
 import msgspec
 
-from evolver_async.buffer.state.evaluations import EvaluationQueue
+from evolver_async.buffer.state.evaluations import EvaluationQueue, SetEpisode, SetSizes
 from evolver_async.buffer.state.ledger import Ledger
 from evolver_async.buffer.state.position import Position
 from evolver_async.buffer.tasks.stream import Cursor
@@ -18,7 +18,8 @@ class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field
 
 
 class Granted(Record, tag="granted"):
-    """Grant of a new group to an actor. `pinned`: an evaluation episode of these weights."""
+    """Grant of a new group to an actor. `pinned`: an evaluation episode of these weights;
+    `episode`: its place in a set of `eval.sets`, None in the deciding one."""
 
     group_id: int
     task: Task
@@ -27,6 +28,7 @@ class Granted(Record, tag="granted"):
     actor: str
     wait: bool = False
     pinned: WeightId | None = None
+    episode: SetEpisode | None = None
 
 
 class Reissued(Record, tag="reissued"):
@@ -107,7 +109,7 @@ class Reported(Record, tag="reported"):
     """End of a take.
 
     `fates`: "trained" or the filter's reason by group; `delivered`: the weights of evaluations
-    whose results the learner has.
+    whose results the learner has; `sets`: those to evaluate with `episodes`.
     """
 
     take: int
@@ -115,6 +117,7 @@ class Reported(Record, tag="reported"):
     fates: dict[int, str]
     episodes: int
     delivered: list[WeightId]
+    sets: SetSizes = {}
 
 
 class LineageStarted(Record, tag="resumed"):
@@ -125,6 +128,7 @@ class LineageStarted(Record, tag="resumed"):
     take: int
     version: int
     episodes: int = 0
+    sets: SetSizes = {}
     stage: int = 0
     discard: bool = False
     process: str = ""

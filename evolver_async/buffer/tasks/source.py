@@ -82,11 +82,37 @@ class TaskSource:
         return [replace(self, mixture=(part,)).task("train", 0) for part in self.parts]
 
 
+@dataclass(frozen=True)
+class EvalSet:
+    """One set of `eval.sets`: `k` samples of each of `tasks` tasks of a split, from `first` on."""
+
+    source: TaskSource
+    split: str
+    first: int
+    tasks: int
+    k: int
+    temperature: float
+
+    def task(self, number: int) -> Task:
+        """The task of this number within the set; the same numbers always give the same tasks."""
+        return _numbered(self.source, self.split, self.first + number)
+
+    def examples(self) -> list[Task]:
+        """One of its tasks of every pair of environment and parameters."""
+        tasks = [self.task(number) for number in reversed(range(self.tasks))]
+        return list({(task.env, repr(task.params)): task for task in tasks}.values())
+
+
 def held_out_task(source: TaskSource, number: int) -> Task:
-    """The held-out task of evaluation episode `number`.
+    """The held-out task of evaluation episode `number`."""
+    return _numbered(source, "test", number)
+
+
+def _numbered(source: TaskSource, split: str, number: int) -> Task:
+    """The task of this number in a split.
 
     A repeated task of a file gets another name: the name is the key of its dynamics.
     """
-    task = source.task("test", number)
-    again = number // len(source.given["test"]) if source.given is not None else 0
+    task = source.task(split, number)
+    again = number // len(source.given[split]) if source.given is not None else 0
     return msgspec.structs.replace(task, task_id=f"{task.task_id}/{again}") if again else task

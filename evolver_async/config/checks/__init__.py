@@ -11,7 +11,7 @@ from evolver_async.config.checks.addresses import buffer_address, weight_channel
 from evolver_async.config.checks.agentevolver import agent, mechanisms
 from evolver_async.config.checks.learner import groups, guided, learner
 from evolver_async.config.checks.processes import cluster, engine, gpus, policy, scaling, timeouts
-from evolver_async.config.checks.stages import limits, stages, tasks
+from evolver_async.config.checks.stages import eval_sets, limits, stages, tasks
 from evolver_async.config.sections import Config
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.config.values.rules import check_fields
@@ -36,8 +36,9 @@ def check(config: Config) -> None:
 def check_stage(config: Config, index: int) -> None:
     """Raise ConfigError for what cannot work in stage `index`, whose configuration this is."""
     check_fields(config)
-    _refuse(chain(policy(config), engine(config), tasks(config), timeouts(config)))
-    _refuse(chain(buffer_address(config), limits(config, index), learner(config)))
+    _refuse(chain(policy(config), engine(config), tasks(config), eval_sets(config)))
+    _refuse(chain(timeouts(config), buffer_address(config)))
+    _refuse(chain(limits(config, index), learner(config)))
     _refuse(chain(agent(config), mechanisms(config)))
     if config.stages[index].kind == "rl":
         _refuse(chain(groups(config), guided(config)))

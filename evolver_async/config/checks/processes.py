@@ -1,6 +1,7 @@
 """Checks of processes: model, engine, GPUs and the order of their timeouts."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from evolver_async.config.sections import Config
 
@@ -41,8 +42,10 @@ def engine(config: Config) -> Iterator[tuple[str, str]]:
             f"must be at least engine.slots ({engine.slots}), from each of which vllm takes a token"
             f" in a step, is {engine.prefill_tokens}",
         )
-    for section in ("rollout", "eval"):
-        temperature = getattr(config, section).temperature
+    sections: dict[str, Any] = {"rollout": config.rollout, "eval": config.eval}
+    sections |= {f"eval.sets.{name}": chosen for name, chosen in config.eval.sets.items()}
+    for section, settings in sections.items():
+        temperature = settings.temperature
         if 0 < temperature < LEAST_TEMPERATURE:
             least = f"at least {LEAST_TEMPERATURE} with engine.kind=vllm"
             yield f"{section}.temperature", f"must be {least}, is {temperature}"

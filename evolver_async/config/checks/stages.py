@@ -61,3 +61,23 @@ def tasks(config: Config) -> Iterator[tuple[str, str]]:
         if not part.env:
             yield f"tasks.mixture[{index}].env", "must name an environment"
         check_finite(f"tasks.mixture[{index}].params", part.params)
+
+
+def eval_sets(config: Config) -> Iterator[tuple[str, str]]:
+    """Refuse names, samples, intervals and parameters of sets that cannot work."""
+    every, tasks = config.eval.every, config.tasks
+    for name, chosen in config.eval.sets.items():
+        key = f"eval.sets.{name}"
+        if not (name.isascii() and name.isidentifier()):
+            yield key, "must be named by a plain identifier: it is part of names of metrics"
+        if chosen.k > 1 and not chosen.temperature:
+            yield f"{key}.k", f"must be 1: at temperature 0 all samples are alike, is {chosen.k}"
+        if chosen.every and not every:
+            yield f"{key}.every", "must be 0: eval.every=0 evaluates only after each stage"
+        if every and chosen.every % every:
+            limit = f"must be a multiple of eval.every ({every})"
+            yield f"{key}.every", f"{limit}, with which it is evaluated, is {chosen.every}"
+        if chosen.env.params and not chosen.env.name and (tasks.path or tasks.mixture):
+            given = "tasks.path" if tasks.path else "tasks.mixture"
+            yield f"{key}.env.params", f"need {key}.env.name: {given} has several environments"
+        check_finite(f"{key}.env.params", chosen.env.params)

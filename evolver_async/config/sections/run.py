@@ -90,6 +90,29 @@ def limit_reached(
 
 
 @dataclass
+class EvalSetEnvConfig:
+    """The environment of a set of evaluation episodes."""
+
+    name: str = ""  # "": that of the stage
+    # the environment's own parameters; with name "" those that differ from the stage's
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class EvalSetConfig:
+    """One further set of evaluation episodes: `k` samples of each of `tasks` tasks."""
+
+    env: EvalSetEnvConfig = field(default_factory=EvalSetEnvConfig)
+    split: Literal["train", "test"] = "test"
+    first: int = 0  # number of the first task in the split
+    tasks: Count = 64
+    k: Count = 1  # samples per task; more than one needs a temperature
+    temperature: float = 0.0  # 0 is greedy
+    # versions between evaluations of the set, a multiple of eval.every; 0: with every evaluation
+    every: int = 0
+
+
+@dataclass
 class EvalConfig:
     """Evaluation on held-out tasks with exact weights, greedy and never guided."""
 
@@ -99,6 +122,8 @@ class EvalConfig:
     temperature: float = 0.0
     # time without progress after which the last evaluation is lost (exit code 4)
     timeout_s: Positive = 120.0
+    # further sets by name; their results are eval/<name>/… and decide nothing
+    sets: dict[str, EvalSetConfig] = field(default_factory=dict)
 
 
 @dataclass

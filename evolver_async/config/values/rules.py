@@ -113,6 +113,11 @@ def rule(annotation: Any) -> Range | Pattern | OneOf | Open | None:
     return Range() if annotation in (int, float) else None
 
 
+def item_kind(annotation: Any) -> Any:
+    """Return the type of the items of a list or of a mapping. None for another annotation."""
+    return get_args(annotation)[-1] if get_origin(annotation) in (list, dict) else None
+
+
 def keys(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every key of a dataclass and of the sections in it, with its annotation."""
     for name, annotation in annotations(kind).items():
@@ -136,6 +141,9 @@ def check_value(key: str, value: Any, annotation: Any) -> None:
         (item,) = get_args(annotation)
         for index, part in enumerate(value):
             check_value(f"{key}[{index}]", part, item)
+    elif is_dataclass(item_kind(annotation)):
+        for name, part in value.items():
+            check_fields(part, f"{key}.{name}.")
     elif (allowed := rule(annotation)) and not allowed.allows(value):
         finite = not isinstance(value, float) or math.isfinite(value)
         shown = "" if isinstance(allowed, Pattern) and allowed.hidden else f", is {value!r}"

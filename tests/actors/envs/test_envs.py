@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.checks.config import check
+from actors.envs.bandit import Bandit
 from actors.envs.base import EnvError, Exact, Goals, Located, Scored, Solvable, make_env, split_of
 from actors.envs.exact import exact
 from actors.envs.grid.frozen_lake import FrozenLake
@@ -317,6 +318,23 @@ def test_arm_order_belongs_to_the_task() -> None:
     assert (step.terminated, step.info.valid, step.observation) == (False, False, texts[-1])
 
 
+def test_swapped_arms_of_the_bandit_have_each_other_s_names() -> None:
+    plain = make_env("bandit", {})
+    swapped = make_env("bandit", {"low_arm": "dragon", "high_arm": "phoenix"})
+    assert isinstance(plain, Bandit) and isinstance(swapped, Bandit)
+    assert plain.plain_instructions == swapped.plain_instructions, "nothing tells the better arm"
+    exchanged = {"phoenix": "dragon", "dragon": "phoenix"}
+    for seed in range(20):
+        seen = plain.reset(task(seed, env="bandit"), seed)
+        other = swapped.reset(task(seed, env="bandit"), seed)
+        assert other.split() == [exchanged.get(word, word) for word in seen.split()]
+        for arm, name in exchanged.items():
+            assert swapped.step(name) == plain.step(arm)
+    assert swapped.solve() == ["phoenix"] and swapped.step("phoenix").info.success
+    named = make_env("bandit", {"low_arm": "teacher", "high_arm": "engineer"})
+    assert isinstance(named, Bandit) and "arms, teacher and engineer." in named.plain_instructions
+
+
 @pytest.mark.parametrize(
     ("name", "params", "named"),
     [
@@ -333,6 +351,8 @@ def test_arm_order_belongs_to_the_task() -> None:
         ("frozen_lake", {"goal_cell": 16}, "env.params.goal_cell"),
         ("frozen_lake", {"frozen_prob": float("nan")}, "env.params.frozen_prob"),
         ("bandit", {"low": 0.5}, "env.params.high_probability"),
+        ("bandit", {"low_arm": "dragon"}, "env.params.high_arm"),
+        ("bandit", {"high_arm": "two words"}, "env.params.high_arm"),
     ],
 )
 def test_bad_environment_is_named_before_anything_starts(

@@ -323,11 +323,33 @@ def test_states_can_be_left_and_come_back_to() -> None:
         ({"max_solution": 0}, "max_solution"),
         ({"view": "pixels"}, "view"),
         ({"max_moves": -1}, "max_moves"),
+        ({"symbols": "abc"}, "symbols"),
+        ({"symbols": "W.GBCAA"}, "symbols"),
+        ({"symbols": "W.GBC @"}, "symbols"),
+        ({"symbols": "W.GBCA1"}, "symbols"),
     ],
 )
 def test_bad_parameters_are_named(params: dict[str, Any], named: str) -> None:
     with pytest.raises(EnvError, match=rf"env\.params\.{named}"):
         make_env("sokoban", params)
+
+
+@pytest.mark.parametrize("view", ["grid", "coordinates", "both"])
+def test_other_symbols_draw_the_same_levels(view: str) -> None:
+    table = str.maketrans("#_OX√PS", "W.GBCA@")
+    params = {**OPEN, "view": view, "hints": True}
+    plain, other = make_env("sokoban", params), make_env("sokoban", params | {"symbols": "W.GBCA@"})
+    assert isinstance(plain, Sokoban) and isinstance(other, Sokoban)
+    for seed in range(8):
+        task = Task(task_id="t", env="sokoban", split="test", map_seed=seed)
+        assert other.reset(task, 0) == plain.reset(task, 0).translate(table)
+        for action in plain.solve():
+            assert other.state() == plain.state()
+            mine, theirs = plain.step(action), other.step(action)
+            assert theirs == mine._replace(observation=mine.observation.translate(table))
+        assert mine.info.success
+    assert "B is a box, G is a target, C is a box on a target" in other.plain_instructions
+    assert "push each B on to an G . A is you" in other.instructions
 
 
 def test_no_solvable_level_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,7 @@ from evolver_async.schema import (
     Role,
     Sampling,
     Sequence,
+    SetResult,
     Task,
     Ticket,
     Trajectory,
@@ -172,6 +173,18 @@ def groups(draw: st.DrawFn) -> Group:
     )
 
 
+set_results = st.builds(
+    SetResult,
+    name=text,
+    k=count,
+    episodes=count,
+    success=number,
+    reward_mean=number,
+    turns_mean=number,
+    tasks=count,
+    best_success=number,
+    best_reward=number,
+)
 evals = st.builds(
     EvalResult,
     weights=weights,
@@ -180,6 +193,7 @@ evals = st.builds(
     success=number,
     reward_mean=number,
     turns_mean=number,
+    sets=st.lists(set_results, max_size=2),
 )
 forks = st.builds(Fork, lineage=count, parent=count, step=count)
 failures = st.builds(

@@ -134,3 +134,22 @@ def test_a_resumed_run_shows_the_newest_lineage_alone(
     watch(tmp_path, Config(), follow=False)
     out = capsys.readouterr().out
     assert "step 15  eval success 1 over 8" in out and "step 20" not in out
+
+
+def test_further_sets_of_evaluations_are_shown_beside_the_deciding_one() -> None:
+    view = View("run", 20)
+    evaluated = {
+        "eval/success": 0.5,
+        "eval/episodes": 8.0,
+        "eval/swapped/avg@1": 0.25,
+        "eval/swapped/best@1": 0.25,
+        "eval/sampled/avg@4": 0.5,
+        "eval/sampled/best@4": 0.75,
+        "eval/sampled/reward_mean": 0.1,
+    }
+    line = view.feed({"step": 10, "lineage": 1, "time_s": 1.0, **evaluated})
+    assert line is not None
+    assert line.endswith("over 8 episodes; swapped avg@1 0.250; sampled avg@4 0.500 best@4 0.750")
+    assert "eval swapped  avg@1 0.250" in text_of(view)
+    view.feed(row(5, 1.0) | {"lineage": 2})  # a resume from before the evaluation
+    assert "swapped" not in text_of(view) and view.evals == []

@@ -1,0 +1,53 @@
+"""Checks of evaluation sets that need environments and the tokenizer, before a run starts."""
+
+from pathlib import Path
+
+import pytest
+
+from actors.checks import config as configuration
+from actors.checks import prompts
+from evolver_async.config.load import load
+from evolver_async.model.tiny import make_tokenizer
+
+STAGE = "stages=[{kind: rl, steps: 9}]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval.sets.a.env.name=nowhere"], r"eval\.sets\.a\.env\.name: no environment 'nowhere'"),
+        (["eval.sets.a.env.params.sizes=5"], r"eval\.sets\.a\.env\.params\.sizes: frozen_lake has"),
+        (["eval.sets.a.env.params.size=99"], r"eval\.sets\.a\.env\.params\.size: 99 is not in"),
+        (["eval.sets.a.env.params.size=x"], r"eval\.sets\.a\.env\.params\.size: Expected `int`"),
+        (
+            [
+                "env.name=code",
+                "rollout={format: tool_call, max_tokens: 64}",
+                "eval.sets.a.env.name=bandit",
+            ],
+            r"eval\.sets\.a: rollout\.format: tool_call needs tools, which bandit has not",
+        ),
+    ],
+)
+def test_an_environment_of_a_set_is_checked_by_its_key(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        configuration.check(load(None, [STAGE, *arguments]))
+
+
+def policy(directory: Path, max_length: int) -> str:
+    make_tokenizer(max_length).save_pretrained(directory)
+    return f"policy={{path: {directory}, max_length: {max_length}}}"
+
+
+def test_the_first_prompt_of_a_set_must_leave_room_for_a_turn(tmp_path: Path) -> None:
+    run = [STAGE, policy(tmp_path, 80), "env.name=bandit", "rollout.max_tokens=8"]
+    prompts.check(load(None, run))
+    big = "eval.sets.big.env={name: sokoban, params: {size: 8}}"
+    with pytest.raises(ValueError, match=r"^eval\.sets\.big: policy\.max_length: 80 is too short"):
+        prompts.check(load(None, [*run, big]))
+
+
+def test_a_set_without_a_task_is_refused(tmp_path: Path) -> None:
+    none = "eval.sets.none.env.params={size: 8, frozen_prob: 0.01, placement: corners}"
+    with pytest.raises(ValueError, match=r"^eval\.sets\.none\.env\.name: frozen_lake cannot begin"):
+        prompts.check(load(None, [STAGE, policy(tmp_path, 512), none]))
