@@ -88,6 +88,7 @@ class Counters(Message, tag="counters"):
 
     values: dict[str, float]  # by metric name
     failures: list[FailureTotal] = []
+    gauges: dict[str, float] = {}  # of the sender's process and host, which are not added
 
 
 class Retrieve(Message, tag="retrieve"):

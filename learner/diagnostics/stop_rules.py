@@ -81,6 +81,16 @@ class Guard:
                 counts[f"failures/{failure.kind}"] += failure.count
             self.metrics.log(take, {name: float(count) for name, count in counts.items()})
 
+    def report_end(self, state: LearnerState) -> None:
+        """Alert of the end of this learner: after the last stage, or before it on request."""
+        title = "run finished" if state.finished else "run stopped"
+        text = f"step {state.take}, version {state.version}, {state.seconds:.0f} s of training"
+        if state.eval_success >= 0:
+            text += f", newest eval/success {state.eval_success:.3f}"
+        if not state.finished:
+            text += f"; to go on: evolver-async train --resume {self.run_dir}"
+        self.metrics.alert(title, text, "INFO")
+
     def check(self, stage: Config, state: LearnerState, outcome: StepResult) -> None:
         """Raise TrainingError, with the reason, if the run has nothing left to learn from."""
         if state.empty_steps >= stage.selection.max_empty:

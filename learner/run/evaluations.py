@@ -54,7 +54,7 @@ class EvaluationTracker:
 
     def ask(self, state: LearnerState, stage: int, episodes: int) -> None:
         """Note that the newest version is to be evaluated on the tasks of `stage`."""
-        asked = PendingEvaluation(version=state.version, stage=stage, episodes=episodes)
+        asked = PendingEvaluation(state.version, stage, episodes, state.progress())
         state.pending = [other for other in state.pending if other.version != asked.version]
         state.pending.append(asked)
 
@@ -111,6 +111,7 @@ class EvaluationTracker:
                 "eval/episodes": float(result.episodes),
                 "eval/version": float(result.weights.step),
                 "time_s": seconds,
+                **asked.progress,
             }
             self.metrics.log(result.step + 1, values)
         return taken_in
