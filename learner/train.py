@@ -86,7 +86,7 @@ class Learner:
         except Stopping as stopping:
             log.info("stopped while it waited for %s", stopping)
         self.write_checkpoint()
-        self.guard.report_end(self.state)
+        self.guard.report_end(self.state, self.evaluations.newest)
         if isinstance(self.updater, Leader):
             self.updater.end()
         return code

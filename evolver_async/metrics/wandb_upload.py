@@ -129,7 +129,7 @@ class Upload:
                 self.sent.append(index)
             self.state["rows"] += 1
             self._save(SAVE_S)
-        self.state["alerts"] = max(self.alerts_sent, self.alerts_read)  # W&B has not failed
+        self._count_alerts()  # of the call before: W&B has not failed since
         for alert in self.alerts.rows():
             self.alerts_read += 1
             if self.alerts_read > self.alerts_sent:
@@ -160,6 +160,9 @@ class Upload:
                 self.run.define_metric(name, step_metric=axis, summary=summary_of(name))
         self.run.log(dict(row))
 
+    def _count_alerts(self) -> None:
+        self.state["alerts"] = max(self.alerts_sent, self.alerts_read)
+
     def _save(self, after_s: float = 0.0) -> None:
         if time.monotonic() - self.saved >= after_s:
             self.saved = time.monotonic()
@@ -168,6 +171,7 @@ class Upload:
     def finish(self) -> None:
         """Wait until W&B has everything."""
         self.run.finish()
+        self._count_alerts()
         self._save()
 
     @property

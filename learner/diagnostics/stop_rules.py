@@ -81,12 +81,15 @@ class Guard:
                 counts[f"failures/{failure.kind}"] += failure.count
             self.metrics.log(take, {name: float(count) for name, count in counts.items()})
 
-    def report_end(self, state: LearnerState) -> None:
-        """Alert of the end of this learner: after the last stage, or before it on request."""
+    def report_end(self, state: LearnerState, success: float | None) -> None:
+        """Alert of the end of this learner: after the last stage, or before it on request.
+
+        `success`: of the newest evaluation.
+        """
         title = "run finished" if state.finished else "run stopped"
         text = f"step {state.take}, version {state.version}, {state.seconds:.0f} s of training"
-        if state.eval_success >= 0:
-            text += f", newest eval/success {state.eval_success:.3f}"
+        if success is not None:
+            text += f", newest eval/success {success:.3f}"
         if not state.finished:
             text += f"; to go on: evolver-async train --resume {self.run_dir}"
         self.metrics.alert(title, text, "INFO")

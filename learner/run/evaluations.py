@@ -44,6 +44,7 @@ class EvaluationTracker:
     publisher: Publisher
     metrics: Metrics
     config: EvalConfig
+    newest: float | None = None  # success of the last result
 
     def due(self, version: int, *, over: bool, last: bool, changed: bool) -> int:
         """Return the episodes to ask for after a step; `over`: it ends its stage, `last`: all."""
@@ -102,6 +103,7 @@ class EvaluationTracker:
                 log.warning("evaluation of %s: no episode could be run", result.weights)
                 continue
             taken_in.append((result, asked.stage))
+            self.newest = result.success
             if asked.stage == state.stage and not state.finished:
                 state.eval_success = result.success
             values = {

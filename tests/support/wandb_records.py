@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -45,3 +46,25 @@ def step_rows(file: Path) -> list[dict]:
 
 def files(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def definitions(file: Path) -> dict[str, str]:
+    """The axis of every metric that was defined, by name."""
+    found = [record.metric for record in records(file) if record.HasField("metric")]
+    return {metric.name: metric.step_metric for metric in found}
+
+
+def run_record(file: Path) -> Any:
+    """The run's own record: its keys and its config."""
+    (run,) = [record.run for record in records(file) if record.HasField("run")]
+    return run
+
+
+def summary_of(file: Path) -> dict[str, Any]:
+    """The last summary of every metric."""
+    found = {}
+    for record in records(file):
+        if record.HasField("summary"):
+            for item in record.summary.update:
+                found[".".join(item.nested_key) or item.key] = json.loads(item.value_json)
+    return found
