@@ -188,8 +188,7 @@ class BufferService:
             self._look_due = now + LOOK_S
             self.activity.forget(now)
             lines += self.stalls.lines(now)
-            for stall in self.stalls.drain() if self.run_dir is not None else ():
-                alert(self.run_dir, f"stall of {stall.who}", stall.text)
+            self._alert_of_stalls()
         self.store.journal.measure()
         if warning := self.censoring.alarm(now):
             lines.append(warning)
@@ -208,6 +207,11 @@ class BufferService:
             log.warning("%s; data that was not acknowledged is lost", refusal)
         finally:
             self.store.journal.close()
+
+    def _alert_of_stalls(self) -> None:
+        for stall in self.stalls.drain():
+            if self.run_dir is not None:
+                alert(self.run_dir, f"stall of {stall.who}", stall.text)
 
     def _record_gauges(self, name: str, gauges: dict[str, float], now: float) -> None:
         """Append the gauges of a process, at most twice in the period in which they are due."""

@@ -157,12 +157,10 @@ class Supervisor:
             if now >= child.due:
                 self.restart(child, now)
         elif child.role == "experience" and not self.may_restart(child, code, now):
-            log.warning(
-                "%s %s and is not started again; episodes go unguided from now on: %s",
-                child.name,
-                ending(code),
-                self.spawner.last_error(child),
-            )
+            text = f"{child.name} {ending(code)} and is not started again; episodes go unguided"
+            text += f" from now on: {self.spawner.last_error(child)}"
+            log.warning("%s", text)
+            alert(self.run_dir, f"crash of {child.name}", text, "ERROR")
             self.children.remove(child)
         elif code == EVALUATION_LOST:
             raise RunFailed(self.spawner.last_error(child), code)

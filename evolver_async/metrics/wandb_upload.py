@@ -76,7 +76,7 @@ class Upload:
         # People are notified once, but an offline directory must hold all alerts.
         self.alerts_sent = self.state.get("alerts", 0) if self.to_server else 0
         self.extras = StepExtras(self.run_dir)
-        self.defined = set(AXES)  # names of metrics that W&B knows
+        self.defined: set[str] = {*AXES}  # names of metrics that W&B knows
         for axis in AXES:
             self.run.define_metric(axis)
         self.state["rows"] = 0
