@@ -88,7 +88,8 @@ def send_rest(directory: Path, mode: str) -> bool:
     That upload ends with the learner, so it does not know of a failure after it. Nothing is sent
     twice: if the alerts are with W&B, the rows are too.
     """
-    if read_state(directory).get("alerts", 0) >= count(directory):
+    begun = (directory / "metrics.jsonl").exists()  # without rows there is no W&B run
+    if not begun or read_state(directory).get("alerts", 0) >= count(directory):
         return True
     command = [sys.executable, "-m", "evolver_async.cli", "wandb", str(directory), "--mode", mode]
     with open(directory / "logs" / "wandb.log", "ab") as output:
