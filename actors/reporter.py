@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from actors.engines.base import Engine
 from actors.envs.adapters import service_client
 from actors.postprocess import ActorComponents
+from evolver_async.metrics.gauges import FIRST_S, PERIOD_S, ProcessGauges
 from evolver_async.protocol import messages
 from evolver_async.transport.client import Client
 
@@ -21,14 +22,29 @@ class Reporter:
     engine: Engine
     components: ActorComponents
     _generated: int = 0  # as last reported
+    _gauges: dict[str, float] = field(default_factory=dict)  # not sent yet
     _service_failures: Counter[str] = field(default_factory=Counter)
 
     async def run(self) -> None:
-        """Report failures as they occur, at most every REPORT_S."""
+        """Report failures as they occur, at most every REPORT_S, and gauges every PERIOD_S."""
+        if getattr(asyncio.get_running_loop(), "virtual", False):
+            await self._report_failures()  # all actors are one process there, which has gauges
+        else:
+            await asyncio.gather(self._report_failures(), self._report_gauges())
+
+    async def _report_failures(self) -> None:
         while True:
             await self.components.failures.noted.wait()
             await self.send(None)
             await asyncio.sleep(REPORT_S)
+
+    async def _report_gauges(self) -> None:
+        gauges, pause_s = ProcessGauges(), FIRST_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = PERIOD_S
+            self._gauges = gauges.sample()
+            await self.send(None)
 
     async def send(self, timeout_s: float | None) -> None:
         """Send the counters of components and environment services, and all failures."""
@@ -37,8 +53,9 @@ class Reporter:
         self._service_failures.update(service_client.drain())
         values = self.components.counters() | self._service_failures
         totals = failures.totals()
-        if values or totals:
-            counters = messages.Counters(values=values, failures=totals)
+        gauges, self._gauges = self._gauges, {}
+        if values or totals or gauges:
+            counters = messages.Counters(values=values, failures=totals, gauges=gauges)
             await self.client.request(counters, timeout_s=timeout_s)
 
     def generated(self) -> int:

@@ -10,6 +10,8 @@ import torch
 
 from evolver_async.config import Config
 from evolver_async.config.load import load
+from evolver_async.errors import TrainingError
+from evolver_async.metrics.alerts import FAILED
 from evolver_async.metrics.writer import Metrics
 from evolver_async.process.addresses import weights_address
 from evolver_async.process.setup import RoleArgs, collect_rarely
@@ -66,6 +68,9 @@ def lead(config: Config, args: RoleArgs, ranks: Ranks | None) -> int:
     signal.signal(signal.SIGINT, stop)
     try:
         return learner.run()
+    except TrainingError as error:
+        learner.metrics.alert(FAILED, str(error), "ERROR")
+        raise
     finally:
         learner.close()
         client.close()

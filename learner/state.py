@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from evolver_async.schema import WeightId
+from evolver_async.schema import Group, WeightId
 
 FILE = "state.json"
 
@@ -24,6 +24,7 @@ class PendingEvaluation:
     stage: int
     episodes: int
     sets: list[str] = field(default_factory=list)
+    progress: dict[str, float] = field(default_factory=dict)  # of the run, with these weights
 
 
 NO_EVALUATION = PendingEvaluation(version=-1, stage=0, episodes=0)
@@ -66,6 +67,8 @@ class LearnerState:
     stage_tokens: int = 0  # ACTION tokens trained in the stage
     stage_seconds: float = 0.0
     seconds: float = 0.0
+    env_steps: int = 0  # turns of the groups taken, over all stages
+    tokens: int = 0  # ACTION tokens trained, over all stages
     baseline: float = 0.0  # of the reinforce estimator
     critic_steps: int = 0  # steps that trained the critic
     bad_steps: int = 0  # non-finite, in a row
@@ -87,6 +90,21 @@ class LearnerState:
     def stage_step(self) -> int:
         """Steps of the stage before this one."""
         return self.take - self.stage_take
+
+    def count(self, groups: list[Group], tokens: int) -> None:
+        """Count a take of these groups that trained so many ACTION tokens."""
+        self.take += 1
+        self.stage_tokens += tokens
+        self.tokens += tokens
+        turns = (len(one.turn_rewards) for group in groups for one in group.trajectories)
+        self.env_steps += sum(turns)
+
+    def progress(self) -> dict[str, float]:
+        """Return the axes of a row besides its step and its seconds."""
+        return {
+            "progress/env_steps": float(self.env_steps),
+            "progress/tokens": float(self.tokens),
+        }
 
     def write(self, directory: Path) -> None:
         (directory / FILE).write_text(json.dumps(asdict(self), indent=1))

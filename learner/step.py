@@ -18,6 +18,7 @@ import numpy as np
 from evolver_async.config import Config
 from evolver_async.errors import TrainingError
 from evolver_async.lineages import Fork
+from evolver_async.metrics.histograms import Histogram
 from evolver_async.metrics.writer import Timers
 from evolver_async.schema import Array, Group
 from learner.advantage.assign import assign
@@ -27,6 +28,7 @@ from learner.advantage.rewards import label_metrics, penalises, rewards_of
 from learner.data.batch import Batch, LogProbs, Minibatch, Values
 from learner.data.collate import Strip, collate, lag_table
 from learner.data.selection import select
+from learner.diagnostics.histograms import step_histograms
 from learner.diagnostics.offpolicy import trajectory_metrics
 from learner.diagnostics.rollouts import env_metrics, experience_metrics, rollout_metrics
 from learner.diagnostics.step_result import NON_FINITE, StepResult, Trained
@@ -120,7 +122,11 @@ class Updater(Models):
         metrics |= applied.metrics | applied.accounting.metrics()
         metrics |= trajectory_metrics(batch, advantages.finite_P)
         data = Trained(chosen.groups, batch, logprobs, advantages.advantage_N)
-        return _result(applied, chosen.groups, chosen.filtered, metrics, advantages.left_out, data)
+        result = _result(
+            applied, chosen.groups, chosen.filtered, metrics, advantages.left_out, data
+        )
+        histograms = step_histograms(batch, advantages.finite_P, applied.accounting)
+        return replace(result, histograms=histograms)
 
     def sft(
         self, stage: Config, groups: list[Group], state: LearnerState, steps: int
@@ -130,7 +136,8 @@ class Updater(Models):
         applied = self._update(stage, batch.whole(), supervised_loss, state, steps)
         self._check_finite(state, applied, batch)
         metrics = _rollout_metrics(stage, groups) | applied.metrics
-        return _result(applied, groups, {}, metrics)
+        result = _result(applied, groups, {}, metrics)
+        return replace(result, histograms=_trajectory_histograms(batch))
 
     def dpo(
         self,
@@ -152,7 +159,8 @@ class Updater(Models):
         loss = PreferenceLoss(stage.loss.dpo_beta, pair_signs(batch), reference_N)
         applied = self._update(stage, batch.whole(), loss, state, steps)
         self._check_finite(state, applied, batch, loss)
-        return _result(applied, chosen.groups, chosen.filtered, metrics | applied.metrics)
+        result = _result(applied, chosen.groups, chosen.filtered, metrics | applied.metrics)
+        return replace(result, histograms=_trajectory_histograms(batch))
 
     def _logprobs(self, stage: Config, batch: Batch, take: int, interpolates: bool) -> LogProbs:
         """Compute the log-probs that the step reads, by as few forward passes as possible."""
@@ -263,6 +271,10 @@ def _rollout_metrics(stage: Config, groups: list[Group]) -> dict[str, float]:
     if stage.tasks.mixture or stage.tasks.path:
         metrics |= env_metrics(groups)
     return metrics
+
+
+def _trajectory_histograms(batch: Batch) -> dict[str, Histogram]:
+    return step_histograms(batch, np.ones_like(batch.stripped_P))
 
 
 def _result(

@@ -86,6 +86,7 @@ class Learner:
         except Stopping as stopping:
             log.info("stopped while it waited for %s", stopping)
         self.write_checkpoint()
+        self.guard.report_end(self.state, self.evaluations.newest)
         if isinstance(self.updater, Leader):
             self.updater.end()
         return code
@@ -153,8 +154,7 @@ class Learner:
         if selects:
             self.guard.count(settings, self.state, outcome)
         alarms = self.guard.watch(settings, self.state, groups, outcome) if learns else []
-        self.state.take += 1
-        self.state.stage_tokens += outcome.tokens
+        self.state.count(groups, outcome.tokens)
         passed = self.clock.tick(self.state)
         over = stage_over(self.config.stages[stage], self.state)
         # Other stages publish once, at their end: no actor samples in between.

@@ -35,6 +35,8 @@ from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.checkpoint import history
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config, to_dict
+from evolver_async.metrics.alerts import alert
+from evolver_async.metrics.gauges import PERIOD_S, append
 from evolver_async.model.tokenizer import tokenizer_hash
 from evolver_async.process.addresses import experience_address, weights_address
 from evolver_async.process.setup import RoleArgs, collect_rarely
@@ -93,6 +95,7 @@ class BufferService:
         self.learner_requests = LearnerRequests(*shared, self._status, eval_sets)
         max_rewards = [stage.safety.max_reward for stage in stages]
         self.arrivals = Arrivals(*shared, self.failures, max_rewards)
+        self.run_dir: Path | None = None  # for alerts and gauges
         self._look_due = now
 
     @classmethod
@@ -112,6 +115,7 @@ class BufferService:
             experience_address=experience_address,
         )
         service = cls(config, run_dir.name, run_dir / "journal", welcome, tokenizer_hash, now)
+        service.run_dir = run_dir
         try:
             service.check_end(run_dir / "checkpoints")
         except JournalError:
@@ -166,6 +170,7 @@ class BufferService:
                 if problem := self.activity.store_counters(peer, request.values):
                     return [messages.Reject(reason=problem)]
                 self.failures.take_in(peer, request.failures, now)
+                self._record_gauges(peer, request.gauges, now)
                 return [messages.Ok()]
             case _:
                 return [messages.Reject(reason=f"the buffer answers no {request.kind}")]
@@ -184,6 +189,7 @@ class BufferService:
             self._look_due = now + LOOK_S
             self.activity.forget(now)
             lines += self.stalls.lines(now)
+            self._alert_of_stalls()
         self.store.journal.measure()
         if warning := self.censoring.alarm(now):
             lines.append(warning)
@@ -203,6 +209,18 @@ class BufferService:
         finally:
             self.store.journal.close()
 
+    def _alert_of_stalls(self) -> None:
+        for stall in self.stalls.drain():
+            if self.run_dir is not None:
+                alert(self.run_dir, f"stall of {stall.who}", stall.text)
+
+    def _record_gauges(self, name: str, gauges: dict[str, float], now: float) -> None:
+        """Append the gauges of a process, at most twice in the period in which they are due."""
+        peer = self.activity.peers[name]
+        if gauges and self.run_dir is not None and now >= peer.gauges_due:
+            peer.gauges_due = now + PERIOD_S / 2
+            append(self.run_dir, name, peer.host, gauges)
+
     def _hello(self, peer: str, request: messages.Hello) -> Reply:
         if request.schema_hash != SCHEMA_HASH:
             reason = f"schema: {peer} has {request.schema_hash}, the buffer {SCHEMA_HASH}"
@@ -219,6 +237,7 @@ class BufferService:
             name = (request.host or peer)[:NAME_CHARS]
             total = FailureTotal(kind="host", name=name, error=error, count=1)
             self.failures.take_in(peer, [total], self.store.now)
+        self.activity.peers[peer].host = request.host[:NAME_CHARS]
         if request.role == "actor":
             actor = self.activity.activate(peer)
             self.activity.fold(actor)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from evolver_async.launch.registry import resolve
+from evolver_async.metrics.gauges import GaugeThread
 from evolver_async.process.setup import RoleArgs, run_process
 
 
@@ -23,5 +24,7 @@ def role(args: argparse.Namespace) -> int:
         rank=args.rank,
         meeting=args.meeting,
     )
+    if args.run is not None and args.command in ("buffer", "experience", "learner"):
+        GaugeThread(args.run.resolve(), name).start()
     log_file = args.run / "logs" / f"{name}.log" if args.run else None
     return run_process(args.command, partial(resolve, args.command), role_args, log_file)

@@ -18,8 +18,15 @@ from evolver_async.launch.creation import create
 from evolver_async.launch.registry import LAUNCHERS, resolve
 from evolver_async.launch.resumption import FinishedRun, resume
 from evolver_async.launch.run_directory import locked
+from evolver_async.metrics import launches
+from evolver_async.metrics.alerts import FAILED, alert, last_title
+from evolver_async.metrics.gauges import GaugeThread
+from evolver_async.metrics.wandb_process import send_rest
 from evolver_async.process.setup import die_with, set_up_logging
+from evolver_async.process.versions import versions
 from evolver_async.watch import live, prometheus, runs
+
+log = logging.getLogger(__name__)
 
 AUTO = Path("auto")  # of --resume
 # Keys whose changes --resume auto applies again: the run may be on other hosts. All others were
@@ -46,7 +53,10 @@ def train(args: argparse.Namespace) -> int:
                 held.enter_context(prometheus.served(run_dir, config))
         held.enter_context(live.shown(run_dir, config, config.metrics.panel))
         set_up_logging(run_dir / "logs" / "launcher.log", logging.WARNING)
+        _announce(run_dir, args)
         runs.begin(run_dir)
+        gauges = GaugeThread(run_dir, "launcher")
+        gauges.start()
         reason = ""
         try:
             code = resolve(LAUNCHERS[config.launch.kind])(config, run_dir)
@@ -57,12 +67,33 @@ def train(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
         except Exception as error:
-            runs.end(run_dir, 1, f"{type(error).__name__}: {error}")
+            _alert_of_end(config, run_dir, runs.end(run_dir, 1, f"{type(error).__name__}: {error}"))
             raise
+        finally:
+            gauges.stop()
         ending = runs.end(run_dir, code, reason)
+        _alert_of_end(config, run_dir, ending)
     stream = sys.stderr if ending.state == "failed" else sys.stdout
     print("\n".join(runs.summary(run_dir, ending)), file=stream, flush=True)
     return code
+
+
+def _announce(run_dir: Path, args: argparse.Namespace) -> None:
+    """Record this launch; alert of a restart, and of an earlier launch that was killed."""
+    recipe, _ = _recipe_of(args)
+    before = launches.record(run_dir, recipe and str(recipe), sys.argv[1:], versions())
+    if before and not (run_dir / runs.END).exists():
+        alert(run_dir, "crash of the launcher", "the launch before this one was killed", "ERROR")
+    if before:
+        alert(run_dir, "restart of the run", f"launch {before + 1} of {run_dir.name}", "INFO")
+
+
+def _alert_of_end(config: Config, run_dir: Path, ending: runs.Ending) -> None:
+    """Alert of a failure that the learner could not report; send what its upload has left."""
+    if ending.state == "failed" and last_title(run_dir) != FAILED:
+        alert(run_dir, FAILED, ending.reason, "ERROR")
+    if config.metrics.wandb != "disabled" and not send_rest(run_dir, config.metrics.wandb):
+        log.warning("W&B lacks the last alerts; send them with: evolver-async wandb %s", run_dir)
 
 
 def _prepare(args: argparse.Namespace, held: contextlib.ExitStack) -> tuple[Config, Path]:

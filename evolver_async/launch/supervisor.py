@@ -26,6 +26,7 @@ from evolver_async.errors import EVALUATION_LOST, USER_ERROR
 from evolver_async.launch.child import FINAL, Child, Handle, Spawner, ending
 from evolver_async.launch.run_directory import announce
 from evolver_async.launch.scaling import ActorScaling
+from evolver_async.metrics.alerts import alert
 from evolver_async.protocol.messages import StatusRequest
 from evolver_async.transport.client import Rejected
 from evolver_async.transport.dealer import DealerClient
@@ -156,12 +157,10 @@ class Supervisor:
             if now >= child.due:
                 self.restart(child, now)
         elif child.role == "experience" and not self.may_restart(child, code, now):
-            log.warning(
-                "%s %s and is not started again; episodes go unguided from now on: %s",
-                child.name,
-                ending(code),
-                self.spawner.last_error(child),
-            )
+            text = f"{child.name} {ending(code)} and is not started again; episodes go unguided"
+            text += f" from now on: {self.spawner.last_error(child)}"
+            log.warning("%s", text)
+            alert(self.run_dir, f"crash of {child.name}", text, "ERROR")
             self.children.remove(child)
         elif code == EVALUATION_LOST:
             raise RunFailed(self.spawner.last_error(child), code)
@@ -211,6 +210,7 @@ class Supervisor:
         end, cause = f"{child.name} {ending(code)}", self.spawner.log_tail(child, 1)
         restart = f"restart {child.restarts} of {launch.restarts} in {pause_s:.1f} s"
         log.warning("%s, %s: %s", end, restart, cause)
+        alert(self.run_dir, f"crash of {child.name}", f"{end}, {restart}: {cause}", "ERROR")
 
     def restart(self, child: Child, now: float) -> None:
         """Start the processes of a child again under the next incarnation."""
@@ -218,6 +218,8 @@ class Supervisor:
         child.incarnation = self.incarnations[child.name] = child.incarnation + 1
         child.process = self.spawner.start(child.role, child.name, child.incarnation)
         child.others = self.spawner.start_others(child.role, child.name, child.incarnation)
+        text = f"{child.name} was started again as incarnation {child.incarnation}"
+        alert(self.run_dir, f"restart of {child.name}", text, "INFO")
 
     def add(self, role: str, name: str) -> Child:
         """Start a child and supervise it from now on."""

@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from evolver_async.metrics.alerts import count
+
 STATE = "wandb.json"  # id of the W&B run, and the progress of its process
-ALERTS = "alerts.jsonl"
 SERVER = "https://api.wandb.ai"
 STUCK_S = 90.0  # without progress while rows wait: more than an attempt to reach W&B takes
 CLOSE_S = 15.0  # for the rest of the rows, when the run ends
+REST_S = 60.0  # for all rows and the last alerts, after a failure
 PAUSE_S = 5.0  # before the first restart, doubled for each further one
 LONGEST_PAUSE_S = 600.0
 HEALTHY_S = 600.0  # a process that ran this long resets the pause
@@ -78,6 +80,31 @@ def url_of(directory: Path) -> str | None:
         return json.loads((directory / STATE).read_text()).get("url")
     except (FileNotFoundError, ValueError):
         return None
+
+
+def send_rest(directory: Path, mode: str) -> bool:
+    """Send what the run's own upload has left after its end; False if that fails.
+
+    That upload ends with the learner, so it does not know of a failure after it. Nothing is sent
+    twice: if the alerts are with W&B, the rows are too.
+    """
+    begun = (directory / "metrics.jsonl").exists()  # without rows there is no W&B run
+    if not begun or read_state(directory).get("alerts", 0) >= count(directory):
+        return True
+    command = [sys.executable, "-m", "evolver_async.cli", "wandb", str(directory), "--mode", mode]
+    with open(directory / "logs" / "wandb.log", "ab") as output:
+        try:
+            sent = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=REST_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+    return sent.returncode == 0
 
 
 class UploadSupervisor:

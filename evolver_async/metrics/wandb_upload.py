@@ -12,16 +12,22 @@ import os
 import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load, to_dict
 from evolver_async.config.secrets import without_secrets
+from evolver_async.metrics.alerts import ALERTS
+from evolver_async.metrics.families import AXES, axis_of, summary_of
+from evolver_async.metrics.gauges import GaugeThread
+from evolver_async.metrics.histograms import Histogram
+from evolver_async.metrics.launches import summary
 from evolver_async.metrics.lineages import RowKey, current, key_of
 from evolver_async.metrics.tail import Tail
-from evolver_async.metrics.wandb_process import ALERTS, online, read_state, write_state
+from evolver_async.metrics.wandb_process import online, read_state, write_state
+from evolver_async.metrics.wandb_rows import COLUMNS, StepExtras
 
 POLL_S = 0.5
 SAVE_S = 1.0  # between two records of the progress
@@ -69,7 +75,10 @@ class Upload:
         self.alerts_read = 0
         # People are notified once, but an offline directory must hold all alerts.
         self.alerts_sent = self.state.get("alerts", 0) if self.to_server else 0
-        self.run.define_metric("*", step_metric="step")  # late evaluations have smaller steps
+        self.extras = StepExtras(self.run_dir)
+        self.defined: set[str] = {*AXES}  # names of metrics that W&B knows
+        for axis in AXES:
+            self.run.define_metric(axis)
         self.state["rows"] = 0
         self.state["url"] = self.run.url if self.to_server else None
         self._save()
@@ -81,18 +90,27 @@ class Upload:
         settings = self.wandb.Settings(
             init_timeout=INIT_S, console="off", x_stats_pid=self.parent, disable_code=True
         )
+        metrics = self.config.metrics
         return self.wandb.init(
             mode=mode,
             settings=settings,
-            project=self.config.metrics.project,
+            project=metrics.project,
+            entity=metrics.entity or None,
+            group=metrics.group or None,
+            job_type=metrics.job_type or None,
+            tags=metrics.tags or None,
+            notes=metrics.notes or None,
             name=self.run_dir.name,
             id=self.state["id"],
             dir=str(self.run_dir),
-            config=without_secrets(to_dict(self.config)),
+            config=without_secrets(to_dict(self.config)) | summary(self.run_dir),
         )
 
-    def send_new(self) -> int:
-        """Send the rows and alerts written since the last call; return the number of rows."""
+    def send_new(self, last: bool = False) -> int:
+        """Send the rows and alerts written since the last call; return the number of rows.
+
+        `last`: there will be no further call, so that all gauges are sent.
+        """
         rows = self.rows.rows()
         before, newest = len(self.keys), self.keys[-1].lineage if self.keys else 0
         added = [key_of(row) for row in rows]
@@ -103,20 +121,47 @@ class Upload:
         if not continues and not kept.issuperset(self.sent):
             self.run.finish()
             self._open()
-            return self.send_new()
+            return self.send_new(last)
         for index, row in enumerate(rows, before):
+            histograms = self.extras.histograms(self.keys[index])
             if index in kept:
-                self.run.log(row)
+                self._log(row | self._media(self.keys[index], histograms))
                 self.sent.append(index)
             self.state["rows"] += 1
             self._save(SAVE_S)
-        self.state["alerts"] = max(self.alerts_sent, self.alerts_read)  # W&B has not failed
+        self._count_alerts()  # of the call before: W&B has not failed since
         for alert in self.alerts.rows():
             self.alerts_read += 1
             if self.alerts_read > self.alerts_sent:
-                self.run.alert(title=alert["title"], text=alert["text"])
+                self.run.alert(title=alert["title"], text=alert["text"], level=alert["level"])
+        for gauges in self.extras.gauges(last):
+            self._log(gauges)
         self._save()
         return len(rows)
+
+    def _media(self, key: RowKey, histograms: Mapping[str, Histogram]) -> dict[str, Any]:
+        """Return the histograms and the table of a row as W&B takes them."""
+        media = {
+            f"histogram/{name}": self.wandb.Histogram(np_histogram=(one.counts, one.edges()))
+            for name, one in histograms.items()
+        }
+        if turns := self.extras.trajectories(key):
+            media["trajectories"] = self.wandb.Table(columns=list(COLUMNS), data=turns)
+        return media
+
+    def _log(self, row: Mapping[str, Any]) -> None:
+        """Log a row; tell W&B the axis and the summary of every metric that is new.
+
+        Evaluations end late, so their rows have smaller steps than those before them.
+        """
+        for name in row.keys() - self.defined:
+            self.defined.add(name)
+            if (axis := axis_of(name)) is not None:
+                self.run.define_metric(name, step_metric=axis, summary=summary_of(name))
+        self.run.log(dict(row))
+
+    def _count_alerts(self) -> None:
+        self.state["alerts"] = max(self.alerts_sent, self.alerts_read)
 
     def _save(self, after_s: float = 0.0) -> None:
         if time.monotonic() - self.saved >= after_s:
@@ -126,6 +171,7 @@ class Upload:
     def finish(self) -> None:
         """Wait until W&B has everything."""
         self.run.finish()
+        self._count_alerts()
         self._save()
 
     @property
@@ -155,11 +201,12 @@ def exclusive(run_dir: Path, wait_s: float) -> Iterator[None]:
 def follow(run_dir: Path, mode: str, parent: int) -> None:
     """Send rows as they are written until stdin is closed, then the rest."""
     with exclusive(run_dir, LOCK_S):
+        GaugeThread(run_dir, "wandb").start()
         upload = Upload(run_dir, online(mode), fallback=mode == "auto", parent=parent)
         closed = False
         while not closed:
             closed = bool(select.select([sys.stdin], [], [], POLL_S)[0])
-            upload.send_new()
+            upload.send_new(last=closed)
         upload.finish()
 
 
@@ -168,7 +215,7 @@ def send(run_dir: Path, to_server: bool) -> str:
     with exclusive(run_dir, 0.0):
         try:
             upload = Upload(run_dir, to_server, fallback=False, parent=os.getpid())
-            upload.send_new()
+            upload.send_new(last=True)
             upload.finish()
         except OSError as error:  # W&B's helper process ended
             raise UploadError(str(error)) from error

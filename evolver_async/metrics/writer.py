@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from evolver_async.metrics.alerts import Level, alert
+from evolver_async.metrics.histograms import HISTOGRAMS, Histogram
 from evolver_async.metrics.sinks import Sinks
-from evolver_async.metrics.wandb_process import ALERTS, UploadSupervisor
+from evolver_async.metrics.wandb_process import UploadSupervisor
 
 
 class JsonlWriter:
@@ -54,33 +56,40 @@ class JsonlWriter:
 class Metrics:
     """Log of a run's metrics, <directory>/metrics.jsonl; W&B follows it unless disabled.
 
-    `lineage`, set by the learner, is part of every row: with the step it identifies the row.
+    `lineage` and `progress`, set by the learner, are part of every row. With the step the lineage
+    identifies the row; `progress` holds further axes of its curves.
     """
 
     def __init__(
         self, directory: Path, *, wandb: str = "disabled", sinks: Sequence[str] = ()
     ) -> None:
+        self.directory = directory
         self.lineage = 0
+        self.progress: dict[str, float] = {}
         self.rows = JsonlWriter(directory / "metrics.jsonl")
-        self.alerts = directory / ALERTS
+        self.histograms = JsonlWriter(directory / HISTOGRAMS)
         self.sinks = Sinks(sinks, directory)
         self.upload = UploadSupervisor(directory, wandb) if wandb != "disabled" else None
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Write one row; `step` counts takes, the version is another column."""
         upload = {} if self.upload is None else self.upload.supervise(self.rows.count)
-        row = {"step": step, "lineage": self.lineage, **values, **upload}
+        row = {"step": step, "lineage": self.lineage, **self.progress, **values, **upload}
         self.rows.write(row)
         self.sinks.send(row)
 
-    def alert(self, title: str, text: str) -> None:
-        """Let W&B notify people, if it is enabled."""
-        if self.upload is not None:
-            with open(self.alerts, "a", encoding="utf-8") as file:
-                file.write(f"{json.dumps({'title': title, 'text': text})}\n")
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Write the histograms of a step, before its row: W&B gets both together."""
+        rows = {name: one.row() for name, one in histograms.items()}
+        self.histograms.write({"step": step, "lineage": self.lineage, "histograms": rows})
+
+    def alert(self, title: str, text: str, level: Level = "WARN") -> None:
+        """Write an alert, of which W&B notifies people if it is enabled."""
+        alert(self.directory, title, text, level)
 
     def close(self) -> None:
         self.rows.close()
+        self.histograms.close()
         if self.upload is not None:
             self.upload.close(self.rows.count)
 

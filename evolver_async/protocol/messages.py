@@ -1,7 +1,4 @@
-"""Requests and replies of the wire.
-
-Every request is idempotent or harmless when it arrives twice: delivery is at least once.
-"""
+"""Requests and replies of the wire; each may arrive twice, for delivery is at least once."""
 
 from typing import Any
 
@@ -88,6 +85,7 @@ class Counters(Message, tag="counters"):
 
     values: dict[str, float]  # by metric name
     failures: list[FailureTotal] = []
+    gauges: dict[str, float] = {}  # of the sender's process and host, which are not added
 
 
 class Retrieve(Message, tag="retrieve"):

@@ -129,8 +129,15 @@ def _frozen(out: Path, cell: str) -> Path:
 
 def command_of(study: Study, run: CellRun) -> list[str]:
     """Return the arguments of `evolver-async` that begin or continue a run."""
-    place = [f"run.dir={flow(str(run.directory.parent))}", "metrics.panel=none"]
     first = study.cells[0].name
+    metrics = study.configs[first if run.cell is None else run.cell.name].metrics
+    job = "cold-start" if run.cell is None else run.cell.name
+    place = [
+        f"run.dir={flow(str(run.directory.parent))}",
+        "metrics.panel=none",
+        f"metrics.group={flow(metrics.group or study.out.resolve().name[:128])}",
+        f"metrics.job_type={flow(metrics.job_type or job[:64])}",
+    ]
     recipe = _frozen(study.out, first if run.cell is None else run.cell.name)
     own = [f"run.seed={run.seed}", f"run.name={flow(run.name)}"]
     if run.cell is None:

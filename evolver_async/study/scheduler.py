@@ -141,12 +141,7 @@ class Scheduler:
     def _start(self, run: CellRun) -> RunningCell:
         log = log_file(self.study.out, run)
         log.parent.mkdir(exist_ok=True)
-        variables = {
-            "WANDB_RUN_GROUP": self.study.out.resolve().name,
-            "WANDB_JOB_TYPE": run.cell.name if run.cell is not None else "cold-start",
-        }
-        if self.jobs > 1:
-            variables["OMP_NUM_THREADS"] = "1"
+        variables = {"OMP_NUM_THREADS": "1"} if self.jobs > 1 else {}
         arguments = [*command_of(self.study, run), "--parent", str(os.getpid())]
         with open(log, "ab") as output:
             process = subprocess.Popen(

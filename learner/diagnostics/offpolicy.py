@@ -68,6 +68,11 @@ class Accounting:
         """Add the log importance weights of the whole trajectories of one micro-batch."""
         self.log_weights.append(log_weight_P.astype(np.float64))
 
+    def column(self, name: str) -> Array:
+        """Return one measurement of all tokens so far, such as `w` or `r`."""
+        parts = [part[name] for part in self.tokens]
+        return np.concatenate(parts) if parts else np.zeros(0)
+
     def ess_share(self) -> float:
         """Return (ΣW)² / (B ΣW²) of the trajectories' weights W, the effective share of all B.
 

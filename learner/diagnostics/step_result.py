@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from evolver_async.metrics.histograms import Histogram
 from evolver_async.schema import Array, Group
 from learner.data.batch import Batch, LogProbs
 
@@ -31,6 +32,7 @@ class StepResult:
     tokens: int
     metrics: dict[str, float] = field(default_factory=dict)
     data: Trained | None = None
+    histograms: dict[str, Histogram] = field(default_factory=dict)
 
     def rates(self, seconds: float) -> dict[str, float]:
         """Return trained ACTION tokens and consumed groups per second of a step of `seconds`."""

@@ -1,4 +1,4 @@
-"""A row of metrics after every step, and sometimes a few trajectories as text."""
+"""A row of metrics and histograms after every step, and sometimes a few trajectories as text."""
 
 from pathlib import Path
 
@@ -30,12 +30,19 @@ class StepRows:
         seconds: float,
         passed: float,
     ) -> None:
-        """Write the row of `take`, and its samples where they are due.
+        """Write the samples of `take` where they are due, its histograms, and then its row.
 
         `state`: that of the next step. `seconds`: age of the run. `passed`: seconds since the end
         of the step before. Times of reporting and of checkpoints are in the next row, because they
         end after this one.
         """
+        metrics = self.config.metrics
+        if outcome.data is not None and metrics.samples and take % metrics.samples_every == 0:
+            path = self.run_dir / "samples" / f"step_{state.take:06d}.jsonl"
+            write_samples(path, self.tokenizer, outcome.data, metrics.samples)
+        if outcome.histograms:
+            self.metrics.log_histograms(state.take, outcome.histograms)
+        self.metrics.progress = state.progress()
         times = self.timers.drain()
         self.metrics.log(
             state.take,
@@ -51,7 +58,3 @@ class StepRows:
                 **outcome.rates(passed),
             },
         )
-        metrics = self.config.metrics
-        if outcome.data is not None and metrics.samples and take % metrics.samples_every == 0:
-            path = self.run_dir / "samples" / f"step_{state.take:06d}.jsonl"
-            write_samples(path, self.tokenizer, outcome.data, metrics.samples)

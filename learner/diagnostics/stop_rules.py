@@ -81,6 +81,19 @@ class Guard:
                 counts[f"failures/{failure.kind}"] += failure.count
             self.metrics.log(take, {name: float(count) for name, count in counts.items()})
 
+    def report_end(self, state: LearnerState, success: float | None) -> None:
+        """Alert of the end of this learner: after the last stage, or before it on request.
+
+        `success`: of the newest evaluation.
+        """
+        title = "run finished" if state.finished else "run stopped"
+        text = f"step {state.take}, version {state.version}, {state.seconds:.0f} s of training"
+        if success is not None:
+            text += f", newest eval/success {success:.3f}"
+        if not state.finished:
+            text += f"; to go on: evolver-async train --resume {self.run_dir}"
+        self.metrics.alert(title, text, "INFO")
+
     def check(self, stage: Config, state: LearnerState, outcome: StepResult) -> None:
         """Raise TrainingError, with the reason, if the run has nothing left to learn from."""
         if state.empty_steps >= stage.selection.max_empty:

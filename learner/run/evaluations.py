@@ -47,6 +47,7 @@ class EvaluationTracker:
     publisher: Publisher
     metrics: Metrics
     config: EvalConfig
+    newest: float | None = None  # success of the last result
 
     def due(self, version: int, *, over: bool, last: bool, changed: bool) -> int:
         """Return the episodes to ask for after a step; `over`: it ends its stage, `last`: all."""
@@ -73,7 +74,7 @@ class EvaluationTracker:
             for name, chosen in sets.items()
             if over or not chosen.every or state.version % chosen.every == 0
         ]
-        asked = PendingEvaluation(state.version, stage, episodes, due)
+        asked = PendingEvaluation(state.version, stage, episodes, due, state.progress())
         state.pending = [other for other in state.pending if other.version != asked.version]
         state.pending.append(asked)
 
@@ -131,6 +132,7 @@ class EvaluationTracker:
                 log.warning("evaluation of %s: no episode could be run", result.weights)
                 continue
             taken_in.append((result, asked.stage))
+            self.newest = result.success
             if asked.stage == state.stage and not state.finished:
                 state.eval_success = result.success
             values = {
@@ -140,6 +142,7 @@ class EvaluationTracker:
                 "eval/episodes": float(result.episodes),
                 "eval/version": float(result.weights.step),
                 "time_s": seconds,
+                **asked.progress,
             }
             for one in result.sets:
                 values |= _set_values(one)

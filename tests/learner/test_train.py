@@ -192,7 +192,8 @@ def test_a_version_is_outstanding_once(bench: Bench) -> None:
     state = LearnerState(version=5)
     bench.evaluations.ask(state, 0, 4)
     bench.evaluations.ask(state, 0, 8)
-    assert state.pending == [PendingEvaluation(version=5, stage=0, episodes=8)]
+    asked = PendingEvaluation(version=5, stage=0, episodes=8, progress=state.progress())
+    assert state.pending == [asked]
 
 
 def test_only_the_resumed_version_is_evaluated_again(bench: Bench) -> None:

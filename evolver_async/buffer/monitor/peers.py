@@ -36,6 +36,8 @@ class Peer(msgspec.Struct):
     weights: WeightId | None = None
     behind_since: float | None = None
     counters: dict[str, float] = {}  # its last report, by metric name
+    host: str = ""
+    gauges_due: float = 0.0  # time from which its next gauges are recorded
 
     def count(self, tokens: int, now: float) -> None:
         """Count a trajectory with so many ACTION tokens."""

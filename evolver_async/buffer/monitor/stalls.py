@@ -96,6 +96,7 @@ class Stalls:
         self._of = (replay, leases, activity)
         self._warn_s = warn_s
         self._logged: dict[tuple[str, str], tuple[Stall, float]] = {}
+        self._begun: list[Stall] = []  # since the last `drain`
         self._longest: dict[tuple[str, str], float] = {}  # since the last `counters`
 
     def find(self, now: float) -> list[Stall]:
@@ -111,6 +112,8 @@ class Stalls:
         found = {(stall.who, stall.about): stall for stall in self.find(now)}
         lines = []
         for place, stall in found.items():
+            if place not in self._logged:
+                self._begun.append(stall)
             _, logged_at = self._logged.get(place, (stall, now - REPEAT_S))
             if now - logged_at >= REPEAT_S:
                 lines.append(stall.text)
@@ -122,6 +125,11 @@ class Stalls:
             if stall.who not in still:  # else it has only got worse
                 lines.append(f"{stall.who} goes on after {stall.for_s:.0f} s: {stall.what}")
         return lines
+
+    def drain(self) -> list[Stall]:
+        """Return the stalls that `lines` has found first since the last call."""
+        begun, self._begun = self._begun, []
+        return begun
 
     def counters(self, now: float) -> dict[str, float]:
         """Count the stalls since the last call; give the longest of them in seconds."""

@@ -16,6 +16,7 @@ RunName = Annotated[str, Pattern(r"(?!\.{1,2}$)[^/\\\0]*", "a plain directory na
 Hardware = Annotated[
     str, Pattern(r"([1-9]\d*x[1-9]\d*GB)?", "GPUs x memory of each, such as 8x80GB")
 ]
+Tag = Annotated[str, Pattern(r".{1,64}", "a text of 1 to 64 characters")]
 
 
 @dataclass
@@ -143,6 +144,14 @@ class MetricsConfig:
     # auto: online with an API key, else offline
     wandb: Literal["auto", "online", "offline", "disabled"] = "disabled"
     project: str = "evolver-async"
+    # user or team of W&B; "": as WANDB_ENTITY says, else W&B's default
+    entity: Annotated[str, Pattern(r"[^/\s]{0,128}", "a user or a team of W&B, or empty")] = ""
+    # of runs at W&B; "": as WANDB_RUN_GROUP says
+    group: Annotated[str, Pattern(r".{0,128}", "at most 128 characters")] = ""
+    # of the run at W&B; "": as WANDB_JOB_TYPE says
+    job_type: Annotated[str, Pattern(r".{0,64}", "at most 64 characters")] = ""
+    tags: list[Tag] = field(default_factory=list)  # of the run at W&B
+    notes: str = ""  # about the run, for its page at W&B
     # functions package.module:function of one's own, which get every row of metrics.jsonl
     sinks: list[ImportPath] = field(default_factory=list)
     samples: int = 2  # trajectories written to <run>/samples every `samples_every` steps

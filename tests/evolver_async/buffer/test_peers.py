@@ -1,11 +1,15 @@
 """Who is remembered, and for how long."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from buffer_world import World, config, trajectory
 
 from evolver_async.buffer.monitor.peers import GONE_S, METRICS, NAME_CHARS, PEERS, WINDOW_S
+from evolver_async.metrics.alerts import ALERTS
+from evolver_async.metrics.gauges import PERIOD_S, SYSTEM
+from evolver_async.metrics.tail import Tail
 from evolver_async.protocol.envelope import SCHEMA_HASH, Envelope, pack, unpack
 from evolver_async.protocol.messages import (
     Ack,
@@ -142,3 +146,29 @@ def test_counters_without_end_are_refused_by_name(tmp_path):
     ):
         reply = world.one("a", Counters(values=values))
         assert isinstance(reply, Reject) and words in reply.reason
+
+
+def test_gauges_of_actors_are_recorded_by_host_and_not_too_often(tmp_path: Path) -> None:
+    world = World(tmp_path / "journal", config())
+    world.service.run_dir = tmp_path
+    world.one("actor-0", Hello(role="actor", schema_hash=SCHEMA_HASH, host="far", pid=1))
+    gauges = {"rss_bytes": 5.0, "cpu_share": float("inf"), "nonsense": 1.0}
+    for _ in range(3):
+        world.one("actor-0", Counters(values={}, gauges=gauges))
+    world.pass_time(PERIOD_S)
+    world.one("actor-0", Counters(values={"judge/labelled": 1.0}, gauges={"rss_bytes": 6.0}))
+    rows = Tail(tmp_path / SYSTEM).rows()
+    assert [row["rss_bytes"] for row in rows] == [5.0, 6.0]
+    assert {(row["process"], row["host"], len(row)) for row in rows} == {("actor-0", "far", 4)}
+    assert world.service.activity.counters() == {"judge/labelled": 1.0}
+
+
+def test_a_stall_is_told_once_when_it_begins(tmp_path: Path) -> None:
+    world = World(tmp_path / "journal", config(warn_s=5.0, lease_s=1000.0, stall_s=1000.0))
+    world.service.run_dir = tmp_path
+    world.resume()
+    world.lease()
+    for _ in range(20):
+        world.pass_time(10.0)
+    titles = [row["title"] for row in Tail(tmp_path / ALERTS).rows()]
+    assert titles and len(titles) == len({*titles})

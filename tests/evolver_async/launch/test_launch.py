@@ -20,6 +20,7 @@ from evolver_async.launch.local import run
 from evolver_async.launch.registry import CHECKS, PROCESSES, ROLES, resolve
 from evolver_async.launch.run_directory import address_of, last_lines
 from evolver_async.launch.supervisor import RunFailed, Supervisor
+from evolver_async.metrics.alerts import ALERTS
 from evolver_async.metrics.tail import Tail
 from evolver_async.process.addresses import make_weights_dir, weights_dir
 
@@ -230,6 +231,9 @@ def test_a_process_that_keeps_dying_exhausts_its_budget_and_is_named(tmp_path: P
     said = str(failure.value)
     assert "actor-3 ended with exit code 7 and is not started again" in said
     assert "(restarted 2 times, ran 1 s)" in said and said.endswith("life 2 of actor-3")
+    alerts = Tail(tmp_path / ALERTS).rows()
+    assert [row["title"] for row in alerts] == ["crash of actor-3", "restart of actor-3"] * 2
+    assert "life 0 of actor-3" in alerts[0]["text"]
 
 
 @pytest.mark.parametrize("role", ["actor", "buffer"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from launches import DEADLINE_S, alive, wait_for
-from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
+from wandb_records import files, records, step_rows
 
 from evolver_async.cli import main
 from evolver_async.config import Config, StageConfig
@@ -20,8 +20,6 @@ from evolver_async.metrics.wandb_upload import exclusive
 from evolver_async.metrics.writer import Metrics
 
 pytestmark = pytest.mark.process
-
-BLOCK, HEADER = 32768, 7  # LevelDB's log format, behind seven bytes of W&B's own
 
 
 @pytest.fixture
@@ -48,43 +46,9 @@ def log(metrics: Metrics, lineage: int, step: int, success: float = 0.0) -> None
     metrics.log(step, values)
 
 
-def records(file: Path) -> list[Record]:
-    """What W&B wrote: the records of its file, whole ones only."""
-    content, at, found, partial = file.read_bytes(), HEADER, [], b""
-    while at + HEADER <= len(content):
-        room = BLOCK - at % BLOCK
-        if room < HEADER:
-            at += room
-            continue
-        size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
-        if kind == 0 or at + HEADER + size > len(content):
-            break
-        partial += content[at + HEADER : at + HEADER + size]
-        at += HEADER + size
-        if kind in (1, 4):  # a whole record, or the last part of one
-            record = Record()
-            record.ParseFromString(partial)
-            found.append(record)
-            partial = b""
-    return found
-
-
-def history(file: Path) -> list[dict]:
-    """The rows that W&B wrote."""
-    return [
-        {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
-        for record in records(file)
-        if record.HasField("history")
-    ]
-
-
-def files(run_dir: Path) -> list[Path]:
-    return sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb"))
-
-
 def newest(run_dir: Path) -> list[tuple[int, int]]:
     """Lineage and step of the rows in the newest of W&B's directories."""
-    return [(row["lineage"], row["step"]) for row in history(files(run_dir)[-1])]
+    return [(row["lineage"], row["step"]) for row in step_rows(files(run_dir)[-1])]
 
 
 def sent(metrics: Metrics) -> int:
@@ -119,7 +83,7 @@ def test_w_and_b_gets_the_rows_and_the_alerts(metrics: Metrics, run_dir: Path) -
     metrics.alert("reward hacking", "the judge and the outcome part")
     metrics.close()
     (file,) = files(run_dir)
-    rows = history(file)
+    rows = step_rows(file)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["train/success"] for row in rows] == [0.25, 0.5, 0.75]
     (alert,) = [record.alert for record in records(file) if record.HasField("alert")]

@@ -1,0 +1,34 @@
+"""Alerts of a run, <run>/alerts.jsonl: short texts that W&B sends to people.
+
+Any process of the run's host appends to the file. The upload of the run sends each alert once.
+"""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from evolver_async.metrics.tail import Tail
+
+ALERTS = "alerts.jsonl"
+TITLE_CHARS = 63  # W&B refuses longer titles
+TEXT_CHARS = 1000
+FAILED = "run failed"  # title of the alert of a run that cannot go on
+Level = Literal["INFO", "WARN", "ERROR"]
+
+
+def alert(directory: Path, title: str, text: str, level: Level = "WARN") -> None:
+    """Append an alert by one write, so that those of several processes stay whole lines."""
+    row = {"title": title[:TITLE_CHARS], "text": text[:TEXT_CHARS], "level": level}
+    with open(directory / ALERTS, "ab", buffering=0) as file:
+        file.write(json.dumps(row).encode() + b"\n")
+
+
+def count(directory: Path) -> int:
+    """Return the number of alerts so far."""
+    return len(Tail(directory / ALERTS).rows())
+
+
+def last_title(directory: Path) -> str:
+    """Return the title of the newest alert, "" if there is none."""
+    rows = Tail(directory / ALERTS).rows()
+    return rows[-1]["title"] if rows else ""

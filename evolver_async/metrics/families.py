@@ -1,0 +1,58 @@
+"""Families of metrics: the axis and the summary that W&B gives to each name.
+
+The columns `step`, `progress/env_steps`, `progress/tokens` and `time_s` are in every row of
+metrics.jsonl, so that a curve can be drawn over any of them; the axis is that of the first look.
+"""
+
+STEP, ENV_STEPS, TOKENS, SECONDS = "step", "progress/env_steps", "progress/tokens", "time_s"
+CLOCK = "clock_s"  # of the gauges, which belong to no step: seconds since the first of them
+AXES = (STEP, ENV_STEPS, TOKENS, SECONDS, CLOCK)
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    STEP: (
+        *("train", "staleness", "offpolicy", "offpolicy_guided", "offpolicy_unguided", "loss"),
+        *("learner", "critic", "dpo", "selection", "overlong", "boost", "advantage", "histogram"),
+        *("safety", "alarm", "buffer", "actors", "censor", "weights", "wandb", "trajectories"),
+        *(f"lag_{bucket}" for bucket in ("0", "1", "2", "3-4", "5-8", "9+")),
+    ),
+    ENV_STEPS: (
+        *("eval", "agent", "env_service", "experience", "questioning", "reflection", "judge"),
+        "failures",
+    ),
+    TOKENS: ("ledger",),
+    SECONDS: ("throughput", "supervision", "time"),
+    CLOCK: ("process", "host"),
+}
+AXIS_OF = {family: axis for axis, families in FAMILIES.items() for family in families}
+
+BEST = {  # the best or the worst value beside the last one
+    "eval/success": "max",
+    "eval/reward_mean": "max",
+    "train/success": "max",
+    "train/reward_mean": "max",
+    "throughput/tokens_per_s": "max",
+    "throughput/groups_per_s": "max",
+    "dpo/accuracy": "max",
+    "offpolicy/ess": "min",
+    "offpolicy/kl": "max",
+    "staleness/max": "max",
+    "loss/grad_norm": "max",
+    "wandb/restarts": "max",
+    "supervision/longest_s": "max",
+}
+
+
+def axis_of(name: str) -> str | None:
+    """Return the axis of a metric, None for an axis itself or for a column without a family."""
+    if name in AXES or ("/" not in name and name not in AXIS_OF):
+        return None
+    return AXIS_OF.get(name.partition("/")[0], STEP)
+
+
+def summary_of(name: str) -> str | None:
+    """Return the values that W&B's summary holds of a metric, None for the last one alone."""
+    if name in BEST:
+        return f"{BEST[name]},last"
+    if name.startswith("process/") and name.endswith("_bytes"):
+        return "max,last"
+    return None

@@ -1,0 +1,77 @@
+"""Additions of an upload to the rows of metrics.jsonl: histograms, trajectories and gauges.
+
+The learner writes the histograms and the samples of a step before the step's row of metrics.jsonl,
+so that they are there when the row is read.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from evolver_async.metrics.gauges import SYSTEM, GaugeRows
+from evolver_async.metrics.histograms import HISTOGRAMS, Histogram, read
+from evolver_async.metrics.lineages import RowKey
+from evolver_async.metrics.tail import Tail
+
+COLUMNS = (
+    *("step", "trajectory", "task", "actor", "reward", "success", "turn", "turn_reward", "label"),
+    *("versions", "prompt", "experience", "observation", "action"),
+)
+LABELS = {1: "GOOD", -1: "BAD", 0: ""}
+CELL_CHARS = 4000  # of a text in the table
+TURNS = 500  # of one step in the table
+
+
+class StepExtras:
+    """Histograms, trajectories and gauges of one run directory, read as they are written."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._samples = run_dir / "samples"
+        self._histograms = Tail(run_dir / HISTOGRAMS)
+        self._system = Tail(run_dir / SYSTEM)
+        self._gauges = GaugeRows()
+        self._waiting: dict[tuple[int, int], dict[str, Histogram]] = {}
+
+    def histograms(self, key: RowKey) -> dict[str, Histogram]:
+        """Return the histograms of a row of metrics.jsonl, {} for a row that has none."""
+        if key.kind != "take":
+            return {}
+        if (key.lineage, key.step) not in self._waiting:
+            for row in self._histograms.rows():
+                self._waiting[row["lineage"], row["step"]] = read(row)
+        return self._waiting.pop((key.lineage, key.step), {})
+
+    def trajectories(self, key: RowKey) -> list[list[Any]]:
+        """Return the turns of the sampled trajectories of a row, by COLUMNS."""
+        path = self._samples / f"step_{key.step:06d}.jsonl"
+        if key.kind != "take" or not path.exists():
+            return []
+        lines = path.read_text(encoding="utf-8").splitlines()
+        rows = [row for line in lines for row in _turns(key.step, json.loads(line))]
+        return rows[:TURNS]
+
+    def gauges(self, last: bool) -> list[dict[str, float]]:
+        """Return the new rows of gauges; `last`: also the one that is not complete yet."""
+        rows = self._gauges.take_in(self._system.rows())
+        return rows + self._gauges.rest() if last else rows
+
+
+def _turns(step: int, sample: dict[str, Any]) -> Iterator[list[Any]]:
+    """Yield a row for each turn of a sample: its label, reward, versions and text by role."""
+    texts: list[dict[str, str]] = [{} for _ in sample["turn_rewards"]]
+    for (role, text), turn in zip(sample["text"], sample["text_turns"], strict=True):
+        if 0 <= turn < len(texts):
+            texts[turn][role] = texts[turn].get(role, "") + text
+    labels = sample["labels"] or [0] * len(texts)
+    for turn, text in enumerate(texts):
+        yield [
+            *(step, sample["trajectory"], sample["task"], sample["actor"]),
+            *(sample["reward"], bool(sample["success"]), turn, sample["turn_rewards"][turn]),
+            *(LABELS[labels[turn]], ", ".join(sample["turn_versions"][turn])),
+            *(_cut(text.get(r, "")) for r in ("PROMPT", "EXPERIENCE", "OBSERVATION", "ACTION")),
+        ]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= CELL_CHARS else f"{text[:CELL_CHARS]}…"
