@@ -131,7 +131,12 @@ def files_of(directory: Path) -> dict[Path, int]:
         ("correction.kind=icepop", "loss.kl_coef=0.1"),
         ("correction.kind=vcpo", "advantage.kind=opob", "loss.boost=0"),
         ("correction.kind=none", "advantage.kind=vtrace"),
-        ("advantage.kind=reinforce", "selection.kind=top_k", "selection.drop_zero=false", "selection.k=2"),
+        (
+            "advantage.kind=reinforce",
+            "selection.kind=top_k",
+            "selection.drop_zero=false",
+            "selection.k=2",
+        ),
         ("policy.lora.rank=2", "buffer.reuse=2", "actors.weight_lag=0"),
     ],
     ids=lambda changes: " ".join(changes) or "recompute",
