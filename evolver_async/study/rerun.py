@@ -172,7 +172,8 @@ def _start(whole: RerunPlan, first: int) -> tuple[Path | None, int]:
         return path, manifest.step
     origin = origin_of(results.path)
     if origin is not None:
-        kept = sorted({manifest.step for _, manifest in found})
+        newest = max(whole.line)
+        kept = sorted({manifest.step for _, manifest in found if manifest.step <= newest})
         later = f"; --steps {kept[0] + 1}..N begins at its first kept checkpoint" if kept else ""
         raise ConfigError(
             f"{results.path}: has no checkpoint at or before step {first + 1}, and its initial"

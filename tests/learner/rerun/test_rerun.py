@@ -41,7 +41,7 @@ stages:
     override: {rollout: {group_size: 1}, learner: {groups_per_step: 16, lr: 1.0e-2}}
   - {kind: rl, steps: 10}
 eval: {every: 5, episodes: 4, final_episodes: 4}
-checkpoint: {every: 6}
+checkpoint: {every: 6, keep: 9}
 launch: {kind: serial}
 """
 STAGES = """
@@ -304,7 +304,10 @@ def test_the_steps_before_the_first_changed_one_are_the_runs_own(
         (["correction.kind=nine"], "correction.kind: must be one of"),
         (["loss.clip=0.1"], "loss.clip: unknown key"),
         (["learner.lr=5e-3"], "learner.lr=5e-3: changes nothing in steps 1 to 22"),
-        (["stages.0.override.loss.boost=0.5", "--steps", "14..20"], "changes nothing in steps 14"),
+        (
+            ["stages.0.override.loss.boost=0.5", "--steps", "14..20"],
+            "stages.0.override.loss.boost=0.5: changes nothing in steps 14 to 20",
+        ),
         (["--out", "somewhere"], "--out: needs changes"),
         (["--steps", "3"], "--steps: must be A..B"),
         (["--steps", "0..3"], "--steps: must be A..B"),
@@ -351,10 +354,11 @@ def test_a_fork_without_its_first_checkpoint_begins_at_a_kept_one(
     base: Finished, tmp_path: Path
 ) -> None:
     shutil.copytree(base.run_dir, tmp_path / "base")
-    settings = ["stages.1.steps=20", f"run.dir={tmp_path}", f"weights.dir={tmp_path}"]
+    settings = ["stages.1.steps=20", "checkpoint.keep=2", "checkpoint.keep_every=6"]
+    settings += [f"run.dir={tmp_path}", f"weights.dir={tmp_path}"]
     config, run_dir = fork(tmp_path / "base", "forked", settings, None)
     assert run_serially(config, run_dir) == 0
-    with pytest.raises(ConfigError, match=r"came from .*base; --steps \d+\.\.N begins at"):
+    with pytest.raises(ConfigError, match=r"came from .*base; --steps 7\.\.N begins at"):
         again(run_dir)
     (line,) = again(run_dir, steps=(9, 10)).lines
     assert line.startswith("bitwise equal: ")
