@@ -28,7 +28,7 @@ def test_a_local_run_with_stale_data_is_repeated_bit_by_bit(tmp_path: Path, caps
     recipe.write_text(RECIPE)
     with launching() as launch:
         run = launch(tmp_path / "run", recipe, f"run.dir={tmp_path}", "run.name=run")
-        run.wait_for_steps(12)
+        run.wait_for_steps(12, deadline_s=300.0)
         code, errors = run.end()
         assert code == 0, f"{errors}; {run.logs()}"
     assert max(load_run(run.run_dir).steps["staleness/max"]) >= 1

@@ -196,7 +196,7 @@ def test_the_first_wanted_step_begins_at_the_checkpoint_before_it(base: Finished
     begin = max(step for step in steps if step < 20)
     assert begin > 0
     (line,) = again(base.run_dir, steps=(20, 21)).lines
-    assert line.startswith(f"bitwise equal: {21 - begin} steps, 0 checkpoints")
+    assert line.startswith(f"bitwise equal: {21 - begin} steps, ")
 
 
 def test_a_changed_metric_is_named(copied: Path) -> None:
