@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         hint = f", did you mean {close[0]}?" if close else ""
         parser.error(f"{first}: unknown command{hint}")
     args, rest = parser.parse_known_args(arguments)
-    takes_changes = args.command in ("train", "study", "doctor", "config")
+    takes_changes = args.command in ("train", "study", "rerun", "doctor", "config")
     changes = [text for text in rest if takes_changes and not text.startswith("-")]
     if changes != rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -84,6 +84,7 @@ def _add_recipes(commands: Commands) -> None:
     command.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # of a study
 
     _add_study(commands)
+    _add_rerun(commands)
 
     _add(commands, "recipes", "recipes:list_recipes", "list the recipes that are shipped")
 
@@ -126,6 +127,19 @@ def _add_study(commands: Commands) -> None:
     command.add_argument("--dry-run", action="store_true", help=about)
     about = "write tables and plots of an existing study again, and start nothing"
     command.add_argument("--summary", action="store_true", help=about)
+
+
+def _add_rerun(commands: Commands) -> None:
+    """Add the command that trains the steps of a run again."""
+    about = "train the steps of a run again on its own data, exactly or with other settings"
+    command = _add(commands, "rerun", "rerunning:rerun", about)
+    _add_run(command)
+    about = "changes like correction.kind=none; without any the result is compared with the run"
+    command.add_argument("positional", nargs="*", metavar="key=value", help=about)
+    about = "first and last step; changes act from A on; default: all complete steps"
+    command.add_argument("--steps", metavar="A..B", help=about)
+    about = "run directory to write, with changes; default: beside RUN_DIR"
+    command.add_argument("--out", type=Path, metavar="DIR", help=about)
 
 
 def _add(

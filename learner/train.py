@@ -32,6 +32,7 @@ from learner.run.checkpoint import Checkpoints
 from learner.run.evaluations import EvaluationTracker, Standstill
 from learner.run.rank_server import Leader
 from learner.schedule import Clock, Stages, next_stage, reopen, stage_over
+from learner.stage_steps import enter_stage, train_take
 from learner.state import NO_EVALUATION, LearnerState
 from learner.step import Updater
 
@@ -79,7 +80,7 @@ class Learner:
         try:
             self.begin()
             while not self.state.finished:
-                self.enter_stage()
+                enter_stage(self.updater, self.stages, self.state)
                 while self.step():
                     pass
             code = self.await_evaluations()
@@ -128,16 +129,6 @@ class Learner:
         self.publisher.wait()
         self.save()
 
-    def enter_stage(self) -> None:
-        """Carry out a stage's beginning once, and make the reference at every start."""
-        index = self.state.stage
-        stage = self.stages(index, self.state.rollbacks)
-        if self.state.entered < index:
-            self.updater.begin_stage(stage, index)
-            self.state.entered = index
-        self.updater.ensure_reference(stage, index)
-        log.info("stage %d: %s", index, self.kind(index))
-
     def kind(self, stage: int) -> str:
         return self.config.stages[stage].kind
 
@@ -147,7 +138,7 @@ class Learner:
         with self.timers("wait"):
             groups = self.sample()
         with self.timers("train"):
-            outcome = self.train(groups)
+            outcome = train_take(self.updater, self.stages, self.state, groups, self.forks)
         take, stage, kind = self.state.take, self.state.stage, self.kind(self.state.stage)
         settings = self.stages(stage, self.state.rollbacks)
         learns, selects = kind == "rl", kind in ("rl", "dpo")  # those can filter all groups
@@ -189,17 +180,6 @@ class Learner:
             with self.timers("checkpoint"):
                 self.save()
         return not over
-
-    def train(self, groups: list[Group]) -> StepResult:
-        """Train one step of the current stage's kind."""
-        state, steps = self.state, self.config.stages[self.state.stage].steps
-        stage = self.stages(state.stage, state.rollbacks)
-        match self.kind(state.stage):
-            case "rl":
-                return self.updater.rl(stage, groups, state, self.forks, steps)
-            case "dpo":
-                return self.updater.dpo(stage, groups, state, self.forks, steps)
-        return self.updater.sft(stage, groups, state, steps)
 
     def roll_back(self, stage: Config, alarmed: LearnerState, alarms: list[Alarm]) -> None:
         """Continue from before the alarms with the changes of `safety`, or raise TrainingError.

@@ -12,6 +12,7 @@ from evolver_async.config.load import load, stage_config
 from evolver_async.config.paths import check_name
 from evolver_async.launch.creation import create
 from evolver_async.launch.resumption import check_continues
+from evolver_async.launch.run_directory import record_origin
 
 # Keys of the policy; the others shape the weights of the checkpoint.
 MAY_CHANGE = ("path", "max_length")
@@ -47,6 +48,7 @@ def fork(
     def fill(made: Path) -> None:
         if own_policy:
             shutil.copytree(run_dir / "policy", made / "policy")
+        record_origin(made, kind="fork", run=str(run_dir), step=manifest.step)
         if (run_dir / "experience").is_dir():
             shutil.copytree(run_dir / "experience", made / "experience")
         first = history.copy(chosen, manifest.files, made / "checkpoints", made.name, _start_anew)

@@ -32,6 +32,7 @@ ROLES = PROCESSES | {
     "export": "learner.tools.export:export",  # (run_dir, out, step) -> one line
     "manual": "actors.export_manual:write_manual",  # (config of a stage, directory) -> None
     "purge": "actors.experience.service:purge_files",  # (config, run_dir, source) -> entries
+    "rerun": "learner.rerun.main:rerun",  # (plan, progress) -> exit code and lines
     "serial_actor": "actors.main:build",
     "serial_experience": "actors.experience.service:build",
     "serial_learner": "learner.main:build",

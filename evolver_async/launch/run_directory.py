@@ -4,7 +4,8 @@
 `exact.json` the success of the optimal and of the random policy, `run.json` the address of a
 running job; `lock` is held while a launcher runs. `PAUSED` exists while the learner must take no
 groups, `ACTORS` holds the number of actors that `scale` asked for, `.creating` exists until the
-directory is complete (see `creation.py`).
+directory is complete (see `creation.py`). `origin.json` names the run that a fork or a rerun began
+from.
 """
 
 import fcntl
@@ -13,6 +14,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from evolver_async.config import ConfigError
 
@@ -20,6 +22,7 @@ EXACT = "exact.json"
 PAUSED = "PAUSED"
 ACTORS = "ACTORS"
 CREATING = ".creating"
+ORIGIN = "origin.json"
 LOCK = "lock"
 
 
@@ -53,7 +56,26 @@ def address_of(run_dir: Path) -> str:
     try:
         return json.loads((run_dir / "run.json").read_text())["address"]
     except FileNotFoundError:
+        origin = origin_of(run_dir)
+        if origin is not None and origin["kind"] == "rerun":
+            raise ConfigError(
+                f"{run_dir}: was trained by rerun, without a buffer that could answer;"
+                f" its steps: evolver-async watch --once {run_dir}"
+            ) from None
         raise ConfigError(f"{run_dir}: has no run.json: it was never launched") from None
+
+
+def record_origin(run_dir: Path, **facts: object) -> None:
+    """Record the run that this one began from: `kind` fork or rerun, its path, and more."""
+    (run_dir / ORIGIN).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+
+def origin_of(run_dir: Path) -> dict[str, Any] | None:
+    """Return the record of the run that this one began from, None if it began by itself."""
+    try:
+        return json.loads((run_dir / ORIGIN).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
 
 
 def pause(run_dir: Path, reason: str) -> None:

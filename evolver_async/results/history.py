@@ -79,10 +79,15 @@ class GroupHistory:
 
 
 class RunHistory:
-    """Groups of a run by number, its forks, and the starts of its learner."""
+    """Groups of a run by number, its takes and forks, and the starts of its learner.
+
+    `line`: the takes that led to the present weights, by number; those of abandoned lineages are
+    not among them.
+    """
 
     def __init__(self) -> None:
         self.groups: dict[int, GroupHistory] = {}
+        self.line: dict[int, Take] = {}
         self.forks: dict[int, Fork] = {}
         self.starts: list[records.LineageStarted] = []
         self._takes: dict[int, Take] = {}
@@ -126,6 +131,7 @@ class RunHistory:
         self._begun = True
         at = record.position
         self.forks, self._takes = dict(at.forks), dict(at.takes)
+        self.line = {n: taken for n, taken in at.takes.items() if n < at.next_take}
         self._stage, self._lineage, self._head = at.stage, at.lineage, at.head
         for held in at.groups.values():
             group = GroupHistory(held.group_id, held.task, held.kind, held.stage, held.members)
@@ -165,9 +171,8 @@ class RunHistory:
         taken = self._takes.get(record.take)
         head = (taken.head if taken is not None else None) or self._head
         version = taken.version if taken is not None else None
-        self._takes[record.take] = Take(
-            self._lineage, record.stage, record.groups, head, version=version
-        )
+        now = Take(self._lineage, record.stage, record.groups, head, version=version)
+        self._takes[record.take] = self.line[record.take] = now
         for group_id in record.groups:
             if group := self.groups.get(group_id):
                 group.uses.append(GroupUse(record.take, self._lineage, head))
@@ -198,6 +203,7 @@ class RunHistory:
     @_apply.register
     def _resume(self, record: records.LineageStarted) -> None:
         self.starts.append(record)
+        self.line = {n: taken for n, taken in self.line.items() if n < record.take}
         for number, taken in self._takes.items():
             if number < record.take and not taken.reported:
                 taken.reported = True

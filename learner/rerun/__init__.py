@@ -1,0 +1,1 @@
+"""Training once more on the recorded takes of a run, without buffer and actors."""

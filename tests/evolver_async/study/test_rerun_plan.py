@@ -1,0 +1,71 @@
+"""A rerun is planned only if the journal holds every group that it would train."""
+
+from pathlib import Path
+
+import pytest
+from reported_runs import SEGMENT_BYTES, MadeRun
+
+from evolver_async.config import Config, ConfigError
+from evolver_async.config.rerun_changes import changed_keys
+from evolver_async.protocol.messages import Kept
+from evolver_async.results.run import load_run
+from evolver_async.study.rerun import plan
+
+
+def test_data_that_is_gone_is_named_with_the_way_to_keep_it(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / "run", segment_bytes=SEGMENT_BYTES)
+    for _ in range(12):
+        run.step("left", "right", "up")
+        run.world.ask("learner", Kept(take=run.takes))
+    run.close()
+    with pytest.raises(ConfigError, match=r"step 1: its take is no longer .*archive=all keeps"):
+        plan(load_run(run.run_dir), [])
+
+
+def test_the_first_missing_group_is_named(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / "run", segment_bytes=SEGMENT_BYTES)
+    taken = [run.step("left", "right", "up") for _ in range(6)]
+    run.close()
+    (run.run_dir / "journal" / "00000001.log").unlink()
+    results = load_run(run.run_dir)
+    assert 0 in results.history.line, "the next segment's snapshot tells of the take"
+    with pytest.raises(ConfigError, match=rf"step 1: group {taken[0][0]} is no longer"):
+        plan(results, [])
+
+
+def test_takes_are_those_of_the_line_that_counts_in_their_order(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / "run")
+    takes = [run.step() for _ in range(3)]
+    run.go_back(1)
+    assert run.train() == takes[1]
+    run.close()
+    made = plan(load_run(run.run_dir), [])
+    assert (made.begin, made.last, made.start) == (0, 1, None)
+    assert [taken.groups for taken in made.line.values()] == takes[:2]
+    assert [taken.lineage for taken in made.line.values()] == [1, 2]
+    groups = made.takes.groups(1)
+    assert [group.group_id for group in groups] == takes[1]
+    assert [group.use for group in groups] == [0, 0], "the abandoned use does not count"
+    head = groups[0].head
+    assert head is not None and (head.lineage, head.step) == (1, 1), "lags are those of then"
+    assert made.takes.trained(1) == set(takes[1])
+
+
+def test_a_run_without_a_complete_step_has_nothing_to_rerun(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / "run")
+    run.group(["left"])
+    run.close()
+    with pytest.raises(ConfigError, match="tells of no complete step"):
+        plan(load_run(run.run_dir), [])
+
+
+def test_changed_keys_are_named_in_full() -> None:
+    after = Config()
+    after.learner.lr = 0.5
+    after.env.params = {"size": 9}
+    after.stages[0].override = {"loss": {"boost": 0.1}}
+    assert changed_keys(Config(), after) == {
+        "learner.lr": 0.5,
+        "env.params.size": 9,
+        "stages.0.override.loss.boost": 0.1,
+    }
