@@ -164,7 +164,8 @@ class BufferService:
             case messages.Counters():
                 if problem := self.activity.store_counters(peer, request.values):
                     return [messages.Reject(reason=problem)]
-                self.failures.take_in(peer, request.failures, now)
+                if failed := self.failures.take_in(peer, request.failures, now):
+                    self.activity.peers[peer].failed = (failed, now)
                 return [messages.Ok()]
             case _:
                 return [messages.Reject(reason=f"the buffer answers no {request.kind}")]
