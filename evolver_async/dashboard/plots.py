@@ -13,7 +13,7 @@ DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits by column an
 DOTS_X, DOTS_Y = 2, 4  # dots of one cell
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 MARGIN = 8  # cells left of the plot: a label and the axis
-AXIS_STYLE = "bright_black"
+AXIS_STYLE = "grey62"
 EMPTY = "no values yet"
 
 
@@ -125,9 +125,7 @@ def _joined(dot_x_N: Array, dot_y_N: Array) -> list[tuple[int, int]]:
     return dots
 
 
-def _row(
-    bits: Array, row: int, styles: dict[tuple[int, int], str], label: float | None
-) -> Text:
+def _row(bits: Array, row: int, styles: dict[tuple[int, int], str], label: float | None) -> Text:
     """Return one row: its label, the axis and the cells, in runs of one style."""
     text = "" if label is None else number(label)
     drawn = Text(f"{text:>{MARGIN - 1}}{'│' if label is None else '┤'}", style=AXIS_STYLE)
