@@ -31,7 +31,8 @@ def actors(snapshot: RunSnapshot, width: int) -> list[Text]:
         text += f", {status['actors_not_shown']} not shown"
     rate = sum(actor["tokens_per_s"] for actor in found.values())
     head = f"actors: {text or 'none yet'}; {rate:,.0f} tokens/s; head {status['head'] or 'none'}"
-    lines = [title(head, width)]
+    lines = wrapped(snapshot.silence, width, "yellow") if snapshot.silence else []
+    lines.append(title(head, width))
     names = ["actor", "state", "weights", "tokens/s", "heard", "last error"]
     if width >= WIDE:
         names = ["actor", "state", "weights", "tokens/s", "traj/s", "leases", "heard", "last error"]

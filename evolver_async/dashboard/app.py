@@ -166,11 +166,12 @@ class RunDashboard(App[None]):
         foot = Text(no_wrap=True, overflow="ellipsis")
         foot.append(" ? keys  q quit  ", "bold")
         foot.append(state, f"bold {STATES.get(state, 'red')}")
+        if snapshot.live and snapshot.silence:
+            foot.append(f"  {snapshot.silence}", "yellow")
+            return foot
         foot.append(f" {plain(snapshot.name)}")
         window, axis = self.options.window, AXES[self.options.axis]
         foot.append(f"  s: {f'mean of {window}' if window > 1 else 'each step'}  t: over {axis}")
-        if snapshot.live and snapshot.silence:
-            foot.append(f"  {snapshot.silence}", "yellow")
-        elif snapshot.end.reason and not snapshot.live:
+        if snapshot.end.reason and not snapshot.live:
             foot.append(f"  {plain(snapshot.end.reason)}", "red")
         return foot

@@ -49,7 +49,8 @@ def number(value: float) -> str:
         return str(int(value))
     if 1e-3 <= abs(value) < 1e5:
         return f"{value:.{max(0, 3 - max(0, int(math.log10(abs(value)))))}f}"
-    return f"{value:.1e}"
+    text = f"{value:.1e}"
+    return text if len(text) <= 7 else f"{value:.0e}"
 
 
 def curve(

@@ -36,7 +36,8 @@ def stock(snapshot: RunSnapshot, options: PlotOptions, width: int, height: int) 
         text = "groups at the end, from the journal"
     else:
         return _unknown(snapshot, width)
-    lines = [title(text, width), *_occupancy(groups, width)]
+    lines = wrapped(snapshot.silence, width, "yellow") if snapshot.live and snapshot.silence else []
+    lines += [title(text, width), *_occupancy(groups, width)]
     for unit in UNITS if width >= WIDE else UNITS[:1]:
         lines += [title(f"ledger, in {unit}", width), *_ledger(ledger, unit, width)]
     half = width // 2
