@@ -13,7 +13,7 @@ from textual.widgets import Static
 
 from evolver_async.buffer.monitor.failures import plain
 from evolver_async.dashboard.actors import actors
-from evolver_async.dashboard.feed import RunFeed
+from evolver_async.dashboard.feed import RunFeed, RunSnapshot
 from evolver_async.dashboard.happenings import happenings
 from evolver_async.dashboard.overview import AXES, PlotOptions, overview
 from evolver_async.dashboard.staleness import staleness
@@ -25,10 +25,10 @@ WINDOWS = (1, 10, 50)  # steps in a mean
 STATES = {"running": "green", "finished": "cyan", "stopped": "yellow"}
 KEYS = """\
 1 … 5        overview, staleness, actors, buffer, events
-← →          the view before, the next view
-s            curves: each step, mean of the last 10 steps, of the last 50
+← →          the previous view, the next view
+s            curves of each step, or of means of 10 or 50 steps
 t            curves over steps or over training time
-↑ ↓ PgUp PgDn  scroll
+↑ ↓          scroll, also PgUp and PgDn
 ?            these keys
 q            quit; the run goes on
 
@@ -163,15 +163,21 @@ class RunDashboard(App[None]):
     def _foot(self) -> Text:
         snapshot = self.feed.snapshot
         state = "paused" if snapshot.live and snapshot.paused else snapshot.end.state
-        foot = Text(no_wrap=True, overflow="ellipsis")
+        foot = self._state(snapshot)
+        foot.truncate(self.size.width, overflow="ellipsis")
+        return foot
+
+    def _state(self, snapshot: RunSnapshot) -> Text:
+        """Return the state of the run, and the choices by keys or why the buffer is silent."""
+        foot = Text()
         foot.append(" ? keys  q quit  ", "bold")
         foot.append(state, f"bold {STATES.get(state, 'red')}")
         if snapshot.live and snapshot.silence:
             foot.append(f"  {snapshot.silence}", "yellow")
             return foot
-        foot.append(f" {plain(snapshot.name)}")
         window, axis = self.options.window, AXES[self.options.axis]
         foot.append(f"  s: {f'mean of {window}' if window > 1 else 'each step'}  t: over {axis}")
+        foot.append(f"  {plain(snapshot.name)}")
         if snapshot.end.reason and not snapshot.live:
             foot.append(f"  {plain(snapshot.end.reason)}", "red")
         return foot

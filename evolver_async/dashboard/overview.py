@@ -77,7 +77,10 @@ def charts(
 
 def headline(snapshot: RunSnapshot, width: int) -> list[Text]:
     """Return the numbers of the newest step and of the last evaluation."""
-    cells = [one for one in snapshot.cells if snapshot.live or one[0] != "eta"]
+    left_out = {"groups/s"} if width < 100 else set()
+    if not snapshot.live:
+        left_out.add("eta")
+    cells = [one for one in snapshot.cells if one[0] not in left_out]
     if not cells:
         cells = [("waiting", "for the first step") if snapshot.live else ("steps", "none")]
     evaluations = snapshot.evaluations

@@ -171,7 +171,7 @@ class StatusReport:
             },
         }
 
-    def _ledger(self) -> dict[str, object]:
+    def _ledger(self) -> dict[str, Any]:
         return ledger_amounts(self.state) | self._generated()
 
     def counters(self, now: float) -> dict[str, float]:

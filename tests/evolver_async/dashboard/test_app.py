@@ -106,7 +106,9 @@ async def test_every_view_shows_a_finished_run(made: MadeRun, size: tuple[int, i
     end(made.run_dir, 0)
     app = RunDashboard(RunFeed(made.run_dir, made.config))
     async with app.run_test(size=size) as pilot:
-        text = await shown(pilot, "? keys  q quit  finished run", "success 0.500", "loss 0.1")
+        text = await shown(
+            pilot, "? keys  q quit  finished  s: each step", "success 0.500", "loss 0.1"
+        )
         assert "─ reward" in text and "\nstep 2/1 rl" in text and "eta " not in text
         await pilot.press("2")
         await shown(pilot, "no step has trained sampled tokens yet")
@@ -131,7 +133,7 @@ async def test_a_live_run_is_followed(made: MadeRun, size: tuple[int, int]) -> N
     with locked(made.run_dir):
         app = RunDashboard(RunFeed(made.run_dir, made.config, asking(made)))
         async with app.run_test(size=size) as pilot:
-            await shown(pilot, "running run", "step 4", "staleness 1.5")
+            await shown(pilot, "running  s: each step", "step 4", "staleness 1.5")
             write_rows(made.run_dir, 1, first=5)
             await shown(pilot, "step 5")
             await pilot.press("2")
@@ -144,9 +146,11 @@ async def test_a_live_run_is_followed(made: MadeRun, size: tuple[int, int]) -> N
             await pilot.press("5")
             await shown(pilot, "learner waits", "agent my:play, 7 times", "fire now: entropy_low")
             pause(made.run_dir, "alarm of the test")
-            await shown(pilot, "paused run", "paused: alarm of the test")
+            await shown(pilot, "paused  s: each step", "paused: alarm of the test")
             end(made.run_dir, 3, "the policy fell apart")
-            await shown(pilot, "failed run", "failed with exit code 3: the policy fell apart")
+            await shown(
+                pilot, "failed  s: each step", "failed with exit code 3: the policy fell apart"
+            )
     made.close()
 
 
@@ -240,7 +244,7 @@ async def test_keys_switch_views_means_and_axes(made: MadeRun) -> None:
         await pilot.press("right", "right")
         assert VIEWS[app.chosen] == "staleness"
         await pilot.press("question_mark")
-        await shown(pilot, "quit; the run goes on", "mean of the last 10 steps")
+        await shown(pilot, "quit; the run goes on", "means of 10 or 50 steps")
         await pilot.press("escape")
         assert len(app.screen_stack) == 1
         await pilot.press("q")
