@@ -162,13 +162,13 @@ class RunDashboard(App[None]):
 
     def _foot(self) -> Text:
         snapshot = self.feed.snapshot
-        state = "paused" if snapshot.live and snapshot.paused else snapshot.end.state
-        foot = self._state(snapshot)
+        foot = self._state_line(snapshot)
         foot.truncate(self.size.width, overflow="ellipsis")
         return foot
 
-    def _state(self, snapshot: RunSnapshot) -> Text:
+    def _state_line(self, snapshot: RunSnapshot) -> Text:
         """Return the state of the run, and the choices by keys or why the buffer is silent."""
+        state = "paused" if snapshot.live and snapshot.paused else snapshot.end.state
         foot = Text()
         foot.append(" ? keys  q quit  ", "bold")
         foot.append(state, f"bold {STATES.get(state, 'red')}")

@@ -217,6 +217,20 @@ async def test_a_serial_run_says_why_it_has_no_status(tmp_path: Path) -> None:
 
 
 @in_loop
+async def test_a_long_reason_is_cut_in_the_last_line_and_whole_in_the_events(
+    made: MadeRun,
+) -> None:
+    made.close()
+    reason = " ".join(f"word{number}" for number in range(40))
+    end(made.run_dir, 1, reason)
+    app = RunDashboard(RunFeed(made.run_dir, made.config))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await shown(pilot, "failed  s: each step  t: over step  run  word0", "…")
+        await pilot.press("5")
+        await shown(pilot, "failed with exit code 1: word0", "word39")
+
+
+@in_loop
 async def test_a_huge_run_is_drawn_as_quickly_as_a_small_one(tmp_path: Path) -> None:
     config = Config()
     dump(config, tmp_path / "config.yaml")
