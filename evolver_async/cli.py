@@ -261,7 +261,10 @@ def _add_views(commands: Commands) -> None:
 
     command = _add(commands, "watch", "viewing:watch_run", "show the progress of a run")
     _add_run(command)
-    command.add_argument("--once", action="store_true", help="print the present state and exit")
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("--once", action="store_true", help="print the present state and exit")
+    about = "show the panel of `train`, or lines if there is no terminal, not the full screen"
+    form.add_argument("--plain", action="store_true", help=about)
 
     about = "show the buffer's groups, actors, waiting processes and failures"
     command = _add(commands, "status", "viewing:status", about)

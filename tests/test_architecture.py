@@ -28,7 +28,7 @@ FLOORS = (
     ("launch",),
     ("watch", "doctor"),
     ("results",),
-    ("study", "report"),
+    ("study", "report", "dashboard"),
     ("commands",),
     ("library", "cli"),
 )
@@ -62,6 +62,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "prometheus_client": ("evolver_async.watch.prometheus",),
     "matplotlib": ("evolver_async.study.plots",),
     "scipy": ("evolver_async.study.statistics",),
+    "textual": ("evolver_async.dashboard.app",),
     "bokeh": ("evolver_async.report.plots",),
     "omegaconf": ("evolver_async.config",),
     "msgpack": ("evolver_async.protocol.bounded",),

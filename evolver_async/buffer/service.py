@@ -169,7 +169,8 @@ class BufferService:
             case messages.Counters():
                 if problem := self.activity.store_counters(peer, request.values):
                     return [messages.Reject(reason=problem)]
-                self.failures.take_in(peer, request.failures, now)
+                if failed := self.failures.take_in(peer, request.failures, now):
+                    self.activity.peers[peer].failed = (failed, now)
                 self._record_gauges(peer, request.gauges, now)
                 return [messages.Ok()]
             case _:

@@ -19,10 +19,18 @@ from evolver_async.watch.status import ask, status_lines
 
 
 def watch_run(args: argparse.Namespace) -> int:
-    """Show a run until interrupted."""
+    """Show a run until interrupted: on the full screen of a terminal, else as text."""
     run_dir = run_directory(args.run_dir)
-    watch(run_dir, load(run_dir / "config.yaml"), follow=not args.once)
-    return 0
+    config = load(run_dir / "config.yaml")
+    if args.once or args.plain or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        watch(run_dir, config, follow=not args.once)
+        return 0
+    from evolver_async.dashboard.app import RunDashboard
+    from evolver_async.dashboard.feed import RunFeed
+
+    app = RunDashboard(RunFeed(run_dir, config))
+    app.run()
+    return app.return_code or 0
 
 
 def status(args: argparse.Namespace) -> int:

@@ -76,9 +76,8 @@ def _show(
     `embedded`: the display is part of a launch and prints no rows of earlier ones.
     """
     tail = Tail(run_dir / "metrics.jsonl")
-    exact_file = run_dir / EXACT
-    exact = json.loads(exact_file.read_text()) if exact_file.exists() else None
-    view = View(run_dir.name, _steps(config), exact)
+    exact = exact_values(run_dir)
+    view = View(run_dir.name, steps_of(config), exact)
     if embedded:
         for row in current_rows(tail.rows()):
             view.feed(row)
@@ -129,7 +128,13 @@ def _print(lines: list[str], live: Live | None, stream: TextIO | None = None) ->
             print(line, file=stream, flush=True)
 
 
-def _steps(config: Config) -> int:
+def exact_values(run_dir: Path) -> dict[str, float] | None:
+    """Read the success of the random and of the optimal policy; None if it is unknown."""
+    path = run_dir / EXACT
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def steps_of(config: Config) -> int:
     """Sum the steps of all stages; 0 if a stage has only another limit."""
     steps = [stage.steps for stage in config.stages]
     return sum(steps) if all(steps) else 0

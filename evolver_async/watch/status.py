@@ -50,7 +50,8 @@ def status_lines(status: dict[str, Any]) -> list[str]:
     ]
     for name, actor in status["actors"].items():
         lines.append(
-            f"{name}: {actor['trajectories_per_s']:.2f} trajectories/s,"
+            f"{name}: {actor['state']}, weights {actor['weights'] or 'none'},"
+            f" {actor['trajectories_per_s']:.2f} trajectories/s,"
             f" {actor['tokens_per_s']:.0f} tokens/s, {actor['leases']} leases,"
             f" last contact {actor['seen_s_ago']:.0f} s ago"
         )

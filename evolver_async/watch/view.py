@@ -85,7 +85,7 @@ class View:
 
     def line(self) -> str:
         """Format the newest step as one line."""
-        return "  ".join(f"{name} {value}" for name, value in self._cells())
+        return "  ".join(f"{name} {value}" for name, value in self.cells())
 
     def feed_status(self, status: dict[str, Any]) -> None:
         """Add the longest stall and the waiting processes of the buffer's STATUS."""
@@ -112,7 +112,7 @@ class View:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim")
         grid.add_column()
-        for name, value in self._cells() or [("waiting", "for the first step")]:
+        for name, value in self.cells() or [("waiting", "for the first step")]:
             grid.add_row(name, value)
         if self.evals:
             spark = "".join(BARS[round(v * (len(BARS) - 1))] for v in self.evals[-SPARKS:])
@@ -129,7 +129,7 @@ class View:
             grid.add_row("", text)
         return Panel(grid, title=self.name, border_style="cyan", expand=False)
 
-    def _cells(self) -> list[tuple[str, str]]:
+    def cells(self) -> list[tuple[str, str]]:
         """Format the newest step as names and texts, without the values that the row lacks."""
         if not self.row:
             return []
@@ -153,10 +153,10 @@ class View:
         if self.stalls:
             longest_s = self.row["supervision/longest_s"]
             cells.append(("stalled", f"{self.stalls} (longest {longest_s:.0f} s)"))
-        cells.append(("time", _clock(self.row["time_s"])))
+        cells.append(("time", clock(self.row["time_s"])))
         eta_s = self._eta_s()
         if eta_s is not None:
-            cells.append(("eta", _clock(eta_s)))
+            cells.append(("eta", clock(eta_s)))
         return cells
 
     def _eta_s(self) -> float | None:
@@ -200,7 +200,8 @@ def _number(value: float | None) -> str:
     return f"{value:.3f}" if abs(value) < 100 else f"{value:,.0f}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Format a duration as h:mm:ss or m:ss."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

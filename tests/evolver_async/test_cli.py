@@ -409,6 +409,12 @@ def test_watch_shows_what_a_run_wrote(run_dir: Path, capsys: pytest.CaptureFixtu
     assert "step 1/5" in out and "eval success 0.500 over 8 episodes" in out
 
 
+def test_watch_prints_once_or_goes_on_as_text(run_dir: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["watch", "--once", "--plain", str(run_dir)])
+    assert ended.value.code == 2
+
+
 @pytest.mark.parametrize("arguments", [["train", "--fast"], ["status", "a", "b=c"], []])
 def test_unknown_arguments_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:

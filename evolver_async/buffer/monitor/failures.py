@@ -37,8 +37,12 @@ class Failures:
         """Reset the totals of this name: a new process counts from 0."""
         self._reported = {key: count for key, count in self._reported.items() if key[0] != actor}
 
-    def take_in(self, actor: str, totals: list[FailureTotal], now: float) -> None:
-        """Add the increase of a process's totals over those it reported before."""
+    def take_in(self, actor: str, totals: list[FailureTotal], now: float) -> str:
+        """Add the increase of a process's totals over those it reported before.
+
+        Return the last failure among those that increased, "" if none did.
+        """
+        last = ""
         for total in totals:
             name = plain(total.name)
             source = (actor, total.kind, name)
@@ -50,6 +54,7 @@ class Failures:
             if len(self._reported) > MOST_REPORTED:
                 del self._reported[next(iter(self._reported))]
             self._counts[total.kind] = self._counts.get(total.kind, 0) + more
+            last = f"{total.kind.replace('_', ' ')} {name}: {plain(total.error)}"
             before = self.kept.pop((total.kind, name), None)
             summed = FailureTotal(
                 kind=total.kind,
@@ -60,6 +65,7 @@ class Failures:
             self.kept[total.kind, name] = FailureEntry(summed, actor, now)
             if len(self.kept) > MOST_KEPT:
                 del self.kept[next(iter(self.kept))]
+        return last
 
     def lose(self, episodes: int, now: float) -> None:
         """Count failed episodes of a ticket."""

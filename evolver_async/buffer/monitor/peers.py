@@ -23,6 +23,7 @@ class Peer(msgspec.Struct):
     the last report of the present one, None before the first. `left`: it has announced its end.
     `doing`: the activity that held up its slowest ticket, and the time of that report.
     `behind_since`: the time since which its `weights` have been too old and the same.
+    `failed`: the last failure that it reported, and the time of that report.
     """
 
     first: float
@@ -35,6 +36,7 @@ class Peer(msgspec.Struct):
     doing: tuple[str, float] | None = None
     weights: WeightId | None = None
     behind_since: float | None = None
+    failed: tuple[str, float] | None = None
     counters: dict[str, float] = {}  # its last report, by metric name
     host: str = ""
     gauges_due: float = 0.0  # time from which its next gauges are recorded

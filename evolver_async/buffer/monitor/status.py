@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,21 @@ from evolver_async.buffer.state.machine import BufferState
 SHOWN = 32  # groups, evaluations and environments
 PEERS_SHOWN = 256  # also stalls and quarantined tasks; the newest heard
 TEXT_CHARS = 500
+
+
+def ledger_amounts(state: BufferState) -> dict[str, Any]:
+    """Amounts by kind: received, held, ended; and counts of refused trajectories."""
+    ledger = state.ledger
+    amounts = {
+        "received": ledger.received,
+        "held": state.held(),
+        **{
+            fate: {kind: fates[fate] for kind, fates in ledger.closed.items() if fate in fates}
+            for fate in CLOSED
+        },
+        "refused": ledger.refused,
+    }
+    return msgspec.to_builtins(amounts)
 
 
 @dataclass
@@ -155,19 +171,8 @@ class StatusReport:
             },
         }
 
-    def _ledger(self) -> dict[str, object]:
-        """Amounts by kind: received, held, ended; and counts of refused trajectories."""
-        ledger = self.state.ledger
-        amounts = {
-            "received": ledger.received,
-            "held": self.state.held(),
-            **{
-                fate: {kind: fates[fate] for kind, fates in ledger.closed.items() if fate in fates}
-                for fate in CLOSED
-            },
-            "refused": ledger.refused,
-        }
-        return msgspec.to_builtins(amounts) | self._generated()
+    def _ledger(self) -> dict[str, Any]:
+        return ledger_amounts(self.state) | self._generated()
 
     def counters(self, now: float) -> dict[str, float]:
         """The metrics that go to the learner with every reply to DONE.
@@ -233,11 +238,35 @@ class StatusReport:
         by_state = self.state.replay.by_state
         return ", ".join(f"{len(by_state[state])} {state}" for state in ("open", "taken", "ready"))
 
-    def _peer(self, name: str, leases: int, now: float) -> dict[str, float]:
-        trajectories, tokens = self.activity.peers[name].rates(now)
+    def _peer(self, name: str, leases: int, now: float) -> dict[str, object]:
+        peer = self.activity.peers[name]
+        trajectories, tokens = peer.rates(now)
+        error, error_at = peer.failed or ("", now)
         return {
+            "state": self._peer_state(name, leases, now),
+            "weights": str(peer.weights) if peer.weights else None,
             "trajectories_per_s": trajectories,
             "tokens_per_s": tokens,
-            "seen_s_ago": now - self.activity.peers[name].seen,
+            "seen_s_ago": now - peer.seen,
             "leases": leases,
+            "doing": peer.doing[0][:TEXT_CHARS] if peer.doing and leases else "",
+            "error": error[:TEXT_CHARS],
+            "error_s_ago": now - error_at,
         }
+
+    def _peer_state(self, name: str, leases: int, now: float) -> str:
+        """The state of an actor: left, silent, behind, working, waiting or idle.
+
+        silent: not heard for longer than a lease lasts. behind: it plays nothing since its weights
+        are too old.
+        """
+        peer = self.activity.peers[name]
+        if peer.left:
+            return "left"
+        if now - peer.seen > self.lease_s:
+            return "silent"
+        if leases:
+            return "working"
+        if peer.behind_since is not None:
+            return "behind"
+        return "waiting" if "lease" in peer.waits else "idle"

@@ -1,6 +1,7 @@
 """The promises of the buffer towards actors and learner, each request of the wire, and restarts."""
 
 import os
+from typing import Any
 
 import msgspec
 import pytest
@@ -622,6 +623,29 @@ def test_status_in_short_says_what_fails(world):
     assert "agent my:play failed 7 times, last: KeyError: 'map'" in status_lines(reply.status)
 
 
+def test_status_tells_the_state_and_the_last_error_of_every_actor(world):
+    def actor(name: str) -> dict[str, Any]:
+        reply = world.one("you", messages.StatusRequest())
+        assert isinstance(reply, messages.StatusReply)
+        return reply.status["actors"][name]
+
+    while world.lease(peer="actor-0"):
+        pass
+    assert (actor("actor-0")["state"], actor("actor-0")["weights"]) == ("working", "1.0")
+    assert not world.lease(peer="actor-1")
+    assert actor("actor-1")["state"] == "waiting" and actor("actor-1")["error"] == ""
+    for count, error in ((1, "first"), (1, "first"), (3, "a\x1b[31mthird")):
+        failed = FailureTotal(kind="agent_call", name="my:play", error=error, count=count)
+        world.one("actor-1", messages.Counters(values={}, failures=[failed]))
+        world.pass_time(1.0)
+    assert actor("actor-1")["error"] == "agent call my:play: a?[31mthird"
+    assert actor("actor-1")["error_s_ago"] == 1.0
+    world.one("actor-1", messages.Lease(credit=0))
+    assert actor("actor-1")["state"] == "left"
+    world.pass_time(11.0)
+    assert actor("actor-0")["state"] == "silent"
+
+
 def test_status_shows_rates_leases_and_who_waits_for_what(world):
     (ticket,) = world.lease()
     world.pass_time(2.0)
@@ -636,15 +660,20 @@ def test_status_shows_rates_leases_and_who_waits_for_what(world):
     for part in (
         "groups: 1 open",
         "1 received",
-        "actor-0: 0.25 trajectories/s",
+        "actor-0: working, weights 1.0, 0.25 trajectories/s",
         "learner waits 2 s",
     ):
         assert part in said
     assert status["actors"]["actor-0"] == {
+        "state": "working",
+        "weights": "1.0",
         "trajectories_per_s": 0.25,
         "tokens_per_s": 0.75,
         "seen_s_ago": 2.0,
         "leases": 1,
+        "doing": "",
+        "error": "",
+        "error_s_ago": 0.0,
     }
     assert status["waiting"]["learner"]["sample"]["for_s"] == 2.0
     assert status["open"] == ["group 0: members [1] from actor-0 for 4.0 s"]

@@ -1,0 +1,136 @@
+"""View of the learning: numbers of the newest step, and curves. Pure."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.text import Text
+
+from evolver_async.dashboard.feed import RunSnapshot
+from evolver_async.dashboard.lines import DIM, beside, title
+from evolver_async.dashboard.plots import PlotLine, curve, number, trailing_mean
+from evolver_async.results.table import MetricTable
+from evolver_async.schema import Array
+from evolver_async.watch.view import clock
+
+LEAST_WIDTH, LEAST_HEIGHT = 38, 8  # of one curve, its title included
+RAW, SMOOTH, EVALUATED = "cyan", "bright_cyan", "bright_green"
+AXES = {"step": "step", "time_s": "time"}
+
+
+@dataclass(frozen=True)
+class PlotOptions:
+    """Choices by keys: steps in a mean (1: none), and the column of the x axis."""
+
+    window: int = 1
+    axis: str = "step"
+
+    def x_label(self, value: float) -> str:
+        return clock(value) if self.axis == "time_s" else number(value)
+
+
+@dataclass(frozen=True)
+class CurveChoice:
+    """A curve of a column of the steps, and of one of the evaluations; `within` as in `curve`."""
+
+    title: str
+    column: str
+    evaluated: str = ""
+    within: tuple[float, float] | None = None
+
+
+CURVES = (
+    CurveChoice("success", "train/success", "eval/success", (0.0, 1.0)),
+    CurveChoice("reward", "train/reward_mean", "eval/reward_mean"),
+    CurveChoice("loss", "loss/policy"),
+    CurveChoice("staleness", "staleness/mean", within=(0.0, 1.0)),
+    CurveChoice("entropy", "loss/entropy"),
+    CurveChoice("trained tokens/s", "throughput/tokens_per_s", within=(0.0, 1.0)),
+)
+
+
+def overview(snapshot: RunSnapshot, options: PlotOptions, width: int, height: int) -> list[Text]:
+    """Return the newest step's numbers, and as many curves as fit."""
+    lines = headline(snapshot, width)
+    room = max(LEAST_HEIGHT, height - len(lines))
+    return lines + charts(snapshot, CURVES, options, width, room)
+
+
+def charts(
+    snapshot: RunSnapshot,
+    choices: Sequence[CurveChoice],
+    options: PlotOptions,
+    width: int,
+    height: int,
+) -> list[Text]:
+    """Return the first curves in rows of up to three, as many as fit; none if no row fits."""
+    across = max(1, min(3, width // LEAST_WIDTH))
+    down = min(-(-len(choices) // across), height // LEAST_HEIGHT)
+    part = width // across
+    lines: list[Text] = []
+    for row in range(down):
+        chosen = choices[row * across : (row + 1) * across]
+        blocks = [chart(snapshot, one, options, part - 1, height // down) for one in chosen]
+        lines += beside(blocks, [part] * len(chosen))
+    return lines
+
+
+def headline(snapshot: RunSnapshot, width: int) -> list[Text]:
+    """Return the numbers of the newest step and of the last evaluation."""
+    left_out = {"groups/s"} if width < 100 else set()
+    if not snapshot.live:
+        left_out.add("eta")
+    cells = [one for one in snapshot.cells if one[0] not in left_out]
+    if not cells:
+        cells = [("waiting", "for the first step") if snapshot.live else ("steps", "none")]
+    evaluations = snapshot.evaluations
+    if "eval/success" in evaluations:
+        success = _finite(evaluations["eval/success"])
+        if len(success):
+            best = f"{success[-1]:.3f} (best {success.max():.3f})"
+            cells.insert(1, ("eval success", best))
+    lines = [Text()]
+    for name, value in cells:
+        part = Text.assemble((f"{name} ", DIM), (value, "bold"), "   ")
+        if len(lines[-1]) and len(lines[-1]) + len(part) - 3 > width:
+            lines.append(Text())
+        lines[-1].append_text(part)
+    return lines
+
+
+def chart(
+    snapshot: RunSnapshot, choice: CurveChoice, options: PlotOptions, width: int, height: int
+) -> list[Text]:
+    """Return a title with the newest values, and the curve below it."""
+    drawn, newest = [], []
+    found = _line(snapshot.steps, choice.column, options, RAW)
+    if found is not None:
+        newest.append(f"{number(float(_finite(found.y_N)[-1]))}")
+        if options.window > 1:
+            drawn.append(PlotLine(found.x_N, found.y_N, DIM))
+            mean_N = trailing_mean(found.y_N, options.window)
+            newest = [f"{number(float(mean_N[-1]))} over {options.window}"]
+            found = PlotLine(found.x_N, mean_N, SMOOTH)
+        drawn.append(found)
+    evaluated = _line(snapshot.evaluations, choice.evaluated, options, EVALUATED)
+    if evaluated is not None:
+        drawn.append(evaluated)
+    head = title(" ".join([choice.title, *newest]), width)
+    if evaluated is not None:
+        text = f" eval {number(float(_finite(evaluated.y_N)[-1]))} "
+        head.truncate(width - len(text))
+        head.append(text, EVALUATED)
+    x_label: Callable[[float], str] = options.x_label
+    return [head, *curve(drawn, width, height - 1, x_label, choice.within)]
+
+
+def _line(rows: MetricTable, column: str, options: PlotOptions, style: str) -> PlotLine | None:
+    """Return a column as a line, None if no row has a number there."""
+    if column not in rows or options.axis not in rows:
+        return None
+    line = PlotLine(rows[options.axis], rows[column], style)
+    return line if len(line.finite()[1]) else None
+
+
+def _finite(values_N: Array) -> Array:
+    return values_N[np.isfinite(values_N)]
