@@ -9,7 +9,7 @@
               └──▲──────────────▲─────────────────┘      │   ▲
       LEASE/RENEW│     PUSH     │ ACK after fsync        │   │ RETRIEVE / CONTRIBUTE
                  └──────────────┴────────────────────────┘   experience (0 or 1)
-  launcher (serial | local) starts them, supervises them, restarts them, ends them
+  launcher (serial | local | ray) starts them, supervises them, restarts them, ends them
 
 | loop | process | produces | consumes | waits for | unblocked by |
 |---|---|---|---|---|---|
