@@ -67,6 +67,7 @@ def lead(config: Config, args: RoleArgs, ranks: Ranks | None) -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     try:
+        learner.requests.greet()
         return learner.run()
     except TrainingError as error:
         learner.metrics.alert(FAILED, str(error), "ERROR")

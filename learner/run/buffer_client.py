@@ -2,12 +2,16 @@
 
 import asyncio
 import logging
+import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
 from evolver_async.errors import TrainingError
+from evolver_async.process.versions import versions
 from evolver_async.protocol import messages
-from evolver_async.transport.client import Client
+from evolver_async.protocol.envelope import SCHEMA_HASH
+from evolver_async.transport.client import Client, Rejected
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +36,20 @@ class Requests:
         self.call = call
         self.stopping = False
         self.left_s = LAST_S
+
+    def greet(self) -> None:
+        """Tell the buffer this learner's host and versions, which it compares with its own.
+
+        TrainingError if the buffer refuses them. If `stopping` is set, no reply is needed.
+        """
+        hello = messages.Hello(role="learner", schema_hash=SCHEMA_HASH, versions=versions())
+        hello.host, hello.pid = socket.gethostname(), os.getpid()
+        try:
+            self.ask(hello)
+        except Rejected as error:
+            raise TrainingError(f"the buffer refused this learner: {error}") from error
+        except Stopping:
+            return
 
     def ask(self, message: messages.Request) -> Any:
         """Send a message and return the reply.

@@ -56,8 +56,9 @@ def test_hello_refuses_another_schema_or_tokenizer_and_names_both(world):
         assert all(word in reply.reason for word in words)
 
 
-def test_a_host_with_other_versions_is_named_on_the_console(world):
-    hello = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, host="node-b")
+@pytest.mark.parametrize("role", ["actor", "learner"])
+def test_a_host_with_other_versions_is_named_on_the_console(world, role):
+    hello = messages.Hello(role=role, schema_hash=SCHEMA_HASH, host="node-b")
     hello.versions = versions() | {"torch": "1.0", "unknown": "2"}
     assert isinstance(world.one("actor-0", hello), messages.Welcome), "it may work all the same"
     (failure,) = world.one("you", messages.StatusRequest()).status["failures"]

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
+from evolver_async.errors import TrainingError
+from evolver_async.process.versions import versions
 from evolver_async.protocol import messages
+from evolver_async.protocol.envelope import SCHEMA_HASH
+from evolver_async.transport.client import Rejected
 from learner.run import buffer_client
 from learner.run.buffer_client import Requests, Stopping
 
@@ -24,6 +28,39 @@ class Slow:
     async def request(self, message: Any) -> messages.Ok:
         await asyncio.sleep(self.seconds)
         return messages.Ok()
+
+
+class Recorder(Slow):
+    """Answers at once, remembers the question, and refuses it if there is a reason."""
+
+    def __init__(self, refusal: str = "") -> None:
+        super().__init__(0.0)
+        self.refusal = refusal
+        self.asked: list[Any] = []
+
+    async def request(self, message: Any) -> messages.Ok:
+        self.asked.append(message)
+        if self.refusal:
+            raise Rejected(self.refusal)
+        return messages.Ok()
+
+
+def test_the_learner_tells_its_host_and_versions() -> None:
+    client = Recorder()
+    Requests(client, asyncio.run).greet()  # type: ignore[arg-type]
+    (hello,) = client.asked
+    assert (hello.role, hello.schema_hash, hello.versions) == ("learner", SCHEMA_HASH, versions())
+    assert hello.host and hello.pid
+
+
+def test_a_refused_learner_says_why() -> None:
+    client = Recorder("schema: learner has x, the buffer y")
+    with pytest.raises(TrainingError, match="refused this learner: schema: learner has x"):
+        Requests(client, asyncio.run).greet()  # type: ignore[arg-type]
+
+
+def test_a_learner_that_is_to_end_greets_nobody_for_long(ending: Any) -> None:
+    ending(20.0).greet()
 
 
 @pytest.fixture
