@@ -162,9 +162,9 @@ def _add_recipe(command: argparse.ArgumentParser, note: str) -> None:
     )
 
 
-def _add_run(command: argparse.ArgumentParser) -> None:
+def _add_run(command: argparse.ArgumentParser, about: str = "directory of the run") -> None:
     """Add the run directory as a positional argument."""
-    command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
+    command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=about)
 
 
 def _add_step(command: argparse.ArgumentParser, about: str) -> None:
@@ -207,9 +207,9 @@ def _add_results(commands: Commands) -> None:
     command.add_argument("out", type=Path, metavar="OUT", help="directory to write")
     _add_step(command, "default: the newest")
 
-    about = "write the curves and trajectories of a run as an HTML page"
+    about = "write a run or a study as an HTML page: curves, tables, trajectories"
     command = _add(commands, "report", "results:report", about)
-    _add_run(command)
+    _add_run(command, "directory of the run, or of a study")
     about = "a .html file, or a folder for any number of trajectories; default: in RUN_DIR"
     command.add_argument("--out", type=Path, metavar="FILE.html|DIR", help=about)
 

@@ -28,7 +28,8 @@ FLOORS = (
     ("launch",),
     ("watch", "doctor"),
     ("results",),
-    ("study", "report", "dashboard"),
+    ("study", "dashboard"),
+    ("report",),
     ("commands",),
     ("library", "cli"),
 )

@@ -1,7 +1,9 @@
 """`eval`, `export`, `report` and `wandb`: results of a run."""
 
 import argparse
+import importlib.util
 import sys
+from pathlib import Path
 
 from evolver_async.commands.checked import as_config_errors, run_directory
 from evolver_async.config import ConfigError
@@ -48,17 +50,34 @@ def wandb(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write the report of a run and print its page."""
-    try:
-        from evolver_async.report.write import write
-    except ModuleNotFoundError as error:
-        if error.name != "bokeh":
-            raise
-        raise ConfigError("report: needs Bokeh: pip install 'evolver-async[report]'") from None
+    """Write the report of a run or of a study and print its page."""
+    if importlib.util.find_spec("bokeh") is None:
+        raise ConfigError("report: needs Bokeh: pip install 'evolver-async[report]'")
+    if (args.run_dir / "definition.yaml").exists():
+        return _study_report(args.run_dir, args.out)
+    from evolver_async.report.write import write
+
     written = write(load_run(run_directory(args.run_dir)), args.out)
     print(written.page)
     count = f"{written.shown:,} of {written.total:,} trajectories"
     print(f"{count}, {written.page.stat().st_size / 1e6:.1f} MB")
     if written.missing:
         print(written.missing)
+    return 0
+
+
+def _study_report(out: Path, page: Path | None) -> int:
+    """Write the page of the study in directory `out` and print its path."""
+    if importlib.util.find_spec("scipy") is None:
+        raise ConfigError("report: a study needs scipy: pip install 'evolver-async[study]'")
+    if page is not None and page.suffix not in (".html", ".htm"):
+        raise ConfigError(f"{page}: the report of a study is one page; name a .html file")
+    from evolver_async.report.study_page import write_study
+    from evolver_async.study.directory import existing
+
+    study = existing(out)
+    assert study is not None, "its definition exists"
+    written = write_study(study, page)
+    print(written)
+    print(f"{written.stat().st_size / 1e6:.1f} MB")
     return 0

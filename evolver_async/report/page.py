@@ -47,7 +47,7 @@ def html(content: PageContent, *, beside: bool = False) -> str:
         data |= {f"part-{index}": part for index, part in enumerate(content.pages.parts)}
     waiting = iter(targets)
     return Template(asset("page.html")).substitute(
-        policy=escape(_policy(library, own, beside=beside)),
+        policy=escape(policy(library, own, beside=beside)),
         title=escape(content.title),
         style=asset("report.css"),
         facts="".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in content.facts),
@@ -56,12 +56,12 @@ def html(content: PageContent, *, beside: bool = False) -> str:
             for index, one in enumerate(content.sections)
         ),
         sections="".join(
-            _section(f"section-{index}", one, [next(waiting) for _ in one.figures])
+            section_html(f"section-{index}", one, [next(waiting) for _ in one.figures])
             for index, one in enumerate(content.sections)
         ),
         notes=_sentences(content.notes),
         data="\n".join(
-            f'<script type="application/json" id="{name}">{_inert(text)}</script>'
+            f'<script type="application/json" id="{name}">{inert(text)}</script>'
             for name, text in data.items()
         ),
         library=library,
@@ -94,7 +94,7 @@ def asset(name: str) -> str:
     return files("evolver_async.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _policy(*scripts: str, beside: bool) -> str:
+def policy(*scripts: str, beside: bool) -> str:
     """Return the Content-Security-Policy.
 
     Bokeh writes style elements, which need 'unsafe-inline' for styles; its icons are data URLs.
@@ -107,12 +107,13 @@ def _policy(*scripts: str, beside: bool) -> str:
     )
 
 
-def _inert(text: str) -> str:
+def inert(text: str) -> str:
     """Escape JSON or base64 so that it cannot end its script element."""
     return text.replace("<", "\\u003c")
 
 
-def _section(name: str, section: PageSection, targets: Iterable[str]) -> str:
+def section_html(name: str, section: PageSection, targets: Iterable[str]) -> str:
+    """Return a section; `targets` are the element ids of its figures."""
     figures = "".join(f'<div class="figure" id="{target}"></div>' for target in targets)
     tables = "".join(map(_table, section.tables))
     return (

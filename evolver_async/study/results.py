@@ -19,6 +19,7 @@ from evolver_async.study.statistics import area, first_reach, weighted_mean
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # of version lag, in the order of an axis
 STAGE_KINDS: tuple[str, ...] = get_args(get_type_hints(StageConfig)["kind"])
 BY_LAG = ("ess", "kl", "clip")
+LABELS = {"ess": "effective sample size", "kl": "KL(behaviour ‖ policy)", "clip": "share clipped"}
 OFFPOLICY = ("offpolicy/ess", "offpolicy/kl", "offpolicy/clip_low", "offpolicy/clip_high")
 MEANS = (*OFFPOLICY, "staleness/mean")  # over the rl steps of a run
 CURVES = (  # metrics of curves.csv beside that of the threshold

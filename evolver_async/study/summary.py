@@ -75,11 +75,11 @@ def text(study: Study, results: Sequence[RunResult]) -> str:
         f" the first cell, `{cells[0].cell.name}`.",
         *_open(results),
         f"\n## {definition.threshold.metric}\n",
-        *_values(cells, definition),
+        *_table(value_rows(cells, definition)),
         f"\n## To {definition.threshold}\n",
-        *_thresholds(cells),
+        *_table(threshold_rows(cells)),
         "\n## Off-policy data (means over rl steps)\n",
-        *_off_policy(cells),
+        *_table(off_policy_rows(cells)),
     ]
     return "\n".join(parts) + "\n"
 
@@ -97,7 +97,8 @@ def _open(results: Sequence[RunResult]) -> list[str]:
     return lines
 
 
-def _values(cells: Sequence[CellSummary], definition: Definition) -> list[str]:
+def value_rows(cells: Sequence[CellSummary], definition: Definition) -> list[list[str]]:
+    """Return the table of the metric: head, then a row for each cell."""
     margin = definition.equivalence
     head = ["cell", "finished", "final", "best", "area", "difference of final", "pairs"]
     rows = [head + [f"equivalent within {margin:g}"] * bool(margin)]
@@ -112,7 +113,7 @@ def _values(cells: Sequence[CellSummary], definition: Definition) -> list[str]:
         if margin:
             row.append("" if number == 0 else _equivalent(differences, margin))
         rows.append(row)
-    return _table(rows)
+    return rows
 
 
 def _equivalent(differences: Sequence[float], margin: float) -> str:
@@ -122,19 +123,21 @@ def _equivalent(differences: Sequence[float], margin: float) -> str:
     return f"{'yes' if p < LEVEL else 'not shown'} (TOST p = {p:.3f})"
 
 
-def _thresholds(cells: Sequence[CellSummary]) -> list[str]:
+def threshold_rows(cells: Sequence[CellSummary]) -> list[list[str]]:
+    """Return the table of the amounts to the threshold: head, then a row for each cell."""
     rows = [["cell", *AMOUNTS.values()]]
     rows += [
         [f"`{one.cell.name}`", *(shown_reach(one.reached[name]) for name in AMOUNTS)]
         for one in cells
     ]
-    return _table(rows)
+    return rows
 
 
-def _off_policy(cells: Sequence[CellSummary]) -> list[str]:
+def off_policy_rows(cells: Sequence[CellSummary]) -> list[list[str]]:
+    """Return the table of means over the rl steps: head, then a row for each cell."""
     rows = [["cell", *(f"`{name}`" for name in MEANS)]]
     rows += [[f"`{one.cell.name}`", *(shown(one.means[name]) for name in MEANS)] for one in cells]
-    return _table(rows)
+    return rows
 
 
 def shown(value: Interval, sign: str = "") -> str:

@@ -8,9 +8,9 @@ from studies import EPISODES, STEP_S, TURNS, made_study, run_of, write_cold, wri
 
 from evolver_async.config import ConfigError
 from evolver_async.study import directory, report
+from evolver_async.study.curves import height
 from evolver_async.study.definition import Definition, Threshold
 from evolver_async.study.directory import Study, difference_of, existing, record_failure, state_of
-from evolver_async.study.plots import height
 from evolver_async.study.results import results_of
 from evolver_async.study.statistics import Reach
 from evolver_async.study.summary import cells_summary, shown_reach, text

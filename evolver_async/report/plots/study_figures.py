@@ -1,0 +1,86 @@
+"""Figures of a study: a line for each cell, with the interval over its seeds."""
+
+from collections.abc import Sequence
+
+from bokeh.models import ColumnDataSource, HoverTool, Whisker
+from bokeh.plotting import figure
+
+from evolver_async.report.plots.curves import PALETTE, finish, place_legend
+from evolver_async.study.curves import StudyCurve
+
+HEIGHT = 420
+TOOLS = "pan,box_zoom,wheel_zoom,reset,save"
+
+
+def bands(title: str, axis: str, curves: Sequence[StudyCurve]) -> figure:
+    """Return curves over numbers; a band shows each interval."""
+    made = _empty(title, axis)
+    for index, curve in enumerate(curves):
+        source, color = _source(curve), PALETTE[index % len(PALETTE)]
+        if any(one.half for one in curve.values):
+            made.varea(
+                x="place", y1="low", y2="high", source=source, fill_color=color, fill_alpha=0.15,
+                legend_label=curve.label,
+            )  # fmt: skip
+        dash = "solid" if index < len(PALETTE) else "dashed"
+        line = made.line(
+            "place", "mean", source=source, color=color, line_width=2, line_dash=dash,
+            legend_label=curve.label,
+        )  # fmt: skip
+        tips = [
+            (axis, "@place{0.[0]}"),
+            (curve.label, "@mean{0.000} (@low{0.000} to @high{0.000})"),
+        ]
+        made.add_tools(HoverTool(renderers=[line], tooltips=tips, mode="mouse"))
+    place_legend(made, len(curves))
+    return made
+
+
+def points(
+    title: str, axis: str, values: Sequence[str], curves: Sequence[StudyCurve], *, joined: bool
+) -> figure:
+    """Return curves over named values, whose numbers are their places; whiskers show intervals.
+
+    `joined` draws lines between the points of a curve.
+    """
+    made = _empty(title, axis)
+    for index, curve in enumerate(curves):
+        shift = 0.12 * (index - (len(curves) - 1) / 2) / max(1, len(curves) - 1)
+        source, color = _source(curve, shift, values), PALETTE[index % len(PALETTE)]
+        if joined:
+            made.line("place", "mean", source=source, color=color, legend_label=curve.label)
+        dots = made.scatter(
+            "place", "mean", source=source, color=color, size=8, legend_label=curve.label
+        )
+        if any(one.half for one in curve.values):
+            made.add_layout(
+                Whisker(base="place", lower="low", upper="high", source=source, line_color=color)
+            )
+        tips = [(axis, "@name"), (curve.label, "@mean{0.000} (@low{0.000} to @high{0.000})")]
+        made.add_tools(HoverTool(renderers=[dots], tooltips=tips))
+    made.xaxis.ticker = list(range(len(values)))
+    made.xaxis.major_label_overrides = dict(enumerate(values))
+    place_legend(made, len(curves))
+    return made
+
+
+def _empty(title: str, axis: str) -> figure:
+    made = figure(
+        title=title, height=HEIGHT, sizing_mode="stretch_width", x_axis_label=axis, tools=TOOLS
+    )
+    finish(made)
+    return made
+
+
+def _source(curve: StudyCurve, shift: float = 0.0, names: Sequence[str] = ()) -> ColumnDataSource:
+    halves = [one.half or 0.0 for one in curve.values]
+    means = [one.mean for one in curve.values]
+    data = {
+        "place": [place + shift for place in curve.places],
+        "mean": means,
+        "low": [mean - half for mean, half in zip(means, halves, strict=True)],
+        "high": [mean + half for mean, half in zip(means, halves, strict=True)],
+    }
+    if names:
+        data["name"] = [names[int(place)] for place in curve.places]
+    return ColumnDataSource(data)

@@ -1,0 +1,105 @@
+"""Points that plots and reports of a study draw: means over the seeds of a cell with intervals."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from evolver_async.study.results import BUCKETS, Point
+from evolver_async.study.statistics import Interval, interval, weighted_mean
+from evolver_async.study.summary import CellSummary
+
+Axis = Literal["step", "env_steps", "seconds"]
+AXES: dict[Axis, str] = {
+    "step": "learner step",
+    "env_steps": "environment steps",
+    "seconds": "seconds of training",
+}
+GRID_POINTS = 60  # of a curve by another axis than the step
+
+
+@dataclass(frozen=True)
+class StudyCurve:
+    """A line with an interval at each of its places; `label` names it."""
+
+    label: str
+    places: list[float]
+    values: list[Interval]
+
+
+def mean_curve(cell: CellSummary, axis: Axis) -> StudyCurve | None:
+    """Return the mean curve of a cell's finished runs, None without any.
+
+    By step it has the steps that all seeds have. By another axis the curves are interpolated over
+    the range that all of them cover.
+    """
+    curves = [
+        [(_at(point, axis), point.value) for point in one.points]
+        for one in cell.results
+        if one.state == "finished" and one.points
+    ]
+    if not curves:
+        return None
+    if axis == "step":
+        known = [dict(curve) for curve in curves]
+        places = sorted(set.intersection(*(set(one) for one in known)))
+        columns = [[one[place] for one in known] for place in places]
+    else:
+        low, high = max(one[0][0] for one in curves), min(one[-1][0] for one in curves)
+        width = max(0.0, high - low)
+        places = [low + width * index / (GRID_POINTS - 1) for index in range(GRID_POINTS)]
+        columns = [[height(one, place) for one in curves] for place in places]
+    return StudyCurve(cell.cell.name, places, [interval(column) for column in columns])
+
+
+def _at(point: Point, axis: Axis) -> float:
+    return {"step": point.step, "env_steps": point.env_steps, "seconds": point.seconds}[axis]
+
+
+def height(curve: Sequence[tuple[float, float]], place: float) -> float:
+    """Return the value of a curve at `place`, linear between its points, constant outside."""
+    if place <= curve[0][0]:
+        return curve[0][1]
+    for (x0, y0), (x1, y1) in itertools.pairwise(curve):
+        if x0 <= place <= x1 and x1 > x0:
+            return y0 + (y1 - y0) * (place - x0) / (x1 - x0)
+    return curve[-1][1]
+
+
+def swept_values(cells: Sequence[CellSummary], key: str) -> list[str]:
+    """Return the values of a swept key in the order of the grid."""
+    return list(dict.fromkeys(one.cell.swept[key] for one in cells))
+
+
+def finals(cells: Sequence[CellSummary], key: str) -> list[StudyCurve]:
+    """Return the final values by a swept key, a line for each combination of the other keys.
+
+    The places are those of `swept_values`.
+    """
+    order = swept_values(cells, key)
+    lines: dict[str, dict[str, Interval]] = {}
+    for one in cells:
+        others = [f"{axis}={value}" for axis, value in one.cell.swept.items() if axis != key]
+        lines.setdefault(" ".join(others) or "all", {})[one.cell.swept[key]] = one.final
+    made = []
+    for label, found in lines.items():
+        values = [value for value in order if value in found and not math.isnan(found[value].mean)]
+        places = [float(order.index(value)) for value in values]
+        made.append(StudyCurve(label, places, [found[value] for value in values]))
+    return made
+
+
+def by_lag(cell: CellSummary, measure: str) -> StudyCurve:
+    """Return a measure by bucket of version lag, over all seeds, weighted by tokens.
+
+    The places are those of `BUCKETS`; the values have no interval.
+    """
+    places, values = [], []
+    for place, bucket in enumerate(BUCKETS):
+        found = (one.by_lag.get((measure, bucket)) for one in cell.results)
+        mean = weighted_mean([pair for pair in found if pair is not None])
+        if mean is not None:
+            places.append(float(place))
+            values.append(Interval(mean, None, 1))
+    return StudyCurve(cell.cell.name, places, values)

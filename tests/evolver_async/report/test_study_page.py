@@ -1,0 +1,81 @@
+"""The page of a study: its tables, its figures, and in a real browser that it is drawn."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import EXECUTABLE, Tab, browsing
+from launches import wait_for
+from studies import made_study, run_of, write_run
+
+from evolver_async.cli import main
+from evolver_async.report.study_page import study_sections, write_study
+from evolver_async.study.definition import Definition, Threshold
+from evolver_async.study.directory import Study, record_failure
+from evolver_async.study.results import results_of
+
+HOSTILE = "</script><script>document.title = 'owned'</script>"
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Study:
+    """Two lags by two corrections over two seeds; one run failed."""
+    grid = {"actors.weight_lag": ("0", "4"), "correction.kind": ("none", "decoupled")}
+    definition = Definition("recipe", seeds=(0, 1), grid=grid, threshold=Threshold(value=0.8))
+    made = made_study(tmp_path / "lags", definition)
+    for cell in made.cells:
+        for seed in (0, 1):
+            write_run(run_of(made, cell.name, seed), [0.2, 0.5, 0.8 + seed / 10])
+    record_failure(made.out, f"{made.cells[-1].name}-s1", HOSTILE)
+    return made
+
+
+def test_the_page_has_every_table_figure_and_run(study: Study) -> None:
+    results, curves, finals, data, runs = study_sections(study, results_of(study))
+    assert [row[0] for row in results.tables[0].rows] == [one.name for one in study.cells]
+    assert [figure.title.text for figure in curves.figures] == [
+        "eval/success by learner step",
+        "eval/success by environment steps",
+        "eval/success by seconds of training",
+    ]
+    assert [figure.title.text for figure in finals.figures] == [
+        "Final eval/success by actors.weight_lag",
+        "Final eval/success by correction.kind",
+    ]
+    assert len(data.figures) == 3  # ess, kl and clip by lag
+    assert len(runs.tables[0].rows) == 8
+    last = runs.tables[0].rows[-1]
+    assert last[1] == "failed" and last[-1] == HOSTILE
+
+
+def test_a_study_without_finished_runs_has_a_page_too(tmp_path: Path) -> None:
+    definition = Definition("recipe", seeds=(0,), grid={"actors.weight_lag": ("0", "4")})
+    page = write_study(made_study(tmp_path / "new", definition))
+    assert "2 waiting" in page.read_text()
+
+
+def test_the_command_writes_the_page_of_a_study(study: Study, tmp_path: Path, capsys) -> None:
+    assert main(["report", str(study.out)]) == 0
+    assert capsys.readouterr().out.startswith(f"{study.out / 'report.html'}\n")
+    assert main(["report", str(study.out), "--out", str(tmp_path / "folder")]) == 2
+    assert "the report of a study is one page" in capsys.readouterr().err
+
+
+@pytest.fixture
+def tab(tmp_path: Path) -> Iterator[Tab]:
+    with browsing(tmp_path / "profile") as made:
+        yield made
+
+
+@pytest.mark.process
+@pytest.mark.skipif(EXECUTABLE is None, reason="no chromium is on the PATH")
+def test_a_browser_draws_the_page_and_runs_no_text_of_it(study: Study, tab: Tab) -> None:
+    page = write_study(study)
+    tab.open(page)
+    wait_for(lambda: tab.evaluate("document.body?.dataset.ready") == "yes", "the page", 60)
+    assert tab.evaluate("document.title").startswith("lags")
+    count = "[...document.querySelectorAll('.figure')].filter(one => one.firstChild).length"
+    assert tab.evaluate(count) == 8
+    cells = "[...document.querySelectorAll('td')].map(one => one.textContent)"
+    assert HOSTILE in json.loads(tab.evaluate(f"JSON.stringify({cells})"))
