@@ -1,6 +1,7 @@
 """Figures of a study: a line for each cell, with the interval over its seeds."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from bokeh.models import ColumnDataSource, HoverTool, Whisker
 from bokeh.plotting import figure
@@ -75,7 +76,7 @@ def _empty(title: str, axis: str) -> figure:
 def _source(curve: StudyCurve, shift: float = 0.0, names: Sequence[str] = ()) -> ColumnDataSource:
     halves = [one.half or 0.0 for one in curve.values]
     means = [one.mean for one in curve.values]
-    data = {
+    data: dict[str, list[Any]] = {
         "place": [place + shift for place in curve.places],
         "mean": means,
         "low": [mean - half for mean, half in zip(means, halves, strict=True)],
