@@ -20,7 +20,6 @@ from evolver_async.config import (
 )
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.protocol import messages
-from evolver_async.schema import Group
 from learner.train import Learner
 
 pytestmark = pytest.mark.process
@@ -95,13 +94,13 @@ def test_told_to_end_and_resumed_gives_bitwise_the_same(
     run = start()
 
     def end_after_take(learner: Learner) -> None:
-        train = learner.train
+        train = learner.updater.rl
 
-        def last(groups: list[Group]) -> Any:
+        def last(*arguments: Any) -> Any:
             learner.requests.stopping = learner.state.take == KILLED_AT
-            return train(groups)
+            return train(*arguments)
 
-        learner.train = last
+        learner.updater.rl = last
 
     assert run.train(end_after_take) == 0
     assert run.newest()[0]["take"] == KILLED_AT + 1

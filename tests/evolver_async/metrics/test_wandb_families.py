@@ -212,8 +212,9 @@ def test_a_killed_upload_loses_no_row_and_goes_on_under_its_id(
     monkeypatch.setattr(wandb_process, "PAUSE_S", 0.0)
     for step in (2, 3, 4):
         log(metrics, step)
-    metrics.close()
     assert upload.restarts == 1
+    wait_for(lambda: upload.sent() == 4, "all rows")  # closing waits only so long
+    metrics.close()
     assert [row["step"] for row in step_rows(files(run_dir)[-1])] == [1, 2, 3, 4]
     ids = {file.stem for file in files(run_dir)}
     assert ids == {f"run-{read_state(run_dir)['id']}"}
