@@ -82,6 +82,15 @@ def url_of(directory: Path) -> str | None:
         return None
 
 
+def _environment() -> dict[str, str]:
+    """Return the environment of an upload process.
+
+    If this process uses W&B itself, its helper process must not hold the upload's run, too: after
+    the upload is killed, the helper would refuse the id of the run to the successor.
+    """
+    return {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+
+
 def send_rest(directory: Path, mode: str) -> bool:
     """Send what the run's own upload has left after its end; False if that fails.
 
@@ -96,6 +105,7 @@ def send_rest(directory: Path, mode: str) -> bool:
         try:
             sent = subprocess.run(
                 command,
+                env=_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -185,6 +195,7 @@ class UploadSupervisor:
                     *(sys.executable, "-m", "evolver_async.cli", "wandb", str(self.directory)),
                     *("--follow", "--mode", self.mode, "--parent", str(os.getpid())),
                 ],
+                env=_environment(),
                 start_new_session=True,
                 stdin=subprocess.PIPE,
                 stdout=output,

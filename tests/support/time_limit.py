@@ -16,6 +16,7 @@ import pytest
 
 LIMIT_S = float(os.environ.get("TEST_LIMIT_S") or 600)
 AGAIN_S = 5.0  # until the next attempt, where something held the failure back
+LATE = pytest.StashKey[str]()  # why the test fails, if its time is over
 
 
 @pytest.hookimpl(wrapper=True)
@@ -25,7 +26,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     limit_s = float(mark.args[0]) if mark and LIMIT_S else LIMIT_S
 
     def give_up(number: int, frame: FrameType | None) -> None:
-        pytest.fail(f"{item.nodeid} took longer than {limit_s:g} s (TEST_LIMIT_S)")
+        item.stash[LATE] = f"{item.nodeid} took longer than {limit_s:g} s (TEST_LIMIT_S)"
+        pytest.fail(item.stash[LATE])
 
     before = signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, limit_s, AGAIN_S)
@@ -34,3 +36,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that went on after its time, as something caught every failure."""
+    result = yield
+    if LATE in item.stash:
+        pytest.fail(item.stash[LATE])
+    return result

@@ -200,8 +200,10 @@ def test_histograms_tables_summary_and_config_can_be_read_back(
 
 @pytest.mark.process
 def test_a_killed_upload_loses_no_row_and_goes_on_under_its_id(
-    metrics: Metrics, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("WANDB_SERVICE", "3-1-unix-/nowhere")  # a learner that uses W&B itself
+    metrics = Metrics(run_dir, wandb="offline")
     upload = metrics.upload
     assert upload is not None and upload.process is not None
     upload.pause_s = 0.0
