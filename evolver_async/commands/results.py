@@ -13,6 +13,7 @@ from evolver_async.metrics import wandb_upload
 from evolver_async.metrics.wandb_process import online
 from evolver_async.process.setup import die_with
 from evolver_async.results.run import load_run
+from evolver_async.study.directory import Study, existing
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -53,8 +54,10 @@ def report(args: argparse.Namespace) -> int:
     """Write the report of a run or of a study and print its page."""
     if importlib.util.find_spec("bokeh") is None:
         raise ConfigError("report: needs Bokeh: pip install 'evolver-async[report]'")
-    if (args.run_dir / "definition.yaml").exists():
-        return _study_report(args.run_dir, args.out)
+    with as_config_errors():
+        study = existing(args.run_dir)
+    if study is not None:
+        return _study_report(study, args.out)
     from evolver_async.report.write import write
 
     written = write(load_run(run_directory(args.run_dir)), args.out)
@@ -66,17 +69,14 @@ def report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _study_report(out: Path, page: Path | None) -> int:
-    """Write the page of the study in directory `out` and print its path."""
+def _study_report(study: Study, page: Path | None) -> int:
+    """Write the page of a study and print its path."""
     if importlib.util.find_spec("scipy") is None:
         raise ConfigError("report: a study needs scipy: pip install 'evolver-async[study]'")
     if page is not None and page.suffix not in (".html", ".htm"):
         raise ConfigError(f"{page}: the report of a study is one page; name a .html file")
     from evolver_async.report.study_page import write_study
-    from evolver_async.study.directory import existing
 
-    study = existing(out)
-    assert study is not None, "its definition exists"
     written = write_study(study, page)
     print(written)
     print(f"{written.stat().st_size / 1e6:.1f} MB")

@@ -31,7 +31,7 @@ from evolver_async.metrics.wandb_rows import COLUMNS, StepExtras
 
 POLL_S = 0.5
 SAVE_S = 1.0  # between two records of the progress
-INIT_S = {"online": 15.0, "offline": 60.0}  # without a network wandb would stall for 100 s
+INIT_S = 15.0  # with a key but no network wandb would stall for 100 s
 LOCK_S = 10.0  # until the previous process must have ended
 
 
@@ -88,7 +88,7 @@ class Upload:
         while any((self.run_dir / "wandb").glob(f"*run-{time.strftime('%Y%m%d_%H%M%S')}-*")):
             time.sleep(0.1)
         settings = self.wandb.Settings(
-            init_timeout=INIT_S[mode], console="off", x_stats_pid=self.parent, disable_code=True
+            init_timeout=INIT_S, console="off", x_stats_pid=self.parent, disable_code=True
         )
         metrics = self.config.metrics
         return self.wandb.init(

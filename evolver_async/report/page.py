@@ -8,8 +8,8 @@ import base64
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -37,43 +37,79 @@ class PageContent:
     meta: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Frame:
+    """Parts of a page in which runs and studies differ, beside its sections.
+
+    `kind` is the class of the body. `links`, `key` (a sentence of the head) and `closing` (behind
+    the sections) are HTML. `script` is an asset; it reads `data` from elements of these ids.
+    """
+
+    kind: str
+    title: str
+    facts: Iterable[tuple[str, str]]
+    key: str
+    script: str
+    data: Mapping[str, str] = field(default_factory=dict)
+    links: str = ""
+    closing: str = ""
+
+
 def html(content: PageContent, *, beside: bool = False) -> str:
-    """Return the page; `beside`: the tokens are in script files of the folder PARTS."""
-    figures = [figure for section in content.sections for figure in section.figures]
-    docs, targets = document.to_json(figures)
-    library, own = document.library(), asset("report.js")
-    data = {"figures": docs, "index": content.pages.index(), "meta": json.dumps(content.meta)}
+    """Return the page of a run; `beside`: the tokens are in script files of the folder PARTS."""
+    data = {"index": content.pages.index(), "meta": json.dumps(content.meta)}
     if not beside:
         data |= {f"part-{index}": part for index, part in enumerate(content.pages.parts)}
+    notes = _sentences(content.notes)
+    frame = Frame(
+        kind="run",
+        title=content.title,
+        facts=content.facts,
+        key=asset("marks.html"),
+        script="report.js",
+        data=data,
+        links='<a href="#browser">Trajectories</a>',
+        closing=Template(asset("browser.html")).substitute(notes=notes),
+    )
+    return framed(frame, content.sections, beside=beside)
+
+
+def framed(frame: Frame, sections: Sequence[PageSection], *, beside: bool = False) -> str:
+    """Return a page of these sections; `beside` allows script files beside it."""
+    docs, targets = document.to_json([figure for one in sections for figure in one.figures])
+    library, own = document.library(), asset(frame.script)
     waiting = iter(targets)
     return Template(asset("page.html")).substitute(
-        policy=escape(policy(library, own, beside=beside)),
-        title=escape(content.title),
+        policy=escape(_policy(library, own, beside=beside)),
+        kind=frame.kind,
+        title=escape(frame.title),
         style=asset("report.css"),
-        facts="".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in content.facts),
+        facts="".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in frame.facts),
         links="".join(
             f'<a href="#section-{index}">{escape(one.title)}</a>'
-            for index, one in enumerate(content.sections)
-        ),
+            for index, one in enumerate(sections)
+        )
+        + frame.links,
+        key=frame.key,
         sections="".join(
-            section_html(f"section-{index}", one, [next(waiting) for _ in one.figures])
-            for index, one in enumerate(content.sections)
+            _section(f"section-{index}", one, [next(waiting) for _ in one.figures])
+            for index, one in enumerate(sections)
         ),
-        notes=_sentences(content.notes),
+        closing=frame.closing,
         data="\n".join(
-            f'<script type="application/json" id="{name}">{inert(text)}</script>'
-            for name, text in data.items()
+            f'<script type="application/json" id="{name}">{_inert(text)}</script>'
+            for name, text in {"figures": docs, **frame.data}.items()
         ),
         library=library,
         script=own,
     )
 
 
-def write_page(path: Path, content: PageContent) -> None:
+def write_page(path: Path, page: str) -> None:
     """Write one self-contained page."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}")
-    part.write_text(html(content), encoding="utf-8")
+    part.write_text(page, encoding="utf-8")
     part.replace(path)
 
 
@@ -94,7 +130,7 @@ def asset(name: str) -> str:
     return files("evolver_async.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def policy(*scripts: str, beside: bool) -> str:
+def _policy(*scripts: str, beside: bool) -> str:
     """Return the Content-Security-Policy.
 
     Bokeh writes style elements, which need 'unsafe-inline' for styles; its icons are data URLs.
@@ -107,13 +143,12 @@ def policy(*scripts: str, beside: bool) -> str:
     )
 
 
-def inert(text: str) -> str:
+def _inert(text: str) -> str:
     """Escape JSON or base64 so that it cannot end its script element."""
     return text.replace("<", "\\u003c")
 
 
-def section_html(name: str, section: PageSection, targets: Iterable[str]) -> str:
-    """Return a section; `targets` are the element ids of its figures."""
+def _section(name: str, section: PageSection, targets: Iterable[str]) -> str:
     figures = "".join(f'<div class="figure" id="{target}"></div>' for target in targets)
     tables = "".join(map(_table, section.tables))
     return (

@@ -1,13 +1,11 @@
 """Page of a study: the tables of its summary, interactive curves, and every run with its state."""
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
-from string import Template
 from typing import Any
 
-from evolver_async.report.page import asset, inert, policy, section_html
-from evolver_async.report.plots import document, study_figures
+from evolver_async.report.page import Frame, framed, write_page
+from evolver_async.report.plots import study_figures
 from evolver_async.report.sections import PageSection
 from evolver_async.report.tables import Table
 from evolver_async.study import curves, summary
@@ -15,41 +13,16 @@ from evolver_async.study.directory import Study
 from evolver_async.study.results import BUCKETS, BY_LAG, LABELS, RunResult, results_of
 from evolver_async.study.summary import CellSummary
 
+KEY = "A click on a name in a legend hides its lines; the mouse shows values."
+
 
 def write_study(study: Study, out: Path | None = None) -> Path:
     """Write the page of a study as one self-contained file; without `out` in its directory."""
-    page = out or study.out / "report.html"
-    page.parent.mkdir(parents=True, exist_ok=True)
-    part = page.with_name(f".{page.name}")
-    part.write_text(study_html(study, results_of(study)), encoding="utf-8")
-    part.replace(page)
+    page, results = out or study.out / "report.html", results_of(study)
+    title, facts = study.out.resolve().name, _facts(study, results)
+    frame = Frame(kind="study", title=title, facts=facts, key=KEY, script="study.js")
+    write_page(page, framed(frame, study_sections(study, results)))
     return page
-
-
-def study_html(study: Study, results: Sequence[RunResult]) -> str:
-    """Return the page. Text of the runs is escaped, and the page makes no connection."""
-    found = study_sections(study, results)
-    docs, targets = document.to_json([figure for one in found for figure in one.figures])
-    library, own = document.library(), asset("study.js")
-    waiting = iter(targets)
-    return Template(asset("study.html")).substitute(
-        policy=escape(policy(library, own, beside=False)),
-        title=escape(study.out.resolve().name),
-        style=asset("report.css"),
-        facts="".join(
-            f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in _facts(study, results)
-        ),
-        links="".join(
-            f'<a href="#section-{index}">{escape(one.title)}</a>' for index, one in enumerate(found)
-        ),
-        sections="".join(
-            section_html(f"section-{index}", one, [next(waiting) for _ in one.figures])
-            for index, one in enumerate(found)
-        ),
-        data=f'<script type="application/json" id="figures">{inert(docs)}</script>',
-        library=library,
-        script=own,
-    )
 
 
 def study_sections(study: Study, results: Sequence[RunResult]) -> list[PageSection]:
@@ -110,7 +83,7 @@ def _swept(study: Study, done: Sequence[CellSummary]) -> list[str]:
 
 def _finals(done: Sequence[CellSummary], key: str, metric: str) -> Any:
     values, title = curves.swept_values(done, key), f"Final {metric} by {key}"
-    return study_figures.points(title, key, values, curves.finals(done, key), joined=True)
+    return study_figures.points(title, key, values, curves.finals(done, key))
 
 
 def _lags(done: Sequence[CellSummary], measure: str) -> Any:
@@ -118,7 +91,7 @@ def _lags(done: Sequence[CellSummary], measure: str) -> Any:
     found = [curve for one in done if (curve := curves.by_lag(one, measure)).places]
     if not found:
         return None
-    return study_figures.points(LABELS[measure], "version lag", BUCKETS, found, joined=True)
+    return study_figures.points(LABELS[measure], "version lag", BUCKETS, found)
 
 
 def _table(title: str, rows: Sequence[Sequence[str]]) -> Table:

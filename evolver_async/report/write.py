@@ -6,7 +6,7 @@ from pathlib import Path
 
 from evolver_async.config import ConfigError
 from evolver_async.report.browser import TrajectoryPages, pages
-from evolver_async.report.page import PageContent, write_folder, write_page
+from evolver_async.report.page import PageContent, html, write_folder, write_page
 from evolver_async.report.sections import sections
 from evolver_async.results.run import EMPTY, RunResults
 
@@ -57,7 +57,7 @@ def write(run: RunResults, out: Path | None = None) -> Written:
     try:
         if single:
             page = out or run.path / f"{NAME}.html"
-            write_page(page, content)
+            write_page(page, html(content))
         else:
             page = write_folder(out or run.path / NAME, content)
     except OSError as error:

@@ -1,6 +1,7 @@
 """Requests of the learner to the buffer, each awaited until its reply or the learner's end."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -42,14 +43,14 @@ class Requests:
 
         TrainingError if the buffer refuses them. If `stopping` is set, no reply is needed.
         """
-        hello = messages.Hello(role="learner", schema_hash=SCHEMA_HASH, versions=versions())
-        hello.host, hello.pid = socket.gethostname(), os.getpid()
+        host, pid = socket.gethostname(), os.getpid()
+        hello = messages.Hello(role="learner", schema_hash=SCHEMA_HASH, host=host, pid=pid)
+        hello.versions = versions()
         try:
-            self.ask(hello)
+            with contextlib.suppress(Stopping):
+                self.ask(hello)
         except Rejected as error:
             raise TrainingError(f"the buffer refused this learner: {error}") from error
-        except Stopping:
-            return
 
     def ask(self, message: messages.Request) -> Any:
         """Send a message and return the reply.

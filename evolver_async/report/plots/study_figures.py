@@ -37,19 +37,13 @@ def bands(title: str, axis: str, curves: Sequence[StudyCurve]) -> figure:
     return made
 
 
-def points(
-    title: str, axis: str, values: Sequence[str], curves: Sequence[StudyCurve], *, joined: bool
-) -> figure:
-    """Return curves over named values, whose numbers are their places; whiskers show intervals.
-
-    `joined` draws lines between the points of a curve.
-    """
+def points(title: str, axis: str, values: Sequence[str], curves: Sequence[StudyCurve]) -> figure:
+    """Return curves over named values, whose numbers are their places; whiskers show intervals."""
     made = _empty(title, axis)
     for index, curve in enumerate(curves):
         shift = 0.12 * (index - (len(curves) - 1) / 2) / max(1, len(curves) - 1)
         source, color = _source(curve, shift, values), PALETTE[index % len(PALETTE)]
-        if joined:
-            made.line("place", "mean", source=source, color=color, legend_label=curve.label)
+        made.line("place", "mean", source=source, color=color, legend_label=curve.label)
         dots = made.scatter(
             "place", "mean", source=source, color=color, size=8, legend_label=curve.label
         )

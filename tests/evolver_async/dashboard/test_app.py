@@ -231,7 +231,7 @@ async def test_a_long_reason_is_cut_in_the_last_line_and_whole_in_the_events(
 
 
 @in_loop
-async def test_a_huge_run_is_drawn_as_quickly_as_a_small_one(tmp_path: Path) -> None:
+async def test_a_huge_run_is_drawn_with_all_its_steps(tmp_path: Path) -> None:
     config = Config()
     dump(config, tmp_path / "config.yaml")
     write_rows(tmp_path, 5000)
