@@ -11,8 +11,9 @@ from actors.envs.base import EnvironmentFailure
 from actors.envs.exact import exact
 from actors.formats.chat import Chat
 from actors.progress import TicketProgress
-from actors.rollout.episode import EpisodeLate, Finished
+from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import setting_of
+from actors.rollout.finished import Finished
 from actors.rollout.group import run_group
 from evolver_async.buffer.stages import eval_sets_of, source_of
 from evolver_async.buffer.tasks.source import EvalSet, held_out_task
@@ -21,16 +22,20 @@ from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config
 from evolver_async.randomness import key
 from evolver_async.schema import Sampling, Task, Ticket, Trajectory, WeightId
+from evolver_async.splits import Split
 from evolver_async.weights.lora_receiver import whole
 
 
-def evaluate(run_dir: Path, episodes: int, step: int | str | None = None) -> str:
-    """Run the first `episodes` held-out tasks, then the sets of `eval.sets`.
+def evaluate(
+    run_dir: Path, episodes: int, step: int | str | None = None, split: Split | None = None
+) -> str:
+    """Run the first `episodes` tasks of a split (None: of `eval.split`), then the sets of
+    `eval.sets`.
 
     Return a line for each. ValueError where an episode fails: an average over the others would be
     of other tasks.
     """
-    config = load(run_dir / "config.yaml", [])
+    config = load(run_dir / "config.yaml", [f"eval.split={split}"] if split else [])
     chosen, manifest = history.choose(run_dir / "checkpoints", run_dir.name, step)
     last = len(config.stages) - 1
     staged = stage_config(config, last)
@@ -42,7 +47,7 @@ def evaluate(run_dir: Path, episodes: int, step: int | str | None = None) -> str
     success = statistics.fmean(trajectory.success for trajectory in trajectories)
     reward = statistics.fmean(trajectory.reward for trajectory in trajectories)
     line = f"{run_dir}, step {manifest.step}: success {success:.3f}, reward {reward:.3f}"
-    line += f" over {episodes} held-out episodes"
+    line += f" over {episodes} {config.eval.split} episodes ({_distinct(trajectories)} distinct)"
     values = exact(tasks, staged.rollout.max_turns * staged.rollout.actions_per_turn)
     if values is not None:
         line += f" (random policy {values.random:.3f}, optimal policy {values.optimal:.3f}, exactly"
@@ -74,7 +79,12 @@ async def _evaluate_set(config: Config, stage: int, chosen: EvalSet, weights: di
         f"best reward@{k}": statistics.fmean(max(one.reward for one in group) for group in groups),
     }
     said = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
-    return f"{said} over {chosen.tasks} tasks"
+    return f"{said} over {chosen.tasks} tasks ({_distinct(trajectories)} distinct)"
+
+
+def _distinct(trajectories: list[Trajectory]) -> int:
+    """Count the different tasks that were played."""
+    return len({one.content for one in trajectories})
 
 
 class Drawn(NamedTuple):

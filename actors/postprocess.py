@@ -22,8 +22,9 @@ from actors.progress import TicketProgress
 from actors.questioning.grade import regrade
 from actors.questioning.questioner import Questioner
 from actors.reward_terms import RewardTerm, UnusableTerm, add_terms
-from actors.rollout.episode import EpisodeLate, Finished
+from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import Setting
+from actors.rollout.finished import Finished
 from actors.scripted.reflection import Reflector
 from evolver_async.schema import Ticket
 

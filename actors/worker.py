@@ -17,8 +17,8 @@ from actors.outbox import Outbox
 from actors.postprocess import ActorComponents, TicketPostprocessing, release_reason
 from actors.progress import TicketProgress, renewal
 from actors.reporter import Reporter
-from actors.rollout.episode import Deliver, Finished
 from actors.rollout.episode_config import setting_of
+from actors.rollout.finished import Deliver, Finished
 from actors.rollout.group import run_group
 from actors.scripted.branching import branch_group
 from actors.scripted.expert import demonstrate_group

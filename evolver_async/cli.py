@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
 from evolver_async.launch.registry import PROCESSES, resolve
+from evolver_async.splits import SPLITS
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -200,6 +201,7 @@ def _add_results(commands: Commands) -> None:
     command = _add(commands, "eval", "results:evaluate", "evaluate a checkpoint on held-out tasks")
     _add_run(command)
     command.add_argument("--episodes", type=int, default=0, help="default: eval.final_episodes")
+    command.add_argument("--split", choices=SPLITS, help="default: eval.split")
     _add_step(command, "default: the newest")
 
     command = _add(commands, "export", "results:export", "write a checkpoint as a model directory")

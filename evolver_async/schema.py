@@ -74,7 +74,7 @@ class Sampling(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 class Task(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """One problem for an environment.
 
-    `map_seed` numbers the maps of a split: the environment draws maps from it until one's content
+    `map_seed` numbers the maps of a split: the environment draws maps from it until one's ground
     hashes into `split`, so the same map never appears in two splits. `reference` is a solution, if
     one is known. `query` is the request, if the environment does not state it itself.
     """
@@ -185,6 +185,7 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, weakref=True, forbid_un
 
     turn_rewards float32[K]; labels int8[K] (+1 GOOD, -1 BAD, 0 unlabelled);
     turn_flags uint8[K] (`TurnFlag`).
+    `content` is a hash of the task that was played, the same for every number that gives it;
     `reward` is the outcome including penalties; `timing` holds seconds by phase.
     """
 
@@ -193,6 +194,7 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, weakref=True, forbid_un
     attempt: int
     actor: str
     incarnation: int
+    content: int
     sequences: list[Sequence]
     reward: float
     success: bool
@@ -261,32 +263,6 @@ class Group(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         members = [trajectory.member for trajectory in self.trajectories]
         _require(members == sorted(set(members)) and members != [], "trajectories", members)
-
-
-class SetResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Result of a set of `eval.sets`; `best_*` are means over `tasks` with all `k` samples."""
-
-    name: str
-    k: int
-    episodes: int
-    success: float
-    reward_mean: float
-    turns_mean: float
-    tasks: int
-    best_success: float
-    best_reward: float
-
-
-class EvalResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Result of an evaluation of exact weights over `episodes` held-out episodes and of `sets`."""
-
-    weights: WeightId
-    step: int
-    episodes: int
-    success: float
-    reward_mean: float
-    turns_mean: float
-    sets: list[SetResult] = []
 
 
 def _require(holds: bool, field: str, value: object) -> None:

@@ -21,7 +21,7 @@ from evolver_async.extension import implementation, is_own
 
 PLAIN = (  # methods of an environment that cannot be async
     *("actions", "solve", "state", "snapshot", "restore", "score", "verdict", "tools", "goal"),
-    *("exact", "probe"),
+    *("exact", "probe", "content"),
 )
 
 SERIAL_ASYNC = "is async, which needs real time: launch.kind=serial has none"

@@ -20,8 +20,9 @@ from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.llm.client import Endpoint
 from actors.progress import TicketProgress
-from actors.rollout.episode import Deliver, EpisodeLate, Finished, assembled
+from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import Setting
+from actors.rollout.finished import Deliver, Finished, assembled
 from actors.rollout.group import side_by_side
 from evolver_async.config import Config
 from evolver_async.randomness import key
@@ -201,7 +202,8 @@ class AgentRunner:
         self._counts["merged"] += session.recorder.merged
         self._counts["unreadable_calls"] += int((flags & TurnFlag.FORMAT_ERROR).astype(bool).sum())
         self._counts["limited"] += session.limited
-        history = session.recorder.histories()[0]
+        history, task = session.recorder.histories()[0], ticket.task
+        first = next((m.content for m in history if m.role == "user"), "")
         return assembled(
             *(ticket, played.member, setting, "learned", sequences),
             rewards=rewards,
@@ -212,7 +214,8 @@ class AgentRunner:
                 played.total_s,
             ),
             turns=session.turns,
-            query=ticket.task.query or next((m.content for m in history if m.role == "user"), ""),
+            query=task.query or first,
+            content=f"{task.query}\n{first}",
             ending=history[-1].content,
             experience_ids=[],
             scores=[],

@@ -8,7 +8,6 @@ says `blocking = False`: then a call that does not return stops its actor (see
 """
 
 import contextlib
-import hashlib
 import importlib
 import inspect
 import typing
@@ -143,6 +142,16 @@ class Located(Env, Protocol):
 
 
 @runtime_checkable
+class Identified(Env, Protocol):
+    """Environment whose first observation does not tell its tasks apart."""
+
+    def content(self) -> str:
+        """Return the task begun by `reset` as text, without chance: the same text for the same
+        task, whatever its number."""
+        ...
+
+
+@runtime_checkable
 class Rewindable(Solvable, Located, Protocol):
     """Environment that can be restored from snapshots."""
 
@@ -270,9 +279,3 @@ def make_env(name: str, params: dict[str, Any]) -> Env:
 def one_line(error: Exception) -> str:
     """Render an error's type and text on one line, without secrets."""
     return mask(" ".join(f"{type(error).__name__}: {error}".split()))
-
-
-def split_of(content: bytes) -> str:
-    """Return the split of a task by its content alone: about one in eight is for testing."""
-    digest = hashlib.blake2b(content, digest_size=8).digest()
-    return "test" if int.from_bytes(digest, "little") % 8 == 0 else "train"

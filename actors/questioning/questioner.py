@@ -29,8 +29,8 @@ from actors.questioning.replay import ReplayedEpisode, replay
 from actors.questioning.solve import solve_again
 from actors.questioning.synthesize import Candidate, Exploration, task_of
 from actors.rollout.environment import TimedEnvironment
-from actors.rollout.episode import Deliver, Finished
 from actors.rollout.episode_config import Setting
+from actors.rollout.finished import Deliver, Finished
 from actors.rollout.group import run_group, run_members
 from actors.rollout.policy import EpisodePolicy
 from evolver_async.config import Config

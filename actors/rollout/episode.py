@@ -9,13 +9,9 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
-import numpy as np
-
-from actors.envs.base import Concluding, EnvironmentFailure, Located, Scored
+from actors.envs.base import Concluding, EnvironmentFailure, Identified, Located, Scored
 from actors.formats.chat import encodable
 from actors.formats.tool_calls import ANSWER_TOOL, InvalidCall, called
 from actors.formats.turns import SEPARATOR
@@ -23,81 +19,15 @@ from actors.progress import TicketProgress
 from actors.rollout.conversation import Conversation, system_message, tool_names
 from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode_config import Setting, step_latency_s
+from actors.rollout.finished import Finished, assembled
 from actors.rollout.policy import Advice, EpisodePolicy
 from evolver_async.env import Step
 from evolver_async.protocol.failures import FailureKind
-from evolver_async.protocol.transcripts import Transcript, Turn
+from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
-from evolver_async.schema import SCRIPTED, Sequence, Ticket, Trajectory, TurnFlag
+from evolver_async.schema import SCRIPTED, Ticket, TurnFlag
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Finished:
-    """One finished episode. `query`: its task as text; `ending`: its last observation.
-
-    `scores`: the environment's before the first turn and after each. Both these and the transcript
-    are empty where nobody wants them.
-    """
-
-    trajectory: Trajectory
-    transcript: Transcript
-    query: str
-    ending: str
-    scores: list[float]
-
-
-Deliver = Callable[[Finished], None]
-
-
-def assembled(
-    ticket: Ticket,
-    member: int,
-    setting: Setting,
-    policy: Literal["learned", "scripted"],
-    sequences: list[Sequence],
-    *,
-    rewards: Iterable[float],
-    flags: Iterable[int],
-    outcome: tuple[bool, bool],
-    seconds: tuple[float, float, float],
-    turns: list[Turn],
-    query: str,
-    ending: str,
-    experience_ids: list[int],
-    scores: list[float],
-) -> Finished:
-    """Assemble a finished episode of K turns without labels. `rewards`, `flags`: K each;
-    `outcome`: success and termination; `seconds`: in the environment, of generation, in all."""
-    turn_rewards = np.fromiter(rewards, np.float32)
-    trajectory = Trajectory(
-        group_id=ticket.group_id,
-        member=member,
-        attempt=ticket.attempt,
-        actor=setting.actor,
-        incarnation=setting.incarnation,
-        sequences=sequences,
-        reward=math.fsum(rewards),
-        success=outcome[0],
-        terminated=outcome[1],
-        truncated=not outcome[1],
-        turn_rewards=turn_rewards,
-        turn_flags=np.fromiter(flags, np.uint8),
-        labels=np.zeros(len(turn_rewards), np.int8),
-        label_source="",
-        experience_ids=experience_ids,
-        policy=policy,
-        timing=dict(zip(("env_s", "generate_s", "total_s"), seconds, strict=True)),
-    )
-    transcript = Transcript(
-        trajectory_id=trajectory.trajectory_id,
-        reward=trajectory.reward,
-        success=trajectory.success,
-        experience_ids=experience_ids,
-        turns=turns,
-    )
-    return Finished(trajectory, transcript, query, ending, scores)
 
 
 class EpisodeLate(Exception):
@@ -123,6 +53,7 @@ class Episode:
     tools: frozenset[str] | None = None  # None: actions are no calls
     observation: str = ""
     query: str = ""
+    content: str = ""
     advice: Advice = field(default_factory=Advice)
     turns: list[Turn] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
@@ -172,6 +103,7 @@ class Episode:
             experience_ids=list(self.advice.ids),
             turns=self.turns,
             query=self.query,
+            content=self.content,
             ending=self.observation,
             scores=self.scores,
         )
@@ -185,6 +117,10 @@ class Episode:
         seen = await environment.call("reset", environment.env.reset, task, dynamics_seed)
         self.observation = encodable(seen)
         self.query = f"{task.query}\n{self.observation}" if task.query else self.observation
+        self.content = self.query
+        if isinstance(environment.env, Identified):
+            told = await environment.call("content", environment.env.content)
+            self.content = f"{task.query}\n{told}"
         described = system_message, self.setting, environment.env
         system = await environment.call("instructions", *described)
         if self.setting.format.tools:

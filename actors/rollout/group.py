@@ -10,8 +10,9 @@ from actors.engines.base import Engine, Generation, Request
 from actors.envs.base import EnvironmentFailure
 from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
-from actors.rollout.episode import Deliver, EpisodeLate, run_episode
+from actors.rollout.episode import EpisodeLate, run_episode
 from actors.rollout.episode_config import Setting
+from actors.rollout.finished import Deliver
 from actors.rollout.policy import Advice, EpisodePolicy, Guide
 from evolver_async.randomness import key
 from evolver_async.schema import Ticket

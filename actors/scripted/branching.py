@@ -20,8 +20,9 @@ from actors.formats.turns import TurnFormat
 from actors.llm.quoting import plain
 from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
-from actors.rollout.episode import Deliver, EpisodeLate, Finished
+from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import Setting
+from actors.rollout.finished import Deliver, Finished
 from actors.rollout.group import run_members
 from actors.rollout.policy import EpisodePolicy
 from actors.scripted.expert import ScriptedPolicy

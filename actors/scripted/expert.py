@@ -13,8 +13,8 @@ from actors.experience.templates import contrast
 from actors.llm.quoting import quoted
 from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
-from actors.rollout.episode import Deliver
 from actors.rollout.episode_config import Setting
+from actors.rollout.finished import Deliver
 from actors.rollout.group import run_members
 from actors.rollout.policy import Advice, EpisodePolicy
 from evolver_async.randomness import key

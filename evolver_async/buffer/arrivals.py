@@ -51,6 +51,7 @@ class Arrivals:
             group_id=group_id,
             member=member,
             attempt=trajectory.attempt,
+            content=trajectory.content,
             tokens=tokens,
             bytes=sum(
                 array.nbytes

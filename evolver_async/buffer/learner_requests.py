@@ -15,6 +15,7 @@ from evolver_async.buffer.state import records
 from evolver_async.buffer.state.evaluations import SetSizes
 from evolver_async.buffer.state.groups import FORK
 from evolver_async.buffer.tasks.source import EvalSet
+from evolver_async.protocol.evaluations import EvalResult
 from evolver_async.protocol.messages import (
     Done,
     Fenced,
@@ -29,7 +30,7 @@ from evolver_async.protocol.messages import (
     Sample,
     Wait,
 )
-from evolver_async.schema import EvalResult, Group, WeightId
+from evolver_async.schema import Group, WeightId
 
 ROLLED_BACK = "rolled_back"  # the reason of groups whose takes a RESUME discards
 

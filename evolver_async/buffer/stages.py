@@ -7,7 +7,7 @@ from typing import Literal
 from evolver_async.buffer.state.admission import StageNumbers
 from evolver_async.buffer.tasks.jsonl import load_tasks
 from evolver_async.buffer.tasks.source import EvalSet, MixturePart, TaskSource
-from evolver_async.config import Config
+from evolver_async.config import Config, ConfigError
 
 TICKETS: dict[str, Literal["rollout", "demo", "branch"]] = {
     "sft": "demo",
@@ -40,13 +40,20 @@ def numbers_of(config: Config, kind: str) -> StageNumbers:
 def source_of(config: Config) -> TaskSource:
     """Make the source of a stage's tasks. Raises ConfigError if the file at `tasks.path` is bad."""
     tasks = config.tasks
-    given = load_tasks(Path(tasks.path), config.env.name, config.env.params) if tasks.path else None
+    given = None
+    if tasks.path:
+        given = load_tasks(Path(tasks.path), config.env.name, config.env.params)
+        for split, wanted in (("train", "training"), (config.eval.split, "eval.split")):
+            if split not in given:
+                missing = f"has no task of the {split} split, for {wanted}"
+                raise ConfigError(f"tasks.path: {tasks.path} {missing}")
     return TaskSource(
         env=config.env.name,
         params=config.env.params,
         train=tasks.train if given is None else len(given["train"]),
         solved=tasks.solved,
         failed=tasks.failed,
+        evaluated=config.eval.split,
         mixture=tuple(MixturePart(part.env, part.params, part.weight) for part in tasks.mixture),
         given=given,
     )
@@ -64,6 +71,9 @@ def eval_sets_of(config: Config) -> dict[str, EvalSet]:
             source = TaskSource(chosen.env.name, chosen.env.params, train=0)
         elif chosen.env.params:
             source = replace(stage, params=stage.params | chosen.env.params)
+        if source.given is not None and chosen.split not in source.given:
+            missing = f"has no task of the {chosen.split} split"
+            raise ConfigError(f"eval.sets.{name}.split: {config.tasks.path} {missing}")
         numbers = chosen.first, chosen.tasks, chosen.k
         made[name] = EvalSet(source, chosen.split, *numbers, chosen.temperature)
     return made

@@ -21,7 +21,7 @@ def evaluate(args: argparse.Namespace) -> int:
     run_dir = run_directory(args.run_dir)
     with as_config_errors():
         episodes = args.episodes or load(run_dir / "config.yaml").eval.final_episodes
-        print(resolve("eval")(run_dir, episodes, args.step))
+        print(resolve("eval")(run_dir, episodes, args.step, args.split))
     return 0
 
 

@@ -26,7 +26,7 @@ LAUNCHERS = {
 }
 # Everything else that a wing offers by name.
 ROLES = PROCESSES | {
-    "eval": "actors.evaluate:evaluate",  # (run_dir, episodes, step) -> one line
+    "eval": "actors.evaluate:evaluate",  # (run_dir, episodes, step, split) -> text
     "exact": "actors.envs.exact:exact",  # (tasks, max_turns) -> random and optimal, or None
     "check_prompts": "actors.checks.prompts:check",  # (config) -> None
     "export": "learner.tools.export:export",  # (run_dir, out, step) -> one line

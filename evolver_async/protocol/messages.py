@@ -5,9 +5,10 @@ from typing import Any
 import msgspec
 
 from evolver_async.lineages import Fork
+from evolver_async.protocol.evaluations import EvalResult
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.protocol.transcripts import Transcript
-from evolver_async.schema import EvalResult, Group, Task, Ticket, Trajectory, WeightId
+from evolver_async.schema import Group, Task, Ticket, Trajectory, WeightId
 
 LOSING = ("environment", "engine", "grade")
 

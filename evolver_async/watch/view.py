@@ -57,7 +57,8 @@ class View:
             self.evaluations.append((new, row["eval/success"]))
             return (
                 f"step {row['step']}  eval success {_number(row['eval/success'])}"
-                f" over {_number(row.get('eval/episodes'))} episodes{self._exact_values()}"
+                f" over {_number(row.get('eval/episodes'))} episodes"
+                f" ({_number(row.get('eval/distinct'))} distinct){self._exact_values()}"
                 f"{''.join(f'; {name} {value}' for name, value in eval_sets_of(row))}"
             )
         if "time_s" not in row:
@@ -182,6 +183,7 @@ def eval_sets_of(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
             text = f"{average} {_number(value)}"
             if average != "avg@1":
                 text += f" {best} {_number(row.get(f'eval/{chosen}/{best}'))}"
+            text += f" ({_number(row.get(f'eval/{chosen}/distinct'))} distinct)"
             yield chosen, text
 
 

@@ -13,7 +13,7 @@ from evolver_async.checkpoint.history import CheckpointEvaluation
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.errors import TrainingError
-from evolver_async.schema import EvalResult
+from evolver_async.protocol.evaluations import EvalResult
 from learner.state import LearnerState
 
 

@@ -13,7 +13,8 @@ from types import MappingProxyType
 from evolver_async.config import Config
 from evolver_async.config.sections.run import EvalConfig, EvalSetConfig
 from evolver_async.metrics.writer import Metrics
-from evolver_async.schema import EvalResult, SetResult, WeightId
+from evolver_async.protocol.evaluations import EvalResult, SetResult
+from evolver_async.schema import WeightId
 from evolver_async.weights.channel.base import Publisher
 from learner.state import LearnerState, PendingEvaluation
 
@@ -140,6 +141,7 @@ class EvaluationTracker:
                 "eval/reward_mean": result.reward_mean,
                 "eval/turns_mean": result.turns_mean,
                 "eval/episodes": float(result.episodes),
+                "eval/distinct": float(result.distinct),
                 "eval/version": float(result.weights.step),
                 "time_s": seconds,
                 **asked.progress,
@@ -161,6 +163,7 @@ def _set_values(result: SetResult) -> dict[str, float]:
         f"{prefix}/reward_mean": result.reward_mean,
         f"{prefix}/turns_mean": result.turns_mean,
         f"{prefix}/episodes": float(result.episodes),
+        f"{prefix}/distinct": float(result.distinct),
     }
     if result.tasks:
         values[f"{prefix}/best@{k}"] = result.best_success

@@ -29,8 +29,8 @@ from actors.engines.base import Generation, Request
 from actors.formats.chat import Chat
 from actors.formats.turns import ThinkAnswer
 from actors.progress import TicketProgress
-from actors.rollout.episode import Finished
 from actors.rollout.episode_config import Setting
+from actors.rollout.finished import Finished
 from evolver_async.model.tiny import make_tokenizer
 from evolver_async.schema import Sampling, Task, Ticket, WeightId
 

@@ -24,8 +24,8 @@ from actors.experience.pool import Item
 from actors.experience.service import open_pool
 from actors.formats.chat import Chat
 from actors.progress import TicketProgress
-from actors.rollout.episode import Finished
 from actors.rollout.episode_config import setting_of
+from actors.rollout.finished import Finished
 from actors.rollout.group import run_group
 from evolver_async.config import (
     ActorsConfig,

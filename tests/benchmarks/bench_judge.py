@@ -30,8 +30,8 @@ from actors.judge.judge import JudgedEpisode, RuleJudge
 from actors.judge.labels import parse
 from actors.judge.prompt import question
 from actors.progress import TicketProgress
-from actors.rollout.episode import Finished
 from actors.rollout.episode_config import Setting
+from actors.rollout.finished import Finished
 from actors.rollout.group import run_group
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.schema import Sampling, Task, Ticket, WeightId

@@ -20,7 +20,8 @@ from evolver_async.launch.registry import resolve
 from evolver_async.launch.serial import VirtualLoop, run
 from evolver_async.metrics.writer import Metrics
 from evolver_async.process.setup import RoleArgs
-from evolver_async.schema import EvalResult, WeightId
+from evolver_async.protocol.evaluations import EvalResult
+from evolver_async.schema import WeightId
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.in_process import LocalClient, LocalServer
 from evolver_async.weights.shm import ShmPublisher

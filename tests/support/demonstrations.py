@@ -3,8 +3,8 @@
 import asyncio
 
 from actors.progress import TicketProgress
-from actors.rollout.episode import Finished
 from actors.rollout.episode_config import Setting
+from actors.rollout.finished import Finished
 from actors.scripted.expert import demonstrate_group
 from evolver_async.schema import Ticket, Trajectory
 

@@ -15,7 +15,7 @@ from actors.engines.base import Engine
 from actors.engines.torch_engine import TorchEngine
 from actors.formats.chat import Chat
 from actors.progress import TicketProgress
-from actors.rollout.episode import Finished
+from actors.rollout.finished import Finished
 from actors.rollout.group import run_group
 from actors.scripted.expert import demonstrate_group
 from evolver_async.model import policy

@@ -12,8 +12,8 @@ from actors.engines.base import Generation, Request
 from actors.formats.chat import Chat
 from actors.formats.turns import ThinkAnswer
 from actors.progress import TicketProgress
-from actors.rollout.episode import Finished
 from actors.rollout.episode_config import Setting
+from actors.rollout.finished import Finished
 from actors.rollout.group import run_group
 from actors.rollout.policy import Advice
 from evolver_async.env import Info, Step

@@ -15,11 +15,12 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from actors.envs.base import Exact, split_of
+from actors.envs.base import Exact
 from actors.envs.tabular import Outcome, Process, best_values, exact_of, tabulate
 from evolver_async.env import Info, Step
 from evolver_async.randomness import key
 from evolver_async.schema import Task
+from evolver_async.splits import split_of
 
 COLOURED = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
 COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
@@ -90,7 +91,7 @@ class Gymnasium:
             seed = key(task.map_seed, "gymnasium", self.id, task.split, draw)
             observation, _ = self.env.reset(seed=seed)
             self.text = text_of(self.env.observation_space, observation)
-            if self.held_out == "seed" or split_of(self.text.encode()) == task.split:
+            if self.held_out == "seed" or split_of(self.text) == task.split:
                 break
         else:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Tasks of reasoning-gym: a question is generated from its number, and its answer is scored.
 
 One action is the whole episode. Splits differ in the seeds that questions are generated from; a
-question belongs to the split that its own text hashes into, so that none is in both. An action is
+question belongs to the split that its own text hashes into, so that none is in two. An action is
 the answer's text.
 """
 
@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.envs.adapters import required
-from actors.envs.base import Env, split_of
+from actors.envs.base import Env
 from evolver_async.env import Info, Step
 from evolver_async.randomness import key
 from evolver_async.schema import Task
+from evolver_async.splits import split_of
 
 MAX_DRAWS = 200  # of questions, until one belongs to the split
 # What scorers raise that cannot read every text.
@@ -59,7 +60,7 @@ class ReasoningGym(Env):
             self.questions = self._made(seed % LONGEST_SEED)
             self.entry = self.questions[0]
             question = str(self.entry["question"])
-            if split_of(question.encode()) == task.split:
+            if split_of(question) == task.split:
                 return question
         raise ValueError(f"dataset: no question of {self.dataset} belongs to {task.split}")
 

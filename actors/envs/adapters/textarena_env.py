@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from actors.envs.adapters import required
-from actors.envs.base import Env, split_of
+from actors.envs.base import Env
 from evolver_async.env import Info, Step
 from evolver_async.randomness import key
 from evolver_async.schema import Task
+from evolver_async.splits import split_of
 
 MAX_DRAWS = 200  # of games, until one belongs to the split
 PLAYER = 0
@@ -76,15 +77,19 @@ class TextArena(Env):
             with self._chance():
                 self._make(seed)
                 opening = self._news()
-            if self.held_out == "seed" or split_of(opening.encode()) == task.split:
+            if self.held_out == "seed" or split_of(opening) == task.split:
                 break
         else:
             raise ValueError(
                 f"held_out: no opening of {self.id} belongs to {task.split} in {MAX_DRAWS} draws;"
                 " `seed` keeps the splits apart by their seeds alone"
             )
+        self.begun = opening if self.held_out == "opening" else f"{seed} {opening}"
         self.generator = random.Random(dynamics_seed).getstate()
         return opening
+
+    def content(self) -> str:
+        return self.begun
 
     def step(self, action: str) -> Step:
         """Act; a move that the game refuses costs one of its allowed errors in a row."""

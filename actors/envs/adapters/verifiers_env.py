@@ -14,9 +14,10 @@ from functools import cache
 from typing import Any
 
 from actors.envs.adapters import required
-from actors.envs.base import Env, one_line, split_of
+from actors.envs.base import Env, one_line
 from evolver_async.env import Info, Step
 from evolver_async.schema import Task
+from evolver_async.splits import split_of
 
 
 @dataclass(kw_only=True, eq=False)
@@ -101,7 +102,7 @@ def _loaded(taskset: str, kwargs: str, first: int) -> dict[str, list[Any]]:
         raise ValueError(f"taskset: cannot load {taskset!r}: {one_line(error)}") from error
     found: dict[str, list[Any]] = {}
     for task in tasks:
-        found.setdefault(split_of(task.data.prompt_text.encode()), []).append(task)
+        found.setdefault(split_of(task.data.prompt_text), []).append(task)
     return found
 
 

@@ -2,22 +2,22 @@
 
 import random
 
-from actors.envs.base import split_of
 from actors.envs.code.problems import Problem
 from evolver_async.randomness import key
+from evolver_async.splits import Split, split_of
 
 MODULUS = 1000
 QUESTION = "{a} * {b} % 1000 = ?"
 WRONG = 20
 
 
-def draw_product(split: str, map_seed: int) -> Problem:
+def draw_product(split: Split, map_seed: int) -> Problem:
     """Return the product of (split, map_seed): the first draw whose content hashes into the
     split."""
     rng = random.Random(key(map_seed, "arithmetic", split))
     while True:
         a, b = rng.randint(10, 99), rng.randint(10, 99)
-        if split_of(f"{min(a, b)}*{max(a, b)}".encode()) == split:
+        if split_of(f"{min(a, b)}*{max(a, b)}") == split:
             break
     right = a * b % MODULUS
     wrong = rng.sample([guess for guess in range(MODULUS) if guess != right], WRONG)

@@ -28,6 +28,7 @@ from actors.sandbox.process import InterpreterConfig, Result, SandboxLimits, San
 from evolver_async.env import Info, Step
 from evolver_async.randomness import key
 from evolver_async.schema import Task
+from evolver_async.splits import checked_split
 
 INSTRUCTIONS = {
     "arithmetic": "answer the question with a number .",
@@ -110,11 +111,9 @@ class Code(Env):
     def reset(self, task: Task, dynamics_seed: int) -> str:
         if self.kind == "given":
             self.problem = self.given
-        elif task.split not in ("train", "test"):
-            raise ValueError(f"split: {task.split!r} is neither train nor test")
         else:
             draw = draw_product if self.kind == "arithmetic" else draw_program
-            self.problem = draw(task.split, task.map_seed)
+            self.problem = draw(checked_split(task.split), task.map_seed)
         self.reference = task.reference
         self.dynamics_seed = dynamics_seed
         self.runs = 0

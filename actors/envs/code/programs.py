@@ -4,9 +4,9 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from actors.envs.base import split_of
 from actors.envs.code.problems import Problem
 from evolver_async.randomness import key
+from evolver_async.splits import Split, split_of
 
 QUESTION = "write f(x) for a list x of integers: {first}, then {second}, and return {last}.{cases}"
 EXAMPLES, TESTS = 2, 8
@@ -75,13 +75,13 @@ class ProgramPlan(NamedTuple):
         return self.last.function(self.second.function(self.first.function(x, self.k), self.n), 0)
 
 
-def draw_program(split: str, map_seed: int) -> Problem:
+def draw_program(split: Split, map_seed: int) -> Problem:
     """Return the task of (split, map_seed): the first draw whose code hashes into the split and
     whose tests distinguish it from wrong answers."""
     rng = random.Random(key(map_seed, "programs", split))
     for _ in range(MAX_DRAWS):
         plan = _plan(rng)
-        if split_of(plan.code().encode()) != split:
+        if split_of(plan.code()) != split:
             continue
         inputs = [[], *(_numbers(rng) for _ in range(EXAMPLES + TESTS - 1))]
         shown, hidden = inputs[-EXAMPLES:], inputs[:-EXAMPLES]

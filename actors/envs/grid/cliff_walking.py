@@ -2,8 +2,9 @@
 
 A move gives -1; one into the cliff gives `fall_reward` and brings the player back to the start; the
 goal ends the episode. Maps are drawn from `(split, map_seed)` until one is solvable without falling
-and its content hashes into the split, so no drawn map is in two splits; the classic map is one and
-the same task in both. What to do is known from value iteration or from a tabular Q-learning agent.
+and its ground hashes into the split: no drawn map is in two splits, not even with another start or
+goal; the classic map is one and the same task in all. What to do is known from value iteration or
+from a tabular Q-learning agent.
 """
 
 import random
@@ -14,12 +15,13 @@ from typing import Literal
 
 import numpy as np
 
-from actors.envs.base import Exact, split_of
+from actors.envs.base import Exact
 from actors.envs.grid.cells import ARRIVED
 from actors.envs.grid.game import PLAYER, MapWalk
 from actors.envs.tabular import Outcome, Process, best_values, exact_of, happening, learn, tabulate
 from evolver_async.randomness import key
 from evolver_async.schema import Task
+from evolver_async.splits import Split, split_of
 
 INSTRUCTIONS = "walk from P to the goal G . O is a cliff that you must avoid . actions {} ."
 PLAIN_INSTRUCTIONS = (
@@ -56,6 +58,12 @@ class Cliff:
     @cached_property
     def goal(self) -> int:
         return self.cells.index(GOAL)
+
+    @cached_property
+    def ground(self) -> str:
+        """Cliff and safe cells with their width, without the goal: the content that decides the
+        split."""
+        return f"{self.columns}/{self.cells.replace(GOAL, GROUND)}"
 
     def moved(self, cell: int, action: int) -> int:
         """Return the cell a move leads to, before any fall; the edge holds the player."""
@@ -110,7 +118,7 @@ def draw_cliff(
     cliff_prob: float,
     fall_reward: float,
     slippery: bool,
-    split: str,
+    split: Split,
     map_seed: int,
 ) -> Cliff:
     """Return the map of (split, map_seed): the first solvable draw that hashes into the split."""
@@ -121,8 +129,7 @@ def draw_cliff(
         start, goal = rng.sample(range(count), 2)
         cells[start], cells[goal] = GROUND, GOAL
         cliff = Cliff(columns, "".join(cells), start, fall_reward, slippery)
-        content = f"{columns}/{cliff.cells}/{start}".encode()
-        if split_of(content) == split and cliff.can_be_walked():
+        if split_of(cliff.ground) == split and cliff.can_be_walked():
             return cliff
     raise ValueError(f"cliff_prob: {cliff_prob} leaves no solvable {split} map")
 
@@ -211,12 +218,12 @@ class CliffWalking(MapWalk):
         process = self.board.process
         return exact_of(process, self._within(max_turns), process.ends_N)
 
-    def _drawn(self, task: Task) -> tuple[Cliff, int]:
+    def _drawn(self, task: Task, split: Split) -> tuple[Cliff, int]:
         sizes, dynamics = (self.rows, self.columns), (self.fall_reward, self.slippery)
         if self.layout == "classic":
             cliff = classic_cliff(*sizes, *dynamics)
         else:
-            cliff = draw_cliff(*sizes, self.cliff_prob, *dynamics, task.split, task.map_seed)
+            cliff = draw_cliff(*sizes, self.cliff_prob, *dynamics, split, task.map_seed)
         return cliff, cliff.start
 
     def _move(self, number: int) -> tuple[float, bool, bool]:

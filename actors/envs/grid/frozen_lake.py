@@ -13,6 +13,7 @@ from actors.envs.grid.cells import ARRIVED
 from actors.envs.grid.game import PLAYER, MapWalk
 from actors.envs.tabular import exact_of, happening
 from evolver_async.schema import Task
+from evolver_async.splits import Split
 
 INSTRUCTIONS = "walk over the ice from P to the goal G . O is a hole . actions left down right up ."
 PLAIN_INSTRUCTIONS = (
@@ -87,7 +88,7 @@ class FrozenLake(MapWalk):
         return -float(distance if distance >= 0 else self.size**2)
 
     def goal(self) -> dict[str, Any] | None:
-        if not maps.can_be_goal(self.board, self.now, self.split):
+        if not maps.can_be_goal(self.board, self.now):
             return None
         return {"free": False, "goal_cell": self.now}
 
@@ -99,14 +100,13 @@ class FrozenLake(MapWalk):
         worth = exact_of(process, self._within(max_turns), process.rewards_N)
         return Exact(worth.random, worth.optimal)  # returns would say the same again
 
-    def _drawn(self, task: Task) -> tuple[maps.Lake, int]:
-        self.split = task.split
+    def _drawn(self, task: Task, split: Split) -> tuple[maps.Lake, int]:
         kind = self.size, self.frozen_prob, self.placement
-        lake = maps.draw_lake(*kind, task.split, task.map_seed)
+        lake = maps.draw_lake(*kind, split, task.map_seed)
         if self.free:
             lake = maps.with_goal(lake, -1)
         elif self.goal_cell >= 0:
-            if not maps.can_be_goal(lake, self.goal_cell, task.split):
+            if not maps.can_be_goal(lake, self.goal_cell):
                 raise ValueError(f"goal_cell: {self.goal_cell} is no goal of {task.task_id}")
             lake = maps.with_goal(lake, self.goal_cell)
         return lake, lake.start

@@ -1,8 +1,9 @@
 """Maps of FrozenLake: drawing, dynamics and best actions.
 
-Maps are drawn from `(split, map_seed)` until one is solvable and its content hashes into the split,
-so no map is in two splits. Cells are numbered row by row. The goal of a drawn map can be moved, as
-far as its content stays in the split, or be left out.
+Maps are drawn from `(split, map_seed)` until one is solvable and its ground hashes into the split:
+no map is in two splits, not even with another start or goal. The map without a hole is for training
+alone, as it is so frequent in small sizes that it would fill another split. Cells are numbered row
+by row. The goal of a drawn map can be moved or be left out.
 """
 
 import random
@@ -10,10 +11,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from actors.envs.base import split_of
 from actors.envs.grid.cells import neighbours, rows_of
 from actors.envs.tabular import Outcome, Process, best_values, tabulate
 from evolver_async.randomness import key
+from evolver_async.splits import Split, split_of
 
 ICE, HOLE, GOAL = "_", "O", "G"
 ACTIONS = ("left", "down", "right", "up")  # gymnasium's order: a slip goes to a neighbour in it
@@ -43,8 +44,13 @@ class Lake:
         return self.cells.find(GOAL)
 
     @cached_property
-    def split(self) -> str:
-        return split_of(f"{self.cells}/{self.start}".encode())
+    def ground(self) -> str:
+        """Ice and holes, without the goal: the content that decides the split."""
+        return self.cells.replace(GOAL, ICE)
+
+    @cached_property
+    def split(self) -> Split:
+        return split_of(self.ground) if HOLE in self.ground else "train"
 
     @cached_property
     def neighbours(self) -> list[list[int | None]]:
@@ -95,7 +101,7 @@ def slips(action: int, success_rate: float) -> list[tuple[float, int]]:
 
 
 @lru_cache(maxsize=4096)
-def draw_lake(size: int, frozen_prob: float, placement: str, split: str, map_seed: int) -> Lake:
+def draw_lake(size: int, frozen_prob: float, placement: str, split: Split, map_seed: int) -> Lake:
     """Return the map of (split, map_seed): the first solvable draw that hashes into the split."""
     rng = random.Random(key(map_seed, "frozen_lake", split))
     count = size * size
@@ -112,7 +118,7 @@ def draw_lake(size: int, frozen_prob: float, placement: str, split: str, map_see
 @lru_cache(maxsize=4096)
 def with_goal(lake: Lake, cell: int) -> Lake:
     """Return the same map with its goal at `cell`, which must be ice, or without a goal for -1."""
-    cells = lake.cells.replace(GOAL, ICE)
+    cells = lake.ground
     if cell >= 0:
         cells = cells[:cell] + GOAL + cells[cell + 1 :]
     return _lake(cells, lake.columns, lake.start)
@@ -130,10 +136,9 @@ def best_actions(lake: Lake, success_rate: float) -> dict[Hashable, int]:
     return dict(zip(process.states, best_S.tolist(), strict=True))
 
 
-def can_be_goal(lake: Lake, cell: int, split: str) -> bool:
-    """Return True if the goal can be moved there: onto ice that is not the start, can be reached,
-    and leaves the map in its split."""
+def can_be_goal(lake: Lake, cell: int) -> bool:
+    """Return True if the goal can be moved there: onto ice that is not the start and can be
+    reached."""
     if lake.cells[cell] == HOLE or cell == lake.start:
         return False
-    moved = with_goal(lake, cell)
-    return moved.split == split and moved.distances[moved.start] > 0
+    return with_goal(lake, cell).distances[lake.start] > 0

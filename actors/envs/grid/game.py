@@ -8,6 +8,7 @@ from actors.envs.base import Env
 from actors.envs.grid.cells import bearing, place, rows_of
 from evolver_async.env import Info, Step
 from evolver_async.schema import Task
+from evolver_async.splits import Split, checked_split
 
 PLAYER, WALL = "P", "wall"
 
@@ -26,9 +27,7 @@ class GridGame(Env):
             raise ValueError(f"max_moves: {self.max_moves} is negative")
 
     def reset(self, task: Task, dynamics_seed: int) -> str:
-        if task.split not in ("train", "test"):
-            raise ValueError(f"split: {task.split!r} is neither train nor test")
-        self.board, self.now = self._drawn(task)
+        self.board, self.now = self._drawn(task, checked_split(task.split))
         self.dynamics_seed = dynamics_seed
         self.moves = 0
         return self._observe(first=True)
@@ -47,14 +46,17 @@ class GridGame(Env):
         reached = (self.board.moved(self.now, number) for number in range(len(self.names)))
         return [name for name, state in zip(self.names, reached, strict=True) if state != self.now]
 
+    def content(self) -> str:
+        return f"{self.board} {self.now}"
+
     def snapshot(self) -> tuple[Any, int]:
         return self.now, self.moves
 
     def restore(self, snapshot: tuple[Any, int]) -> None:
         self.now, self.moves = snapshot
 
-    def _drawn(self, task: Task) -> tuple[Any, Any]:
-        """Return the board of a task and the state that it starts in."""
+    def _drawn(self, task: Task, split: Split) -> tuple[Any, Any]:
+        """Return the board of a task of this split and the state that it starts in."""
         raise NotImplementedError
 
     def _move(self, number: int) -> tuple[float, bool, bool]:

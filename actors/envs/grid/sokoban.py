@@ -16,6 +16,7 @@ from actors.envs.grid.game import GridGame
 from actors.envs.grid.sokoban_level import Room, State
 from actors.envs.tabular import Outcome, exact_of, tabulate
 from evolver_async.schema import Task
+from evolver_async.splits import Split
 
 INSTRUCTIONS = (
     "push each {box} on to an {target} . {player} is you and {on_target} is you on {target} and"
@@ -101,9 +102,9 @@ class Sokoban(GridGame):
         process = tabulate([self.now], len(levels.ACTIONS), model, depth=moves)
         return exact_of(process, moves, process.ends_N)
 
-    def _drawn(self, task: Task) -> tuple[Room, State]:
+    def _drawn(self, task: Task, split: Split) -> tuple[Room, State]:
         sizes = self.size, self.boxes, self.layout, self.max_solution
-        level = levels.draw_level(*sizes, task.split, task.map_seed)
+        level = levels.draw_level(*sizes, split, task.map_seed)
         return level.room, level.start
 
     def _move(self, number: int) -> tuple[float, bool, bool]:

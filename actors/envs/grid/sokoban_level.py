@@ -3,7 +3,8 @@
 A state is the player's cell and the boxes' cells, ascending; cells are numbered row by row. Levels
 are drawn from `(split, map_seed)`: a room, its targets, then one of the states from which the boxes
 can be brought onto them in few enough moves, found by playing backwards. So every level can be
-solved. Its content hashes into its split, so no level is in two splits.
+solved. Its walls, targets and boxes hash into its split: no level is in two splits, not even with
+another start of the player.
 """
 
 import random
@@ -11,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
-from actors.envs.base import split_of
 from actors.envs.grid.cells import neighbours, rows_of
 from evolver_async.randomness import key
+from evolver_async.splits import Split, split_of
 
 State = tuple[int, tuple[int, ...]]  # the player's cell, the boxes' cells
 
@@ -96,6 +97,12 @@ class Level(NamedTuple):
     room: Room
     start: State
 
+    @property
+    def ground(self) -> str:
+        """Walls, targets and boxes, without the player: the content that decides the split."""
+        _, boxes = self.start
+        return f"{self.room.cells}/{boxes}"
+
 
 def _with(boxes: tuple[int, ...], old: int, new: int) -> tuple[int, ...]:
     return tuple(sorted(new if box == old else box for box in boxes))
@@ -145,11 +152,11 @@ def draw_level(
     boxes: int,
     layout: Literal["walled", "open"],
     max_solution: int,
-    split: str,
+    split: Split,
     map_seed: int,
 ) -> Level:
     """Return the level of (split, map_seed): no box is on a target, `max_solution` moves solve it,
-    and its glyphs hash into the split. ValueError if the parameters allow none."""
+    and its ground hashes into the split. ValueError if the parameters allow none."""
     rng = random.Random(key(map_seed, "sokoban", split))
     for _ in range(MAX_DRAWS):
         room = _room(rng, size, boxes, layout)
@@ -162,10 +169,11 @@ def draw_level(
         ]
         rng.shuffle(states)
         for state in states:
-            if split_of("\n".join(room.render(state)).encode()) == split:
-                return Level(room=room, start=state)
-    level = f"{split} level of size {size} with {boxes} boxes"
-    raise ValueError(f"max_solution: {max_solution} leaves no {level}")
+            level = Level(room=room, start=state)
+            if split_of(level.ground) == split:
+                return level
+    wanted = f"{split} level of size {size} with {boxes} boxes"
+    raise ValueError(f"max_solution: {max_solution} leaves no {wanted}")
 
 
 def _room(rng: random.Random, size: int, boxes: int, layout: str) -> Room | None:

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from importlib import resources
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from actors.envs.webshop.search import FullTextIndex
 from evolver_async.randomness import key
+from evolver_async.splits import Split
 
 SHIPPED = "products.jsonl"
 UNBOUNDED = 1_000_000.0  # the price where a goal names none
@@ -85,9 +86,6 @@ class Goal(NamedTuple):
     price_upper: float
 
 
-Split = Literal["test", "val", "train"]
-
-
 @dataclass(eq=False)  # hashed by identity, so that what was found in it can be remembered
 class Catalogue:
     """Stock of a shop. `skipped`: unusable rows, counted by reason."""
@@ -107,10 +105,11 @@ class Catalogue:
         random.Random(SHUFFLE_SEED).shuffle(found)
         return found
 
-    def split(self, name: Split, test: int, val: int) -> range:
-        """Return the numbers of a split's goals; WebShop has 500 for `test` and 1,000 for `val`."""
-        ends = {"test": (0, test), "val": (test, test + val), "train": (test + val, None)}
-        start, end = ends[name]
+    def split(self, name: Split, test: int, validation: int) -> range:
+        """Return the numbers of a split's goals; WebShop has 500 for `test`, 1,000 for
+        `validation`."""
+        rest = test + validation
+        start, end = {"test": (0, test), "validation": (test, rest), "train": (rest, None)}[name]
         return range(len(self.goals))[start:end]
 
     def search(self, query: str) -> tuple[Product, ...]:

@@ -8,11 +8,11 @@ changes nothing. Success is a reward of exactly 1.
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from actors.envs.base import Env
 from actors.envs.webshop import pages
-from actors.envs.webshop.catalogue import MOST_RESULTS, Catalogue, Goal, Split
+from actors.envs.webshop.catalogue import MOST_RESULTS, Catalogue, Goal
 from actors.envs.webshop.expert import Action, queries, way
 from actors.envs.webshop.load import Files, stocked
 from actors.envs.webshop.pages import PageState
@@ -20,6 +20,7 @@ from actors.envs.webshop.reward import score
 from actors.formats.tool_calls import called, canonical, tool_spec
 from evolver_async.env import Info, Step
 from evolver_async.schema import Task
+from evolver_async.splits import checked_split
 
 GOAL = "buy what the instruction asks for ; a page shows each button as [button] ."
 PLAIN_GOAL = (
@@ -43,8 +44,8 @@ LEAST_CHARS = 300
 @dataclass(kw_only=True, eq=False)
 class WebShop(Env):
     """WebShop environment. `page_size`: results on a page; `max_chars`: of an observation; `show`:
-    the observations that contain the instruction; `test_goals`, `val_goals`: sizes of these splits
-    of the shuffled goals, before those for training.
+    the observations that contain the instruction; `test_goals`, `validation_goals`: sizes of these
+    splits of the shuffled goals, before those for training.
 
     `items` and `attributes` name WebShop's own files, in place of the catalogue that ships; `human`
     its human instructions, in place of made ones; of the items only the first `limit` (0: all).
@@ -62,7 +63,7 @@ class WebShop(Env):
     max_chars: int = 2000
     show: Literal["every", "first"] = "every"
     test_goals: int = 500
-    val_goals: int = 1000
+    validation_goals: int = 1000
     items: str = ""
     attributes: str = ""
     human: str = ""
@@ -71,7 +72,7 @@ class WebShop(Env):
     def __post_init__(self) -> None:
         if not 1 <= self.page_size <= MOST_RESULTS:
             raise ValueError(f"page_size: {self.page_size} is not in 1..{MOST_RESULTS}")
-        least = {"max_chars": LEAST_CHARS, "test_goals": 1, "val_goals": 0, "limit": 0}
+        least = {"max_chars": LEAST_CHARS, "test_goals": 1, "validation_goals": 0, "limit": 0}
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name}: {getattr(self, name)} is less than {bound}")
@@ -87,10 +88,9 @@ class WebShop(Env):
         self.files = files if self.items else None
 
     def reset(self, task: Task, dynamics_seed: int) -> str:
-        if task.split not in ("train", "val", "test"):
-            raise ValueError(f"split: {task.split!r} is none of train, val, test")
+        split = checked_split(task.split)
         self.shop: Catalogue = stocked(self.files)
-        numbers = self.shop.split(cast(Split, task.split), self.test_goals, self.val_goals)
+        numbers = self.shop.split(split, self.test_goals, self.validation_goals)
         if not numbers:
             known = len(self.shop.goals)
             raise ValueError(f"test_goals: {known} goals leave none for {task.split}")

@@ -6,7 +6,8 @@ evaluation has sets of episodes: the deciding one, whose name is "", and those o
 
 import msgspec
 
-from evolver_async.schema import EvalResult, SetResult, WeightId
+from evolver_async.protocol.evaluations import EvalResult, SetResult
+from evolver_async.schema import WeightId
 
 DECIDING = ""  # name of the set whose success is eval/success
 SetSizes = dict[str, tuple[int, int]]  # tasks, and samples of each, by name of a set
@@ -31,7 +32,8 @@ class TaskScore(msgspec.Struct):
 class RunningSet(msgspec.Struct):
     """One set under way: sums over arrived episodes; `lost` ones could not be run.
 
-    `k`: samples of each task. `scores`: by task, for sets with a name.
+    `k`: samples of each task. `scores`: by task, for sets with a name. `contents`: hashes of the
+    different tasks that were played.
     """
 
     name: str
@@ -44,14 +46,16 @@ class RunningSet(msgspec.Struct):
     reward: float = 0.0
     turns: int = 0
     scores: dict[int, TaskScore] = {}
+    contents: set[int] = set()
 
     @property
     def episodes(self) -> int:
         return self.tasks * self.k
 
-    def add(self, task: int, success: bool, reward: float, turns: int) -> None:
+    def add(self, task: int, content: int, success: bool, reward: float, turns: int) -> None:
         """Add an arrived episode."""
         self.arrived += 1
+        self.contents.add(content)
         self.successes += success
         self.reward += reward
         self.turns += turns
@@ -77,6 +81,7 @@ class RunningSet(msgspec.Struct):
             tasks=len(whole),
             best_success=sum(score.success for score in whole) / max(1, len(whole)),
             best_reward=sum(score.reward for score in whole) / max(1, len(whole)),
+            distinct=len(self.contents),
         )
 
 
@@ -120,6 +125,7 @@ class RunningEvaluation(msgspec.Struct):
             success=deciding.success,
             reward_mean=deciding.reward_mean,
             turns_mean=deciding.turns_mean,
+            distinct=deciding.distinct,
             sets=others,
         )
 
@@ -171,13 +177,14 @@ class EvaluationQueue(msgspec.Struct):
         self,
         weights: WeightId,
         episode: SetEpisode | None,
+        content: int,
         success: bool,
         reward: float,
         turns: int,
     ) -> None:
         evaluation = self._of(weights)
         task = episode.task if episode is not None else 0
-        evaluation.of(_name(episode)).add(task, success, reward, turns)
+        evaluation.of(_name(episode)).add(task, content, success, reward, turns)
         self._finish(evaluation)
 
     def lost(self, weights: WeightId, episode: SetEpisode | None) -> None:

@@ -128,7 +128,7 @@ class BufferState:
             learned = held.kind == "rollout"
             self.tasks.completed(held.task, successes / len(held.members) if learned else None)
         else:
-            facts = record.success, record.reward, record.turns
+            facts = record.content, record.success, record.reward, record.turns
             self.evaluations.arrived(held.pinned, held.episode, *facts)
         if held.kind in UNTRAINED:
             reason = "explored" if held.pinned is None else "evaluated"

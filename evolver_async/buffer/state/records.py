@@ -45,6 +45,7 @@ class Arrived(Record, tag="arrived"):
     group_id: int
     member: int
     attempt: int
+    content: int
     tokens: int
     bytes: int
     reward: float

@@ -2,7 +2,7 @@
 
 A line is `{"query", "env", "params", "seed", "split", "reference", "id"}`, every key optional;
 missing keys come from the configuration. A hash of its content decides the split of a task without
-one, so no task is in both splits.
+one, so no task is in two splits.
 """
 
 import json
@@ -15,9 +15,9 @@ from evolver_async.config import ConfigError
 from evolver_async.config.values.rules import check_finite
 from evolver_async.randomness import key
 from evolver_async.schema import Task
+from evolver_async.splits import Split, split_of
 
 MAX_BYTES = 32_768  # of a line: a task travels in the head of a message
-HELD_OUT = 8  # about one task in so many is in the test split
 
 
 class Row(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -27,7 +27,7 @@ class Row(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     env: str = ""
     params: dict[str, Any] = {}
     seed: int = 0
-    split: Literal["", "train", "test"] = ""
+    split: Literal[""] | Split = ""
     query: str = ""
     reference: list[str] | None = None
 
@@ -45,7 +45,7 @@ def load_tasks(path: Path, env: str, params: dict[str, Any]) -> dict[str, tuple[
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"tasks.path: {path}: {error.strerror}") from None
-    found: dict[str, list[Task]] = {"train": [], "test": []}
+    found: dict[str, list[Task]] = {}
     lines_of: dict[str, int] = {}  # by id, and by content
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -56,10 +56,7 @@ def load_tasks(path: Path, env: str, params: dict[str, Any]) -> dict[str, tuple[
             if name in lines_of:
                 raise ConfigError(f"{where}: the same task as in line {lines_of[name]}")
             lines_of[name] = number
-        found[task.split].append(task)
-    for split, tasks in found.items():
-        if not tasks:
-            raise ConfigError(f"tasks.path: {path} has no task of the {split} split")
+        found.setdefault(task.split, []).append(task)
     return {split: tuple(tasks) for split, tasks in found.items()}
 
 
@@ -81,7 +78,7 @@ def _task(row: Row, env: str, params: dict[str, Any], where: str) -> tuple[Task,
         raise ConfigError(f"{where}: seed: {row.seed} is not in 0..2**63 - 1")
     content = json.dumps([name, merged, row.seed, row.query], sort_keys=True)
     digest = key(0, "task", content)
-    split = row.split or ("test" if digest % HELD_OUT == 0 else "train")
+    split = row.split or split_of(content)
     task = Task(
         task_id=f"{name}/{split}/{row.id or f'{digest:016x}'}",
         env=name,

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from evolver_async.schema import Task
+from evolver_async.splits import Split
 
 GOLDEN = (math.sqrt(5) - 1) / 2  # the number whose multiples spread most evenly
 
@@ -27,8 +28,9 @@ class MixturePart:
 class TaskSource:
     """Tasks of a stage: numbered ones of its environment, or the `given` ones.
 
-    `train`: number of distinct training tasks, 0 for an unbounded set. `mixture`: several
-    environments instead of `env`. `given`: the tasks by split, `train` of them in the train split.
+    `train`: number of distinct training tasks, 0 for an unbounded set. `evaluated`: split of the
+    evaluations that have no set of their own. `mixture`: several environments instead of `env`.
+    `given`: the tasks by split, `train` of them in the train split.
     `solved`, `failed`: the chance that a pass over a finite set, or over the pool, includes a task
     whose newest group succeeded, or failed, in all its members: such a group has no contrast.
     """
@@ -38,6 +40,7 @@ class TaskSource:
     train: int
     solved: float = 1.0
     failed: float = 1.0
+    evaluated: Split = "test"
     mixture: tuple[MixturePart, ...] = ()
     given: dict[str, tuple[Task, ...]] | None = None
 
@@ -87,7 +90,7 @@ class EvalSet:
     """One set of `eval.sets`: `k` samples of each of `tasks` tasks of a split, from `first` on."""
 
     source: TaskSource
-    split: str
+    split: Split
     first: int
     tasks: int
     k: int
@@ -105,7 +108,7 @@ class EvalSet:
 
 def held_out_task(source: TaskSource, number: int) -> Task:
     """The held-out task of evaluation episode `number`."""
-    return _numbered(source, "test", number)
+    return _numbered(source, source.evaluated, number)
 
 
 def _numbered(source: TaskSource, split: str, number: int) -> Task:

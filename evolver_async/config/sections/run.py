@@ -11,6 +11,7 @@ from evolver_async.config.values.rules import (
     Positive,
     Range,
 )
+from evolver_async.splits import Split
 
 RunName = Annotated[str, Pattern(r"(?!\.{1,2}$)[^/\\\0]*", "a plain directory name")]
 Hardware = Annotated[
@@ -104,7 +105,7 @@ class EvalSetConfig:
     """One further set of evaluation episodes: `k` samples of each of `tasks` tasks."""
 
     env: EvalSetEnvConfig = field(default_factory=EvalSetEnvConfig)
-    split: Literal["train", "test"] = "test"
+    split: Split = "test"
     first: int = 0  # number of the first task in the split
     tasks: Count = 64
     k: Count = 1  # samples per task; more than one needs a temperature
@@ -118,6 +119,8 @@ class EvalConfig:
     """Evaluation on held-out tasks with exact weights, greedy and never guided."""
 
     every: int = 25  # versions between evaluations; 0 evaluates only after each stage
+    # of the run's own evaluations; settings are to be chosen on `validation`
+    split: Split = "test"
     episodes: Count = 256
     final_episodes: int = 512  # after the last stage; 0: as many as `episodes`
     temperature: float = 0.0

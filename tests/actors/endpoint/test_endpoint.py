@@ -37,8 +37,9 @@ from actors.formats.chat import Chat
 from actors.formats.turns import ThinkAnswer
 from actors.llm.client import Endpoint
 from actors.progress import TicketProgress
-from actors.rollout.episode import EpisodeLate, Finished
+from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import Setting
+from actors.rollout.finished import Finished
 from evolver_async.config import ConfigError, LlmConfig
 from evolver_async.config.load import load
 from evolver_async.model.policy import token_logprobs

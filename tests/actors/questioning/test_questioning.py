@@ -35,8 +35,8 @@ from actors.questioning.synthesize import (
     question,
     task_of,
 )
-from actors.rollout.episode import Finished
 from actors.rollout.episode_config import setting_of
+from actors.rollout.finished import Finished
 from evolver_async.config import Config, ConfigError, LlmConfig, QuestioningConfig, StageConfig
 from evolver_async.env import Info, Step
 from evolver_async.model.tiny import make_tokenizer as make_tiny_tokenizer

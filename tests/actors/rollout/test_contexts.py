@@ -28,7 +28,7 @@ from rollouts import (
 from actors.checks.config import check
 from actors.formats.tool_calls import canonical
 from actors.progress import TicketProgress
-from actors.rollout.episode import Finished
+from actors.rollout.finished import Finished
 from actors.scripted.expert import demonstrate_group
 from evolver_async.config.load import load
 from evolver_async.schema import Role, TurnFlag

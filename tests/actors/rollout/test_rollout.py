@@ -37,7 +37,8 @@ from actors.engines.base import Generation, Request
 from actors.envs.base import EnvironmentFailure
 from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
-from actors.rollout.episode import EpisodeLate, Finished
+from actors.rollout.episode import EpisodeLate
+from actors.rollout.finished import Finished
 from actors.rollout.group import run_group, run_members
 from actors.scripted.expert import demonstrate_group
 from evolver_async.env import Info, Step

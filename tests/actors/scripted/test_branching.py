@@ -19,8 +19,8 @@ from actors.envs.base import Env, EnvironmentFailure, Rewindable, make_env
 from actors.formats.chat import Chat
 from actors.formats.tool_calls import ToolCall
 from actors.progress import TicketProgress
-from actors.rollout.episode import Finished
 from actors.rollout.episode_config import Setting
+from actors.rollout.finished import Finished
 from actors.scripted.branching import BranchState, TriedTurn, branch_group, reflect_rows, try_turns
 from actors.scripted.reflection import Reflector
 from evolver_async.config import LlmConfig, ReflectionConfig, StageConfig

@@ -12,7 +12,7 @@ from rollouts import TOKENIZER, FakeEngine, setting, ticket
 from actors.checks.config import check
 from actors.envs.base import make_env
 from actors.progress import TicketProgress
-from actors.rollout.episode import Finished
+from actors.rollout.finished import Finished
 from actors.rollout.group import run_group
 from evolver_async.config.load import load
 from evolver_async.randomness import key

@@ -13,7 +13,8 @@ from evolver_async.config import Config
 from evolver_async.config.load import load
 from evolver_async.config.sections.run import EvalSetConfig, EvalSetEnvConfig
 from evolver_async.protocol import messages
-from evolver_async.schema import EvalResult, SetResult, Ticket, WeightId
+from evolver_async.protocol.evaluations import EvalResult, SetResult
+from evolver_async.schema import Ticket, WeightId
 
 SETS = {
     "ood": EvalSetConfig(env=EvalSetEnvConfig(params={"size": 5}), tasks=3),

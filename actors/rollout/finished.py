@@ -1,0 +1,83 @@
+"""Finished episodes: the trajectory that is sent, and what follows from an episode besides."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from actors.rollout.episode_config import Setting
+from evolver_async.protocol.transcripts import Transcript, Turn
+from evolver_async.randomness import key
+from evolver_async.schema import Sequence, Ticket, Trajectory
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One finished episode. `query`: its task as text; `ending`: its last observation.
+
+    `scores`: the environment's before the first turn and after each. Both these and the transcript
+    are empty where nobody wants them.
+    """
+
+    trajectory: Trajectory
+    transcript: Transcript
+    query: str
+    ending: str
+    scores: list[float]
+
+
+Deliver = Callable[[Finished], None]
+
+
+def assembled(
+    ticket: Ticket,
+    member: int,
+    setting: Setting,
+    policy: Literal["learned", "scripted"],
+    sequences: list[Sequence],
+    *,
+    rewards: Iterable[float],
+    flags: Iterable[int],
+    outcome: tuple[bool, bool],
+    seconds: tuple[float, float, float],
+    turns: list[Turn],
+    query: str,
+    content: str,
+    ending: str,
+    experience_ids: list[int],
+    scores: list[float],
+) -> Finished:
+    """Assemble a finished episode of K turns without labels. `rewards`, `flags`: K each;
+    `content`: the text that tells its task; `outcome`: success and termination; `seconds`: in the
+    environment, of generation, in all."""
+    turn_rewards = np.fromiter(rewards, np.float32)
+    trajectory = Trajectory(
+        group_id=ticket.group_id,
+        member=member,
+        attempt=ticket.attempt,
+        actor=setting.actor,
+        incarnation=setting.incarnation,
+        content=key(0, "content", ticket.task.env, content),
+        sequences=sequences,
+        reward=math.fsum(rewards),
+        success=outcome[0],
+        terminated=outcome[1],
+        truncated=not outcome[1],
+        turn_rewards=turn_rewards,
+        turn_flags=np.fromiter(flags, np.uint8),
+        labels=np.zeros(len(turn_rewards), np.int8),
+        label_source="",
+        experience_ids=experience_ids,
+        policy=policy,
+        timing=dict(zip(("env_s", "generate_s", "total_s"), seconds, strict=True)),
+    )
+    transcript = Transcript(
+        trajectory_id=trajectory.trajectory_id,
+        reward=trajectory.reward,
+        success=trajectory.success,
+        experience_ids=experience_ids,
+        turns=turns,
+    )
+    return Finished(trajectory, transcript, query, ending, scores)

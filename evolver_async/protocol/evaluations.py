@@ -1,0 +1,39 @@
+"""Results of evaluations, as the buffer gives them to the learner."""
+
+import msgspec
+
+from evolver_async.schema import WeightId
+
+
+class SetResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Result of a set of `eval.sets`; `best_*` are means over `tasks` with all `k` samples.
+
+    `distinct`: number of different tasks among the episodes.
+    """
+
+    name: str
+    k: int
+    episodes: int
+    success: float
+    reward_mean: float
+    turns_mean: float
+    tasks: int
+    best_success: float
+    best_reward: float
+    distinct: int
+
+
+class EvalResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Result of an evaluation of exact weights over `episodes` held-out episodes and of `sets`.
+
+    `distinct`: number of different tasks among the episodes.
+    """
+
+    weights: WeightId
+    step: int
+    episodes: int
+    success: float
+    reward_mean: float
+    turns_mean: float
+    distinct: int
+    sets: list[SetResult] = []
