@@ -47,7 +47,7 @@ def evaluate(
     success = statistics.fmean(trajectory.success for trajectory in trajectories)
     reward = statistics.fmean(trajectory.reward for trajectory in trajectories)
     line = f"{run_dir}, step {manifest.step}: success {success:.3f}, reward {reward:.3f}"
-    line += f" over {episodes} {config.eval.split} episodes ({_distinct(trajectories)} distinct)"
+    line += f" over {episodes} {config.eval.split} episodes, {_distinct(trajectories)} distinct"
     values = exact(tasks, staged.rollout.max_turns * staged.rollout.actions_per_turn)
     if values is not None:
         line += f" (random policy {values.random:.3f}, optimal policy {values.optimal:.3f}, exactly"
@@ -79,7 +79,7 @@ async def _evaluate_set(config: Config, stage: int, chosen: EvalSet, weights: di
         f"best reward@{k}": statistics.fmean(max(one.reward for one in group) for group in groups),
     }
     said = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
-    return f"{said} over {chosen.tasks} tasks ({_distinct(trajectories)} distinct)"
+    return f"{said} over {chosen.tasks} tasks, {_distinct(trajectories)} distinct"
 
 
 def _distinct(trajectories: list[Trajectory]) -> int:

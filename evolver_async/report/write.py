@@ -82,7 +82,9 @@ def _facts(run: RunResults) -> list[tuple[str, str]]:
     ]
     if len(run.evaluations) and "eval/success" in run.evaluations:
         newest = run.evaluations.rows[-1]
-        facts.append(("eval success", f"{newest.get('eval/success')} at step {newest['step']}"))
+        played = f"{newest.get('eval/episodes')} episodes, {newest.get('eval/distinct')} distinct"
+        told = f"{newest.get('eval/success')} at step {newest['step']} ({played})"
+        facts.append(("eval success", told))
     if run.checkpoints:
         facts.append(("newest checkpoint", run.checkpoints[-1].path.name))
     return facts

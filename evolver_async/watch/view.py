@@ -58,7 +58,7 @@ class View:
             return (
                 f"step {row['step']}  eval success {_number(row['eval/success'])}"
                 f" over {_number(row.get('eval/episodes'))} episodes"
-                f" ({_number(row.get('eval/distinct'))} distinct){self._exact_values()}"
+                f", {_number(row.get('eval/distinct'))} distinct{self._exact_values()}"
                 f"{''.join(f'; {name} {value}' for name, value in eval_sets_of(row))}"
             )
         if "time_s" not in row:

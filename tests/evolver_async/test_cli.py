@@ -402,11 +402,14 @@ def test_status_says_that_no_buffer_answers(
 
 def test_watch_shows_what_a_run_wrote(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = {"lineage": 1, "step": 1}
-    rows = [one | {"time_s": 1.0}, one | {"eval/success": 0.5, "eval/episodes": 8}]
+    rows = [
+        one | {"time_s": 1.0},
+        one | {"eval/success": 0.5, "eval/episodes": 8, "eval/distinct": 3},
+    ]
     (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert main(["watch", "--once", str(run_dir)]) == 0
     out = capsys.readouterr().out
-    assert "step 1/5" in out and "eval success 0.500 over 8 episodes" in out
+    assert "step 1/5" in out and "eval success 0.500 over 8 episodes, 3 distinct" in out
 
 
 def test_watch_prints_once_or_goes_on_as_text(run_dir: Path) -> None:

@@ -175,6 +175,7 @@ def result(lineage: int, step: int, success: float, episodes: int = 4) -> EvalRe
         success=success,
         reward_mean=0.0,
         turns_mean=1.0,
+        distinct=episodes,
     )
 
 

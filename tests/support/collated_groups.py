@@ -52,6 +52,7 @@ def make_groups(
             attempt=0,
             actor="actor-0",
             incarnation=0,
+            content=0,
             sequences=[
                 make_sequence(
                     rng, int(rng.integers(2, 20)), bool(rng.random() < 0.5), scripted, turns

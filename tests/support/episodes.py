@@ -35,6 +35,7 @@ def episode(*sequences: Sequence, turns: int = 1, **facts: object) -> Trajectory
         "attempt": 0,
         "actor": "actor-0",
         "incarnation": 0,
+        "content": 0,
         "reward": 0.0,
         "success": False,
         "terminated": True,

@@ -92,6 +92,7 @@ def member_of(
         attempt=ticket.attempt,
         actor="producer",
         incarnation=0,
+        content=0,
         sequences=[sequence],
         reward=float(success),
         success=success,

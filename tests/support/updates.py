@@ -135,6 +135,7 @@ def guided_member(
         attempt=0,
         actor="a",
         incarnation=0,
+        content=0,
         sequences=[sequence],
         reward=float(member > 1),
         success=member > 1,

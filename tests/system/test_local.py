@@ -205,7 +205,7 @@ def test_eval_plays_held_out_tasks(finished: Finished, capsys: pytest.CaptureFix
     assert main(["eval", str(finished.run_dir), "--episodes", "16"]) == 0
     said = capsys.readouterr().out
     assert f"step {SFT_STEPS + RL_STEPS}: success " in said
-    assert "over 16 held-out episodes (random policy 0.500, optimal policy 1.000" in said
+    assert "over 16 test episodes, 2 distinct (random policy 0.500, optimal policy 1.000" in said
     final = finished.evals[-1]
     assert f"success {final['eval/success']:.3f}" in said, "the run's own evaluation said so"
 

@@ -30,10 +30,10 @@ TOOL = tool_spec(CODE_TOOL, RUNS, "code", description="The code.")
 class AgentEvolver(Env):
     """One instance of the environment `env_type` at the service `url`; actions are sent as text.
 
-    `splits` names our splits as the service does. `name` is one task of the service's instead of a
-    numbered one. `rewards`: at the end by `evaluate` (with `sparse` 0 or 1), or step by step.
-    `max_moves` ends an episode and evaluates it. `shown_chars` bounds an observation. `timeout_s`,
-    `retries`: of one request and call. ValueError names the parameter that cannot be.
+    `splits` names our splits as the service does; without it there are `train` and `test`. `name`
+    is one task of the service's instead of a numbered one. `rewards`: at the end by `evaluate`
+    (with `sparse` 0 or 1), or step by step. `max_moves` ends an episode and evaluates it.
+    `shown_chars` bounds an observation. `timeout_s`, `retries`: of one request and call. ValueError names the parameter that cannot be.
     """
 
     blocking = True
@@ -69,7 +69,7 @@ class AgentEvolver(Env):
 
     def probe(self) -> None:
         try:
-            for split in () if self.name else ("train", "test"):
+            for split in () if self.name else dict.fromkeys(("train", "test", *self.names)):
                 self._names(service(self.url, self.timeout_s, self.retries), split)
         except ServiceError as error:
             raise ValueError(f"env.params.url: {error}") from None

@@ -17,7 +17,7 @@ from actors.envs.adapters import required
 from actors.envs.base import Env, one_line
 from evolver_async.env import Info, Step
 from evolver_async.schema import Task
-from evolver_async.splits import split_of
+from evolver_async.splits import SPLITS, split_of
 
 
 @dataclass(kw_only=True, eq=False)
@@ -83,10 +83,12 @@ class Verifiers(Env):
 
     def _tasks(self, split: str) -> list[Any]:
         """Return all tasks of a split."""
-        apart = self.test_kwargs is not None  # a taskset of its own is for testing
-        kwargs = self.test_kwargs if apart and split == "test" else self.kwargs or {}
+        parts, kwargs = [split], self.kwargs or {}
+        if self.test_kwargs is not None:  # a taskset of its own is for testing
+            parts = {"test": list(SPLITS), "train": ["train", "test"]}.get(split, parts)
+            kwargs = self.test_kwargs if split == "test" else kwargs
         tasks = _loaded(self.taskset, json.dumps(kwargs, sort_keys=True), self.first)
-        return [task for part in tasks.values() for task in part] if apart else tasks.get(split, [])
+        return [task for part in parts for task in tasks.get(part, [])]
 
 
 @cache

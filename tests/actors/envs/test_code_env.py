@@ -20,6 +20,7 @@ from actors.envs.code.programs import RESULTS, STEPS, draw_program
 from actors.formats.tool_calls import Interleaved, ToolCall, canonical
 from evolver_async.config.load import load
 from evolver_async.schema import Role, Task, TurnFlag
+from evolver_async.splits import SPLITS
 
 pytestmark = pytest.mark.process
 
@@ -65,17 +66,17 @@ def test_products_are_what_the_question_says(split: str) -> None:
 
 @pytest.mark.parametrize("draw", [draw_product, draw_program])
 def test_splits_share_no_question(draw: Any) -> None:
-    train, test = (
+    drawn = [
         {
             draw(split, n).solution if draw is draw_program else draw(split, n).program
             for n in range(300)
         }
-        for split in ("train", "test")
-    )
-    assert not train & test and len(train) > 200 and len(test) > 100
+        for split in SPLITS
+    ]
+    assert sum(map(len, drawn)) == len(set().union(*drawn)) and min(map(len, drawn)) > 100
     if draw is draw_product:  # neither in the other order
-        pairs = [{frozenset(re.findall(r"\d\d", code)[:2]) for code in s} for s in (train, test)]
-        assert not pairs[0] & pairs[1]
+        pairs = [{frozenset(re.findall(r"\d\d", code)[:2]) for code in s} for s in drawn]
+        assert sum(map(len, pairs)) == len(set().union(*pairs))
     assert draw("train", 3) == draw("train", 3) != draw("train", 4)
 
 

@@ -12,13 +12,14 @@ from episodes import ticket
 from gymnasium import spaces
 
 from actors.envs.adapters.gymnasium_env import Gymnasium, GymnasiumTable, text_of, uncoloured
-from actors.envs.base import EnvError, Measurable, Rewindable, Solvable, make_env, split_of
+from actors.envs.base import EnvError, Measurable, Rewindable, Solvable, make_env
 from actors.envs.exact import exact
 from actors.envs.grid.cliff_walking import CliffWalking
 from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
 from evolver_async.launch.serial import VirtualLoop
 from evolver_async.schema import Task
+from evolver_async.splits import SPLITS, split_of
 
 TAXI = ["south", "north", "east", "west", "pickup", "dropoff"]
 CLIFF: dict[str, Any] = {
@@ -118,11 +119,12 @@ def test_starts_belong_to_the_task_and_chance_to_the_episode() -> None:
 def test_starts_are_split_by_their_content() -> None:
     starts: dict[str, set[str]] = {}
     env = Gymnasium(id="Taxi-v4")
-    for split, map_seed in itertools.product(("train", "test"), range(40)):
+    for split, map_seed in itertools.product(SPLITS, range(40)):
         text = env.reset(task(map_seed, split), 0)
-        assert split_of(text.encode()) == split
+        assert split_of(text) == split
         starts.setdefault(split, set()).add(text)
-    assert not starts["train"] & starts["test"] and len(starts["test"]) > 10
+    assert sum(map(len, starts.values())) == len(set().union(*starts.values()))
+    assert all(len(found) > 10 for found in starts.values())
     lonely = Gymnasium(id="CliffWalking-v1")  # always starts in the same cell
     with pytest.raises(ValueError, match="held_out"):
         for split in ("train", "test"):

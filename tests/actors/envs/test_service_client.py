@@ -284,6 +284,11 @@ def test_before_a_start_the_service_is_asked_for_its_tasks() -> None:
         assert isinstance(env, Probed)
         env.probe()
         assert service.asked("get_env_profile") == 2 and service.asked("create") == 0
+        three = {"train": "train", "validation": "train", "test": "dev"}
+        env_of(service, splits=three).probe()
+        assert env_of(service, splits=three).reset(task(0, "validation"), 0) == "3 times"
+        with pytest.raises(ValueError, match=r"splits: no name for the split 'validation'"):
+            env.reset(task(0, "validation"), 0)
     with pytest.raises(ValueError, match=r"env\.params\.url: .*connection"):
         env_of(service, retries=0).probe()
     with pytest.raises(ValueError, match=r"env\.params\.splits: .*'test'"):

@@ -19,7 +19,6 @@ from actors.envs.base import (
     Rewindable,
     Scored,
     make_env,
-    split_of,
 )
 from actors.envs.exact import exact
 from actors.envs.grid.sokoban import Sokoban
@@ -36,6 +35,7 @@ from evolver_async.buffer.tasks.source import held_out_task
 from evolver_async.config import Config, StageConfig
 from evolver_async.launch.creation import create
 from evolver_async.schema import Task
+from evolver_async.splits import SPLITS, split_of
 
 OPEN: dict[str, Any] = {"size": 4, "layout": "open", "max_solution": 3}
 GLYPHS = "#_O√XPS"
@@ -206,14 +206,15 @@ def test_every_state_that_can_be_solved_is_found_backwards() -> None:
 
 @pytest.mark.parametrize("params", [OPEN, {}, {"size": 8, "boxes": 2, "max_solution": 15}])
 def test_levels_keep_their_promises(params: dict[str, Any]) -> None:
-    seen: dict[str, set[str]] = {"train": set(), "test": set()}
+    seen: dict[str, set[str]] = {split: set() for split in SPLITS}
     lengths = []
     for split in seen:
         for map_seed in range(60):
             env = sokoban(map_seed, split, **params)
             glyphs = "\n".join(env.board.render(env.now))
-            assert split_of(glyphs.encode()) == split
-            seen[split].add(glyphs)
+            ground = f"{env.board.cells}/{env.now[1]}"
+            assert split_of(ground) == split
+            seen[split].add(ground)
             assert glyphs.count("X") == glyphs.count("O") + glyphs.count("S")
             assert glyphs.count("X") == env.boxes and "√" not in glyphs
             lengths.append(len(env.solve()))
@@ -223,9 +224,9 @@ def test_levels_keep_their_promises(params: dict[str, Any]) -> None:
                 assert set("".join(edges)) == {"#"}
             else:
                 assert "#" not in glyphs
-    assert not seen["train"] & seen["test"]
+    assert sum(map(len, seen.values())) == len(set().union(*seen.values()))
     assert min(lengths) >= 1 and max(lengths) <= env.max_solution
-    assert len(seen["train"]) > 40 and len(seen["test"]) > 10
+    assert len(seen["train"]) > 20 and len(seen["test"]) > 5
 
 
 def test_same_task_gives_the_same_level() -> None:

@@ -325,8 +325,8 @@ def test_every_goal_is_reached_by_its_own_product_with_its_options() -> None:
 
 def test_goals_are_shuffled_and_split_as_in_webshop() -> None:
     shop = shipped()
-    split = functools.partial(shop.split, test=500, val=1000)
-    assert (split("test"), split("val")) == (range(500), range(500, 1500))
+    split = functools.partial(shop.split, test=500, validation=1000)
+    assert (split("test"), split("validation")) == (range(500), range(500, 1500))
     assert split("train") == range(1500, len(shop.goals)) and len(split("train")) > 5000
     listed = [goal for wish in shop.wishes for goal in shop._goals_of(wish)]
     random.Random(233).shuffle(listed)
@@ -336,9 +336,9 @@ def test_goals_are_shuffled_and_split_as_in_webshop() -> None:
 def test_numbers_go_round_in_their_split() -> None:
     goals = shipped().goals
     assert opened(3, "test").wanted is opened(503, "test").wanted is goals[3]
-    assert opened(0, "val").wanted is goals[500]
+    assert opened(0, "validation").wanted is goals[500]
     assert opened(0, "train").wanted is goals[1500]
-    assert opened(1, "train", test_goals=7, val_goals=2).wanted is goals[10]
+    assert opened(1, "train", test_goals=7, validation_goals=2).wanted is goals[10]
     with pytest.raises(ValueError, match="split: 'dev' is none of"):
         opened(0, "dev")
     with pytest.raises(ValueError, match=r"test_goals: .* leave none for train"):
@@ -792,7 +792,7 @@ def test_one_shops_in_webshops_files(tmp_path: Path) -> None:
     asins = [f"B00000000{n}" for n in range(6)]
     found = files(tmp_path, [item(asin) for asin in asins], about(*asins), limit=4)
     params = {"items": found.items, "attributes": found.attributes, "limit": 4}
-    env = make_env("webshop", {**params, "test_goals": 3, "val_goals": 1})
+    env = make_env("webshop", {**params, "test_goals": 3, "validation_goals": 1})
     assert isinstance(env, WebShop)
     for split, number in itertools.product(("test", "train"), range(4)):
         env.reset(task(number, split), 0)
@@ -811,7 +811,12 @@ def test_a_long_item_leaves_room_for_its_buttons(tmp_path: Path) -> None:
         customization_options={"size": sizes},
     )
     found = files(tmp_path, [long], about("B000000001"))
-    params = {"items": found.items, "attributes": found.attributes, "test_goals": 1, "val_goals": 1}
+    params = {
+        "items": found.items,
+        "attributes": found.attributes,
+        "test_goals": 1,
+        "validation_goals": 1,
+    }
     env = opened(**params, max_chars=300)
     for action in ("search[tea]", "click[b000000001]", "click[description]", f"click[{PREVIOUS}]"):
         step = env.step(action)
@@ -825,7 +830,7 @@ def test_a_long_item_leaves_room_for_its_buttons(tmp_path: Path) -> None:
         ({"page_size": 0}, r"env.params.page_size: 0 is not in 1\.\.50"),
         ({"max_chars": 10}, "env.params.max_chars: 10 is less than 300"),
         ({"test_goals": 0}, "env.params.test_goals"),
-        ({"val_goals": -1}, "env.params.val_goals"),
+        ({"validation_goals": -1}, "env.params.validation_goals"),
         ({"limit": -1}, "env.params.limit"),
         ({"limit": 5}, "env.params.limit: needs items"),
         ({"human": "x"}, "env.params.human: needs items"),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from actors.checks.config import check
 from actors.engines.base import Generation, Request
-from actors.envs.base import make_env, split_of
+from actors.envs.base import make_env
 from actors.envs.grid.frozen_lake import FrozenLake
 from actors.formats.chat import Chat
 from actors.progress import TicketProgress
@@ -205,7 +205,7 @@ def test_reached_states_become_tasks_that_their_references_solve():
             env = make_env("frozen_lake", task.params)
             assert isinstance(env, FrozenLake)
             env.reset(task, 0)
-            assert split_of(f"{env.board.cells}/{env.board.start}".encode()) == "train"
+            assert env.board.split == "train"
     assert counted["questioning/accepted"] == len(ids)
     assert counted["questioning/candidates"] >= len(ids)
     assert engine.temperatures == {1.5}

@@ -110,6 +110,7 @@ def test_a_group_whose_eviction_was_lost_with_the_process_is_not_trained_either(
         group_id=ticket.group_id,
         member=1,
         attempt=0,
+        content=0,
         tokens=3,
         bytes=1,
         reward=1.0,

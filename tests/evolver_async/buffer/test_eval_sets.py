@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from buffer_world import World, config
 
-from evolver_async.buffer.stages import eval_sets_of
+from evolver_async.buffer.stages import eval_sets_of, source_of
 from evolver_async.buffer.state.evaluations import EvaluationQueue, SetEpisode
 from evolver_async.buffer.tasks.source import held_out_task
-from evolver_async.config import Config
+from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
 from evolver_async.config.sections.run import EvalSetConfig, EvalSetEnvConfig
 from evolver_async.protocol import messages
@@ -68,12 +68,12 @@ def requested(k: int, tasks: int = 2) -> EvaluationQueue:
     for episode in (None, *(SetEpisode("set", n // k, 1.0) for n in range(tasks * k))):
         queue.granted(NEWEST, episode)
     assert queue.next() is None
-    queue.arrived(NEWEST, None, True, 0.25, 7)
+    queue.arrived(NEWEST, None, 5, True, 0.25, 7)
     return queue
 
 
 def arrive(queue: EvaluationQueue, task: int, success: bool, reward: float, turns: int = 2) -> None:
-    queue.arrived(NEWEST, SetEpisode("set", task, 1.0), success, reward, turns)
+    queue.arrived(NEWEST, SetEpisode("set", task, 1.0), task % 2, success, reward, turns)
 
 
 def test_avg_counts_all_samples_and_best_the_best_of_each_task() -> None:
@@ -96,8 +96,17 @@ def test_avg_counts_all_samples_and_best_the_best_of_each_task() -> None:
             tasks=2,
             best_success=0.5,
             best_reward=-0.75,
+            distinct=2,
         )
     ]
+
+
+def test_numbers_with_the_same_task_count_once_as_distinct() -> None:
+    queue = requested(k=1, tasks=4)
+    for task in range(4):  # two contents
+        arrive(queue, task, True, 1.0)
+    (result,) = queue.results
+    assert (result.distinct, result.sets[0].distinct, result.sets[0].tasks) == (1, 2, 4)
 
 
 def test_a_task_with_a_lost_sample_has_no_best() -> None:
@@ -193,12 +202,16 @@ def sets_of(*arguments: str) -> dict[str, Any]:
 
 
 def test_tasks_of_a_set_are_stable_and_disjoint_from_training() -> None:
-    made = sets_of("eval.sets={a: {tasks: 4}, b: {tasks: 4, first: 4}, c: {split: train}}")
+    made = sets_of(
+        "eval.sets={a: {tasks: 4}, b: {tasks: 4, first: 4}, c: {split: train}}",
+        "eval.sets.v.split=validation",
+    )
     ids = {name: [one.task(n).task_id for n in range(4)] for name, one in made.items()}
     assert ids["a"] == [held_out_task(made["a"].source, n).task_id for n in range(4)]
     assert ids["b"] == [f"frozen_lake/test/{n}" for n in range(4, 8)]
     assert ids["c"] == [f"frozen_lake/train/{n}" for n in range(4)]
-    assert len({one for names in ids.values() for one in names}) == 12
+    assert ids["v"] == [f"frozen_lake/validation/{n}" for n in range(4)]
+    assert len({one for names in ids.values() for one in names}) == 16
 
 
 def test_a_set_takes_the_stage_s_environment_or_one_of_its_own() -> None:
@@ -216,3 +229,15 @@ def test_a_set_without_environment_has_the_tasks_of_a_file(tmp_path: Path) -> No
     assert [task.query for task in tasks] == ["b", "b"] and made["b"].task(0).query == "a"
     assert len({task.task_id for task in tasks}) == 2
     assert len(made["a"].examples()) == 1
+    with pytest.raises(ConfigError, match=r"eval\.sets\.c\.split: .* no task of the validation"):
+        sets_of(f"tasks.path={path}", "eval.sets={c: {split: validation}}")
+    with pytest.raises(
+        ConfigError, match=r"tasks\.path: .* no task of the validation .*eval\.split"
+    ):
+        sets_of(f"tasks.path={path}", "eval.split=validation")
+
+
+def test_the_deciding_evaluation_is_of_the_split_that_is_configured() -> None:
+    for split in ("test", "validation"):
+        source = source_of(load(None, ["stages=[{kind: rl, steps: 1}]", f"eval.split={split}"]))
+        assert held_out_task(source, 3).task_id == f"frozen_lake/{split}/3"

@@ -79,8 +79,12 @@ def test_a_bad_row_is_named_by_its_line(tmp_path, row, problem):
 
 
 def test_a_file_without_tasks_of_a_split_or_none_at_all_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"no task of the test split"):
-        load_tasks(written(tmp_path / "t", BOTH[:1]), "bandit", {})
+    for rows, missing in ((BOTH[:1], "test split, for eval.split"), (BOTH[1:], "train split")):
+        path = written(tmp_path / "t", rows)
+        with pytest.raises(
+            ConfigError, match=rf"^tasks\.path: {path} has no task of the {missing}"
+        ):
+            source_of(load(None, [STAGE, f"tasks.path={path}"]))
     with pytest.raises(ConfigError, match=r"^tasks\.path: .*No such file"):
         load_tasks(tmp_path / "absent", "bandit", {})
 
@@ -91,9 +95,10 @@ def test_content_alone_decides_the_split_that_is_not_given(tmp_path):
     backwards = load_tasks(written(tmp_path / "t", rows[::-1]), "bandit", {})
     queries = {split: {task.query for task in tasks} for split, tasks in forwards.items()}
     assert queries == {s: {task.query for task in tasks} for s, tasks in backwards.items()}
-    assert not queries["train"] & queries["test"]
-    share = len(queries["test"]) / 2000
-    assert share == pytest.approx(1 / 8, abs=5 * math.sqrt(1 / 8 * 7 / 8 / 2000))
+    assert sum(map(len, queries.values())) == 2000, "a task is in two splits"
+    for split in ("validation", "test"):
+        share = len(queries[split]) / 2000
+        assert share == pytest.approx(1 / 8, abs=5 * math.sqrt(1 / 8 * 7 / 8 / 2000))
 
 
 def test_a_stage_meets_every_row_of_its_file_once_a_pass(tmp_path):

@@ -79,6 +79,7 @@ def test_the_numbers_of_a_set_are_those_of_its_episodes(run: Finished) -> None:
                 f"reward_best@{k}": statistics.fmean(
                     max(one.reward for one in samples) for samples in by_task.values()
                 ),
+                "distinct": len({one.content for one in arrived}),
                 "turns_mean": statistics.fmean(one.turns for one in arrived),
             }
             for metric, value in expected.items():
@@ -88,6 +89,7 @@ def test_the_numbers_of_a_set_are_those_of_its_episodes(run: Finished) -> None:
 def test_the_policy_follows_the_names_that_mislead(run: Finished) -> None:
     last = evaluations(run)[-1]
     assert last["eval/success"] >= 0.9 and last["eval/swapped/avg@1"] <= 0.1
+    assert last["eval/distinct"] == 2, "the bandit has two orders of its arms"
     assert last["eval/sampled/best@3"] >= last["eval/sampled/avg@3"]
 
 
@@ -122,7 +124,7 @@ def test_equal_seeds_give_equal_numbers_of_all_sets(
 
 def test_a_checkpoint_is_evaluated_on_the_sets_too(run: Finished) -> None:
     deciding, swapped, sampled = evaluate(run.run_dir, 8).splitlines()
-    assert "over 8 held-out episodes" in deciding
+    assert "over 8 test episodes, 2 distinct" in deciding
     value = evaluations(run)[-1]["eval/swapped/avg@1"]
     assert swapped.startswith(f"swapped: avg@1 {value:.3f}, best@1 {value:.3f}")
-    assert sampled.startswith("sampled: avg@3 ") and "over 6 tasks" in sampled
+    assert sampled.startswith("sampled: avg@3 ") and "over 6 tasks, 2 distinct" in sampled

@@ -28,6 +28,7 @@ from evolver_async.protocol.envelope import (
     schema_hash,
     unpack,
 )
+from evolver_async.protocol.evaluations import EvalResult, SetResult
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.protocol.messages import (
     Ack,
@@ -65,12 +66,10 @@ from evolver_async.protocol.messages import (
 from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
 from evolver_async.protocol.transcripts import Transcript, Turn
 from evolver_async.schema import (
-    EvalResult,
     Group,
     Role,
     Sampling,
     Sequence,
-    SetResult,
     Task,
     Ticket,
     Trajectory,
@@ -145,6 +144,7 @@ def trajectories(draw: st.DrawFn, member: int = 0) -> Trajectory:
         attempt=draw(count),
         actor=draw(text),
         incarnation=draw(count),
+        content=draw(count),
         sequences=sequences,
         reward=draw(number),
         success=draw(st.booleans()),
@@ -184,6 +184,7 @@ set_results = st.builds(
     tasks=count,
     best_success=number,
     best_reward=number,
+    distinct=count,
 )
 evals = st.builds(
     EvalResult,
@@ -193,6 +194,7 @@ evals = st.builds(
     success=number,
     reward_mean=number,
     turns_mean=number,
+    distinct=count,
     sets=st.lists(set_results, max_size=2),
 )
 forks = st.builds(Fork, lineage=count, parent=count, step=count)

@@ -25,6 +25,9 @@ ROW = {
 }
 
 
+PLAYED = {"eval/episodes": 256, "eval/distinct": 9}
+
+
 def row(step: int, time_s: float) -> dict[str, object]:
     return {"step": step, "time_s": time_s, **ROW}
 
@@ -67,16 +70,16 @@ def test_lines_keep_a_distance_and_evaluations_always_show() -> None:
     view = View("run", 20)
     assert view.feed(row(1, 10.0)) is not None
     assert view.feed(row(2, 10.5)) is None
-    evaluation = {"lineage": 1, "step": 2, "eval/success": 0.75, "eval/episodes": 256}
-    assert view.feed(evaluation) == "step 2  eval success 0.750 over 256 episodes"
+    evaluation = {"lineage": 1, "step": 2, "eval/success": 0.75, **PLAYED}
+    assert view.feed(evaluation) == "step 2  eval success 0.750 over 256 episodes, 9 distinct"
     assert view.feed(row(3, 12.5)) is not None
 
 
 def test_the_exact_values_stand_beside_the_evaluations() -> None:
     view = View("run", 20, {"random": 0.02, "optimal": 1.0})
-    line = view.feed({"lineage": 1, "step": 2, "eval/success": 0.75, "eval/episodes": 256})
+    line = view.feed({"lineage": 1, "step": 2, "eval/success": 0.75, **PLAYED})
     beside = "(random policy 0.020, optimal 1.000)"
-    assert line == f"step 2  eval success 0.750 over 256 episodes {beside}"
+    assert line == f"step 2  eval success 0.750 over 256 episodes, 9 distinct {beside}"
     view.feed(row(2, 1.0))
     assert f"0.750 {beside}" in text_of(view)
 
@@ -119,7 +122,7 @@ def test_a_resumed_run_shows_the_newest_lineage_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def evaluation(lineage: int, step: int, success: float) -> dict[str, object]:
-        return {"lineage": lineage, "step": step, "eval/success": success, "eval/episodes": 8}
+        return {"lineage": lineage, "step": step, "eval/success": success, **PLAYED}
 
     old = [row(10, 50.0), evaluation(1, 10, 0.25), row(20, 90.0), evaluation(1, 20, 0.125)]
     new = [row(15, 60.0) | {"lineage": 2}, evaluation(2, 15, 1.0)]
@@ -133,7 +136,7 @@ def test_a_resumed_run_shows_the_newest_lineage_alone(
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in old + new))
     watch(tmp_path, Config(), follow=False)
     out = capsys.readouterr().out
-    assert "step 15  eval success 1 over 8" in out and "step 20" not in out
+    assert "step 15  eval success 1 over 256" in out and "step 20" not in out
 
 
 def test_further_sets_of_evaluations_are_shown_beside_the_deciding_one() -> None:
@@ -141,6 +144,9 @@ def test_further_sets_of_evaluations_are_shown_beside_the_deciding_one() -> None
     evaluated = {
         "eval/success": 0.5,
         "eval/episodes": 8.0,
+        "eval/distinct": 2.0,
+        "eval/swapped/distinct": 1.0,
+        "eval/sampled/distinct": 4.0,
         "eval/swapped/avg@1": 0.25,
         "eval/swapped/best@1": 0.25,
         "eval/sampled/avg@4": 0.5,
@@ -149,7 +155,8 @@ def test_further_sets_of_evaluations_are_shown_beside_the_deciding_one() -> None
     }
     line = view.feed({"step": 10, "lineage": 1, "time_s": 1.0, **evaluated})
     assert line is not None
-    assert line.endswith("over 8 episodes; swapped avg@1 0.250; sampled avg@4 0.500 best@4 0.750")
-    assert "eval swapped  avg@1 0.250" in text_of(view)
+    sets = "swapped avg@1 0.250 (1 distinct); sampled avg@4 0.500 best@4 0.750 (4 distinct)"
+    assert line.endswith(f"over 8 episodes, 2 distinct; {sets}")
+    assert "eval swapped  avg@1 0.250 (1 distinct)" in text_of(view)
     view.feed(row(5, 1.0) | {"lineage": 2})  # a resume from before the evaluation
     assert "swapped" not in text_of(view) and view.evals == []
