@@ -33,7 +33,8 @@ class AgentEvolver(Env):
     `splits` names our splits as the service does; without it there are `train` and `test`. `name`
     is one task of the service's instead of a numbered one. `rewards`: at the end by `evaluate`
     (with `sparse` 0 or 1), or step by step. `max_moves` ends an episode and evaluates it.
-    `shown_chars` bounds an observation. `timeout_s`, `retries`: of one request and call. ValueError names the parameter that cannot be.
+    `shown_chars` bounds an observation. `timeout_s`, `retries`: of one request and call. ValueError
+    names the parameter that cannot be.
     """
 
     blocking = True
