@@ -111,7 +111,7 @@ def test_splits_do_not_intersect(placement: str) -> None:
         {draw_lake(3, 0.8, placement, split, seed).ground for seed in range(400)}
         for split in SPLITS
     ]
-    assert sum(map(len, grounds)) == len(set().union(*grounds)) and min(map(len, grounds)) > 5
+    assert sum(map(len, grounds)) == len(set().union(*grounds)) and min(map(len, grounds)) > 4
     assert [9 * "_" in one for one in grounds] == [True, False, False], "no hole: training alone"
 
 
