@@ -73,7 +73,7 @@ def arrivals(finished: Finished) -> list[records.Granted]:
 
 
 def test_world_modelling_then_imitation_then_reinforcement(lake: Callable[..., Finished]) -> None:
-    run = lake("model")
+    run = lake("model", "rollout.max_turns=6")  # the longest way among its tasks
     losses = of_stage(run, "world_model", "loss/policy")
     assert len(losses) == 12 and losses[-1] < 0.8 * losses[0]
     assert set(of_stage(run, "world_model", "train/success")) == {1.0}, "the expert's own way"

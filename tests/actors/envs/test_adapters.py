@@ -68,7 +68,8 @@ def test_a_question_belongs_to_its_task_and_to_one_split() -> None:
     train = [env.reset(task(n), n) for n in range(200)]
     assert train == [env.reset(task(n), 0) for n in range(200)]
     test = {env.reset(task(n, "test"), 0) for n in range(200)}
-    assert len(set(train)) > 190 and not set(train) & test
+    validation = {env.reset(task(n, "validation"), 0) for n in range(200)}
+    assert len(set(train)) > 190 and not set(train) & (test | validation) and not test & validation
 
 
 @pytest.mark.parametrize(
@@ -204,6 +205,13 @@ def test_starts_are_split_by_their_words_where_they_differ() -> None:
         same.reset(task(0, "train"), 0)
 
 
+def test_games_that_open_alike_are_told_apart_by_their_content() -> None:
+    env = TextArena(id="GuessTheNumber-v0", held_out="seed")
+    begun = [(env.reset(task(n % 4), 0), env.content()) for n in range(8)]
+    assert len({opening for opening, _ in begun}) == 1
+    assert len({content for _, content in begun}) == 4
+
+
 @pytest.mark.parametrize(
     ("params", "named"),
     [
@@ -279,6 +287,11 @@ def test_a_taskset_can_have_a_configuration_of_its_own_for_testing(sums: str) ->
     env = make_env("verifiers", params)
     assert {env.reset(task(n), 0) for n in range(9)} == {"0 + 1 ?", "1 + 1 ?", "2 + 1 ?"}
     assert {env.reset(task(n, "test"), 0) for n in range(9)} == {"0 + 1 ?"}
+    larger = make_env("verifiers", params | {"kwargs": {"count": 40}})
+    train, validation = (
+        {larger.reset(task(n, split), 0) for n in range(40)} for split in ("train", "validation")
+    )
+    assert validation and not train & validation and len(train | validation) == 40
 
 
 def test_a_taskset_that_is_not_there_or_not_so_is_named(sums: str) -> None:
