@@ -29,7 +29,7 @@ from evolver_async.env import Info, Step
 from evolver_async.randomness import key
 from evolver_async.schema import Role, Sampling, Sequence, Task, Ticket, Trajectory
 
-LONG = 11  # a map of four by four whose shortest way has several moves
+LONG = 7  # a map of four by four whose shortest way has several moves
 
 
 def branched(
@@ -301,7 +301,7 @@ def test_tool_calls_are_reflected_on_in_their_own_form():
 
 def reflected(server: openai.OpenAIServer, most: int = 600) -> tuple[list[str], dict[str, float]]:
     """What is learnt where this server writes the reasons, and what was counted."""
-    one = ticket({"size": 3, "grid": "first"}, members=2, group_id=1)
+    one = ticket({"size": 3, "grid": "first"}, members=2, group_id=3)
     llm = LlmConfig(url=server.url, model="m", retries=0, timeout_s=2.0)
     reflector = Reflector(ReflectionConfig(kind="llm", timeout_s=2.0, llm=llm))
     group = branched(one, setting(think=True), "reflect", 2, most, reflector)
@@ -316,7 +316,7 @@ def test_a_model_that_writes_reasons_is_shown_both_outcomes() -> None:
             for call in server.calls
         ]
     assert len(learnt) == len(asked) == counted["reflection/written"] >= 2
-    one = ticket({"size": 3, "grid": "first"}, members=2, group_id=1)
+    one = ticket({"size": 3, "grid": "first"}, members=2, group_id=3)
     states = way(one)
     for question in asked:
         actions, told = next(
