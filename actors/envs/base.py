@@ -38,6 +38,8 @@ REGISTRY = {
     "verifiers": "actors.envs.adapters.verifiers_env:Verifiers",
     "webshop": "actors.envs.webshop.env:WebShop",
     "webshop_tools": "actors.envs.webshop.env:ToolShop",
+    "workshop": "actors.envs.workshop.env:Workshop",
+    "workshop_tools": "actors.envs.workshop.env:ToolWorkshop",
 }
 
 
