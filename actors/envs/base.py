@@ -26,6 +26,7 @@ REGISTRY = {
     "agentevolver": "actors.envs.adapters.agentevolver_service:AgentEvolver",
     "agentevolver_code": "actors.envs.adapters.agentevolver_service:AgentEvolverCode",
     "bandit": "actors.envs.bandit:Bandit",
+    "bookings": "actors.envs.bookings.env:Bookings",
     "cliff_walking": "actors.envs.grid.cliff_walking:CliffWalking",
     "code": "actors.envs.code.env:Code",
     "frozen_lake": "actors.envs.grid.frozen_lake:FrozenLake",

@@ -16,7 +16,7 @@ from evolver_async.schema import Task
 STEPS = "stages=[{kind: rl, steps: 1}]"
 BUILT_IN = (
     *("bandit", "cliff_walking", "code", "frozen_lake", "sokoban", "webshop", "webshop_tools"),
-    *("workshop", "workshop_tools"),
+    *("workshop", "workshop_tools", "bookings"),
 )
 
 
