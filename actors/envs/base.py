@@ -25,6 +25,7 @@ REGISTRY = {
     "agentevolver": "actors.envs.adapters.agentevolver_service:AgentEvolver",
     "agentevolver_code": "actors.envs.adapters.agentevolver_service:AgentEvolverCode",
     "bandit": "actors.envs.bandit:Bandit",
+    "bookings": "actors.envs.bookings.env:Bookings",
     "cliff_walking": "actors.envs.grid.cliff_walking:CliffWalking",
     "code": "actors.envs.code.env:Code",
     "frozen_lake": "actors.envs.grid.frozen_lake:FrozenLake",
@@ -37,6 +38,8 @@ REGISTRY = {
     "verifiers": "actors.envs.adapters.verifiers_env:Verifiers",
     "webshop": "actors.envs.webshop.env:WebShop",
     "webshop_tools": "actors.envs.webshop.env:ToolShop",
+    "workshop": "actors.envs.workshop.env:Workshop",
+    "workshop_tools": "actors.envs.workshop.env:ToolWorkshop",
 }
 
 

@@ -34,7 +34,7 @@ class InvalidCall(NamedTuple):
     complaint: str
 
 
-def tool_spec(name: str, does: str, argument: str, **meaning: str) -> dict[str, Any]:
+def tool_spec(name: str, does: str, argument: str, **meaning: Any) -> dict[str, Any]:
     """Return the spec of a tool with one argument, a text; `meaning`: more of its JSON schema."""
     properties = {argument: {"type": "string"} | meaning}
     schema = {"type": "object", "properties": properties, "required": [argument]}

@@ -4,11 +4,15 @@ The same form as learned episodes, except that nothing was sampled: log-probs ar
 are named.
 """
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Literal
 
+import msgspec
+
 from actors.engines.base import Generation
-from actors.envs.base import Env, Located, Rewindable, Solvable
+from actors.envs.base import Env, Located, Rewindable, Solvable, make_env
 from actors.experience.templates import contrast
 from actors.llm.quoting import quoted
 from actors.progress import TicketProgress
@@ -22,6 +26,7 @@ from evolver_async.schema import Ticket
 
 MOST_HINTS = 8
 TOLD = 0.8  # of the states on the way, about
+OTHER_TASKS = 2  # with hints among the own ones: the policy must match the state, not the order
 
 
 class ScriptedPolicy(EpisodePolicy):
@@ -38,6 +43,7 @@ class ScriptedPolicy(EpisodePolicy):
         parts = ("script", ticket.group_id, member, ticket.attempt)
         self._rng = random.Random(key(setting.seed, *parts))
         self.expert = self._rng.random() < expert_fraction
+        self._task = ticket.task
         self._hints: dict[str, str] = {}
         self._chat = setting.chat
         self._format = setting.format
@@ -48,10 +54,23 @@ class ScriptedPolicy(EpisodePolicy):
         return Advice(text=text)
 
     def _hint(self, env: Rewindable) -> str:
-        """Return the states of a random walk as experience, each with its move and one to avoid.
+        """Return the states of a random walk as experience, each with its move and one to avoid,
+        among states of other tasks.
 
         Drawn at random, so that what is learned is to follow, and no move in particular.
         """
+        states = self._walk(env)
+        told = [state for state in states if self._rng.random() < TOLD] or list(states)[:1]
+        foreign = {state: moves for state, moves in self._others() if state not in states}
+        room = min(MOST_HINTS - len(told), len(foreign))
+        told += self._rng.sample(list(foreign), room)
+        states |= foreign
+        self._rng.shuffle(told)
+        self._hints = {state: states[state][0] for state in told}
+        return quoted([contrast(state, *states[state]) for state in told])
+
+    def _walk(self, env: Rewindable) -> dict[str, tuple[str, str]]:
+        """Return two moves, the one made and another, by state of a random walk from here."""
         start, states = env.snapshot(), dict[str, tuple[str, str]]()
         while len(states) < MOST_HINTS and env.state() not in states:
             moves = env.actions()
@@ -63,10 +82,23 @@ class ScriptedPolicy(EpisodePolicy):
             if step.terminated or step.truncated:
                 break
         env.restore(start)
-        told = [state for state in states if self._rng.random() < TOLD] or list(states)[:1]
-        self._rng.shuffle(told)
-        self._hints = {state: states[state][0] for state in told}
-        return quoted([contrast(state, *states[state]) for state in told])
+        return states
+
+    def _others(self) -> Iterator[tuple[str, tuple[str, str]]]:
+        """Yield the walks of other tasks; none for a synthetic task, whose goal is of its own map.
+
+        Their numbers are at most the own one, so that they exist if it does.
+        """
+        task = self._task
+        if task.origin == "synthetic":
+            return
+        for drawn in self._rng.sample(range(max(task.map_seed, OTHER_TASKS)), OTHER_TASKS):
+            number = drawn + (drawn >= task.map_seed)
+            env = make_env(task.env, task.params)
+            with contextlib.closing(env):
+                env.reset(msgspec.structs.replace(task, map_seed=number), number)
+                assert isinstance(env, Rewindable)
+                yield from self._walk(env).items()
 
     async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
         text = await world.call("demonstration", self._answer, world.env)
@@ -79,7 +111,7 @@ class ScriptedPolicy(EpisodePolicy):
         assert isinstance(env, Solvable), f"{type(env).__name__} cannot demonstrate"
         count = self._format.actions_per_turn
         hint = self._hints.get(env.state()) if isinstance(env, Located) else None
-        if hint is not None:
+        if hint is not None and hint in env.actions():
             actions = [hint]
         elif self.expert:
             actions = env.solve()[:count]

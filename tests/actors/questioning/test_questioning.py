@@ -55,7 +55,8 @@ class Wanderer:
 
     weights: WeightId | None = HEAD
 
-    def __init__(self) -> None:
+    def __init__(self, moves: tuple[str, ...] = MOVES) -> None:
+        self.moves = moves
         self.texts: list[str] = []
         self.temperatures: set[float] = set()
 
@@ -63,7 +64,7 @@ class Wanderer:
         await asyncio.sleep(0)
         self.texts.append(CHAT.text_of(request.tokens))
         self.temperatures.add(request.temperature)
-        move = random.Random(request.seed).choice(MOVES)
+        move = random.Random(request.seed).choice(self.moves)
         tokens = CHAT.tokens_of(f" {move}</answer>")
         return Generation(
             tokens=tokens,
@@ -211,6 +212,21 @@ def test_reached_states_become_tasks_that_their_references_solve():
     assert engine.temperatures == {1.5}
     observations = [text.split("actions left down right up .")[1] for text in engine.texts]
     assert not any("goal" in text for text in observations), "an explorer has no goal"
+
+
+@pytest.mark.parametrize("fatal", [True, False])
+def test_first_steps_found_by_trial_become_tasks_of_right_actions_alone(fatal: bool):
+    """A wrong action changes nothing while exploring, and would ruin the item afterwards."""
+    config = config_of("workshop", {"fatal": fatal}, max_turns=30)
+    tickets = [explore_ticket(config, seed, members=2, group_id=seed) for seed in range(4)]
+    found, counted = run(config, tickets, Wanderer(("push", "pull", "pick", "place")))
+    for ticket, tasks in zip(tickets, found, strict=True):
+        assert {task.params["until"] for task in tasks} == {1, 2, 3}
+        for task in tasks:
+            assert task.map_seed == ticket.task.map_seed and not task.params["free"]
+            assert task.reference and len(task.reference) == task.params["until"]
+            assert solves(task, task.reference)
+    assert counted["questioning/accepted"] == 12
 
 
 def test_what_this_actor_found_before_is_not_found_again():

@@ -100,7 +100,9 @@ LAKE = {"size": 3, "hints": False}
 LEVEL = {"size": 4, "layout": "open", "max_solution": 3}
 
 
-@pytest.mark.parametrize("env, params", [("frozen_lake", LAKE), ("sokoban", LEVEL)])
+@pytest.mark.parametrize(
+    "env, params", [("frozen_lake", LAKE), ("sokoban", LEVEL), ("workshop", {"fatal": False})]
+)
 def test_world_rows_say_what_every_action_really_leads_to(env, params):
     for group_id in range(4):
         one = ticket(params, members=6, group_id=group_id, env=env)

@@ -11,6 +11,7 @@ from rollouts import TOKENIZER, FakeEngine, setting, ticket
 
 from actors.checks.config import check
 from actors.envs.base import make_env
+from actors.envs.workshop.env import Workshop
 from actors.progress import TicketProgress
 from actors.rollout.finished import Finished
 from actors.rollout.group import run_group
@@ -95,7 +96,7 @@ def test_a_guided_demonstration_follows_what_it_is_told_and_tells_no_skill() -> 
             written = sequence.tokens[(sequence.roles == Role.ACTION) & (sequence.turns == turn)]
             move = TOKENIZER.decode(written.tolist()).split("<")[0].strip()
             best = env.solve()[:1] == [move]
-            if env.state() in hints:
+            if hints.get(env.state()) in env.actions():
                 assert move == hints[env.state()]
                 told_moves.append(best)
             else:
@@ -104,6 +105,50 @@ def test_a_guided_demonstration_follows_what_it_is_told_and_tells_no_skill() -> 
                 break
     assert len(told_moves) > 100 and len(other_moves) > 5
     assert 0.1 < np.mean(told_moves) < 0.6  # what it is told gives away no skill
+
+
+def test_guidance_holds_states_of_other_tasks_and_the_right_ones_are_followed() -> None:
+    """The states told are in no order of their own, so that only their names lead to the moves."""
+    foreign, orders = 0, set()
+    for group_id in range(12):
+        asked = ticket({"fatal": False}, members=4, group_id=group_id, env="workshop")
+        guided = msgspec.structs.replace(asked, guided=[0, 1, 2, 3])
+        for trajectory in demonstrated(guided, setting(), 0.5):
+            (sequence,) = trajectory.sequences
+            text = TOKENIZER.decode(sequence.tokens[sequence.roles == Role.EXPERIENCE].tolist())
+            hints = dict(re.findall(r"- (\w+) (\w+) not \w+", text))
+            env = Workshop(fatal=False)
+            env.reset(asked.task, 0)
+            assert 3 <= len(hints) <= 8 and set(env.item) & hints.keys()
+            foreign += len(hints.keys() - set(env.item))
+            orders.add(tuple(env.item.index(name) for name in hints if name in env.item))
+            for turn, name in enumerate(env.item):
+                here = (sequence.roles == Role.ACTION) & (sequence.turns == turn)
+                move = TOKENIZER.decode(sequence.tokens[here].tolist()).split("<")[0].strip()
+                assert move == hints.get(name, move)
+    assert foreign > 100 and {(0, 1, 2), (2, 1, 0), (1, 0, 2)} <= orders
+
+
+def test_guidance_is_the_same_for_the_same_seed_also_where_other_tasks_have_huge_numbers() -> None:
+    def told(group_id: int) -> list[list[int]]:
+        asked = ticket({"fatal": False}, members=4, group_id=group_id, env="workshop")
+        numbered = msgspec.structs.replace(asked.task, map_seed=(1 << 63) - 1 - group_id)
+        guided = msgspec.structs.replace(asked, task=numbered, guided=[0, 1, 2, 3])
+        return [t.sequences[0].tokens.tolist() for t in demonstrated(guided, setting(), 0.5)]
+
+    assert told(0) == told(0) != told(1)
+
+
+def test_a_synthetic_task_is_guided_by_states_of_its_own() -> None:
+    """Its goal may not exist on another map."""
+    asked = ticket({"fatal": False, "until": 2}, members=4, env="workshop")
+    made = msgspec.structs.replace(asked.task, origin="synthetic")
+    guided = msgspec.structs.replace(asked, task=made, guided=[0, 1, 2, 3])
+    item = Workshop().reset(made, 0).splitlines()[0].split()[1:3]
+    for trajectory in demonstrated(guided, setting(), 0.5):
+        (sequence,) = trajectory.sequences
+        text = TOKENIZER.decode(sequence.tokens[sequence.roles == Role.EXPERIENCE].tolist())
+        assert set(re.findall(r"- (\w+) \w+ not \w+", text)) <= set(item)
 
 
 def test_guided_demonstrations_need_an_environment_that_can_be_rewound() -> None:
