@@ -251,7 +251,8 @@ class Updater(Models):
 
     def _strip(self, stage: Config) -> Strip:
         experience = stage.experience
-        return Strip(experience.strip, experience.strip_fraction, self.config.run.seed)
+        fraction = experience.strip_fraction if experience.internalise == "strip" else 0.0
+        return Strip(fraction, self.config.run.seed)
 
     def _scorer(self, stage: Config) -> Scorer:
         return Scorer(

@@ -19,7 +19,8 @@ KEYS = {  # of sections whose other keys can differ by stage
         *("lease_s", "stall_s", "warn_s", "limit_bytes", "disk_limit_bytes", "segment_bytes"),
         *("archive", "address"),
     },
-    "experience": {item.name for item in fields(ExperienceConfig)} - {"strip", "strip_fraction"},
+    "experience": {item.name for item in fields(ExperienceConfig)}
+    - {"internalise", "strip_fraction"},
     "critic": {"kind"},
     "learner": {
         *("betas", "eps", "weight_decay", "device", "threads", "ranks", "deadline_s"),

@@ -12,7 +12,7 @@ from evolver_async.config.sections import Config
 from evolver_async.config.values.errors import ConfigError
 
 SECTIONS = ("selection", "advantage", "critic", "correction", "loss", "learner")
-KEYS = ("experience.strip", "experience.strip_fraction")
+KEYS = ("experience.internalise", "experience.strip_fraction")
 STAGE_KEYS = ("reset_optimizer", "refresh_reference")
 CRITICS = ("gae", "gae_bilevel", "vtrace")  # kinds of advantage with a critic
 REFUSED = {

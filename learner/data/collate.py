@@ -49,22 +49,18 @@ def _lag(head: WeightId, weights: WeightId, forks: dict[int, Fork]) -> Lag:
 
 @dataclass(frozen=True)
 class Strip:
-    """Rule by which guided trajectories lose their experience: `mode` always, never or fraction.
+    """Rule by which a `fraction` of the guided trajectories lose their experience.
 
-    The draw for a fraction is keyed by the group and the member, so that every use of a group and
+    The draw is keyed by the group and the member, so that every use of a group and
     every repetition of a step strips the same ones.
     """
 
-    mode: str
     fraction: float
     seed: int
 
     def __call__(self, trajectory: Trajectory) -> bool:
-        if self.mode == "never" or not guided(trajectory):
+        if not guided(trajectory):
             return False
-        if self.mode == "always":
-            return True
-        assert self.mode == "fraction", self.mode
         draw = uniform(self.seed, "strip", trajectory.group_id, trajectory.member)
         return draw < self.fraction
 

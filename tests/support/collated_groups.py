@@ -10,7 +10,7 @@ from learner.data.collate import Lag, Strip, collate, lag_table
 VOCABULARY = 17
 
 
-ALWAYS, NEVER = Strip("always", 0.0, 0), Strip("never", 0.0, 0)
+ALWAYS, NEVER = Strip(1.0, 0), Strip(0.0, 0)
 
 
 def make_sequence(

@@ -15,7 +15,7 @@ from evolver_async.model import policy
 from evolver_async.schema import Group, Role, Sequence, VersionRun, WeightId
 from learner.data.collate import Strip
 
-NEVER = Strip("never", 0.0, 0)
+NEVER = Strip(0.0, 0)
 
 
 WEIGHTS = WeightId(lineage=1, step=0)

@@ -143,7 +143,7 @@ class Taught:
             use=0,
             trajectories=trajectories,
         )
-        return collate([group], lag_table([group], WEIGHTS, {}), Strip("never", 0.0, 0))
+        return collate([group], lag_table([group], WEIGHTS, {}), Strip(0.0, 0))
 
 
 @pytest.fixture

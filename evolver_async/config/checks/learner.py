@@ -71,7 +71,10 @@ def guided(config: Config) -> Iterator[tuple[str, str]]:
     """Refuse settings that training without the prompts' experience does not support."""
     experience, correction, boost = config.experience, config.correction, config.loss.boost
     guided_fraction = config.rollout.guided_fraction
-    if experience.kind == "none" or experience.strip == "never" or not guided_fraction:
+    if experience.internalise != "strip" and experience.strip_fraction < 1:
+        reason = f"experience.internalise={experience.internalise} strips nothing"
+        yield "experience.strip_fraction", f"must be 1: {reason}"
+    if experience.kind == "none" or experience.internalise == "none" or not guided_fraction:
         return
     if correction.anchor == "interpolate" and correction.kind in INTERPOLATED:
         yield "correction.anchor", "must be recompute: guided tokens have no interpolated anchor"

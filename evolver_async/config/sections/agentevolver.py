@@ -4,7 +4,15 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from evolver_async.config.sections.rollout import Turns
-from evolver_async.config.values.rules import Count, Fraction, Open, Pattern, Positive, Range
+from evolver_async.config.values.rules import (
+    Count,
+    Fraction,
+    Open,
+    Pattern,
+    Positive,
+    PositiveFraction,
+    Range,
+)
 
 Variable = Annotated[
     str, Pattern(r"([A-Za-z_]\w*)?", "the name of an environment variable", hidden=True)
@@ -37,9 +45,11 @@ class ExperienceConfig:
 
     # contrast compares members of a group where they diverged; llm asks an endpoint
     kind: Literal["none", "contrast", "llm"] = "none"
-    # experience that the learner removes from prompts
-    strip: Literal["always", "never", "fraction"] = "always"
-    strip_fraction: Fraction = 0.5  # fraction: of the guided trajectories
+    # guided trajectories train in the context that they were sampled in (none), or without the
+    # experience in it (strip)
+    internalise: Literal["none", "strip"] = "strip"
+    # strip: share of the guided trajectories that lose their experience
+    strip_fraction: PositiveFraction = 1.0
     embedder: str = "hash"  # hash (n-grams) or the directory of a sentence-transformers model
     dimensions: Annotated[int, Range(ge=8)] = 256  # hash: of a vector
     top_k: Count = 5  # entries that guide an episode

@@ -61,7 +61,7 @@ def scored(
     return batch, *anchor_and_old(score, model, batch, wanted_P, guided)
 
 
-@pytest.mark.parametrize("strip", [ALWAYS, NEVER, Strip("fraction", 0.5, 0)])
+@pytest.mark.parametrize("strip", [ALWAYS, NEVER, Strip(0.5, 0)])
 def test_contexts_are_scored_as_trained_and_as_sampled(model, strip):
     groups = make_groups(1, 4, 3)
     anchor, anchor_e = expected(model, groups, strip)

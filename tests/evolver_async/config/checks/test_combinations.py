@@ -135,6 +135,10 @@ from learner.data.selection import spread
             ],
             "loss.boost: must be 0: with learner.minibatches=1",
         ),
+        (
+            ["experience={kind: contrast, internalise: none, strip_fraction: 0.5}"],
+            "experience.strip_fraction: must be 1: experience.internalise=none strips nothing",
+        ),
         (["policy.hidden_size=60"], "policy.hidden_size: "),
         (["rollout.max_tokens=1024"], "rollout.max_tokens: "),
         (["learner.token_budget=100"], "learner.token_budget: "),
