@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from evolver_async.lineages import Fork
 from evolver_async.schema import Group, Role, WeightId
-from learner.data.collate import Lag, Strip, guided, lag_table
+from learner.data.collate import Internalise, Lag, guided, lag_table
 
-strips = st.sampled_from([ALWAYS, NEVER, Strip(0.5, 0), Strip(0.5, 1)])
+strips = st.sampled_from([ALWAYS, NEVER, Internalise(0.5, 0), Internalise(0.5, 1)])
 
 
-def expected_rows(groups: list[Group], strip: Strip) -> list[tuple]:
+def expected_rows(groups: list[Group], strip: Internalise) -> list[tuple]:
     """(trajectory, tokens trained, tokens sampled, [(label, mu, lag, turn) of ACTION tokens],
     their places among the tokens sampled)."""
     rows = []
@@ -107,7 +107,7 @@ def test_turns_are_flat_over_the_trajectories(seed):
 def test_a_fraction_is_drawn_by_group_and_member_and_only_of_the_guided():
     groups = make_groups(0, 300, 4, sequences=1)
     trajectories = [t for group in groups for t in group.trajectories]
-    strip = Strip(0.3, 7)
+    strip = Internalise(0.3, 7)
     drawn = {t.trajectory_id for t in trajectories if strip(t)}
     there = {t.trajectory_id for t in trajectories if guided(t)}
     assert drawn < there
@@ -119,11 +119,11 @@ def test_a_fraction_is_drawn_by_group_and_member_and_only_of_the_guided():
             for value in {getattr(t, name) for t in trajectories}
         ]
         assert {True, False} in mixed
-    assert drawn != {t.trajectory_id for t in trajectories if Strip(0.3, 8)(t)}
+    assert drawn != {t.trajectory_id for t in trajectories if Internalise(0.3, 8)(t)}
     assert {t.trajectory_id for t in trajectories if ALWAYS(t)} == there
     assert not any(NEVER(t) for t in trajectories)
-    assert not any(Strip(0.0, 7)(t) for t in trajectories)
-    assert {t.trajectory_id for t in trajectories if Strip(1.0, 7)(t)} == there
+    assert not any(Internalise(0.0, 7)(t) for t in trajectories)
+    assert {t.trajectory_id for t in trajectories if Internalise(1.0, 7)(t)} == there
 
 
 def test_a_sequence_of_experience_alone_is_no_row_and_no_error():
