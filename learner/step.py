@@ -250,7 +250,7 @@ class Updater(Models):
     @cached_property
     def _decode(self) -> Decode:
         tokenizer = policy.load_tokenizer(self.config.policy.path)
-        return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        return lambda tokens: str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
     def _scorer(self, stage: Config) -> Scorer:
         return Scorer(

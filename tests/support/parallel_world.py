@@ -70,6 +70,11 @@ def settings_of(name: str, directory: Path) -> tuple[Config, str, list[Group]]:
         settings.policy.dtype = "bfloat16" if name == "bf16" else "float32"
         settings.learner.max_bad_steps = 99
         return settings, "rl", guided_groups(5)
+    if name == "distill":
+        settings = guided_config(plain, "distill", kind="decoupled")
+        settings.learner.packing = True
+        settings.learner.token_budget, settings.learner.logprob_chunk = 64, 3
+        return settings, "rl", guided_groups(5)
     if name == "aligned":
         settings = guided_config(plain, "strip", kind="vcpo")
         settings.correction.max_cosine = 0.1
