@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Collection
 from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -20,24 +21,27 @@ from evolver_async.errors import TrainingError
 from evolver_async.lineages import Fork
 from evolver_async.metrics.histograms import Histogram
 from evolver_async.metrics.writer import Timers
+from evolver_async.model import policy
 from evolver_async.schema import Array, Group
 from learner.advantage.assign import assign
 from learner.advantage.gae import WITH_CRITIC
-from learner.advantage.group_relative import READS_ANCHOR
-from learner.advantage.rewards import label_metrics, penalises, rewards_of
+from learner.advantage.reliance import weighted
+from learner.advantage.rewards import label_metrics, rewards_of
 from learner.data.batch import Batch, LogProbs, Minibatch, Values
-from learner.data.collate import Strip, collate, lag_table
+from learner.data.collate import Internalise, collate, lag_table
+from learner.data.copied import Decode, copies
 from learner.data.selection import select
 from learner.diagnostics.histograms import step_histograms
 from learner.diagnostics.offpolicy import trajectory_metrics
-from learner.diagnostics.rollouts import env_metrics, experience_metrics, rollout_metrics
+from learner.diagnostics.rollouts import copied_metrics, taken_metrics
 from learner.diagnostics.step_result import NON_FINITE, StepResult, Trained
-from learner.loss.correction import reads_anchor, scales_lr
+from learner.loss.correction import scales_lr
 from learner.loss.dpo import PreferenceLoss, pair_signs, pairs
 from learner.loss.objective import Objective
 from learner.loss.sft import supervised_loss
 from learner.optimize.critic import CriticTraining
-from learner.optimize.logprobs import Scorer, anchor_and_old, anchored
+from learner.optimize.distill import Distillation, distillation_of
+from learner.optimize.logprobs import Scorer, step_logprobs
 from learner.optimize.model import Models
 from learner.optimize.updates import Applied, Failure, MicroLoss, Stepper
 from learner.ranks.process_group import Ranks, alone
@@ -78,11 +82,11 @@ class Updater(Models):
     ) -> StepResult:
         """Train one step on rollouts."""
         chosen = select(groups, stage.selection, seed=self.config.run.seed)
-        metrics = _rollout_metrics(stage, groups) | chosen.metrics
+        metrics = taken_metrics(stage, groups) | chosen.metrics
         if not chosen.groups:
             return StepResult([], chosen.filtered, 0, 0, metrics)
         lags = lag_table(chosen.groups, state.head, forks)
-        batch = collate(chosen.groups, lags, self._strip(stage))
+        batch = collate(chosen.groups, lags, self._internalise(stage))
         # Interpolation is along one line of versions, in one context. Tokens of an abandoned
         # lineage are on no such line, and stripped tokens have two contexts.
         interpolates = stage.correction.anchor == "interpolate" and batch.sampled is None
@@ -100,25 +104,23 @@ class Updater(Models):
             step=state.stage_step,
             steps=steps,
         )
+        advantages = weighted(advantages, batch, logprobs, coef=stage.experience.reliance_coef)
         boosts = batch.sampled is not None and stage.loss.boost > 0
         loss = Objective(
             stage.correction, stage.loss, logprobs, advantages.advantage_N, interpolates, boosts
         )
         critic = self._critic_training(stage, values, advantages.return_N, state.critic_steps)
         trained = batch.part(advantages.finite_P)
-        applied = self._update(stage, trained, loss, state, steps, critic)
-        if advantages.left_out:
-            log.error(
-                "take %d: %d groups have no finite advantage", state.take, len(advantages.left_out)
-            )
+        distillation = distillation_of(stage, batch, critic)
+        applied = self._update(stage, trained, loss, state, steps, critic, distillation)
+        if unfit := len(advantages.left_out):
+            log.error("take %d: %d groups have no finite advantage", state.take, unfit)
         if not advantages.finite_P.any():
             applied = replace(applied, failure=Failure(math.nan, math.nan))
         self._check_finite(state, applied, batch, logprobs, advantages)
         state.baseline = advantages.baseline
         state.critic_steps += critic is not None and bool(applied.minibatches)
-        metrics |= penalties | advantages.metrics
-        if stage.judge.kind != "none":
-            metrics |= label_metrics(batch.label_U)
+        metrics |= penalties | advantages.metrics | _batch_metrics(stage, batch)
         metrics |= applied.metrics | applied.accounting.metrics()
         metrics |= trajectory_metrics(batch, advantages.finite_P)
         data = Trained(chosen.groups, batch, logprobs, advantages.advantage_N)
@@ -132,10 +134,10 @@ class Updater(Models):
         self, stage: Config, groups: list[Group], state: LearnerState, steps: int
     ) -> StepResult:
         """Train one step on the next tokens of demonstrations."""
-        batch = collate(groups, {}, self._strip(stage))
+        batch = collate(groups, {}, self._internalise(stage))
         applied = self._update(stage, batch.whole(), supervised_loss, state, steps)
         self._check_finite(state, applied, batch)
-        metrics = _rollout_metrics(stage, groups) | applied.metrics
+        metrics = taken_metrics(stage, groups) | applied.metrics
         result = _result(applied, groups, {}, metrics)
         return replace(result, histograms=_trajectory_histograms(batch))
 
@@ -149,11 +151,11 @@ class Updater(Models):
     ) -> StepResult:
         """Train one step on preferences: the best member of each group against its worst."""
         chosen = pairs(groups)
-        metrics = _rollout_metrics(stage, groups)
+        metrics = taken_metrics(stage, groups)
         if not chosen.groups:
             return StepResult([], chosen.filtered, 0, 0, metrics)
         lags = lag_table(chosen.groups, state.head, forks)
-        batch = collate(chosen.groups, lags, self._strip(stage), whole_groups=True)
+        batch = collate(chosen.groups, lags, self._internalise(stage), whole_groups=True)
         assert self.reference is not None, "a dpo stage was entered without a reference"
         reference_N = self._scorer(stage)(self.reference, batch.whole())
         loss = PreferenceLoss(stage.loss.dpo_beta, pair_signs(batch), reference_N)
@@ -163,30 +165,11 @@ class Updater(Models):
         return replace(result, histograms=_trajectory_histograms(batch))
 
     def _logprobs(self, stage: Config, batch: Batch, take: int, interpolates: bool) -> LogProbs:
-        """Compute the log-probs that the step reads, by as few forward passes as possible."""
-        score, correction = self._scorer(stage), stage.correction
         shown = stage.metrics.samples > 0 and take % stage.metrics.samples_every == 0
-        reads = reads_anchor(correction)
-        anchored_P = anchored(
-            batch,
-            everywhere=shown
-            or penalises(stage.loss)
-            or stage.advantage.kind in READS_ANCHOR
-            or (reads and not interpolates),
-            guided=correction.guided,
-            abandoned=reads and interpolates,
+        score = self._scorer(stage)
+        return step_logprobs(
+            stage, batch, score, self, self.timers, shown=shown, interpolates=interpolates
         )
-        anchor_N, old_N = np.zeros_like(batch.mu_N), batch.mu_N
-        if anchored_P.any():
-            with self.timers("anchor"):
-                anchor_N, old_N = anchor_and_old(
-                    score, self.model, batch, anchored_P, correction.guided
-                )
-        reference_N = np.zeros_like(batch.mu_N)
-        if stage.loss.kl_coef > 0:
-            assert self.reference is not None, "a stage with a KL was entered without a reference"
-            reference_N = score(self.reference, batch.whole())
-        return LogProbs(anchor_N, old_N, reference_N)
 
     def _values(self, stage: Config, batch: Batch) -> Values | None:
         """Compute the values of a batch by the critic; None if the estimator reads none."""
@@ -217,12 +200,14 @@ class Updater(Models):
         state: LearnerState,
         steps: int,
         critic: CriticTraining | None = None,
+        distillation: Distillation | None = None,
     ) -> Applied:
         return self.stepper(
             stage,
             data,
             loss,
             critic,
+            distillation,
             take=state.take,
             step=state.stage_step,
             steps=steps,
@@ -249,9 +234,23 @@ class Updater(Models):
                 f"{state.bad_steps} non-finite steps in a row; batches in {path.parent}"
             )
 
-    def _strip(self, stage: Config) -> Strip:
+    def _internalise(self, stage: Config) -> Internalise:
         experience = stage.experience
-        return Strip(experience.strip, experience.strip_fraction, self.config.run.seed)
+        none = experience.internalise == "none"
+        copied = None
+        if experience.keep_copied and not none:
+            copied = partial(copies, decode=self._decode, least=experience.keep_copied)
+        return Internalise(
+            fraction=0.0 if none else experience.strip_fraction,
+            seed=self.config.run.seed,
+            teaches=experience.internalise == "distill",
+            copies=copied,
+        )
+
+    @cached_property
+    def _decode(self) -> Decode:
+        tokenizer = policy.load_tokenizer(self.config.policy.path)
+        return lambda tokens: str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
     def _scorer(self, stage: Config) -> Scorer:
         return Scorer(
@@ -263,14 +262,10 @@ class Updater(Models):
         )
 
 
-def _rollout_metrics(stage: Config, groups: list[Group]) -> dict[str, float]:
-    """Measure the groups before selection."""
-    metrics = rollout_metrics(groups)
-    if stage.experience.kind != "none":
-        metrics |= experience_metrics(groups)
-    if stage.tasks.mixture or stage.tasks.path:
-        metrics |= env_metrics(groups)
-    return metrics
+def _batch_metrics(stage: Config, batch: Batch) -> dict[str, float]:
+    """Measure the labels and the experience of the groups that train."""
+    metrics = {} if stage.judge.kind == "none" else label_metrics(batch.label_U)
+    return metrics | (copied_metrics(batch) if stage.experience.keep_copied else {})
 
 
 def _trajectory_histograms(batch: Batch) -> dict[str, Histogram]:

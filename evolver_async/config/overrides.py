@@ -8,6 +8,8 @@ from evolver_async.config.sections.agentevolver import ExperienceConfig
 from evolver_async.config.sections.run import PolicyConfig
 from evolver_async.config.values.errors import ConfigError
 
+# Keys of `experience` that the learner alone reads.
+EXPERIENCE = ("internalise", "strip_fraction", "distill_coef", "reliance_coef", "keep_copied")
 SECTIONS = (
     *("run", "engine", "actors", "stages", "eval", "weights", "checkpoint", "metrics", "launch"),
     *("security", "judge", "questioning", "reflection"),
@@ -19,7 +21,7 @@ KEYS = {  # of sections whose other keys can differ by stage
         *("lease_s", "stall_s", "warn_s", "limit_bytes", "disk_limit_bytes", "segment_bytes"),
         *("archive", "address"),
     },
-    "experience": {item.name for item in fields(ExperienceConfig)} - {"strip", "strip_fraction"},
+    "experience": {item.name for item in fields(ExperienceConfig)} - set(EXPERIENCE),
     "critic": {"kind"},
     "learner": {
         *("betas", "eps", "weight_decay", "device", "threads", "ranks", "deadline_s"),

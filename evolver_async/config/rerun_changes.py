@@ -8,11 +8,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from evolver_async.config.load import stage_config
+from evolver_async.config.overrides import EXPERIENCE
 from evolver_async.config.sections import Config
 from evolver_async.config.values.errors import ConfigError
 
 SECTIONS = ("selection", "advantage", "critic", "correction", "loss", "learner")
-KEYS = ("experience.strip", "experience.strip_fraction")
+KEYS = tuple(f"experience.{name}" for name in EXPERIENCE)
 STAGE_KEYS = ("reset_optimizer", "refresh_reference")
 CRITICS = ("gae", "gae_bilevel", "vtrace")  # kinds of advantage with a critic
 REFUSED = {

@@ -116,4 +116,4 @@ def _notes(run: RunResults, found: TrajectoryPages) -> list[str]:
 def _meta(run: RunResults) -> dict[str, object]:
     """Return the settings that the browser's sentences need."""
     experience = run.config.experience
-    return {"strip": experience.strip, "experience": experience.kind}
+    return {"internalise": experience.internalise, "experience": experience.kind}

@@ -1,6 +1,6 @@
 """Advantages of a batch's tokens, from its rewards, labels and values. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -86,15 +86,16 @@ def assign(
 def _by_group(
     batch: Batch, rewards: Rewards, settings: AdvantageConfig, given: EstimatorInput
 ) -> tuple[Array, Array, float, dict[str, float]]:
-    """Give every ACTION token the advantage of its turn.
+    """Give every ACTION token the advantage of its turn, among the peers of its trajectory.
 
     Returns advantage_N, finite_P, the next running baseline and metrics.
     """
     finite_P, baseline = finite_groups(rewards), given.baseline
     advantage_U = np.zeros_like(rewards.turn_reward_U)
     if finite_P.any():
+        compared = replace(rewards, group_P=batch.peer_P).of(finite_P)
         advantage_U[finite_P[rewards.trajectory_U]], baseline = estimator_of(settings)(
-            rewards.of(finite_P), given.of(finite_P), settings
+            compared, given.of(finite_P), settings
         )
         finite_P &= finite_groups(rewards, advantage_U)
     metrics = {}

@@ -232,11 +232,10 @@ def alpha_at(step: int, *, alpha: float, alpha_final: float, steps: int) -> floa
 
 
 def rloo(reward_P: Array, group_P: Array) -> Array:
-    """Return A_i = R_i - mean of the other members' rewards; groups need at least two members."""
+    """Return A_i = R_i - mean of the other members' rewards; 0 for a member without others."""
     size_P = np.bincount(group_P)[group_P]
-    assert size_P.min() > 1, "rloo: a group of one has no others"
     others_P = _group_mean(reward_P, group_P) * size_P - reward_P
-    return reward_P - others_P / (size_P - 1)
+    return np.where(size_P > 1, reward_P - others_P / np.maximum(size_P - 1, 1), 0.0)
 
 
 def reinforce(reward_P: Array, baseline: float, *, decay: float) -> tuple[Array, float]:

@@ -61,13 +61,17 @@ class Batch:
     action_start_R[r]:action_start_R[r+1]: mu_N float32 (behaviour), lag_N int64, abandoned_N bool
     (sampled past the fork of an abandoned lineage), turn_N int64, trajectory_N int64.
     trajectory_R int64.
-    group_P int64 (index of the group), reward_P float64, length_P int64 (ACTION tokens),
-    lag_P int64 (the largest of its tokens, 0 without any), stripped_P bool (experience was in the
-    sampled context and is in no row), truncated_P bool (the episode was cut off). turn_start_P
-    int64[P+1]: the turns of trajectory p are turn_start_P[p]:turn_start_P[p+1] of turn_reward_U
-    float64, label_U int8.
+    group_P int64 (index of the group), peer_P int64 (index of the members of its group that it is
+    compared with), reward_P float64, length_P int64 (ACTION tokens), lag_P int64 (the largest of
+    its tokens, 0 without any), guided_P bool (experience was in a sampled context), copied_P bool
+    (an action copies from the experience, so it keeps its context), stripped_P bool (experience was
+    in the sampled context and is in no row), truncated_P bool (the episode was cut off).
+    turn_start_P int64[P+1]: the turns of trajectory p are turn_start_P[p]:turn_start_P[p+1] of
+    turn_reward_U float64, label_U int8.
     `sampled`: the same trajectories with the rows and ACTION tokens of the stripped ones alone, in
     the contexts that they were sampled in; None if nothing is stripped.
+    `taught`: stripped rows of the guided trajectories whose own rows teach them, with `sampled`
+    beside them row by row; None if nothing is distilled.
     `whole_groups`: the loss compares the members of a group, so that all of them are in one update
     and in one forward pass.
     Trajectories without ACTION tokens count in their group's rewards and are in no minibatch.
@@ -84,15 +88,19 @@ class Batch:
     turn_N: Array
     trajectory_N: Array
     group_P: Array
+    peer_P: Array
     reward_P: Array
     length_P: Array
     lag_P: Array
+    guided_P: Array
+    copied_P: Array
     stripped_P: Array
     truncated_P: Array
     turn_start_P: Array
     turn_reward_U: Array
     label_U: Array
     sampled: "Batch | None" = None
+    taught: "Batch | None" = None
     whole_groups: bool = False
 
     @property
@@ -119,12 +127,14 @@ class LogProbs:
 
     anchor_N: under the policy, 0 where nothing reads it. old_N: the log-probs that the data is
     corrected from, mu_N but for stripped tokens (`guided_old`). reference_N: under the KL
-    reference, 0 without one.
+    reference, 0 without one. sampled_N: of stripped tokens under the policy in the context that
+    they were sampled in, 0 for others; None if nothing reads it.
     """
 
     anchor_N: Array
     old_N: Array
     reference_N: Array
+    sampled_N: Array | None = None
 
 
 @dataclass(frozen=True)

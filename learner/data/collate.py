@@ -1,10 +1,13 @@
 """Collation of groups into a batch: the only place where lists of trajectories become arrays.
 
 Stripping happens here: the EXPERIENCE tokens of a guided trajectory leave its rows, and the context
-that it was sampled in is kept beside them, because some corrections compare the two.
+that it was sampled in is kept beside them, because some corrections compare the two. Distillation
+keeps the rows and has the stripped ones beside them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -48,23 +51,24 @@ def _lag(head: WeightId, weights: WeightId, forks: dict[int, Fork]) -> Lag:
 
 
 @dataclass(frozen=True)
-class Strip:
-    """Rule by which guided trajectories lose their experience: `mode` always, never or fraction.
+class Internalise:
+    """Rule by which a `fraction` of the guided trajectories train the context without experience.
 
-    The draw for a fraction is keyed by the group and the member, so that every use of a group and
-    every repetition of a step strips the same ones.
+    They are stripped or, if it `teaches`, keep their rows and have stripped ones beside them. The
+    draw is keyed by the group and the member, so that every use of a group and every repetition of
+    a step strips the same ones. `copies`: True for trajectories that are not internalised, because
+    an action copies from the experience; None if all may be.
     """
 
-    mode: str
     fraction: float
     seed: int
+    teaches: bool = False
+    copies: Callable[[Trajectory], bool] | None = None
 
     def __call__(self, trajectory: Trajectory) -> bool:
-        if self.mode == "never" or not guided(trajectory):
+        """Draw for one trajectory, whatever it copies."""
+        if not guided(trajectory):
             return False
-        if self.mode == "always":
-            return True
-        assert self.mode == "fraction", self.mode
         draw = uniform(self.seed, "strip", trajectory.group_id, trajectory.member)
         return draw < self.fraction
 
@@ -75,35 +79,65 @@ def guided(trajectory: Trajectory) -> bool:
 
 
 def collate(
-    groups: list[Group], lags: dict[WeightId, Lag], strip: Strip, *, whole_groups: bool = False
+    groups: list[Group],
+    lags: dict[WeightId, Lag],
+    internalise: Internalise,
+    *,
+    whole_groups: bool = False,
 ) -> Batch:
-    """Strip and flatten the sequences of `groups` (at least one group).
+    """Internalise and flatten the sequences of `groups` (at least one group).
 
     `lags`: the version lag of every weight id that sampled a token (`lag_table`); tokens of a
     scripted policy have lag 0 and behaviour log-prob 0. `whole_groups`: see `Batch`.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    stripped_P = np.array([strip(trajectory) for trajectory in trajectories], bool)
-    rows = [
-        row
-        for index, trajectory in enumerate(trajectories)
-        for sequence in trajectory.sequences
-        if (row := _row(sequence, lags, index, bool(stripped_P[index]))) is not None
-    ]
+    group_P = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
+    guided_P = np.array([guided(trajectory) for trajectory in trajectories], bool)
+    copied_P = np.zeros_like(guided_P)
+    if (copies := internalise.copies) is not None:
+        copied_P = np.array([copies(trajectory) for trajectory in trajectories], bool)
+    drawn_P = np.array([internalise(trajectory) for trajectory in trajectories], bool) & ~copied_P
+    stripped_P = drawn_P & (not internalise.teaches)
+
+    def rows_of(wanted_P: Array, stripped_P: Array) -> list[_Row]:
+        return [
+            row
+            for index in np.flatnonzero(wanted_P).tolist()
+            for sequence in trajectories[index].sequences
+            if (row := _row(sequence, lags, index, bool(stripped_P[index]))) is not None
+        ]
+
+    rows = rows_of(np.ones_like(guided_P), stripped_P)
     facts = {
-        "group_P": np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups]),
+        "group_P": group_P,
+        # Contexts with and without experience are two policies, unless training makes them one.
+        "peer_P": 2 * group_P + guided_P if internalise.teaches else group_P,
         "reward_P": np.array([trajectory.reward for trajectory in trajectories], np.float64),
+        "guided_P": guided_P,
+        "copied_P": copied_P,
         "stripped_P": stripped_P,
         "truncated_P": np.array([trajectory.truncated for trajectory in trajectories], bool),
         "turn_start_P": _starts([len(trajectory.turn_rewards) for trajectory in trajectories]),
         "turn_reward_U": _joined([one.turn_rewards for one in trajectories], np.float64),
         "label_U": _joined([trajectory.labels for trajectory in trajectories], np.int8),
     }
-    contexts = [row.sampled for row in rows if row.sampled is not None]
-    sampled = Batch(**_layout(contexts, len(trajectories)), **facts) if contexts else None
-    return Batch(
-        **_layout(rows, len(trajectories)), **facts, sampled=sampled, whole_groups=whole_groups
+    taught = None
+    if internalise.teaches and (bare := rows_of(drawn_P, drawn_P)):
+        stripped = {**facts, "stripped_P": drawn_P}
+        taught = _batch(bare, stripped, sampled=_sampled(bare, stripped))
+    return _batch(
+        rows, facts, sampled=_sampled(rows, facts), taught=taught, whole_groups=whole_groups
     )
+
+
+def _batch(rows: "list[_Row]", facts: dict[str, Array], **others: Any) -> Batch:
+    return Batch(**_layout(rows, len(facts["group_P"])), **facts, **others)
+
+
+def _sampled(rows: "list[_Row]", facts: dict[str, Array]) -> Batch | None:
+    """Return the stripped ones of `rows` in the contexts that they were sampled in, if any."""
+    contexts = [row.sampled for row in rows if row.sampled is not None]
+    return _batch(contexts, facts) if contexts else None
 
 
 @dataclass

@@ -1,10 +1,22 @@
-"""Metrics of the groups of one take, before selection. Pure."""
+"""Metrics of the groups of one take. Pure."""
 
 import numpy as np
 
+from evolver_async.config import Config
 from evolver_async.schema import Array, Group, TurnFlag
+from learner.data.batch import Batch
 from learner.data.collate import guided
 from learner.data.resampling import flagged, tool_calls
+
+
+def taken_metrics(stage: Config, groups: list[Group]) -> dict[str, float]:
+    """Measure the groups before selection."""
+    metrics = rollout_metrics(groups)
+    if stage.experience.kind != "none":
+        metrics |= experience_metrics(groups)
+    if stage.tasks.mixture or stage.tasks.path:
+        metrics |= env_metrics(groups)
+    return metrics
 
 
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:
@@ -61,6 +73,13 @@ def experience_metrics(groups: list[Group]) -> dict[str, float]:
     if both_G.any():
         metrics["experience/guided_gain"] = float((with_G - without_G)[both_G].mean())
     return metrics
+
+
+def copied_metrics(batch: Batch) -> dict[str, float]:
+    """Measure the share of guided trajectories that keep their context; {} without any."""
+    if not batch.guided_P.any():
+        return {}
+    return {"experience/kept_copied": float(batch.copied_P[batch.guided_P].mean())}
 
 
 def _means(x: Array, group: Array, groups: int) -> tuple[Array, Array]:

@@ -6,10 +6,16 @@ from functools import partial
 import numpy as np
 import torch
 
+from evolver_async.config import Config
+from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
 from evolver_async.schema import Array
-from learner.data.batch import Batch, MicroBatch, Minibatch
+from learner.advantage.group_relative import READS_ANCHOR
+from learner.advantage.rewards import penalises
+from learner.data.batch import Batch, LogProbs, MicroBatch, Minibatch
+from learner.loss.correction import reads_anchor
 from learner.loss.ratios import guided_old
+from learner.optimize.model import Models
 from learner.ranks.process_group import Ranks, idle, within
 
 
@@ -55,11 +61,52 @@ class Scorer:
         return logprobs_BT
 
 
-def anchored(batch: Batch, *, everywhere: bool, guided: str, abandoned: bool) -> Array:
+def step_logprobs(
+    stage: Config,
+    batch: Batch,
+    score: Scorer,
+    models: Models,
+    timers: Timers,
+    *,
+    shown: bool,
+    interpolates: bool,
+) -> LogProbs:
+    """Compute the log-probs that a step reads, by as few forward passes as possible.
+
+    `shown`: its samples are written. `interpolates`: the anchor lies between mu and theta.
+    """
+    correction = stage.correction
+    leans = stage.experience.reliance_coef > 0
+    reads = reads_anchor(correction)
+    anchored_P = anchored(
+        batch,
+        everywhere=shown
+        or penalises(stage.loss)
+        or stage.advantage.kind in READS_ANCHOR
+        or (reads and not interpolates),
+        guided=correction.guided,
+        leans=leans,
+        abandoned=reads and interpolates,
+    )
+    anchor_N, old_N, sampled_N = np.zeros_like(batch.mu_N), batch.mu_N, None
+    if anchored_P.any():
+        with timers("anchor"):
+            anchor_N, old_N, sampled_N = anchor_and_old(
+                score, models.model, batch, anchored_P, correction.guided, leans=leans
+            )
+    reference_N = np.zeros_like(batch.mu_N)
+    if stage.loss.kl_coef > 0:
+        assert models.reference is not None, "a stage with a KL was entered without a reference"
+        reference_N = score(models.reference, batch.whole())
+    return LogProbs(anchor_N, old_N, reference_N, sampled_N)
+
+
+def anchored(batch: Batch, *, everywhere: bool, guided: str, leans: bool, abandoned: bool) -> Array:
     """Return bool[P]: True for trajectories whose anchor is read.
 
-    `everywhere`: that of all tokens. `guided`: the correction of stripped tokens. `abandoned`: that
-    of tokens which abandoned weights sampled.
+    `everywhere`: that of all tokens. `guided`: the correction of stripped tokens. `leans`: their
+    reliance on the experience weights them. `abandoned`: that of tokens which abandoned weights
+    sampled.
     """
     if everywhere:
         return batch.length_P > 0
@@ -67,22 +114,32 @@ def anchored(batch: Batch, *, everywhere: bool, guided: str, abandoned: bool) ->
         abandoned_P = np.zeros(len(batch.length_P), bool)
         abandoned_P[batch.trajectory_N[batch.abandoned_N]] = True
         return abandoned_P
-    return batch.stripped_P & (guided != "behaviour")
+    return batch.stripped_P & (guided != "behaviour" or leans)
 
 
 def anchor_and_old(
-    score: Scorer, model: torch.nn.Module, batch: Batch, anchored_P: Array, guided: str
-) -> tuple[Array, Array]:
-    """Return the anchor of the trajectories `anchored_P`, else 0, and `old` of all tokens.
+    score: Scorer,
+    model: torch.nn.Module,
+    batch: Batch,
+    anchored_P: Array,
+    guided: str,
+    *,
+    leans: bool,
+) -> tuple[Array, Array, Array | None]:
+    """Return `anchor_N`, 0 except for the trajectories `anchored_P`, `old_N` and `sampled_N`.
 
-    `guided` stale costs one more pass over the stripped trajectories, in the contexts that they
-    were sampled in.
+    `guided` stale, or `leans`, costs one more pass over the stripped trajectories, in the contexts
+    that they were sampled in.
     """
     anchor_N = score(model, batch.part(anchored_P))
     if batch.sampled is None:
-        return anchor_N, batch.mu_N
+        return anchor_N, batch.mu_N, None
     stripped_N = batch.stripped_N
-    anchor_e_N = score(model, batch.sampled.whole()) if guided == "stale" else None
+    sampled_N = None
+    if guided == "stale" or leans:
+        sampled_N = np.zeros_like(batch.mu_N)
+        sampled_N[stripped_N] = score(model, batch.sampled.whole())
+    anchor_e_N = None if sampled_N is None else sampled_N[stripped_N]
     old_N = batch.mu_N.copy()
     old_N[stripped_N] = guided_old(guided, batch.mu_N[stripped_N], anchor_N[stripped_N], anchor_e_N)
-    return anchor_N, old_N
+    return anchor_N, old_N, sampled_N

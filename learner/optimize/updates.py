@@ -21,6 +21,7 @@ from learner.diagnostics.offpolicy import Accounting
 from learner.optimize.adamw import lr_at, update
 from learner.optimize.alignment import align, remember
 from learner.optimize.critic import Critic, CriticTraining
+from learner.optimize.distill import Distillation
 from learner.optimize.model import Models
 from learner.optimize.token_budget import measured
 from learner.ranks.process_group import nothing, within
@@ -73,6 +74,7 @@ class Stepper:
         data: Minibatch,
         loss: MicroLoss,
         critic: CriticTraining | None = None,
+        distillation: Distillation | None = None,
         *,
         take: int,
         step: int,
@@ -97,7 +99,7 @@ class Stepper:
         order = key(self.config.run.seed, "minibatches", take)
         for minibatch in data.split(learner.minibatches, order):
             found = Accounting()
-            total, terms_of = self._gradients(stage, minibatch, loss, found, critic)
+            total, terms_of = self._gradients(stage, minibatch, loss, found, critic, distillation)
             scale = 1.0
             if scales_lr:
                 terms_of["learner/lr_scale"] = scale = self._collected(found).ess_share() ** 0.5
@@ -131,6 +133,7 @@ class Stepper:
         loss: MicroLoss,
         accounting: Accounting,
         critic: CriticTraining | None,
+        distillation: Distillation | None,
     ) -> tuple[float, dict[str, float]]:
         """Accumulate gradients of a minibatch; return its loss and the terms, over all ranks.
 
@@ -150,6 +153,11 @@ class Stepper:
                 value.backward()
             total += float(value.detach())
             _add(terms_of, {name: float(term) for name, term in terms.items()})
+        if distillation is not None:
+            with self.timers("distill"):
+                loss_part, more = distillation(self.models.model, minibatch, self.ranks, limit)
+            total += loss_part
+            _add(terms_of, more)
         if self.ranks.count == 1:
             return total, terms_of
         parts = self.ranks.gather(msgspec.msgpack.encode([total, terms_of]))

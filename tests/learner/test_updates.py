@@ -188,22 +188,22 @@ def test_anchor_for_guided_tokens_is_training_on_the_stripped_text_without_a_wei
     data = guided_groups(4)
     for group in data:
         group.trajectories = [one for one in group.trajectories if one.member % 2 == 0]
-    ours = updater(guided_config(tiny, "always", guided="anchor"), tmp_path)
+    ours = updater(guided_config(tiny, "strip", guided="anchor"), tmp_path)
     ours.config.loss.boost = 0.0
     step(ours, data)
-    theirs = updater(guided_config(tiny, "always", kind="none"), tmp_path)
+    theirs = updater(guided_config(tiny, "strip", kind="none"), tmp_path)
     step(theirs, stripped_by_hand(data))
     assert same(ours.model, theirs.model)
 
 
 def test_boost_reaches_the_weights_only_through_stripped_tokens(tiny, tmp_path):
     def weights_after(data: list[Group], boost: float) -> Updater:
-        settings = guided_config(tiny, "always", minibatches=4, guided="anchor")
+        settings = guided_config(tiny, "strip", minibatches=4, guided="anchor")
         settings.loss = LossConfig(clip_high=1e-4, boost=boost)
         settings.learner.lr = 0.05
         made = updater(settings, tmp_path)
         outcome = step(made, data)
-        if boost and made.config.experience.strip == "always":
+        if boost and made.config.experience.internalise == "strip":
             counted = outcome.metrics.get("boost/tokens", 0.0)
             assert (counted > 0) == any(
                 s.guided for g in data for t in g.trajectories for s in t.sequences
@@ -218,8 +218,8 @@ def test_boost_reaches_the_weights_only_through_stripped_tokens(tiny, tmp_path):
     assert same(boosted.model, usual.model)
 
 
-def test_never_strip_keeps_the_experience_in_the_context(tiny, tmp_path):
-    kept = updater(guided_config(tiny, "never"), tmp_path)
+def test_without_internalising_a_step_keeps_the_experience_in_the_context(tiny, tmp_path):
+    kept = updater(guided_config(tiny, "none"), tmp_path)
     outcome = step(kept, guided_groups(4))
     assert not any(name.startswith(("boost/", "offpolicy_guided/")) for name in outcome.metrics)
     assert outcome.metrics["experience/retrieved_share"] == 0.5
@@ -228,13 +228,13 @@ def test_never_strip_keeps_the_experience_in_the_context(tiny, tmp_path):
         for one in group.trajectories:
             roles = one.sequences[0].roles
             roles[roles == Role.EXPERIENCE] = Role.PROMPT
-    prompted = updater(guided_config(tiny, "never"), tmp_path)
+    prompted = updater(guided_config(tiny, "none"), tmp_path)
     step(prompted, as_prompt)
     assert same(kept.model, prompted.model)
 
 
 def test_guided_and_unguided_data_is_measured_apart(tiny, tmp_path):
-    outcome = step(updater(guided_config(tiny, "always"), tmp_path), guided_groups(4))
+    outcome = step(updater(guided_config(tiny, "strip"), tmp_path), guided_groups(4))
     found = outcome.metrics
     assert found["offpolicy_guided/tokens"] == found["offpolicy_unguided/tokens"] == 4 * 2 * 4
     assert found["offpolicy_guided/trajectories"] == 8
@@ -256,7 +256,7 @@ def test_unguided_data_costs_no_pass_beside_the_updates(tiny, tmp_path):
     """Whatever is configured; guided data costs one for its anchor and one in its own context."""
 
     def rows_scored(data: list[Group], **correction: Any) -> int:
-        settings = guided_config(tiny, "always", **correction)
+        settings = guided_config(tiny, "strip", **correction)
         settings.rollout.guided_fraction = 0.0  # guided data is left from before
         made = updater(settings, tmp_path)
         rows = []
@@ -282,8 +282,8 @@ def test_unguided_data_costs_no_pass_beside_the_updates(tiny, tmp_path):
 
 
 def test_demonstrations_lose_their_experience_unless_told_otherwise(tiny, tmp_path):
-    def trained(strip: str, data: list[Group]) -> Updater:
-        settings = guided_config(tiny, strip)
+    def trained(internalise: str, data: list[Group]) -> Updater:
+        settings = guided_config(tiny, internalise)
         settings.stages = [StageConfig(kind="sft", steps=3)]
         made = updater(settings, tmp_path)
         outcome = made.sft(stage_config(settings, 0), data, LearnerState(lineage=1), 3)
@@ -293,13 +293,13 @@ def test_demonstrations_lose_their_experience_unless_told_otherwise(tiny, tmp_pa
     def demos() -> list[Group]:
         return guided_groups(4, policy_kind="scripted")
 
-    by_hand = trained("always", stripped_by_hand(demos()))
-    assert same(trained("always", demos()).model, by_hand.model)
-    assert not same(trained("never", demos()).model, by_hand.model)
+    by_hand = trained("strip", stripped_by_hand(demos()))
+    assert same(trained("strip", demos()).model, by_hand.model)
+    assert not same(trained("none", demos()).model, by_hand.model)
 
 
 def test_labels_and_their_outage_are_measured_and_alpha_falls(tiny, tmp_path):
-    settings = guided_config(tiny, "always")
+    settings = guided_config(tiny, "strip")
     settings.advantage = AdvantageConfig(kind="adca", alpha=0.4, alpha_final=0.0)
     settings.judge = JudgeConfig(kind="rule")
     data = guided_groups(4)
@@ -326,7 +326,8 @@ def test_labels_and_their_outage_are_measured_and_alpha_falls(tiny, tmp_path):
 
 
 def test_a_resume_repeats_a_guided_step_bit_for_bit(tiny, tmp_path):
-    settings = guided_config(tiny, "fraction")
+    settings = guided_config(tiny, "strip")
+    settings.experience.strip_fraction = 0.5
     settings.advantage = AdvantageConfig(kind="grpo_process")
     made = updater(settings, tmp_path)
     step(made, guided_groups(4))

@@ -5,12 +5,12 @@ import numpy as np
 from evolver_async.lineages import Fork
 from evolver_async.schema import Group, Role, Sequence, Task, Trajectory, VersionRun, WeightId
 from learner.data.batch import Batch
-from learner.data.collate import Lag, Strip, collate, lag_table
+from learner.data.collate import Internalise, Lag, collate, lag_table
 
 VOCABULARY = 17
 
 
-ALWAYS, NEVER = Strip("always", 0.0, 0), Strip("never", 0.0, 0)
+ALWAYS, NEVER = Internalise(1.0, 0), Internalise(0.0, 0)
 
 
 def make_sequence(
@@ -90,5 +90,5 @@ def lags_of(groups: list[Group]) -> dict[WeightId, Lag]:
     return lag_table(groups, WeightId(lineage=1, step=9), {1: Fork(lineage=1, parent=0, step=0)})
 
 
-def collated(groups: list[Group], strip: Strip = ALWAYS) -> Batch:
+def collated(groups: list[Group], strip: Internalise = ALWAYS) -> Batch:
     return collate(groups, lags_of(groups), strip)

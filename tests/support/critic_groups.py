@@ -13,9 +13,9 @@ from evolver_async.config import AdvantageConfig, Config, StageConfig
 from evolver_async.config import CriticConfig as Settings
 from evolver_async.model import policy
 from evolver_async.schema import Group, Role, Sequence, VersionRun, WeightId
-from learner.data.collate import Strip
+from learner.data.collate import Internalise
 
-NEVER = Strip("never", 0.0, 0)
+NEVER = Internalise(0.0, 0)
 
 
 WEIGHTS = WeightId(lineage=1, step=0)

@@ -65,13 +65,18 @@ def settings_of(name: str, directory: Path) -> tuple[Config, str, list[Group]]:
     """A training's configuration, the updater's method, and what it takes each time."""
     plain = directory / "plain"
     if name in ("rl", "bf16", "poisoned"):
-        settings = guided_config(plain, "always", kind="decoupled")
+        settings = guided_config(plain, "strip", kind="decoupled")
         settings.loss.kl_coef = 0.1
         settings.policy.dtype = "bfloat16" if name == "bf16" else "float32"
         settings.learner.max_bad_steps = 99
         return settings, "rl", guided_groups(5)
+    if name == "distill":
+        settings = guided_config(plain, "distill", kind="decoupled")
+        settings.learner.packing = True
+        settings.learner.token_budget, settings.learner.logprob_chunk = 64, 3
+        return settings, "rl", guided_groups(5)
     if name == "aligned":
-        settings = guided_config(plain, "always", kind="vcpo")
+        settings = guided_config(plain, "strip", kind="vcpo")
         settings.correction.max_cosine = 0.1
         settings.loss.boost = 0.0
         return settings, "rl", guided_groups(5)

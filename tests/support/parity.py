@@ -22,7 +22,7 @@ from evolver_async.model import policy
 from evolver_async.model.tokenizer import load_tokenizer
 from evolver_async.schema import Group, Role, Sampling, Trajectory, WeightId
 from learner.data.batch import Batch
-from learner.data.collate import Strip, collate, lag_table
+from learner.data.collate import Internalise, collate, lag_table
 from learner.loss.sft import sft_loss
 from learner.optimize.logprobs import Scorer
 from learner.ranks.process_group import alone
@@ -143,7 +143,7 @@ class Taught:
             use=0,
             trajectories=trajectories,
         )
-        return collate([group], lag_table([group], WEIGHTS, {}), Strip("never", 0.0, 0))
+        return collate([group], lag_table([group], WEIGHTS, {}), Internalise(0.0, 0))
 
 
 @pytest.fixture

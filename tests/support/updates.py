@@ -151,10 +151,10 @@ def guided_member(
     )
 
 
-def guided_config(tiny: Path, strip: str, minibatches: int = 2, **correction: Any) -> Config:
+def guided_config(tiny: Path, internalise: str, minibatches: int = 2, **correction: Any) -> Config:
     settings = config(tiny, [StageConfig(kind="rl", steps=3)], minibatches)
     settings.advantage = AdvantageConfig()
-    settings.experience = ExperienceConfig(kind="contrast", strip=strip)
+    settings.experience = ExperienceConfig(kind="contrast", internalise=internalise)
     settings.correction = CorrectionConfig(**correction)
     return settings
 

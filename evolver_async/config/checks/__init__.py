@@ -9,7 +9,7 @@ from itertools import chain
 
 from evolver_async.config.checks.addresses import buffer_address, weight_channel
 from evolver_async.config.checks.agentevolver import agent, mechanisms
-from evolver_async.config.checks.learner import groups, guided, learner
+from evolver_async.config.checks.learner import demonstrated, groups, guided, learner
 from evolver_async.config.checks.processes import cluster, engine, gpus, policy, scaling, timeouts
 from evolver_async.config.checks.stages import eval_sets, limits, stages, tasks
 from evolver_async.config.sections import Config
@@ -42,6 +42,8 @@ def check_stage(config: Config, index: int) -> None:
     _refuse(chain(agent(config), mechanisms(config)))
     if config.stages[index].kind == "rl":
         _refuse(chain(groups(config), guided(config)))
+    else:
+        _refuse(demonstrated(config))
 
 
 def _refuse(problems: Iterator[tuple[str, str]]) -> None:

@@ -67,11 +67,30 @@ def groups(config: Config) -> Iterator[tuple[str, str]]:
         yield "advantage.overlong_cache", f"must be at most advantage.overlong_limit ({limit})"
 
 
+def demonstrated(config: Config) -> Iterator[tuple[str, str]]:
+    """Refuse distillation in a stage that trains without advantages."""
+    experience = config.experience
+    given = experience.kind != "none" and config.rollout.guided_fraction
+    if given and experience.internalise == "distill":
+        yield "experience.internalise", "must be none or strip: distill belongs to rl stages"
+
+
 def guided(config: Config) -> Iterator[tuple[str, str]]:
     """Refuse settings that training without the prompts' experience does not support."""
     experience, correction, boost = config.experience, config.correction, config.loss.boost
     guided_fraction = config.rollout.guided_fraction
-    if experience.kind == "none" or experience.strip == "never" or not guided_fraction:
+    if experience.kind == "none" or not guided_fraction:
+        return
+    if experience.internalise != "strip":
+        strips_nothing = f"experience.internalise={experience.internalise} strips nothing"
+        if experience.strip_fraction < 1:
+            yield "experience.strip_fraction", f"must be 1: {strips_nothing}"
+        if experience.reliance_coef:
+            yield "experience.reliance_coef", f"must be 0: {strips_nothing}"
+        if experience.keep_copied and experience.internalise == "none":
+            yield "experience.keep_copied", f"must be 0: {strips_nothing}"
+        if boost:
+            yield "loss.boost", f"must be 0: {strips_nothing}"
         return
     if correction.anchor == "interpolate" and correction.kind in INTERPOLATED:
         yield "correction.anchor", "must be recompute: guided tokens have no interpolated anchor"

@@ -4,7 +4,15 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from evolver_async.config.sections.rollout import Turns
-from evolver_async.config.values.rules import Count, Fraction, Open, Pattern, Positive, Range
+from evolver_async.config.values.rules import (
+    Count,
+    Fraction,
+    Open,
+    Pattern,
+    Positive,
+    PositiveFraction,
+    Range,
+)
 
 Variable = Annotated[
     str, Pattern(r"([A-Za-z_]\w*)?", "the name of an environment variable", hidden=True)
@@ -37,9 +45,18 @@ class ExperienceConfig:
 
     # contrast compares members of a group where they diverged; llm asks an endpoint
     kind: Literal["none", "contrast", "llm"] = "none"
-    # experience that the learner removes from prompts
-    strip: Literal["always", "never", "fraction"] = "always"
-    strip_fraction: Fraction = 0.5  # fraction: of the guided trajectories
+    # guided trajectories train in the context that they were sampled in (none), without its
+    # experience (strip), or in that context while it teaches the one without experience (distill)
+    internalise: Literal["none", "strip", "distill"] = "strip"
+    # strip: share of the guided trajectories that lose their experience
+    strip_fraction: PositiveFraction = 1.0
+    distill_coef: Positive = 1.0  # distill: weight of the KL from the guided context
+    # strip: advantages are multiplied by exp(-this * reliance), the log-prob per token that the
+    # experience was worth; 0: no weights
+    reliance_coef: float = 0.0
+    # a guided trajectory keeps its context if an action copies so many consecutive characters that
+    # only the experience holds; 0: none does
+    keep_copied: int = 0
     embedder: str = "hash"  # hash (n-grams) or the directory of a sentence-transformers model
     dimensions: Annotated[int, Range(ge=8)] = 256  # hash: of a vector
     top_k: Count = 5  # entries that guide an episode

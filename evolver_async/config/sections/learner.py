@@ -140,8 +140,9 @@ class LossConfig:
     clip_low: Annotated[float, Range(gt=0, lt=1, also=LEFT_OPEN)] = LEFT_OPEN
     # -1: 0.28, gspo 0.0004
     clip_high: Annotated[float, Range(gt=0, infinite=True, also=LEFT_OPEN)] = LEFT_OPEN
-    # upper clip of tokens whose experience was stripped; 0: clip_high
-    boost: Annotated[float, Range(infinite=True)] = 0.6
+    # upper clip of tokens whose experience was stripped; 0: clip_high. It acts only where the
+    # updates of one step move tokens beyond clip_high
+    boost: Annotated[float, Range(infinite=True)] = 0.0
     dual_clip: Annotated[float, Range(ge=1, infinite=True)] = 3.0
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_norm"] = "token_mean"
     norm_tokens: Count = 1024  # sequence_sum_norm: the constant length

@@ -348,7 +348,7 @@ function drawTrajectory(row, body) {
   views.append(viewOf(guided ? "Guided: as it was sampled" : "Tokens", tokens, body, versions));
   if (guided) {
     const plain = tokens.filter((one) => one.role !== EXPERIENCE);
-    views.append(viewOf(`Stripped: without experience (experience.strip=${meta.strip})`,
+    views.append(viewOf(`Stripped: without experience (experience.internalise=${meta.internalise})`,
       plain, body, versions));
   }
   byId("detail").replaceChildren(

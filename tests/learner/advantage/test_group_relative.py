@@ -226,6 +226,10 @@ def test_rloo_matches_the_loop(groups):
     np.testing.assert_allclose(rloo(reward_P, group_P), expected, rtol=1e-9, atol=1e-9)
 
 
+def test_rloo_gives_a_member_without_others_nothing():
+    assert rloo(np.array([2.0, 0.0, 1.0]), np.array([0, 3, 3])).tolist() == [0, -1, 1]
+
+
 def test_a_group_without_spread_gets_exactly_zero():
     reward_P, group_P = flat([[0.1, 0.1, 0.1], [0.0, 1.0, 0.0]])
     for kind in STDS:

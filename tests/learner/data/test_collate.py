@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from evolver_async.lineages import Fork
 from evolver_async.schema import Group, Role, WeightId
-from learner.data.collate import Lag, Strip, guided, lag_table
+from learner.data.collate import Internalise, Lag, guided, lag_table
 
-strips = st.sampled_from([ALWAYS, NEVER, Strip("fraction", 0.5, 0), Strip("fraction", 0.5, 1)])
+strips = st.sampled_from([ALWAYS, NEVER, Internalise(0.5, 0), Internalise(0.5, 1)])
 
 
-def expected_rows(groups: list[Group], strip: Strip) -> list[tuple]:
+def expected_rows(groups: list[Group], strip: Internalise) -> list[tuple]:
     """(trajectory, tokens trained, tokens sampled, [(label, mu, lag, turn) of ACTION tokens],
     their places among the tokens sampled)."""
     rows = []
@@ -104,10 +104,33 @@ def test_turns_are_flat_over_the_trajectories(seed):
     assert batch.turn_reward_U[batch.turn_at_N].tolist() == turn_rewards
 
 
+@settings(max_examples=examples(40))
+@given(st.integers(0, 10**6), st.sampled_from([0.5, 1.0]))
+def test_distillation_keeps_all_rows_and_has_those_of_stripping_beside_them(seed, fraction):
+    groups = make_groups(seed, 3, 3)
+    batch = collated(groups, Internalise(fraction, 0, teaches=True))
+    kept, stripped = collated(groups, NEVER), collated(groups, Internalise(fraction, 0))
+    assert batch.sampled is None and not batch.stripped_P.any()
+    for name in ("tokens", "action", "mu_N", "trajectory_N", "length_P"):
+        assert (getattr(batch, name) == getattr(kept, name)).all()
+    if batch.taught is None:
+        assert stripped.sampled is None
+        return
+    assert stripped.sampled is not None and batch.taught.sampled is not None
+    there = batch.taught.trajectory_N
+    assert (batch.taught.stripped_P == stripped.stripped_P).all()
+    assert (batch.taught.mu_N == stripped.mu_N[stripped.stripped_N]).all()
+    ours, theirs = batch.taught.sampled, stripped.sampled
+    assert (ours.tokens == theirs.tokens).all() and (ours.action == theirs.action).all()
+    assert (batch.taught.tokens[batch.taught.action] == ours.tokens[ours.action]).all()
+    assert (ours.trajectory_N == there).all()
+    assert (ours.action_start_R == batch.taught.action_start_R).all()
+
+
 def test_a_fraction_is_drawn_by_group_and_member_and_only_of_the_guided():
     groups = make_groups(0, 300, 4, sequences=1)
     trajectories = [t for group in groups for t in group.trajectories]
-    strip = Strip("fraction", 0.3, 7)
+    strip = Internalise(0.3, 7)
     drawn = {t.trajectory_id for t in trajectories if strip(t)}
     there = {t.trajectory_id for t in trajectories if guided(t)}
     assert drawn < there
@@ -119,11 +142,11 @@ def test_a_fraction_is_drawn_by_group_and_member_and_only_of_the_guided():
             for value in {getattr(t, name) for t in trajectories}
         ]
         assert {True, False} in mixed
-    assert drawn != {t.trajectory_id for t in trajectories if Strip("fraction", 0.3, 8)(t)}
+    assert drawn != {t.trajectory_id for t in trajectories if Internalise(0.3, 8)(t)}
     assert {t.trajectory_id for t in trajectories if ALWAYS(t)} == there
     assert not any(NEVER(t) for t in trajectories)
-    assert not any(Strip("fraction", 0.0, 7)(t) for t in trajectories)
-    assert {t.trajectory_id for t in trajectories if Strip("fraction", 1.0, 7)(t)} == there
+    assert not any(Internalise(0.0, 7)(t) for t in trajectories)
+    assert {t.trajectory_id for t in trajectories if Internalise(1.0, 7)(t)} == there
 
 
 def test_a_sequence_of_experience_alone_is_no_row_and_no_error():

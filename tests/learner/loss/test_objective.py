@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from evolver_async.config import CorrectionConfig, LossConfig
 from evolver_async.config.sections.learner import by_kind
 from learner.data.batch import Batch, LogProbs
-from learner.data.collate import Strip
+from learner.data.collate import Internalise
 from learner.diagnostics.offpolicy import Accounting
 from learner.loss.correction import reads_anchor
 from learner.loss.objective import Objective
@@ -24,7 +24,7 @@ from learner.loss.ratios import guided_old
 CPU = torch.device("cpu")
 
 
-def filled(seed: int, strip: Strip, guided: str) -> tuple[Batch, dict[str, np.ndarray]]:
+def filled(seed: int, strip: Internalise, guided: str) -> tuple[Batch, dict[str, np.ndarray]]:
     """A batch, and random log-probs by name: mu, old, anchor, anchor_e, theta, and A."""
     batch = collated(make_groups(seed, 3, 3), strip)
     rng = np.random.default_rng(seed)
@@ -109,11 +109,11 @@ def expected_loss(
 @given(
     seed=st.integers(0, 10**6),
     boost=st.sampled_from([0.0, 0.6]),
-    strip=st.sampled_from(["always", "never", "fraction"]),
+    fraction=st.sampled_from([0.0, 0.5, 1.0]),
 )
 @settings(max_examples=examples(15))
-def test_an_update_over_mixed_data_matches_the_loop(kind, level, guided, seed, boost, strip):
-    batch, data = filled(seed, Strip(strip, 0.5, 0), guided)
+def test_an_update_over_mixed_data_matches_the_loop(kind, level, guided, seed, boost, fraction):
+    batch, data = filled(seed, Internalise(fraction, 0), guided)
     correction = CorrectionConfig(
         kind=kind, level=level, guided=guided, w_max=1.5, low=0.8, high=1.25, epsilon=0.2
     )
@@ -179,7 +179,7 @@ def check_accounting(
 
 def test_bounds_left_open_never_reach_the_loss():
     closed, _ = by_kind(CorrectionConfig(), LossConfig())
-    _, data = filled(0, Strip("never", 0.0, 0), "stale")
+    _, data = filled(0, Internalise(0.0, 0), "stale")
     for one in (
         (CorrectionConfig(), LossConfig(clip_low=0.2, clip_high=0.28)),
         (closed, LossConfig()),
@@ -189,7 +189,7 @@ def test_bounds_left_open_never_reach_the_loss():
 
 
 def test_masked_tokens_are_those_that_no_gradient_reaches():
-    batch, data = filled(11, Strip("always", 0.0, 0), "stale")
+    batch, data = filled(11, Internalise(1.0, 0), "stale")
     settings = by_kind(CorrectionConfig(), LossConfig(boost=0.6))
     objective = objective_of(data, *settings, boosts=True)
     accounting = Accounting()
@@ -205,7 +205,7 @@ def test_masked_tokens_are_those_that_no_gradient_reaches():
 @pytest.mark.parametrize("kind", ["icepop", "geo_mask"])
 def test_masked_tokens_stay_in_the_denominator_and_are_counted(kind):
     """With every weight out of bounds the loss is 0 and all is masked; with wider bounds not."""
-    batch, data = filled(5, Strip("never", 0.0, 0), "stale")
+    batch, data = filled(5, Internalise(0.0, 0), "stale")
     (minibatch,) = batch.whole().split(1, key=0)
     (micro,) = minibatch.micro_batches(10**6, CPU)
     theta_N = torch.from_numpy(data["theta"][micro.index_N.numpy()])
@@ -225,7 +225,7 @@ def test_masked_tokens_stay_in_the_denominator_and_are_counted(kind):
 def test_a_trajectory_in_several_contexts_counts_once():
     """`sequence_mean`: splitting one sequence's tokens over two contexts leaves every weight."""
     groups = make_groups(21, 2, 3, sequences=3)
-    batch = collated(groups, Strip("never", 0.0, 0))
+    batch = collated(groups, Internalise(0.0, 0))
     (minibatch,) = batch.whole().split(1, key=0)
     (micro,) = minibatch.micro_batches(10**6, CPU)
     shares = np.zeros(len(batch.length_P))

@@ -10,7 +10,7 @@ from collated_groups import ALWAYS, NEVER, collated, make_groups
 from evolver_async.model import policy
 from evolver_async.schema import Group, Role, Sequence
 from learner.data.batch import Batch
-from learner.data.collate import Strip
+from learner.data.collate import Internalise
 from learner.optimize.logprobs import Scorer, anchor_and_old, anchored
 from learner.ranks.process_group import alone
 
@@ -36,7 +36,9 @@ def of_actions(model: torch.nn.Module, sequence: Sequence) -> np.ndarray:
     return logprobs_BT[0].numpy()[sequence.roles == Role.ACTION]
 
 
-def expected(model: torch.nn.Module, groups: list[Group], strip: Strip) -> tuple[np.ndarray, ...]:
+def expected(
+    model: torch.nn.Module, groups: list[Group], strip: Internalise
+) -> tuple[np.ndarray, ...]:
     """anchor, anchor_e of the ACTION tokens that have something before them, in order."""
     anchor, anchor_e = [], []
     for group in groups:
@@ -52,16 +54,16 @@ def expected(model: torch.nn.Module, groups: list[Group], strip: Strip) -> tuple
 
 
 def scored(
-    model: torch.nn.Module, groups: list[Group], strip: Strip, everywhere: bool, guided: str
+    model: torch.nn.Module, groups: list[Group], strip: Internalise, everywhere: bool, guided: str
 ) -> tuple[Batch, np.ndarray, np.ndarray]:
     """A batch, its anchor and its `old`."""
     batch = collated(groups, strip)
     score = Scorer(TEMPERATURE, token_budget=64, chunk=16, ranks=alone("cpu"))
-    wanted_P = anchored(batch, everywhere=everywhere, guided=guided, abandoned=False)
-    return batch, *anchor_and_old(score, model, batch, wanted_P, guided)
+    wanted_P = anchored(batch, everywhere=everywhere, guided=guided, leans=False, abandoned=False)
+    return batch, *anchor_and_old(score, model, batch, wanted_P, guided, leans=False)[:2]
 
 
-@pytest.mark.parametrize("strip", [ALWAYS, NEVER, Strip("fraction", 0.5, 0)])
+@pytest.mark.parametrize("strip", [ALWAYS, NEVER, Internalise(0.5, 0)])
 def test_contexts_are_scored_as_trained_and_as_sampled(model, strip):
     groups = make_groups(1, 4, 3)
     anchor, anchor_e = expected(model, groups, strip)

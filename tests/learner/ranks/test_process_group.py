@@ -27,7 +27,7 @@ from learner.run.rank_server import meeting
 
 pytestmark = pytest.mark.process
 
-KINDS = ("rl", "aligned", "sft", "dpo", "ppo", "apart", "apart_lora")
+KINDS = ("rl", "distill", "aligned", "sft", "dpo", "ppo", "apart", "apart_lora")
 SHORT = ("bf16", "apart_bf16")
 RESUMED = ("rl", "aligned", "ppo", "apart", "apart_lora")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -77,7 +77,7 @@ stages:
     steps: 20
     expert_fraction: 0.5
     override:
-      experience: {strip: never}
+      experience: {internalise: none}
       rollout: {group_size: 2, guided_fraction: 0.5}
       learner: {groups_per_step: 16, minibatches: 1, lr: 1.0e-2}
   - {kind: rl, steps: 4}

@@ -85,7 +85,7 @@ from learner.data.selection import spread
         (["loss.clip_high=-1.5"], "loss.clip_high: must be greater than 0"),
         (["loss.boost=-1"], "loss.boost: must be at least 0"),
         (
-            ["experience.kind=contrast", "correction.kind=cispo"],
+            ["experience.kind=contrast", "correction.kind=cispo", "loss.boost=0.6"],
             "loss.boost: must be 0: correction.kind=cispo",
         ),
         (["selection={kind: top_k, k: 2}"], "learner.minibatches: must be at most "),
@@ -132,8 +132,33 @@ from learner.data.selection import spread
                 "experience.kind=contrast",
                 "learner.minibatches=1",
                 "correction={kind: ppo, guided: anchor}",
+                "loss.boost=0.6",
             ],
             "loss.boost: must be 0: with learner.minibatches=1",
+        ),
+        (
+            ["experience={kind: contrast, internalise: none, strip_fraction: 0.5}"],
+            "experience.strip_fraction: must be 1: experience.internalise=none strips nothing",
+        ),
+        (
+            ["experience={kind: contrast, internalise: distill, reliance_coef: 1.0}"],
+            "experience.reliance_coef: must be 0: experience.internalise=distill strips nothing",
+        ),
+        (
+            ["experience={kind: contrast, internalise: none, keep_copied: 4}"],
+            "experience.keep_copied: must be 0: experience.internalise=none strips nothing",
+        ),
+        (
+            ["experience={kind: contrast, internalise: distill}", "loss.boost=0.6"],
+            "loss.boost: must be 0: experience.internalise=distill strips nothing",
+        ),
+        (
+            [
+                "experience={kind: contrast, internalise: distill}",
+                "rollout.guided_fraction=0.5",
+                "stages=[{kind: sft, steps: 1}]",
+            ],
+            "experience.internalise: must be none or strip: distill belongs to rl stages",
         ),
         (["policy.hidden_size=60"], "policy.hidden_size: "),
         (["rollout.max_tokens=1024"], "rollout.max_tokens: "),

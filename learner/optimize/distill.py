@@ -1,0 +1,152 @@
+"""Gradients of `experience.internalise: distill`: passes over both contexts of the same tokens.
+
+The teacher's pass is without gradient and precedes the student's, by the weights of the update.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from evolver_async.config import Config
+from evolver_async.model import policy
+from evolver_async.model.projection import summing_head
+from learner.data.batch import Batch, MicroBatch, Minibatch, lay_out
+from learner.loss.distill import forward_kl
+from learner.loss.policy import token_scale
+from learner.optimize.critic import CriticTraining
+from learner.ranks.process_group import Ranks, idle, nothing, within
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """Loss coef · agg(KL(guided || bare)) over the tokens of `taught`, a `Batch.taught`.
+
+    agg is that of the policy loss, with the denominators of the whole update; other tokens add 0.
+    `chunk`: tokens of one chunk of the vocabulary projections; `packed`: rows are not padded.
+    """
+
+    taught: Batch
+    coef: float
+    temperature: float
+    chunk: int
+    aggregation: str
+    norm_tokens: int
+    packed: bool
+
+    def __call__(
+        self, model: torch.nn.Module, minibatch: Minibatch, ranks: Ranks, token_budget: int
+    ) -> tuple[float, dict[str, float]]:
+        """Accumulate the gradients of an update; return this rank's loss and its terms."""
+        assert self.taught.sampled is not None
+        members = minibatch.members[self.taught.length_P[minibatch.members] > 0]
+        guided = Minibatch(self.taught.sampled, members)
+        total, sum_kl = 0.0, 0.0
+        budget = ranks.budget(guided.row_lengths, token_budget)
+        micros = guided.micro_batches(budget, ranks.device, packed=self.packed)
+        for teacher in ranks.share(micros):
+            if teacher is None:
+                idle_gradients(model, ranks, packed=self.packed)
+                continue
+            rows_B = teacher.row_B.cpu().numpy()
+            student = lay_out(self.taught, rows_B, ranks.device, packed=self.packed)
+            with torch.no_grad():
+                known_ND = within(model, partial(_hidden, model, teacher))
+            value, kl = within(model, partial(self._loss, model, student, known_ND, minibatch))
+            value.backward()
+            total += float(value.detach())
+            sum_kl += float(kl)
+        return total, {
+            "loss/distill": total / self.coef,
+            "experience/distill_kl": sum_kl / max(guided.tokens, 1),
+        }
+
+    def _loss(
+        self,
+        model: torch.nn.Module,
+        student: MicroBatch,
+        known_ND: torch.Tensor,
+        minibatch: Minibatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of the student's tokens and the plain sum of their KL.
+
+        known_ND: the teacher's hidden states behind which the same tokens are predicted.
+        """
+        kl_N = self._divergence(model, known_ND, _hidden(model, student))
+        scale_N = token_scale(
+            self.aggregation,
+            student.length_N,
+            tokens=minibatch.tokens,
+            trajectories=minibatch.trajectories,
+            norm_tokens=self.norm_tokens,
+        )
+        return self.coef * (scale_N * kl_N).sum(), kl_N.detach().sum()
+
+    def _divergence(
+        self, model: torch.nn.Module, known_ND: torch.Tensor, hidden_ND: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the KL of every token in chunks, which the backward pass computes again."""
+        _, head = policy.split_model(model)
+        assert isinstance(model, PreTrainedModel)
+        # Two distributions are held at a time.
+        chunk = max(1, min(self.chunk, policy.LOGITS // model.config.vocab_size // 2))
+        recompute = len(hidden_ND) > chunk
+        compute = partial(self._chunk, head, summing_head(head) if recompute else head)
+        pieces = zip(known_ND.split(chunk), hidden_ND.split(chunk), strict=True)
+        return torch.cat(
+            [
+                checkpoint(compute, *one, use_reentrant=False, preserve_rng_state=False)
+                if recompute
+                else compute(*one)
+                for one in pieces
+            ]
+        )
+
+    def _chunk(
+        self,
+        head: torch.nn.Module,
+        trained_head: Callable[[torch.Tensor], torch.Tensor],
+        known_ND: torch.Tensor,
+        hidden_ND: torch.Tensor,
+    ) -> torch.Tensor:
+        heat = self.temperature or 1.0  # log-probs of greedy decoding are those of temperature 1
+        with torch.no_grad():
+            teacher_NV = head(known_ND).float() / heat
+        return forward_kl(teacher_NV, trained_head(hidden_ND).float() / heat)
+
+
+def distillation_of(
+    stage: Config, batch: Batch, critic: CriticTraining | None
+) -> Distillation | None:
+    """Set up the teaching of the contexts without experience.
+
+    None if the batch has none, or while the critic warms up, which leaves the policy unchanged.
+    """
+    if batch.taught is None or (critic is not None and critic.warms_up):
+        return None
+    return Distillation(
+        batch.taught,
+        stage.experience.distill_coef,
+        stage.rollout.temperature,
+        stage.learner.logprob_chunk,
+        stage.loss.aggregation,
+        stage.loss.norm_tokens,
+        stage.learner.packing,
+    )
+
+
+def idle_gradients(model: torch.nn.Module, ranks: Ranks, *, packed: bool) -> None:
+    """Take part in the two passes of the other ranks."""
+    with torch.no_grad():
+        idle(model, ranks.device, packed=packed)
+    value = within(model, lambda: 0 * nothing(model, ranks.device, packed=packed)[1].sum())
+    value.backward()
+
+
+def _hidden(model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
+    """Compute the hidden states from which the ACTION tokens are predicted, in their order."""
+    hidden_BTD = policy.hidden_states(model, micro.tokens_BT, micro.borders)
+    return hidden_BTD[:, :-1][micro.action_BT[:, 1:]]
