@@ -520,6 +520,19 @@ def test_useless_advice_is_retired_through_the_wire(service: ExperienceService) 
     assert service.counters()["experience/unguided_rate"] == 0.5
 
 
+def test_entries_are_compared_only_with_unguided_members_beside_guided_ones(
+    service: ExperienceService,
+) -> None:
+    """Tasks that are not guided may be easier."""
+    service.handle("actor-0", contribution(WON, LOST), 0.0)
+    assert service.counters()["experience/unguided_rate"] == 0.0
+    (number,) = guidance(service).ids
+    guided = episode("b=down", success=True, number=2, used=(number,))
+    beside = [episode("b=down", success=n == 3, number=n) for n in (3, 4, 5, 6)]
+    service.handle("actor-0", contribution(guided, *beside), 0.0)
+    assert service.counters()["experience/unguided_rate"] == pytest.approx(1 / 4)
+
+
 def test_a_source_is_purged_through_the_wire(service: ExperienceService) -> None:
     service.handle("evil", contribution(WON, LOST), 0.0)
     (reply,) = service.handle("purge-1", messages.Purge(source="evil"), 0.0)

@@ -11,7 +11,7 @@ from buffer_world import World, config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evolver_async.buffer.state.groups import ArrivedMember, HeldGroup
+from evolver_async.buffer.state.groups import FORK, ArrivedMember, HeldGroup
 from evolver_async.buffer.state.guidance import (
     LEAST,
     PROBE_EVERY,
@@ -20,6 +20,7 @@ from evolver_async.buffer.state.guidance import (
     GuidanceRule,
 )
 from evolver_async.buffer.tickets import guided_members
+from evolver_async.protocol import messages
 from evolver_async.schema import Task, Ticket
 
 SIZE = 4
@@ -48,11 +49,12 @@ def play(world: World, tickets: list[Ticket], *, guided: int = 0, unguided: int 
 
 
 def train(world: World, take: int, **successes: int) -> list[Ticket]:
-    """Grant, finish and train the groups of one take; return their tickets."""
+    """Grant, finish, train and release the groups of one take; return their tickets."""
     tickets = world.lease(credit=2)
     play(world, tickets, **successes)
     groups = world.sample(take)
     world.done(take, [group.group_id for group in groups], version=take + 1)
+    world.one("learner", messages.Kept(take=take + 1))
     return tickets
 
 
@@ -139,12 +141,15 @@ def test_a_solvable_task_is_not_repeated(tmp_path: Path) -> None:
     assert len({ticket.task.task_id for ticket in tickets}) == 10
 
 
-def test_a_repeat_that_became_too_old_is_guided_when_it_is_met_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reason", ["age", FORK])
+def test_a_repeat_that_became_too_old_is_guided_when_it_is_met_again(
+    tmp_path: Path, reason: str
+) -> None:
     world = world_of(tmp_path, "failed")
     (ticket,) = world.lease()
     play(world, [ticket])
     (repeat,) = world.lease()
-    world.store.evict([repeat.group_id], "age")
+    world.store.evict([repeat.group_id], reason)
     world.service.commit()
     (again,) = world.lease()
     assert again.task == repeat.task and len(again.guided) == SIZE // 2
@@ -215,9 +220,9 @@ def test_a_restart_has_the_state_and_the_decisions_of_the_process_before(
     rule: GuidanceRule,
     successes: list[tuple[int, int]],
 ) -> None:
-    """Small segments: the state also comes from snapshots."""
+    """Small segments, of which old ones are deleted: the state comes from snapshots."""
     whole, killed = (world_of(tmp_path_factory.mktemp("run"), rule) for _ in range(2))
-    killed.segment_bytes = 20_000
+    killed.segment_bytes = 3_000
     for take, (guided, unguided) in enumerate(successes):
         before = state(killed)
         killed.kill()
@@ -228,6 +233,8 @@ def test_a_restart_has_the_state_and_the_decisions_of_the_process_before(
         assert [t.guided for t in tickets[0]] == [t.guided for t in tickets[1]]
         assert [t.task for t in tickets[0]] == [t.task for t in tickets[1]]
     assert whole.store.state.guidance == killed.store.state.guidance
+    if len(successes) > 4:
+        assert min(killed.store.journal.sizes) > min(whole.store.journal.sizes)
     for world in (whole, killed):
         world.service.close()
 
