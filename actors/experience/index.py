@@ -9,6 +9,7 @@ import numpy as np
 
 MAX_REMOVED = 64  # removed entries in the index before it is rebuilt
 GPU_BYTES = 64 << 20
+COSINE_STEPS = 1000  # resolution at which cosines are compared
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,11 @@ class VectorIndex:
         self._flat = _flat(self._dimensions)
         if kept:
             self._flat.add(vectors)
+
+
+def cosine_steps(cosine: float) -> int:
+    """Round a cosine to the resolution at which cosines are compared."""
+    return round(COSINE_STEPS * cosine)
 
 
 def _flat(dimensions: int) -> Any:

@@ -1,6 +1,7 @@
 """Extraction of lessons from episodes with a language model, in a thread of its own.
 
-    read     starts on a group's episodes → success, failure and comparison lessons → ratings
+    read     starts on a group's episodes → success, failure and comparison lessons → ratings;
+             a group that failed throughout is compared with a success in a similar task
     collect  returns the lessons of finished groups
     rewrite  the entries found for a task → one text
 
@@ -21,6 +22,7 @@ import msgspec
 
 from actors.experience import prompts
 from actors.experience.pool import Item
+from actors.experience.successes import SolvedGroup
 from actors.llm.client import Endpoint, Unavailable
 from actors.llm.json_client import JsonClient, decode_json
 from actors.llm.quoting import plain
@@ -72,13 +74,18 @@ class LessonExtractor:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
-    def read(self, source: str, group: messages.Contribute) -> None:
-        """Start to extract lessons from a group."""
+    def read(
+        self, source: str, group: messages.Contribute, elsewhere: SolvedGroup | None = None
+    ) -> None:
+        """Start to extract lessons from a group.
+
+        `elsewhere`: a solved group with a similar task, for one that failed throughout.
+        """
         if self._pending >= PENDING:
             self._counts["unread"] += 1
             return
         self._pending += 1
-        self._submit(self._read(source, group))
+        self._submit(self._read(source, group, elsewhere))
 
     def collect(self) -> list[GroupLessons]:
         """Return the lessons of the groups that have finished since the last call."""
@@ -129,10 +136,12 @@ class LessonExtractor:
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _read(self, source: str, group: messages.Contribute) -> None:
+    async def _read(
+        self, source: str, group: messages.Contribute, elsewhere: SolvedGroup | None
+    ) -> None:
         items: list[Item] = []
         try:
-            items = await self._learn(group)
+            items = await self._learn(group, elsewhere)
         except Unavailable as error:
             self._counts["unanswered"] += 1
             log.warning("a group of %s yields no lessons: %s", group.task_id, error)
@@ -142,7 +151,7 @@ class LessonExtractor:
             trajectories = [episode.trajectory_id for episode in group.episodes]
             self._found.put(GroupLessons(items, source, trajectories))
 
-    async def _learn(self, group: messages.Contribute) -> list[Item]:
+    async def _learn(self, group: messages.Contribute, elsewhere: SolvedGroup | None) -> list[Item]:
         """Extract lessons of the kinds that apply; return those with a sufficient rating."""
         ranked = sorted(group.episodes, key=lambda e: (-e.success, -e.reward, e.trajectory_id))
         solved = [episode for episode in ranked if episode.success]
@@ -154,17 +163,21 @@ class LessonExtractor:
             questions.append((prompts.FAILURE, LESSONS, failed[-2:]))
         if solved and failed:
             questions.append((prompts.COMPARISON, COMPARED, [solved[0], failed[-1]]))
+        shown = [ranked[0]] if len(ranked) == 1 else [ranked[0], ranked[-1]]
+        if elsewhere is not None:
+            shown = [elsewhere.episodes[0], failed[-1]]
+            questions.append((prompts.ELSEWHERE, COMPARED, shown))
         asked = (self._lessons(text, most, group.query, of) for text, most, of in questions)
         found = await asyncio.gather(*asked)
         lessons = [lesson for some in found for lesson in some]
         if not lessons:
             return []
-        shown = [ranked[0]] if len(ranked) == 1 else [ranked[0], ranked[-1]]
         contents = [lesson.content for lesson in lessons]
         question = prompts.validation(group.query, shown, contents)
         scores = await self._ask(question, lambda answer: parse_scores(answer, len(lessons)))
+        teacher = "" if elsewhere is None else elsewhere.source
         items = [
-            Item(lesson.when_to_use, lesson.content, score)
+            Item(lesson.when_to_use, lesson.content, score, teacher=teacher)
             for lesson, score in zip(lessons, scores or [0.0] * len(lessons), strict=True)
             if score >= self._least_score and score > 0
         ]

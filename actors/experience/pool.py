@@ -14,23 +14,25 @@ from typing import NamedTuple
 import numpy as np
 
 from actors.experience.embed import Embedder
-from actors.experience.index import VectorIndex
+from actors.experience.index import VectorIndex, cosine_steps
 from actors.experience.store import ExperienceEntry, Store
+from actors.experience.successes import SuccessMemory
 
 CANDIDATES = 128  # nearest entries that are ranked
-COSINE_STEPS = 1000  # resolution at which cosines are compared
 TRIM_SHARE = 100  # trimming removes limit / TRIM_SHARE entries more, as each trim sorts all
 COUNTED = ("added", "retired", "evicted", "purged", "retrievals", "empty")
+UNGUIDED = 1000  # newest unguided members whose success entries are compared with
 MAX_CACHED = 1024  # queries in the cache, which is cleared when the pool changes
 
 
 class Item(NamedTuple):
-    """Candidate for an entry."""
+    """Candidate for an entry. `teacher`: contributor of another group, whose success it tells."""
 
     when_to_use: str
     content: str
     score: float
     state: str = ""
+    teacher: str = ""
 
 
 @dataclass(eq=False)
@@ -39,8 +41,9 @@ class ExperiencePool:
 
     `dedup`: an item is a duplicate if the cosines of both its fields reach this. `per_source` and
     `capacity` limit the entries of one contributor and in all; the least useful are deleted. An
-    entry with less than `retire_utility` success per use after `retire_uses` uses is retired: it is
-    never retrieved nor added again.
+    entry is retired, that is never retrieved nor added again, if after `retire_uses` uses its
+    smoothed success per use is less than `retire_utility` times the success rate of unguided
+    members.
     """
 
     store: Store
@@ -60,31 +63,33 @@ class ExperiencePool:
         self._known: set[tuple[str, str]] = set()  # texts, also of retired entries
         self._sources: Counter[str] = Counter()
         self._cache: dict[str, list[tuple[int, ExperienceEntry]]] = {}
+        self._unguided, self.unguided_rate = self.store.unguided()
         self._load()
+        self.successes = SuccessMemory(self.store, self.embedder)
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def retrieve(self, query: str, top_k: int, similarity: float) -> list[ExperienceEntry]:
-        """Return the best entries for a task, at most one per state."""
+        """Return the best entries for a task, at most one per state and one per content."""
         self.counts["retrievals"] += 1
         found = self._cache.get(query)
         if found is None:
             near = self._index.search(self.embedder.embed([query])[0], CANDIDATES)
-            found = [(round(COSINE_STEPS * cosine), self.entries[name]) for name, cosine in near]
+            found = [(cosine_steps(cosine), self.entries[name]) for name, cosine in near]
             found.sort(key=lambda pair: (-pair[0], -pair[1].worth, -pair[1].id))
             if len(self._cache) >= MAX_CACHED:
                 self._cache.clear()
             self._cache[query] = found
         chosen: list[ExperienceEntry] = []
-        states: set[tuple[str, str]] = set()
+        states, contents = set[str](), set[str]()
         for steps, entry in found:
-            key = entry.when_to_use, entry.state
-            if steps < round(COSINE_STEPS * similarity) or len(chosen) == top_k:
+            if steps < cosine_steps(similarity) or len(chosen) == top_k:
                 break
-            if entry.state and key in states:
+            if (entry.state and entry.state in states) or entry.content in contents:
                 continue
-            states.add(key)
+            states.add(entry.state)
+            contents.add(entry.content)
             chosen.append(entry)
         self.counts["empty"] += not chosen
         return chosen
@@ -111,6 +116,7 @@ class ExperiencePool:
                 state=item.state,
                 score=item.score,
                 source=source,
+                teacher=item.teacher,
                 trajectories=trajectories,
                 created=self.store.groups,
                 when_vector=when,
@@ -126,6 +132,16 @@ class ExperiencePool:
             self._trim(list(self.entries.values()), self.capacity)
         return self.counts["added"] - before
 
+    def compare(self, successes: Iterable[bool]) -> None:
+        """Count outcomes of unguided members of groups in which others were guided.
+
+        Their running success rate tells what is reached without the entries on the same tasks.
+        """
+        for success in successes:
+            self._unguided = min(self._unguided + 1, UNGUIDED)
+            self.unguided_rate += (success - self.unguided_rate) / self._unguided
+        self.store.set_unguided(self._unguided, self.unguided_rate)
+
     def feed_back(self, ids: Iterable[int], success: bool) -> None:
         """Record the outcome of an episode that these entries guided; skip deleted ones."""
         for number in ids:
@@ -138,8 +154,8 @@ class ExperiencePool:
             self.counts["uses"] += 1
             self.counts["successes"] += success
             entry.rate()
-            least = self.retire_utility * entry.uses
-            if entry.uses >= self.retire_uses and entry.utility < least:
+            least = self.retire_utility * self.unguided_rate
+            if entry.uses >= self.retire_uses and entry.worth < least:
                 entry.retired = True
                 self.counts["retired"] += 1
                 self._withdraw(entry)
@@ -149,10 +165,14 @@ class ExperiencePool:
             self.store.update(entry)
 
     def purge(self, source: str) -> int:
-        """Delete all entries of a source, also retired ones and on disk; return their number."""
+        """Delete all that a source has contributed or taught, also on disk.
+
+        Return the number of entries, retired ones included.
+        """
         entries = (*self.entries.values(), *self._retired.values())
-        gone = [entry for entry in entries if entry.source == source]
+        gone = [entry for entry in entries if source in (entry.source, entry.teacher)]
         self._delete(gone)
+        self.successes.purge(source)
         self.store.shrink()
         self.counts["purged"] += len(gone)
         return len(gone)
@@ -169,6 +189,8 @@ class ExperiencePool:
         values = {
             "pool_size": len(self.entries),
             "sources": len(self._sources),
+            "solved": len(self.successes),
+            "unguided_rate": self.unguided_rate,
             "dedup_share": counts["duplicates"] / max(1, counts["items"]),
             "use_success": counts["successes"] / max(1, counts["uses"]),
         }

@@ -29,6 +29,10 @@ COMPARISON = """\
 The first episode solved the task, the second one failed. At which decisions do they differ, and
 which of these mattered?"""
 
+ELSEWHERE = """\
+The first episode solved a similar task, the second one failed at this task. Which decisions of the
+first one would have helped the second?"""
+
 VALIDATION = """\
 Rate each lesson below for an agent that faces the task below or one like it: can it be acted on,
 does it follow from the episodes, does it concern the task, is it clear, does it say more than is

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from actors.experience.contrast import contrast_items
@@ -23,6 +23,7 @@ from actors.experience.embed import load_embedder
 from actors.experience.lesson_extractor import LessonExtractor
 from actors.experience.pool import ExperiencePool
 from actors.experience.store import FILE, Store
+from actors.experience.successes import SolvedGroup
 from actors.failures import FailureCounts
 from actors.llm.client import Endpoint
 from evolver_async.config import Config, ExperienceConfig
@@ -31,6 +32,7 @@ from evolver_async.process.addresses import experience_address
 from evolver_async.process.setup import RoleArgs, collect_rarely
 from evolver_async.protocol import messages
 from evolver_async.protocol.messages import Reply, Request
+from evolver_async.protocol.transcripts import Transcript
 from evolver_async.transport.client import Rejected
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.server import Server
@@ -62,7 +64,7 @@ class ExperienceService:
         self._report = report
         self._extractor = extractor
         self._failures = failures or FailureCounts()
-        self._counts = dict.fromkeys(("contributed", "repeated", "foreign"), 0)
+        self._counts = dict.fromkeys(("contributed", "repeated", "foreign", "taught"), 0)
         self._changed = True
         self._reported_at = float("-inf")
 
@@ -134,12 +136,25 @@ class ExperienceService:
             self._counts["repeated"] += 1
             return
         self._counts["contributed"] += 1
-        for episode in request.episodes:
-            self.pool.feed_back(episode.experience_ids, episode.success)
+        self._feed_back(request.episodes)
+        solved: list[SolvedGroup] = []
+        if not any(episode.success for episode in request.episodes):
+            solved = self.pool.successes.similar(request.query, self._similarity)
+            self._counts["taught"] += bool(solved)
+        self.pool.successes.remember(peer, request.query, request.episodes)
         if self._extractor is not None:
-            self._extractor.read(peer, request)
+            self._extractor.read(peer, request, solved[0] if solved else None)
         else:
-            self.pool.add(contrast_items(request.query, request.episodes), peer, trajectories)
+            items = contrast_items(request.query, request.episodes, solved)
+            self.pool.add(items, peer, trajectories)
+
+    def _feed_back(self, episodes: Sequence[Transcript]) -> None:
+        """Tell the pool the outcomes of guided members, and of the unguided ones beside them."""
+        guided = [episode for episode in episodes if episode.experience_ids]
+        if guided:
+            self.pool.compare(one.success for one in episodes if not one.experience_ids)
+        for episode in guided:
+            self.pool.feed_back(episode.experience_ids, episode.success)
 
 
 def open_pool(config: ExperienceConfig, run_dir: Path) -> ExperiencePool:

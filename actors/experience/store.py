@@ -19,14 +19,19 @@ CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS entries (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     when_to_use TEXT NOT NULL, content TEXT NOT NULL, state TEXT NOT NULL, score REAL NOT NULL,
-    source TEXT NOT NULL, trajectories TEXT NOT NULL, created INTEGER NOT NULL,
+    source TEXT NOT NULL, teacher TEXT NOT NULL, trajectories TEXT NOT NULL,
+    created INTEGER NOT NULL,
     uses INTEGER NOT NULL, utility REAL NOT NULL, retired INTEGER NOT NULL,
     when_vector BLOB NOT NULL, content_vector BLOB NOT NULL
 );
 CREATE TABLE IF NOT EXISTS groups (number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
+CREATE TABLE IF NOT EXISTS solved (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, source TEXT NOT NULL, query TEXT NOT NULL UNIQUE,
+    episodes BLOB NOT NULL
+);
 """
 COLUMNS = (  # of an entry that is inserted
-    *("when_to_use", "content", "state", "score", "source", "trajectories", "created"),
+    *("when_to_use", "content", "state", "score", "source", "teacher", "trajectories", "created"),
     *("uses", "utility", "retired", "when_vector", "content_vector"),
 )
 VECTORS = ("when_vector", "content_vector")
@@ -39,7 +44,8 @@ class ExperienceEntry:
     """One entry of the pool.
 
     `when_to_use`: the text that queries are compared with. `state`: the state of a task in which
-    the entry applies; "" for every state. `created`: number of groups contributed before.
+    the entry applies; "" for every state. `teacher`: contributor of another group, whose success
+    it tells; "" if there is none. `created`: number of groups contributed before.
     `utility`: successful episodes among the `uses` that it guided. Vectors are float32[d].
     """
 
@@ -56,6 +62,7 @@ class ExperienceEntry:
     uses: int = 0
     utility: float = 0.0
     retired: bool = False
+    teacher: str = ""
     worth: float = field(init=False)  # success per use, smoothed by one success in two uses
 
     def __post_init__(self) -> None:
@@ -88,7 +95,6 @@ class Store:
 
     def load(self) -> tuple[str, list[ExperienceEntry]]:
         """Load the embedder's name ("" if there is none) and all entries, also retired ones."""
-        found = self._database.execute("SELECT value FROM facts WHERE name = 'embedder'").fetchone()
         rows = self._database.execute(f"SELECT id, {', '.join(COLUMNS)} FROM entries ORDER BY id")
         entries = []
         for row in rows:
@@ -97,15 +103,39 @@ class Store:
             values["retired"] = bool(values["retired"])
             values |= {name: np.frombuffer(values[name], np.float32) for name in VECTORS}
             entries.append(ExperienceEntry(**values))
-        return found[0] if found else "", entries
+        return self._fact("embedder"), entries
 
     def adopt(self, embedder: str, entries: list[ExperienceEntry]) -> None:
         """Set the embedder's name and rewrite the vectors of `entries`."""
         write = self._database.execute
-        write("INSERT OR REPLACE INTO facts VALUES ('embedder', ?)", (embedder,))
+        self._set_fact("embedder", embedder)
         change = "UPDATE entries SET when_vector = ?, content_vector = ? WHERE id = ?"
         for entry in entries:
             write(change, (entry.when_vector.tobytes(), entry.content_vector.tobytes(), entry.id))
+
+    def unguided(self) -> tuple[int, float]:
+        """Load the number of unguided members that count, and their success rate."""
+        count, rate = json.loads(self._fact("unguided") or "[0, 0.0]")
+        return count, rate
+
+    def set_unguided(self, count: int, rate: float) -> None:
+        self._set_fact("unguided", json.dumps([count, rate]))
+
+    def load_solved(self) -> list[tuple[str, str, bytes]]:
+        """Load source, query and encoded episodes of the solved groups, oldest first."""
+        order = "SELECT source, query, episodes FROM solved ORDER BY number"
+        return self._database.execute(order).fetchall()
+
+    def put_solved(self, source: str, query: str, episodes: bytes) -> None:
+        """Insert a solved group as the newest; it replaces an older one of the same query."""
+        self._database.execute(
+            "INSERT OR REPLACE INTO solved (source, query, episodes) VALUES (?, ?, ?)",
+            (source, query, episodes),
+        )
+
+    def remove_solved(self, queries: list[str]) -> None:
+        rows = [(query,) for query in queries]
+        self._database.executemany("DELETE FROM solved WHERE query = ?", rows)
 
     def add(self, entry: ExperienceEntry) -> None:
         """Insert an entry and set its id; ids are never reused."""
@@ -145,6 +175,14 @@ class Store:
         oldest = self.groups - KEPT_GROUPS
         self._database.execute("DELETE FROM groups WHERE number <= ?", (oldest,))
         return True
+
+    def _fact(self, name: str) -> str:
+        """Load a fact, "" if it was never set."""
+        found = self._database.execute("SELECT value FROM facts WHERE name = ?", (name,))
+        return (found.fetchone() or ("",))[0]
+
+    def _set_fact(self, name: str, value: str) -> None:
+        self._database.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
 
     def commit(self) -> None:
         self._database.commit()

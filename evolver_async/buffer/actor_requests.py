@@ -14,7 +14,7 @@ from evolver_async.buffer.state import records
 from evolver_async.buffer.state.evaluations import DECIDING, SetEpisode
 from evolver_async.buffer.tasks.source import EvalSet, held_out_task
 from evolver_async.buffer.tasks.stream import Queued
-from evolver_async.buffer.tickets import ticket_of
+from evolver_async.buffer.tickets import guided_members, ticket_of
 from evolver_async.config import Config
 from evolver_async.protocol.messages import (
     LOSING,
@@ -218,7 +218,24 @@ class ActorRequests:
         assert queued is not None, "no obstacle, so there is a task"
         wait = numbers.kind == "rollout" and (numbers.wait or queued.wait)
         members = list(range(numbers.group_size))
-        return self._grant(peer, queued.task, numbers.kind, members, None, wait)
+        guided = self._guided(numbers.kind, queued.guided)
+        return self._grant(peer, queued.task, numbers.kind, members, None, wait, guided=guided)
+
+    def _guided(self, kind: Kind, repeat: bool) -> list[int]:
+        """Return the members of the next new group that experience guides.
+
+        `repeat`: its task is met again because a group of it failed throughout.
+        """
+        config, rollout = self.config, self.config.rollout
+        if config.experience.kind == "none" or kind == "branch":
+            return []
+        rule = rollout.guided if kind == "rollout" else "fixed"
+        if not self.store.state.guidance.applies(rule, repeat):
+            return []
+        group_id = self.store.replay.at.next_group
+        return guided_members(
+            config.run.seed, group_id, rollout.group_size, rollout.guided_fraction
+        )
 
     def _obstacle(self) -> str | None:
         """The obstacle to new groups apart from admission, None if there is none.
@@ -254,6 +271,7 @@ class ActorRequests:
         pinned: WeightId | None,
         wait: bool = False,
         episode: SetEpisode | None = None,
+        guided: list[int] | None = None,
     ) -> Ticket:
         granted = records.Granted(
             group_id=self.store.replay.at.next_group,
@@ -264,6 +282,7 @@ class ActorRequests:
             wait=wait,
             pinned=pinned,
             episode=episode,
+            guided=guided or [],
         )
         self.store.record(granted)
         return self._ticket(granted.group_id, members)

@@ -60,6 +60,7 @@ class Arrivals:
             ),
             reward=trajectory.reward,
             success=trajectory.success,
+            guided=any(sequence.guided for sequence in trajectory.sequences),
             turns=len(trajectory.turn_rewards),
             oldest=trajectory.oldest,
         )

@@ -34,6 +34,7 @@ def numbers_of(config: Config, kind: str) -> StageNumbers:
         wait=buffer.straggler == "wait",
         demo_groups=buffer.demo_groups,
         refills=refills * config.learner.groups_per_step,
+        repeats_failed=config.rollout.guided == "failed",
     )
 
 

@@ -18,7 +18,6 @@ def ticket_of(
     seed = config.run.seed
     # Evaluations of all weights have the same episodes, and sets share the luck of their tasks.
     draws = held.task.task_id if held.kind == "eval" else held.group_id
-    guided = set(guided_members(config, held))
     evaluated = config.eval if held.episode is None else held.episode
     temperature = {"eval": evaluated.temperature, "explore": config.questioning.temperature}
     return Ticket(
@@ -27,7 +26,7 @@ def ticket_of(
         kind=held.kind,
         stage=held.stage,
         members=members,
-        guided=[member for member in members if member in guided],
+        guided=[member for member in members if member in held.guided],
         dynamics_seed=key(seed, "dynamics", held.kind, draws),
         attempt=held.attempt,
         weights=weights,
@@ -39,11 +38,7 @@ def ticket_of(
     )
 
 
-def guided_members(config: Config, held: HeldGroup) -> list[int]:
-    """Return the members that experience guides: round(share x G), drawn for the group."""
-    if config.experience.kind == "none" or held.kind not in ("rollout", "demo"):
-        return []
-    size = config.rollout.group_size
-    count = round(config.rollout.guided_fraction * size)
-    draw = random.Random(key(config.run.seed, "guided", held.group_id))
-    return draw.sample(range(size), count)
+def guided_members(seed: int, group_id: int, size: int, fraction: float) -> list[int]:
+    """Draw the round(fraction x size) members of a group that experience guides, in order."""
+    draw = random.Random(key(seed, "guided", group_id))
+    return sorted(draw.sample(range(size), round(fraction * size)))

@@ -9,11 +9,14 @@
                        template collapse, which entropy does not see)
     grad_norm          gradients far larger than before, which come with a collapse or bring it on
     format_errors      many more turns than before cannot be parsed
+    guidance           members with experience in their prompt succeed less often than the others of
+                       their groups
 
 Each signal has a `Track` within the stage. A step is suspicious where it lies beyond the bound that
 the track gave before it; suspicious steps do not enter the track, so that a collapse is not judged
 by itself. After `patience` of them in a row the alarm fires until a step is not suspicious. The
-format is lost within steps, so its alarm has a warm-up and a patience of its own.
+format is lost within steps, so its alarm has a warm-up and a patience of its own. The gain of
+guidance is compared with 0 instead of the past, so its track takes in suspicious steps as well.
 
 Where a task is solved, rewards grow alike and actions certain as they should: the alarms about that
 are silent while `solved` or more of the episodes succeed.
@@ -32,6 +35,8 @@ from learner.state import Track, Watched
 
 RATE = 0.05  # of a step in a running mean, once there are 20 of them
 STEADY = 0.1  # least standard deviation of log gradient norms in a z-score
+STEADY_GAIN = 0.05  # least standard deviation of gains in a z-score
+RECENT = 2 / RATE - 1  # steps: effective size of the sample in a running mean of rate RATE
 TELLING = 0.05  # input dependence at most this large raises no alarm
 
 
@@ -40,7 +45,8 @@ class Rule:
     """Condition of a suspicious step.
 
     `narrowing`: it does not apply if the task is solved. `quick`: it has the warm-up and the
-    patience of format errors.
+    patience of format errors. `absolute`: it does not compare with the past, so that suspicious
+    steps enter its track as well.
     """
 
     name: str
@@ -50,6 +56,7 @@ class Rule:
     above: bool = False
     narrowing: bool = False
     quick: bool = False
+    absolute: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,8 +138,16 @@ RULES = (
         says="many more turns than before cannot be parsed",
         quick=True,
     ),
+    Rule(
+        name="guidance",
+        signal="guided_z",
+        bound=lambda _, safety: -safety.guided_z,
+        says="members with experience succeed less often than the others of their groups",
+        absolute=True,
+    ),
 )
 QUICK = {rule.signal for rule in RULES if rule.quick}
+TRACKED = {"grad_z": "log_grad_norm", "guided_z": "guided_gain"}  # by the signal that follows
 
 
 def judge(
@@ -140,14 +155,17 @@ def judge(
 ) -> tuple[dict[str, float], list[Alarm]]:
     """Return the metrics of a step and the alarms that fire; update `watched`.
 
-    `signals`: those of `group_signals`, `entropy`, `log_grad_norm` and `format_errors`; one that
-    could not be measured is missing and changes nothing. `grad_z` follows
-    from the log gradient norm.
+    `signals`: those of `group_signals`, `entropy`, `log_grad_norm`, `format_errors` and
+    `guided_gain`; one that could not be measured is missing and changes nothing. `grad_z` follows
+    from the log gradient norm, `guided_z` from the gains of earlier steps.
     """
     values = dict(signals)
     if "log_grad_norm" in values:
         track = watched.tracks.get("log_grad_norm", Track())
         values["grad_z"] = _z_score(track, values.pop("log_grad_norm"))
+    if "guided_gain" in values:
+        del values["guided_gain"]
+        values["guided_z"] = _mean_z(watched.tracks.get("guided_gain", Track()))
     metrics = {f"safety/{name}": value for name, value in values.items()}
     alarms = []
     strange = set()
@@ -155,14 +173,15 @@ def judge(
     for rule in RULES:
         patience = safety.format_patience if rule.quick else safety.patience
         if rule.signal in values:
-            tracked = "log_grad_norm" if rule.signal == "grad_z" else rule.signal
+            tracked = TRACKED.get(rule.signal, rule.signal)
             track = watched.tracks.setdefault(tracked, Track())
             value, bound = values[rule.signal], rule.bound(track, safety)
             beyond = value > bound if rule.above else value < bound
             warm = track.steps >= warmups[rule.quick]
             if warm and beyond and not (rule.narrowing and success >= safety.solved):
                 watched.suspicious[rule.name] = watched.suspicious.get(rule.name, 0) + 1
-                strange.add(tracked)
+                if not rule.absolute:
+                    strange.add(tracked)
             else:
                 watched.suspicious[rule.name] = 0
             if (steps := watched.suspicious[rule.name]) >= patience:
@@ -193,6 +212,14 @@ def _z_score(track: Track, value: float) -> float:
     if track.steps < 2:
         return 0.0
     return (value - track.mean) / max(STEADY, math.sqrt(track.variance))
+
+
+def _mean_z(track: Track) -> float:
+    """Return the running mean of earlier steps in standard errors, 0 for the first two."""
+    if track.steps < 2:
+        return 0.0
+    error = max(STEADY_GAIN, math.sqrt(track.variance)) / math.sqrt(min(track.steps, RECENT))
+    return track.mean / error
 
 
 def group_signals(groups: list[Group]) -> dict[str, float]:

@@ -37,6 +37,8 @@ class Guard:
         """
         signals, found = group_signals(groups), outcome.metrics
         signals["format_errors"] = found["train/format_errors"]
+        if "experience/guided_gain" in found:
+            signals["guided_gain"] = found["experience/guided_gain"]
         if "loss/entropy" in found:
             signals["entropy"] = found["loss/entropy"]
         if found.get("loss/grad_norm", 0.0) > 0:

@@ -66,10 +66,14 @@ def trajectory(
     length: int = 4,
     reward: float = 0.0,
     attempt: int | None = None,
+    guided: bool = False,
 ) -> Trajectory:
-    """A member of this ticket: one PROMPT token, then ACTION tokens, in one turn."""
+    """A member of this ticket: one PROMPT token, then ACTION tokens, in one turn.
+
+    `guided`: the first token is EXPERIENCE.
+    """
     roles = np.full(length, Role.ACTION, np.uint8)
-    roles[0] = Role.PROMPT
+    roles[0] = Role.EXPERIENCE if guided else Role.PROMPT
     turns = np.zeros(length, np.int16)
     turns[0] = -1
     learned = ticket.kind != "demo"

@@ -34,6 +34,7 @@ class StageNumbers:
 
     `refills`: dynamic sampling, which trains no group of rollouts whose members all have the same
     reward, gives up after so many of them since the last take; 0 trains those as well.
+    `repeats_failed`: the task of a group that failed throughout is met again, guided.
     """
 
     kind: Literal["rollout", "demo", "branch"]
@@ -46,6 +47,7 @@ class StageNumbers:
     wait: bool
     demo_groups: int
     refills: int = 0
+    repeats_failed: bool = False
     sampler_params: dict[str, Any] = field(default_factory=dict)
 
 
@@ -119,6 +121,7 @@ class Admission:
             wait=granted.wait,
             pinned=granted.pinned,
             episode=granted.episode,
+            guided=granted.guided,
         )
         self.at.next_group = group_id + 1
         self.at.groups[group_id] = self.by_state["open"][group_id] = held

@@ -25,13 +25,15 @@ class Owner(msgspec.Struct):
 
 
 class ArrivedMember(msgspec.Struct):
-    """A member that has arrived; `location`: the place of its trajectory in the journal."""
+    """A member that has arrived. `guided`: experience was in its context; `location`: the place of
+    its trajectory in the journal."""
 
     attempt: int
     tokens: int
     bytes: int
     reward: float
     success: bool
+    guided: bool
     oldest: WeightId | None
     location: Location
 
@@ -43,7 +45,8 @@ class HeldGroup(msgspec.Struct, kw_only=True, dict=True):
     of past ones by take: "trained", or the reason why selection left the group out. `order` is the
     place in the queue of ready groups. `wait`: the learner waits for this group's stragglers.
     `pinned`: the weights of an evaluation episode; `episode`: its place in a set of `eval.sets`,
-    None in the deciding one. `failures`: its tickets that could not be run.
+    None in the deciding one. `guided`: the members that experience is to guide. `failures`: its
+    tickets that could not be run.
     """
 
     group_id: int
@@ -58,6 +61,7 @@ class HeldGroup(msgspec.Struct, kw_only=True, dict=True):
     wait: bool = False
     pinned: WeightId | None = None
     episode: SetEpisode | None = None
+    guided: list[int] = []
     arrived: dict[int, ArrivedMember] = {}
     failures: int = 0
     order: int = -1

@@ -1,4 +1,4 @@
-"""Durable state of the buffer: replay, ledger, tasks and evaluations, changed by records alone.
+"""Durable state of the buffer: replay, ledger, tasks, guidance, evaluations; records change it.
 
 The live service and a restart run the same `apply`, so both reach the same state.
 """
@@ -14,6 +14,7 @@ from evolver_async.buffer.state.groups import (
     Location,
     ending,
 )
+from evolver_async.buffer.state.guidance import GuidanceRecord
 from evolver_async.buffer.state.ledger import HELD, Amount, Ledger
 from evolver_async.buffer.state.replay import Replay
 from evolver_async.buffer.tasks.source import TaskSource
@@ -33,6 +34,7 @@ class BufferState:
         self.replay = Replay(stages)
         self.ledger = Ledger()
         self.tasks = TaskStream(seed, sources[0])
+        self.guidance = GuidanceRecord()
         self.evaluations = EvaluationQueue()
 
     def snapshot(self) -> records.StateSnapshot:
@@ -41,6 +43,7 @@ class BufferState:
             position=self.replay.at,
             ledger=self.ledger,
             cursor=self.tasks.cursor,
+            guidance=self.guidance,
             evaluations=self.evaluations,
         )
 
@@ -50,6 +53,7 @@ class BufferState:
             raise ValueError(f"belongs to run {snapshot.run_id!r}, not to {self.run_id!r}")
         self.replay.restore(snapshot.position)
         self.ledger = snapshot.ledger
+        self.guidance = snapshot.guidance
         self.evaluations = snapshot.evaluations
         self.tasks.switch(self.sources[snapshot.position.stage])
         self.tasks.restore(snapshot.cursor)
@@ -110,6 +114,8 @@ class BufferState:
             stage = self.replay.at.stage
             use = self.tasks.explore if record.kind == "explore" else self.tasks.take
             use(record.task)
+            if record.kind == "rollout":
+                self.guidance.granted(bool(record.guided))
         else:
             stage = self.evaluations.granted(record.pinned, record.episode)
         self.replay.open(record, stage)
@@ -127,6 +133,9 @@ class BufferState:
             successes = sum(member.success for member in held.arrived.values())
             learned = held.kind == "rollout"
             self.tasks.completed(held.task, successes / len(held.members) if learned else None)
+            if learned:
+                self.guidance.completed(held)
+                self._repeat_failed(held, successes)
         else:
             facts = record.content, record.success, record.reward, record.turns
             self.evaluations.arrived(held.pinned, held.episode, *facts)
@@ -135,14 +144,25 @@ class BufferState:
             self.ledger.close(held.kind, "filtered", reason, _amount(held))
             self.replay.evict(record.group_id)
 
+    def _repeat_failed(self, held: HeldGroup, successes: int) -> None:
+        """Queue the task of an unguided group that failed throughout for one guided group.
+
+        Each repeat follows a group without guidance, so at most every second group is one.
+        """
+        repeats = self.replay.numbers.repeats_failed and held.stage == self.replay.at.stage
+        quarantined = held.task.task_id in self.tasks.cursor.quarantined
+        if repeats and not successes and not held.guided and not quarantined:
+            self.tasks.queue_again(held.task, guided=True)
+
     def _evicted(self, group_id: int, reason: str) -> None:
         held = self.replay.evict(group_id, reason)
         fate, why = ending(held, reason)
         self.ledger.close(held.kind, fate, why, _amount(held))
         if fate == "evicted" and reason == FORK:
-            self.tasks.queue_again(held.task)
+            self.tasks.queue_again(held.task, guided=bool(held.guided))
         elif fate == "evicted" and reason in ("age", "stale"):
-            self.tasks.requeue(held.task, complete=reason == "stale")
+            complete = reason == "stale"
+            self.tasks.requeue(held.task, complete, guided=bool(held.guided))
         if held.pinned is not None and reason != "lineage":
             self.evaluations.lost(held.pinned, held.episode)
 
@@ -174,14 +194,18 @@ class BufferState:
             asked = record.stage, record.episodes, record.sets
             self.evaluations.request(head, record.take - 1, *asked)
         if self.replay.at.stage != before:
-            self.tasks.switch(self.sources[self.replay.at.stage])
+            self._begin_stage(self.replay.at.stage)
 
     def _enter_stage(self, stage: int) -> None:
         at = self.replay.at
         at.stage = stage
         at.zero_spread = 0
         at.floor = at.head.step if at.head is not None else 0
+        self._begin_stage(stage)
+
+    def _begin_stage(self, stage: int) -> None:
         self.tasks.switch(self.sources[stage])
+        self.guidance = GuidanceRecord()
 
 
 def _amount(held: HeldGroup) -> Amount:

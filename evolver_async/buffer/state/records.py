@@ -7,6 +7,7 @@ A record is encoded as msgpack; its tag belongs to the journal's format. The tra
 import msgspec
 
 from evolver_async.buffer.state.evaluations import EvaluationQueue, SetEpisode, SetSizes
+from evolver_async.buffer.state.guidance import GuidanceRecord
 from evolver_async.buffer.state.ledger import Ledger
 from evolver_async.buffer.state.position import Position
 from evolver_async.buffer.tasks.stream import Cursor
@@ -19,7 +20,8 @@ class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field
 
 class Granted(Record, tag="granted"):
     """Grant of a new group to an actor. `pinned`: an evaluation episode of these weights;
-    `episode`: its place in a set of `eval.sets`, None in the deciding one."""
+    `episode`: its place in a set of `eval.sets`, None in the deciding one. `guided`: the members
+    that experience is to guide."""
 
     group_id: int
     task: Task
@@ -29,6 +31,7 @@ class Granted(Record, tag="granted"):
     wait: bool = False
     pinned: WeightId | None = None
     episode: SetEpisode | None = None
+    guided: list[int] = []
 
 
 class Reissued(Record, tag="reissued"):
@@ -50,6 +53,7 @@ class Arrived(Record, tag="arrived"):
     bytes: int
     reward: float
     success: bool
+    guided: bool
     turns: int
     oldest: WeightId | None
 
@@ -150,6 +154,7 @@ class StateSnapshot(Record, tag="snapshot"):
     position: Position
     ledger: Ledger
     cursor: Cursor
+    guidance: GuidanceRecord
     evaluations: EvaluationQueue
 
 

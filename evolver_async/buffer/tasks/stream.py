@@ -21,10 +21,15 @@ Way = Literal["tasks", "synthetic", "explore"]
 
 
 class Queued(msgspec.Struct):
-    """A task ahead of the numbered ones; `wait`: the learner waits for its stragglers."""
+    """A task ahead of the numbered ones.
+
+    `wait`: the learner waits for its stragglers. `guided`: it is the guided repeat of a group that
+    failed throughout.
+    """
 
     task: Task
     wait: bool
+    guided: bool = False
 
 
 class Walk(msgspec.Struct, frozen=True):
@@ -117,7 +122,9 @@ class TaskStream:
         self.cursor.since_exploration = 0
         self._pass("explore", task)
 
-    def requeue(self, task: Task, complete: bool = False) -> Literal["again", "wait", "too slow"]:
+    def requeue(
+        self, task: Task, complete: bool = False, guided: bool = False
+    ) -> Literal["again", "wait", "too slow"]:
         """Queue a task whose group became too old: plainly, with waiting, or never again.
 
         A task with `complete` groups is not too slow, however often they are not taken.
@@ -127,12 +134,12 @@ class TaskStream:
         if age > PATIENT_AFTER and not complete:
             self.quarantine(task.task_id, "too slow")
             return "too slow"
-        self.queue_again(task, wait=age >= PATIENT_AFTER)
+        self.queue_again(task, wait=age >= PATIENT_AFTER, guided=guided)
         return "wait" if age >= PATIENT_AFTER else "again"
 
-    def queue_again(self, task: Task, wait: bool = False) -> None:
+    def queue_again(self, task: Task, wait: bool = False, guided: bool = False) -> None:
         """Queue the task once more, ahead of the numbered ones."""
-        self.cursor.queue.append(Queued(task, wait))
+        self.cursor.queue.append(Queued(task, wait, guided))
 
     def taken(self, task: Task) -> None:
         """Note that the learner took a group of the task."""

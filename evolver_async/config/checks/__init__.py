@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from itertools import chain
 
 from evolver_async.config.checks.addresses import buffer_address, weight_channel
-from evolver_async.config.checks.agentevolver import agent, mechanisms
+from evolver_async.config.checks.agentevolver import agent, guidance, mechanisms
 from evolver_async.config.checks.learner import demonstrated, groups, guided, learner
 from evolver_async.config.checks.processes import cluster, engine, gpus, policy, scaling, timeouts
 from evolver_async.config.checks.stages import eval_sets, limits, stages, tasks
 from evolver_async.config.sections import Config
+from evolver_async.config.sections.run import SUPERVISED
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.config.values.rules import check_fields
 
@@ -40,6 +41,8 @@ def check_stage(config: Config, index: int) -> None:
     _refuse(chain(timeouts(config), buffer_address(config)))
     _refuse(chain(limits(config, index), learner(config)))
     _refuse(chain(agent(config), mechanisms(config)))
+    if config.stages[index].kind not in SUPERVISED:
+        _refuse(guidance(config))
     if config.stages[index].kind == "rl":
         _refuse(chain(groups(config), guided(config)))
     else:

@@ -30,6 +30,22 @@ def agent(config: Config) -> Iterator[tuple[str, str]]:
         yield "judge.kind", "rule needs an environment's scores: rollout.agent plays without one"
 
 
+def guidance(config: Config) -> Iterator[tuple[str, str]]:
+    """Require guided members, and unguided ones to compare them with, for a rule about guidance."""
+    rollout = config.rollout
+    if rollout.guided == "fixed":
+        return
+    if config.experience.kind == "none":
+        yield "rollout.guided", f"must be fixed: experience.kind is none, is {rollout.guided}"
+    size, share = rollout.group_size, rollout.guided_fraction
+    count, chosen = round(share * size), f"rollout.guided={rollout.guided}"
+    if not count:
+        yield "rollout.guided_fraction", f"must guide a member of {size} with {chosen}: is {share}"
+    if count == size and rollout.guided == "adaptive":
+        reason = f"{chosen} compares them with guided ones"
+        yield "rollout.guided_fraction", f"must leave members unguided: {reason}, is {share}"
+
+
 def mechanisms(config: Config) -> Iterator[tuple[str, str]]:
     """Require the models, labels and timeouts that the mechanisms need."""
     judged = config.rollout.agent_reward == "judged"

@@ -67,7 +67,9 @@ class ExperienceConfig:
     capacity: Count = 10_000  # entries; the least useful are removed
     per_source: Count = 5_000  # entries of one contributor
     retire_uses: int = 8  # uses of an entry ...
-    retire_utility: Fraction = 0.1  # ... after which it is retired below this success per use
+    # ... after which it is retired if its success per use (with one success in two uses added) is
+    # below this share of the success of unguided members in the same groups
+    retire_utility: Fraction = 0.1
     max_chars: Count = 2_000  # of the guidance of one episode
     timeout_s: Positive = 2.0  # without an answer by then an episode is not guided
     rewrite: bool = False  # llm: merge the retrieved entries into one text for the task

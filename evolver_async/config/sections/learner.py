@@ -240,6 +240,8 @@ class SafetyConfig:
     dependence_share: Fraction = 0.25  # of the largest input dependence: below is suspicious
     # standard deviations of the log gradient norm: above is suspicious
     grad_z: Annotated[float, Range(infinite=True)] = 5.0
+    # standard errors of the gain of guided members: so far below 0 is suspicious
+    guided_z: Annotated[float, Range(gt=0, infinite=True)] = 3.0
     # of train/format_errors over its least mean: above is suspicious
     format_rise: Fraction = 0.25
     format_warmup: Count = 2  # warmup of the alarm on format errors, which rise in a few steps

@@ -62,6 +62,9 @@ class RolloutConfig:
     reward_terms: list[ImportPath] = field(default_factory=list)
     truncated_reward: Signed = 0.0  # added if an episode ends before its environment ends it
     guided_fraction: Fraction = 0.5  # share of a group's members that experience guides
+    # rollout groups with guided members: all (fixed), a repeat of each group that failed throughout
+    # (failed), or all while the guided members gain and one in ten otherwise (adaptive)
+    guided: Literal["fixed", "failed", "adaptive"] = "fixed"
     format_errors: int = 0  # turns that cannot be parsed after which an episode ends; 0: never
     system_prompt: str = ""  # how to reply, after the task's instructions; "": the format's text
     agent: str = ""  # import path of an async function that plays whole episodes

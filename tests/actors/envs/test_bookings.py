@@ -19,7 +19,6 @@ from actors.envs.base import (
     Scored,
     Tooled,
     make_env,
-    split_of,
 )
 from actors.envs.bookings.env import Bookings
 from actors.envs.bookings.services import (
@@ -34,6 +33,7 @@ from actors.envs.bookings.services import (
 from actors.formats.tool_calls import ToolCall, canonical
 from actors.judge.labels import by_progress
 from evolver_async.schema import Task
+from evolver_async.splits import split_of
 
 REQUESTS = st.builds(
     draw_request, st.sampled_from(["train", "test"]), st.integers(0, (1 << 63) - 1)
@@ -87,7 +87,7 @@ def test_a_request_is_written_in_words_and_in_conventions() -> None:
 def test_requests_are_split_by_content_and_all_services_are_in_every_split() -> None:
     for split in ("train", "test"):
         requests = [draw_request(split, number) for number in range(300)]
-        assert all(split_of(request.text.encode()) == split for request in requests)
+        assert all(split_of(request.text) == split for request in requests)
         assert len(set(requests)) == 300
         assert {request.service for request in requests} == OFFERS.keys()
     with pytest.raises(ValueError, match=r"^split: no request belongs to 'dev'"):

@@ -36,7 +36,7 @@ from evolver_async.model.tiny import make_tokenizer
 from evolver_async.protocol import messages
 from evolver_async.protocol.transcripts import Transcript
 
-LIMITS = {"capacity": 1000, "per_source": 500, "retire_uses": 4, "retire_utility": 0.3}
+LIMITS = {"capacity": 1000, "per_source": 500, "retire_uses": 4, "retire_utility": 0.4}
 
 
 @pytest.fixture
@@ -162,6 +162,7 @@ def test_everything_is_there_again_after_a_restart(
     pool = open_pool()
     pool.add([item(1, "s"), item(2)], "a", ["7/0/0"])
     pool.add([item(3)], "b", ["7/1/0"])
+    pool.compare([True])
     first = min(pool.entries)
     for _ in range(4):
         pool.feed_back([first], success=False)  # retired
@@ -197,6 +198,7 @@ def test_who_helps_comes_first_and_who_does_not_retires(
 ) -> None:
     pool = open_pool()
     pool.add([item(number) for number in range(3)], "a", [])
+    pool.compare([True])
     useful, useless, unused = sorted(pool.entries)
     for attempt in range(4):
         assert useless in pool.entries, f"not before {LIMITS['retire_uses']} uses, now {attempt}"
@@ -207,6 +209,63 @@ def test_who_helps_comes_first_and_who_does_not_retires(
     assert set(pool.entries) == {useful, unused}
     assert contents(pool) == [item(0).content, item(2).content]
     assert pool.counters()["experience/retired"] == 1
+
+
+def test_while_hardly_anything_succeeds_nothing_is_retired(
+    open_pool: Callable[..., ExperiencePool],
+) -> None:
+    pool = open_pool()
+    pool.add([item(1)], "a", [])
+    (number,) = pool.entries
+    pool.compare([True] + [False] * 49)
+    for _ in range(100):
+        pool.feed_back([number], success=False)
+    assert number in pool.entries, "1 of 102 is more than 0.4 of 1 in 50"
+    pool.close()
+    again = open_pool()
+    assert again.unguided_rate == pytest.approx(1 / 50)
+    again.compare([True] * 10)
+    again.feed_back([number], success=False)
+    assert number not in again.entries, "1 of 103 is less than 0.4 of 11 in 60"
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(0, 30))
+@settings(max_examples=examples(20))
+def test_an_entry_is_retired_by_comparison_with_unguided_members(
+    tmp_path_factory: pytest.TempPathFactory, unguided: list[bool], successes: int
+) -> None:
+    store = Store(tmp_path_factory.mktemp("pool") / FILE)
+    pool = ExperiencePool(store, HashEmbedder(64), dedup=0.95, **LIMITS)
+    pool.add([item(1)], "a", [])
+    (number,) = pool.entries
+    pool.compare(unguided)
+    rate = sum(unguided) / len(unguided)
+    assert pool.unguided_rate == pytest.approx(rate)
+    for use in range(1, 31):
+        pool.feed_back([number], success=use <= successes)
+        worth = (min(use, successes) + 1) / (use + 2)
+        if use >= 4 and abs(worth - 0.4 * rate) > 1e-9:
+            assert (number in pool.entries) == (worth > 0.4 * rate)
+            if number not in pool.entries:
+                break
+    pool.close()
+
+
+def test_one_advice_a_state_whatever_its_task_and_one_a_content(
+    open_pool: Callable[..., ExperiencePool],
+) -> None:
+    """As tasks that are worded nearly alike teach it, with the better success rate first."""
+    pool = open_pool()
+    tasks = [f"walk to the goal on map {number}" for number in range(4)]
+    pool.add([Item(when, "b down not left", 1.0, "b") for when in tasks], "a", [])
+    pool.add([Item(tasks[0], "b down not up", 1.0, "b")], "a", [])
+    pool.add([Item(tasks[1], "go on", 1.0, "c"), Item(tasks[2], "go on", 1.0, "d")], "a", [])
+    assert len(pool) == 7
+    assert len(pool.retrieve("walk to the goal", 5, 0.5)) == 2
+    assert [entry.id for entry in pool.retrieve(tasks[2], 5, 0.5)] == [7, 3]
+    pool.feed_back([3], success=True)
+    assert [entry.id for entry in pool.retrieve(tasks[2], 5, 0.5)] == [3, 7]
+    assert [entry.id for entry in pool.retrieve(tasks[1], 5, 0.5)] == [6, 2]
 
 
 def test_one_advice_a_state_and_no_more_than_asked_for(
@@ -243,6 +302,7 @@ def test_a_purged_source_leaves_nothing_anywhere(
     pool.add([Item("walk to the goal", "poison poison jump", 1.0), item(1)], "bad", [])
     pool.add([Item("walk to the goal", "retired poison", 1.0)], "bad", [])
     pool.add([item(2)], "good", [])
+    pool.compare([True])
     for _ in range(4):
         pool.feed_back([3], success=False)
     pool.commit()
@@ -451,10 +511,26 @@ def test_only_training_tasks_teach(service: ExperienceService, split: str) -> No
 def test_useless_advice_is_retired_through_the_wire(service: ExperienceService) -> None:
     service.handle("actor-0", contribution(WON, LOST), 0.0)
     ids = guidance(service).ids
-    for number in range(4):
-        failed = episode("b=down", success=False, number=10 + number, used=tuple(ids))
-        service.handle("actor-0", contribution(failed), 0.0)
+    for number in range(10, 14):
+        assert guidance(service).ids == ids
+        failed = episode("b=down", success=False, number=number, used=tuple(ids))
+        beside = episode("b=down", success=number % 2 == 0, number=100 + number)
+        service.handle("actor-0", contribution(failed, beside), 0.0)
     assert guidance(service).ids == []
+    assert service.counters()["experience/unguided_rate"] == 0.5
+
+
+def test_entries_are_compared_only_with_unguided_members_beside_guided_ones(
+    service: ExperienceService,
+) -> None:
+    """Tasks that are not guided may be easier."""
+    service.handle("actor-0", contribution(WON, LOST), 0.0)
+    assert service.counters()["experience/unguided_rate"] == 0.0
+    (number,) = guidance(service).ids
+    guided = episode("b=down", success=True, number=2, used=(number,))
+    beside = [episode("b=down", success=n == 3, number=n) for n in (3, 4, 5, 6)]
+    service.handle("actor-0", contribution(guided, *beside), 0.0)
+    assert service.counters()["experience/unguided_rate"] == pytest.approx(1 / 4)
 
 
 def test_a_source_is_purged_through_the_wire(service: ExperienceService) -> None:

@@ -81,3 +81,12 @@ def test_without_experience_nothing_of_it_is_there(train: Callable[..., Finished
     assert not (plain.run_dir / "experience").exists()
     assert not any("experience/pool_size" in row for row in plain.rows)
     assert set(plain.rl("experience/retrieved_share")) <= {0.0}
+
+
+def test_groups_that_failed_are_met_again_guided_and_equal_seeds_still_agree(
+    train: Callable[..., Finished],
+) -> None:
+    first, again = (train(name, "rollout.guided=failed") for name in ("failed", "twin"))
+    assert again.numbers() == first.numbers() and entries(again) == entries(first)
+    assert 0 < first.rl("guidance/groups")[-1] <= 0.5
+    assert 0 < max(first.rl("experience/retrieved_share")) < 0.5

@@ -28,6 +28,7 @@ from evolver_async.protocol import messages
 
 DEADLINE_S = 30.0
 TASK = "walk over the ice to the goal"
+WON_LATER = episode("x=up", success=True, number=5)
 
 
 def lesson(number: int, when: str = TASK) -> dict[str, str]:
@@ -45,7 +46,7 @@ def proper(body: dict[str, Any]) -> str:
         return json.dumps([0.9 if "lesson 1" in text else 0.2 for text in lessons])
     if asked.startswith(prompts.REWRITE[:20]):
         return json.dumps(["one text\n for all"])
-    kinds = (prompts.SUCCESS, prompts.FAILURE, prompts.COMPARISON)
+    kinds = (prompts.SUCCESS, prompts.FAILURE, prompts.COMPARISON, prompts.ELSEWHERE)
     number = next(n for n, kind in enumerate(kinds) if asked.startswith(kind))
     return f"```json\n{json.dumps([lesson(number), lesson(number + 10)])}\n```"
 
@@ -107,6 +108,30 @@ def test_a_group_that_only_failed_is_asked_about_failure_alone(
         service.handle("actor-0", contribution(LOST, query=TASK), 0.0)
         settle(service)
     assert [prompt.startswith(prompts.FAILURE) for prompt in server.prompts] == [True, False]
+
+
+def test_a_group_that_only_failed_is_compared_with_a_success_in_a_similar_task(
+    make: Callable[..., ExperienceService],
+) -> None:
+    with OpenAIServer(otherwise=proper) as server:
+        service = make(server)
+        service.handle("teacher", contribution(WON, query=TASK), 0.0)
+        service.handle("teacher", contribution(WON_LATER, query="send the invoice"), 0.0)
+        settle(service)
+        server.calls.clear()
+        service.handle("actor-0", contribution(LOST, query=f"{TASK} now"), 0.0)
+        counted = settle(service)
+    failure, elsewhere, rating = server.prompts
+    assert failure.startswith(prompts.FAILURE) and elsewhere.startswith(prompts.ELSEWHERE)
+    for prompt in (elsewhere, rating):
+        shown = json.loads(prompt[prompt.index("\n\n") :])["episodes"]
+        assert [one["solved"] for one in shown] == [True, False]
+        assert [turn["did"] for turn in shown[0]["turns"]] == ["right", "down"]
+    assert counted["experience/taught"] == 1 and counted["experience/solved"] == 2
+    taught = {e.content for e in service.pool.entries.values() if e.teacher == "teacher"}
+    assert lesson(13)["content"] in taught and lesson(0)["content"] not in taught
+    service.handle("purge-1", messages.Purge(source="teacher"), 0.0)
+    assert len(service.pool) == 0 and len(service.pool.successes) == 0
 
 
 def test_what_episodes_say_stays_inside_json_strings(

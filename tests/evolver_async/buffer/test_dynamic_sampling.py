@@ -115,6 +115,7 @@ def test_a_group_whose_eviction_was_lost_with_the_process_is_not_trained_either(
         bytes=1,
         reward=1.0,
         success=True,
+        guided=False,
         turns=1,
         oldest=world.replay.at.head,
     )
@@ -142,7 +143,7 @@ def test_without_dynamic_sampling_equal_rewards_are_handed_out(tmp_path):
 def test_the_spread_of_equal_rewards_is_exactly_zero_and_of_others_is_not(rewards, copies):
     def held(values: list[float]) -> HeldGroup:
         arrived = {
-            index: ArrivedMember(0, 1, 1, value, False, None, (0, 0, 0, 0))
+            index: ArrivedMember(0, 1, 1, value, False, False, None, (0, 0, 0, 0))
             for index, value in enumerate(values)
         }
         task = Task(task_id="t", env="e", split="train", map_seed=0)

@@ -64,7 +64,9 @@ def grant(on: Replay, wait: bool = False) -> int:
 def arrive(on: Replay, group_id: int, *, step: int = 0, rewards: tuple[float, ...] = (0.0,)) -> int:
     for member, reward in enumerate(rewards):
         oldest = WeightId(lineage=1, step=step) if on.numbers.kind == "rollout" else None
-        on.arrive(group_id, member, ArrivedMember(0, 5, 10, reward, False, oldest, (1, 0, 10, 0)))
+        on.arrive(
+            group_id, member, ArrivedMember(0, 5, 10, reward, False, False, oldest, (1, 0, 10, 0))
+        )
     return group_id
 
 

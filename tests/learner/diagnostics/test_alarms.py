@@ -111,6 +111,43 @@ def test_an_alarm_says_in_words_what_is_beyond_what(name: str) -> None:
     assert (alarm.value > alarm.bound) == ("above" in text) != ("below" in text)
 
 
+def gains(watched: Watched, values: list[float]) -> list[tuple[float, list[str]]]:
+    """By step: the score of the gains before it, and the alarms that fire."""
+    found = []
+    for value in values:
+        metrics, alarms = judge(watched, HEALTHY | {"guided_gain": value}, 0.3, SAFETY)
+        found.append((metrics["safety/guided_z"], [alarm.name for alarm in alarms]))
+    return found
+
+
+def test_guidance_that_harms_fires_until_it_no_longer_does() -> None:
+    watched = Watched()
+    harm = gains(watched, [-0.2, -0.1] * 20)
+    first = SAFETY.warmup + SAFETY.patience - 1
+    assert [names for _, names in harm] == [[]] * first + [["guidance"]] * (40 - first)
+    assert watched.tracks["guided_gain"].steps == 40, "suspicious steps are part of the estimate"
+    better = gains(watched, [0.3] * 60)
+    assert better[0][1] == ["guidance"] and better[-1][1] == [] and better[-1][0] > 0
+
+
+def test_a_gain_in_standard_errors() -> None:
+    watched, values = Watched(), [-0.4, 0.1, -0.2, 0.3, -0.5, 0.0]
+    gains(watched, values)
+    ((score, _),) = gains(watched, [0.0])
+    assert score == pytest.approx(np.mean(values) / (np.std(values) / math.sqrt(len(values))))
+
+
+@given(st.lists(st.sampled_from([-0.25, 0.0, 0.25, 0.5]), max_size=40))
+def test_guidance_that_does_not_fall_behind_never_fires(values: list[float]) -> None:
+    balanced = [number for value in values for number in (abs(value), value)]
+    assert all(names == [] for _, names in gains(Watched(), balanced))
+
+
+def test_without_guided_members_there_is_no_score() -> None:
+    metrics, _ = judge(Watched(), HEALTHY, 0.3, SAFETY)
+    assert "safety/guided_z" not in metrics and metrics["alarm/guidance"] == 0.0
+
+
 def test_a_solved_task_may_have_equal_rewards_and_certain_actions() -> None:
     watched = Watched()
     steps(watched, SAFETY.warmup)
@@ -168,7 +205,10 @@ def test_every_step_has_every_alarm_among_its_metrics() -> None:
     watched = Watched()
     steps(watched, SAFETY.warmup + SAFETY.patience, entropy=0.7)
     metrics, _ = judge(watched, HEALTHY, 0.3, SAFETY)
-    assert {name.removeprefix("alarm/") for name in metrics if "alarm/" in name} == set(COLLAPSES)
+    assert {name.removeprefix("alarm/") for name in metrics if "alarm/" in name} == {
+        *COLLAPSES,
+        "guidance",
+    }
     assert metrics["safety/entropy"] == 0.7 and metrics["safety/grad_z"] == 0.0
 
 

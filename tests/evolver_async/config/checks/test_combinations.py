@@ -42,6 +42,16 @@ from learner.data.selection import spread
             ],
             "stages[0].steps: must be set: advantage.alpha_final",
         ),
+        (["rollout.guided=failed"], "rollout.guided: must be fixed: experience.kind is none"),
+        (
+            ["experience.kind=contrast", "rollout={guided: failed, guided_fraction: 0.05}"],
+            "rollout.guided_fraction: must guide a member of 8 with rollout.guided=failed",
+        ),
+        (
+            ["experience.kind=contrast", "rollout={guided: adaptive, guided_fraction: 1}"],
+            "rollout.guided_fraction: must leave members unguided: rollout.guided=adaptive",
+        ),
+        (["rollout.guided=often"], "rollout.guided: must be one of fixed, failed, adaptive"),
         (["learner.minibatches=33"], "learner.minibatches: must be at most "),
         (["selection.kind=spread", "learner.minibatches=17"], "learner.minibatches: "),
         (["advantage.kind=vtrace"], "correction.kind: must be none: advantage.kind=vtrace"),
@@ -193,3 +203,18 @@ def test_as_many_updates_are_allowed_as_selection_leaves_groups(groups: int, kee
     assert load(None, [*step, f"learner.minibatches={kept}"]).learner.minibatches == kept
     with pytest.raises(ConfigError, match=r"learner\.minibatches: must be at most"):
         load(None, [*step, f"learner.minibatches={kept + 1}"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [
+            "stages=[{kind: rl, steps: 1}]",
+            "experience.kind=contrast",
+            "rollout={guided: failed, guided_fraction: 1}",
+        ],
+        ["stages=[{kind: sft, steps: 1}]", "rollout.guided=failed"],
+    ],
+)
+def test_a_rule_about_guidance_holds_where_it_can_act(arguments: list[str]) -> None:
+    assert load(None, arguments).rollout.guided == "failed"
