@@ -9,11 +9,14 @@
                        template collapse, which entropy does not see)
     grad_norm          gradients far larger than before, which come with a collapse or bring it on
     format_errors      many more turns than before cannot be parsed
+    judge              the judge labels turns with known labels wrong
+    judge_praise       the judge labels turns GOOD because they praise themselves
 
 Each signal has a `Track` within the stage. A step is suspicious where it lies beyond the bound that
 the track gave before it; suspicious steps do not enter the track, so that a collapse is not judged
 by itself. After `patience` of them in a row the alarm fires until a step is not suspicious. The
-format is lost within steps, so its alarm has a warm-up and a patience of its own.
+format is lost within steps, and a policy learns within steps to please a judge, so these alarms
+have a warm-up and a patience of their own.
 
 Where a task is solved, rewards grow alike and actions certain as they should: the alarms about that
 are silent while `solved` or more of the episodes succeed.
@@ -39,8 +42,8 @@ TELLING = 0.05  # input dependence at most this large raises no alarm
 class Rule:
     """Condition of a suspicious step.
 
-    `narrowing`: it does not apply if the task is solved. `quick`: it has the warm-up and the
-    patience of format errors.
+    `narrowing`: it does not apply if the task is solved. `quick`: it has `format_warmup` and
+    `format_patience`.
     """
 
     name: str
@@ -131,6 +134,21 @@ RULES = (
         says="many more turns than before cannot be parsed",
         quick=True,
     ),
+    Rule(
+        name="judge",
+        signal="judge_agreement",
+        bound=lambda _, safety: safety.judge_agreement,
+        says="the judge labels turns with known labels wrong",
+        quick=True,
+    ),
+    Rule(
+        name="judge_praise",
+        signal="judge_praise",
+        above=True,
+        bound=lambda _, safety: safety.judge_praise,
+        says="the judge labels turns GOOD because they praise themselves",
+        quick=True,
+    ),
 )
 QUICK = {rule.signal for rule in RULES if rule.quick}
 
@@ -140,9 +158,9 @@ def judge(
 ) -> tuple[dict[str, float], list[Alarm]]:
     """Return the metrics of a step and the alarms that fire; update `watched`.
 
-    `signals`: those of `group_signals`, `entropy`, `log_grad_norm` and `format_errors`; one that
-    could not be measured is missing and changes nothing. `grad_z` follows
-    from the log gradient norm.
+    `signals`: those of `group_signals`, `entropy`, `log_grad_norm`, `format_errors`,
+    `judge_agreement` and `judge_praise`; one that could not be measured is missing and changes
+    nothing. `grad_z` follows from the log gradient norm.
     """
     values = dict(signals)
     if "log_grad_norm" in values:

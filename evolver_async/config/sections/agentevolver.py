@@ -9,6 +9,7 @@ from evolver_async.config.values.rules import Count, Fraction, Open, Pattern, Po
 Variable = Annotated[
     str, Pattern(r"([A-Za-z_]\w*)?", "the name of an environment variable", hidden=True)
 ]
+UNAUDITED = ("none", "rule")  # kinds of judge without probes: one is off, one computes labels
 LLM_SECTIONS = ("experience", "judge", "questioning", "reflection")  # each with an endpoint
 
 
@@ -72,6 +73,9 @@ class JudgeConfig:
     max_tokens: Count = 1024  # self: of its answer
     timeout_s: Positive = 90.0  # of the labels of one trajectory, retries and waiting included
     cache: int = 4096  # cached judgements
+    # self, llm and own judges: probes with known labels per judged episode; also the share of
+    # episodes whose turns are compared with the environment's score, where it has one
+    probes: Fraction = 0.02
     llm: LlmConfig = field(default_factory=LlmConfig)
 
 
