@@ -7,7 +7,7 @@ and the last report of a window.
 from learner.state import Watched
 
 WINDOW = 5  # steps
-LEAST = 8  # turns in the window; a rate of fewer is not measured
+LEAST = 6  # turns in the window; a rate of fewer is not measured
 TOTALS = (
     *("known", "known_right", "praised", "praised_good", "unpraised_good"),
     *("longer", "longer_good", "shorter", "shorter_good"),
