@@ -21,6 +21,7 @@ CANDIDATES = 128  # nearest entries that are ranked
 COSINE_STEPS = 1000  # resolution at which cosines are compared
 TRIM_SHARE = 100  # trimming removes limit / TRIM_SHARE entries more, as each trim sorts all
 COUNTED = ("added", "retired", "evicted", "purged", "retrievals", "empty")
+MAX_VECTORS = 4096  # embedded queries in memory
 MAX_CACHED = 1024  # queries in the cache, which is cleared when the pool changes
 
 
@@ -60,17 +61,24 @@ class ExperiencePool:
         self._known: set[tuple[str, str]] = set()  # texts, also of retired entries
         self._sources: Counter[str] = Counter()
         self._cache: dict[str, list[tuple[int, ExperienceEntry]]] = {}
+        self._vectors: dict[str, np.ndarray] = {}  # of queries
         self._load()
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    def look_up(self, queries: Iterable[str]) -> None:
+        """Search for these tasks at once, so that `retrieve` finds what is near them in a cache."""
+        new = [query for query in dict.fromkeys(queries) if query not in self._cache]
+        if new:
+            self._index.search(self._embedded(new), CANDIDATES)
 
     def retrieve(self, query: str, top_k: int, similarity: float) -> list[ExperienceEntry]:
         """Return the best entries for a task, at most one per state."""
         self.counts["retrievals"] += 1
         found = self._cache.get(query)
         if found is None:
-            near = self._index.search(self.embedder.embed([query])[0], CANDIDATES)
+            near = self._index.search(self._embedded([query]), CANDIDATES)[0]
             found = [(round(COSINE_STEPS * cosine), self.entries[name]) for name, cosine in near]
             found.sort(key=lambda pair: (-pair[0], -pair[1].worth, -pair[1].id))
             if len(self._cache) >= MAX_CACHED:
@@ -189,11 +197,21 @@ class ExperiencePool:
             else:
                 self._publish(entry)
 
+    def _embedded(self, queries: list[str]) -> np.ndarray:
+        """Embed tasks as float32[n, d]; those of the last calls are cached."""
+        new = [query for query in queries if query not in self._vectors]
+        vectors = {query: self._vectors[query] for query in queries if query in self._vectors}
+        vectors |= zip(new, self.embedder.embed(new), strict=True)
+        if len(self._vectors) + len(new) > MAX_VECTORS:
+            self._vectors.clear()
+        self._vectors |= vectors
+        return np.stack([vectors[query] for query in queries])
+
     def _similar(self, when: np.ndarray, content: np.ndarray) -> bool:
         """Return True if an entry in the index is a duplicate."""
         return any(
             cosine >= self.dedup and self.entries[number].content_vector @ content >= self.dedup
-            for number, cosine in self._index.search(when, CANDIDATES)
+            for number, cosine in self._index.search(when[None], CANDIDATES)[0]
         )
 
     def _trim(self, entries: list[ExperienceEntry], limit: int) -> None:

@@ -5,9 +5,10 @@
                   new entries; with a language model in a thread of its own
     PURGE       → PURGED
 
-Like the buffer it runs under `transport.Server`: replies are sent after `commit`. A contribution
-that arrives twice counts once. Only training tasks contribute. While this process is down, episodes
-are unguided; the pool is on disk (`store.py`).
+Like the buffer it runs under `transport.Server`: replies are sent after `commit`. All RETRIEVEs
+that arrive together are answered in `commit`, with one search. A contribution that arrives twice
+counts once. Only training tasks contribute. While this process is down, episodes are unguided; the
+pool is on disk (`store.py`).
 """
 
 import asyncio
@@ -62,15 +63,21 @@ class ExperienceService:
         self._report = report
         self._extractor = extractor
         self._failures = failures or FailureCounts()
+        self._asked: list[tuple[messages.Retrieve, float, list[Reply]]] = []
         self._counts = dict.fromkeys(("contributed", "repeated", "foreign"), 0)
         self._changed = True
         self._reported_at = float("-inf")
 
     def handle(self, peer: str, request: Request, now: float) -> list[Reply]:
-        """Return the replies to one request, to be sent after the next `commit`."""
+        """Return the replies to one request, to be sent after the next `commit`.
+
+        That to a RETRIEVE is put into the returned list by `commit`.
+        """
         match request:
             case messages.Retrieve():
-                return [self._retrieve(request, now)]
+                replies: list[Reply] = []
+                self._asked.append((request, now, replies))
+                return replies
             case messages.Contribute():
                 self._contribute(peer, request)
                 return [messages.Ok()]
@@ -86,7 +93,11 @@ class ExperienceService:
                 return [messages.Reject(reason=f"the experience service does not support {kind}")]
 
     def commit(self) -> None:
-        """Make changes durable and report the counters if they have changed."""
+        """Answer the RETRIEVEs; make changes durable and report the counters if they changed."""
+        asked, self._asked = self._asked, []
+        self.pool.look_up(request.query for request, _, _ in asked)
+        for request, now, replies in asked:
+            replies.append(self._retrieve(request, now))
         if self._changed:
             self._changed = False
             self.pool.commit()

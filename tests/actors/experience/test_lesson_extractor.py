@@ -80,7 +80,10 @@ def settle(service: ExperienceService) -> dict[str, float]:
 
 
 def texts(service: ExperienceService, now: float = 0.0) -> list[str] | None:
-    (reply,) = service.handle("actor-0", messages.Retrieve(query=TASK), now)
+    replies = service.handle("actor-0", messages.Retrieve(query=TASK), now)
+    service.commit()
+    (reply,) = replies
+    assert isinstance(reply, messages.Retry | messages.Guidance)
     return None if isinstance(reply, messages.Retry) else reply.texts
 
 
