@@ -11,6 +11,7 @@ import functools
 import hashlib
 import logging
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ BATCH = 64  # questions in one matrix product
 PARTS = 64  # of the places, whose maxima bound the search for the nearest ones
 GPU_BYTES = 64 << 20
 
-Near = list[tuple[int, float]]
+Near = Iterator[tuple[int, float]]
 
 log = logging.getLogger(__name__)
 
@@ -73,31 +74,36 @@ class VectorIndex:
     def search(self, vectors_QD: np.ndarray, count: int) -> list[Near]:
         """Return the nearest `count` numbers of each question, nearest first, with their products.
 
-        All numbers at the last one's place are returned, too: nothing tells which are nearer.
+        All numbers at the last one's place are returned, too: nothing tells which are nearer. The
+        iterators are valid until the next change, and those that are not used cost little.
         """
         names = [_digest(vector) for vector in vectors_QD]
         asked = dict(zip(names, vectors_QD, strict=True))
-        found = {name: self._known(name, vector, count) for name, vector in asked.items()}
-        new = [name for name in asked if found[name] is None and self._places]
+        new = [name for name, vector in asked.items() if not self._knows(name, vector, count)]
         for start in range(0, len(new), BATCH):
             part = new[start : start + BATCH]
             self._search_new(part, np.stack([asked[name] for name in part]), count)
-            found |= {name: self._expanded(self._cached[name], count) for name in part}
+        found = [self._expanded(self._cached[name], count) for name in names]
         while len(self._cached) > MAX_CACHED:
             self._cached.popitem(last=False)
-        return [found[name] or [] for name in names]
+        return found
 
-    def _known(self, name: bytes, vector: np.ndarray, count: int) -> Near | None:
-        """Return what the cache and the places added since then give, None if it is too little."""
+    def _knows(self, name: bytes, vector: np.ndarray, count: int) -> bool:
+        """Compare a question in the cache with new places; False if that is not enough."""
         if (nearest := self._cached.get(name)) is None:
-            return None
+            return False
         self._cached.move_to_end(name)
         if nearest.seen < len(self._numbers):
             kept = max(len(nearest.places), count)
             nearest = self._cached[name] = self._extended(nearest, vector, kept)
-        found = self._expanded(nearest, count)
-        whole = len(nearest.places) == len(self._numbers)
-        return found if len(found) >= count or whole else None
+        if len(nearest.places) == len(self._numbers):
+            return True
+        found = 0
+        for place in nearest.places.tolist():
+            found += len(self._numbers[place])
+            if found >= count:
+                return True
+        return False
 
     def _extended(self, nearest: _Nearest, vector: np.ndarray, count: int) -> _Nearest:
         added = self._flat.reconstruct_n(nearest.seen, len(self._numbers) - nearest.seen)
@@ -109,7 +115,8 @@ class VectorIndex:
     def _search_new(self, names: list[bytes], vectors_QD: np.ndarray, count: int) -> None:
         """Put the nearest places of these questions into the cache."""
         size = len(self._numbers)
-        found = self._nearest(vectors_QD, min(count + self._hidden, size))
+        none = [np.zeros(0, np.int64)] * len(names)
+        found = self._nearest(vectors_QD, min(count + self._hidden, size)) if size else (none, none)
         for name, places, products in zip(names, *found, strict=True):
             self._cached[name] = _Nearest(size, places, products)
 
@@ -125,13 +132,14 @@ class VectorIndex:
         return places, [row[best] for row, best in zip(products_QN, places, strict=True)]
 
     def _expanded(self, nearest: _Nearest, count: int) -> Near:
-        """Return the numbers at these places up to `count`, and all of the last one's place."""
-        found: Near = []
+        """Yield the numbers at these places up to `count`, and all of the last one's place."""
+        found = 0
         for place, product in zip(nearest.places.tolist(), nearest.products.tolist(), strict=True):
-            if len(found) >= count:
+            if found >= count:
                 break
-            found += [(number, product) for number in self._numbers[place]]
-        return found
+            found += len(self._numbers[place])
+            for number in self._numbers[place]:
+                yield number, product
 
     def _rebuild(self) -> None:
         kept = [place for place, numbers in enumerate(self._numbers) if numbers]

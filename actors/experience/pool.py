@@ -7,8 +7,10 @@ numbers: equal calls give equal pools.
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +24,6 @@ COSINE_STEPS = 1000  # resolution at which cosines are compared
 TRIM_SHARE = 100  # trimming removes limit / TRIM_SHARE entries more, as each trim sorts all
 COUNTED = ("added", "retired", "evicted", "purged", "retrievals", "empty")
 MAX_VECTORS = 4096  # embedded queries in memory
-MAX_CACHED = 1024  # queries in the cache, which is cleared when the pool changes
 
 
 class Item(NamedTuple):
@@ -60,33 +61,32 @@ class ExperiencePool:
         self._retired: dict[int, ExperienceEntry] = {}
         self._known: set[tuple[str, str]] = set()  # texts, also of retired entries
         self._sources: Counter[str] = Counter()
-        self._cache: dict[str, list[tuple[int, ExperienceEntry]]] = {}
         self._vectors: dict[str, np.ndarray] = {}  # of queries
         self._load()
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def look_up(self, queries: Iterable[str]) -> None:
-        """Search for these tasks at once, so that `retrieve` finds what is near them in a cache."""
-        new = [query for query in dict.fromkeys(queries) if query not in self._cache]
-        if new:
-            self._index.search(self._embedded(new), CANDIDATES)
-
     def retrieve(self, query: str, top_k: int, similarity: float) -> list[ExperienceEntry]:
         """Return the best entries for a task, at most one per state."""
+        return self.retrieve_all([query], top_k, similarity)[0]
+
+    def retrieve_all(
+        self, queries: list[str], top_k: int, similarity: float
+    ) -> list[list[ExperienceEntry]]:
+        """Return the best entries for each of some tasks, by one search."""
+        if not queries:
+            return []
+        nears = self._index.search(self._embedded(queries), CANDIDATES)
+        return [self._best(near, top_k, similarity) for near in nears]
+
+    def _best(
+        self, near: Iterable[tuple[int, float]], top_k: int, similarity: float
+    ) -> list[ExperienceEntry]:
         self.counts["retrievals"] += 1
-        found = self._cache.get(query)
-        if found is None:
-            near = self._index.search(self._embedded([query]), CANDIDATES)[0]
-            found = [(round(COSINE_STEPS * cosine), self.entries[name]) for name, cosine in near]
-            found.sort(key=lambda pair: (-pair[0], -pair[1].worth, -pair[1].id))
-            if len(self._cache) >= MAX_CACHED:
-                self._cache.clear()
-            self._cache[query] = found
         chosen: list[ExperienceEntry] = []
         states: set[tuple[str, str]] = set()
-        for steps, entry in found:
+        for steps, entry in self._ranked(near):
             key = entry.when_to_use, entry.state
             if steps < round(COSINE_STEPS * similarity) or len(chosen) == top_k:
                 break
@@ -140,7 +140,6 @@ class ExperiencePool:
             entry = self.entries.get(number)
             if entry is None:
                 continue
-            self._cache.clear()
             entry.uses += 1
             entry.utility += success
             self.counts["uses"] += 1
@@ -197,6 +196,14 @@ class ExperiencePool:
             else:
                 self._publish(entry)
 
+    def _ranked(self, near: Iterable[tuple[int, float]]) -> Iterator[tuple[int, ExperienceEntry]]:
+        """Yield entries and their cosines in steps: the nearest first, then the most useful."""
+        pairs = ((round(COSINE_STEPS * cosine), self.entries[number]) for number, cosine in near)
+        for steps, equal in groupby(pairs, key=itemgetter(0)):
+            entries = [entry for _, entry in equal]
+            for entry in sorted(entries, key=lambda entry: (-entry.worth, -entry.id)):
+                yield steps, entry
+
     def _embedded(self, queries: list[str]) -> np.ndarray:
         """Embed tasks as float32[n, d]; those of the last calls are cached."""
         new = [query for query in queries if query not in self._vectors]
@@ -222,14 +229,12 @@ class ExperiencePool:
         self._delete(gone)
 
     def _publish(self, entry: ExperienceEntry) -> None:
-        self._cache.clear()
         self.entries[entry.id] = entry
         self._sources[entry.source] += 1
         self._known.add((entry.when_to_use, entry.content))
         self._index.add(entry.id, entry.when_vector)
 
     def _withdraw(self, entry: ExperienceEntry) -> None:
-        self._cache.clear()
         del self.entries[entry.id]
         self._sources -= Counter([entry.source])  # drops sources without entries
         self._index.remove(entry.id)

@@ -23,7 +23,7 @@ from actors.experience.contrast import contrast_items
 from actors.experience.embed import load_embedder
 from actors.experience.lesson_extractor import LessonExtractor
 from actors.experience.pool import ExperiencePool
-from actors.experience.store import FILE, Store
+from actors.experience.store import FILE, ExperienceEntry, Store
 from actors.failures import FailureCounts
 from actors.llm.client import Endpoint
 from evolver_async.config import Config, ExperienceConfig
@@ -95,9 +95,10 @@ class ExperienceService:
     def commit(self) -> None:
         """Answer the RETRIEVEs; make changes durable and report the counters if they changed."""
         asked, self._asked = self._asked, []
-        self.pool.look_up(request.query for request, _, _ in asked)
-        for request, now, replies in asked:
-            replies.append(self._retrieve(request, now))
+        queries = [request.query for request, _, _ in asked]
+        found = self.pool.retrieve_all(queries, self._top_k, self._similarity)
+        for (request, now, replies), entries in zip(asked, found, strict=True):
+            replies.append(self._guidance(request, entries, now))
         if self._changed:
             self._changed = False
             self.pool.commit()
@@ -125,8 +126,9 @@ class ExperienceService:
             self._extractor.close()
         self.pool.close()
 
-    def _retrieve(self, request: messages.Retrieve, now: float) -> Reply:
-        entries = self.pool.retrieve(request.query, self._top_k, self._similarity)
+    def _guidance(
+        self, request: messages.Retrieve, entries: list[ExperienceEntry], now: float
+    ) -> Reply:
         ids, texts = [entry.id for entry in entries], [entry.content for entry in entries]
         if self._extractor is not None and texts:
             rewritten = self._extractor.rewrite(request.query, texts, now)

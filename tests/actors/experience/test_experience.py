@@ -101,6 +101,11 @@ def test_alike_texts_are_nearer_than_others() -> None:
 # ---- index
 
 
+def nearest(index: VectorIndex, query: np.ndarray, count: int) -> list[tuple[int, float]]:
+    (found,) = index.search(query[None], count)
+    return list(found)
+
+
 @settings(max_examples=examples(40))
 @given(st.lists(st.integers(0, 30), max_size=60), st.integers(1, 8))
 def test_the_index_finds_what_a_slow_search_finds(flips: list[int], count: int) -> None:
@@ -118,8 +123,7 @@ def test_the_index_finds_what_a_slow_search_finds(flips: list[int], count: int) 
             there ^= {number}
             query = vectors[(number * 7 + 3) % 31] + 0.1
             slow = sorted(there, key=lambda n: -float(vectors[n] @ query))[:count]
-            (found,) = index.search(query[None], count)
-            assert [name for name, _ in found] == slow
+            assert [name for name, _ in nearest(index, query, count)] == slow
 
 
 def slow_search(vectors: np.ndarray, query: np.ndarray, count: int) -> list[float]:
@@ -141,7 +145,7 @@ def test_many_questions_at_once_have_the_answers_of_each(seed: int, count: int) 
     for size in (10, 3000, 4000):
         for number in range(len(index._places), size):
             index.add(number, vectors[number])
-        found = index.search(questions, count)
+        found = list(map(list, index.search(questions, count)))
         for near, question in zip(found, questions, strict=True):
             np.testing.assert_allclose(
                 products(near), slow_search(vectors[:size], question, count), rtol=1e-5, atol=1e-6
@@ -158,31 +162,29 @@ def test_entries_with_the_same_vector_cost_one_place_and_none_is_preferred() -> 
     for number in range(100):
         index.add(number, one if number % 2 else other)
     assert index._flat.ntotal == 2
-    ((*found,),) = index.search(one[None], 3)
-    assert sorted(found) == [(number, 1.0) for number in range(1, 100, 2)]
+    assert sorted(nearest(index, one, 3)) == [(number, 1.0) for number in range(1, 100, 2)]
     for number in range(1, 100, 2):
         index.remove(number)
-    ((*found,),) = index.search(one[None], 3)
-    assert sorted(found) == [(number, 0.0) for number in range(0, 100, 2)]
+    assert sorted(nearest(index, one, 3)) == [(number, 0.0) for number in range(0, 100, 2)]
     index.add(7, one)
-    assert index.search(one[None], 1) == [[(7, 1.0)]] and index._flat.ntotal == 2
+    assert nearest(index, one, 1) == [(7, 1.0)] and index._flat.ntotal == 2
 
 
 def test_a_question_in_the_cache_is_compared_with_new_places_alone() -> None:
     """After the first answer the search of everything would raise."""
     rng = np.random.default_rng(0)
-    index, question = VectorIndex(4), np.ones((1, 4), np.float32)
+    index, question = VectorIndex(4), np.ones(4, np.float32)
     vectors = rng.normal(size=(500, 4)).astype(np.float32)
     for number in range(400):
         index.add(number, vectors[number])
-    index.search(question, 5)
+    nearest(index, question, 5)
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(VectorIndex, "_nearest")
         for number in range(400, 500):
             index.add(number, vectors[number])
-            (near,) = index.search(question, 5)
-            slow = slow_search(vectors[: number + 1], question[0], 5)
-            np.testing.assert_allclose(products(near), slow, rtol=1e-5)
+            found = products(nearest(index, question, 5))
+            slow = slow_search(vectors[: number + 1], question, 5)
+            np.testing.assert_allclose(found, slow, rtol=1e-5)
 
 
 def test_a_gpu_that_cannot_be_used_costs_a_warning(
@@ -196,7 +198,7 @@ def test_a_gpu_that_cannot_be_used_costs_a_warning(
     monkeypatch.setattr(faiss, "index_cpu_to_gpu", full, raising=False)
     index = VectorIndex(2)
     index.add(7, np.ones(2, np.float32))
-    assert index.search(np.ones((1, 2), np.float32), 1) == [[(7, 2.0)]]
+    assert nearest(index, np.ones(2, np.float32), 1) == [(7, 2.0)]
     assert "without the GPU: out of memory" in caplog.text
 
 
