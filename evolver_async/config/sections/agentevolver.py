@@ -41,7 +41,8 @@ class ExperienceConfig:
     # experience that the learner removes from prompts
     strip: Literal["always", "never", "fraction"] = "always"
     strip_fraction: Fraction = 0.5  # fraction: of the guided trajectories
-    embedder: str = "hash"  # hash (n-grams) or the directory of a sentence-transformers model
+    # hash (n-grams) or a sentence-transformers directory; also for questioning's filter
+    embedder: str = "hash"
     dimensions: Annotated[int, Range(ge=8)] = 256  # hash: of a vector
     top_k: Count = 5  # entries that guide an episode
     similarity: Fraction = 0.5  # least cosine between an entry's when_to_use and the task
