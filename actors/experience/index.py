@@ -168,6 +168,8 @@ def _largest(products_N: np.ndarray, count: int) -> np.ndarray:
         maxima = products_N[: parts * PARTS].reshape(PARTS, parts).max(0)
         bound = np.partition(maxima, parts - count)[parts - count]
         chosen = np.flatnonzero(products_N >= bound)
+    elif count < len(products_N):
+        chosen = np.argpartition(products_N, -count)[-count:]
     order = np.argsort(-products_N[chosen], kind="stable")[:count]
     return chosen[order]
 

@@ -9,7 +9,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import groupby
+from itertools import groupby, takewhile
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -86,9 +86,9 @@ class ExperiencePool:
         self.counts["retrievals"] += 1
         chosen: list[ExperienceEntry] = []
         states: set[tuple[str, str]] = set()
-        for steps, entry in self._ranked(near):
+        for entry in self._ranked(near, similarity):
             key = entry.when_to_use, entry.state
-            if steps < round(COSINE_STEPS * similarity) or len(chosen) == top_k:
+            if len(chosen) == top_k:
                 break
             if entry.state and key in states:
                 continue
@@ -196,13 +196,15 @@ class ExperiencePool:
             else:
                 self._publish(entry)
 
-    def _ranked(self, near: Iterable[tuple[int, float]]) -> Iterator[tuple[int, ExperienceEntry]]:
-        """Yield entries and their cosines in steps: the nearest first, then the most useful."""
-        pairs = ((round(COSINE_STEPS * cosine), self.entries[number]) for number, cosine in near)
-        for steps, equal in groupby(pairs, key=itemgetter(0)):
-            entries = [entry for _, entry in equal]
-            for entry in sorted(entries, key=lambda entry: (-entry.worth, -entry.id)):
-                yield steps, entry
+    def _ranked(
+        self, near: Iterable[tuple[int, float]], similarity: float
+    ) -> Iterator[ExperienceEntry]:
+        """Yield entries of at least this cosine: the nearest first, then the most useful."""
+        steps = ((round(COSINE_STEPS * cosine), number) for number, cosine in near)
+        least = round(COSINE_STEPS * similarity)
+        for _, equal in groupby(takewhile(lambda pair: pair[0] >= least, steps), itemgetter(0)):
+            entries = [self.entries[number] for _, number in equal]
+            yield from sorted(entries, key=lambda entry: (-entry.worth, -entry.id))
 
     def _embedded(self, queries: list[str]) -> np.ndarray:
         """Embed tasks as float32[n, d]; those of the last calls are cached."""
