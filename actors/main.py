@@ -11,7 +11,7 @@ from actors.engines.factory import load_engine
 from actors.experience.guide import ServiceGuide
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
-from actors.judge.judge import make_judge
+from actors.judge.factory import make_judge
 from actors.postprocess import ActorComponents
 from actors.questioning.questioner import make_questioner
 from actors.reward_terms import reward_terms

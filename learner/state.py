@@ -48,10 +48,14 @@ class Track:
 
 @dataclass
 class Watched:
-    """Memory of the alarms: tracks by signal, suspicious steps in a row by alarm."""
+    """Memory of the alarms: tracks by signal, suspicious steps in a row by alarm.
+
+    `judge_totals`: totals of the judge's audit after each of the last steps.
+    """
 
     tracks: dict[str, Track] = field(default_factory=dict)
     suspicious: dict[str, int] = field(default_factory=dict)
+    judge_totals: list[list[float]] = field(default_factory=list)
 
 
 @dataclass
@@ -115,5 +119,5 @@ class LearnerState:
         pending = [PendingEvaluation(**one) for one in numbers.pop("pending")]
         watched = numbers.pop("watched")
         tracks = {name: Track(**track) for name, track in watched["tracks"].items()}
-        suspicious = watched["suspicious"]
-        return cls(**numbers, pending=pending, watched=Watched(tracks, suspicious=suspicious))
+        watched = Watched(**watched | {"tracks": tracks})
+        return cls(**numbers, pending=pending, watched=watched)

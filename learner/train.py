@@ -23,6 +23,7 @@ from evolver_async.schema import Group
 from evolver_async.transport.client import Client, Rejected
 from evolver_async.weights.channel.base import Publisher
 from learner.diagnostics.alarms import Alarm
+from learner.diagnostics.judge_rates import note
 from learner.diagnostics.step_result import StepResult
 from learner.diagnostics.step_rows import StepRows
 from learner.diagnostics.stop_rules import Guard
@@ -168,6 +169,7 @@ class Learner:
             next_stage(self.state)
         with self.timers("report"):
             reply = self.report(take, outcome, episodes, changed)
+            note(self.state.watched, reply.counters)
             seconds = self.clock.seconds(self.state)
             self.rows.write(self.state, take, stage, outcome, reply.counters, seconds, passed)
         if selects:

@@ -8,7 +8,7 @@ from actors.endpoint.runner import load_agent
 from actors.envs import base
 from actors.formats.tool_calls import CODE_TOOL
 from actors.formats.turns import THOUGHTFUL, turn_format
-from actors.judge.judge import JUDGES
+from actors.judge.factory import JUDGES
 from actors.llm.client import authorization
 from actors.questioning.profile import load_profile
 from actors.reward_terms import reward_terms

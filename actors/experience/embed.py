@@ -43,17 +43,23 @@ class HashEmbedder:
 
 def embed(texts: list[str], dimensions: int = DIMENSIONS) -> np.ndarray:
     """Embed texts by hashed n-grams as float32[n, d] with rows of length 1; see `HashEmbedder`."""
-    vectors = np.zeros((len(texts), dimensions), np.float32)
-    for vector, text in zip(vectors, texts, strict=True):
-        words = [word.encode(errors="replace") for word in WORD.findall(text.lower())]
-        grams = list(words)
-        for size in range(2, NGRAM + 1):
-            grams += [b" ".join(words[i : i + size]) for i in range(len(words) - size + 1)]
-        if not grams:
-            continue
-        hashes = np.fromiter(map(zlib.crc32, grams), np.int64, len(grams))
-        signs = np.where(hashes >> 31, 1.0, -1.0)
-        vector += np.bincount(hashes % dimensions, signs, dimensions)
+    hashes: list[int] = []
+    counts: list[int] = []
+    for text in texts:
+        words = " ".join(WORD.findall(text.lower())).encode(errors="replace").split()
+        spaced = [b" " + word for word in words]
+        grams = list(map(zlib.crc32, words))
+        before = len(hashes)
+        hashes += grams
+        for size in range(1, NGRAM):  # the hash of an n-gram goes on from that of its first words
+            grams = list(map(zlib.crc32, spaced[size:], grams))
+            hashes += grams
+        counts.append(len(hashes) - before)
+    hash_H = np.array(hashes, np.int64)
+    place_H = np.repeat(np.arange(len(texts)) * dimensions, counts) + hash_H % dimensions
+    signs_H = np.where(hash_H >> 31, 1.0, -1.0)
+    sums = np.bincount(place_H, signs_H, len(texts) * dimensions)
+    vectors = sums.reshape(len(texts), dimensions).astype(np.float32)
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return np.divide(vectors, lengths, out=vectors, where=lengths > 0)
 

@@ -7,8 +7,10 @@ numbers: equal calls give equal pools.
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import groupby, takewhile
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +24,7 @@ CANDIDATES = 128  # nearest entries that are ranked
 TRIM_SHARE = 100  # trimming removes limit / TRIM_SHARE entries more, as each trim sorts all
 COUNTED = ("added", "retired", "evicted", "purged", "retrievals", "empty")
 UNGUIDED = 1000  # newest unguided members whose success entries are compared with
-MAX_CACHED = 1024  # queries in the cache, which is cleared when the pool changes
+MAX_VECTORS = 4096  # embedded queries in memory
 
 
 class Item(NamedTuple):
@@ -62,8 +64,8 @@ class ExperiencePool:
         self._retired: dict[int, ExperienceEntry] = {}
         self._known: set[tuple[str, str]] = set()  # texts, also of retired entries
         self._sources: Counter[str] = Counter()
-        self._cache: dict[str, list[tuple[int, ExperienceEntry]]] = {}
         self._unguided, self.unguided_rate = self.store.unguided()
+        self._vectors: dict[str, np.ndarray] = {}  # of queries
         self._load()
         self.successes = SuccessMemory(self.store, self.embedder)
 
@@ -72,19 +74,25 @@ class ExperiencePool:
 
     def retrieve(self, query: str, top_k: int, similarity: float) -> list[ExperienceEntry]:
         """Return the best entries for a task, at most one per state and one per content."""
+        return self.retrieve_all([query], top_k, similarity)[0]
+
+    def retrieve_all(
+        self, queries: list[str], top_k: int, similarity: float
+    ) -> list[list[ExperienceEntry]]:
+        """Return the best entries for each of some tasks, by one search."""
+        if not queries:
+            return []
+        nears = self._index.search(self._embedded(queries), CANDIDATES)
+        return [self._best(near, top_k, similarity) for near in nears]
+
+    def _best(
+        self, near: Iterable[tuple[int, float]], top_k: int, similarity: float
+    ) -> list[ExperienceEntry]:
         self.counts["retrievals"] += 1
-        found = self._cache.get(query)
-        if found is None:
-            near = self._index.search(self.embedder.embed([query])[0], CANDIDATES)
-            found = [(cosine_steps(cosine), self.entries[name]) for name, cosine in near]
-            found.sort(key=lambda pair: (-pair[0], -pair[1].worth, -pair[1].id))
-            if len(self._cache) >= MAX_CACHED:
-                self._cache.clear()
-            self._cache[query] = found
         chosen: list[ExperienceEntry] = []
         states, contents = set[str](), set[str]()
-        for steps, entry in found:
-            if steps < cosine_steps(similarity) or len(chosen) == top_k:
+        for entry in self._ranked(near, similarity):
+            if len(chosen) == top_k:
                 break
             if (entry.state and entry.state in states) or entry.content in contents:
                 continue
@@ -148,7 +156,6 @@ class ExperiencePool:
             entry = self.entries.get(number)
             if entry is None:
                 continue
-            self._cache.clear()
             entry.uses += 1
             entry.utility += success
             self.counts["uses"] += 1
@@ -211,11 +218,31 @@ class ExperiencePool:
             else:
                 self._publish(entry)
 
+    def _ranked(
+        self, near: Iterable[tuple[int, float]], similarity: float
+    ) -> Iterator[ExperienceEntry]:
+        """Yield entries of at least this cosine: the nearest first, then the most useful."""
+        steps = ((cosine_steps(cosine), number) for number, cosine in near)
+        least = cosine_steps(similarity)
+        for _, equal in groupby(takewhile(lambda pair: pair[0] >= least, steps), itemgetter(0)):
+            entries = [self.entries[number] for _, number in equal]
+            yield from sorted(entries, key=lambda entry: (-entry.worth, -entry.id))
+
+    def _embedded(self, queries: list[str]) -> np.ndarray:
+        """Embed tasks as float32[n, d]; those of the last calls are cached."""
+        new = [query for query in queries if query not in self._vectors]
+        vectors = {query: self._vectors[query] for query in queries if query in self._vectors}
+        vectors |= zip(new, self.embedder.embed(new), strict=True)
+        if len(self._vectors) + len(new) > MAX_VECTORS:
+            self._vectors.clear()
+        self._vectors |= vectors
+        return np.stack([vectors[query] for query in queries])
+
     def _similar(self, when: np.ndarray, content: np.ndarray) -> bool:
         """Return True if an entry in the index is a duplicate."""
         return any(
             cosine >= self.dedup and self.entries[number].content_vector @ content >= self.dedup
-            for number, cosine in self._index.search(when, CANDIDATES)
+            for number, cosine in self._index.search(when[None], CANDIDATES)[0]
         )
 
     def _trim(self, entries: list[ExperienceEntry], limit: int) -> None:
@@ -226,14 +253,12 @@ class ExperiencePool:
         self._delete(gone)
 
     def _publish(self, entry: ExperienceEntry) -> None:
-        self._cache.clear()
         self.entries[entry.id] = entry
         self._sources[entry.source] += 1
         self._known.add((entry.when_to_use, entry.content))
         self._index.add(entry.id, entry.when_vector)
 
     def _withdraw(self, entry: ExperienceEntry) -> None:
-        self._cache.clear()
         del self.entries[entry.id]
         self._sources -= Counter([entry.source])  # drops sources without entries
         self._index.remove(entry.id)

@@ -5,9 +5,10 @@
                   new entries; with a language model in a thread of its own
     PURGE       → PURGED
 
-Like the buffer it runs under `transport.Server`: replies are sent after `commit`. A contribution
-that arrives twice counts once. Only training tasks contribute. While this process is down, episodes
-are unguided; the pool is on disk (`store.py`).
+Like the buffer it runs under `transport.Server`: replies are sent after `commit`. All RETRIEVEs
+that arrive together are answered in `commit`, with one search. A contribution that arrives twice
+counts once. Only training tasks contribute. While this process is down, episodes are unguided; the
+pool is on disk (`store.py`).
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from actors.experience.contrast import contrast_items
 from actors.experience.embed import load_embedder
 from actors.experience.lesson_extractor import LessonExtractor
 from actors.experience.pool import ExperiencePool
-from actors.experience.store import FILE, Store
+from actors.experience.store import FILE, ExperienceEntry, Store
 from actors.experience.successes import SolvedGroup
 from actors.failures import FailureCounts
 from actors.llm.client import Endpoint
@@ -64,15 +65,21 @@ class ExperienceService:
         self._report = report
         self._extractor = extractor
         self._failures = failures or FailureCounts()
+        self._asked: list[tuple[messages.Retrieve, float, list[Reply]]] = []
         self._counts = dict.fromkeys(("contributed", "repeated", "foreign", "taught"), 0)
         self._changed = True
         self._reported_at = float("-inf")
 
     def handle(self, peer: str, request: Request, now: float) -> list[Reply]:
-        """Return the replies to one request, to be sent after the next `commit`."""
+        """Return the replies to one request, to be sent after the next `commit`.
+
+        That to a RETRIEVE is put into the returned list by `commit`.
+        """
         match request:
             case messages.Retrieve():
-                return [self._retrieve(request, now)]
+                replies: list[Reply] = []
+                self._asked.append((request, now, replies))
+                return replies
             case messages.Contribute():
                 self._contribute(peer, request)
                 return [messages.Ok()]
@@ -88,7 +95,12 @@ class ExperienceService:
                 return [messages.Reject(reason=f"the experience service does not support {kind}")]
 
     def commit(self) -> None:
-        """Make changes durable and report the counters if they have changed."""
+        """Answer the RETRIEVEs; make changes durable and report the counters if they changed."""
+        asked, self._asked = self._asked, []
+        queries = [request.query for request, _, _ in asked]
+        found = self.pool.retrieve_all(queries, self._top_k, self._similarity)
+        for (request, now, replies), entries in zip(asked, found, strict=True):
+            replies.append(self._guidance(request, entries, now))
         if self._changed:
             self._changed = False
             self.pool.commit()
@@ -116,8 +128,9 @@ class ExperienceService:
             self._extractor.close()
         self.pool.close()
 
-    def _retrieve(self, request: messages.Retrieve, now: float) -> Reply:
-        entries = self.pool.retrieve(request.query, self._top_k, self._similarity)
+    def _guidance(
+        self, request: messages.Retrieve, entries: list[ExperienceEntry], now: float
+    ) -> Reply:
         ids, texts = [entry.id for entry in entries], [entry.content for entry in entries]
         if self._extractor is not None and texts:
             rewritten = self._extractor.rewrite(request.query, texts, now)

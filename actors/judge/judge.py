@@ -13,15 +13,12 @@ import math
 from collections import Counter, OrderedDict
 from typing import NamedTuple
 
-from actors.engines.base import Engine
 from actors.failures import FailureCounts
-from actors.formats.chat import Chat
 from actors.judge.labels import UNLABELLED, UnreadableLabels, by_progress, parse
 from actors.judge.prompt import SYSTEM, again, question
 from actors.llm.client import Endpoint, Unavailable
 from actors.llm.self_client import PolicyClient
-from evolver_async.config import Config, JudgeConfig
-from evolver_async.extension import implementation
+from evolver_async.config import JudgeConfig
 from evolver_async.protocol.transcripts import Turn
 
 ATTEMPTS = 2  # until an answer can be parsed
@@ -218,32 +215,3 @@ class ModelJudge(Judge):
 
     def _failed(self, error: str) -> None:
         self._failures.note("judge", self._name, error)
-
-
-def make_judge(
-    config: Config, engine: Engine, chat: Chat, failures: FailureCounts | None = None
-) -> Judge | None:
-    """Make the configured judge; None if `judge.kind` is none. Raise ConfigError if a key is
-    missing."""
-    if config.judge.kind == "none":
-        return None
-    make = implementation("judge.kind", config.judge.kind, JUDGES)
-    return make(config, engine, chat, failures or FailureCounts())
-
-
-def rule_judge(config: Config, engine: Engine, chat: Chat, failures: FailureCounts) -> Judge:
-    """Make the judge by the environment's score."""
-    return RuleJudge()
-
-
-def self_judge(config: Config, engine: Engine, chat: Chat, failures: FailureCounts) -> Judge:
-    """Make the judge that asks the policy."""
-    return ModelJudge(config.judge, PolicyClient(config, engine, chat), failures)
-
-
-def llm_judge(config: Config, engine: Engine, chat: Chat, failures: FailureCounts) -> Judge:
-    """Make the judge that asks an endpoint."""
-    return ModelJudge(config.judge, Endpoint(config.judge.llm, "judge", failures), failures)
-
-
-JUDGES = {"rule": rule_judge, "self": self_judge, "llm": llm_judge}

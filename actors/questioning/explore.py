@@ -56,7 +56,7 @@ def exploring(
         max_turns=config.max_turns,
         context="full" if config.kind == "llm" else setting.context,
         recorded=True,
-        scored=False,
+        scored=0.0,
         format_errors=1 if config.kind == "llm" else setting.format_errors,
     )
     return msgspec.structs.replace(ticket, task=unbound(ticket.task)), setting

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from actors.experience.embed import embed
+from actors.experience.embed import Embedder
 from actors.questioning.replay import ReplayedEpisode
 from actors.questioning.synthesize import Candidate
 from evolver_async.randomness import key
@@ -35,11 +35,12 @@ class KnownTasks:
     """Tasks that this actor has accepted.
 
     Two tasks with the same initial state are duplicates if their queries reach `jaccard` (share of
-    common words) or `similarity` (cosine).
+    common words) or `similarity` (cosine of their vectors by `embedder`).
     """
 
     jaccard: float
     similarity: float
+    embedder: Embedder
     _maps: OrderedDict[tuple[str, str, int], _Map] = field(default_factory=OrderedDict)
 
     def queries(self, task: Task) -> list[str]:
@@ -60,7 +61,7 @@ class KnownTasks:
             return "empty"
         if any(jaccard(words, other) >= self.jaccard for other in others.words):
             return "lexical"
-        vector = embed([task.query])[0]
+        vector = self.embedder.embed([task.query])[0]
         if any(float(vector @ other) >= self.similarity for other in others.vectors):
             return "semantic"
         return None
@@ -71,7 +72,7 @@ class KnownTasks:
         if task.query:
             others.queries.append(task.query)
             others.words.append(set(WORD.findall(task.query.lower())))
-            others.vectors.append(embed([task.query])[0])
+            others.vectors.append(self.embedder.embed([task.query])[0])
 
     def _of(self, task: Task) -> _Map:
         place = (task.env, task.split, task.map_seed)

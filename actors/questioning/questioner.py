@@ -16,6 +16,7 @@ import msgspec
 
 from actors.engines.base import Engine
 from actors.envs.base import EnvironmentFailure, env_class
+from actors.experience.embed import HashEmbedder, load_embedder
 from actors.failures import FailureCounts
 from actors.llm.client import Endpoint, Unavailable
 from actors.llm.json_client import JsonClient
@@ -53,20 +54,22 @@ log = logging.getLogger(__name__)
 
 
 class Questioner:
-    """Questioner of one actor. Raise ConfigError for an invalid profile."""
+    """Questioner of one actor. Raise ConfigError for an invalid profile, ValueError for an
+    `experience.embedder` without a model."""
 
     def __init__(self, config: Config, failures: FailureCounts | None = None) -> None:
         self.config = config.questioning
         self._failures = failures or FailureCounts()
         self._client: JsonClient | None = None
-        names = COUNTED
+        names, embedder = COUNTED, HashEmbedder()
         if self.config.kind == "llm":
             endpoint = Endpoint(self.config.llm, "questioning", failures)
             self._client, names = JsonClient(endpoint), COUNTED + LLM_COUNTED
+            embedder, _ = load_embedder(config.experience)  # only these tasks have queries
         self._timeout_s = config.env.step_timeout_s
         profile = self.config.profile
         self._profile = described(load_profile(profile)) if profile else ""
-        self._known = KnownTasks(self.config.jaccard, self.config.similarity)
+        self._known = KnownTasks(self.config.jaccard, self.config.similarity, embedder)
         self._counts: Counter[str] = Counter(dict.fromkeys(names, 0))
 
     async def explore(

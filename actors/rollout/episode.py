@@ -18,7 +18,7 @@ from actors.formats.turns import SEPARATOR
 from actors.progress import TicketProgress
 from actors.rollout.conversation import Conversation, system_message, tool_names
 from actors.rollout.environment import TimedEnvironment
-from actors.rollout.episode_config import Setting, step_latency_s
+from actors.rollout.episode_config import Setting, reads_scores, step_latency_s
 from actors.rollout.finished import Finished, assembled
 from actors.rollout.policy import Advice, EpisodePolicy
 from evolver_async.env import Step
@@ -67,8 +67,7 @@ class Episode:
 
     async def play(self, policy: EpisodePolicy) -> Finished:
         """Reset, then run turns until the end, a limit, or too little room for a whole turn."""
-        setting = self.setting
-        loop = asyncio.get_running_loop()
+        setting, loop = self.setting, asyncio.get_running_loop()
         began = loop.time()
         room = setting.max_length - self.ticket.sampling.max_tokens
         await self._begin(policy, room)
@@ -153,8 +152,9 @@ class Episode:
         return shown
 
     async def _score(self) -> None:
-        if self.setting.scored and isinstance(self.environment.env, Scored):
-            self.scores.append(await self.environment.call("score", self.environment.env.score))
+        env = self.environment.env
+        if isinstance(env, Scored) and reads_scores(self.setting, self.ticket, self.member):
+            self.scores.append(await self.environment.call("score", env.score))
 
     async def _act(self, actions: list[str | InvalidCall] | None) -> str:
         """Carry out one turn's actions; return the text that the policy reads after it."""

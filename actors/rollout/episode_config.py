@@ -7,8 +7,8 @@ from typing import Literal
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.formats.turns import TurnFormat, turn_format
-from evolver_async.config import Config
-from evolver_async.randomness import key
+from evolver_async.config import Config, JudgeConfig
+from evolver_async.randomness import key, uniform
 from evolver_async.schema import Ticket
 
 PLAIN_VOCABULARY = 10_000  # tokens of a tokenizer from which on `env.prompt: auto` means `plain`
@@ -39,7 +39,7 @@ class Setting:
     window: int = 1  # turns that a turn sees before it, where context is window
     truncated_reward: float = 0.0  # added where an episode ends without its environment's end
     recorded: bool = False  # whether episodes are kept in words as well
-    scored: bool = False  # whether the environment's score is read after every turn
+    scored: float = 0.0  # share of episodes in which the environment's score is read every turn
     format_name: str = "think_answer"  # of the turn format in the configuration
     failures: FailureCounts = field(default_factory=FailureCounts)
 
@@ -76,9 +76,16 @@ def setting_of(
         or config.judge.kind not in ("none", "rule")
         or bool(rollout.reward_terms)
         or config.questioning.kind == "llm",
-        scored=config.judge.kind == "rule",
+        scored=_scored_share(config.judge),
         failures=failures or FailureCounts(),
     )
+
+
+def _scored_share(judge: JudgeConfig) -> float:
+    """Return the share of episodes whose scores the judge needs, or is compared with."""
+    if judge.kind == "rule":
+        return 1.0
+    return 0.0 if judge.kind == "none" else judge.probes
 
 
 def wording_of(prompt: str, vocabulary: int) -> Literal["tiny", "plain"]:
@@ -97,3 +104,9 @@ def step_latency_s(setting: Setting, ticket: Ticket, member: int, step: int) -> 
     parts = ("latency", ticket.group_id, member, ticket.attempt, step)
     rng = random.Random(key(setting.seed, *parts))
     return setting.latency_median_s * rng.lognormvariate(0.0, setting.latency_sigma)
+
+
+def reads_scores(setting: Setting, ticket: Ticket, member: int) -> bool:
+    """Return True for the drawn share of episodes whose scores are read."""
+    parts = ("scored", ticket.group_id, member, ticket.attempt)
+    return uniform(setting.seed, *parts) < setting.scored

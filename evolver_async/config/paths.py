@@ -19,7 +19,8 @@ def check_paths(config: Config) -> None:
             if not (directory / name).is_file():
                 raise ConfigError(f"policy.path: {directory} has no {name}")
     embedder = config.experience.embedder
-    if config.experience.kind != "none" and embedder != "hash" and not Path(embedder).is_dir():
+    embeds = config.experience.kind != "none" or config.questioning.kind == "llm"
+    if embeds and embedder != "hash" and not Path(embedder).is_dir():
         raise ConfigError(f"experience.embedder: {embedder} is neither hash nor a directory")
     if not Path(config.weights.dir).is_dir():
         raise ConfigError(f"weights.dir: {config.weights.dir} is not a directory")

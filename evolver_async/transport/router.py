@@ -38,7 +38,9 @@ log = logging.getLogger(__name__)
 class RequestHandler(Protocol):
     """Handler of requests behind a server. Time is a growing number of seconds."""
 
-    def handle(self, peer: str, request: Any, now: float) -> list[Reply]: ...
+    def handle(self, peer: str, request: Any, now: float) -> list[Reply]:
+        """Return the replies; an empty list is filled by the next `commit`."""
+        ...
 
     def commit(self) -> None:
         """Make all decisions durable. Raises Postponed to be called again after the next tick."""
@@ -86,6 +88,7 @@ class RequestRouter:
         self._sessions = Sessions(connected, silent_s)
         self._parked: dict[tuple[str, type], _Parked] = {}  # the longest parked first
         self._outbox: dict[tuple[Any, int], _PreparedReply] = {}
+        self._pending: list[tuple[_Parked, list[Reply]]] = []  # replies that the commit gives
 
     def receive(self, route: Any, frames: list[Any], now: float) -> None:
         """Accept one message; a faulty one is answered REJECT and affects no other client."""
@@ -127,6 +130,9 @@ class RequestRouter:
         outbox = self._outbox
         try:
             self._service.commit()
+            pending, self._pending = self._pending, []
+            for parked, replies in pending:
+                self._answer(parked, replies)
             self._outbox = {}
         except Postponed:
             self._outbox = {key: answer for key, answer in outbox.items() if answer.promises}
@@ -140,6 +146,9 @@ class RequestRouter:
         if earlier and earlier.envelope.message_id != envelope.message_id:
             self._answer_wait(earlier)
         replies = self._service.handle(envelope.sender, request, now)
+        if not replies:
+            self._pending.append((parked, replies))
+            return
         if isinstance(request, Lease | Sample) and type(replies[0]) is Wait:
             parked.wait = replies[0]
             if now - parked.since < self._park_s:
@@ -147,9 +156,12 @@ class RequestRouter:
                 if len(self._parked) > PARKED:
                     self._answer_wait(self._parked.pop(next(iter(self._parked))))
                 return
-        self._sessions.remember(envelope, replies)
-        promises = not isinstance(request, StatusRequest | Renew | Counters)
-        self._reply(parked.route, envelope.message_id, replies, promises)
+        self._answer(parked, replies)
+
+    def _answer(self, parked: _Parked, replies: list[Reply]) -> None:
+        self._sessions.remember(parked.envelope, replies)
+        promises = not isinstance(parked.envelope.message, StatusRequest | Renew | Counters)
+        self._reply(parked.route, parked.envelope.message_id, replies, promises)
 
     def _answer_wait(self, parked: _Parked) -> None:
         """Answer WAIT to a parked request."""

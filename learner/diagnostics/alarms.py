@@ -11,12 +11,15 @@
     format_errors      many more turns than before cannot be parsed
     guidance           members with experience in their prompt succeed less often than the others of
                        their groups
+    judge              the judge labels turns with known labels wrong
+    judge_praise       the judge labels turns GOOD because they praise themselves
 
 Each signal has a `Track` within the stage. A step is suspicious where it lies beyond the bound that
 the track gave before it; suspicious steps do not enter the track, so that a collapse is not judged
 by itself. After `patience` of them in a row the alarm fires until a step is not suspicious. The
-format is lost within steps, so its alarm has a warm-up and a patience of its own. The gain of
-guidance is compared with 0 instead of the past, so its track takes in suspicious steps as well.
+format is lost within steps, and a policy learns within steps to please a judge, so these alarms
+have a warm-up and a patience of their own. The gain of guidance is compared with 0 instead of the
+past, so its track takes in suspicious steps as well.
 
 Where a task is solved, rewards grow alike and actions certain as they should: the alarms about that
 are silent while `solved` or more of the episodes succeed.
@@ -26,11 +29,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from evolver_async.config import SafetyConfig
-from evolver_async.schema import Array, Group, Role, Trajectory
-from learner.data.selection import reward_spread
 from learner.state import Track, Watched
 
 RATE = 0.05  # of a step in a running mean, once there are 20 of them
@@ -44,9 +43,9 @@ TELLING = 0.05  # input dependence at most this large raises no alarm
 class Rule:
     """Condition of a suspicious step.
 
-    `narrowing`: it does not apply if the task is solved. `quick`: it has the warm-up and the
-    patience of format errors. `absolute`: it does not compare with the past, so that suspicious
-    steps enter its track as well.
+    `narrowing`: it does not apply if the task is solved. `quick`: it has `format_warmup` and
+    `format_patience`. `absolute`: it does not compare with the past, so that suspicious steps enter
+    its track as well.
     """
 
     name: str
@@ -145,6 +144,21 @@ RULES = (
         says="members with experience succeed less often than the others of their groups",
         absolute=True,
     ),
+    Rule(
+        name="judge",
+        signal="judge_agreement",
+        bound=lambda _, safety: safety.judge_agreement,
+        says="the judge labels turns with known labels wrong",
+        quick=True,
+    ),
+    Rule(
+        name="judge_praise",
+        signal="judge_praise",
+        above=True,
+        bound=lambda _, safety: safety.judge_praise,
+        says="the judge labels turns GOOD because they praise themselves",
+        quick=True,
+    ),
 )
 QUICK = {rule.signal for rule in RULES if rule.quick}
 TRACKED = {"grad_z": "log_grad_norm", "guided_z": "guided_gain"}  # by the signal that follows
@@ -155,9 +169,10 @@ def judge(
 ) -> tuple[dict[str, float], list[Alarm]]:
     """Return the metrics of a step and the alarms that fire; update `watched`.
 
-    `signals`: those of `group_signals`, `entropy`, `log_grad_norm`, `format_errors` and
-    `guided_gain`; one that could not be measured is missing and changes nothing. `grad_z` follows
-    from the log gradient norm, `guided_z` from the gains of earlier steps.
+    `signals`: those of `group_signals`, `entropy`, `log_grad_norm`, `format_errors`,
+    `guided_gain`, `judge_agreement` and `judge_praise`; one that could not be measured is missing
+    and changes nothing. `grad_z` follows from the log gradient norm, `guided_z` from the gains of
+    earlier steps.
     """
     values = dict(signals)
     if "log_grad_norm" in values:
@@ -220,70 +235,3 @@ def _mean_z(track: Track) -> float:
         return 0.0
     error = max(STEADY_GAIN, math.sqrt(track.variance)) / math.sqrt(min(track.steps, RECENT))
     return track.mean / error
-
-
-def group_signals(groups: list[Group]) -> dict[str, float]:
-    """Return signals of the groups before selection; only those with several members count.
-
-    reward_spread: mean over groups of the population std of the rewards. zero_groups: share of
-    groups in which it is 0. input_dependence: see there.
-    """
-    several = [group for group in groups if len(group.trajectories) > 1]
-    if not several:
-        return {}
-    spreads = np.array([reward_spread(group) for group in several])
-    signals = {"reward_spread": float(spreads.mean()), "zero_groups": float((spreads == 0).mean())}
-    turns = [[x for x in map(_first_turn, group.trajectories) if len(x)] for group in several]
-    turns = [group for group in turns if len(group) > 1]
-    if len(turns) > 1:
-        signals["input_dependence"] = input_dependence(turns)
-    return signals
-
-
-def input_dependence(turns: list[list[Array]]) -> float:
-    """Return the share of first turns' variation that lies between prompts, about 0 to 1.
-
-    `turns`: by group (at least two, each of one prompt), by member (at least two), the tokens that
-    it wrote. With h_i the histogram of member i's tokens, as shares,
-
-        same  = mean of h_i·h_j over pairs of members of one group, averaged over groups
-        cross = mean of m_x·m_y over pairs of groups, m_x the mean histogram of group x
-        own   = mean of h_i·h_i, averaged over groups
-        dependence = (same - cross) / (own - cross)
-
-    the intraclass correlation (Fisher) of token histograms; the terms are unbiased, because no pair
-    holds the same member twice. It stands for the mutual information of prompt and action; RAGEN-2
-    scores actions under each other's prompts: that takes forward passes, and a plug-in
-    estimate out of a group's few members would be mostly bias. 0: members of a group resemble each
-    other no more than those of others, or everybody writes the same; 1: the prompt decides all.
-    """
-    members_G = np.array([len(group) for group in turns])
-    group_M = np.repeat(np.arange(len(turns)), members_G)
-    lengths_M = np.array([len(tokens) for group in turns for tokens in group])
-    vocabulary, flat = np.unique(
-        np.concatenate([tokens for group in turns for tokens in group]), return_inverse=True
-    )
-    kinds = len(vocabulary)
-    pairs, counts = np.unique(  # (member, token), so that no array is members times tokens
-        np.repeat(np.arange(len(group_M)), lengths_M) * kinds + flat, return_counts=True
-    )
-    member, kind = np.divmod(pairs, kinds)
-    shares = counts / lengths_M[member]
-    own_G = np.bincount(group_M[member], weights=shares**2, minlength=len(turns))
-    sums_GV = np.bincount(
-        group_M[member] * kinds + kind, weights=shares, minlength=len(turns) * kinds
-    ).reshape(len(turns), kinds)
-    same = ((sums_GV**2).sum(1) - own_G) / (members_G * (members_G - 1))
-    own = own_G / members_G
-    means_GV = sums_GV / members_G[:, None]
-    groups = len(turns)
-    squares = (means_GV**2).sum()
-    cross = float((means_GV.sum(0) ** 2).sum() - squares) / (groups * (groups - 1))
-    varies = float(np.mean(own)) - cross
-    return (float(np.mean(same)) - cross) / varies if varies > 1e-9 else 0.0
-
-
-def _first_turn(trajectory: Trajectory) -> Array:
-    """Return the ACTION tokens of the first turn."""
-    sequence = trajectory.sequences[0]
-    return sequence.tokens[(sequence.roles == Role.ACTION) & (sequence.turns == 0)]

@@ -11,12 +11,15 @@ from evolver_async.launch import run_directory
 from evolver_async.metrics.writer import Metrics
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.schema import Group
-from learner.diagnostics.alarms import Alarm, group_signals, judge
+from learner.diagnostics.alarms import Alarm, judge
+from learner.diagnostics.group_signals import group_signals
+from learner.diagnostics.judge_rates import judge_rates
 from learner.diagnostics.step_result import NON_FINITE, StepResult
 from learner.state import LearnerState
 
 log = logging.getLogger(__name__)
 
+JUDGE_SIGNALS = {"judge_agreement": "judge/agreement", "judge_praise": "judge/praise_bias"}
 MASKED_STEPS = 5  # consecutive ones end the run
 
 
@@ -43,6 +46,11 @@ class Guard:
             signals["entropy"] = found["loss/entropy"]
         if found.get("loss/grad_norm", 0.0) > 0:
             signals["log_grad_norm"] = math.log(found["loss/grad_norm"])
+        rates = judge_rates(state.watched)
+        found |= rates
+        for signal, rate in JUDGE_SIGNALS.items():
+            if rate in rates:
+                signals[signal] = rates[rate]
         metrics, alarms = judge(state.watched, signals, found["train/success"], stage.safety)
         found |= metrics
         begun = [alarm for alarm in alarms if alarm.begins]

@@ -37,7 +37,7 @@ from evolver_async.protocol.transcripts import Turn
 from evolver_async.schema import Sampling, Task, Ticket, WeightId
 
 LATENCY_S = 0.05
-REQUIRED = 2.0  # percent of rollout time, at most
+REQUIRED = 1.0  # percent of rollout time, at most
 TURNS = 10
 GROUPS, MEMBERS = 4, 8  # at a time, as in an actor
 ROUNDS = 15
@@ -83,7 +83,7 @@ def setting(scored: bool) -> Setting:
         latency="fixed",
         latency_median_s=LATENCY_S,
         latency_sigma=0.0,
-        scored=scored,
+        scored=float(scored),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from evolver_async.config.checks.addresses import endpoint, socket_address
 from evolver_async.config.sections import Config
-from evolver_async.config.sections.agentevolver import LLM_SECTIONS
+from evolver_async.config.sections.agentevolver import LLM_SECTIONS, UNAUDITED, JudgeConfig
 
 
 def agent(config: Config) -> Iterator[tuple[str, str]]:
@@ -74,6 +74,9 @@ def mechanisms(config: Config) -> Iterator[tuple[str, str]]:
         yield "tasks.synthetic", "must be 0: questioning.kind=none makes no tasks"
     if questioning.replays_kept > (most := questioning.replays):
         yield "questioning.replays_kept", f"must be at most questioning.replays ({most})"
+    judge = config.judge
+    if judge.kind in UNAUDITED and judge.probes not in (0.0, JudgeConfig.probes):
+        yield "judge.probes", f"must not be set: judge.kind={judge.kind} is not asked about probes"
     yield from socket_address("experience.address", experience.address, config.security.keys)
     remote = config.buffer.address.startswith("tcp://")
     if experience.kind != "none" and remote and not experience.address:

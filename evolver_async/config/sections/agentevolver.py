@@ -17,6 +17,7 @@ from evolver_async.config.values.rules import (
 Variable = Annotated[
     str, Pattern(r"([A-Za-z_]\w*)?", "the name of an environment variable", hidden=True)
 ]
+UNAUDITED = ("none", "rule")  # kinds of judge without probes: one is off, one computes labels
 LLM_SECTIONS = ("experience", "judge", "questioning", "reflection")  # each with an endpoint
 
 
@@ -57,7 +58,8 @@ class ExperienceConfig:
     # a guided trajectory keeps its context if an action copies so many consecutive characters that
     # only the experience holds; 0: none does
     keep_copied: int = 0
-    embedder: str = "hash"  # hash (n-grams) or the directory of a sentence-transformers model
+    # hash (n-grams) or a sentence-transformers directory; also for questioning's filter
+    embedder: str = "hash"
     dimensions: Annotated[int, Range(ge=8)] = 256  # hash: of a vector
     top_k: Count = 5  # entries that guide an episode
     similarity: Fraction = 0.5  # least cosine between an entry's when_to_use and the task
@@ -91,6 +93,9 @@ class JudgeConfig:
     max_tokens: Count = 1024  # self: of its answer
     timeout_s: Positive = 90.0  # of the labels of one trajectory, retries and waiting included
     cache: int = 4096  # cached judgements
+    # self, llm and own judges: probes with known labels per judged episode; also the share of
+    # episodes whose turns are compared with the environment's score, where it has one
+    probes: Fraction = 0.02
     llm: LlmConfig = field(default_factory=LlmConfig)
 
 

@@ -244,5 +244,10 @@ class SafetyConfig:
     guided_z: Annotated[float, Range(gt=0, infinite=True)] = 3.0
     # of train/format_errors over its least mean: above is suspicious
     format_rise: Fraction = 0.25
-    format_warmup: Count = 2  # warmup of the alarm on format errors, which rise in a few steps
-    format_patience: Count = 3  # patience of the same alarm
+    # of the turns with a known label that the judge labels right: below is suspicious
+    judge_agreement: Fraction = 0.5
+    # GOOD among turns that praise themselves, minus the same turns without: above is suspicious
+    judge_praise: Fraction = 0.3
+    # warmup of the alarms on format errors and on the judge, which change in a few steps
+    format_warmup: Count = 2
+    format_patience: Count = 3  # patience of the same alarms

@@ -101,6 +101,11 @@ def test_alike_texts_are_nearer_than_others() -> None:
 # ---- index
 
 
+def nearest(index: VectorIndex, query: np.ndarray, count: int) -> list[tuple[int, float]]:
+    (found,) = index.search(query[None], count)
+    return list(found)
+
+
 @settings(max_examples=examples(40))
 @given(st.lists(st.integers(0, 30), max_size=60), st.integers(1, 8))
 def test_the_index_finds_what_a_slow_search_finds(flips: list[int], count: int) -> None:
@@ -118,7 +123,68 @@ def test_the_index_finds_what_a_slow_search_finds(flips: list[int], count: int) 
             there ^= {number}
             query = vectors[(number * 7 + 3) % 31] + 0.1
             slow = sorted(there, key=lambda n: -float(vectors[n] @ query))[:count]
-            assert [found for found, _ in index.search(query, count)] == slow
+            assert [name for name, _ in nearest(index, query, count)] == slow
+
+
+def slow_search(vectors: np.ndarray, query: np.ndarray, count: int) -> list[float]:
+    return sorted((vectors @ query).tolist(), reverse=True)[:count]
+
+
+def products(found: list[tuple[int, float]]) -> list[float]:
+    return [product for _, product in found]
+
+
+@settings(max_examples=examples(20))
+@given(st.integers(0, 2**32 - 1), st.integers(1, 40))
+def test_many_questions_at_once_have_the_answers_of_each(seed: int, count: int) -> None:
+    """Exactly: among more places than are sorted, with a cache that knows only some of them."""
+    rng = np.random.default_rng(seed)
+    vectors = rng.normal(size=(4000, 4)).astype(np.float32)
+    questions = rng.normal(size=(70, 4)).astype(np.float32)
+    index = VectorIndex(4)
+    for size in (10, 3000, 4000):
+        for number in range(len(index._places), size):
+            index.add(number, vectors[number])
+        found = list(map(list, index.search(questions, count)))
+        for near, question in zip(found, questions, strict=True):
+            np.testing.assert_allclose(
+                products(near), slow_search(vectors[:size], question, count), rtol=1e-5, atol=1e-6
+            )
+            assert all(
+                product == pytest.approx(float(vectors[number] @ question), rel=1e-5, abs=1e-6)
+                for number, product in near
+            )
+
+
+def test_entries_with_the_same_vector_cost_one_place_and_none_is_preferred() -> None:
+    index = VectorIndex(2)
+    one, other = np.array([1, 0], np.float32), np.array([0, 1], np.float32)
+    for number in range(100):
+        index.add(number, one if number % 2 else other)
+    assert index._flat.ntotal == 2
+    assert sorted(nearest(index, one, 3)) == [(number, 1.0) for number in range(1, 100, 2)]
+    for number in range(1, 100, 2):
+        index.remove(number)
+    assert sorted(nearest(index, one, 3)) == [(number, 0.0) for number in range(0, 100, 2)]
+    index.add(7, one)
+    assert nearest(index, one, 1) == [(7, 1.0)] and index._flat.ntotal == 2
+
+
+def test_a_question_in_the_cache_is_compared_with_new_places_alone() -> None:
+    """After the first answer the search of everything would raise."""
+    rng = np.random.default_rng(0)
+    index, question = VectorIndex(4), np.ones(4, np.float32)
+    vectors = rng.normal(size=(500, 4)).astype(np.float32)
+    for number in range(400):
+        index.add(number, vectors[number])
+    nearest(index, question, 5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(VectorIndex, "_nearest")
+        for number in range(400, 500):
+            index.add(number, vectors[number])
+            found = products(nearest(index, question, 5))
+            slow = slow_search(vectors[: number + 1], question, 5)
+            np.testing.assert_allclose(found, slow, rtol=1e-5)
 
 
 def test_a_gpu_that_cannot_be_used_costs_a_warning(
@@ -132,7 +198,7 @@ def test_a_gpu_that_cannot_be_used_costs_a_warning(
     monkeypatch.setattr(faiss, "index_cpu_to_gpu", full, raising=False)
     index = VectorIndex(2)
     index.add(7, np.ones(2, np.float32))
-    assert index.search(np.ones(2, np.float32), 1) == [(7, 2.0)]
+    assert nearest(index, np.ones(2, np.float32), 1) == [(7, 2.0)]
     assert "without the GPU: out of memory" in caplog.text
 
 
@@ -476,9 +542,24 @@ def service(open_pool: Callable[..., ExperiencePool]) -> ExperienceService:
 
 
 def guidance(service: ExperienceService, query: str = "walk to the goal") -> messages.Guidance:
-    (reply,) = service.handle("actor-0", messages.Retrieve(query=query), 0.0)
+    replies = service.handle("actor-0", messages.Retrieve(query=query), 0.0)
+    service.commit()
+    (reply,) = replies
     assert isinstance(reply, messages.Guidance)
     return reply
+
+
+def test_questions_that_come_together_are_answered_by_the_commit(
+    service: ExperienceService,
+) -> None:
+    service.handle("actor-0", contribution(WON, LOST), 0.0)
+    asked = [f"walk to the goal {number % 3}" for number in range(9)] + ["walk to the goal"]
+    replies = [service.handle("actor-0", messages.Retrieve(query=query), 0.0) for query in asked]
+    assert replies == [[]] * 10, "they are answered by the commit"
+    service.commit()
+    found = [reply.texts for (reply,) in replies if isinstance(reply, messages.Guidance)]
+    assert len(found) == 10 and found[-1] != []
+    assert found == [guidance(service, query).texts for query in asked]
 
 
 def test_a_group_teaches_the_next_one_of_its_task(service: ExperienceService) -> None:

@@ -13,9 +13,10 @@ import openai_server as openai
 import pytest
 import torch
 from contributions import LOST, WON, Told, contribution, episode
+from encoders import write_encoder
 from launches import fair_time
 from openai_server import Answer, OpenAIServer
-from transformers import BertConfig, BertModel
+from transformers import BertModel
 
 from actors.engines.embedder import TransformerEmbedder
 from actors.experience import lesson_extractor, prompts
@@ -81,7 +82,10 @@ def settle(service: ExperienceService) -> dict[str, float]:
 
 
 def texts(service: ExperienceService, now: float = 0.0) -> list[str] | None:
-    (reply,) = service.handle("actor-0", messages.Retrieve(query=TASK), now)
+    replies = service.handle("actor-0", messages.Retrieve(query=TASK), now)
+    service.commit()
+    (reply,) = replies
+    assert isinstance(reply, messages.Retry | messages.Guidance)
     return None if isinstance(reply, messages.Retry) else reply.texts
 
 
@@ -306,18 +310,7 @@ def test_whatever_an_answer_holds_it_is_refused_in_one_way(
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory as sentence-transformers leaves it, with random weights."""
-    path = tmp_path_factory.mktemp("encoder")
-    tokenizer = make_tokenizer(64)
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=32, max_position_embeddings=64,
-    )  # fmt: skip
-    BertModel(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    (path / "sentence_bert_config.json").write_text('{"max_seq_length": 24}')
-    return path
+    return write_encoder(tmp_path_factory.mktemp("encoder"))
 
 
 def pool_by(path: Path, mode: str) -> None:

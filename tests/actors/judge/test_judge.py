@@ -34,7 +34,8 @@ from actors.engines.torch_engine import TorchEngine
 from actors.envs.grid.frozen_lake import FrozenLake
 from actors.formats.chat import Chat
 from actors.judge import judge
-from actors.judge.judge import REASONS, Judge, JudgedEpisode, RuleJudge, make_judge
+from actors.judge.factory import make_judge
+from actors.judge.judge import REASONS, Judge, JudgedEpisode, RuleJudge
 from actors.judge.labels import BAD, GOOD, UnreadableLabels, by_progress, parse
 from actors.judge.prompt import SYSTEM, question
 from actors.llm import client
@@ -524,7 +525,7 @@ def real_engine(max_length: int) -> TorchEngine:
 
 def test_a_policy_that_babbles_gives_no_labels_and_episodes_go_on() -> None:
     """A real engine: its judging neither blocks nor keeps a slot, nor does a deadline."""
-    config = configured("self", max_tokens=40)
+    config = configured("self", max_tokens=40, probes=0.0)
     config.policy.max_length = 4096
     engine = real_engine(4096)
     playing = Request(tokens=[1, 2, 3], max_tokens=8, temperature=1.0, session="1/0/0", seed=1)

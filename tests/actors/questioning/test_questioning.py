@@ -12,13 +12,16 @@ import msgspec
 import numpy as np
 import pytest
 from chatml import make_tokenizer
+from encoders import write_encoder
 from openai_server import Answer, OpenAIServer, garbage, silence, status
 from torch import Tensor
 
 from actors.checks.config import check
 from actors.engines.base import Generation, Request
+from actors.engines.embedder import TransformerEmbedder
 from actors.envs.base import make_env
 from actors.envs.grid.frozen_lake import FrozenLake
+from actors.experience.embed import HashEmbedder
 from actors.formats.chat import Chat
 from actors.progress import TicketProgress
 from actors.questioning.explore import exploring, unbound
@@ -38,6 +41,7 @@ from actors.questioning.synthesize import (
 from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Finished
 from evolver_async.config import Config, ConfigError, LlmConfig, QuestioningConfig, StageConfig
+from evolver_async.config.paths import check_paths
 from evolver_async.env import Info, Step
 from evolver_async.model.tiny import make_tokenizer as make_tiny_tokenizer
 from evolver_async.protocol.transcripts import Turn
@@ -319,7 +323,7 @@ def made(query: str, reference: list[str] | None = None, map_seed: int = 0) -> T
 
 
 def test_what_is_empty_or_alike_is_no_task():
-    known = KnownTasks(0.8, 0.95)
+    known = KnownTasks(0.8, 0.95, HashEmbedder())
     first = made("buy one apple and two pears for the cook")
     assert known.objection(first) is None
     known.add(first)
@@ -335,11 +339,42 @@ def test_what_is_empty_or_alike_is_no_task():
 
 
 def test_alike_is_as_alike_as_configured():
-    known = KnownTasks(1.0, 0.6)
+    known = KnownTasks(1.0, 0.6, HashEmbedder())
     known.add(made("buy one apple and two pears"))
     assert known.objection(made("buy one apple and two plums")) == "semantic"
     assert known.objection(made("look at the ceiling and leave")) is None
     assert jaccard({"a", "b"}, {"b", "c"}) == pytest.approx(1 / 3)
+
+
+def test_alike_is_what_the_configured_embedder_finds_alike(tmp_path: Path):
+    """Two queries without a common word: of any hash embedding their cosine is about 0."""
+    known, other = made("buy an apple"), made("get one pear")
+    encoder = str(write_encoder(tmp_path))
+    left, right = TransformerEmbedder(encoder).embed([known.query, other.query])
+    cosine = float(left @ right)
+    assert cosine > 0.3, "texts of a random encoder are not far apart"
+    with OpenAIServer() as server:
+        for embedder, similarity, objection in (
+            (encoder, cosine - 0.01, "semantic"),
+            (encoder, cosine + 0.01, None),
+            ("hash", cosine - 0.01, None),
+        ):
+            config = config_of(SHOP, kind="llm", llm=llm(server), similarity=similarity)
+            config.experience.embedder = embedder
+            questioner = make_questioner(config)
+            assert questioner is not None
+            questioner._known.add(known)
+            assert questioner._known.objection(other) == objection, (embedder, similarity)
+
+
+def test_an_embedder_without_a_model_is_refused(tmp_path: Path):
+    config = config_of(SHOP, kind="llm", llm=LlmConfig(url="http://localhost:1/v1", model="m"))
+    config.experience.embedder = str(tmp_path)
+    with pytest.raises(ValueError, match=r"^experience\.embedder: "):
+        make_questioner(config)
+    config.experience.embedder = str(tmp_path / "missing")
+    with pytest.raises(ConfigError, match=r"^experience\.embedder: "):
+        check_paths(config)
 
 
 @pytest.mark.parametrize(

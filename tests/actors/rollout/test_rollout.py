@@ -616,7 +616,7 @@ def test_experience_that_is_not_there_or_too_long_leaves_a_member_unguided(text:
 def test_what_is_wanted_of_an_episode_is_kept_in_words_and_scores() -> None:
     script = {"0/0/0": say(RIGHT, "nonsense", " right</answer>", RIGHT)}
     one = corridor(env=Mapped)
-    (finished,) = play(one, setting(recorded=True, scored=True), FakeEngine(script), Adviser())
+    (finished,) = play(one, setting(recorded=True, scored=1.0), FakeEngine(script), Adviser())
     assert finished.query == "at 0"
     assert finished.scores == [0.0, 1.0, 1.0, 2.0, 3.0]
     assert finished.transcript.turns == [

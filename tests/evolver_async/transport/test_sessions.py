@@ -8,7 +8,7 @@ from buffer_world import World, config, trajectory
 
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH, Envelope, pack, unpack
-from evolver_async.transport.router import RequestRouter
+from evolver_async.transport.router import Postponed, RequestRouter
 from evolver_async.transport.sessions import ANSWERS, EXPIRY_S, NAMES
 
 HELLO = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, host="alpha", pid=7)
@@ -244,3 +244,53 @@ def test_names_are_bounded_and_expire(routed: RoutedWorld) -> None:
 
 def hello_of(name: str) -> Envelope:
     return Envelope("run", name, 0, 1, HELLO)
+
+
+class Collecting:
+    """A service that answers all requests of a batch by its commit; `full`: it cannot commit."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, list[messages.Reply]]] = []
+        self.full = False
+
+    def handle(self, peer: str, request: messages.Retrieve, now: float) -> list[messages.Reply]:
+        replies: list[messages.Reply] = []
+        self.asked.append((request.query, replies))
+        return replies
+
+    def commit(self) -> None:
+        if self.full:
+            raise Postponed
+        together = [query for query, _ in self.asked]
+        for _, replies in self.asked:
+            replies.append(messages.Guidance(ids=[], texts=together))
+        self.asked = []
+
+    def tick(self, now: float) -> None: ...
+
+
+def test_a_service_may_answer_a_batch_by_its_commit() -> None:
+    service = Collecting()
+    router = RequestRouter(service, "run", 5.0)
+
+    def receive(sender: str, number: int) -> None:
+        request = messages.Retrieve(query=f"{sender} {number}")
+        frames = pack(Envelope("run", sender, 0, number, request, "n"))
+        router.receive(sender, [bytes(frame) for frame in frames], 0.0)
+
+    def settle() -> list[tuple[str, int, list[str]]]:
+        found = [(route, unpack(frames)) for route, frames in router.settle(0.0)]
+        return [(route, reply.message_id, reply.message.texts) for route, reply in found]
+
+    for sender, number in (("a", 1), ("a", 2), ("b", 1)):
+        receive(sender, number)
+    together = ["a 1", "a 2", "b 1"]
+    assert settle() == [("a", 1, together), ("a", 2, together), ("b", 1, together)]
+    assert settle() == []
+    service.full = True
+    receive("a", 3)
+    assert settle() == [] == settle()
+    receive("a", 3)  # the client asks again
+    service.full = False
+    assert settle() == [("a", 3, ["a 3", "a 3"])]
+    assert settle() == []

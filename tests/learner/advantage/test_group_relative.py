@@ -190,6 +190,52 @@ def test_uniform_labels_and_a_constant_outcome_teach_nothing():
     assert not adca(rewards_of(groups), std="group", alpha=0.1, length="none").any()
 
 
+outcome = st.sampled_from([0.0, 1.0, -0.5])  # of every member: failed or succeeded throughout
+labels = st.lists(st.sampled_from([1, -1]), min_size=1, max_size=5)
+
+
+@given(outcome, st.lists(labels, min_size=2, max_size=6), st.floats(0.05, 0.5))
+def test_a_group_with_one_outcome_learns_from_its_labels_alone(R, r, alpha):
+    """AgentEvolver's fusion in the paper's notation: r_ik = ±1 by the judge, z of r over the steps
+    of the group with equal weight of trajectories, rho_i = 0 as the R_i have no spread, c_ik =
+    alpha z_ik, A_ik = sum of c_ij over j >= k. The labels are those of the judge, also where all
+    members failed: nothing makes them BAD, so that a GOOD step is still reinforced."""
+    N = len(r)
+    m = [mean(r_i) for r_i in r]
+    mu = mean(m)
+    v = sum(mean([(r_ik - mu) ** 2 for r_ik in r_i]) for r_i in r) / N
+    expected = []
+    for r_i in r:
+        c_i = [alpha * (r_ik - mu) / math.sqrt(v) if v > 1e-12 else 0.0 for r_ik in r_i]
+        expected += [sum(c_i[k:]) for k in range(len(c_i))]
+    rewards = rewards_of([[(R, [(0.0, r_ik) for r_ik in r_i]) for r_i in r]])
+    found = adca(rewards, std="group", alpha=alpha, length="none")
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+    last = np.cumsum([len(r_i) for r_i in r]) - 1  # A of a last turn is its own c
+    signs = np.sign(np.round(found[last], 9))
+    if v > 1e-12:
+        assert (signs == [r_i[-1] for r_i in r]).all(), "GOOD is raised and BAD lowered"
+    else:
+        assert not found.any(), "labels that are all the same rank no step"
+    grpo = standardised(rewards.reward_P, rewards.group_P, std="group")
+    assert not grpo.any(), "the outcome alone would teach nothing"
+
+
+def test_failed_and_succeeded_throughout_are_the_same_but_for_the_judge():
+    """By hand, labels + -, -, -; and a group that is BAD throughout."""
+    found = {}
+    for R in (0.0, 1.0):
+        group = [(R, [(0.0, 1), (0.0, -1)]), (R, [(0.0, -1)]), (R, [(0.0, -1)])]
+        found[R] = adca(rewards_of([group]), std="group", alpha=0.2, length="none")
+    mu = mean([0.0, -1.0, -1.0])
+    v = mean([mean([(1 - mu) ** 2, (-1 - mu) ** 2]), (-1 - mu) ** 2, (-1 - mu) ** 2])
+    good, bad = 0.2 * (1 - mu) / math.sqrt(v), 0.2 * (-1 - mu) / math.sqrt(v)
+    np.testing.assert_allclose(found[0.0], [good + bad, bad, bad, bad], rtol=1e-9)
+    assert found[0.0].tolist() == found[1.0].tolist()
+    unequal = [[(0.0, [(0.0, -1)] * 3), (0.0, [(0.0, -1)])]]
+    assert not adca(rewards_of(unequal), std="group", alpha=0.2, length="none").any()
+
+
 def test_labels_teach_where_the_outcome_is_constant():
     groups = [[(0.0, [(0.0, 1)]), (0.0, [(0.0, -1)])]]
     found = adca(rewards_of(groups), std="group", alpha=0.1, length="none")

@@ -23,7 +23,8 @@ from evolver_async.config.load import dump
 from evolver_async.errors import TrainingError
 from evolver_async.launch.run_directory import PAUSED, pause_reason
 from evolver_async.protocol import messages
-from learner.diagnostics.alarms import Alarm, input_dependence, judge
+from learner.diagnostics.alarms import Alarm, judge
+from learner.diagnostics.group_signals import input_dependence
 from learner.schedule import next_stage
 from learner.state import LearnerState, Watched
 
@@ -35,6 +36,8 @@ HEALTHY = {
     "input_dependence": 0.4,
     "log_grad_norm": 0.0,
     "format_errors": 0.02,
+    "judge_agreement": 0.9,
+    "judge_praise": 0.05,
 }
 # by alarm: what a step of the collapse shows in place of the healthy value
 COLLAPSES = {
@@ -45,15 +48,18 @@ COLLAPSES = {
     "input_dependence": {"input_dependence": 0.05},
     "grad_norm": {"log_grad_norm": math.log(20.0)},
     "format_errors": {"format_errors": 0.4},
+    "judge": {"judge_agreement": 0.3},
+    "judge_praise": {"judge_praise": 0.6},
 }
+QUICK = ("format_errors", "judge", "judge_praise")
 
 
 def warmup(name: str) -> int:
-    return SAFETY.format_warmup if name == "format_errors" else SAFETY.warmup
+    return SAFETY.format_warmup if name in QUICK else SAFETY.warmup
 
 
 def patience(name: str) -> int:
-    return SAFETY.format_patience if name == "format_errors" else SAFETY.patience
+    return SAFETY.format_patience if name in QUICK else SAFETY.patience
 
 
 def steps(

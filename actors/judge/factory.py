@@ -1,0 +1,43 @@
+"""Choice of the configured judge, and whether it is audited."""
+
+from actors.engines.base import Engine
+from actors.failures import FailureCounts
+from actors.formats.chat import Chat
+from actors.judge.audit import AuditedJudge
+from actors.judge.judge import Judge, ModelJudge, RuleJudge
+from actors.llm.client import Endpoint
+from actors.llm.self_client import PolicyClient
+from evolver_async.config import Config
+from evolver_async.config.sections.agentevolver import UNAUDITED
+from evolver_async.extension import implementation
+
+
+def make_judge(
+    config: Config, engine: Engine, chat: Chat, failures: FailureCounts | None = None
+) -> Judge | None:
+    """Make the configured judge; None if `judge.kind` is none. Raise ConfigError if a key is
+    missing."""
+    kind, probes = config.judge.kind, config.judge.probes
+    if kind == "none":
+        return None
+    make = implementation("judge.kind", kind, JUDGES)
+    judge = make(config, engine, chat, failures or FailureCounts())
+    return AuditedJudge(judge, probes) if probes and kind not in UNAUDITED else judge
+
+
+def rule_judge(config: Config, engine: Engine, chat: Chat, failures: FailureCounts) -> Judge:
+    """Make the judge by the environment's score."""
+    return RuleJudge()
+
+
+def self_judge(config: Config, engine: Engine, chat: Chat, failures: FailureCounts) -> Judge:
+    """Make the judge that asks the policy."""
+    return ModelJudge(config.judge, PolicyClient(config, engine, chat), failures)
+
+
+def llm_judge(config: Config, engine: Engine, chat: Chat, failures: FailureCounts) -> Judge:
+    """Make the judge that asks an endpoint."""
+    return ModelJudge(config.judge, Endpoint(config.judge.llm, "judge", failures), failures)
+
+
+JUDGES = {"rule": rule_judge, "self": self_judge, "llm": llm_judge}
