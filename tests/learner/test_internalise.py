@@ -106,6 +106,7 @@ class Doors:
             versions=[VersionRun(weights=WEIGHTS, tokens=len(action))],
         )
         return Trajectory(
+            content=0,
             group_id=group,
             member=member,
             attempt=0,

@@ -16,6 +16,7 @@ WEIGHTS = WeightId(lineage=1, step=0)
 def trajectory(*contexts: list[tuple[Role, str]]) -> Trajectory:
     """One sequence for each context, one token for each character."""
     return Trajectory(
+        content=0,
         group_id=0,
         member=0,
         attempt=0,
