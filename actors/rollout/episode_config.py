@@ -39,6 +39,7 @@ class Setting:
     window: int = 1  # turns that a turn sees before it, where context is window
     truncated_reward: float = 0.0  # added where an episode ends without its environment's end
     recorded: bool = False  # whether episodes are kept in words as well
+    hints: int = 5  # entries that guide a scripted episode at most
     scored: float = 0.0  # share of episodes in which the environment's score is read every turn
     format_name: str = "think_answer"  # of the turn format in the configuration
     failures: FailureCounts = field(default_factory=FailureCounts)
@@ -76,6 +77,7 @@ def setting_of(
         or config.judge.kind not in ("none", "rule")
         or bool(rollout.reward_terms)
         or config.questioning.kind == "llm",
+        hints=config.experience.top_k,
         scored=_scored_share(config.judge),
         failures=failures or FailureCounts(),
     )

@@ -24,7 +24,6 @@ from actors.rollout.policy import Advice, EpisodePolicy
 from evolver_async.randomness import key
 from evolver_async.schema import Ticket
 
-MOST_HINTS = 8
 TOLD = 0.8  # of the states on the way, about
 OTHER_TASKS = 2  # with hints among the own ones: the policy must match the state, not the order
 
@@ -47,6 +46,7 @@ class ScriptedPolicy(EpisodePolicy):
         self._hints: dict[str, str] = {}
         self._chat = setting.chat
         self._format = setting.format
+        self._most = setting.hints
 
     async def advise(self, world: TimedEnvironment, query: str) -> Advice:
         assert isinstance(world.env, Rewindable), f"{type(world.env).__name__} cannot be guided"
@@ -62,7 +62,7 @@ class ScriptedPolicy(EpisodePolicy):
         states = self._walk(env)
         told = [state for state in states if self._rng.random() < TOLD] or list(states)[:1]
         foreign = {state: moves for state, moves in self._others() if state not in states}
-        room = min(MOST_HINTS - len(told), len(foreign))
+        room = max(0, min(self._most - len(told), len(foreign)))
         told += self._rng.sample(list(foreign), room)
         states |= foreign
         self._rng.shuffle(told)
@@ -72,7 +72,7 @@ class ScriptedPolicy(EpisodePolicy):
     def _walk(self, env: Rewindable) -> dict[str, tuple[str, str]]:
         """Return two moves, the one made and another, by state of a random walk from here."""
         start, states = env.snapshot(), dict[str, tuple[str, str]]()
-        while len(states) < MOST_HINTS and env.state() not in states:
+        while len(states) < self._most and env.state() not in states:
             moves = env.actions()
             if len(moves) < 2:
                 break

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.load import load
+from evolver_async.config.load import load, stage_config
 from evolver_async.config.sections.run import SUPERVISED
 from evolver_async.config.values.rules import keys
 from evolver_async.launch.start_checks import check_start
@@ -134,14 +134,23 @@ def cold_stages(configs: Mapping[str, Config]) -> int:
     if count == len(kinds):
         raise ConfigError("--cold-start: the recipe has supervised stages only")
     for name, config in others:
-        for key, old, new in differences(first[1], config):
-            same = key == "stages" and old[:count] == new[:count]
-            if not same and key.startswith(("policy.", "env.", "tasks.", "stages")):
-                raise ConfigError(
-                    f"--cold-start: cells {first[0]} and {name} differ in {key}, which shapes"
-                    " the stages that they would share"
-                )
+        for key in _differing(first[1], config, count):
+            raise ConfigError(
+                f"--cold-start: cells {first[0]} and {name} differ in {key}, which shapes the"
+                " stages that they would share"
+            )
     return count
+
+
+def _differing(before: Config, after: Config, count: int) -> Iterator[str]:
+    """Yield the keys in which the first `count` stages train something else."""
+    if before.stages[:count] != after.stages[:count]:
+        yield "stages"
+        return
+    for index in range(count):
+        for key, _, _ in differences(stage_config(before, index), stage_config(after, index)):
+            if key.startswith(("policy.", "env.", "tasks.")):
+                yield key
 
 
 def value_of(config: Config, key: str) -> Any:
