@@ -13,7 +13,7 @@ RESOLVER := .venv-resolver
 RESOLVER_INSTALLED := $(RESOLVER)/.installed
 ARGS ?=
 
-.PHONY: train test test-ray test-vllm test-adapters faults soak lint bench recipes resolve-gpu
+.PHONY: train test test-ray test-vllm test-adapters faults soak lint bench recipes evidence resolve-gpu
 
 train: $(INSTALLED)
 	$(BIN)/evolver-async train configs/frozen_lake.yaml $(ARGS)
@@ -48,6 +48,11 @@ bench: $(INSTALLED)
 
 recipes: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/recipes.py --out runs/recipes $(ARGS)
+
+# The same command continues; ARGS are the study's.
+evidence: $(INSTALLED)
+	$(BIN)/evolver-async study evidence --out runs/evidence --jobs 2 $(ARGS)
+	$(BIN)/python tests/benchmarks/evidence.py runs/evidence
 
 # Reads what packages say of themselves and installs none of them.
 resolve-gpu: $(RESOLVER_INSTALLED)

@@ -67,6 +67,19 @@ def height(curve: Sequence[tuple[float, float]], place: float) -> float:
     return curve[-1][1]
 
 
+def reached(curve: StudyCurve, level: float) -> float | None:
+    """Return the first place at which the means are at `level`, linear between places, or None."""
+    before: tuple[float, float] | None = None
+    for place, one in zip(curve.places, curve.values, strict=True):
+        if one.mean >= level:
+            if before is None:
+                return place
+            x, y = before
+            return x + (place - x) * (level - y) / (one.mean - y)
+        before = place, one.mean
+    return None
+
+
 def swept_values(cells: Sequence[CellSummary], key: str) -> list[str]:
     """Return the values of a swept key in the order of the grid."""
     return list(dict.fromkeys(one.cell.swept[key] for one in cells))

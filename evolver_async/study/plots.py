@@ -13,10 +13,18 @@ import matplotlib as mpl
 mpl.use("Agg")  # draws files, needs no screen
 from matplotlib import pyplot as plt
 
-from evolver_async.study.curves import AXES, StudyCurve, by_lag, finals, mean_curve, swept_values
+from evolver_async.study.curves import (
+    AXES,
+    Axis,
+    StudyCurve,
+    by_lag,
+    finals,
+    mean_curve,
+    swept_values,
+)
 from evolver_async.study.directory import Study
 from evolver_async.study.results import BUCKETS, BY_LAG, LABELS, RunResult
-from evolver_async.study.summary import cells_summary
+from evolver_async.study.summary import CellSummary, cells_summary
 
 SIZE = (7.0, 4.5)  # inches
 DPI = 120
@@ -32,11 +40,8 @@ def write(study: Study, results: Sequence[RunResult]) -> None:
     folder = study.out / "plots"
     folder.mkdir(exist_ok=True)
     metric = study.definition.threshold.metric
-    for axis, label in AXES.items():
-        with _figure(folder / f"{FILES[axis]}.png", label, metric) as axes:
-            for cell in cells:
-                if curve := mean_curve(cell, axis):
-                    _band(axes, curve)
+    for axis in AXES:
+        draw_curves(folder / f"{FILES[axis]}.png", cells, axis, metric)
     for key in study.cells[0].swept:
         with _figure(folder / f"final_by_{_file_name(key)}.png", key, f"final {metric}") as axes:
             for curve in finals(cells, key):
@@ -55,6 +60,14 @@ def write(study: Study, results: Sequence[RunResult]) -> None:
                     means = [one.mean for one in curve.values]
                     axes.plot(curve.places, means, marker="o", label=curve.label, linewidth=1.2)
             axes.set_xticks(range(len(BUCKETS)), BUCKETS)
+
+
+def draw_curves(path: Path, cells: Sequence[CellSummary], axis: Axis, metric: str) -> None:
+    """Draw the mean curves of cells with their intervals into a PNG file."""
+    with _figure(path, AXES[axis], metric) as axes:
+        for cell in cells:
+            if curve := mean_curve(cell, axis):
+                _band(axes, curve)
 
 
 @contextmanager

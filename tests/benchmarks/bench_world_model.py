@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from recipes import CONFIGS
 from safetensors.torch import load_file
-from study import train
+from training import train
 
 from actors.formats.chat import Chat
 from actors.progress import TicketProgress
@@ -84,7 +84,7 @@ def main() -> int:
     shares = []
     for seed in args.seeds:
         run = args.out / f"world_model-{seed}"
-        train(CONFIGS / "world_model.yaml", run.name, seed, args.out, [])
+        train(CONFIGS / "world_model.yaml", run.name, seed, args.out)
         config = stage_config(load(run / "config.yaml", []), 0)
         model = policy.load_model(config.policy.path, dtype="float32", device="cpu")
         newest, _ = checkpoint.load_newest(run / "checkpoints", run.name)

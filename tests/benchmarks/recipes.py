@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from study import train
+from training import train
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 Rows = list[dict]
@@ -116,8 +116,7 @@ def main() -> int:
         seeds = args.seeds or range(mark.seeds)
         recipe = CONFIGS / f"{mark.recipe}.yaml"
         values = [
-            mark.measure(train(recipe, f"{mark.recipe}-{seed}", seed, args.out, []))
-            for seed in seeds
+            mark.measure(train(recipe, f"{mark.recipe}-{seed}", seed, args.out)) for seed in seeds
         ]
         mean, least = statistics.fmean(values), mark.least
         if mark.measure is final:

@@ -166,7 +166,7 @@ def test_a_recipe_is_found_by_name_and_by_path(recipe: Path) -> None:
     [
         ("frozen_lak", "did you mean frozen_lake?"),
         ("gpu/grpo_rok", "did you mean gpu/grpo_roc or "),
-        ("configs/n.yaml", "did you mean ablations/n?"),
+        ("configs/webshop.yaml", "did you mean gpu/webshop?"),
         ("zzzz", "the name of a recipe (evolver-async recipes lists the names)"),
     ],
 )
@@ -182,6 +182,6 @@ def test_recipes_are_listed_with_one_line_each(capsys: pytest.CaptureFixture[str
     *lines, _, where, studies = capsys.readouterr().out.splitlines()
     files = {*(ROOT / "configs").rglob("*.yaml")} - {*(ROOT / "configs/studies").iterdir()}
     assert len(lines) == len(files)
-    assert "evolver-async study NAME: boost, correction, early_experience, guided," in studies
+    assert "evolver-async study NAME: correction, early_experience, evidence, lag," in studies
     assert all(line.split()[1:] and line.endswith((".", "…")) for line in lines)
     assert str(ROOT / "configs") in where

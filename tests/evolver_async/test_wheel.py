@@ -64,7 +64,7 @@ def test_the_wheel_holds_every_module_and_every_recipe(unpacked: Path) -> None:
     for package in PACKAGES:
         assert files(unpacked, package, ".py") == files(ROOT, package, ".py")
     recipes = files(ROOT, "configs", ".yaml")
-    assert {"frozen_lake.yaml", "gpu/grpo_roc.yaml", "ablations/n.yaml"} <= recipes
+    assert {"frozen_lake.yaml", "gpu/grpo_roc.yaml", "studies/lag.yaml"} <= recipes
     assert files(unpacked, "evolver_async/recipes", ".yaml") == recipes
     assert (unpacked / "actors" / "envs" / "webshop" / "products.jsonl").is_file()
     assets = files(ROOT, "evolver_async/report/assets", "")
@@ -79,9 +79,9 @@ def test_the_recipes_of_a_wheel_are_listed_and_found_by_name(
     assert listed.returncode == 0, listed.stderr
     assert str(unpacked / "evolver_async" / "recipes") in listed.stdout
     lines = {line.split()[0]: line for line in listed.stdout.splitlines() if line}
-    assert lines.keys() >= {"frozen_lake", "gpu/grpo_roc", "ablations/n"}
+    assert lines.keys() >= {"frozen_lake", "gpu/grpo_roc", "gpu/retool"}
     assert "The embedded default" in lines["frozen_lake"]
-    assert "Experience alone." in lines["ablations/n"]
-    shown = command(unpacked, tmp_path, "config", "ablations/n", "learner.lr=3e-4")
+    assert "ReTool: code within the answer" in lines["gpu/retool"]
+    shown = command(unpacked, tmp_path, "config", "starpo_s_slippery", "learner.lr=3e-4")
     assert shown.returncode == 0, shown.stderr
-    assert "guided_fraction: 0.5" in shown.stdout, "the base of a recipe is beside it"
+    assert "actions_per_turn: 2" in shown.stdout, "the base of a recipe is beside it"

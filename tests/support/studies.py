@@ -1,7 +1,7 @@
 """Directories of studies with runs that were never trained, made from numbers."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from evolver_async.config import Config, StageConfig
@@ -38,8 +38,12 @@ def write_run(
     reason: str = "",
     before_s: float = 0.0,
     kind: str = "rl",
+    metrics: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
-    """A run with an evaluation after each step; `code` is that of its end, None: it was killed."""
+    """A run with an evaluation after each step; `code` is that of its end, None: it was killed.
+
+    `metrics` are further ones, with a value for each step.
+    """
     run.directory.mkdir(parents=True, exist_ok=True)
     dump(Config(stages=[StageConfig(steps=4)]), run.directory / "config.yaml")
     rows = []
@@ -71,6 +75,7 @@ def write_run(
                 "lag_3-4/clip_low": 0.1,
                 "lag_3-4/clip_high": 0.2,
             }
+            | {name: values[step - 1] for name, values in (metrics or {}).items()}
         )
         late = seconds + 100  # evaluations are finished later
         row = {"step": step, "lineage": 1, "eval/success": value, "eval/episodes": 8.0}

@@ -213,5 +213,5 @@ def test_every_shipped_study_can_be_run(study: Path) -> None:
 
 
 def test_the_promised_studies_are_shipped() -> None:
-    names = {"lag", "staleness", "correction", "reuse", "boost", "strip", "guided", "judge"}
-    assert {path.stem for path in STUDIES} >= names | {"sync_vs_async"}
+    names = {"lag", "staleness", "correction", "reuse", "evidence", "sync_vs_async"}
+    assert {path.stem for path in STUDIES} >= names

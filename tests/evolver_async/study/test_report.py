@@ -8,11 +8,11 @@ from studies import EPISODES, STEP_S, TURNS, made_study, run_of, write_cold, wri
 
 from evolver_async.config import ConfigError
 from evolver_async.study import directory, report
-from evolver_async.study.curves import height
+from evolver_async.study.curves import StudyCurve, height, reached
 from evolver_async.study.definition import Definition, Threshold
 from evolver_async.study.directory import Study, difference_of, existing, record_failure, state_of
 from evolver_async.study.results import results_of
-from evolver_async.study.statistics import Reach
+from evolver_async.study.statistics import Interval, Reach
 from evolver_async.study.summary import cells_summary, shown_reach, text
 
 LAGS = Definition(
@@ -118,6 +118,17 @@ def test_plots_are_drawn_of_what_is_finished(study: Study) -> None:
 def test_curves_are_interpolated_between_their_points() -> None:
     curve = [(0.0, 0.0), (10.0, 1.0), (10.0, 0.5), (20.0, 0.5)]
     assert [height(curve, place) for place in (-1, 5, 15, 99)] == [0.0, 0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("level", "place"), [(0.1, 0.0), (0.2, 0.0), (0.3, 5.0), (0.4, 10.0), (0.6, 25.0), (0.9, None)]
+)
+def test_a_mean_curve_reaches_a_level_between_its_places(level: float, place: float | None) -> None:
+    means = (0.2, 0.4, 0.4, 0.8)
+    curve = StudyCurve("", [0.0, 10.0, 20.0, 30.0], [Interval(mean, None, 1) for mean in means])
+    found = reached(curve, level)
+    assert found is None if place is None else found == pytest.approx(place)
+    assert reached(StudyCurve("", [], []), level) is None
 
 
 def test_a_forked_run_begins_with_the_end_of_its_cold_start(tmp_path: Path) -> None:

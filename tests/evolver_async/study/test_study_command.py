@@ -104,9 +104,9 @@ def test_a_dry_run_prints_the_cells_and_the_estimate(
 
 
 def test_a_shipped_study_is_found_by_name(ended: Ended) -> None:
-    code, said = ended("judge", "--seeds", "0,1", "eval.every=5", "--dry-run")
+    code, said = ended("sync_vs_async", "--seeds", "0,1", "eval.every=5", "--dry-run")
     assert code == 0
-    assert "outcome: the recipe as it is\n" in said and "= 8 runs" in said
+    assert "sync: buffer.max_staleness=0\n" in said and "= 6 runs" in said
 
 
 def test_a_study_file_names_its_recipe_relative_to_itself(
