@@ -63,7 +63,8 @@ class Chat:
     def place_of_user(self, system: str, user: str) -> int:
         """Count the tokens of `first` before the user's message."""
         text = self._opening_text(system, user)
-        before, found, _ = self._opening_text(system, USER).partition(USER)
+        # The last of them, since `system` may spell the placeholder too.
+        before, found, _ = self._opening_text(system, USER).rpartition(USER)
         if not found or not text.startswith(before):
             raise ValueError("chat template: what precedes the user's message depends on it")
         offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

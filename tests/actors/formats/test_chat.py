@@ -4,11 +4,11 @@ import re
 
 import pytest
 from chatml import make_tokenizer
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from actors.engines.base import Generation
-from actors.formats.chat import Chat, Stream
+from actors.formats.chat import USER, Chat, Stream
 from evolver_async.schema import Role, WeightId
 
 TOKENIZER = make_tokenizer()
@@ -106,6 +106,7 @@ def test_only_experience_stands_between_its_markers(text: str) -> None:
 
 
 @given(texts, texts)
+@example(USER, "")
 def test_the_users_message_begins_where_it_is_said(system: str, user: str) -> None:
     place = CHAT.place_of_user(system, user)
     tokens = CHAT.first(system, user, "<answer>")
