@@ -69,7 +69,9 @@ class TimeBudget:
         actor_s, actor = _means(kept, "actor", ACTOR)
         learner_s, learner = _means(kept, "learner", LEARNER)
         generations = sum(
-            row[GENERATIONS] * row["throughput/actor/seconds"] for row in kept if GENERATIONS in row
+            row[GENERATIONS] * row["throughput/actor/seconds"]
+            for row in kept
+            if row.get(GENERATIONS)
         )
         return cls(actor, learner, actor_s, learner_s, generations / actor_s if actor_s else 0.0)
 
@@ -79,12 +81,12 @@ def _means(
 ) -> tuple[float, dict[str, float]]:
     """Return the seconds of a role, and the shares of its activities in them, largest first."""
     name = f"throughput/{role}"
-    timed = [row for row in rows if f"{name}/seconds" in row]
+    timed = [row for row in rows if row.get(f"{name}/seconds")]
     whole = sum(row[f"{name}/seconds"] for row in timed)
     if not whole:
         return 0.0, {}
     seconds = {
-        one: sum(row.get(f"{name}/{one}", 0.0) * row[f"{name}/seconds"] for row in timed)
+        one: sum((row.get(f"{name}/{one}") or 0.0) * row[f"{name}/seconds"] for row in timed)
         for one in activities
     }
     order = sorted(seconds, key=lambda one: (one == OTHER, -seconds[one]))
