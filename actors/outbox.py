@@ -5,6 +5,7 @@ import logging
 from functools import partial
 from typing import Any
 
+from evolver_async.metrics.activity import DELIVERING, ActivityClock
 from evolver_async.protocol import messages
 from evolver_async.schema import Trajectory
 from evolver_async.transport.client import Client
@@ -15,19 +16,23 @@ log = logging.getLogger(__name__)
 class Outbox:
     """Finished trajectories of one ticket. `delivered`: members whose delivery is acknowledged."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, clock: ActivityClock) -> None:
         self.delivered: set[int] = set()
         self._client = client
+        self._clock = clock
         self._sending: set[asyncio.Task[Any]] = set()
 
     def send(self, trajectory: Trajectory) -> "asyncio.Task[Any]":
         """Send a trajectory; the task ends when the buffer has stored it, and may raise
         Rejected."""
-        push = self._client.request(messages.Push(trajectory=trajectory))
-        task = asyncio.create_task(push, name=trajectory.trajectory_id)
+        task = asyncio.create_task(self._push(trajectory), name=trajectory.trajectory_id)
         self._sending.add(task)
         task.add_done_callback(partial(self._sent, trajectory.member))
         return task
+
+    async def _push(self, trajectory: Trajectory) -> Any:
+        with self._clock.during(DELIVERING):
+            return await self._client.request(messages.Push(trajectory=trajectory))
 
     async def settle(self, within_s: float) -> None:
         """Wait at most `within_s` for outstanding replies, then cancel them."""

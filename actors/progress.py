@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from evolver_async.metrics.activity import ACTOR_LEVELS, ActivityClock
 from evolver_async.protocol import messages
 from evolver_async.schema import WeightId
 
@@ -15,13 +16,15 @@ class TicketProgress:
 
     `count`: tokens and environment steps; the lease is renewed while it grows. `queued`: the ticket
     waits for others of this actor, so their progress counts as its own. `played`: members whose
-    episode is over. `last`: each member's last activity and its seconds.
+    episode is over. `last`: each member's last activity and its seconds. `clock`: that of the
+    process.
     """
 
     count: int = 0
     queued: bool = False
     played: int = 0
     last: dict[int, tuple[str, float]] = field(default_factory=dict)
+    clock: ActivityClock = field(default_factory=lambda: ActivityClock(ACTOR_LEVELS))
     _doing: dict[int | None, tuple[str, float]] = field(default_factory=dict)
 
     @contextmanager
@@ -49,7 +52,9 @@ class TicketProgress:
         return f"{whose}{what} for {seconds:.1f} s", seconds
 
 
-def renewal(progresses: dict[int, TicketProgress], weights: WeightId | None) -> messages.Renew:
+def renewal(
+    progresses: dict[int, TicketProgress], weights: WeightId | None, clock: ActivityClock
+) -> messages.Renew:
     """Report the progress and the slowest activity of an actor's tickets, by group."""
     total = sum(progress.count for progress in progresses.values())
     slowest = {group: progress.slowest() for group, progress in progresses.items()}
@@ -58,4 +63,5 @@ def renewal(progresses: dict[int, TicketProgress], weights: WeightId | None) -> 
         doing={group: text for group, (text, _) in slowest.items()},
         still_s={group: seconds for group, (_, seconds) in slowest.items()},
         weights=weights,
+        seconds=clock.totals(),
     )

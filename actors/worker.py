@@ -24,6 +24,7 @@ from actors.scripted.branching import branch_group
 from actors.scripted.expert import demonstrate_group
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
+from evolver_async.metrics.activity import ACTOR_LEVELS, LEASING, ActivityClock, wall_clock
 from evolver_async.protocol import messages
 from evolver_async.schema import Ticket
 from evolver_async.transport.client import Client, Rejected
@@ -67,7 +68,9 @@ class Worker:
         self.engine = engine
         self.name = name
         self.reporter = Reporter(client, engine, self.components)
-        self.adoption = WeightSync(receiver, engine, config.actors, config.run.seed, name)
+        self.clock = ActivityClock(ACTOR_LEVELS, busy=lambda: engine.stats()["busy_s"])
+        identity = config.run.seed, name
+        self.adoption = WeightSync(receiver, engine, config.actors, *identity, self.clock)
         self.turnover = self.adoption.turnover  # notified whenever a ticket ends
         self.running: dict[TicketId, tuple[Ticket, TicketProgress, asyncio.Task[None]]] = {}
         self.tasks: set[asyncio.Task[None]] = set()  # of these and of those being released
@@ -84,6 +87,7 @@ class Worker:
 
         An error of a loop or a ticket ends the work and is raised here.
         """
+        self.clock.begin(wall_clock())
         loops = [
             asyncio.create_task(loop())
             for loop in (self.lease, self.renew, self.reporter.run, self.adoption.follow)
@@ -116,9 +120,10 @@ class Worker:
         while True:
             async with self.turnover:
                 await self.turnover.wait_for(lambda: self.free() >= self.size)
-            weights, generated = self.engine.weights, self.reporter.generated()
-            lease = messages.Lease(credit=self.free(), weights=weights, generated=generated)
-            reply = await self.client.request(lease)
+            lease = messages.Lease(credit=self.free(), weights=self.engine.weights)
+            lease.generated, lease.seconds = self.reporter.generated(), self.clock.totals()
+            with self.clock.during(LEASING):
+                reply = await self.client.request(lease)
             if isinstance(reply, messages.Wait):
                 log.info("no ticket: %s", reply.reason)
                 continue
@@ -137,7 +142,7 @@ class Worker:
         if ticket.kind != "eval":
             self.size = self.sizes[ticket.stage]
         self.adoption.expect(ticket)
-        progress = TicketProgress()
+        progress = TicketProgress(clock=self.clock)
         task = asyncio.create_task(self.work(ticket, progress), name=f"g{ticket.group_id}")
         self.tasks.add(task)
         task.add_done_callback(self.ended)
@@ -174,7 +179,7 @@ class Worker:
                 continue
             reported = set(self.running)
             progresses = {one[0]: progress for one, (_, progress, _) in self.running.items()}
-            reply = await self.client.request(renewal(progresses, self.engine.weights))
+            reply = await self.client.request(renewal(progresses, self.engine.weights, self.clock))
             if isinstance(reply, messages.Fenced):
                 if not reply.groups:
                     raise ActorReplaced(reply.reason)
@@ -184,7 +189,7 @@ class Worker:
 
     async def work(self, ticket: Ticket, progress: TicketProgress) -> None:
         """Run one ticket to its end; release undelivered members with the reason."""
-        outbox = Outbox(self.client)
+        outbox = Outbox(self.client, self.clock)
         reason = "drain"
         try:
             if ticket.kind == "explore":

@@ -209,6 +209,7 @@ class Learner:
             self.requests.sleep(POLL_S)
         self.keep()
         self.clock.skip()
+        self.timers.clock.skip()
         log.info("continued after its pause")
 
     def sample(self) -> list[Group]:

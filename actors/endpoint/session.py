@@ -13,6 +13,7 @@ from actors.endpoint.tools import ParsedTurn, parse
 from actors.engines.base import Engine, Generation, Request
 from actors.progress import TicketProgress
 from actors.rollout.episode_config import Setting
+from evolver_async.metrics.activity import GENERATING
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
 from evolver_async.schema import Ticket, TurnFlag
@@ -118,7 +119,8 @@ class EndpointSession:
             self._busy_since = loop.time()
         self._calls.add(task)
         try:
-            return await self.engine.generate(call)
+            with self.progress.clock.during(GENERATING):
+                return await self.engine.generate(call)
         except Exception as error:
             self.failure = error
             raise

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from actors.engines.base import Engine
 from actors.progress import TicketProgress
 from evolver_async.config import ActorsConfig
+from evolver_async.metrics.activity import AWAITING, LOADING, ActivityClock
 from evolver_async.randomness import key
 from evolver_async.schema import SCRIPTED, Ticket, WeightId
 from evolver_async.weights.channel.base import Receiver, WeightsGone
@@ -30,6 +31,7 @@ class WeightSync:
     actors: ActorsConfig
     seed: int
     name: str
+    clock: ActivityClock
     turnover: asyncio.Condition = field(default_factory=asyncio.Condition)
     oldest: WeightId | None = None  # maximum over tickets of the oldest weights they allow
     pinned: WeightId | None = None
@@ -98,7 +100,8 @@ class WeightSync:
                 tensors = await asyncio.to_thread(fetch, target)
         except WeightsGone:
             return  # replaced by a newer head, which the next call finds
-        await self.engine.update(target, tensors)
+        with self.clock.during(LOADING):
+            await self.engine.update(target, tensors)
 
     @contextlib.asynccontextmanager
     async def weights_for(self, ticket: Ticket, progress: TicketProgress) -> AsyncIterator[None]:
@@ -156,7 +159,8 @@ class WeightSync:
     ) -> None:
         """Wait until the engine holds allowed weights. Raise WeightsLate on timeout."""
         deadline = asyncio.get_running_loop().time() + self.actors.weights_timeout_s
-        with progress.during(None, f"waiting for weights {ticket.weights}"):
+        waiting = progress.during(None, f"waiting for weights {ticket.weights}")
+        with waiting, self.clock.during(AWAITING):
             while True:
                 await self.adopt()
                 if self.engine.weights is not None and allowed(self.engine.weights):

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from actors.envs.base import Env, EnvironmentFailure, blocks, env_class, make_env, settled
 from actors.progress import TicketProgress
+from evolver_async.metrics.activity import BLOCKING, STEPPING
 from evolver_async.schema import Ticket
 
 _closing: set[asyncio.Task[None]] = set()  # of environments that nobody waits for
@@ -63,7 +64,8 @@ class TimedEnvironment:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            with self._progress.during(self._member, doing):
+            stepping = self._progress.clock.during(STEPPING)
+            with stepping, self._progress.during(self._member, doing):
                 return await self._timed(function, args, latency_s)
         except Exception as error:
             raise self.failure(doing, loop.time() - began, error) from error
@@ -83,7 +85,9 @@ class TimedEnvironment:
                 if self._thread is not None:
                     self._last = self._thread.call(function, *args)
                     return await settled(await asyncio.wrap_future(self._last))
-                found = await settled(function(*args))
+                with self._progress.clock.during(BLOCKING):
+                    made = function(*args)
+                found = await settled(made)
         except TimeoutError:
             if limit.expired():
                 raise missed from None

@@ -22,6 +22,7 @@ from actors.rollout.episode_config import Setting, reads_scores, step_latency_s
 from actors.rollout.finished import Finished, assembled
 from actors.rollout.policy import Advice, EpisodePolicy
 from evolver_async.env import Step
+from evolver_async.metrics.activity import GENERATING
 from evolver_async.protocol.failures import FailureKind
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
@@ -74,7 +75,8 @@ class Episode:
         for turn in range(setting.max_turns):
             asked = loop.time()
             try:
-                with self.progress.during(self.member, f"generation of turn {turn}"):
+                generating = self.progress.clock.during(GENERATING)
+                with generating, self.progress.during(self.member, f"generation of turn {turn}"):
                     context = self.conversation.tokens
                     generation = await policy.write(self.environment, context, turn)
             finally:

@@ -14,6 +14,7 @@ from actors.rollout.episode import EpisodeLate, run_episode
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Deliver
 from actors.rollout.policy import Advice, EpisodePolicy, Guide
+from evolver_async.metrics.activity import PLAYING
 from evolver_async.randomness import key
 from evolver_async.schema import Ticket
 
@@ -72,7 +73,8 @@ async def side_by_side(
 
     async def run(member: int) -> None:
         try:
-            await play(member)
+            with progress.clock.during(PLAYING):
+                await play(member)
         except (EnvironmentFailure, EpisodeLate) as failure:
             log.warning("group %d: %s", ticket.group_id, failure)
             setting.failures.note(failure.kind, failure.name, failure.error)

@@ -65,7 +65,7 @@ class ActorRequests:
             self.store.leases.abandon(peer)
             self.activity.depart(peer)
             return Ok()
-        self._note_actor(peer, request.weights, now)
+        self._note_actor(peer, request, now)
         room = request.credit
         fresh = self.store.replay.room() if room >= self.store.replay.numbers.group_size else 0
         if fresh:
@@ -94,7 +94,7 @@ class ActorRequests:
         return Wait(reason=reason)
 
     def renew(self, peer: str, request: Renew, now: float) -> Reply:
-        self._note_actor(peer, request.weights, now)
+        self._note_actor(peer, request, now)
         if request.still_s:
             slowest = max(request.still_s, key=request.still_s.__getitem__)
             self.activity.peers[peer].doing = (request.doing.get(slowest, ""), now)
@@ -145,8 +145,10 @@ class ActorRequests:
             self.store.record(records.Offered(tasks=new[:room], duplicates=duplicates))
         return Ok()
 
-    def _note_actor(self, peer: str, weights: WeightId | None, now: float) -> None:
-        """Note an actor's request and its weights. Evaluations pin older ones."""
+    def _note_actor(self, peer: str, request: Lease | Renew, now: float) -> None:
+        """Note an actor's request, its seconds and its weights. Evaluations pin older ones."""
+        weights = request.weights
+        self.activity.store_seconds(peer, request.seconds)
         oldest = self.store.replay.oldest_allowed()
         behind = oldest is not None and (weights is None or weights < oldest)
         if behind:

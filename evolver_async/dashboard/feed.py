@@ -25,6 +25,7 @@ from evolver_async.transport.client import Rejected
 from evolver_async.watch.live import exact_values, steps_of
 from evolver_async.watch.runs import END, Ending, ending_of
 from evolver_async.watch.status import ask
+from evolver_async.watch.throughput import Setup
 from evolver_async.watch.view import View
 
 ASK_S = 2.0  # for an answer to STATUS
@@ -47,7 +48,8 @@ class LoggedError:
 class RunSnapshot:
     """Everything that the views show of a run at one moment.
 
-    `cells`: names and texts of the newest step. `status`: the newest answer to STATUS, None without
+    `cells`: names and texts of the newest step. `times`: those of the processes' time, with the
+    advice. `status`: the newest answer to STATUS, None without
     one. `silence`: the reason why the buffer gives no answer now, "" if it gives one. `ended`: the
     groups by state and the ledger of a run that has ended, None if they are not known; `unknown`
     says why. `errors`: of the logs of a run that has ended.
@@ -59,6 +61,7 @@ class RunSnapshot:
     evaluations: MetricTable
     events: list[RunEvent] = field(default_factory=list)
     cells: list[tuple[str, str]] = field(default_factory=list)
+    times: list[tuple[str, str]] = field(default_factory=list)
     paused: str = ""
     problem: str = ""
     status: Status | None = None
@@ -88,7 +91,8 @@ class RunFeed:
         self._rows: list[dict[str, Any]] = []
         self._restarts: list[RunEvent] = []
         self._log_size = -1
-        self._view = View(run_dir.name, steps_of(config), exact_values(run_dir))
+        setup = Setup.of(config)
+        self._view = View(run_dir.name, steps_of(config), exact_values(run_dir), setup)
         self._seen: tuple[float, ...] = ()
         self._looked_back = False
         self._answered: float | None = None  # time of the newest answer
@@ -175,6 +179,7 @@ class RunFeed:
             "evaluations": MetricTable(kinds["eval"]),
             "events": [*events(self._rows, current), *self._restarts],
             "cells": self._view.cells(),
+            "times": self._view.time_cells(),
         }
 
     def _read_log(self) -> bool:

@@ -1,5 +1,6 @@
 """View of the learning: numbers of the newest step, and curves. Pure."""
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -95,6 +96,10 @@ def headline(snapshot: RunSnapshot, width: int) -> list[Text]:
         if len(lines[-1]) and len(lines[-1]) + len(part) - 3 > width:
             lines.append(Text())
         lines[-1].append_text(part)
+    for name, text in snapshot.times:
+        first, *rest = textwrap.wrap(f"{name} {text}", width)
+        lines.append(Text.assemble((name, DIM), (first.removeprefix(name), "bold")))
+        lines += [Text(one, "bold") for one in rest]
     return lines
 
 

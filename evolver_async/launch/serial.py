@@ -7,6 +7,7 @@ does: environment latency, leases and deadlines behave as always and cost no rea
 
 import asyncio
 import selectors
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,10 +50,24 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self._clock = _JumpSelector()
+        self._ran_s = 0.0
+        self._entered: float | None = None
         super().__init__(self._clock)
 
     def time(self) -> float:
         return self._clock.now
+
+    def run_forever(self) -> None:
+        self._entered = time.perf_counter()
+        try:
+            super().run_forever()
+        finally:
+            self._ran_s, self._entered = self.ran_s(), None
+
+    def ran_s(self) -> float:
+        """Return the real seconds for which the loop has run."""
+        running_s = 0.0 if self._entered is None else time.perf_counter() - self._entered
+        return self._ran_s + running_s
 
 
 class InProcessExperience:

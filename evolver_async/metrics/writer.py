@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from evolver_async.metrics.activity import LEARNER_LEVELS, ActivityClock, shares
 from evolver_async.metrics.alerts import Level, alert
 from evolver_async.metrics.histograms import HISTOGRAMS, Histogram
 from evolver_async.metrics.sinks import Sinks
@@ -95,16 +96,22 @@ class Metrics:
 
 
 class Timers:
-    """Wall-clock seconds by phase: `with timers("train"): …` adds to `time/train_s`."""
+    """Wall-clock seconds by phase: `with timers("train"): …` adds to `time/train_s`.
+
+    Phases nest, so these seconds overlap; those of `clock` do not.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.clock = ActivityClock(LEARNER_LEVELS)
+        self.clock.begin()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with self.clock.during(phase):
+                yield
         finally:
             spent = time.perf_counter() - start
             self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
@@ -113,3 +120,7 @@ class Timers:
         """Return the seconds since the last call as metrics, and start from 0."""
         seconds, self.seconds = self.seconds, {}
         return {f"time/{phase}_s": value for phase, value in seconds.items()}
+
+    def shares(self) -> dict[str, float]:
+        """Return the learner's seconds since the last call, and the shares of its activities."""
+        return shares("learner", self.clock.drain())

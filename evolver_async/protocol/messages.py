@@ -42,6 +42,7 @@ class Lease(Message, tag="lease"):
     credit: int
     weights: WeightId | None = None
     generated: int = 0  # tokens that this incarnation has sampled so far
+    seconds: dict[str, float] = {}  # of this incarnation by activity (`metrics.activity`)
 
 
 class Push(Message, tag="push"):
@@ -54,13 +55,14 @@ class Renew(Message, tag="renew"):
     """Renewal of tickets, each with a counter of tokens and environment steps done.
 
     `doing`, `still_s`: activity of the slowest member of each, and its duration in seconds.
-    `weights`: those that the sender holds.
+    `weights`: those that the sender holds. `seconds`: as in LEASE.
     """
 
     progress: dict[int, int]
     doing: dict[int, str] = {}
     still_s: dict[int, float] = {}
     weights: WeightId | None = None
+    seconds: dict[str, float] = {}
 
 
 class Release(Message, tag="release"):
@@ -228,8 +230,7 @@ class Ok(Message, tag="ok"):
     """Success. After DONE and KEPT: evaluation results; after DONE the buffer's counters as well.
 
     `evaluating`, after KEPT: progress by group of the tickets that outstanding evaluations need.
-    `checkpoint`: the learner is to write one, which frees older data. `failures`: after DONE,
-    those of the whole run.
+    `checkpoint`: the learner is to write one, which frees data. `failures`: the run's, after DONE.
     """
 
     evals: list[EvalResult] = []

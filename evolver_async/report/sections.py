@@ -76,7 +76,9 @@ PUBLISHING = (
     Curve("Published version", {"version": "version"}),
     Curve("Tokens per second", {"throughput/tokens_per_s": "trained ACTION tokens"}),
 )
-INSIDE_TRAIN = ("anchor", "forward", "backward", "distill", "optimizer")  # parts of time/train_s
+INSIDE_TRAIN = (  # parts of time/train_s
+    *("anchor", "reference", "value", "forward", "backward", "distill", "optimizer"),
+)
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # of lag_<bucket>/*
 SAMPLED = 20_000  # trajectories in a histogram
 

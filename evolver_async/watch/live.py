@@ -25,6 +25,7 @@ from evolver_async.metrics.wandb_process import url_of
 from evolver_async.process.addresses import keys_of
 from evolver_async.transport.client import Rejected
 from evolver_async.watch.status import ask
+from evolver_async.watch.throughput import Setup
 from evolver_async.watch.view import View
 
 POLL_S = 0.5
@@ -77,7 +78,7 @@ def _show(
     """
     tail = Tail(run_dir / "metrics.jsonl")
     exact = exact_values(run_dir)
-    view = View(run_dir.name, steps_of(config), exact)
+    view = View(run_dir.name, steps_of(config), exact, Setup.of(config))
     if embedded:
         for row in current_rows(tail.rows()):
             view.feed(row)
@@ -104,7 +105,8 @@ def _show(
         if live is not None:
             live.update(view.panel())
         elif last and view.row:
-            _print([view.line()], live)
+            times = [] if embedded else [f"{name}: {text}" for name, text in view.time_cells()]
+            _print([view.line(), *times], live)
 
 
 def _feed_status(view: View, run_dir: Path, config: Config, quiet: bool) -> list[str] | None:

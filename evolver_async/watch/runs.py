@@ -18,6 +18,7 @@ from evolver_async.launch.run_directory import last_lines
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import url_of
+from evolver_async.watch.throughput import time_lines
 
 END = "end.json"  # end of the newest launch
 SEARCHED_LINES = 100  # of the launcher's log, for the reason of a failure
@@ -80,12 +81,14 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
     if ending.state == "failed":
         lines = [f"failed with exit code {ending.code}: {ending.reason}", f"logs: {run}/logs"]
         return [*lines, resume]
-    progress = progress_of(run_dir)
+    rows = current_rows(Tail(run_dir / "metrics.jsonl").rows())
+    config = load(run_dir / "config.yaml")
+    progress = progress_of(rows)
     success = "not evaluated"
     if progress.last is not None:
         best = f"best {progress.best:.3f} at step {progress.best_step}"
         success = f"eval success {progress.last:.3f} ({best})"
-    lines = [f"{ending.state} at step {progress.step}, {success}"]
+    lines = [f"{ending.state} at step {progress.step}, {success}", *time_lines(rows, config)]
     with contextlib.suppress(CheckpointError):
         newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
         lines.append(f"checkpoint: {_short(newest)}")
@@ -93,16 +96,15 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
         lines.append(f"W&B: {url}")
     if ending.state == "stopped":
         return [*lines, resume]
-    *others, last = load(run_dir / "config.yaml").stages
+    *others, last = config.stages
     if last.steps:
         change = f"stages.{len(others)}.steps={2 * last.steps}"
         lines.append(f"extend: {resume.partition(': ')[2]} {change}")
     return [*lines, f"export: evolver-async export {run} OUT"]
 
 
-def progress_of(run_dir: Path) -> RunProgress:
-    """Read the progress of a run from the rows of its newest lineage."""
-    rows = current_rows(Tail(run_dir / "metrics.jsonl").rows())
+def progress_of(rows: list[dict[str, Any]]) -> RunProgress:
+    """Return the progress of a run by the rows of its newest lineage."""
     evaluated = [
         (row["eval/success"], row["step"]) for row in rows if row.get("eval/success") is not None
     ]
@@ -132,7 +134,7 @@ def listed(directory: Path) -> list[dict[str, Any]]:
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:
-    progress = progress_of(run_dir)
+    progress = progress_of(current_rows(Tail(run_dir / "metrics.jsonl").rows()))
     ending = ending_of(run_dir)
     state = "running" if _running(run_dir) else ending.state
     return {

@@ -5,6 +5,7 @@ Pure but for rich's objects; `live.py` reads the file, asks the buffer and print
 
 import contextlib
 import math
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from evolver_async.metrics.lineages import RowKey, key_of, supersedes
 from evolver_async.protocol.failures import FailureTotal
+from evolver_async.watch import throughput
 from evolver_async.watch.status import failures_of, longest_stall, waits_of
 
 REPEAT_S = 30.0  # until a repeated failure is printed again
@@ -21,19 +23,28 @@ SHOWN = 4  # failures, and waiting processes, in a panel
 LINE_S = 2.0  # of the run's time between two lines
 BARS = "▁▂▃▄▅▆▇█"
 SPARKS = 40
+RECENT = 50  # steps whose time the panel divides
 
 
 class View:
     """State of a run by its rows and by STATUS.
 
     `steps`: learner steps of all stages, 0 if unknown. `exact`: success of the `random` and of the
-    `optimal` policy on the evaluation's tasks.
+    `optimal` policy on the evaluation's tasks. `setup`: settings that the advice depends on.
     """
 
-    def __init__(self, name: str, steps: int, exact: dict[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        steps: int,
+        exact: dict[str, float] | None = None,
+        setup: throughput.Setup | None = None,
+    ) -> None:
         self.name = name
         self.steps = steps
         self.exact = exact
+        self.setup = setup or throughput.Setup()
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self.row: dict[str, Any] = {}
         self.evaluations: list[tuple[RowKey, float]] = []  # none superseded
         self.eval_sets: dict[str, tuple[RowKey, str]] = {}  # newest of each, none superseded
@@ -65,7 +76,9 @@ class View:
             return None
         if self.row and self.row["lineage"] != row["lineage"]:  # a resume sets the clock back
             self.first, self.line_due_s = None, 0.0
+            self.recent.clear()
         self.row, self.waiting = row, []
+        self.recent.append(row)
         if not self.stalls:
             self.stalled = ""
         self.first = self.first or (row["step"], row["time_s"])
@@ -120,6 +133,8 @@ class View:
             grid.add_row("eval success", f"{spark} {self.evals[-1]:.3f}{self._exact_values()}")
         for name, (_, value) in self.eval_sets.items():
             grid.add_row(f"eval {name}", value)
+        for name, text in self.time_cells():
+            grid.add_row(name, text)
         if self.url:
             grid.add_row("W&B", self.url)
         if self.stalled:
@@ -159,6 +174,16 @@ class View:
         if eta_s is not None:
             cells.append(("eta", clock(eta_s)))
         return cells
+
+    def time_cells(self) -> list[tuple[str, str]]:
+        """Format the time of the processes over the newest steps, and the advice."""
+        budget = throughput.TimeBudget.of(self.recent)
+        cells = [
+            ("actors' time", throughput.line(budget.actor)),
+            ("learner's time", throughput.line(budget.learner)),
+            ("advice", throughput.advice(budget, self.setup)),
+        ]
+        return [(name, text) for name, text in cells if text]
 
     def _eta_s(self) -> float | None:
         """Estimate the remaining seconds by the pace so far."""

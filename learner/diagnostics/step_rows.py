@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from evolver_async.config import Config
+from evolver_async.metrics.activity import ActorShares
 from evolver_async.metrics.writer import Metrics, Timers
 from evolver_async.model import policy
 from learner.diagnostics.samples import write_samples
@@ -18,6 +19,7 @@ class StepRows:
         self.run_dir = run_dir
         self.metrics = metrics
         self.timers = timers
+        self.actors = ActorShares()
         self.tokenizer = policy.load_tokenizer(config.policy.path)
 
     def write(
@@ -52,8 +54,9 @@ class StepRows:
                 "stage_kind": self.config.stages[stage].kind,
                 "version": float(state.version),
                 **outcome.metrics,
-                **counters,
+                **self.actors.take_in(counters),
                 **times,
+                **self.timers.shares(),
                 "weights/publish_s": times.get("time/publish_s", 0.0),
                 **outcome.rates(passed),
             },

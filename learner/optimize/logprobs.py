@@ -97,7 +97,8 @@ def step_logprobs(
     reference_N = np.zeros_like(batch.mu_N)
     if stage.loss.kl_coef > 0:
         assert models.reference is not None, "a stage with a KL was entered without a reference"
-        reference_N = score(models.reference, batch.whole())
+        with timers("reference"):
+            reference_N = score(models.reference, batch.whole())
     return LogProbs(anchor_N, old_N, reference_N, sampled_N)
 
 

@@ -95,7 +95,7 @@ def test_what_was_sampled_never_falls_while_the_policy_judges(tmp_path: Path) ->
         sampled = 100.0
 
         def stats(self) -> dict[str, float]:
-            return {"generated": self.sampled}
+            return {"generated": self.sampled, "busy_s": 0.0}
 
     class Own:
         generated = 0

@@ -63,7 +63,7 @@ class FakeEngine:
     async def close(self) -> None: ...
 
     def stats(self) -> dict[str, float]:
-        return {"generated": 0.0}
+        return {"generated": 0.0, "busy_s": 0.0}
 
 
 class Corridor:

@@ -5,6 +5,7 @@ from collections import deque
 
 import msgspec
 
+from evolver_async.metrics.activity import ACTOR, GENERATIONS, TOTALS
 from evolver_async.schema import WeightId
 
 WINDOW_S = 60.0
@@ -38,6 +39,7 @@ class Peer(msgspec.Struct):
     behind_since: float | None = None
     failed: tuple[str, float] | None = None
     counters: dict[str, float] = {}  # its last report, by metric name
+    seconds: dict[str, float] = {}  # of its process by activity, by metric name
     host: str = ""
     gauges_due: float = 0.0  # time from which its next gauges are recorded
 
@@ -127,9 +129,9 @@ class Activity:
 
     def fold(self, peer: Peer) -> None:
         """Add its counters to those of departed processes: it is gone, or begins anew."""
-        for name, value in peer.counters.items():
+        for name, value in (peer.counters | peer.seconds).items():
             self.departed[name] = _sum(self.departed.get(name, 0.0), value)
-        peer.counters = {}
+        peer.counters, peer.seconds = {}, {}
 
     def store_counters(self, name: str, values: dict[str, float]) -> str | None:
         """Store the counters of a process; return the reason if they are refused."""
@@ -143,6 +145,11 @@ class Activity:
                 self.metrics.setdefault(metric)
         self.peers[name].counters = {m: v for m, v in values.items() if m in self.metrics}
         return None
+
+    def store_seconds(self, name: str, seconds: dict[str, float]) -> None:
+        """Store the seconds of an actor by activity; leave out unknown activities."""
+        known = {one: seconds[one] for one in (*ACTOR, GENERATIONS) if one in seconds}
+        self.peers[name].seconds = {f"{TOTALS}{one}": value for one, value in known.items()}
 
     def waits(self, name: str, request: str, reason: str, now: float) -> None:
         """Note that `name` waits; its waiting time goes on if it was waiting already."""
@@ -194,7 +201,7 @@ class Activity:
         """Counters of all processes, added up by name; finite whatever they report."""
         sums = dict(self.departed)
         for peer in self.peers.values():
-            for name, value in peer.counters.items():
+            for name, value in (peer.counters | peer.seconds).items():
                 sums[name] = _sum(sums.get(name, 0.0), value)
         return sums
 

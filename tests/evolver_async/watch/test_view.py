@@ -9,7 +9,8 @@ from rich.console import Console
 from evolver_async.config import Config
 from evolver_async.metrics.tail import Tail
 from evolver_async.watch.live import watch
-from evolver_async.watch.view import View
+from evolver_async.watch.throughput import Setup
+from evolver_async.watch.view import RECENT, View
 
 ROW = {
     "lineage": 1,
@@ -116,6 +117,20 @@ def test_the_panel_shows_steps_evaluations_and_who_waits() -> None:
     assert "2 (longest 42 s)" in text_of(view) and "actor-1 has made no progress" in text_of(view)
     view.feed(row(12, 7.0) | dict.fromkeys(counters, 0.0))
     assert "stalled" not in text_of(view) and "actor-1" not in text_of(view)
+
+
+def test_the_panel_divides_the_time_of_the_newest_steps() -> None:
+    view = View("run", 200, setup=Setup(slots=8, concurrent=8))
+    assert "time" not in dict(view.time_cells())
+    times = {"throughput/learner/seconds": 1.0, "throughput/learner/data": 1.0}
+    times |= {"throughput/actor/seconds": 1.0, "throughput/actor/engine": 1.0}
+    view.feed(row(1, 1.0) | times)
+    assert "engine 100%" in text_of(view) and "data 100%" in text_of(view)
+    assert "The actors hold up the learner" in dict(view.time_cells())["advice"]
+    times |= {"throughput/learner/data": 0.0, "throughput/learner/forward": 1.0}
+    for step in range(2, 2 + RECENT):
+        view.feed(row(step, step) | times)
+    assert dict(view.time_cells())["learner's time"] == "forward 100%", "the first one is old"
 
 
 def test_a_resumed_run_shows_the_newest_lineage_alone(

@@ -1,0 +1,179 @@
+"""Time of a run's processes by activity: a table, and a sentence that says what to change. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import dropwhile
+from typing import Any
+
+from evolver_async.config import Config
+from evolver_async.metrics.activity import ACTOR, LEARNER, OTHER
+
+WAITS = 0.25  # share of its time from which on a side waits for the other
+FULL, EMPTY = 0.8, 0.5  # shares of the slots in use
+GENERATIONS = "throughput/actor/generations"
+FIXED = ("optimizer", "publish", "report", "checkpoint")  # cost the same for larger steps
+SLOWS = {  # what to change if this activity of the actors holds up the learner
+    "rollout": "the episodes' own code takes most of it, on one core for each actor: add actors"
+    " (actors.count)",
+    "environment": "environments take most of it: run more groups beside them (actors.groups),"
+    " or add actors (actors.count)",
+    "push": "handing in takes most of it: give the buffer a faster disk, or add actors"
+    " (actors.count)",
+    "weights": "waiting for weights takes most of it: allow older ones (buffer.max_staleness), or"
+    " publish less often by larger steps (learner.groups_per_step)",
+    OTHER: "no activity of theirs that is measured takes most of it: look for a slow judge,"
+    " endpoint or start",
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Settings that the advice depends on. `concurrent`: members that an actor plays at a time."""
+
+    serial: bool = False
+    slots: int = 1
+    concurrent: int = 1
+    staleness: int = 0
+
+    @classmethod
+    def of(cls, config: Config) -> "Setup":
+        return cls(
+            serial=config.launch.kind == "serial",
+            slots=config.engine.slots,
+            concurrent=config.actors.groups * config.rollout.group_size,
+            staleness=config.buffer.max_staleness,
+        )
+
+
+@dataclass(frozen=True)
+class TimeBudget:
+    """Shares by activity, over some rows, of all actors and of the learner; empty if unknown.
+
+    `actor_s`, `learner_s`: the seconds that they divide. `generations`: mean number of turns that
+    one actor generates at a time.
+    """
+
+    actor: dict[str, float]
+    learner: dict[str, float]
+    actor_s: float = 0.0
+    learner_s: float = 0.0
+    generations: float = 0.0
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]]) -> "TimeBudget":
+        """Add up the rows of metrics from the first one with figures of the actors on.
+
+        The learner waits for the start of the actors before that.
+        """
+        kept = list(dropwhile(lambda row: "throughput/actor/seconds" not in row, rows))
+        actor_s, actor = _means(kept, "actor", ACTOR)
+        learner_s, learner = _means(kept, "learner", LEARNER)
+        generations = sum(
+            row[GENERATIONS] * row["throughput/actor/seconds"]
+            for row in kept
+            if row.get(GENERATIONS)
+        )
+        return cls(actor, learner, actor_s, learner_s, generations / actor_s if actor_s else 0.0)
+
+
+def _means(
+    rows: list[Mapping[str, Any]], role: str, activities: Iterable[str]
+) -> tuple[float, dict[str, float]]:
+    """Return the seconds of a role, and the shares of its activities in them, largest first."""
+    name = f"throughput/{role}"
+    timed = [row for row in rows if row.get(f"{name}/seconds")]
+    whole = sum(row[f"{name}/seconds"] for row in timed)
+    if not whole:
+        return 0.0, {}
+    seconds = {
+        one: sum((row.get(f"{name}/{one}") or 0.0) * row[f"{name}/seconds"] for row in timed)
+        for one in activities
+    }
+    order = sorted(seconds, key=lambda one: (one == OTHER, -seconds[one]))
+    return whole, {one: seconds[one] / whole for one in order}
+
+
+def table(budget: TimeBudget) -> list[str]:
+    """Format both roles side by side, without activities that took no time; [] if unknown."""
+    if not (budget.actor or budget.learner):
+        return []
+    sides = [
+        [f"{role:<12}{seconds:8.1f} s", *(f"{one:<12}{share:8.1%}" for one, share in parts.items())]
+        for role, seconds, parts in (
+            ("actors", budget.actor_s, _taken(budget.actor)),
+            ("learner", budget.learner_s, _taken(budget.learner)),
+        )
+    ]
+    height = max(map(len, sides))
+    left, right = (side + [""] * (height - len(side)) for side in sides)
+    return [f"{one:<26}{other}".rstrip() for one, other in zip(left, right, strict=True)]
+
+
+def time_lines(rows: Iterable[Mapping[str, Any]], config: Config) -> list[str]:
+    """Return the table of these rows and the advice."""
+    budget = TimeBudget.of(rows)
+    return [*table(budget), *filter(None, [advice(budget, Setup.of(config))])]
+
+
+def line(shares: Mapping[str, float]) -> str:
+    """Format the shares of one role in a line."""
+    return ", ".join(f"{one} {share:.0%}" for one, share in shares.items() if share >= 0.005)
+
+
+def _taken(shares: dict[str, float]) -> dict[str, float]:
+    return {one: share for one, share in shares.items() if share}
+
+
+def advice(budget: TimeBudget, setup: Setup) -> str:
+    """Say which side holds up the other and what to change; "" if a side is unknown."""
+    if not (budget.actor and budget.learner):
+        return ""
+    data, tickets = budget.learner["data"], budget.actor["tickets"]
+    if setup.serial:
+        return (
+            f"Learner and actors take turns in a serial run: the learner waits {data:.0%} of its"
+            " time. Run them side by side (launch.kind=local)."
+        )
+    if data >= WAITS and tickets >= WAITS:
+        return (
+            f"Both sides wait for each other, the learner {data:.0%} and the actors {tickets:.0%}"
+            f" of their time: allow more staleness (buffer.max_staleness, now {setup.staleness})."
+        )
+    if data >= WAITS:
+        change = _actors(budget, setup)
+        return f"The actors hold up the learner, which waits {data:.0%} of its time; {change}."
+    if tickets >= WAITS:
+        change = _learner(budget)
+        return f"The learner holds up the actors, which wait {tickets:.0%} of their time; {change}."
+    return (
+        f"Neither side waits long: the learner {data:.0%} of its time, the actors {tickets:.0%}."
+        " More speed needs both more actors and a faster learner."
+    )
+
+
+def _actors(budget: TimeBudget, setup: Setup) -> str:
+    """Say what makes the actors faster, by what they spend most time on besides waiting."""
+    slowest = max((one for one in budget.actor if one != "tickets"), key=budget.actor.__getitem__)
+    if slowest != "engine":
+        return SLOWS[slowest]
+    used = f"with {budget.generations:.0f} turns at a time in {setup.slots} slots"
+    if setup.concurrent > setup.slots and budget.generations >= FULL * setup.slots:
+        return f"generation takes most of it, {used}: give the engine more slots (engine.slots)"
+    if 0 < budget.generations <= EMPTY * setup.slots and setup.concurrent < setup.slots:
+        return f"generation takes most of it, {used}: run more groups at once (actors.groups)"
+    return f"generation takes most of it, {used}: add actors (actors.count)"
+
+
+def _learner(budget: TimeBudget) -> str:
+    """Say what makes the learner faster, by what it spends most time on."""
+    shares = budget.learner
+    fixed = sum(shares[one] for one in FIXED)
+    if fixed >= 1 - fixed - shares["data"]:
+        return (
+            f"{fixed:.0%} of the learner's time is spent once a step or update, whatever its size:"
+            " use larger steps (learner.groups_per_step)"
+        )
+    return (
+        f"its passes over the data take {1 - fixed - shares['data']:.0%} of the learner's: run"
+        " fewer actors (actors.count), or give the learner more threads or GPUs"
+    )

@@ -1,0 +1,123 @@
+"""The table of where the seconds go, and the sentence that says what to change."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from evolver_async.config import Config
+from evolver_async.metrics.activity import ACTOR, LEARNER
+from evolver_async.watch.throughput import (
+    SLOWS,
+    Setup,
+    TimeBudget,
+    advice,
+    line,
+    table,
+    time_lines,
+)
+
+SETUP = Setup(slots=64, concurrent=128, staleness=4)
+
+
+def row(actor_s: float, learner_s: float, **shares: float) -> dict[str, Any]:
+    """A row whose actors play, and whose learner computes, for the rest of their time."""
+    tickets, data = shares.get("tickets", 0.0), shares.get("data", 0.0)
+    made: dict[str, Any] = {"throughput/learner/seconds": learner_s}
+    made |= {"throughput/learner/data": data, "throughput/learner/forward": 1 - data}
+    if actor_s:
+        made |= {"throughput/actor/seconds": actor_s, "throughput/actor/generations": 8.0}
+        made |= {"throughput/actor/tickets": tickets, "throughput/actor/engine": 1 - tickets}
+    return made
+
+
+def budget(**changes: Any) -> TimeBudget:
+    """Shares of both roles; those that are not given share the rest in the engine and forward."""
+    actor = dict.fromkeys(ACTOR, 0.0) | changes.pop("actor", {})
+    learner = dict.fromkeys(LEARNER, 0.0) | changes.pop("learner", {})
+    actor["engine"] += 1 - sum(actor.values())
+    learner["forward"] += 1 - sum(learner.values())
+    return TimeBudget(actor, learner, 20.0, 10.0, **changes)
+
+
+def test_rows_count_by_their_seconds_from_the_first_report_of_the_actors_on() -> None:
+    rows = [row(0.0, 50.0, data=1.0), row(30.0, 10.0, tickets=0.5), row(10.0, 30.0, data=0.4)]
+    found = TimeBudget.of(rows)
+    assert (found.actor_s, found.learner_s, found.generations) == (40.0, 40.0, 8.0)
+    assert found.actor["tickets"] == pytest.approx(15 / 40)
+    assert found.learner["data"] == pytest.approx(12 / 40)
+    assert sum(found.actor.values()) == pytest.approx(1.0)
+    assert sum(found.learner.values()) == pytest.approx(1.0)
+
+
+def test_the_table_has_both_roles_the_largest_share_first() -> None:
+    parts = {"engine": 0.25, "tickets": 0.25, "push": 0.0, "other": 0.5}
+    found = TimeBudget(parts, {"forward": 0.875, "data": 0.125}, 20.0, 10.0)
+    assert table(found) == [
+        "actors          20.0 s    learner         10.0 s",
+        "engine         25.0%      forward        87.5%",
+        "tickets        25.0%      data           12.5%",
+        "other          50.0%",
+    ]
+
+
+def test_a_run_without_figures_has_neither_table_nor_advice() -> None:
+    assert time_lines([{"step": 1, "time/wait_s": 1.0}], Config()) == []
+    assert time_lines([{"throughput/actor/seconds": None}], Config()) == []
+    assert advice(TimeBudget.of([]), SETUP) == "" and line({}) == ""
+
+
+def test_both_waiting_asks_for_staleness() -> None:
+    found = advice(budget(actor={"tickets": 0.4}, learner={"data": 0.3}), SETUP)
+    assert "buffer.max_staleness, now 4" in found and "30%" in found and "40%" in found
+
+
+@pytest.mark.parametrize(
+    ("actor", "generations", "setup", "change"),
+    [
+        ({}, 60.0, {}, "engine.slots"),
+        ({}, 60.0, {"concurrent": 64}, "actors.count"),
+        ({}, 20.0, {"concurrent": 32}, "actors.groups"),
+        ({}, 20.0, {}, "actors.count"),
+        ({}, 0.0, {"concurrent": 32}, "actors.count"),
+        ({"environment": 0.6}, 20.0, {}, "actors.groups"),
+        ({"rollout": 0.6}, 20.0, {}, "actors.count"),
+        ({"weights": 0.6}, 20.0, {}, "buffer.max_staleness"),
+        ({"push": 0.6}, 20.0, {}, "disk"),
+        ({"other": 0.6}, 20.0, {}, "judge"),
+    ],
+)
+def test_a_waiting_learner_asks_for_what_slows_the_actors(
+    actor: dict[str, float], generations: float, setup: dict[str, int], change: str
+) -> None:
+    found = budget(actor=actor | {"tickets": 0.1}, learner={"data": 0.5}, generations=generations)
+    said = advice(found, dataclasses.replace(SETUP, **setup))
+    assert said.startswith("The actors hold up the learner, which waits 50%") and change in said
+
+
+def test_every_activity_of_the_actors_has_a_change() -> None:
+    assert set(SLOWS) | {"engine", "tickets"} == set(ACTOR)
+
+
+@pytest.mark.parametrize(
+    ("learner", "change"),
+    [
+        ({"publish": 0.3, "optimizer": 0.3}, "learner.groups_per_step"),
+        ({"checkpoint": 0.2, "backward": 0.5}, "actors.count"),
+    ],
+)
+def test_waiting_actors_ask_for_what_slows_the_learner(
+    learner: dict[str, float], change: str
+) -> None:
+    said = advice(budget(actor={"tickets": 0.5}, learner=learner | {"data": 0.1}), SETUP)
+    assert said.startswith("The learner holds up the actors, which wait 50%") and change in said
+
+
+def test_short_waits_and_serial_runs_have_sentences_of_their_own() -> None:
+    balanced = budget(actor={"tickets": 0.1}, learner={"data": 0.2})
+    assert advice(balanced, SETUP).startswith("Neither side waits long")
+    assert "launch.kind=local" in advice(balanced, dataclasses.replace(SETUP, serial=True))
+
+
+def test_a_line_leaves_out_what_rounds_to_nothing() -> None:
+    assert line({"engine": 0.75, "push": 0.004, "other": 0.246}) == "engine 75%, other 25%"
