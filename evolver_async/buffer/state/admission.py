@@ -160,9 +160,11 @@ class Admission:
 
     def too_old(self, held: HeldGroup) -> bool:
         """True if the group can never be trained: even the very next version is too far."""
-        if held.kind != "rollout" or held.state not in ("open", "ready"):
-            return False
-        return self.lag(held) > self.stages[held.stage].max_staleness
+        return (
+            held.kind == "rollout"
+            and held.state in ("open", "ready")
+            and self.lag(held) > self.stages[held.stage].max_staleness
+        )
 
     def lacks_spread(self, held: HeldGroup) -> bool:
         """True if dynamic sampling leaves the group out: all its rewards are equal."""
