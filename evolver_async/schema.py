@@ -28,12 +28,17 @@ class Role(enum.IntEnum):
     OBSERVATION = 3
 
 
-# Plain numbers: the lookup of an enum's member costs more than the comparison of an array.
-_ACTION, _LAST_ROLE = int(Role.ACTION), max(map(int, Role))
 _INT8, _UINT8, _INT16, _INT32 = map(np.dtype, (np.int8, np.uint8, np.int16, np.int32))
 _FLOAT32 = np.dtype(np.float32)
-_min, _max = np.minimum.reduce, np.maximum.reduce  # half the time of .min() for a short array
+# Arrays are short, so that the overhead of a call matters: an array of no dimension is compared in
+# half the time of a number, and `reduce` takes half the time of .min().
+_ACTION, _ZERO, _NO_TURN = np.array(Role.ACTION, _UINT8), np.array(0, _FLOAT32), np.array(0, _INT16)
+_LAST_ROLE = max(map(int, Role))
+_EXPERIENCE_BYTE = bytes([Role.EXPERIENCE])
+_LABELS = np.array([-1, 0, 1], _INT8).tobytes()
+_min, _max = np.minimum.reduce, np.maximum.reduce
 LEAST_LOGPROB = -1e4  # less likely tokens are never sampled; their ratios would overflow
+GREATEST_LOGPROB = 1e-3  # above 0 for rounding
 
 
 class TurnFlag(enum.IntFlag):
@@ -150,15 +155,16 @@ class Sequence(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=Tru
         low, high = float(_min(self.logprobs)), float(_max(self.logprobs))
         _require(_min(self.tokens) >= 0, "tokens", "negative id")
         _require(_max(self.roles) <= _LAST_ROLE, "roles", "unknown role")
-        _require(math.isfinite(low) and math.isfinite(high), "logprobs", "not finite")
-        _require(high <= 1e-3, "logprobs", "positive")
-        _require(low >= LEAST_LOGPROB, "logprobs", f"{low:g} is below {LEAST_LOGPROB:g}")
-        _require(not count((self.logprobs != 0) > action), "logprobs", "non-zero outside ACTION")
-        _require(not count((self.turns < 0) & action), "turns", "ACTION token outside a turn")
+        if not (low >= LEAST_LOGPROB and high <= GREATEST_LOGPROB):
+            _refuse_logprobs(low, high)
+        written = self.logprobs != _ZERO
+        _require(not count(written > action), "logprobs", "non-zero outside ACTION")
+        outside = self.turns < _NO_TURN
+        _require(not count(outside & action), "turns", "ACTION token outside a turn")
         if self.versions:
             runs = [run.tokens for run in self.versions]
             _require(min(runs) > 0, "versions", "empty run")
-            _require(sum(runs) == count(action), "versions", f"{sum(runs)} tokens")
+            _require(sum(runs) == count(action), "versions", runs)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -166,7 +172,7 @@ class Sequence(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=Tru
     @property
     def guided(self) -> bool:
         """True if experience was in the context."""
-        return bool((self.roles == Role.EXPERIENCE).any())
+        return _EXPERIENCE_BYTE in self.roles.tobytes()
 
     def stripped(self) -> "Sequence":
         """Return the sequence without its EXPERIENCE tokens."""
@@ -180,13 +186,14 @@ class Sequence(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=Tru
         )
 
 
-class Trajectory(msgspec.Struct, kw_only=True, eq=False, weakref=True, forbid_unknown_fields=True):
+class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unknown_fields=True):
     """One finished episode of one group member.
 
     turn_rewards float32[K]; labels int8[K] (+1 GOOD, -1 BAD, 0 unlabelled);
     turn_flags uint8[K] (`TurnFlag`).
     `content` is a hash of the task that was played, the same for every number that gives it;
-    `reward` is the outcome including penalties; `timing` holds seconds by phase.
+    `reward` is the outcome including penalties; `timing` holds seconds by phase. What `vars` holds
+    is not part of the episode (see `protocol/trajectories.py`).
     """
 
     group_id: int
@@ -213,18 +220,19 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, weakref=True, forbid_un
         _check_array("turn_rewards", self.turn_rewards, _FLOAT32, turns)
         _check_array("turn_flags", self.turn_flags, _UINT8, turns)
         _check_array("labels", self.labels, _INT8, turns)
-        beyond = (self.labels < -1) | (self.labels > 1)
-        _require(not np.count_nonzero(beyond), "labels", "neither 1, -1 nor 0")
+        others = self.labels.tobytes().translate(None, _LABELS)
+        _require(not others, "labels", "neither 1, -1 nor 0")
         _require(math.isfinite(self.reward), "reward", self.reward)
-        finite = np.count_nonzero(np.isfinite(self.turn_rewards))
-        _require(finite == turns, "turn_rewards", "not finite")
+        total = sum(self.turn_rewards.tolist())
+        _require(math.isfinite(total), "turn_rewards", "not finite")
         for phase, seconds in self.timing.items():
-            _require(math.isfinite(seconds) and seconds >= 0, f"timing.{phase}", seconds)
+            if not 0 <= seconds < math.inf:
+                raise ValueError(f"timing.{phase}: {seconds}")
         _require(len(self.sequences) > 0, "sequences", "empty")
-        _require(self.member >= 0 and self.attempt >= 0, "member", (self.member, self.attempt))
+        _require(self.member >= 0, "member", self.member)
+        _require(self.attempt >= 0, "attempt", self.attempt)
         for sequence in self.sequences:
-            beyond = np.count_nonzero(sequence.turns >= turns)
-            _require(not beyond, "turns", "beyond the last turn reward")
+            _require(_max(sequence.turns) < turns, "turns", "beyond the last turn reward")
             if self.policy != "scripted" and not sequence.versions:
                 _require(not np.count_nonzero(sequence.roles == _ACTION), "versions", "missing")
 
@@ -263,6 +271,12 @@ class Group(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         members = [trajectory.member for trajectory in self.trajectories]
         _require(members == sorted(set(members)) and members != [], "trajectories", members)
+
+
+def _refuse_logprobs(low: float, high: float) -> None:
+    _require(math.isfinite(low) and math.isfinite(high), "logprobs", "not finite")
+    _require(high <= GREATEST_LOGPROB, "logprobs", "positive")
+    raise ValueError(f"logprobs: {low:g} is below {LEAST_LOGPROB:g}")
 
 
 def _require(holds: bool, field: str, value: object) -> None:

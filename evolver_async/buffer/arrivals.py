@@ -47,23 +47,7 @@ class Arrivals:
         if self.disk.full():
             return messages.Retry(seconds=RETRY_S)
         self.activity.peers[peer].count(tokens, now)
-        record = records.Arrived(
-            group_id=group_id,
-            member=member,
-            attempt=trajectory.attempt,
-            content=trajectory.content,
-            tokens=tokens,
-            bytes=sum(
-                array.nbytes
-                for one in trajectory.sequences
-                for array in (one.tokens, one.roles, one.turns, one.logprobs)
-            ),
-            reward=trajectory.reward,
-            success=trajectory.success,
-            guided=any(sequence.guided for sequence in trajectory.sequences),
-            turns=len(trajectory.turn_rewards),
-            oldest=trajectory.oldest,
-        )
+        record = _arrival(trajectory, tokens)
         store.record(record, None if held.kind in UNTRAINED else trajectory)
         store.leases.finish(group_id, member)
         if not held.missing:
@@ -109,3 +93,25 @@ class Arrivals:
         if foreign:
             return f"versions: {foreign[0]} is of no lineage of this run"
         return None
+
+
+def _arrival(trajectory: Trajectory, tokens: int) -> records.Arrived:
+    """Make the record of a trajectory with so many ACTION tokens."""
+    size = 0
+    guided = False
+    for one in trajectory.sequences:
+        size += one.tokens.nbytes + one.roles.nbytes + one.turns.nbytes + one.logprobs.nbytes
+        guided = guided or one.guided
+    return records.Arrived(
+        group_id=trajectory.group_id,
+        member=trajectory.member,
+        attempt=trajectory.attempt,
+        content=trajectory.content,
+        tokens=tokens,
+        bytes=size,
+        reward=trajectory.reward,
+        success=trajectory.success,
+        guided=guided,
+        turns=len(trajectory.turn_rewards),
+        oldest=trajectory.oldest,
+    )

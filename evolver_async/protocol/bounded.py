@@ -27,13 +27,14 @@ class WireError(ValueError):
     message_id = 0
 
 
-def parse_plain(header: bytes | memoryview) -> dict[Any, Any]:
-    """Decode a msgpack header to plain values. Raises WireError.
+def parse_plain(header: bytes | msgspec.Raw, within: str = "") -> dict[Any, Any]:
+    """Decode a msgpack header to plain values. Raises WireError, with paths from `within` on.
 
     No length may exceed the header's own, and there may be one map or list (or entry of one map)
     for every `BYTES_EACH` of its bytes: memory stays within a small multiple of the header. Every
     value must have the form that msgpack writes, and no map may hold a key twice.
     """
+    header = bytes(header)
     size = len(header)
     most = left = FREE_CONTAINERS + size // BYTES_EACH
 
@@ -63,8 +64,8 @@ def parse_plain(header: bytes | memoryview) -> dict[Any, Any]:
     except (ValueError, TypeError, OverflowError) as error:  # includes bad UTF-8 and deep nesting
         raise WireError(f"header: not msgpack ({type(error).__name__}: {error})") from error
     if type(plain) is not dict:
-        raise WireError(f"header: {type(plain).__name__} instead of a map")
-    _check_plain(plain, ())
+        raise WireError(f"header: {type(plain).__name__} instead of a map{within and ' with type'}")
+    _check_plain(plain, (within,) if within else ())
     if msgpack.packb(plain) != header:
         raise WireError(NOT_PLAIN)
     return plain

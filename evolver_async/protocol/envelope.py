@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from evolver_async.protocol.bounded import WireError, convert, parse_plain
+from evolver_async.protocol.bounded import NOT_PLAIN, REASON, WireError, convert, parse_plain
 from evolver_async.protocol.messages import GroupReply, Push, Reply, Request
 from evolver_async.protocol.trajectories import PARCEL_BYTES, Parcel, unwrap, wrap
 from evolver_async.schema import Trajectory
@@ -59,8 +59,8 @@ class Envelope(msgspec.Struct, frozen=True):
     nonce: str = ""
 
 
-class _Preamble(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A header without its body. `parcels`: the CRC32 of each."""
+class _Header(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A header, whose body is decoded apart. `parcels`: the CRC32 of each."""
 
     protocol: int
     run: str
@@ -69,7 +69,12 @@ class _Preamble(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     nonce: str
     id: int
     schema: str
+    body: msgspec.Raw
     parcels: list[int]
+
+
+_header_decoder = msgspec.msgpack.Decoder(_Header)
+_header_encoder = msgspec.msgpack.Encoder()
 
 
 def schema_hash() -> str:
@@ -92,22 +97,29 @@ TYPES: dict[str, type] = {
 }
 
 
+def _refuse(value: Any) -> None:
+    raise WireError(f"body: {type(value).__name__} {value!r:.80} has no place on the wire")
+
+
+_body_encoder = msgspec.msgpack.Encoder(enc_hook=_refuse)
+
+
 def pack(envelope: Envelope, limits: MessageLimits = LIMITS) -> list[bytes]:
     """Encode a message to frames. Raises WireError if it exceeds the limits."""
     body, trajectories = _apart(envelope.message)
     parcels = [wrap(trajectory) for trajectory in trajectories]
-    header = {
-        "protocol": PROTOCOL,
-        "run": envelope.run_id,
-        "sender": envelope.sender,
-        "incarnation": envelope.incarnation,
-        "nonce": envelope.nonce,
-        "id": envelope.message_id,
-        "schema": SCHEMA_HASH,
-        "body": body,
-        "parcels": [parcel.crc for parcel in parcels],
-    }
-    data = msgspec.msgpack.encode(header, enc_hook=_refuse)
+    header = _Header(
+        protocol=PROTOCOL,
+        run=envelope.run_id,
+        sender=envelope.sender,
+        incarnation=envelope.incarnation,
+        nonce=envelope.nonce,
+        id=envelope.message_id,
+        schema=SCHEMA_HASH,
+        body=msgspec.Raw(_body_encoder.encode(body)),
+        parcels=[parcel.crc for parcel in parcels],
+    )
+    data = _header_encoder.encode(header)
     frames = [struct.pack("<I", zlib.crc32(data)) + data, *(parcel.data for parcel in parcels)]
     _check_sizes(frames, limits)
     return frames
@@ -122,14 +134,36 @@ def unpack(frames: Sequence[Any], limits: MessageLimits = LIMITS) -> Envelope:
     head, *parcels = map(bytes, frames)  # copies nothing that is bytes
     if len(head) < 4 or struct.unpack_from("<I", head)[0] != zlib.crc32(head[4:]):
         raise WireError("header: the data is damaged")
-    header = parse_plain(head[4:])
-    message_id = header.get("id")
+    header = _read_header(head[4:])
     try:
         return _open(header, parcels)
     except WireError as error:
-        # lets a refusal be matched to its request
-        error.message_id = message_id if type(message_id) is int and message_id >= 0 else 0
+        error.message_id = header.id  # lets a refusal be matched to its request
         raise
+
+
+def _read_header(data: bytes) -> _Header:
+    """Decode a header, typed at once. Raises WireError; MismatchError if the versions differ."""
+    try:
+        header = _header_decoder.decode(data)
+        if _header_encoder.encode(header) != data:
+            raise WireError(NOT_PLAIN)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        plain = parse_plain(data)  # finds the damage, or another version, which has other fields
+        message_id = plain.get("id")
+        found = WireError(str(error)[:REASON])
+        for name, ours in (("protocol", PROTOCOL), ("schema", SCHEMA_HASH)):
+            if plain.get(name) != ours:
+                found = _mismatch(name, plain.get(name), ours)
+        found.message_id = message_id if type(message_id) is int and message_id >= 0 else 0
+        raise found from error
+    if header.incarnation < 0 or header.id < 0:
+        raise WireError(f"incarnation, id: negative ({header.incarnation}, {header.id})")
+    return header
+
+
+def _mismatch(name: str, theirs: object, ours: object) -> MismatchError:
+    return MismatchError(f"{name}: the sender has {theirs!r:.80}, this side has {ours!r}")
 
 
 def _apart(message: Request | Reply) -> tuple[Any, list[Trajectory]]:
@@ -157,10 +191,6 @@ def _together(body: dict[Any, Any], kind: type, trajectories: list[Trajectory]) 
     home.update(found)
 
 
-def _refuse(value: Any) -> None:
-    raise WireError(f"body: {type(value).__name__} {value!r:.80} has no place on the wire")
-
-
 def _check_sizes(frames: Sequence[Any], limits: MessageLimits) -> None:
     if not frames:
         raise WireError("header: missing")
@@ -175,31 +205,28 @@ def _check_sizes(frames: Sequence[Any], limits: MessageLimits) -> None:
         raise WireError(f"message: {size} bytes, the limit is {limits.message_bytes}")
 
 
-def _open(header: dict[Any, Any], parcels: list[bytes]) -> Envelope:
-    """Decode a header, the preamble first: a body of another version must be a mismatch."""
-    body = header.pop("body", None)
-    for name, ours in (("protocol", PROTOCOL), ("schema", SCHEMA_HASH)):
-        theirs = header.get(name)
-        if theirs != ours:
-            raise MismatchError(f"{name}: the sender has {theirs!r:.80}, this side has {ours!r}")
-    preamble = convert(header, _Preamble)
-    if preamble.incarnation < 0 or preamble.id < 0:
-        raise WireError(f"incarnation, id: negative ({preamble.incarnation}, {preamble.id})")
+def _open(header: _Header, parcels: list[bytes]) -> Envelope:
+    """Decode the rest of a message. A body of another version must be a mismatch."""
+    if header.protocol != PROTOCOL:
+        raise _mismatch("protocol", header.protocol, PROTOCOL)
+    if header.schema != SCHEMA_HASH:
+        raise _mismatch("schema", header.schema, SCHEMA_HASH)
     for name in ("run", "sender", "nonce"):
-        if len(getattr(preamble, name).encode()) > NAME_BYTES:
+        if len(getattr(header, name).encode()) > NAME_BYTES:
             raise WireError(f"{name}: longer than {NAME_BYTES} bytes")
-    name = body.get("type") if type(body) is dict else None
+    body = parse_plain(header.body, "body")
+    name = body.get("type")
     kind = TYPES.get(name) if type(name) is str else None
     if kind is None:
         raise WireError(f"type: {name!r:.80} is no message")
-    _together(body, kind, _unwrap_all(preamble.parcels, parcels))
+    _together(body, kind, _unwrap_all(header.parcels, parcels))
     return Envelope(
-        run_id=preamble.run,
-        sender=preamble.sender,
-        incarnation=preamble.incarnation,
-        message_id=preamble.id,
+        run_id=header.run,
+        sender=header.sender,
+        incarnation=header.incarnation,
+        message_id=header.id,
         message=convert(body, kind),
-        nonce=preamble.nonce,
+        nonce=header.nonce,
     )
 
 

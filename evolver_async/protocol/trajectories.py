@@ -15,15 +15,14 @@ Decoding is bounded by the size of the header and by the types: every field is t
 import operator
 import struct
 import sys
-import weakref
 import zlib
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast, get_type_hints
 
 import msgspec
 import numpy as np
 
 from evolver_async.protocol.bounded import NOT_PLAIN, REASON, WireError
-from evolver_async.schema import Trajectory
+from evolver_async.schema import Array, Sequence, Trajectory
 
 HEADER_BYTES = 64 << 10
 PARCEL_BYTES = 64 << 20
@@ -40,9 +39,25 @@ class Parcel(NamedTuple):
     crc: int
 
 
-# The parcel of a decoded trajectory and its arrays, during the life of the trajectory.
-_opened: weakref.WeakKeyDictionary[Trajectory, tuple[Parcel, list[np.ndarray]]]
-_opened = weakref.WeakKeyDictionary()
+def _header_of(kind: type[msgspec.Struct], **other: Any) -> type[msgspec.Struct]:
+    """Make the type of a `kind` in a header, where an array is its dtype and length."""
+    hints = get_type_hints(kind)
+    fields = [(name, tuple[str, int] if hints[name] is Array else hints[name]) for name in hints]
+    fields = [(name, other.get(name, its_type)) for name, its_type in fields]
+    return msgspec.defstruct(kind.__name__, fields, kw_only=True, forbid_unknown_fields=True)
+
+
+_TrajectoryHeader = _header_of(Trajectory, sequences=list[_header_of(Sequence)])  # type: ignore[misc]
+_header_decoder = msgspec.msgpack.Decoder(_TrajectoryHeader)
+_header_encoder = msgspec.msgpack.Encoder()
+
+
+class _Origin(NamedTuple):
+    """The parcel of a trajectory and its arrays. `final`: the trajectory is not to change."""
+
+    parcel: Parcel
+    arrays: list[np.ndarray]
+    final: bool
 
 
 def wrap(trajectory: Trajectory) -> Parcel:
@@ -51,13 +66,16 @@ def wrap(trajectory: Trajectory) -> Parcel:
     Integer rewards and seconds become floats. Raises WireError if it is too large or holds a value
     of a foreign type.
     """
+    origin: _Origin | None = vars(trajectory).get("origin")
+    if origin is not None and origin.final:
+        return origin.parcel
     trajectory.reward = _fraction(trajectory.reward)
     trajectory.timing = {phase: _fraction(taken) for phase, taken in trajectory.timing.items()}
     header, arrays = _encode(trajectory)
-    if trajectory in _opened:
-        parcel, its_arrays = _opened[trajectory]
-        if parcel.data.startswith(header, 4) and all(map(operator.is_, arrays, its_arrays)):
-            return parcel
+    if origin is not None:
+        same = origin.parcel.data.startswith(header, 4)
+        if same and all(map(operator.is_, arrays, origin.arrays)):
+            return origin.parcel
     parts: list[Any] = [struct.pack("<I", len(header)), header, _padding(4 + len(header))]
     for array in arrays:
         parts += (np.ascontiguousarray(array).data, _padding(array.nbytes))
@@ -75,28 +93,53 @@ def unwrap(parcel: Parcel) -> Trajectory:
     end = _header_end(data)
     header = data[4:end]
     arrays: list[np.ndarray] = []
-
-    def place(_: type, spec: Any) -> np.ndarray:
-        nonlocal end
-        name, length = spec if type(spec) is list else ("", 0)
-        dtype = DTYPES.get(name)
-        if dtype is None or type(length) is not int or length < 0:
-            raise ValueError(f"{spec!r:.80} is no array")
-        start = end + -end % ALIGNMENT
-        end = start + length * dtype.itemsize
-        arrays.append(np.frombuffer(data, dtype, length, start))
-        return arrays[-1]
-
     try:
-        trajectory = msgspec.msgpack.decode(header, type=Trajectory, dec_hook=place)
-        if _encode(trajectory)[0] != header:  # as an integer in place of a float
+        read: Any = _header_decoder.decode(header)
+        if _header_encoder.encode(read) != header:  # as an integer in place of a float
             raise WireError(NOT_PLAIN)
+        fields = msgspec.structs.asdict(read)
+        sequences = []
+        for one in read.sequences:
+            parts = msgspec.structs.asdict(one)
+            end = _place(data, end, parts, arrays)
+            sequences.append(Sequence(**parts))
+        end = _place(data, end, fields, arrays)
+        trajectory = Trajectory(**{**fields, "sequences": sequences})
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise WireError(str(error)[:REASON]) from error
     if end + -end % ALIGNMENT != len(data):
         raise WireError(f"arrays: {end} bytes declared in a trajectory of {len(data)}")
-    _opened[trajectory] = (parcel, arrays)
+    vars(trajectory)["origin"] = _Origin(parcel, arrays, False)
     return trajectory
+
+
+def finish(trajectory: Trajectory) -> Parcel:
+    """Return the parcel of a trajectory that will not change any more; `wrap` returns it as well.
+
+    One that was decoded must not have changed since: a relay does not encode it again.
+    """
+    origin: _Origin | None = vars(trajectory).get("origin")
+    parcel = wrap(trajectory) if origin is None else origin.parcel
+    vars(trajectory)["origin"] = _Origin(parcel, [], True)
+    return parcel
+
+
+def _place(data: bytes, end: int, fields: dict[str, Any], arrays: list[np.ndarray]) -> int:
+    """Put a view on the data in place of every array that is declared; return their end."""
+    for name, spec in fields.items():
+        if type(spec) is not tuple:
+            continue
+        kind, length = cast(tuple[str, int], spec)
+        dtype = DTYPES.get(kind)
+        if dtype is None or length < 0:
+            raise ValueError(f"{name}: {spec!r:.80} is no array")
+        start = end + -end % ALIGNMENT
+        end = start + length * dtype.itemsize
+        if end > len(data):
+            raise ValueError(f"{name}: {length} of {kind} end beyond the {len(data)} bytes")
+        fields[name] = array = np.frombuffer(data, dtype, length, start)
+        arrays.append(array)
+    return end
 
 
 def _fraction(number: float) -> float:

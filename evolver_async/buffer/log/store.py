@@ -15,7 +15,7 @@ from evolver_async.buffer.state.censoring import Censoring, GroupChange
 from evolver_async.buffer.state.groups import ZERO_SPREAD, GroupState, HeldGroup, ending
 from evolver_async.buffer.state.leases import Leases
 from evolver_async.buffer.state.machine import BufferState
-from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
+from evolver_async.protocol.trajectories import Parcel, finish, unwrap
 from evolver_async.schema import Trajectory
 
 NO_BODY = Parcel(b"", 0)
@@ -52,7 +52,7 @@ class BufferStore:
 
     def record(self, record: records.AnyRecord, trajectory: Trajectory | None = None) -> None:
         """Append to the journal and apply; durable after the next `commit`."""
-        body = NO_BODY if trajectory is None else wrap(trajectory)
+        body = NO_BODY if trajectory is None else finish(trajectory)
         location = self.journal.append(records.encode(record), *body)
         before = self._concerned(record)
         self.state.apply(record, location)

@@ -68,12 +68,21 @@ class HeldGroup(msgspec.Struct, kw_only=True, dict=True):
     fates: dict[int, str] = {}
 
     def arrive(self, member: int, facts: ArrivedMember) -> None:
+        kept = self._kept_lag(member, facts)
         self.arrived[member] = facts
         vars(self).clear()
+        if kept is not None:
+            self.counted_lag = kept
 
     def grant(self, member: int, owner: Owner) -> None:
         self.owners[member] = owner
         vars(self).clear()
+
+    def _kept_lag(self, member: int, facts: ArrivedMember) -> tuple[WeightId, int] | None:
+        """The counted lag, if the grant counted with the weights that arrive; else None."""
+        owner = self.owners.get(member)
+        same = member not in self.arrived and owner is not None and facts.oldest == owner.head
+        return self.counted_lag if same else None
 
     # Kept until a member arrives or is granted again: each TAKE asks them of every group.
 

@@ -20,8 +20,9 @@ class Additive(msgspec.Struct):
     """Numbers that are added field by field."""
 
     def add(self, other: Self, sign: int = 1) -> None:
-        for name in self.__struct_fields__:
-            setattr(self, name, getattr(self, name) + sign * getattr(other, name))
+        for name, more in zip(self.__struct_fields__, msgspec.structs.astuple(other), strict=True):
+            if more:
+                setattr(self, name, getattr(self, name) + sign * more)
 
 
 class Amount(Additive):

@@ -122,9 +122,16 @@ class BufferState:
         self.ledger.receive(record.kind, Amount(groups=1))
 
     def _arrived(self, record: records.Arrived, location: Location) -> None:
-        *names, _ = ArrivedMember.__struct_fields__
-        kept = {name: getattr(record, name) for name in names}
-        member = ArrivedMember(**kept, location=location)
+        member = ArrivedMember(
+            attempt=record.attempt,
+            tokens=record.tokens,
+            bytes=record.bytes,
+            reward=record.reward,
+            success=record.success,
+            guided=record.guided,
+            oldest=record.oldest,
+            location=location,
+        )
         held = self.replay.arrive(record.group_id, record.member, member)
         self.ledger.receive(held.kind, Amount(trajectories=1, tokens=record.tokens))
         if held.missing:
