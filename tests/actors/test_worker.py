@@ -330,7 +330,7 @@ def test_a_second_actor_of_a_name_is_told_who_holds_it_and_ends(tmp_path: Path) 
     """Its connection leaves that of the first alone; who has gone holds its name no longer."""
     sockets, stop = Path(tempfile.mkdtemp()), threading.Event()
     buffer = Buffer()
-    server = Server(buffer, f"ipc://{sockets}/s", "run")
+    server = Server(buffer, f"ipc://{sockets}/s", "run", silent_s=DEADLINE_S)
     thread = threading.Thread(target=server.serve, args=(stop,))
     thread.start()
     first = DealerClient(server.address, "run", "x")
