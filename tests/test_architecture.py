@@ -45,7 +45,7 @@ IMPURE = ("asyncio", "random", "socket", "threading", "time", "zmq")
 HOMES: dict[str, tuple[str, ...]] = {
     "zmq": ("evolver_async.transport",),
     "ray": ("evolver_async.launch.ray_cluster",),
-    "faiss": ("actors.experience.index",),
+    "faiss": ("actors.experience.vectors", "actors.experience.gpu_vectors"),
     "vllm": (
         "actors.engines.vllm_engine",
         "actors.engines.vllm_core",

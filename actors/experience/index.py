@@ -1,161 +1,168 @@
 """Vector index of the experience pool: exact search by inner product, many questions at once.
 
-Entries with the same vector, as those of one task have, share a place in a flat faiss index, so
-that the search costs as much as there are different vectors. The nearest places of a question are
-cached; when it is asked again, only places that were added since then are compared. On a CPU the
-products of all questions come from one matrix product, which takes an eighth of the time of faiss's
-own search; on a GPU faiss searches.
+Entries with the same vector, as those of one task have, share a row, so that a search costs as much
+as there are different vectors (`vectors.py`). The nearest rows of a question are cached; when it is
+asked again, only rows that have changed since then are compared. A search finds the nearest `FIRST`
+rows, and goes on only if results are read further.
 """
 
-import functools
 import hashlib
-import logging
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
-import faiss
 import numpy as np
 
-MAX_REMOVED = 256  # places without entries before the index is rebuilt
+from actors.experience.gpu_vectors import vector_table
+
+FIRST = 32  # rows that a search finds at first
 MAX_CACHED = 4096  # questions
+MAX_CHANGES = 4096  # newest changes that questions in the cache are compared with
+KEPT = 256  # rows of a question in the cache
 BATCH = 64  # questions in one matrix product
-PARTS = 64  # of the places, whose maxima bound the search for the nearest ones
-GPU_BYTES = 64 << 20
 COSINE_STEPS = 1000  # resolution at which cosines are compared
 
-Near = Iterator[tuple[int, float]]
+Place = dict[int, None]  # numbers with the same vector, the oldest first
+Near = Iterator[tuple[Place, float]]
 
-log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
+@dataclass
 class _Nearest:
-    """Nearest places of a question among the first `seen`, nearest first, and their products."""
+    """Nearest rows of a question after `seen` changes, nearest first.
 
+    No other row has a product larger than `bound`.
+    """
+
+    vector: np.ndarray
     seen: int
-    places: np.ndarray
-    products: np.ndarray
+    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    products: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    bound: float = np.inf
+
+    def lacks(self, count: int, least: float) -> bool:
+        """True if other rows can be among the nearest `count` with at least this product."""
+        return len(self.rows) < count and self.bound > least
 
 
 class VectorIndex:
     """Vectors by number, searched by inner product; on a GPU if faiss finds one."""
 
     def __init__(self, dimensions: int) -> None:
-        self._dimensions = dimensions
-        self._flat = _flat(dimensions)
-        self._numbers: list[dict[int, None]] = []  # by place; none where all were removed
-        self._digests: list[bytes] = []  # by place
-        self._places: dict[int, int] = {}
-        self._place_of: dict[bytes, int] = {}  # by digest of the vector
-        self._hidden = 0  # places without numbers
+        self._table = vector_table(dimensions)
+        self._places: list[Place] = []  # by row; those of free rows are empty
+        self._rows: dict[bytes, int] = {}  # by digest of the vector
+        self._digests: dict[int, bytes] = {}  # by number
+        self._changes: list[int] = []  # rows that got or lost their vector, the newest last
+        self._forgotten = 0  # changes before those
         self._cached: OrderedDict[bytes, _Nearest] = OrderedDict()
 
     def add(self, number: int, vector: np.ndarray) -> None:
-        digest = _digest(vector)
-        place = self._place_of.setdefault(digest, len(self._numbers))
-        if place == len(self._numbers):
-            self._numbers.append({})
-            self._digests.append(digest)
-            self._flat.add(vector[None])
-        elif not self._numbers[place]:
-            self._hidden -= 1
-        self._numbers[place][number] = None
-        self._places[number] = place
+        digest = self._digests[number] = _digest(vector)
+        row = self._rows.get(digest)
+        if row is not None:
+            self._places[row][number] = None
+            return
+        row = self._rows[digest] = self._table.put(vector)
+        self._places[row : row + 1] = [{number: None}]
+        self._change(row)
 
     def remove(self, number: int) -> None:
-        place = self._places.pop(number)
-        del self._numbers[place][number]
-        if not self._numbers[place]:
-            self._hidden += 1
-            if self._hidden > MAX_REMOVED:
-                self._rebuild()
+        digest = self._digests.pop(number)
+        row = self._rows[digest]
+        del self._places[row][number]
+        if not self._places[row]:
+            del self._rows[digest]
+            self._table.free(row)
+            self._change(row)
 
-    def search(self, vectors_QD: np.ndarray, count: int) -> list[Near]:
-        """Return the nearest `count` numbers of each question, nearest first, with their products.
+    def search(self, vectors_QD: np.ndarray, count: int, least: float = -np.inf) -> list[Near]:
+        """Return the nearest places of each question, nearest first, with their products.
 
-        All numbers at the last one's place are returned, too: nothing tells which are nearer. The
-        iterators are valid until the next change, and those that are not used cost little.
+        They are those of the nearest `count` numbers with products of at least `least`, whole:
+        nothing tells which numbers at a place are nearer. The iterators are valid until the next
+        change, and those that are not used cost little.
         """
+        if not self._rows:
+            return [iter(()) for _ in vectors_QD]
+        least = float(np.float32(least))
         names = [_digest(vector) for vector in vectors_QD]
-        asked = dict(zip(names, vectors_QD, strict=True))
-        new = [name for name, vector in asked.items() if not self._knows(name, vector, count)]
-        for start in range(0, len(new), BATCH):
-            part = new[start : start + BATCH]
-            self._search_new(part, np.stack([asked[name] for name in part]), count)
-        found = [self._expanded(self._cached[name], count) for name in names]
+        vectors = dict(zip(names, vectors_QD, strict=True))
+        self._compare_changes([self._recall(name, vector) for name, vector in vectors.items()])
+        asked = [self._cached[name] for name in vectors]
+        self._find(asked, min(FIRST, count), least)
+        answers = [self._near(self._cached[name], asked, count, least) for name in names]
         while len(self._cached) > MAX_CACHED:
             self._cached.popitem(last=False)
-        return found
+        return answers
 
-    def _knows(self, name: bytes, vector: np.ndarray, count: int) -> bool:
-        """Compare a question in the cache with new places; False if that is not enough."""
-        if (nearest := self._cached.get(name)) is None:
-            return False
-        self._cached.move_to_end(name)
-        if nearest.seen < len(self._numbers):
-            kept = max(len(nearest.places), count)
-            nearest = self._cached[name] = self._extended(nearest, vector, kept)
-        if len(nearest.places) == len(self._numbers):
-            return True
-        found = 0
-        for place in nearest.places.tolist():
-            found += len(self._numbers[place])
-            if found >= count:
-                return True
-        return False
+    def _change(self, row: int) -> None:
+        self._changes.append(row)
+        if len(self._changes) > 2 * MAX_CHANGES:
+            del self._changes[:MAX_CHANGES]
+            self._forgotten += MAX_CHANGES
 
-    def _extended(self, nearest: _Nearest, vector: np.ndarray, count: int) -> _Nearest:
-        added = self._flat.reconstruct_n(nearest.seen, len(self._numbers) - nearest.seen)
-        places = np.concatenate([nearest.places, np.arange(nearest.seen, len(self._numbers))])
-        products = np.concatenate([nearest.products, added @ vector])
-        order = np.argsort(-products, kind="stable")[:count]
-        return _Nearest(len(self._numbers), places[order], products[order])
+    def _recall(self, name: bytes, vector: np.ndarray) -> _Nearest:
+        """Return what the cache knows of a question, or nothing, as the newest in the cache."""
+        nearest = self._cached.pop(name, None)
+        if nearest is None or nearest.seen < self._forgotten:
+            nearest = _Nearest(vector, self._forgotten + len(self._changes))
+        self._cached[name] = nearest
+        return nearest
 
-    def _search_new(self, names: list[bytes], vectors_QD: np.ndarray, count: int) -> None:
-        """Put the nearest places of these questions into the cache."""
-        size = len(self._numbers)
-        none = [np.zeros(0, np.int64)] * len(names)
-        found = self._nearest(vectors_QD, min(count + self._hidden, size)) if size else (none, none)
-        for name, places, products in zip(names, *found, strict=True):
-            self._cached[name] = _Nearest(size, places, products)
+    def _find(self, asked: list[_Nearest], count: int, least: float) -> None:
+        """Search for the nearest `count` rows of the questions that lack some of them."""
+        lacking = [nearest for nearest in asked if nearest.lacks(count, least)]
+        for start in range(0, len(lacking), BATCH):
+            part = lacking[start : start + BATCH]
+            vectors_QD = np.stack([nearest.vector for nearest in part])
+            found = self._table.nearest(vectors_QD, count, least)
+            for nearest, (rows, products, bound) in zip(part, found, strict=True):
+                nearest.rows, nearest.products, nearest.bound = rows, products, bound
 
-    def _nearest(self, vectors_QD: np.ndarray, count: int) -> tuple[Any, Any]:
-        """Return the nearest `count` places of each question and their products."""
-        if not isinstance(self._flat, faiss.IndexFlat):
-            products_QC, places_QC = self._flat.search(vectors_QD, count)
-            return places_QC, products_QC
-        size = len(self._numbers)
-        stored = faiss.rev_swig_ptr(self._flat.get_xb(), size * self._dimensions)
-        products_QN = vectors_QD @ stored.reshape(size, self._dimensions).T
-        places = [_largest(products_N, count) for products_N in products_QN]
-        return places, [row[best] for row, best in zip(products_QN, places, strict=True)]
+    def _near(self, nearest: _Nearest, asked: list[_Nearest], count: int, least: float) -> Near:
+        """Yield places up to `count` numbers; if the known rows have too few, search for all."""
+        given, before = 0, set[int]()
+        while True:
+            for row, product in zip(nearest.rows.tolist(), nearest.products.tolist(), strict=True):
+                if given >= count or product < least:
+                    return
+                if row not in before:
+                    before.add(row)
+                    given += len(self._places[row])
+                    yield self._places[row], product
+            if given >= count or not nearest.lacks(count, least):
+                return
+            self._find(asked, count, least)
 
-    def _expanded(self, nearest: _Nearest, count: int) -> Near:
-        """Yield the numbers at these places up to `count`, and all of the last one's place."""
-        found = 0
-        for place, product in zip(nearest.places.tolist(), nearest.products.tolist(), strict=True):
-            if found >= count:
-                break
-            found += len(self._numbers[place])
-            for number in self._numbers[place]:
-                yield number, product
+    def _compare_changes(self, asked: list[_Nearest]) -> None:
+        """Compare questions with the rows that have changed since they were compared last."""
+        latest = self._forgotten + len(self._changes)
+        behind: defaultdict[int, list[_Nearest]] = defaultdict(list)
+        for nearest in asked:
+            if nearest.seen < latest:
+                behind[nearest.seen].append(nearest)
+        for seen, group in behind.items():
+            self._compare(group, sorted({*self._changes[seen - self._forgotten :]}))
+            for nearest in group:
+                nearest.seen = latest
 
-    def _rebuild(self) -> None:
-        kept = [place for place, numbers in enumerate(self._numbers) if numbers]
-        vectors = self._flat.reconstruct_n(0, len(self._numbers))[kept]
-        self._numbers = [self._numbers[place] for place in kept]
-        self._digests = [self._digests[place] for place in kept]
-        self._place_of = {digest: place for place, digest in enumerate(self._digests)}
-        self._places = {
-            number: place for place, numbers in enumerate(self._numbers) for number in numbers
-        }
-        self._hidden = 0
-        self._cached.clear()
-        self._flat = _flat(self._dimensions)
-        if kept:
-            self._flat.add(vectors)
+    def _compare(self, group: list[_Nearest], changed: list[int]) -> None:
+        """Forget what is known of some rows; add those that are near enough."""
+        stale_R = np.zeros(len(self._table), bool)
+        stale_R[changed] = True
+        rows_C = np.array([row for row in changed if self._places[row]], np.int64)
+        products_CQ = self._table.products(rows_C, np.stack([one.vector for one in group]))
+        near_QC = (products_CQ >= np.array([one.bound for one in group], np.float32)).T
+        for question, (nearest, near_C) in enumerate(zip(group, near_QC, strict=True)):
+            known = ~stale_R[nearest.rows]
+            if known.all() and not near_C.any():
+                continue
+            rows = np.concatenate([nearest.rows[known], rows_C[near_C]])
+            products = np.concatenate([nearest.products[known], products_CQ[near_C, question]])
+            order = np.argsort(-products, kind="stable")
+            if len(order) > KEPT:
+                nearest.bound = float(products[order[KEPT]])
+            nearest.rows, nearest.products = rows[order[:KEPT]], products[order[:KEPT]]
 
 
 def cosine_steps(cosine: float) -> int:
@@ -163,41 +170,10 @@ def cosine_steps(cosine: float) -> int:
     return round(COSINE_STEPS * cosine)
 
 
-def _largest(products_N: np.ndarray, count: int) -> np.ndarray:
-    """Return the places of the largest `count` products, the largest first.
-
-    The maxima of parts give a lower bound of the last one, so that few products are sorted.
-    """
-    parts = len(products_N) // PARTS
-    chosen = np.arange(len(products_N))
-    if parts > count:
-        maxima = products_N[: parts * PARTS].reshape(PARTS, parts).max(0)
-        bound = np.partition(maxima, parts - count)[parts - count]
-        chosen = np.flatnonzero(products_N >= bound)
-    elif count < len(products_N):
-        chosen = np.argpartition(products_N, -count)[-count:]
-    order = np.argsort(-products_N[chosen], kind="stable")[:count]
-    return chosen[order]
+def least_cosine(similarity: float) -> float:
+    """Return a cosine below all that round to `similarity` or more."""
+    return (cosine_steps(similarity) - 1) / COSINE_STEPS
 
 
 def _digest(vector: np.ndarray) -> bytes:
     return hashlib.blake2b(vector.tobytes(), digest_size=16).digest()
-
-
-def _flat(dimensions: int) -> Any:
-    flat = faiss.IndexFlatIP(dimensions)
-    if faiss.get_num_gpus() == 0:
-        return flat
-    try:
-        return faiss.index_cpu_to_gpu(_gpu(), 0, flat)
-    except RuntimeError as error:
-        log.warning("faiss searches the experience without the GPU: %s", error)
-        return flat
-
-
-@functools.cache
-def _gpu() -> Any:
-    """Reserve GPU memory for faiss, once per process; little, as an engine may share the GPU."""
-    resources = faiss.StandardGpuResources()
-    resources.setTempMemory(GPU_BYTES)
-    return resources

@@ -9,14 +9,13 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import groupby, takewhile
-from operator import itemgetter
+from itertools import groupby, islice
 from typing import NamedTuple
 
 import numpy as np
 
 from actors.experience.embed import Embedder
-from actors.experience.index import VectorIndex, cosine_steps
+from actors.experience.index import Near, VectorIndex, cosine_steps, least_cosine
 from actors.experience.store import ExperienceEntry, Store
 from actors.experience.successes import SuccessMemory
 
@@ -82,12 +81,11 @@ class ExperiencePool:
         """Return the best entries for each of some tasks, by one search."""
         if not queries:
             return []
-        nears = self._index.search(self._embedded(queries), CANDIDATES)
+        least = least_cosine(similarity)
+        nears = self._index.search(self._embedded(queries), CANDIDATES, least)
         return [self._best(near, top_k, similarity) for near in nears]
 
-    def _best(
-        self, near: Iterable[tuple[int, float]], top_k: int, similarity: float
-    ) -> list[ExperienceEntry]:
+    def _best(self, near: Near, top_k: int, similarity: float) -> list[ExperienceEntry]:
         self.counts["retrievals"] += 1
         chosen: list[ExperienceEntry] = []
         states, contents = set[str](), set[str]()
@@ -218,32 +216,30 @@ class ExperiencePool:
             else:
                 self._publish(entry)
 
-    def _ranked(
-        self, near: Iterable[tuple[int, float]], similarity: float
-    ) -> Iterator[ExperienceEntry]:
+    def _ranked(self, near: Near, similarity: float) -> Iterator[ExperienceEntry]:
         """Yield entries of at least this cosine: the nearest first, then the most useful."""
-        steps = ((cosine_steps(cosine), number) for number, cosine in near)
         least = cosine_steps(similarity)
-        for _, equal in groupby(takewhile(lambda pair: pair[0] >= least, steps), itemgetter(0)):
-            entries = [self.entries[number] for _, number in equal]
+        for steps, equal in groupby(near, lambda pair: cosine_steps(pair[1])):
+            if steps < least:
+                return
+            entries = [self.entries[number] for place, _ in equal for number in place]
             yield from sorted(entries, key=lambda entry: (-entry.worth, -entry.id))
 
     def _embedded(self, queries: list[str]) -> np.ndarray:
         """Embed tasks as float32[n, d]; those of the last calls are cached."""
-        new = [query for query in queries if query not in self._vectors]
+        new = [query for query in dict.fromkeys(queries) if query not in self._vectors]
         vectors = {query: self._vectors[query] for query in queries if query in self._vectors}
         vectors |= zip(new, self.embedder.embed(new), strict=True)
-        if len(self._vectors) + len(new) > MAX_VECTORS:
-            self._vectors.clear()
         self._vectors |= vectors
+        for query in list(islice(self._vectors, max(0, len(self._vectors) - MAX_VECTORS))):
+            del self._vectors[query]
         return np.stack([vectors[query] for query in queries])
 
     def _similar(self, when: np.ndarray, content: np.ndarray) -> bool:
         """Return True if an entry in the index is a duplicate."""
-        return any(
-            cosine >= self.dedup and self.entries[number].content_vector @ content >= self.dedup
-            for number, cosine in self._index.search(when[None], CANDIDATES)[0]
-        )
+        (near,) = self._index.search(when[None], CANDIDATES, self.dedup)
+        entries = (self.entries[number] for place, _ in near for number in place)
+        return any(entry.content_vector @ content >= self.dedup for entry in entries)
 
     def _trim(self, entries: list[ExperienceEntry], limit: int) -> None:
         """Delete the least useful of these entries, a few below the limit."""

@@ -39,7 +39,7 @@ VECTORS = ("when_vector", "content_vector")
 log = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class ExperienceEntry:
     """One entry of the pool.
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import faiss
 import numpy as np
 import pytest
 from budget import examples
@@ -20,10 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.checks.config import check
-from actors.experience import index as indexes
 from actors.experience.contrast import contrast_items
 from actors.experience.embed import HashEmbedder, embed
-from actors.experience.index import VectorIndex
 from actors.experience.pool import ExperiencePool, Item
 from actors.experience.service import ExperienceService
 from actors.experience.store import FILE, Store
@@ -68,6 +65,12 @@ def contents(pool: ExperiencePool, query: str = "walk to the goal", top_k: int =
 # ---- embedding
 
 
+@given(st.lists(st.text(max_size=30), max_size=5))
+def test_texts_that_are_embedded_together_do_not_change_each_other(texts: list[str]) -> None:
+    alone = [embed([text], 32) for text in texts]
+    assert np.array_equal(embed(texts, 32), np.concatenate([np.zeros((0, 32)), *alone]))
+
+
 @pytest.mark.process
 def test_hashed_vectors_are_the_same_in_every_process() -> None:
     code = "import actors.experience.embed as e; print(e.embed(['row 1, a wall!']).tobytes().hex())"
@@ -98,108 +101,7 @@ def test_alike_texts_are_nearer_than_others() -> None:
     assert base @ base == pytest.approx(1) and 0.5 < base @ near < 0.95 and base @ far < 0.3
 
 
-# ---- index
-
-
-def nearest(index: VectorIndex, query: np.ndarray, count: int) -> list[tuple[int, float]]:
-    (found,) = index.search(query[None], count)
-    return list(found)
-
-
-@settings(max_examples=examples(40))
-@given(st.lists(st.integers(0, 30), max_size=60), st.integers(1, 8))
-def test_the_index_finds_what_a_slow_search_finds(flips: list[int], count: int) -> None:
-    """Each number in `flips` is added, or removed where it is there; the oracle is a loop."""
-    rng = np.random.default_rng(0)
-    vectors = rng.normal(size=(31, 8)).astype(np.float32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(indexes, "MAX_REMOVED", 3)
-        index, there = VectorIndex(8), set()
-        for number in flips:
-            if number in there:
-                index.remove(number)
-            else:
-                index.add(number, vectors[number])
-            there ^= {number}
-            query = vectors[(number * 7 + 3) % 31] + 0.1
-            slow = sorted(there, key=lambda n: -float(vectors[n] @ query))[:count]
-            assert [name for name, _ in nearest(index, query, count)] == slow
-
-
-def slow_search(vectors: np.ndarray, query: np.ndarray, count: int) -> list[float]:
-    return sorted((vectors @ query).tolist(), reverse=True)[:count]
-
-
-def products(found: list[tuple[int, float]]) -> list[float]:
-    return [product for _, product in found]
-
-
-@settings(max_examples=examples(20))
-@given(st.integers(0, 2**32 - 1), st.integers(1, 40))
-def test_many_questions_at_once_have_the_answers_of_each(seed: int, count: int) -> None:
-    """Exactly: among more places than are sorted, with a cache that knows only some of them."""
-    rng = np.random.default_rng(seed)
-    vectors = rng.normal(size=(4000, 4)).astype(np.float32)
-    questions = rng.normal(size=(70, 4)).astype(np.float32)
-    index = VectorIndex(4)
-    for size in (10, 3000, 4000):
-        for number in range(len(index._places), size):
-            index.add(number, vectors[number])
-        found = list(map(list, index.search(questions, count)))
-        for near, question in zip(found, questions, strict=True):
-            np.testing.assert_allclose(
-                products(near), slow_search(vectors[:size], question, count), rtol=1e-5, atol=1e-6
-            )
-            assert all(
-                product == pytest.approx(float(vectors[number] @ question), rel=1e-5, abs=1e-6)
-                for number, product in near
-            )
-
-
-def test_entries_with_the_same_vector_cost_one_place_and_none_is_preferred() -> None:
-    index = VectorIndex(2)
-    one, other = np.array([1, 0], np.float32), np.array([0, 1], np.float32)
-    for number in range(100):
-        index.add(number, one if number % 2 else other)
-    assert index._flat.ntotal == 2
-    assert sorted(nearest(index, one, 3)) == [(number, 1.0) for number in range(1, 100, 2)]
-    for number in range(1, 100, 2):
-        index.remove(number)
-    assert sorted(nearest(index, one, 3)) == [(number, 0.0) for number in range(0, 100, 2)]
-    index.add(7, one)
-    assert nearest(index, one, 1) == [(7, 1.0)] and index._flat.ntotal == 2
-
-
-def test_a_question_in_the_cache_is_compared_with_new_places_alone() -> None:
-    """After the first answer the search of everything would raise."""
-    rng = np.random.default_rng(0)
-    index, question = VectorIndex(4), np.ones(4, np.float32)
-    vectors = rng.normal(size=(500, 4)).astype(np.float32)
-    for number in range(400):
-        index.add(number, vectors[number])
-    nearest(index, question, 5)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(VectorIndex, "_nearest")
-        for number in range(400, 500):
-            index.add(number, vectors[number])
-            found = products(nearest(index, question, 5))
-            slow = slow_search(vectors[: number + 1], question, 5)
-            np.testing.assert_allclose(found, slow, rtol=1e-5)
-
-
-def test_a_gpu_that_cannot_be_used_costs_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: object) -> None:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 1)
-    monkeypatch.setattr(indexes, "_gpu", lambda: None)
-    monkeypatch.setattr(faiss, "index_cpu_to_gpu", full, raising=False)
-    index = VectorIndex(2)
-    index.add(7, np.ones(2, np.float32))
-    assert nearest(index, np.ones(2, np.float32), 1) == [(7, 2.0)]
-    assert "without the GPU: out of memory" in caplog.text
+# ---- configuration
 
 
 def test_without_faiss_a_run_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
