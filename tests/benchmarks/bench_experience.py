@@ -4,18 +4,22 @@
 
 The entries are about DISTINCT tasks (10,000 by default), 100,000 / DISTINCT each. 64 questions come
 together, none of them asked before or all of them asked before a change of the pool. They are timed
-inside the service (embedding, search, ranking) and as actors see them: each from its sending to its
-answer, over the service's socket. Rollouts are FrozenLake groups under a fixed latency of 50 ms a
-step with an engine that answers at once; every member asks for guidance, every group is
-contributed, and nothing that is found fits, so that the episodes are the same.
+inside the service (embedding, search, ranking), at two least similarities: one that nothing reaches
+and the default, at which every question finds entries; then as actors see them: each from its
+sending to its answer, over the service's socket. Beside the time that passes stands the processor's
+time, which other programs on the machine change less. Rollouts are FrozenLake groups under a fixed
+latency of 50 ms a step with an engine that answers at once; every member asks for guidance, every
+group is contributed, and nothing that is found fits, so that the episodes are the same.
 """
 
 import asyncio
 import math
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +46,7 @@ from evolver_async.config import (
 )
 from evolver_async.config.load import dump
 from evolver_async.model.tiny import make_tokenizer
+from evolver_async.process.setup import collect_rarely
 from evolver_async.protocol import messages
 from evolver_async.schema import Sampling, Task, Ticket, WeightId
 from evolver_async.transport.dealer import DealerClient
@@ -49,7 +54,7 @@ from evolver_async.transport.dealer import DealerClient
 ENTRIES = 100_000
 TASKS = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
 TOGETHER = 64
-ROUNDS = 40
+ROUNDS = 60
 REQUIRED_MS = 5.0
 GROUPS, MEMBERS, TURNS = 24, 8, 10
 LATENCY_S = 0.05
@@ -119,13 +124,18 @@ def fill(run_dir: Path) -> None:
     pool.close()
 
 
-def show(name: str, seconds: list[float], required_ms: float = math.inf) -> float:
+def show(name: str, seconds: list[float], required_ms: float = math.inf) -> None:
     median, slow = np.quantile(seconds, [0.5, 0.99]) * 1e3
     text = f"{name}: median {median:.2f} ms, 99% {slow:.2f} ms, least {min(seconds) * 1e3:.2f} ms"
     if required_ms < math.inf:
         text += f"; required {required_ms:g} ms: {'reached' if slow <= required_ms else 'MISSED'}"
     print(text)
-    return float(median)
+
+
+def show_both(name: str, both: list[tuple[float, float]]) -> None:
+    """Show the time that passed and the processor's."""
+    show(name, [passed for passed, _ in both], REQUIRED_MS)
+    show(f"  {name}, processor", [used for _, used in both], REQUIRED_MS)
 
 
 def batches(first: int) -> list[list[str]]:
@@ -137,30 +147,38 @@ def batches(first: int) -> list[list[str]]:
     ]
 
 
-def inside(run_dir: Path) -> None:
-    service = build(CONFIG, run_dir, lambda counters: None)
+def inside(run_dir: Path, similarity: float) -> None:
+    config = replace(CONFIG, experience=replace(CONFIG.experience, similarity=similarity))
+    service = build(config, run_dir, lambda counters: None)
+    collect_rarely()  # as the service's process does
 
-    def ask(questions: list[str]) -> float:
-        start = time.perf_counter()
+    def ask(questions: list[str]) -> tuple[float, float]:
+        start, used = time.perf_counter(), time.thread_time()
         for question in questions:
             service.handle("actor-0", messages.Retrieve(query=question), 0.0)
         service.commit()
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.thread_time() - used
 
-    print(f"{len(service.pool)} entries about {TASKS} tasks")
+    print(f"{len(service.pool)} entries about {TASKS} tasks, least similarity {similarity}")
     one, rounds = batches(0), batches(1)
-    show("one question at a time, new", [ask([question]) for question in one[0]])
-    show(f"{TOGETHER} new questions, all", [ask(questions) for questions in rounds], REQUIRED_MS)
+    show_both("one question at a time, new", [ask([question]) for question in one[0]])
+    show_both(f"{TOGETHER} new questions, all", [ask(questions) for questions in rounds])
     again = []
     for number, questions in enumerate(rounds):
-        item = Item(f"another task {number}", f"go there {number}", 1.0)
-        service.pool.add([item], "bench", [f"again {number}"])
+        item = Item(f"another task {similarity} {number}", f"go there {number}", 1.0)
+        service.pool.add([item], "bench", [f"again {similarity} {number}"])
         again.append(ask(questions))
-    show(f"{TOGETHER} questions asked before, all", again, REQUIRED_MS)
+    show_both(f"{TOGETHER} questions asked before, all", again)
     service.close()
 
 
-async def asked(guide: ServiceGuide) -> None:
+def processor_s(pid: int) -> float:
+    """Processor time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def asked(guide: ServiceGuide, pid: int) -> None:
     while not (await guide.advise(query(0))).text:
         await asyncio.sleep(0.1)
 
@@ -171,10 +189,13 @@ async def asked(guide: ServiceGuide) -> None:
 
     rounds = batches(2)
     for name in ("new", "asked before"):
-        seconds = []
+        seconds, used, served = [], time.process_time(), processor_s(pid)
         for questions in rounds:
             seconds += await asyncio.gather(*map(ask, questions))
         show(f"as actors see each of {TOGETHER} questions, {name}", seconds, REQUIRED_MS)
+        used, served = time.process_time() - used, processor_s(pid) - served
+        each = f"{1e3 * served / ROUNDS:.2f} ms in the service, {1e3 * used / ROUNDS:.2f} ms here"
+        print(f"  processor, {TOGETHER} questions: {each}")
     show("as an actor sees a single question", [await ask(question) for question in rounds[0]])
 
 
@@ -226,10 +247,10 @@ async def compared(guide: ServiceGuide) -> None:
     print(f"  required {REQUIRED_SHARE:.0%}: {'reached' if share <= REQUIRED_SHARE else 'MISSED'}")
 
 
-async def outside(address: str) -> None:
+async def outside(address: str, pid: int) -> None:
     client = DealerClient(f"{address}.experience", "run", "actor-0")
     guide = ServiceGuide(client, CONFIG.experience)
-    await asked(guide)
+    await asked(guide, pid)
     await compared(guide)
     print("the guide counted", guide.counters())
     await guide.close()
@@ -241,12 +262,13 @@ def main() -> None:
         run_dir.mkdir(mode=0o700)
         dump(CONFIG, run_dir / "config.yaml")
         fill(run_dir)
-        inside(run_dir)
+        for similarity in (CONFIG.experience.similarity, ExperienceConfig().similarity):
+            inside(run_dir, similarity)
         address = f"ipc://{run_dir}/b"
         command = [sys.executable, "-m", "evolver_async.cli", "experience", "--connect", address]
         process = subprocess.Popen([*command, "--run", str(run_dir), "--name", "experience"])
         try:
-            asyncio.run(outside(address))
+            asyncio.run(outside(address, process.pid))
         finally:
             process.terminate()
             process.wait()
