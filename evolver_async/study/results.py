@@ -1,6 +1,7 @@
 """Results of a study's runs, read from their metrics.
 
-Environment steps are the turns of all episodes that the buffer received. Seconds and environment
+Environment steps are the turns of all episodes that the buffer received, those of explorations
+included if the run has recorded them (`EXPLORED_TURNS`). Seconds and environment
 steps of a run that continues a cold start begin at the fork.
 """
 
@@ -16,6 +17,7 @@ from evolver_async.metrics.tail import Tail
 from evolver_async.study.directory import CellRun, RunState, Study, cold_run, runs_of, state_of
 from evolver_async.study.statistics import area, first_reach, weighted_mean
 
+EXPLORED_TURNS = "questioning/explored_turns"
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # of version lag, in the order of an axis
 STAGE_KINDS: tuple[str, ...] = get_args(get_type_hints(StageConfig)["kind"])
 BY_LAG = ("ess", "kl", "clip")
@@ -131,10 +133,10 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
 def progress_of(rows: Sequence[dict[str, Any]], before_s: float = 0.0) -> dict[float, Point]:
     """Return environment steps and seconds by learner step.
 
-    The ledger counts the received episodes of the present kind of stage.
+    The ledger counts the received episodes of the present kind of stage, explorations apart.
     """
     progress: dict[float, Point] = {}
-    env_steps, received = 0.0, dict.fromkeys(STAGE_KINDS, 0.0)
+    env_steps, explored, received = 0.0, 0.0, dict.fromkeys(STAGE_KINDS, 0.0)
     for row in rows:
         if "stage_kind" not in row:
             continue
@@ -142,8 +144,9 @@ def progress_of(rows: Sequence[dict[str, Any]], before_s: float = 0.0) -> dict[f
         played = max(0.0, now - received[kind])
         env_steps += played * (row.get("train/turns_mean") or 0.0)
         received[kind] += played
+        explored = max(explored, row.get(EXPLORED_TURNS) or 0.0)
         seconds = max(0.0, row["time_s"] - before_s)
-        progress[row["step"]] = Point(row["step"], env_steps, seconds, 0.0)
+        progress[row["step"]] = Point(row["step"], env_steps + explored, seconds, 0.0)
     return progress
 
 

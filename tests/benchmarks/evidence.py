@@ -136,14 +136,16 @@ def own_tasks(found: dict[str, Evidence], first: str) -> Iterator[str]:
 
 
 def explorations(found: dict[str, Evidence]) -> Iterator[str]:
-    """Yield the number of explorations, whose turns are not among the environment steps."""
+    """Yield the explorations of runs that have not recorded their turns, if there are such runs."""
     counts = [
-        f"`{name}` {one.explored.mean:,.0f}" for name, one in found.items() if one.explored.mean > 0
+        f"`{name}` {one.uncounted.mean:,.0f} (at most {one.uncounted_turns.mean:,.0f} turns)"
+        for name, one in found.items()
+        if one.uncounted.count
     ]
     if counts:
         yield (
-            "Environment steps do not contain the turns of explorations, which look for tasks."
-            f" Exploration episodes of a run: {', '.join(counts)}."
+            "Environment steps of these variants do not contain the turns of explorations, which"
+            f" look for tasks and were not recorded. Explorations of a run: {', '.join(counts)}."
         )
 
 
