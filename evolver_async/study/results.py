@@ -41,7 +41,10 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class RunResult:
-    """Results of one run so far; `points` are those of the threshold's metric."""
+    """Results of one run so far; `points` are those of the threshold's metric.
+
+    `distinct`: different tasks of its last evaluation, None if the metric is not of evaluations.
+    """
 
     run: CellRun
     state: RunState
@@ -50,6 +53,7 @@ class RunResult:
     last: Point | None  # the newest step, whose value has no meaning
     means: dict[str, float | None]
     by_lag: dict[tuple[str, str], tuple[float, float]]  # (metric, bucket) to mean and tokens
+    distinct: int | None
 
     @property
     def final(self) -> float | None:
@@ -83,14 +87,17 @@ def _result(study: Study, run: CellRun) -> RunResult:
     state, error = state_of(study, run)
     curves = CurveReader(study, run)
     taken = [row for row in curves.rows if row.get("stage_kind") == "rl"]
+    metric = study.definition.threshold.metric
+    distinct = curves.points(f"{metric.rpartition('/')[0]}/distinct")
     return RunResult(
         run=run,
         state=state,
         error=error,
-        points=curves.points(study.definition.threshold.metric),
+        points=curves.points(metric),
         last=next(reversed(curves.progress.values()), None),
         means={name: _mean(taken, name) for name in MEANS},
         by_lag=dict(_by_lag(taken)),
+        distinct=int(distinct[-1].value) if distinct else None,
     )
 
 

@@ -68,6 +68,10 @@ def test_turns_of_explorations_are_environment_steps(tmp_path: Path) -> None:
     assert [point.env_steps for point in one.points] == [played + 5, 2 * played + 9]
 
 
+def test_the_summary_says_of_how_many_tasks_a_success_is(study: Study) -> None:
+    assert "\nLast evaluation of a run: 5 distinct tasks.\n" in text(study, results_of(study))
+
+
 def test_curves_are_in_long_form(study: Study) -> None:
     report.write(study)
     found = rows(study.out / "curves.csv")
