@@ -88,7 +88,7 @@ class RunFeed:
         self._rows: list[dict[str, Any]] = []
         self._restarts: list[RunEvent] = []
         self._log_size = -1
-        self._view = View(run_dir.name, steps_of(config), exact_values(run_dir))
+        self._view = View(run_dir.name, steps_of(config, run_dir), exact_values(run_dir))
         self._seen: tuple[float, ...] = ()
         self._looked_back = False
         self._answered: float | None = None  # time of the newest answer
