@@ -134,9 +134,10 @@ async def test_experience_judge_and_questioning_have_a_view(
         "guidance/gain": 0.25,
         "guidance/upper": 0.375,
         "guidance/wasted": 0.03125,
+        "judge/agreement": 0.875,
     }
-    write_rows(made.run_dir, 12, **guided, **{"judge/agreement": 0.875})
-    write_rows(made.run_dir, 1, 13, **guided, **{"judge/agreement": None})
+    write_rows(made.run_dir, 12, **guided)
+    write_rows(made.run_dir, 1, 13, **guided | {"judge/agreement": None})
     with open(made.run_dir / "metrics.jsonl", "a") as file:
         evaluated = {"eval/success": 0.5, "eval/episodes": 8, "eval/distinct": 3}
         file.write(json.dumps({"step": 13, "lineage": 1, **evaluated}) + "\n")
