@@ -72,6 +72,7 @@ class LearnerState:
     stage_seconds: float = 0.0
     seconds: float = 0.0
     env_steps: int = 0  # turns of the groups taken, over all stages
+    explored_turns: int = 0  # turns of explorations, as the buffer last counted them
     tokens: int = 0  # ACTION tokens trained, over all stages
     baseline: float = 0.0  # of the reinforce estimator
     critic_steps: int = 0  # steps that trained the critic
@@ -103,10 +104,15 @@ class LearnerState:
         turns = (len(one.turn_rewards) for group in groups for one in group.trajectories)
         self.env_steps += sum(turns)
 
+    def count_explorations(self, counters: dict[str, float]) -> None:
+        """Take over the turns of explorations from the counters of the buffer."""
+        turns = counters.get("questioning/explored_turns", 0.0)
+        self.explored_turns = max(self.explored_turns, int(turns))
+
     def progress(self) -> dict[str, float]:
         """Return the axes of a row besides its step and its seconds."""
         return {
-            "progress/env_steps": float(self.env_steps),
+            "progress/env_steps": float(self.env_steps + self.explored_turns),
             "progress/tokens": float(self.tokens),
         }
 

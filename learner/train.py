@@ -170,6 +170,7 @@ class Learner:
         with self.timers("report"):
             reply = self.report(take, outcome, episodes, changed)
             note(self.state.watched, reply.counters)
+            self.state.count_explorations(reply.counters)
             seconds = self.clock.seconds(self.state)
             self.rows.write(self.state, take, stage, outcome, reply.counters, seconds, passed)
         if selects:

@@ -62,8 +62,10 @@ def list_runs(args: argparse.Namespace) -> int:
     for run in runs:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["time"]))
         success = "–" if run["success"] is None else f"{run['success']:.3f}"
+        distinct = "–" if run["distinct"] is None else f"{run['distinct']:.0f}"
         print(
-            f"{run['name']:{width}}  {run['state']:10}  step {run['step']:6}  {success:>5}  {when}"
+            f"{run['name']:{width}}  {run['state']:10}  step {run['step']:6}"
+            f"  {success:>5}  {distinct:>4} distinct  {when}"
         )
     if not runs:
         print(f"no runs in {args.directory}")

@@ -13,6 +13,7 @@ from textual.widgets import Static
 
 from evolver_async.buffer.monitor.failures import plain
 from evolver_async.dashboard.actors import actors
+from evolver_async.dashboard.evolving import evolving
 from evolver_async.dashboard.feed import RunFeed, RunSnapshot
 from evolver_async.dashboard.happenings import happenings
 from evolver_async.dashboard.overview import AXES, PlotOptions, overview
@@ -20,11 +21,12 @@ from evolver_async.dashboard.staleness import staleness
 from evolver_async.dashboard.stock import stock
 
 EVERY_S = 1.0  # between two looks at the files, and between two requests for STATUS
-VIEWS = ("overview", "staleness", "actors", "buffer", "events")
+VIEWS = ("overview", "staleness", "actors", "buffer", "events", "evolving")
 WINDOWS = (1, 10, 50)  # steps in a mean
 STATES = {"running": "green", "finished": "cyan", "stopped": "yellow"}
 KEYS = """\
-1 … 5        overview, staleness, actors, buffer, events
+1 … 6        overview, staleness, actors, buffer, events,
+             evolving: experience, judge and questioning
 ← →          the previous view, the next view
 s            curves of each step, or of means of 10 or 50 steps
 t            curves over steps or over training time
@@ -32,7 +34,7 @@ t            curves over steps or over training time
 ?            these keys
 q            quit; the run goes on
 
-cyan: training   green: evaluations"""
+cyan: training   green: evaluations   yellow: the second curve"""
 
 
 class KeyHelp(ModalScreen[None]):
@@ -150,6 +152,8 @@ class RunDashboard(App[None]):
                 return actors(snapshot, width)
             case "buffer":
                 return stock(snapshot, self.options, width, height)
+            case "evolving":
+                return evolving(snapshot, self.options, width, height)
             case _:
                 return happenings(snapshot, width)
 

@@ -92,7 +92,8 @@ class RunFeed:
         self._restarts: list[RunEvent] = []
         self._log_size = -1
         setup = Setup.of(config)
-        self._view = View(run_dir.name, steps_of(config), exact_values(run_dir), setup)
+        steps = steps_of(config, run_dir)
+        self._view = View(run_dir.name, steps, exact_values(run_dir), setup)
         self._seen: tuple[float, ...] = ()
         self._looked_back = False
         self._answered: float | None = None  # time of the newest answer

@@ -12,10 +12,10 @@ from evolver_async.dashboard.lines import DIM, beside, title
 from evolver_async.dashboard.plots import PlotLine, curve, number, trailing_mean
 from evolver_async.results.table import MetricTable
 from evolver_async.schema import Array
-from evolver_async.watch.view import clock
+from evolver_async.watch import cells as texts
 
 LEAST_WIDTH, LEAST_HEIGHT = 38, 8  # of one curve, its title included
-RAW, SMOOTH, EVALUATED = "cyan", "bright_cyan", "bright_green"
+RAW, SMOOTH, EVALUATED, BESIDE = "cyan", "bright_cyan", "bright_green", "yellow"
 AXES = {"step": "step", "time_s": "time"}
 
 
@@ -27,17 +27,21 @@ class PlotOptions:
     axis: str = "step"
 
     def x_label(self, value: float) -> str:
-        return clock(value) if self.axis == "time_s" else number(value)
+        return texts.clock(value) if self.axis == "time_s" else number(value)
 
 
 @dataclass(frozen=True)
 class CurveChoice:
-    """A curve of a column of the steps, and of one of the evaluations; `within` as in `curve`."""
+    """A curve of a column of the steps, and of one of the evaluations; `within` as in `curve`.
+
+    `beside`: label and column of a second curve of the steps.
+    """
 
     title: str
     column: str
     evaluated: str = ""
     within: tuple[float, float] | None = None
+    beside: tuple[str, str] = ("", "")
 
 
 CURVES = (
@@ -65,8 +69,8 @@ def charts(
     height: int,
 ) -> list[Text]:
     """Return the first curves in rows of up to three, as many as fit; none if no row fits."""
-    across = max(1, min(3, width // LEAST_WIDTH))
-    down = min(-(-len(choices) // across), height // LEAST_HEIGHT)
+    across = _across(width)
+    down = min(least_height(choices, width), height) // LEAST_HEIGHT
     part = width // across
     lines: list[Text] = []
     for row in range(down):
@@ -74,6 +78,15 @@ def charts(
         blocks = [chart(snapshot, one, options, part - 1, height // down) for one in chosen]
         lines += beside(blocks, [part] * len(chosen))
     return lines
+
+
+def least_height(choices: Sequence[CurveChoice], width: int) -> int:
+    """Return the rows that `charts` needs for all curves."""
+    return LEAST_HEIGHT * -(-len(choices) // _across(width))
+
+
+def _across(width: int) -> int:
+    return max(1, min(3, width // LEAST_WIDTH))
 
 
 def headline(snapshot: RunSnapshot, width: int) -> list[Text]:
@@ -88,8 +101,9 @@ def headline(snapshot: RunSnapshot, width: int) -> list[Text]:
     if "eval/success" in evaluations:
         success = _finite(evaluations["eval/success"])
         if len(success):
-            best = f"{success[-1]:.3f} (best {success.max():.3f})"
-            cells.insert(1, ("eval success", best))
+            distinct = texts.number(evaluations.rows[-1].get("eval/distinct"))
+            best = f"best {success.max():.3f}, {distinct} distinct"
+            cells.insert(1, ("eval success", f"{success[-1]:.3f} ({best})"))
     lines = [Text()]
     for name, value in cells:
         part = Text.assemble((f"{name} ", DIM), (value, "bold"), "   ")
@@ -117,14 +131,17 @@ def chart(
             newest = [f"{number(float(mean_N[-1]))} over {options.window}"]
             found = PlotLine(found.x_N, mean_N, SMOOTH)
         drawn.append(found)
-    evaluated = _line(snapshot.evaluations, choice.evaluated, options, EVALUATED)
-    if evaluated is not None:
-        drawn.append(evaluated)
     head = title(" ".join([choice.title, *newest]), width)
-    if evaluated is not None:
-        text = f" eval {number(float(_finite(evaluated.y_N)[-1]))} "
-        head.truncate(width - len(text))
-        head.append(text, EVALUATED)
+    label, column = choice.beside
+    for name, line in (
+        ("eval", _line(snapshot.evaluations, choice.evaluated, options, EVALUATED)),
+        (label, _smoothed(_line(snapshot.steps, column, options, BESIDE), options)),
+    ):
+        if line is not None:
+            drawn.append(line)
+            text = f" {name} {number(float(_finite(line.y_N)[-1]))} "
+            head.truncate(width - len(text))
+            head.append(text, line.style)
     x_label: Callable[[float], str] = options.x_label
     return [head, *curve(drawn, width, height - 1, x_label, choice.within)]
 
@@ -135,6 +152,12 @@ def _line(rows: MetricTable, column: str, options: PlotOptions, style: str) -> P
         return None
     line = PlotLine(rows[options.axis], rows[column], style)
     return line if len(line.finite()[1]) else None
+
+
+def _smoothed(line: PlotLine | None, options: PlotOptions) -> PlotLine | None:
+    if line is None or options.window == 1:
+        return line
+    return PlotLine(line.x_N, trailing_mean(line.y_N, options.window), line.style)
 
 
 def _finite(values_N: Array) -> Array:

@@ -6,76 +6,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from evolver_async.report.chosen_curves import (
+    DATA,
+    LEARNING,
+    MECHANISMS,
+    OFFPOLICY,
+    PUBLISHING,
+)
 from evolver_async.report.plots import bars
 from evolver_async.report.plots.curves import Curve, CurveBoard, Figure
 from evolver_async.report.tables import Table, fates_table
 from evolver_async.results.run import RunResults
 from evolver_async.results.trajectories import RecordedTrajectory
+from evolver_async.watch import cells
 
-LEARNING = (
-    Curve("Reward", {"train/reward_mean": "training"}, {"eval/reward_mean": "evaluation"}),
-    Curve("Success", {"train/success": "training"}, {"eval/success": "evaluation"}),
-    Curve("Policy loss", {"loss/policy": "policy loss"}),
-    Curve("Entropy", {"loss/entropy": "entropy"}),
-    Curve("Gradient norm", {"loss/grad_norm": "policy", "critic/grad_norm": "critic"}, log=True),
-    Curve("KL to the reference", {"loss/kl": "KL"}),
-    Curve("Value loss", {"loss/value": "value loss"}),
-    Curve("Turns per episode", {"train/turns_mean": "training"}, {"eval/turns_mean": "evaluation"}),
-    Curve("Errors", {"train/format_errors": "format errors", "train/tool_errors": "tool errors"}),
-)
-OFFPOLICY = (
-    Curve("Staleness in versions", {"staleness/mean": "mean", "staleness/max": "maximum"}),
-    Curve(
-        "Effective sample size",
-        {
-            "offpolicy/ess": "all tokens",
-            "offpolicy_guided/ess": "stripped (guided)",
-            "offpolicy_unguided/ess": "unguided",
-        },
-    ),
-    Curve(
-        "KL (behaviour ‖ policy)",
-        {
-            "offpolicy/kl": "all tokens",
-            "offpolicy_guided/kl": "stripped (guided)",
-            "offpolicy_unguided/kl": "unguided",
-        },
-    ),
-    Curve(
-        "Share of tokens clipped or masked",
-        {
-            "offpolicy/clip_low": "clipped low",
-            "offpolicy/clip_high": "clipped high",
-            "offpolicy/masked": "masked",
-        },
-    ),
-)
-DATA = (
-    Curve(
-        "Ledger: trajectories since the start",
-        {
-            "ledger/received": "received",
-            "ledger/trained": "trained",
-            "ledger/filtered": "filtered",
-            "ledger/evicted": "evicted",
-        },
-    ),
-    Curve(
-        "Refused on arrival",
-        {"ledger/rejected": "rejected", "ledger/duplicate": "duplicate", "ledger/stale": "stale"},
-    ),
-    Curve("Evicted share", {"censor/evicted_share": "evicted share"}),
-    Curve(
-        "Evicted against trained: ratios",
-        {"censor/length_ratio": "length", "censor/seconds_ratio": "seconds"},
-    ),
-    Curve("Success of trained minus evicted", {"censor/success_gap": "gap"}),
-)
-PUBLISHING = (
-    Curve("Seconds to publish", {"time/publish_s": "time/publish_s", "weights/publish_s": "wait"}),
-    Curve("Published version", {"version": "version"}),
-    Curve("Tokens per second", {"throughput/tokens_per_s": "trained ACTION tokens"}),
-)
 INSIDE_TRAIN = (  # parts of time/train_s
     *("anchor", "reference", "value", "forward", "backward", "distill", "optimizer"),
 )
@@ -99,18 +43,27 @@ def sections(run: RunResults, trajectories: Sequence[RecordedTrajectory]) -> lis
     made = [
         _curves(board, "Learning", LEARNING),
         *_eval_sets(board),
+        *_mechanisms(board),
         _off_policy(board, trajectories),
         _data(board, trajectories),
         _time(board),
         _curves(board, "Publishing and throughput", PUBLISHING),
         _faults(run, board),
     ]
+    if len(run.evaluations):
+        played = cells.played(run.evaluations.rows[-1])
+        made[0].sentences.insert(0, f"Newest evaluation: {played} tasks.")
     if board.every > 1:
         made[0].sentences.append(f"The curves show every {board.every}th step.")
     return made
 
 
-def _curves(board: CurveBoard, title: str, curves: Sequence[Curve]) -> PageSection:
+def _curves(
+    board: CurveBoard,
+    title: str,
+    curves: Sequence[Curve],
+    missing: str = "Not recorded in this run, or always 0",
+) -> PageSection:
     """Return a section of curves, with a sentence about those that have nothing to show."""
     section = PageSection(title)
     absent = []
@@ -121,20 +74,26 @@ def _curves(board: CurveBoard, title: str, curves: Sequence[Curve]) -> PageSecti
         else:
             section.figures.append(made)
     if absent:
-        section.sentences.append(f"Not recorded in this run, or always 0: {', '.join(absent)}.")
+        section.sentences.append(f"{missing}: {', '.join(absent)}.")
     return section
 
 
 def _eval_sets(board: CurveBoard) -> list[PageSection]:
     """Return a section with every metric of the sets of `eval.sets`; none without sets."""
     by_metric: dict[str, dict[str, str]] = {}
+    distinct: dict[str, str] = {}
     for name in sorted(board.evaluations.names):
         match name.split("/"):
+            case ["eval", chosen, "distinct"]:
+                distinct[chosen] = cells.number(board.evaluations.rows[-1].get(name))
             case ["eval", chosen, metric] if metric not in ("episodes", "turns_mean"):
                 by_metric.setdefault(metric, {})[name] = chosen
     if not by_metric:
         return []
     section = PageSection("Evaluation sets")
+    if distinct:
+        counts = ", ".join(f"{chosen} {count}" for chosen, count in distinct.items())
+        section.sentences.append(f"Distinct tasks: {counts}.")
     for metric, curves in by_metric.items():
         made = board.draw(Curve(metric, {}, curves))
         if made is None:
@@ -142,6 +101,24 @@ def _eval_sets(board: CurveBoard) -> list[PageSection]:
         else:
             section.figures.append(made)
     return [section]
+
+
+def _mechanisms(board: CurveBoard) -> list[PageSection]:
+    """Return the sections of experience, judge and questioning, without what is not recorded."""
+    made: dict[str, PageSection] = {}
+    newest = dict(cells.mechanisms(board.all_steps.rows[-1])) if len(board.all_steps) else {}
+    for one in MECHANISMS:
+        if not any(mark in board.all_steps for mark in one.marks):
+            continue
+        found = [curve for curve in one.curves if any(m in board.all_steps for m in curve.metrics)]
+        drawn = _curves(board, one.section, found, "Always 0")
+        section = made.setdefault(one.section, PageSection(one.section))
+        section.figures += drawn.figures
+        section.sentences.append(one.meaning)
+        if one.name in newest:
+            section.sentences.append(f"Newest step, {one.name}: {newest[one.name]}.")
+        section.sentences += drawn.sentences
+    return list(made.values())
 
 
 def _off_policy(board: CurveBoard, trajectories: Sequence[RecordedTrajectory]) -> PageSection:

@@ -37,7 +37,8 @@ def study_sections(study: Study, results: Sequence[RunResult]) -> list[PageSecti
             "Results",
             [
                 "Intervals are 95 % (Student t) over the finished seeds. Differences are paired by"
-                f" seed against the first cell, {cells[0].cell.name}."
+                f" seed against the first cell, {cells[0].cell.name}.",
+                *summary.evaluated_on(results),
             ],
             tables=[
                 _table(metric, summary.value_rows(cells, definition)),

@@ -9,6 +9,7 @@ from evolver_async.report.browser import TrajectoryPages, pages
 from evolver_async.report.page import PageContent, html, write_folder, write_page
 from evolver_async.report.sections import sections
 from evolver_async.results.run import EMPTY, RunResults
+from evolver_async.watch import cells
 
 PAGE_BYTES = 5_000_000
 RESERVED_BYTES = 2_200_000  # of a page: the library, the figures, the index
@@ -82,8 +83,8 @@ def _facts(run: RunResults) -> list[tuple[str, str]]:
     ]
     if len(run.evaluations) and "eval/success" in run.evaluations:
         newest = run.evaluations.rows[-1]
-        played = f"{newest.get('eval/episodes')} episodes, {newest.get('eval/distinct')} distinct"
-        told = f"{newest.get('eval/success')} at step {newest['step']} ({played})"
+        success = cells.number(newest.get("eval/success"))
+        told = f"{success} at step {newest['step']} ({cells.played(newest)})"
         facts.append(("eval success", told))
     if run.checkpoints:
         facts.append(("newest checkpoint", run.checkpoints[-1].path.name))

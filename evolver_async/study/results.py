@@ -1,6 +1,7 @@
 """Results of a study's runs, read from their metrics.
 
-Environment steps are the turns of all episodes that the buffer received. Seconds and environment
+Environment steps are the turns of all episodes that the buffer received, those of explorations
+included if the run has recorded them (`EXPLORED_TURNS`). Seconds and environment
 steps of a run that continues a cold start begin at the fork.
 """
 
@@ -16,6 +17,7 @@ from evolver_async.metrics.tail import Tail
 from evolver_async.study.directory import CellRun, RunState, Study, cold_run, runs_of, state_of
 from evolver_async.study.statistics import area, first_reach, weighted_mean
 
+EXPLORED_TURNS = "questioning/explored_turns"
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # of version lag, in the order of an axis
 STAGE_KINDS: tuple[str, ...] = get_args(get_type_hints(StageConfig)["kind"])
 BY_LAG = ("ess", "kl", "clip")
@@ -39,7 +41,10 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class RunResult:
-    """Results of one run so far; `points` are those of the threshold's metric."""
+    """Results of one run so far; `points` are those of the threshold's metric.
+
+    `distinct`: different tasks of its last evaluation, None if the metric is not of evaluations.
+    """
 
     run: CellRun
     state: RunState
@@ -48,6 +53,7 @@ class RunResult:
     last: Point | None  # the newest step, whose value has no meaning
     means: dict[str, float | None]
     by_lag: dict[tuple[str, str], tuple[float, float]]  # (metric, bucket) to mean and tokens
+    distinct: int | None
 
     @property
     def final(self) -> float | None:
@@ -81,14 +87,17 @@ def _result(study: Study, run: CellRun) -> RunResult:
     state, error = state_of(study, run)
     curves = CurveReader(study, run)
     taken = [row for row in curves.rows if row.get("stage_kind") == "rl"]
+    metric = study.definition.threshold.metric
+    distinct = curves.points(f"{metric.rpartition('/')[0]}/distinct")
     return RunResult(
         run=run,
         state=state,
         error=error,
-        points=curves.points(study.definition.threshold.metric),
+        points=curves.points(metric),
         last=next(reversed(curves.progress.values()), None),
         means={name: _mean(taken, name) for name in MEANS},
         by_lag=dict(_by_lag(taken)),
+        distinct=int(distinct[-1].value) if distinct else None,
     )
 
 
@@ -131,10 +140,10 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
 def progress_of(rows: Sequence[dict[str, Any]], before_s: float = 0.0) -> dict[float, Point]:
     """Return environment steps and seconds by learner step.
 
-    The ledger counts the received episodes of the present kind of stage.
+    The ledger counts the received episodes of the present kind of stage, explorations apart.
     """
     progress: dict[float, Point] = {}
-    env_steps, received = 0.0, dict.fromkeys(STAGE_KINDS, 0.0)
+    env_steps, explored, received = 0.0, 0.0, dict.fromkeys(STAGE_KINDS, 0.0)
     for row in rows:
         if "stage_kind" not in row:
             continue
@@ -142,8 +151,9 @@ def progress_of(rows: Sequence[dict[str, Any]], before_s: float = 0.0) -> dict[f
         played = max(0.0, now - received[kind])
         env_steps += played * (row.get("train/turns_mean") or 0.0)
         received[kind] += played
+        explored = max(explored, row.get(EXPLORED_TURNS) or 0.0)
         seconds = max(0.0, row["time_s"] - before_s)
-        progress[row["step"]] = Point(row["step"], env_steps, seconds, 0.0)
+        progress[row["step"]] = Point(row["step"], env_steps + explored, seconds, 0.0)
     return progress
 
 

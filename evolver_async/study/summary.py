@@ -76,6 +76,7 @@ def text(study: Study, results: Sequence[RunResult]) -> str:
         *_open(results),
         f"\n## {definition.threshold.metric}\n",
         *_table(value_rows(cells, definition)),
+        *(f"\n{sentence}" for sentence in evaluated_on(results)),
         f"\n## To {definition.threshold}\n",
         *_table(threshold_rows(cells)),
         "\n## Off-policy data (means over rl steps)\n",
@@ -95,6 +96,15 @@ def _open(results: Sequence[RunResult]) -> list[str]:
     if waiting:
         lines.append(f"\nNot finished: {', '.join(f'`{name}`' for name in waiting)}.")
     return lines
+
+
+def evaluated_on(results: Sequence[RunResult]) -> list[str]:
+    """Return a sentence on the different tasks of an evaluation; none if they are not known."""
+    counts = sorted({one.distinct for one in results if one.distinct is not None})
+    if not counts:
+        return []
+    count = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    return [f"Last evaluation of a run: {count} distinct tasks."]
 
 
 def value_rows(cells: Sequence[CellSummary], definition: Definition) -> list[list[str]]:

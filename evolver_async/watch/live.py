@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from evolver_async.config import Config
-from evolver_async.launch.run_directory import EXACT
+from evolver_async.launch.run_directory import EXACT, origin_of
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import url_of
@@ -78,7 +78,7 @@ def _show(
     """
     tail = Tail(run_dir / "metrics.jsonl")
     exact = exact_values(run_dir)
-    view = View(run_dir.name, steps_of(config), exact, Setup.of(config))
+    view = View(run_dir.name, steps_of(config, run_dir), exact, Setup.of(config))
     if embedded:
         for row in current_rows(tail.rows()):
             view.feed(row)
@@ -136,7 +136,15 @@ def exact_values(run_dir: Path) -> dict[str, float] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def steps_of(config: Config) -> int:
-    """Sum the steps of all stages; 0 if a stage has only another limit."""
+def steps_of(config: Config, run_dir: Path) -> int:
+    """Sum the steps of all stages, less those before a fork; 0 if a stage has no such limit."""
     steps = [stage.steps for stage in config.stages]
-    return sum(steps) if all(steps) else 0
+    return max(0, sum(steps) - _steps_before(run_dir)) if all(steps) else 0
+
+
+def _steps_before(run_dir: Path) -> int:
+    """Return the steps before the fork in which a run began; 0 if it began by itself."""
+    origin = origin_of(run_dir)
+    if origin is None or origin["kind"] != "fork":
+        return 0
+    return origin["step"] + _steps_before(Path(origin["run"]))

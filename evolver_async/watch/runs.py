@@ -18,6 +18,7 @@ from evolver_async.launch.run_directory import last_lines
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import url_of
+from evolver_async.watch.cells import played
 from evolver_async.watch.throughput import time_lines
 
 END = "end.json"  # end of the newest launch
@@ -37,10 +38,13 @@ class Ending:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """Progress of a run, from its metrics: the newest step, its last and its best evaluation."""
+    """Progress of a run, from its metrics: the newest step, its last and its best evaluation.
+
+    `last`: row of that evaluation, None before the first.
+    """
 
     step: int
-    last: float | None
+    last: dict[str, Any] | None
     best: float | None
     best_step: int | None
 
@@ -87,7 +91,8 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
     success = "not evaluated"
     if progress.last is not None:
         best = f"best {progress.best:.3f} at step {progress.best_step}"
-        success = f"eval success {progress.last:.3f} ({best})"
+        last = progress.last
+        success = f"eval success {last['eval/success']:.3f} over {played(last)} ({best})"
     lines = [f"{ending.state} at step {progress.step}, {success}", *time_lines(rows, config)]
     with contextlib.suppress(CheckpointError):
         newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
@@ -105,22 +110,22 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
 
 def progress_of(rows: list[dict[str, Any]]) -> RunProgress:
     """Return the progress of a run by the rows of its newest lineage."""
-    evaluated = [
-        (row["eval/success"], row["step"]) for row in rows if row.get("eval/success") is not None
-    ]
-    best, best_step = max(evaluated, default=(None, None))
+    evaluated = [row for row in rows if row.get("eval/success") is not None]
+    values = [(row["eval/success"], row["step"]) for row in evaluated]
+    best, best_step = max(values, default=(None, None))
     return RunProgress(
         step=max((row["step"] for row in rows), default=0),
-        last=evaluated[-1][0] if evaluated else None,
+        last=evaluated[-1] if evaluated else None,
         best=best,
         best_step=best_step,
     )
 
 
 def listed(directory: Path) -> list[dict[str, Any]]:
-    """List the runs of a directory by time: name, state, step, success, time of the last change.
+    """List the runs of a directory by the time of their last change.
 
-    The state of a run whose files lack some of this is "unreadable".
+    Each has a name, state, step, time, and the success of its last evaluation, with the number of
+    `distinct` tasks. The state of a run whose files lack some of this is "unreadable".
     """
     runs = []
     for path in directory.glob("*/config.yaml"):
@@ -128,20 +133,22 @@ def listed(directory: Path) -> list[dict[str, Any]]:
             runs.append(_summary(path.parent))
         except (OSError, ValueError, KeyError, TypeError):
             changed = path.stat().st_mtime
-            nothing = {"state": "unreadable", "step": 0, "success": None, "time": changed}
-            runs.append({"name": path.parent.name} | nothing)
+            nothing = {"state": "unreadable", "step": 0, "success": None, "distinct": None}
+            runs.append({"name": path.parent.name, **nothing, "time": changed})
     return sorted(runs, key=lambda run: run["time"])
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:
     progress = progress_of(current_rows(Tail(run_dir / "metrics.jsonl").rows()))
+    last = progress.last or {}
     ending = ending_of(run_dir)
     state = "running" if _running(run_dir) else ending.state
     return {
         "name": run_dir.name,
         "state": state,
         "step": progress.step,
-        "success": progress.last,
+        "success": last.get("eval/success"),
+        "distinct": last.get("eval/distinct"),
         "time": ending.time,
     }
 

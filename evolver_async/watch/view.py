@@ -6,7 +6,6 @@ Pure but for rich's objects; `live.py` reads the file, asks the buffer and print
 import contextlib
 import math
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 from rich.panel import Panel
@@ -16,6 +15,7 @@ from rich.text import Text
 from evolver_async.metrics.lineages import RowKey, key_of, supersedes
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.watch import throughput
+from evolver_async.watch.cells import clock, eval_sets_of, mechanisms, number, played
 from evolver_async.watch.status import failures_of, longest_stall, waits_of
 
 REPEAT_S = 30.0  # until a repeated failure is printed again
@@ -46,7 +46,7 @@ class View:
         self.setup = setup or throughput.Setup()
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self.row: dict[str, Any] = {}
-        self.evaluations: list[tuple[RowKey, float]] = []  # none superseded
+        self.evaluations: list[tuple[RowKey, dict[str, Any]]] = []  # none superseded
         self.eval_sets: dict[str, tuple[RowKey, str]] = {}  # newest of each, none superseded
         self.stalled = ""  # the longest stall
         self.waiting: list[str] = []
@@ -65,11 +65,10 @@ class View:
         self.eval_sets = {name: one for name, one in sets if not supersedes(new, one[0])}
         if "eval/success" in row:
             self.eval_sets |= {name: (new, value) for name, value in eval_sets_of(row)}
-            self.evaluations.append((new, row["eval/success"]))
+            self.evaluations.append((new, row))
             return (
-                f"step {row['step']}  eval success {_number(row['eval/success'])}"
-                f" over {_number(row.get('eval/episodes'))} episodes"
-                f", {_number(row.get('eval/distinct'))} distinct{self._exact_values()}"
+                f"step {row['step']}  eval success {number(row['eval/success'])}"
+                f" over {played(row)}{self._exact_values()}"
                 f"{''.join(f'; {name} {value}' for name, value in eval_sets_of(row))}"
             )
         if "time_s" not in row:
@@ -90,7 +89,7 @@ class View:
     @property
     def evals(self) -> list[float]:
         """Success rates of the newest lineage's evaluations."""
-        return [success for _, success in self.evaluations]
+        return [row["eval/success"] for _, row in self.evaluations]
 
     @property
     def stalls(self) -> int:
@@ -130,7 +129,10 @@ class View:
             grid.add_row(name, value)
         if self.evals:
             spark = "".join(BARS[round(v * (len(BARS) - 1))] for v in self.evals[-SPARKS:])
-            grid.add_row("eval success", f"{spark} {self.evals[-1]:.3f}{self._exact_values()}")
+            _, newest = self.evaluations[-1]
+            distinct = number(newest.get("eval/distinct"))
+            text = f"{spark} {self.evals[-1]:.3f} ({distinct} distinct){self._exact_values()}"
+            grid.add_row("eval success", text)
         for name, (_, value) in self.eval_sets.items():
             grid.add_row(f"eval {name}", value)
         for name, text in self.time_cells():
@@ -163,6 +165,7 @@ class View:
         ):
             with contextlib.suppress(KeyError):
                 cells.append((name, pattern.format_map(_Numbers(self.row))))
+        cells += mechanisms(self.row)
         wait_s, train_s = self.row.get("time/wait_s"), self.row.get("time/train_s")
         if wait_s is not None and train_s:
             cells.append(("waiting", f"{wait_s / (wait_s + train_s):.0%}"))
@@ -198,37 +201,8 @@ class View:
         return " (random policy {random:.3f}, optimal {optimal:.3f})".format_map(self.exact)
 
 
-def eval_sets_of(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the sets of an evaluation's row, each with its averages as text."""
-    for name, value in row.items():
-        parts = name.split("/")
-        if len(parts) == 3 and parts[0] == "eval" and parts[2].startswith("avg@"):
-            _, chosen, average = parts
-            best = average.replace("avg", "best")
-            text = f"{average} {_number(value)}"
-            if average != "avg@1":
-                text += f" {best} {_number(row.get(f'eval/{chosen}/{best}'))}"
-            text += f" ({_number(row.get(f'eval/{chosen}/distinct'))} distinct)"
-            yield chosen, text
-
-
 class _Numbers(dict[str, Any]):
     """Row whose values are formatted numbers."""
 
     def __getitem__(self, name: str) -> str:
-        return _number(super().__getitem__(name))
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "–"
-    if value == int(value) and abs(value) < 1e6:
-        return str(int(value))
-    return f"{value:.3f}" if abs(value) < 100 else f"{value:,.0f}"
-
-
-def clock(seconds: float) -> str:
-    """Format a duration as h:mm:ss or m:ss."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+        return number(super().__getitem__(name))

@@ -9,6 +9,7 @@ from evolver_async.config import Config
 from evolver_async.errors import TrainingError
 from evolver_async.launch import run_directory
 from evolver_async.metrics.writer import Metrics
+from evolver_async.protocol.evaluations import EvalResult
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.schema import Group
 from learner.diagnostics.alarms import Alarm, judge
@@ -91,15 +92,15 @@ class Guard:
                 counts[f"failures/{failure.kind}"] += failure.count
             self.metrics.log(take, {name: float(count) for name, count in counts.items()})
 
-    def report_end(self, state: LearnerState, success: float | None) -> None:
+    def report_end(self, state: LearnerState, newest: EvalResult | None) -> None:
         """Alert of the end of this learner: after the last stage, or before it on request.
 
-        `success`: of the newest evaluation.
+        `newest`: the last evaluation.
         """
         title = "run finished" if state.finished else "run stopped"
         text = f"step {state.take}, version {state.version}, {state.seconds:.0f} s of training"
-        if success is not None:
-            text += f", newest eval/success {success:.3f}"
+        if newest is not None:
+            text += f", newest eval/success {newest.success:.3f} ({newest.distinct} distinct)"
         if not state.finished:
             text += f"; to go on: evolver-async train --resume {self.run_dir}"
         self.metrics.alert(title, text, "INFO")

@@ -48,7 +48,7 @@ class EvaluationTracker:
     publisher: Publisher
     metrics: Metrics
     config: EvalConfig
-    newest: float | None = None  # success of the last result
+    newest: EvalResult | None = None
 
     def due(self, version: int, *, over: bool, last: bool, changed: bool) -> int:
         """Return the episodes to ask for after a step; `over`: it ends its stage, `last`: all."""
@@ -133,7 +133,7 @@ class EvaluationTracker:
                 log.warning("evaluation of %s: no episode could be run", result.weights)
                 continue
             taken_in.append((result, asked.stage))
-            self.newest = result.success
+            self.newest = result
             if asked.stage == state.stage and not state.finished:
                 state.eval_success = result.success
             values = {

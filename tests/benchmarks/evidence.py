@@ -19,7 +19,7 @@ from evolver_async.study import directory, plots
 from evolver_async.study.directory import Study
 from evolver_async.study.results import RunResult, results_of
 from evolver_async.study.statistics import interval, paired
-from evolver_async.study.summary import CellSummary, cells_summary, shown
+from evolver_async.study.summary import CellSummary, cells_summary, evaluated_on, shown
 
 ROOT = Path(__file__).parents[2]
 OPENING, CLOSING = "<!-- evidence -->", "<!-- /evidence -->"
@@ -136,14 +136,16 @@ def own_tasks(found: dict[str, Evidence], first: str) -> Iterator[str]:
 
 
 def explorations(found: dict[str, Evidence]) -> Iterator[str]:
-    """Yield the number of explorations, whose turns are not among the environment steps."""
+    """Yield the explorations of runs that have not recorded their turns, if there are such runs."""
     counts = [
-        f"`{name}` {one.explored.mean:,.0f}" for name, one in found.items() if one.explored.mean > 0
+        f"`{name}` {one.uncounted.mean:,.0f} (at most {one.uncounted_turns.mean:,.0f} turns)"
+        for name, one in found.items()
+        if one.uncounted.count
     ]
     if counts:
         yield (
-            "Environment steps do not contain the turns of explorations, which look for tasks."
-            f" Exploration episodes of a run: {', '.join(counts)}."
+            "Environment steps of these variants do not contain the turns of explorations, which"
+            f" look for tasks and were not recorded. Explorations of a run: {', '.join(counts)}."
         )
 
 
@@ -163,9 +165,10 @@ def texts(study: Study) -> tuple[str, str, list[CellSummary]]:
     first = cells[0].cell.name
     said = state(study, results, [name for cell in cells if (name := cell.cell.name) not in found])
     rows = [row_of(one, found.get(first)) for one in found.values()]
-    full = [said, table(rows, list(rows[0])), f"{meaning(study, first)} {DETAILS}"]
+    means = " ".join([meaning(study, first), *evaluated_on(results)])
+    full = [said, table(rows, list(rows[0])), f"{means} {DETAILS}"]
     full += [*explorations(found), *judged(found), *own_tasks(found, first)]
-    short = [said, table(rows, SHORT), meaning(study, first)]
+    short = [said, table(rows, SHORT), means]
     drawn = [found[name].summary for name in MAIN if name in found]
     if drawn:
         picture = f"![Success on held-out tasks by environment steps]({PICTURE})"

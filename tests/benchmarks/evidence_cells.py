@@ -3,8 +3,9 @@
 import statistics
 from dataclasses import dataclass
 
+from evolver_async.config.load import load, stage_config
 from evolver_async.study.curves import StudyCurve, mean_curve, reached
-from evolver_async.study.results import RunResult, rows_of
+from evolver_async.study.results import EXPLORED_TURNS, RunResult, rows_of
 from evolver_async.study.statistics import Interval, interval
 from evolver_async.study.summary import CellSummary
 
@@ -49,7 +50,8 @@ class Evidence:
     wasted_last: Interval
     wasted_mean: Interval
     freed: Interval
-    explored: Interval  # exploration episodes of a run
+    uncounted: Interval  # exploration episodes of a run that has not recorded their turns
+    uncounted_turns: Interval  # most turns that these can have had
 
     @property
     def name(self) -> str:
@@ -63,10 +65,11 @@ def evidence_of(cell: CellSummary, threshold: float) -> Evidence | None:
     if by_env_steps is None or by_step is None:
         return None
     done = [one for one in cell.results if one.state == "finished"]
-    wasted, freed, explored = (
+    wasted, freed = (
         [found for one in done if (found := values_of(one, metric))]
-        for metric in ("guidance/wasted", "boost/freed_fraction", "questioning/explored")
+        for metric in ("guidance/wasted", "boost/freed_fraction")
     )
+    uncounted = [found for one in done if (found := uncounted_of(one))[0] > 0]
     return Evidence(
         summary=cell,
         curve=by_env_steps,
@@ -75,8 +78,19 @@ def evidence_of(cell: CellSummary, threshold: float) -> Evidence | None:
         wasted_last=interval([found[-1] for found in wasted]),
         wasted_mean=interval([statistics.fmean(found) for found in wasted]),
         freed=interval([statistics.fmean(found) for found in freed]),
-        explored=interval([found[-1] for found in explored]),
+        uncounted=interval([episodes for episodes, _ in uncounted]),
+        uncounted_turns=interval([turns for _, turns in uncounted]),
     )
+
+
+def uncounted_of(result: RunResult) -> tuple[float, float]:
+    """Return the explorations whose turns are in no metric of a run, and most turns of these."""
+    if values_of(result, EXPLORED_TURNS):
+        return 0.0, 0.0
+    explored = max(values_of(result, "questioning/explored"), default=0.0)
+    config = load(result.run.directory / "config.yaml")
+    last = stage_config(config, len(config.stages) - 1)
+    return explored, explored * last.questioning.max_turns
 
 
 def values_of(result: RunResult, metric: str) -> list[float]:

@@ -96,13 +96,14 @@ def test_config_prints_what_would_run(
 def test_runs_are_listed_with_how_they_ended(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = {"lineage": 1, "step": 3, "eval/success": 0.5, "eval/episodes": 8}
+    row = {"lineage": 1, "step": 3, "eval/success": 0.5, "eval/episodes": 8, "eval/distinct": 7}
     (run_dir / "metrics.jsonl").write_text(f"{json.dumps(row)}\n")
     for code, state in ((None, "killed"), (0, "finished"), (130, "stopped"), (3, "failed")):
         if code is not None:
             runs.end(run_dir, code, "it fell apart")
         assert main(["runs", str(run_dir.parent)]) == 0
-        assert capsys.readouterr().out.split()[:5] == ["earlier", state, "step", "3", "0.500"]
+        words = capsys.readouterr().out.split()[:7]
+        assert words == ["earlier", state, "step", "3", "0.500", "7", "distinct"]
     with locked(run_dir):
         assert main(["runs", str(run_dir.parent)]) == 0
         assert "running" in capsys.readouterr().out
@@ -124,13 +125,20 @@ def test_a_run_whose_files_are_damaged_hides_no_other(
 
 def test_the_last_lines_say_how_it_ended_and_what_comes_next(run_dir: Path) -> None:
     rows = [
-        {"lineage": 1, "step": step, "eval/success": success, "eval/episodes": 8}
+        {
+            "lineage": 1,
+            "step": step,
+            "eval/success": success,
+            "eval/episodes": 8,
+            "eval/distinct": 3,
+        }
         for step, success in ((2, 0.75), (5, 0.5))
     ]
     (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     newest = save(run_dir / "checkpoints", 5, lambda path: None, run_id="earlier", keep=2)
     said = runs.summary(run_dir, runs.end(run_dir, 0))
-    assert said[0] == "finished at step 5, eval success 0.500 (best 0.750 at step 2)"
+    evaluated = "eval success 0.500 over 8 episodes, 3 distinct (best 0.750 at step 2)"
+    assert said[0] == f"finished at step 5, {evaluated}"
     assert said[1] == f"checkpoint: {newest}"
     assert f"evolver-async export {run_dir} OUT" in said[-1]
     assert any("stages.0.steps=10" in line for line in said)

@@ -47,7 +47,8 @@ def evolved(train: Callable[..., Finished]) -> Finished:
 def test_tasks_of_its_own_making_enter_the_pool_and_are_tried(evolved: Finished) -> None:
     assert evolved.rl("questioning/pool_size")[-1] > 0
     assert evolved.rl("questioning/tried")[-1] > 0
-    assert evolved.rl("questioning/explored")[-1] >= 4
+    explored, turns = (evolved.rl(f"questioning/{name}") for name in ("explored", "explored_turns"))
+    assert explored[-1] >= 4 and explored[-1] <= turns[-1] <= 6 * explored[-1]
 
 
 def test_every_turn_that_trains_is_judged(evolved: Finished) -> None:

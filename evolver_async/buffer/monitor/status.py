@@ -207,7 +207,7 @@ class StatusReport:
         return reported | counters | self.censoring.counters() | self.stalls.counters(now)
 
     def _questioning(self) -> dict[str, float]:
-        """Counts of the pool of synthetic tasks: its size, offers, and the outcome of its tasks.
+        """Counts of explorations and of the pool of synthetic tasks, offers and outcomes included.
 
         `tried`: tasks with a complete group; `useful`: tried tasks that some members of the newest
         group solved and others did not.
@@ -215,9 +215,11 @@ class StatusReport:
         tasks = self.state.tasks
         cursor = tasks.cursor
         tried = [value for name, value in cursor.success.items() if name in tasks.known]
-        explored = self.state.ledger.received.get("explore", Amount())
+        ledger = self.state.ledger
+        explored = ledger.received.get("explore", Amount())
         return {
             "explored": float(explored.trajectories),
+            "explored_turns": float(ledger.turns.get("explore", 0)),
             "pool_size": float(tasks.pool_size()),
             "offered": float(len(cursor.pool) + cursor.duplicates),
             "duplicates": float(cursor.duplicates),

@@ -37,9 +37,13 @@ HeldAmounts = dict[str, dict[str, Amount]]  # by kind, then by open, ready or ta
 
 
 class Ledger(msgspec.Struct):
-    """Running totals: received by kind; closed by kind, fate and reason; refused by reason."""
+    """Running totals: received by kind; closed by kind, fate and reason; refused by reason.
+
+    `turns`: those of the received trajectories by kind, which no fate divides.
+    """
 
     received: dict[str, Amount] = {}
+    turns: dict[str, int] = {}
     closed: dict[str, dict[str, dict[str, Amount]]] = {}
     refused: dict[str, Amount] = msgspec.field(
         default_factory=lambda: {fate: Amount() for fate in REFUSED}
@@ -47,6 +51,10 @@ class Ledger(msgspec.Struct):
 
     def receive(self, kind: str, amount: Amount) -> None:
         self.received.setdefault(kind, Amount()).add(amount)
+
+    def play(self, kind: str, turns: int) -> None:
+        """Count the turns of a received trajectory."""
+        self.turns[kind] = self.turns.get(kind, 0) + turns
 
     def close(self, kind: str, fate: str, reason: str, amount: Amount) -> None:
         """Count the end of a group: trained, filtered(reason) or evicted(reason)."""

@@ -134,6 +134,7 @@ class BufferState:
         )
         held = self.replay.arrive(record.group_id, record.member, member)
         self.ledger.receive(held.kind, Amount(trajectories=1, tokens=record.tokens))
+        self.ledger.play(held.kind, record.turns)
         if held.missing:
             return
         if held.pinned is None:

@@ -56,6 +56,21 @@ def test_what_explored_is_counted_and_not_kept(tmp_path):
     assert isinstance(world.push(ticket, 1), messages.Stale)
 
 
+def test_the_turns_of_explorations_are_counted_once_and_survive_a_restart(tmp_path):
+    world = exploring(tmp_path)
+    tickets = world.lease(credit=4)
+    for ticket in tickets:
+        world.finish([ticket])
+    (ticket,) = (t for t in tickets if t.kind == "explore")
+    turns = len(trajectory(ticket, 0).turn_rewards)
+    status = world.service.status(world.now)["questioning"]
+    assert (status["explored"], status["explored_turns"]) == (2.0, 2.0 * turns) and turns > 0
+    world.push(ticket, 1)
+    world.kill()
+    world.resume()
+    assert world.service.status(world.now)["questioning"] == status
+
+
 def test_the_first_tasks_are_looked_for_at_once_and_rollouts_wait_for_them(tmp_path):
     world = exploring(tmp_path, share=1.0, groups=2)
     tickets = world.lease(credit=9)
@@ -78,6 +93,7 @@ def test_a_full_pool_takes_nothing_in_and_ends_exploration(tmp_path):
     status = world.service.status(world.now)["questioning"]
     assert status == {
         "explored": 0.0,
+        "explored_turns": 0.0,
         "pool_size": 3.0,
         "offered": 5.0,
         "duplicates": 2.0,

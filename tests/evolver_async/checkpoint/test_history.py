@@ -20,7 +20,7 @@ from evolver_async.checkpoint.directory import (
 )
 from evolver_async.checkpoint.history import CheckpointEvaluation
 from evolver_async.cli import main
-from evolver_async.launch.forking import fork
+from evolver_async.launch.forking import _start_anew, fork
 
 pytestmark = pytest.mark.process
 
@@ -262,6 +262,13 @@ def test_a_fork_leaves_the_run_it_came_from_as_it_was(finished: Path, tmp_path: 
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
     assert [row["step"] for row in rows(tmp_path / "new")] == [1, 2, 3, 4, 5]
     assert (tmp_path / "new" / "policy" / "config.json").is_file()
+
+
+def test_a_fork_keeps_its_environment_steps_and_its_buffer_counts_explorations_anew() -> None:
+    state = {"take": 9, "stage_take": 5, "env_steps": 100, "explored_turns": 7}
+    _start_anew(state)
+    assert (state["take"], state["stage_take"]) == (0, -4)
+    assert (state["env_steps"], state["explored_turns"]) == (107, 0)
 
 
 def test_a_fork_with_other_tasks_does_not_compare_itself_with_the_old_ones(

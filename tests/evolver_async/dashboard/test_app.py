@@ -119,6 +119,38 @@ async def test_every_view_shows_a_finished_run(made: MadeRun, size: tuple[int, i
         assert "rollout         8     0      0      0        6         2        0  closes" in text
         await pilot.press("5")
         await shown(pilot, "finished", "step 1 stage", "stage 0 (rl) starts")
+        await pilot.press("6")
+        await shown(pilot, "no step has metrics of experience")
+
+
+@pytest.mark.parametrize("size", SIZES)
+@in_loop
+async def test_experience_judge_and_questioning_have_a_view(
+    made: MadeRun, size: tuple[int, int]
+) -> None:
+    guided: dict[str, Any] = {
+        "experience/guided_success": 0.75,
+        "experience/unguided_success": 0.5,
+        "guidance/gain": 0.25,
+        "guidance/upper": 0.375,
+        "guidance/wasted": 0.03125,
+        "judge/agreement": 0.875,
+    }
+    write_rows(made.run_dir, 12, **guided)
+    write_rows(made.run_dir, 1, 13, **guided | {"judge/agreement": None})
+    with open(made.run_dir / "metrics.jsonl", "a") as file:
+        evaluated = {"eval/success": 0.5, "eval/episodes": 8, "eval/distinct": 3}
+        file.write(json.dumps({"step": 13, "lineage": 1, **evaluated}) + "\n")
+    made.close()
+    app = RunDashboard(RunFeed(made.run_dir, made.config))
+    async with app.run_test(size=size) as pilot:
+        await shown(pilot, "eval success 0.500 (best 0.500, 3 distinct)", "guidance gain +0.25")
+        await pilot.press("6")
+        text = await shown(pilot, "guidance: gain +0.25 (upper +0.38), wasted 3%", "─ guided 0.750")
+        assert "unguided 0.500" in text and "─ gain 0.250" in text and "upper 0.375" in text
+        assert "─ judge agreement 0.875" in text and "synthetic tasks" not in text
+        await pilot.press("s")
+        await shown(pilot, "s: mean of 10", "─ gain 0.250 over 10", "upper 0.375")
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -254,7 +286,7 @@ async def test_keys_switch_views_means_and_axes(made: MadeRun) -> None:
         await pilot.press("s", "s", "t")
         await shown(pilot, "s: each step  t: over time", "1:00")
         await pilot.press("left")
-        assert VIEWS[app.chosen] == "events"
+        assert VIEWS[app.chosen] == "evolving"
         await pilot.press("right", "right")
         assert VIEWS[app.chosen] == "staleness"
         await pilot.press("question_mark")

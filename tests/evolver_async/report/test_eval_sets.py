@@ -14,8 +14,9 @@ def board(*names: str) -> CurveBoard:
 
 def test_every_metric_of_the_sets_is_a_figure_with_a_curve_for_each_set() -> None:
     names = ("eval/a/avg@1", "eval/b/avg@1", "eval/b/reward_mean", "eval/b/episodes")
-    (section,) = _eval_sets(board(*names))
+    (section,) = _eval_sets(board(*names, "eval/a/distinct"))
     assert section.title == "Evaluation sets"
+    assert section.sentences == ["Distinct tasks: a 0.400."]
     legends = {
         figure.title.text: [item.label.value for item in figure.legend[0].items]  # pyright: ignore
         for figure in section.figures

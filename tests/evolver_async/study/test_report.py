@@ -59,6 +59,19 @@ def test_every_run_is_a_row_of_the_cells(study: Study) -> None:
     assert found["4", "1"]["steps_to_threshold"] == "", "not reached"
 
 
+def test_turns_of_explorations_are_environment_steps(tmp_path: Path) -> None:
+    study = made_study(tmp_path / "study", LAGS)
+    run = run_of(study, "weight_lag-0", 0)
+    write_run(run, [0.2, 0.5], metrics={"questioning/explored_turns": [5.0, 9.0]})
+    (one, *_) = results_of(study)
+    played = EPISODES * TURNS
+    assert [point.env_steps for point in one.points] == [played + 5, 2 * played + 9]
+
+
+def test_the_summary_says_of_how_many_tasks_a_success_is(study: Study) -> None:
+    assert "\nLast evaluation of a run: 5 distinct tasks.\n" in text(study, results_of(study))
+
+
 def test_curves_are_in_long_form(study: Study) -> None:
     report.write(study)
     found = rows(study.out / "curves.csv")

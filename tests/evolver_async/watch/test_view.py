@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from evolver_async.config import Config
+from evolver_async.config import Config, StageConfig
+from evolver_async.launch.run_directory import record_origin
 from evolver_async.metrics.tail import Tail
-from evolver_async.watch.live import watch
+from evolver_async.watch.live import steps_of, watch
 from evolver_async.watch.throughput import Setup
 from evolver_async.watch.view import RECENT, View
 
@@ -67,6 +68,41 @@ def test_a_step_is_one_line_with_what_the_row_has() -> None:
     assert "buffer" not in line and " ess " not in line
 
 
+def test_experience_judge_and_questioning_are_shown_where_they_are_measured() -> None:
+    view = View("run", 20)
+    view.feed(row(1, 1.0))
+    assert not {"guidance", "judge", "questioning"} & {name for name, _ in view.cells()}
+    measured = {
+        "guidance/gain": 0.21,
+        "guidance/upper": 0.3,
+        "guidance/wasted": 0.03,
+        "experience/reliance": 0.12,
+        "judge/agreement": 0.97,
+        "judge/praise_bias": -0.02,
+        "questioning/pool_size": 1200.0,
+        "questioning/explored_turns": 5000.0,
+    }
+    view.feed(row(2, 2.0) | measured)
+    text = text_of(view)
+    assert "guidance     gain +0.21 (upper +0.30), wasted 3%, reliance 0.12 nats" in text
+    assert "judge        agreement 0.97, praise -0.02" in text
+    assert "questioning  1,200 tasks, 5,000 turns" in text
+    view.feed(row(3, 3.0) | {"guidance/gain": 0.2, "experience/reliance": None})
+    text = text_of(view)
+    assert "guidance   gain +0.20 " in text and "judge" not in text
+
+
+def test_the_steps_before_a_fork_are_not_steps_of_the_run(tmp_path: Path) -> None:
+    config = Config(stages=[StageConfig(steps=5), StageConfig(steps=7)])
+    assert steps_of(config, tmp_path / "cold") == 12
+    for name, origin, step in (("first", "cold", 5), ("second", "first", 3)):
+        (tmp_path / name).mkdir()
+        record_origin(tmp_path / name, kind="fork", run=str(tmp_path / origin), step=step)
+    assert steps_of(config, tmp_path / "first") == 7
+    assert steps_of(config, tmp_path / "second") == 4
+    assert steps_of(Config(stages=[StageConfig(tokens=9)]), tmp_path / "first") == 0
+
+
 def test_lines_keep_a_distance_and_evaluations_always_show() -> None:
     view = View("run", 20)
     assert view.feed(row(1, 10.0)) is not None
@@ -82,7 +118,7 @@ def test_the_exact_values_stand_beside_the_evaluations() -> None:
     beside = "(random policy 0.020, optimal 1.000)"
     assert line == f"step 2  eval success 0.750 over 256 episodes, 9 distinct {beside}"
     view.feed(row(2, 1.0))
-    assert f"0.750 {beside}" in text_of(view)
+    assert f"0.750 (9 distinct) {beside}" in text_of(view)
 
 
 def test_the_time_to_go_follows_the_pace_since_the_view_began() -> None:

@@ -90,3 +90,7 @@ def test_a_take_counts_its_turns_and_its_trained_tokens() -> None:
     turns = sum(len(one.turn_rewards) for group in groups for one in group.trajectories)
     assert (state.take, state.stage_tokens) == (2, 12)
     assert state.progress() == {"progress/env_steps": 2.0 * turns, "progress/tokens": 12.0}
+    for total in (7.0, 9.0, 8.0):  # a smaller total sets nothing back
+        state.count_explorations({"questioning/explored_turns": total})
+    state.count_explorations({})
+    assert state.progress()["progress/env_steps"] == 2.0 * turns + 9.0

@@ -1,0 +1,91 @@
+"""Texts of a row of metrics: numbers, durations, evaluations, experience, judge, questioning. Pure.
+
+A text is made of the metrics that the row has, and is "" without them.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+Row = dict[str, Any]
+Part = tuple[str, str]  # a metric, and the format of its value
+
+GUIDANCE = (
+    ("guidance/gain", "gain {:+.2f}"),
+    ("guidance/wasted", "wasted {:.0%}"),
+    ("experience/reliance", "reliance {:.2f} nats"),
+    ("boost/freed_fraction", "freed {:.0%}"),
+)
+JUDGE = (
+    ("judge/agreement", "agreement {:.2f}"),
+    ("judge/praise_bias", "praise {:+.2f}"),
+    ("judge/length_bias", "length {:+.2f}"),
+    ("judge/good_share", "{:.0%} GOOD"),
+)
+QUESTIONING = (
+    ("questioning/pool_size", "{:,.0f} tasks"),
+    ("questioning/useful", "{:,.0f} useful"),
+    ("questioning/explored", "{:,.0f} explorations"),
+    ("questioning/explored_turns", "{:,.0f} turns"),
+)
+
+
+def mechanisms(row: Row) -> Iterator[tuple[str, str]]:
+    """Yield guidance, judge and questioning of a step, without those that the row lacks."""
+    for name, text in (
+        ("guidance", guidance(row)),
+        ("judge", _joined(row, JUDGE)),
+        ("questioning", _joined(row, QUESTIONING)),
+    ):
+        if text:
+            yield name, text
+
+
+def guidance(row: Row) -> str:
+    """Return what experience brings and costs; `upper`: the upper bound of the gain."""
+    first, *others = GUIDANCE
+    gain, rest = _joined(row, [first]), _joined(row, others)
+    upper = _joined(row, [("guidance/upper", "{:+.2f}")])
+    if gain and upper:
+        gain += f" (upper {upper})"
+    return ", ".join(filter(None, (gain, rest)))
+
+
+def _joined(row: Row, parts: Iterable[Part]) -> str:
+    found = ((row.get(name), text) for name, text in parts)
+    return ", ".join(text.format(value) for value, text in found if value is not None)
+
+
+def played(row: Row) -> str:
+    """Return the size of an evaluation: its episodes, and the different tasks among them."""
+    episodes, distinct = row.get("eval/episodes"), row.get("eval/distinct")
+    return f"{number(episodes)} episodes, {number(distinct)} distinct"
+
+
+def eval_sets_of(row: Row) -> Iterator[tuple[str, str]]:
+    """Yield the sets of an evaluation's row, each with its averages as text."""
+    for name, value in row.items():
+        parts = name.split("/")
+        if len(parts) == 3 and parts[0] == "eval" and parts[2].startswith("avg@"):
+            _, chosen, average = parts
+            best = average.replace("avg", "best")
+            text = f"{average} {number(value)}"
+            if average != "avg@1":
+                text += f" {best} {number(row.get(f'eval/{chosen}/{best}'))}"
+            text += f" ({number(row.get(f'eval/{chosen}/distinct'))} distinct)"
+            yield chosen, text
+
+
+def number(value: float | None) -> str:
+    """Format a number, "–" without one."""
+    if value is None:
+        return "–"
+    if value == int(value) and abs(value) < 1e6:
+        return str(int(value))
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def clock(seconds: float) -> str:
+    """Format a duration as h:mm:ss or m:ss."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
