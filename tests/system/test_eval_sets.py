@@ -15,7 +15,7 @@ from evolver_async.schema import WeightId
 
 pytestmark = pytest.mark.process
 
-TASKS, SAMPLES = 8, 3
+TASKS, SAMPLES = 40, 3  # so many that the evaluation takes seconds
 RECIPE = f"""
 env: {{name: bandit, latency: {{kind: fixed, median_s: 0.5}}}}
 policy: {{max_length: 64, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 32}}
