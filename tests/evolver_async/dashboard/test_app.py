@@ -200,6 +200,7 @@ async def test_a_run_without_rows_says_so_in_every_view(
                 ("3", "actors: none yet"),
                 ("4", "nothing has been received yet"),
                 ("5", "none yet"),
+                ("6", "no step has metrics of experience, of a judge or of questioning"),
             ):
                 await pilot.press(key)
                 await shown(pilot, part)
