@@ -15,6 +15,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
@@ -41,7 +42,7 @@ REQUIRED = 1.0  # percent of rollout time, at most
 TURNS = 10
 GROUPS, MEMBERS = 4, 8  # at a time, as in an actor
 ROUNDS = 15
-PARAMS = {"size": 6}
+PARAMS: dict[str, Any] = {"size": 6}
 CHAT = Chat(make_tokenizer())
 WEIGHTS = WeightId(lineage=1, step=0)
 

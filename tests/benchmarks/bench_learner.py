@@ -169,9 +169,8 @@ def main() -> None:
         learner.begin()
         actor = loop.run_until_complete(connect("actor"))
         groups = STEPS * config.learner.groups_per_step
-        loop.run_until_complete(
-            fill(actor, groups, config.rollout.group_size, len(learner.tokenizer))
-        )
+        vocabulary = len(policy.load_tokenizer(config.policy.path))
+        loop.run_until_complete(fill(actor, groups, config.rollout.group_size, vocabulary))
         actor.close()
         seconds, wall, others = measure(learner)
         learner.close()

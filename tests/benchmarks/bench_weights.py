@@ -13,12 +13,13 @@ import tempfile
 import time
 from datetime import timedelta
 from multiprocessing.synchronize import Event
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch import distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from evolver_async.schema import WeightId
 from evolver_async.weights.collective.channel import CollectivePublisher, CollectiveReceiver
@@ -27,11 +28,11 @@ MIB = 1 << 20
 TIMEOUT = timedelta(seconds=120)
 
 
-def bare_group(store: dist.TCPStore, rank: int, size: int) -> dist.ProcessGroupGloo:
-    return dist.ProcessGroupGloo(dist.PrefixStore("bare/", store), rank, size, TIMEOUT)
+def bare_group(store: TCPStore, rank: int, size: int) -> Any:
+    return ProcessGroupGloo(PrefixStore("bare/", store), rank, size, TIMEOUT)
 
 
-def bare(group: dist.ProcessGroupGloo, bytes_N: Tensor) -> float:
+def bare(group: Any, bytes_N: Tensor) -> float:
     """Seconds of a broadcast and of everybody's word that it is there."""
     began = time.perf_counter()
     group.broadcast(bytes_N, root=0).wait()
@@ -43,7 +44,7 @@ def receive(address: str, port: int, rank: int, size: int, mib: int, over: Event
     """A receiver; bare rounds go on until the sender says that there is none left."""
     torch.set_num_threads(1)
     receiver = CollectiveReceiver(address, name=f"receiver-{rank}")
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = TCPStore("127.0.0.1", port, is_master=False)
     group = bare_group(store, rank, size)
     bytes_N = torch.zeros(mib * MIB, dtype=torch.uint8)
     round_number = 0
@@ -65,7 +66,7 @@ def measure(
     """Medians and bests over the rounds after the first, which also touches the memory."""
     context = multiprocessing.get_context("spawn")
     over = context.Event()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     publisher = CollectivePublisher(address, bucket_bytes=bucket_mib * MIB)
     places = range(1, receivers + 1)
     processes = [

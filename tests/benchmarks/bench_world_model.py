@@ -47,7 +47,7 @@ def rows_of(config: Config, maps: int) -> list[Sequence]:
             stage=0,
             members=[0],
             guided=[],
-            dynamics_seed=key("bench", number),
+            dynamics_seed=key(0, "bench", number),
             attempt=0,
             weights=None,
             lease_s=0.0,
@@ -76,7 +76,7 @@ def known(model: torch.nn.Module, row: Sequence) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--maps", type=int, default=256)

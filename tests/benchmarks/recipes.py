@@ -103,7 +103,7 @@ SCARCE = ("early_experience", "imitation", 0.06)  # so much more, on average, wi
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", nargs="+", type=int)
     parser.add_argument("--only", nargs="*", default=[mark.recipe for mark in MARKS])
