@@ -69,8 +69,7 @@ def test_an_actor_leaves_a_place_that_is_drained_and_starts_at_another(
     supervisor.supervise(actor, time.monotonic())
     assert first.poll() is None
     supervisor.spawner.drained = ("actor-0",)
-    for _ in range(2):
-        supervisor.supervise(actor, time.monotonic())
+    supervisor.supervise(actor, time.monotonic())
     assert first.wait() == -signal.SIGTERM
     supervisor.spawner.drained = ()
     second = after(supervisor, actor)
