@@ -11,7 +11,8 @@ import contextlib
 import importlib
 import inspect
 import typing
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
@@ -259,8 +260,7 @@ def make_env(name: str, params: dict[str, Any]) -> Env:
     `env.params.<key>`."""
     found = env_class(name)
     try:
-        known = inspect.signature(found).parameters
-        hints = typing.get_type_hints(found.__init__)
+        known, hints = _parameters(found)
     except Exception as error:  # resolving annotations evaluates them
         problem = f"the parameters of {name!r} cannot be read: {one_line(error)}"
         raise EnvError(f"env.name: {problem}") from error
@@ -277,6 +277,12 @@ def make_env(name: str, params: dict[str, Any]) -> Env:
         return found(**arguments)
     except (TypeError, ValueError) as error:
         raise EnvError(f"env.params.{mask(str(error))}") from error
+
+
+@lru_cache
+def _parameters(found: type[Env]) -> tuple[Mapping[str, inspect.Parameter], dict[str, Any]]:
+    """Return the parameters of a class's constructor, and their types."""
+    return inspect.signature(found).parameters, typing.get_type_hints(found.__init__)
 
 
 def one_line(error: Exception) -> str:

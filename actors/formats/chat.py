@@ -9,6 +9,7 @@ What an environment or the experience pool says is data: where it spells a speci
 marker of experience, it is written so that no tokenizer takes it for one.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from evolver_async.schema import Role, Sequence, VersionRun, WeightId
 
 ASSISTANT, USER = "assistant-sentinel", "user-sentinel"
 OPENING, CLOSING = "<experience>", "</experience>"
+REMEMBERED = 4096  # texts whose tokens are kept: observations repeat, and members share a prompt
+LONGEST = 1000  # characters of a text whose tokens are kept
 
 
 class Chat:
@@ -31,6 +34,7 @@ class Chat:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._remembered = lru_cache(REMEMBERED)(self._encode)
         added = tokenizer.added_tokens_decoder.values()
         self._reserved = [token.content for token in added if token.special]
         self._reserved += [OPENING.removesuffix(">"), CLOSING.removesuffix(">")]
@@ -130,7 +134,10 @@ class Chat:
 
     def tokens_of(self, text: str) -> list[int]:
         """Tokenize `text` by itself; nothing is added."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return list(self._remembered(text) if len(text) <= LONGEST else self._encode(text))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def text_of(self, tokens: list[int]) -> str:
         """Decode sampled tokens, without a stop token at their end."""

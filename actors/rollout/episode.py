@@ -155,7 +155,7 @@ class Episode:
 
     async def _score(self) -> None:
         env = self.environment.env
-        if isinstance(env, Scored) and reads_scores(self.setting, self.ticket, self.member):
+        if reads_scores(self.setting, self.ticket, self.member) and isinstance(env, Scored):
             self.scores.append(await self.environment.call("score", env.score))
 
     async def _act(self, actions: list[str | InvalidCall] | None) -> str:

@@ -110,5 +110,7 @@ def step_latency_s(setting: Setting, ticket: Ticket, member: int, step: int) -> 
 
 def reads_scores(setting: Setting, ticket: Ticket, member: int) -> bool:
     """Return True for the drawn share of episodes whose scores are read."""
+    if not setting.scored:
+        return False
     parts = ("scored", ticket.group_id, member, ticket.attempt)
     return uniform(setting.seed, *parts) < setting.scored
