@@ -24,7 +24,9 @@ from torch import Tensor
 from evolver_async.process.private_directories import claim, owned
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.base import HEAD, WeightsCorrupt, WeightsGone, read_head
-from evolver_async.weights.channel.snapshot import WeightSnapshot, aligned, nbytes, views
+from evolver_async.weights.channel.layout import aligned, nbytes, views
+from evolver_async.weights.channel.snapshot import WeightSnapshot
+from evolver_async.weights.channel.source import WeightSource, source_of
 
 SLOT = "slot-"
 
@@ -107,14 +109,16 @@ class IpcPublisher:
         self._retained: set[WeightId] = set()
         self._serial = itertools.count()
 
-    def publish(self, weights: WeightId, tensors: dict[str, Tensor], retain: bool = False) -> None:
+    def publish(
+        self, weights: WeightId, tensors: dict[str, Tensor] | WeightSource, retain: bool = False
+    ) -> None:
         if retain:
             self._retained.add(weights)
         slot = self._free(weights)
         self._withdraw(slot)
         snapshot = self._slots[slot]
         before = snapshot.bytes_N.data_ptr()
-        snapshot.stage(weights, tensors)
+        snapshot.stage(weights, source_of(tensors), 1)
         if slot not in self._names or snapshot.bytes_N.data_ptr() != before:
             self._names[slot] = self._memory.share(snapshot.bytes_N)
         totals = _totals(snapshot.bytes_N, snapshot.tensors)

@@ -24,7 +24,8 @@ def publisher(config: Config, address: str, background: bool = True) -> Publishe
             )
         case "cuda_ipc":
             return IpcPublisher(address, CudaMemory(_needed(config.learner.device)), kept)
-    return ShmPublisher(address, keep=kept, background=background)
+    gpu = _gpu(config.learner.device)
+    return ShmPublisher(address, keep=kept, background=background, gpu=gpu)
 
 
 def receiver(config: Config, address: str, name: str = "") -> Receiver:
@@ -39,7 +40,7 @@ def receiver(config: Config, address: str, name: str = "") -> Receiver:
             )
         case "cuda_ipc":
             return IpcReceiver(address, CudaMemory(_needed(config.engine.device)))
-    return ShmReceiver(address)
+    return ShmReceiver(address, threads=int(config.launch.kind == "serial"))
 
 
 def _gpu(device: str) -> str:

@@ -1,51 +1,71 @@
 """Weights on one host: versioned snapshots as files in shared memory, pulled by version.
 
-Both ends. The publisher writes each version into a file of its own and renames it into place, then
-renames a new HEAD over the old one; it never changes a file that has its final name. So a receiver
-reads a version whole or not at all, and neither end ever waits for the other.
+Both ends. The publisher fills a hidden file and renames it into place, then renames a new HEAD over
+the old one; it never changes a file while it has its final name. A receiver maps a file and adopts
+its tensors by reference. So it has a version whole or not at all, and neither end waits for the
+other.
 
-A snapshot: u64 length of the manifest, the manifest (JSON), padding to 64, the tensors' bytes, each
-at a multiple of 64. The manifest gives dtype, shape, offset and CRC32 of every tensor.
+A new file's memory costs up to ten times as much as copying into it, so a file whose version is
+withdrawn is filled again, by the following protocol. The memory of a receiver never changes:
+
+    receiver    opens the file by its version's name, takes a shared `flock`, and looks whether the
+                name still leads to this file; else the version is gone. It maps the file and keeps
+                the lock until the last tensor on the mapping is dropped, or its process ends.
+    publisher   withdraws a version by giving its file a hidden name, and fills the file again only
+                under the exclusive lock, which it tries to get and never waits for. It unlocks the
+                file before it gives it the next version's name.
+
+A receiver that opened the file before it was hidden finds it locked, or its name gone. Locks are
+seen by processes of one host, in all its containers; so files are filled again only in a file
+system in memory, which no other host shares. Files of a publisher that died are not filled again.
 """
 
-import json
+import itertools
 import os
 import re
-import struct
 import threading
-import zlib
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from evolver_async.process.private_directories import claim
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.base import HEAD, WeightsCorrupt, WeightsGone, read_head
+from evolver_async.weights.channel.base import HEAD, read_head
+from evolver_async.weights.channel.checksums import usual_threads
+from evolver_async.weights.channel.layout import Layout
 from evolver_async.weights.channel.publisher import StagedPublisher
-from evolver_async.weights.channel.snapshot import WeightSnapshot, aligned, nbytes, views
+from evolver_async.weights.channel.source import WeightSource
+from evolver_async.weights.snapshot_file import STAGED, SnapshotFile, read
 
-LENGTH = struct.Struct("<Q")
 
-
-class ShmPublisher(StagedPublisher):
+class ShmPublisher(StagedPublisher[SnapshotFile]):
     """Publisher into `directory`, which is created as private if missing.
 
-    Keeps the newest `keep` versions and the retained ones. With `background` a thread writes.
+    Keeps the newest `keep` versions and the retained ones. With `background` a thread writes, and
+    others copy. `gpu`: the one that weights come from, "" for none.
     """
 
-    def __init__(self, directory: Path | str, keep: int = 2, background: bool = True) -> None:
+    def __init__(
+        self, directory: Path | str, keep: int = 2, background: bool = True, gpu: str = ""
+    ) -> None:
         assert keep >= 1
-        super().__init__(str(directory), keep)
+        super().__init__(str(directory), keep, usual_threads() if background else 1)
         self.directory = Path(directory)
+        self._gpu = gpu
         self._claim = claim(self.directory)
         self._written = _available(self.directory)  # those of a publisher that died
+        for path in self.directory.glob(f"{STAGED}*"):
+            path.unlink(missing_ok=True)  # also its
+        self._numbers = itertools.count()
+        self._files: dict[WeightId, SnapshotFile] = {}
         self._thread = None
         if background:
             self._thread = threading.Thread(target=self._work, name="publish", daemon=True)
             self._thread.start()
 
-    def publish(self, weights: WeightId, tensors: dict[str, Tensor], retain: bool = False) -> None:
+    def publish(
+        self, weights: WeightId, tensors: dict[str, Tensor] | WeightSource, retain: bool = False
+    ) -> None:
         super().publish(weights, tensors, retain)
         if self._thread is None:
             self._write_next()
@@ -59,7 +79,12 @@ class ShmPublisher(StagedPublisher):
         self._end()
         if self._thread is not None:
             self._thread.join()
+        for file in (*self._files.values(), *self._spare):
+            file.close()
         self._claim.remove()
+
+    def _buffer(self, layout: Layout) -> SnapshotFile:
+        return SnapshotFile(self.directory, next(self._numbers), layout, self._gpu)
 
     def _work(self) -> None:
         while True:
@@ -79,12 +104,14 @@ class ShmPublisher(StagedPublisher):
                 return  # cleared by close
             weights, snapshot = self._waiting.pop(0)
             self._busy = True
-        _replace(self.directory / _name(weights), _pieces(snapshot))
-        _replace(self.directory / HEAD, [str(weights).encode()])
+        snapshot.commit(self.directory / _name(weights), snapshot.checksums(self._threads))
+        _replace(self.directory / HEAD, str(weights).encode())
         with self._changed:
+            if weights in self._files:
+                self._files.pop(weights).close()  # its name is the new one's
+            self._files[weights] = snapshot
             self._written = [other for other in self._written if other != weights] + [weights]
             self._prune()
-            self._spare = [snapshot]
             self._busy = False
             self._changed.notify_all()
 
@@ -92,14 +119,21 @@ class ShmPublisher(StagedPublisher):
         keep = set(self._written[-self.keep :]) | self._retained
         for weights in [weights for weights in self._written if weights not in keep]:
             self._written.remove(weights)
-            (self.directory / _name(weights)).unlink(missing_ok=True)
+            if weights not in self._files:
+                (self.directory / _name(weights)).unlink(missing_ok=True)
+                continue
+            file = self._files.pop(weights)
+            if file.withdraw():
+                self._give_back(file)
 
 
 class ShmReceiver:
-    """Receiver of a ShmPublisher at `directory`."""
+    """Receiver of a ShmPublisher at `directory`. `threads` verify what it fetches; 0: as many as
+    the machine has."""
 
-    def __init__(self, directory: Path | str) -> None:
+    def __init__(self, directory: Path | str, threads: int = 0) -> None:
         self.directory = Path(directory)
+        self._threads = threads or usual_threads()
 
     def head(self) -> WeightId | None:
         return read_head(self.directory)
@@ -108,60 +142,10 @@ class ShmReceiver:
         return sorted(_available(self.directory))
 
     def fetch(self, weights: WeightId) -> dict[str, Tensor]:
-        path = self.directory / _name(weights)
-        try:
-            with open(path, "rb", buffering=0) as file:
-                # A bytearray would be filled with zeros first, and other threads held up.
-                whole_N = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8)
-                view = whole_N.numpy().data
-                while view and (count := file.readinto(view)):
-                    view = view[count:]
-        except FileNotFoundError:
-            raise WeightsGone(f"weights {weights} are not in {self.directory}") from None
-        try:
-            return _verified(whole_N, weights)
-        except WeightsCorrupt as error:
-            raise WeightsCorrupt(f"{path}: {error}") from None
+        return read(self.directory / _name(weights), weights, self._threads)
 
     def close(self) -> None:
         """Do nothing: no resource is held between calls."""
-
-
-def _pieces(snapshot: WeightSnapshot) -> list[bytes | memoryview]:
-    """The file's content; checksums are computed here, outside the training step."""
-    data = snapshot.bytes_N.numpy().data
-    for entry in snapshot.tensors.values():
-        start = entry["offset"]
-        entry["crc32"] = zlib.crc32(data[start : start + nbytes(entry)])
-    content = {
-        "lineage": snapshot.weights.lineage,
-        "step": snapshot.weights.step,
-        "tensors": snapshot.tensors,
-    }
-    manifest = json.dumps(content).encode()
-    head = LENGTH.pack(len(manifest)) + manifest
-    return [head.ljust(aligned(len(head)), b"\0"), data]
-
-
-def _verified(whole_N: Tensor, weights: WeightId) -> dict[str, Tensor]:
-    """The tensors of a snapshot, as views on its bytes, after their checksums were compared."""
-    buffer = whole_N.numpy().data
-    try:
-        (length,) = LENGTH.unpack_from(buffer)
-        manifest = json.loads(bytes(buffer[LENGTH.size : LENGTH.size + length]))
-        found = WeightId(lineage=manifest["lineage"], step=manifest["step"])
-        entries = manifest["tensors"].items()
-    except (struct.error, ValueError, KeyError, TypeError) as error:
-        raise WeightsCorrupt(f"unreadable manifest ({error})") from None
-    if found != weights:
-        raise WeightsCorrupt(f"holds weights {found}")
-    base = aligned(LENGTH.size + length)
-    for name, entry in entries:
-        start = base + entry["offset"]
-        end = start + nbytes(entry)
-        if zlib.crc32(buffer[start:end]) != entry["crc32"] or end > len(buffer):
-            raise WeightsCorrupt(f"tensor {name} does not match its checksum")
-    return views(whole_N[base:], manifest["tensors"])
 
 
 def _name(weights: WeightId) -> str:
@@ -178,13 +162,9 @@ def _available(directory: Path) -> list[WeightId]:
     return sorted(WeightId(lineage=int(m[1]), step=int(m[2])) for m in matches if m)
 
 
-def _replace(path: Path, pieces: list[bytes | memoryview]) -> None:
+def _replace(path: Path, content: bytes) -> None:
     """Write a file that readers see whole or not at all. A crash may leave only a hidden part."""
     part = path.with_name(f".{path.name}")
-    with open(part, "wb", buffering=0) as file:
-        os.fchmod(file.fileno(), 0o600)
-        for piece in pieces:
-            view = memoryview(piece)
-            while view:
-                view = view[file.write(view) :]
+    part.touch(mode=0o600)
+    part.write_bytes(content)
     os.replace(part, path)

@@ -11,6 +11,8 @@ from evolver_async.schema import WeightId
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from evolver_async.weights.channel.source import WeightSource
+
 HEAD = "HEAD"  # the file of a channel's directory that names the newest version
 
 
@@ -27,7 +29,9 @@ class Publisher(Protocol):
 
     address: str
 
-    def publish(self, weights: WeightId, tensors: dict[str, Tensor], retain: bool = False) -> None:
+    def publish(
+        self, weights: WeightId, tensors: dict[str, Tensor] | WeightSource, retain: bool = False
+    ) -> None:
         """Make `tensors` the head. Blocks no longer than copying them takes; the caller may then
         change them. `retain` keeps them until `release`, however many newer ones come."""
         ...
@@ -57,7 +61,10 @@ class Receiver(Protocol):
         ...
 
     def fetch(self, weights: WeightId) -> dict[str, Tensor]:
-        """The verified tensors. Raises WeightsGone or WeightsCorrupt."""
+        """The verified tensors. Raises WeightsGone or WeightsCorrupt.
+
+        They never change, and the caller keeps them as long as it likes; it does not change them.
+        """
         ...
 
     def close(self) -> None: ...

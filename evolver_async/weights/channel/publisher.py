@@ -1,41 +1,59 @@
 """Publishing beside the training step: a version is copied at once and sent by a thread.
 
 end       produces            consumes           waits for                 unblocked by
-step      staged versions     named tensors      the copy                  itself
+step      staged versions     weights            the copy                  itself
 thread    visible versions    staged versions    a version that is due     `publish`
 """
 
 import threading
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from evolver_async.schema import WeightId
+from evolver_async.weights.channel.layout import Layout
 from evolver_async.weights.channel.snapshot import WeightSnapshot
+from evolver_async.weights.channel.source import WeightSource, source_of
+
+S = TypeVar("S", bound=WeightSnapshot)
 
 
-class StagedPublisher:
-    """Base of publishers with a thread; subclasses define its work.
+class StagedPublisher(Generic[S]):
+    """Base of publishers with a thread; subclasses define its work and make its buffers.
 
     A version that is overtaken before its turn, and is neither among the newest `keep` nor
     retained, is never sent. Errors of the thread are raised by the next call.
     """
 
-    def __init__(self, address: str, keep: int) -> None:
+    def __init__(self, address: str, keep: int, threads: int) -> None:
         self.address = address
         self.keep = keep
+        self._threads = threads
         self._retained: set[WeightId] = set()
-        self._waiting: list[tuple[WeightId, WeightSnapshot]] = []
-        self._spare: list[WeightSnapshot] = []
+        self._waiting: list[tuple[WeightId, S]] = []
+        self._spare: list[S] = []  # one at most
         self._busy = False  # True while a version has left `_waiting` and is not visible yet
         self._error: Exception | None = None
         self._closed = False
         self._changed = threading.Condition()
 
-    def publish(self, weights: WeightId, tensors: dict[str, Tensor], retain: bool = False) -> None:
+    def publish(
+        self, weights: WeightId, tensors: dict[str, Tensor] | WeightSource, retain: bool = False
+    ) -> None:
+        source = source_of(tensors)
         with self._changed:
             self._raise_error()
-            snapshot = self._spare.pop() if self._spare else WeightSnapshot()
-        snapshot.stage(weights, tensors)
+            spare = self._spare.pop() if self._spare else None
+        if spare is not None and not spare.claim(source.layout):
+            spare.discard()
+            spare = None
+        try:
+            snapshot = self._buffer(source.layout) if spare is None else spare
+        except OSError as error:
+            self._fail(error)
+            self._raise_error()
+            raise
+        snapshot.stage(weights, source, self._threads)
         with self._changed:
             if retain:
                 self._retained.add(weights)
@@ -44,7 +62,7 @@ class StagedPublisher:
             for entry in self._waiting[:]:
                 if entry[0] not in newest | self._retained:
                     self._waiting.remove(entry)
-                    self._spare = [entry[1]]
+                    self._give_back(entry[1])
             self._changed.notify_all()
 
     def wait(self) -> None:
@@ -53,10 +71,22 @@ class StagedPublisher:
             self._changed.wait_for(lambda: self._error or not (self._waiting or self._busy))
             self._raise_error()
 
+    def _buffer(self, layout: Layout) -> S:
+        """Make a buffer for such a version."""
+        raise NotImplementedError
+
+    def _give_back(self, snapshot: S) -> None:
+        """Keep a buffer for the next version, and no other one."""
+        for other in self._spare:
+            other.discard()
+        self._spare = [snapshot]
+
     def _end(self) -> None:
         """Drop the waiting versions and end the thread."""
         with self._changed:
             self._closed = True
+            for _, snapshot in self._waiting:
+                snapshot.discard()
             self._waiting.clear()
             self._changed.notify_all()
 

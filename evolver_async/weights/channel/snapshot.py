@@ -1,63 +1,100 @@
-"""Weights of one version as one run of bytes, staged by every channel before it publishes.
+"""Staging buffer of a publisher: every channel copies a version there before it sends it."""
 
-Each tensor begins at a multiple of 64; its entry gives dtype, shape and offset.
-"""
-
-import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from evolver_async.schema import WeightId
-
-ALIGN = 64
-DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        *("float32", "bfloat16", "float16", "float64"),
-        *("int64", "int32", "int8", "uint8", "bool"),
-    )
-}
+from evolver_async.schema import Array, WeightId
+from evolver_async.weights.channel.checksums import (
+    checksums,
+    chunks,
+    new_sums,
+    region,
+    spread,
+    sum_chunk,
+)
+from evolver_async.weights.channel.layout import Layout, nbytes
+from evolver_async.weights.channel.source import Part, WeightSource
 
 
 class WeightSnapshot:
-    """A staging buffer: the manifest and the bytes of one version, reused for the next."""
+    """The entries and the bytes of one version; the buffer is reused for the next.
 
-    def __init__(self, device: str = "cpu") -> None:
+    From a GPU into `pinned` memory the copies are under way when `stage` returns. They are in the
+    GPU's own order, so that later changes of the tensors come after them; `checksums` waits.
+    """
+
+    def __init__(self, device: str = "cpu", pinned: bool = False) -> None:
         self.bytes_N = torch.empty(0, dtype=torch.uint8, device=device)
         self.weights = WeightId(lineage=0, step=0)
         self.tensors: dict[str, dict[str, Any]] = {}
+        self._pinned = pinned
+        self._sums: dict[str, Array] = {}  # of the tensors that were summed while they were copied
+        self._copied: torch.cuda.Event | None = None
 
-    def stage(self, weights: WeightId, tensors: dict[str, Tensor]) -> None:
-        """Copy `tensors`, from whatever device, into the buffer."""
-        self.weights, self.tensors, offset = weights, {}, 0
-        for name, tensor in tensors.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if dtype not in DTYPES:
-                raise ValueError(f"{name}: dtype {dtype} cannot be published")
-            self.tensors[name] = {"dtype": dtype, "shape": list(tensor.shape), "offset": offset}
-            offset = aligned(offset + tensor.nbytes)
-        if self.bytes_N.numel() != offset:
-            self.bytes_N = torch.zeros(offset, dtype=torch.uint8, device=self.bytes_N.device)
-        for name, tensor in tensors.items():
-            flat_N = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            start = self.tensors[name]["offset"]
-            self.bytes_N[start : start + len(flat_N)].copy_(flat_N)
+    def claim(self, layout: Layout) -> bool:
+        """Return True if the buffer may be filled with such a version."""
+        return layout.size == len(self.bytes_N)
+
+    def discard(self) -> None:
+        """Give up the buffer."""
+        self.bytes_N = torch.empty(0, dtype=torch.uint8, device=self.bytes_N.device)
+
+    def stage(self, weights: WeightId, source: WeightSource, threads: int) -> None:
+        """Copy the bytes of `source`, from whatever device, each to its place."""
+        layout = source.layout
+        self.weights, self.tensors, self._sums = weights, layout.entries, {}
+        if layout.size != len(self.bytes_N):
+            self.bytes_N = torch.zeros(
+                layout.size,
+                dtype=torch.uint8,
+                device=self.bytes_N.device,
+                pin_memory=self._pinned,
+            )
+        for parts in source.parts():
+            if self.bytes_N.is_cuda or any(part.bytes_N.is_cuda for part in parts):
+                self._copy_on_gpu(parts)
+            else:
+                spread(_copy, self._copies(parts), threads)
+
+    def checksums(self, threads: int) -> dict[str, int]:
+        """Return the checksum of every tensor."""
+        self.finish_copies()
+        return checksums(self.bytes_N.numpy(), self.tensors, threads, self._sums)
+
+    def finish_copies(self) -> None:
+        """Wait for the copies from a GPU."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+
+    def _copy_on_gpu(self, parts: list[Part]) -> None:
+        """Begin to copy `parts` in the order of the GPU's present stream."""
+        for part in parts:
+            start = self.tensors[part.name]["offset"] + part.start
+            place_N = self.bytes_N[start : start + len(part.bytes_N)]
+            place_N.copy_(part.bytes_N, non_blocking=True)
+            gpu = part.bytes_N.device if part.bytes_N.is_cuda else place_N.device
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(gpu))
+
+    def _copies(self, parts: list[Part]) -> list[tuple[Array, Array, Array | None, slice]]:
+        """Return the work of copying `parts`: place, bytes, sums of a whole tensor, chunk."""
+        data, work = self.bytes_N.numpy(), []
+        for part in parts:
+            entry, from_N = self.tensors[part.name], part.bytes_N.numpy()
+            start = entry["offset"] + part.start
+            to_N, sums = data[start : start + len(from_N)], None
+            if len(from_N) == nbytes(entry):
+                to_N = data[region(entry)]
+                sums = self._sums[part.name] = new_sums(len(to_N))
+            work += [(to_N, from_N, sums, chunk) for chunk in chunks(len(to_N))]
+        return work
 
 
-def views(bytes_N: Tensor, entries: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
-    """Return the tensors of a run of bytes, without a copy."""
-    tensors = {}
-    for name, entry in entries.items():
-        part_N = bytes_N[entry["offset"] : entry["offset"] + nbytes(entry)]
-        tensors[name] = part_N.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return tensors
-
-
-def nbytes(entry: dict[str, Any]) -> int:
-    return math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
-
-
-def aligned(offset: int) -> int:
-    return -(-offset // ALIGN) * ALIGN
+def _copy(to_N: Array, from_N: Array, sums: Array | None, chunk: slice) -> None:
+    """Copy a chunk and sum it while it is in the cache."""
+    found_N = from_N[chunk]
+    to_N[chunk.start : chunk.start + len(found_N)] = found_N
+    if sums is not None:
+        sum_chunk(to_N, sums, chunk)

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from evolver_async.process.private_directories import claim
 from evolver_async.schema import WeightId
+from evolver_async.weights.channel.checksums import usual_threads
+from evolver_async.weights.channel.layout import Layout
 from evolver_async.weights.channel.publisher import StagedPublisher
 from evolver_async.weights.channel.snapshot import WeightSnapshot
 from evolver_async.weights.collective.event_log import ServedStore, connect
@@ -32,7 +34,7 @@ RETRY_S = 0.2  # between attempts to reach the learner
 log = logging.getLogger(__name__)
 
 
-class CollectivePublisher(StagedPublisher):
+class CollectivePublisher(StagedPublisher[WeightSnapshot]):
     """Publisher to the receivers that have joined at `address`.
 
     `address`: tcp://host:port, or a private directory with the address of a store on this host.
@@ -51,7 +53,8 @@ class CollectivePublisher(StagedPublisher):
     ) -> None:
         assert keep >= 1
         self._claim = None if address.startswith("tcp://") else claim(Path(address))
-        super().__init__(address, keep)
+        super().__init__(address, keep, usual_threads())
+        self._pinned = bool(device)
         self._held: dict[WeightId, WeightSnapshot] = {}  # in the order of publishing
         self._sender = BroadcastSender(
             ServedStore(address, deadline_s),
@@ -79,6 +82,9 @@ class CollectivePublisher(StagedPublisher):
         if self._claim is not None:
             self._claim.release()
 
+    def _buffer(self, layout: Layout) -> WeightSnapshot:
+        return WeightSnapshot(pinned=self._pinned)
+
     def _work(self) -> None:
         try:
             while True:
@@ -87,6 +93,8 @@ class CollectivePublisher(StagedPublisher):
                     if self._closed:
                         return
                     self._take()
+                for snapshot in self._held.values():
+                    snapshot.finish_copies()
                 if self._busy or (self._held and self._sender.newcomers()):
                     self._sender.send(dict(self._held), list(self._held)[-1])
                 sweep()
@@ -106,8 +114,8 @@ class CollectivePublisher(StagedPublisher):
         self._held[weights] = snapshot
         kept = {*list(self._held)[-self.keep :], *self._retained}
         dropped += [self._held.pop(other) for other in [*self._held] if other not in kept]
-        self._spare += dropped
-        del self._spare[1:]
+        for other in dropped:
+            self._give_back(other)
 
 
 class CollectiveReceiver:
@@ -123,7 +131,7 @@ class CollectiveReceiver:
         self._deadline_s = deadline_s
         self._device = device
         self._name = name or f"{socket.gethostname()}:{os.getpid()}"
-        self._versions = ReceivedVersions()
+        self._versions = ReceivedVersions(pinned=bool(device))
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="weights", daemon=True)
         self._thread.start()

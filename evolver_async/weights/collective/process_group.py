@@ -8,7 +8,6 @@ until its own timeout has ended it.
 import contextlib
 import os
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,9 +19,10 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
+from evolver_async.weights.channel import checksums
+
 BUILD_S = 3.0  # for all members to connect
 LOOK_S = 0.05  # until an end notices that the other has given up
-WORDS = 512  # of 64 bits, summed before CRC32: 4 KiB
 IN_FLIGHT = 2  # buckets; checksums are computed meanwhile
 POLL_S = 0.0005
 UNWATCHED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
@@ -173,16 +173,8 @@ def buckets(bytes_N: Tensor, size: int) -> list[Tensor]:
 
 
 def checksum(bytes_N: Tensor) -> int:
-    """CRC32 of the sums of 512 64-bit words each; a length that is a multiple of 8.
-
-    Detects every change within a word and, with a probability of all but 2^-32, blocks that were
-    mixed, cut or moved; five times as fast as CRC32 of all bytes, which would take as long as the
-    transfer.
-    """
-    words_N = bytes_N.view(torch.int64)
-    whole = len(words_N) // WORDS * WORDS
-    sums = words_N[:whole].view(-1, WORDS).sum(dim=1)
-    return zlib.crc32(words_N[whole:].numpy().data, zlib.crc32(sums.numpy().data))
+    """Checksum of bytes of host memory whose number is a multiple of 8."""
+    return checksums.checksum(bytes_N.numpy())
 
 
 def first_line(error: Exception) -> str:

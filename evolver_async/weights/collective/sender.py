@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.snapshot import WeightSnapshot, aligned
+from evolver_async.weights.channel.layout import aligned
+from evolver_async.weights.channel.snapshot import WeightSnapshot
 from evolver_async.weights.collective.event_log import EventLog, ServedStore
 from evolver_async.weights.collective.process_group import (
     IN_FLIGHT,

@@ -1,15 +1,20 @@
-"""Verified versions of a receiver of the `collective` channel, in its own memory."""
+"""Verified versions of a receiver of the `collective` channel, in its own memory.
+
+A version is fetched by reference. Its memory is used again once it is dropped and the last tensor
+of every fetch is gone.
+"""
 
 import threading
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from evolver_async.schema import WeightId
+from evolver_async.schema import Array, WeightId
 from evolver_async.weights.channel.base import WeightsGone
-from evolver_async.weights.channel.snapshot import views
+from evolver_async.weights.channel.layout import views
 
 
 @dataclass(frozen=True)
@@ -18,16 +23,30 @@ class ReceivedVersion:
 
     bytes_N: Tensor
     tensors: dict[str, dict[str, Any]]
+    _fetched: "list[weakref.ref[Array]]" = field(default_factory=list)
+
+    def fetch(self) -> dict[str, Tensor]:
+        """Return the tensors, which share an array that lives as long as any of them does."""
+        array_N = self.bytes_N.numpy()[:]
+        self._fetched[:] = [one for one in self._fetched if one() is not None]
+        self._fetched.append(weakref.ref(array_N))
+        return views(torch.from_numpy(array_N), self.tensors)
+
+    def in_use(self) -> bool:
+        return any(one() is not None for one in self._fetched)
 
 
 class ReceivedVersions:
-    """Versions by id: one thread commits whole ones, any thread fetches them; memory is reused."""
+    """Versions by id: one thread commits whole ones, any thread fetches them; memory is reused.
 
-    def __init__(self) -> None:
+    `pinned`: memory that a GPU copies from while the host goes on.
+    """
+
+    def __init__(self, pinned: bool = False) -> None:
         self.head: WeightId | None = None
         self._held: dict[WeightId, ReceivedVersion] = {}
-        self._spare: Tensor | None = None
-        self._fetching = 0
+        self._spare: ReceivedVersion | None = None
+        self._pinned = pinned
         self._lock = threading.Lock()
 
     def available(self) -> list[WeightId]:
@@ -35,25 +54,19 @@ class ReceivedVersions:
             return sorted(self._held)
 
     def fetch(self, weights: WeightId) -> dict[str, Tensor]:
-        """Copy the tensors of a version. Raises WeightsGone."""
+        """Return the tensors of a version. Raises WeightsGone."""
         with self._lock:
             if weights not in self._held:
                 raise WeightsGone(f"weights {weights} are not among those received")
-            received = self._held[weights]
-            self._fetching += 1
-        try:
-            return views(received.bytes_N.clone(), received.tensors)
-        finally:
-            with self._lock:
-                self._fetching -= 1
+            return self._held[weights].fetch()
 
     def buffer(self, size: int) -> Tensor:
         """Provide memory for the next version."""
         with self._lock:
             spare, self._spare = self._spare, None
-        if spare is not None and len(spare) == size:
-            return spare
-        return torch.empty(size, dtype=torch.uint8)
+        if spare is not None and len(spare.bytes_N) == size and not spare.in_use():
+            return spare.bytes_N
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 
     def commit(
         self, weights: WeightId, received: ReceivedVersion, held: set[WeightId], head: WeightId
@@ -66,5 +79,5 @@ class ReceivedVersions:
             self._held[weights] = received
             if head in self._held:
                 self.head = head
-            if dropped and not self._fetching:
-                self._spare = dropped[-1].bytes_N
+            if dropped:
+                self._spare = dropped[-1]

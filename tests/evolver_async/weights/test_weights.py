@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -152,16 +151,15 @@ def test_a_failing_disk_is_reported_to_the_learner(tmp_path: Path) -> None:
     sender = publisher(tmp_path, background=True)
     directory = Path(sender.address)
     directory.rename(tmp_path / "moved")
-    sender.publish(version(1), filled(1))
     with pytest.raises(OSError, match="cannot publish weights"):
-        sender.wait()
+        sender.publish(version(1), filled(1))
     sender.close()
 
 
 def test_any_failure_of_the_thread_is_reported_to_the_learner(tmp_path: Path) -> None:
     sender = publisher(tmp_path, background=True)
-    unnamable: dict[Any, torch.Tensor] = {("a",): torch.zeros(1)}  # JSON has no such key
-    sender.publish(version(1), unnamable)
+    (Path(sender.address) / "weights-1.1").mkdir()  # the file cannot get this name
+    sender.publish(version(1), filled(1))
     with pytest.raises(OSError, match="cannot publish weights"):
         sender.wait()
     sender.close()
