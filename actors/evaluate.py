@@ -23,7 +23,6 @@ from evolver_async.config.load import load, stage_config
 from evolver_async.randomness import key
 from evolver_async.schema import Sampling, Task, Ticket, Trajectory, WeightId
 from evolver_async.splits import Split
-from evolver_async.weights.lora_receiver import whole
 
 
 def evaluate(
@@ -41,7 +40,7 @@ def evaluate(
     staged = stage_config(config, last)
     source = source_of(staged)
     tasks = [held_out_task(source, number) for number in range(episodes)]
-    weights = whole(shards.read(chosen, "model"), config.policy)
+    weights = shards.read(chosen, "model")
     drawn = [Drawn(task, 0, config.eval.temperature) for task in tasks]
     trajectories = asyncio.run(play_all(staged, last, drawn, weights))
     success = statistics.fmean(trajectory.success for trajectory in trajectories)

@@ -7,7 +7,7 @@ import signal
 import socket
 
 from actors.endpoint.runner import make_agents
-from actors.engines.factory import load_engine
+from actors.engines.factory import load_engine, takes_adapters
 from actors.experience.guide import ServiceGuide
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
@@ -49,7 +49,9 @@ def build(
     """
     engine, tokenizer = load_engine(config)
     chat = Chat(tokenizer)
-    receiver = merging(channel.receiver(config, weights_address, name), config.policy)
+    receiver = channel.receiver(config, weights_address, name)
+    if not takes_adapters(engine):
+        receiver = merging(receiver, config.policy)
     failures, reflection = FailureCounts(), config.reflection
     components = ActorComponents(
         judge=make_judge(config, engine, chat, failures),

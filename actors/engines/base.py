@@ -63,15 +63,20 @@ class Engine(Protocol):
         """Allow the eviction of a session's KV; ignore unknown sessions."""
 
     async def update(self, weights: WeightId, tensors: "dict[str, Tensor]") -> None:
-        """Swap all weights, or none and raise; KV of the old ones is not used afterwards.
+        """Swap all weights, or none and raise.
 
         With `in_flight` keep, running generations continue with the new weights on their whole
-        context; with wait, they finish first while new ones queue.
+        context, whose KV is computed again; with wait, they finish first while new ones queue.
+        After either, KV of the old weights is not used. With keep_kv, sessions that have begun keep
+        the KV they have; those that begin later use none of older weights.
         """
 
     async def close(self) -> None:
         """End the step loop and cancel running generations."""
 
     def stats(self) -> dict[str, float]:
-        """Return totals since the start: tokens `generated`, `prefilled`, `reused`; `busy_s`."""
+        """Return totals since the start: tokens `generated`, `prefilled`, `reused`; `busy_s`.
+
+        `stale`: generated tokens that attended to KV of older weights, with `in_flight` keep_kv.
+        """
         ...

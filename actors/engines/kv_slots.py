@@ -3,6 +3,10 @@
 A slot stores the tokens of its KV, so that a later turn or another member of the group can continue
 from the longest common prefix. `torch_engine` assigns slots to requests.
 
+If KV is kept over weight updates, a session uses its own and what others have computed since it
+began, never older KV: that of a new session is all of the weights that it starts with, which makes
+evaluations exact.
+
 `S` slots, `B` rows of one forward, `Q` new tokens a row (padded), `T` columns of context attended.
 """
 
@@ -20,15 +24,23 @@ class Slots(Cache):
     tokens int32[S, max_length]: context of each slot; total[S]: its length; cached[S]: number of
     its tokens with valid KV. Keys and values of a layer have shape [S, max_length + 1, heads, head
     size]; padding is written to the last column, which is never read.
+
+    `keep`: KV stays valid over weight updates. epoch: number of updates so far; epochs int32[S,
+    max_length]: the epoch in which the KV of each token was computed; oldest[S]: the least epoch
+    whose KV the slot may use.
     """
 
     def __init__(
-        self, slots: int, max_length: int, dtype: torch.dtype, device: torch.device
+        self, slots: int, max_length: int, dtype: torch.dtype, device: torch.device, keep: bool
     ) -> None:
         super().__init__(layers=[])
         self.tokens = np.zeros((slots, max_length), np.int32)
         self.total = np.zeros(slots, np.int64)
         self.cached = np.zeros(slots, np.int64)
+        self._keep = keep
+        self.epoch = 0
+        self.epochs = np.zeros((slots, max_length), np.int32)
+        self.oldest = np.zeros(slots, np.int32)
         self._dtype, self._device = dtype, device
         self._pools: list[tuple[Tensor, Tensor]] = []
         self._write_BQ = torch.zeros(0, dtype=torch.long)
@@ -44,6 +56,7 @@ class Slots(Cache):
         known = min(int(self.cached[slot]), len(context) - 1)
         differs = np.flatnonzero(self.tokens[slot, :known] != context[:known])
         known = int(differs[0]) if len(differs) else known
+        known = int(self._usable(slot, np.array([slot]), known)[0])
         self.tokens[slot, known : len(context)] = context[known:]
         self.total[slot], self.cached[slot] = len(context), known
         return known
@@ -62,15 +75,38 @@ class Slots(Cache):
 
     def borrow(self, slot: int) -> int:
         """Copy KV from the slot with the longest common prefix; return the number of tokens."""
-        shared = np.minimum(self.common(slot, np.arange(len(self.total))), self.cached)
+        everyone = np.arange(len(self.total))
+        shared = np.minimum(self.common(slot, everyone), self.cached)
+        shared = np.minimum(shared, self._usable(slot, everyone, int(shared.max())))
         source = int(shared.argmax())
         old, new = int(self.cached[slot]), int(shared[source])
         if new <= old:
             return 0
         for pool in (pool for pair in self._pools for pool in pair):
             pool[slot, old:new] = pool[source, old:new]
+        self.epochs[slot, old:new] = self.epochs[source, old:new]
         self.cached[slot] = new
         return new - old
+
+    def _usable(self, slot: int, others: np.ndarray, length: int) -> np.ndarray:
+        """Return how many of the first `length` tokens of other slots have KV that a slot may
+        use."""
+        stale = self.epochs[others, :length] < self.oldest[slot]
+        return np.where(stale.any(1), stale.argmax(1), length) if length else 0 * others
+
+    def stale(self, slots: np.ndarray) -> int:
+        """Count the slots that attend to KV of an earlier epoch."""
+        if not self._keep:
+            return 0
+        length = int(self.cached[slots].max())
+        older = self.epochs[slots, :length] < self.epoch
+        return int((older & (np.arange(length) < self.cached[slots, None])).any(1).sum())
+
+    def start_epoch(self) -> None:
+        """Note a weight update; invalidate all KV unless it is kept."""
+        self.epoch += 1
+        if not self._keep:
+            self.forget()
 
     def forget(self) -> None:
         """Mark all KV as invalid; the tokens stay, as running generations continue."""
@@ -100,7 +136,9 @@ class Slots(Cache):
             self._rows = torch.from_numpy(slots).to(self._device)
         offsets_Q = np.arange(longest)
         positions_BQ = self.cached[rows, None] + offsets_Q
-        columns_BQ = np.where(offsets_Q < new[:, None], positions_BQ, self.max_length)
+        fresh_BQ = offsets_Q < new[:, None]
+        self.epochs[np.repeat(rows, new), positions_BQ[fresh_BQ]] = self.epoch
+        columns_BQ = np.where(fresh_BQ, positions_BQ, self.max_length)
         positions_BQ = np.minimum(positions_BQ, self.max_length - 1)
         write_BQ = rows[:, None] * (self.max_length + 1) + columns_BQ
         self._write_BQ = torch.from_numpy(write_BQ.ravel()).to(self._device)

@@ -47,8 +47,8 @@ class TorchEngine:
     """Engine on a Hugging Face causal language model; see `actors.engines.base.Engine`.
 
     `slots`: number of concurrent sequences; `max_length`: tokens of context; `prefill_tokens`:
-    tokens of one prefill step, padding included; `in_flight`: "keep" or "wait". Raise ValueError if
-    a layer does not attend to the whole context.
+    tokens of one prefill step, padding included; `in_flight`: "keep", "keep_kv" or "wait". Raise
+    ValueError if a layer does not attend to the whole context.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TorchEngine:
         self._decoder, self._head = split_model(model)
         self._fused = FusedDecoder(model, max_length) if FusedDecoder.fits(model) else None
         self._stops = StopStrings(tokenizer)
-        self._slots = Slots(slots, max_length, model.dtype, model.device)
+        self._slots = Slots(slots, max_length, model.dtype, model.device, in_flight == "keep_kv")
         self._prefill_tokens = prefill_tokens
         self._waits_for_drain = in_flight == "wait"
         self._runs: dict[str, _Running] = {}  # by session, waiting ones included
@@ -86,7 +86,7 @@ class TorchEngine:
         self._holding = False
         self._loop: asyncio.Task[None] | None = None
         self._stats: dict[str, float] = dict.fromkeys(
-            ("generated", "prefilled", "reused", "steps", "busy_s", "forward_s"), 0.0
+            ("generated", "prefilled", "reused", "stale", "steps", "busy_s", "forward_s"), 0.0
         )
 
     async def generate(self, request: Request) -> Generation:
@@ -142,7 +142,7 @@ class TorchEngine:
                     self._wake.set()
             load_state(self._model, tensors)
             self.weights = weights
-            self._slots.forget()
+            self._slots.start_epoch()
             self._searching |= self._active
 
     async def close(self) -> None:
@@ -199,6 +199,7 @@ class TorchEngine:
                 if evicted is not None:
                     del self._slot_of[evicted]
                 self._owner[slot] = run.request.session
+                self._slots.oldest[slot] = self._slots.epoch
                 self._slot_of[run.request.session] = slot
             self._waiting.popleft()
             before = self._slots.cached[slot]
@@ -273,6 +274,7 @@ class TorchEngine:
         uniforms = [run.draws[len(run.out.tokens)] for run in runs]
         tokens_B, logprobs_B = sample(logits_BV, temperatures, uniforms)
         self._stats["generated"] += len(runs)
+        self._stats["stale"] += self._slots.stale(slots)
         drawn = zip(slots.tolist(), runs, tokens_B.tolist(), logprobs_B.tolist(), strict=True)
         for slot, run, token, logprob in drawn:
             if not math.isfinite(logprob):

@@ -21,14 +21,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from actors.engines.vllm_start import Settings, start
+from evolver_async.model import lora
 from evolver_async.model.policy import ModelError
 from evolver_async.process.private_directories import PREFIX, claim, sweep
 from evolver_async.schema import WeightId
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
 log = logging.getLogger(__name__)
@@ -43,10 +45,11 @@ class EngineDied(RuntimeError):
 class VllmCore:
     """Owner of an AsyncLLM with `weights`: `tensors` if given, else those of the policy directory.
 
-    Token ids are below `vocabulary`. `pause_s`: seconds for which the last update paused
-    generation; `restarts`: number of restarts; `broken`: set by the caller if the current weights
-    gave a log-prob that is not finite. A start takes half a minute. Raise ValueError for invalid
-    settings.
+    With `settings.adapter` the tensors are an adapter's. Token ids are below `vocabulary`.
+    `pause_s`: seconds for which the last update paused generation; `updates`: number of updates;
+    `restarts`: number of restarts; `keeps_kv`: updates leave the KV cache as it is; `broken`: set
+    by the caller if the current weights gave a log-prob that is not finite. A start takes half a
+    minute. Raise ValueError for invalid settings.
     """
 
     def __init__(
@@ -56,12 +59,19 @@ class VllmCore:
         tensors: dict[str, Tensor] | None = None,
     ) -> None:
         self.restarts = 0
+        self.updates = 0
+        self.keeps_kv = settings.in_flight == "keep_kv"
+        self.adapter = settings.adapter
         self.pause_s = 0.0
         self.broken = False
         self._settings = settings
         model = AutoConfig.from_pretrained(settings.path, local_files_only=True)
         self.vocabulary: int = model.vocab_size
-        self._shapes = _shapes(model)
+        self._shapes, self._base = _shapes(model), None
+        if (adapter := settings.adapter) is not None:
+            self._base = lora.fingerprint_of(settings.path, self._shapes, settings.dtype)
+            empty = _empty(model)
+            self._shapes = lora.shapes(empty, rank=adapter.rank, targets=adapter.targets)
         if tensors is not None:
             self.check(tensors)
         self._held: tuple[WeightId | None, Path | None] = (weights, None)
@@ -86,14 +96,22 @@ class VllmCore:
     def weights(self) -> WeightId | None:
         return self._held[0]
 
+    @property
+    def lora_request(self) -> "LoRARequest | None":
+        """What addresses requests to the adapter; None before its first update, and without one."""
+        return self.adapter.request() if self.adapter and self._held[1] else None
+
     def check(self, tensors: dict[str, Tensor]) -> None:
-        """Raise ModelError, which names the tensor, unless these are all weights of the model."""
+        """Raise ModelError, which names the tensor, unless these are all weights of the model, or
+        all tensors of its adapter."""
         for name in self._shapes.keys() ^ tensors.keys():
             raise ModelError(f"weight {name} is {'missing' if name in self._shapes else 'unknown'}")
         for name, tensor in tensors.items():
             if tensor.shape != self._shapes[name]:
                 shapes = f"{list(tensor.shape)}, not {list(self._shapes[name])}"
                 raise ModelError(f"weight {name} has shape {shapes}")
+        if self._base is not None:
+            lora.check_base(tensors, self._base)
 
     async def ready(self) -> "AsyncLLM":
         """Return the AsyncLLM with current weights; restart it if necessary. Raise EngineDied."""
@@ -119,6 +137,7 @@ class VllmCore:
                 path.unlink(missing_ok=True)
                 raise
             (_, old), self._held = self._held, (weights, path)
+            self.updates += 1
             if old is not None:
                 old.unlink(missing_ok=True)
 
@@ -186,14 +205,19 @@ class VllmCore:
             return await self._start_again()
 
     async def _swap(self, llm: "AsyncLLM", weights: WeightId | None, path: Path) -> None:
-        """Load `path` in the workers; this pauses generation and clears the KV cache."""
+        """Load `path` in the workers; this pauses generation and clears the KV cache, unless it is
+        to be kept and is not broken."""
         from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
             WeightTransferUpdateRequest,
         )
 
         began = time.perf_counter()
-        snapshot = WeightTransferUpdateRequest(update_info={"path": str(path), "wipe": self.broken})
-        await _while_alive(llm, llm.pause_generation(mode="keep", clear_cache=True))
+        info: dict[str, Any] = {"path": str(path), "wipe": self.broken}
+        if (adapter := self.adapter) is not None:
+            info |= {"number": adapter.number, "rank": adapter.rank, "alpha": adapter.alpha}
+        snapshot = WeightTransferUpdateRequest(update_info=info)
+        clear = self.broken or not self.keeps_kv
+        await _while_alive(llm, llm.pause_generation(mode="keep", clear_cache=clear))
         await _while_alive(llm, llm.start_weight_update())
         await _while_alive(llm, llm.update_weights(snapshot))
         await _while_alive(llm, llm.finish_weight_update(str(weights)))
@@ -227,8 +251,7 @@ async def _while_alive(llm: "AsyncLLM", call: Coroutine[Any, Any, Any]) -> Any:
 
 def _shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
     """Return the shapes of the model's weights by the names of `policy.state_tensors`."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = _empty(config)
     everything = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     unique = {name for name, _ in model.named_parameters()}
     return {
@@ -236,3 +259,9 @@ def _shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
         for name, tensor in model.state_dict().items()
         if name in unique or name not in everything
     }
+
+
+def _empty(config: PretrainedConfig) -> PreTrainedModel:
+    """Return the model without memory for its weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)

@@ -10,6 +10,7 @@ import itertools
 import math
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -31,6 +32,11 @@ class VllmEngine:
     Token ids are below `vocabulary`. `slots`: number of concurrent sequences if `in_flight` is
     "wait", in which case new requests queue here. `max_length`: tokens of context, at most the
     core's.
+
+    With keep_kv the core keeps its KV cache over updates. Each session has a salt of its own time,
+    so that it finds the KV that it and the sessions begun under the same weights have computed, and
+    none that is older: the KV of a new session is all of the weights that it starts with, which
+    makes evaluations exact.
     """
 
     def __init__(
@@ -39,6 +45,8 @@ class VllmEngine:
         self.core = core
         self._vocabulary = vocabulary
         self._max_length = max_length
+        self._keeps_kv = in_flight == "keep_kv"
+        self._begun: dict[str, _Begin] = {}  # sessions not yet released, with keep_kv
         self._room = asyncio.Semaphore(slots) if in_flight == "wait" else None
         self._open = asyncio.Event()  # cleared while an update holds back new generations
         self._open.set()
@@ -50,7 +58,7 @@ class VllmEngine:
         self._updating = asyncio.Lock()
         self._numbers = itertools.count()
         self._stats: dict[str, float] = dict.fromkeys(
-            ("generated", "prefilled", "reused", "busy_s"), 0.0
+            ("generated", "prefilled", "reused", "stale", "busy_s"), 0.0
         )
 
     @property
@@ -77,7 +85,8 @@ class VllmEngine:
             del self._sessions[request.session]
 
     def release(self, session: str) -> None:
-        """Do nothing: vLLM evicts the least recently used KV itself."""
+        """Forget the session; vLLM evicts the least recently used KV itself."""
+        self._begun.pop(session, None)
 
     async def update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None:
         """Swap the weights. Raise ModelError and keep the old ones if they do not fit.
@@ -133,12 +142,16 @@ class VllmEngine:
         )
 
         params = _sampling(request, limit)
-        prompt = tokens_input(request.tokens)
+        begun = None
+        if self._keeps_kv:
+            begun = self._begun.setdefault(request.session, _Begin(f"{self.core.updates}"))
+        prompt = tokens_input(request.tokens, cache_salt=begun and begun.salt)
         while True:
             llm = await self.core.ready()
             out, read = Generation(), False
+            number, adapter = f"{next(self._numbers)}", self.core.lora_request
             try:
-                async for output in llm.generate(prompt, params, f"{next(self._numbers)}"):
+                async for output in llm.generate(prompt, params, number, lora_request=adapter):
                     if not read:
                         reused = output.num_cached_tokens or 0
                         self._stats["reused"] += reused
@@ -149,11 +162,14 @@ class VllmEngine:
                     out.tokens.extend(piece.token_ids)
                     out.logprobs.extend(piece.logprobs.logprobs)
                     if output.finished:
-                        return self._whole(out, piece)
+                        self._whole(out, piece)
+                        if begun is not None:
+                            self._stats["stale"] += begun.count_stale(out)
+                        return out
             except EngineDeadError:
                 self.core.lose(llm)
 
-    def _whole(self, out: Generation, last: "CompletionOutput") -> Generation:
+    def _whole(self, out: Generation, last: "CompletionOutput") -> None:
         """Complete `out` with the finish reason and the weights of each token."""
         for span in last.weight_versions or ():
             lineage, step = span.version.split(".")
@@ -168,7 +184,23 @@ class VllmEngine:
             self.core.broken = True
             raise FloatingPointError(f"weights {out.weights[-1]}: {min(out.logprobs)}")
         out.finish = last.finish_reason
-        return out
+
+
+@dataclass
+class _Begin:
+    """Start of a session: the salt of its KV, and the weights of its first token."""
+
+    salt: str
+    weights: WeightId | None = None
+
+    def count_stale(self, out: Generation) -> int:
+        """Count the tokens that attended to KV of older weights.
+
+        Too many if vLLM ran out of KV meanwhile and computed some again.
+        """
+        if self.weights is None and out.weights:
+            self.weights = out.weights[0]
+        return sum(weights != self.weights for weights in out.weights)
 
 
 def _sampling(request: Request, limit: int) -> "SamplingParams":

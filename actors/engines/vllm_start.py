@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from actors.engines.vllm_lora import Adapter
 from evolver_async.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -26,13 +27,15 @@ ENVIRONMENT = {
 class Settings(EngineConfig):
     """Settings of vLLM; `config.EngineConfig` and `config.PolicyConfig` document them.
 
-    `directory`: directory in shared memory, in which a private one for weights is made.
+    `directory`: directory in shared memory, in which a private one for weights is made. `adapter`:
+    the adapter whose tensors updates bring; None if they bring whole weights.
     """
 
     path: str
     dtype: str
     directory: str
     max_length: int
+    adapter: Adapter | None = None
 
 
 def start(settings: Settings) -> "AsyncLLM":
@@ -46,6 +49,7 @@ def start(settings: Settings) -> "AsyncLLM":
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
+    from actors.engines.vllm_lora_transfer import BACKEND as LORA_BACKEND
     from actors.engines.vllm_weights import BACKEND, OWNER
 
     os.environ[OWNER] = str(os.getpid())
@@ -53,7 +57,8 @@ def start(settings: Settings) -> "AsyncLLM":
     if settings.device not in ("auto", "cpu" if on_cpu else "cuda"):
         only = f"{'cpu' if on_cpu else 'cuda'} only, not {settings.device}"
         raise ValueError(f"engine.device: this build of vLLM supports {only}")
-    if on_cpu and settings.eager:
+    eager = settings.eager == "always" or (settings.eager == "auto" and on_cpu)
+    if on_cpu and eager:
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     arguments = AsyncEngineArgs(
         model=settings.path,
@@ -68,11 +73,12 @@ def start(settings: Settings) -> "AsyncLLM":
         gpu_memory_utilization=settings.memory,
         kv_cache_memory_bytes=settings.kv_cache_bytes or (CPU_KV_BYTES if on_cpu else None),
         block_size=CPU_BLOCK if on_cpu else None,
-        enforce_eager=settings.eager,
+        enforce_eager=eager,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         stream_interval=STREAM_INTERVAL,
-        weight_transfer_config={"backend": BACKEND},
+        weight_transfer_config={"backend": LORA_BACKEND if settings.adapter else BACKEND},
+        **(settings.adapter.arguments() if settings.adapter else {}),
         disable_log_stats=True,
         generation_config="vllm",
     )

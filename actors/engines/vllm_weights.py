@@ -32,8 +32,11 @@ OWNER = "EVOLVER_ENGINE_OWNER"  # environment variable with the actor's process 
 
 def register() -> None:
     """Register the backend, and end this process with its owner if it has one."""
+    from actors.engines import vllm_lora_transfer
+
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, SnapshotTransfer)
+        vllm_lora_transfer.register()
     owner = int(os.environ.get(OWNER, 0))
     if owner not in (0, os.getpid()):
         threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True).start()
@@ -91,16 +94,12 @@ class SnapshotTransfer(WeightTransferEngine[NoInfo, WeightsFile]):
         with safe_open(update_info.path, framework="pt", device="cpu") as file:
             self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
         if update_info.wipe:
-            self._wipe()
-
-    @torch.inference_mode()
-    def _wipe(self) -> None:
-        for layer in self.vllm_config.compilation_config.static_forward_context.values():
-            cache = getattr(layer, "kv_cache", None)  # layers of experts have none
-            if isinstance(cache, torch.Tensor):
-                cache.zero_()
+            wipe(self.vllm_config)
 
     def finish_weight_update(self) -> None:
+        # `_layerwise_process` in vllm/model_executor/model_loader/reload/layerwise.py copies the
+        # new weights into the tensors that the layers had before (`_copy_and_restore_kernel_
+        # tensors`), so captured CUDA graphs, which hold their addresses, read the new weights.
         finalize_layerwise_reload(self.model, self.model_config)
         # On CPU a layer uses a packed copy of its weights. A head that shares the embedding's
         # weights was not loaded itself, so its copy must be refreshed.
@@ -110,3 +109,12 @@ class SnapshotTransfer(WeightTransferEngine[NoInfo, WeightsFile]):
 
     def shutdown(self) -> None:
         """Do nothing: no resources are held between updates."""
+
+
+@torch.inference_mode()
+def wipe(vllm_config: Any) -> None:
+    """Overwrite the KV cache of this worker with zeros."""
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        cache = getattr(layer, "kv_cache", None)  # layers of experts have none
+        if isinstance(cache, torch.Tensor):
+            cache.zero_()

@@ -1,23 +1,26 @@
 """Low-rank adapters: linears W of a model become W + (alpha / rank) · B·A, with W frozen.
 
 arXiv 2106.09685. Only A and B are trained, published and saved in checkpoints; an engine merges
-them into the weights for which they were made. Channels and runs do not live here.
+them into the weights for which they were made, or serves them beside these. Channels and runs do
+not live here.
 
 Shapes: `I` inputs and `O` outputs of a linear, `R` rank.
 """
 
+import contextlib
 import copy
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from evolver_async.model.policy import ModelError, split_model, state_tensors
+from evolver_async.model.policy import ModelError, load_model, split_model, state_tensors
 from evolver_async.randomness import key
 
 DOWN, UP = "lora_A", "lora_B"  # PEFT's names
@@ -61,6 +64,27 @@ def inject(
     decoder are targets. ModelError for a target that names no linear. From then on `state_tensors`
     returns the adapters and a fingerprint of the weights under them.
     """
+    chosen = _linears(model, targets)
+    base = fingerprint(state_tensors(model))
+    model.requires_grad_(False)
+    for name, linear in chosen.items():
+        adapted = LoraLinear(linear, rank=rank, scale=alpha / rank, seed=key(seed, "lora", name))
+        model.set_submodule(name, adapted)
+    model.register_buffer(BASE, base.to(next(model.parameters()).device))
+    return list(chosen)
+
+
+def shapes(model: nn.Module, *, rank: int, targets: Sequence[str]) -> dict[str, torch.Size]:
+    """Return the shapes of the adapters of a plain model by the names of `state_tensors`."""
+    found = {BASE: torch.Size([FINGERPRINT_BYTES])}
+    for name, linear in _linears(model, targets).items():
+        found[f"{name}.{DOWN}"] = torch.Size([rank, linear.in_features])
+        found[f"{name}.{UP}"] = torch.Size([linear.out_features, rank])
+    return found
+
+
+def _linears(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
+    """Return the target linears by name. Raise ModelError for a target that names none."""
     decoder, _ = split_model(model)
     inside = set(decoder.modules())
     linears = {
@@ -71,20 +95,13 @@ def inject(
     for target in targets:
         if not any(_matches(name, target) for name in linears):
             raise ModelError(f"policy.lora.targets: no linear of the decoder is named {target}")
-    chosen = [
-        name for name in linears if not targets or any(_matches(name, one) for one in targets)
-    ]
-    if not chosen:
+    if not linears:
         raise ModelError("policy.lora.rank: must be 0, as the model's decoder has no linear")
-    base = fingerprint(state_tensors(model))
-    model.requires_grad_(False)
-    for name in chosen:
-        adapted = LoraLinear(
-            linears[name], rank=rank, scale=alpha / rank, seed=key(seed, "lora", name)
-        )
-        model.set_submodule(name, adapted)
-    model.register_buffer(BASE, base.to(next(model.parameters()).device))
-    return chosen
+    return {
+        name: linear
+        for name, linear in linears.items()
+        if not targets or any(_matches(name, target) for target in targets)
+    }
 
 
 def _matches(name: str, target: str) -> bool:
@@ -106,6 +123,15 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> Tensor:
     return torch.tensor(list(digest.digest()), dtype=torch.uint8)
 
 
+def check_base(adapters: Mapping[str, Tensor], base: Tensor) -> None:
+    """Raise ModelError unless adapters belong to the weights with the fingerprint `base`."""
+    expected = adapters.get(BASE)
+    if expected is None or not torch.equal(expected.cpu().to(torch.uint8), base):
+        raise ModelError(
+            "policy.path: holds other weights than those that the adapters were trained on"
+        )
+
+
 @torch.no_grad()
 def merge(
     base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], scale: float
@@ -114,12 +140,8 @@ def merge(
 
     Only adapted weights are new tensors. ModelError if the adapters belong to other weights.
     """
-    adapters = dict(adapters)
-    expected = adapters.pop(BASE, None)
-    if expected is None or not torch.equal(expected.cpu().to(torch.uint8), fingerprint(base)):
-        raise ModelError(
-            "policy.path: holds other weights than those that the adapters were trained on"
-        )
+    check_base(adapters, fingerprint(base))
+    adapters = {name: tensor for name, tensor in adapters.items() if name != BASE}
     merged = dict(base)
     for name in [name for name in adapters if name.endswith(f".{DOWN}")]:
         linear = name.removesuffix(f".{DOWN}")
@@ -137,6 +159,23 @@ def merge(
     return merged
 
 
+def fingerprint_of(directory: str, names: Iterable[str], dtype: str) -> Tensor:
+    """Compute the fingerprint of the weights `names` of a policy directory.
+
+    Its files are mapped, so that only the sampled pages are read. A model whose weights have other
+    names in the files is loaded instead.
+    """
+    tensors: dict[str, Tensor] = {}
+    with contextlib.ExitStack() as stack:
+        for path in sorted(Path(directory).glob("*.safetensors")):
+            file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        found = {name: tensors[name] for name in names if name in tensors}
+        if len(found) == len(set(names)):
+            return fingerprint(found)
+    return fingerprint(state_tensors(load_model(directory, dtype=dtype, device="cpu")))
+
+
 def twin(model: nn.Module) -> nn.Module:
     """Copy the trained weights of a model; the copy shares the frozen ones."""
     frozen = {id(one): one for one in model.parameters() if not one.requires_grad}
@@ -144,9 +183,18 @@ def twin(model: nn.Module) -> nn.Module:
 
 
 def save_peft(
-    directory: Path, adapters: Mapping[str, Tensor], *, rank: int, alpha: float, base: str
+    directory: Path,
+    adapters: Mapping[str, Tensor],
+    *,
+    name: str,
+    rank: int,
+    alpha: float,
+    base: str,
 ) -> None:
-    """Write the adapters as a directory that the `peft` library loads on the model at `base`."""
+    """Write the adapters as a directory that the `peft` library loads on the model at `base`.
+
+    The file's metadata carry `name`, by which a server tells them from those of other runs.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     linears = sorted({name.rpartition(".")[0] for name in adapters if name != BASE})
     tensors = {
@@ -154,7 +202,9 @@ def save_peft(
         for linear in linears
         for part in (DOWN, UP)
     }
-    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(
+        tensors, directory / "adapter_model.safetensors", metadata={"format": "pt", "name": name}
+    )
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

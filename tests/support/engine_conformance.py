@@ -6,6 +6,7 @@ prefill_tokens=, in_flight=)`. The oracle is `policy.token_logprobs` on the whol
 
 import asyncio
 import copy
+import itertools
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from actors.engines.base import Engine, Generation, Request
 from actors.engines.stops import UNDECODED
@@ -73,6 +74,28 @@ class Setting:
             got = torch.tensor(generation.logprobs)[mine]
             worst = (got - logprobs[0, -count:][mine]).abs().max()
             assert worst <= TOLERANCE, f"log-probs of {weights} differ by {worst}"
+
+    def check_over_stale_kv(self, request: Request, generation: Generation) -> None:
+        """Every log-prob equals that of a forward pass which keeps its KV over the updates.
+
+        The pass that samples a token with some weights computes the KV of the token before it.
+        """
+        cache, tokens = DynamicCache(), request.tokens + generation.tokens
+        place = len(request.tokens) - 1  # of the next token to read
+        for weights, run in itertools.groupby(generation.weights):
+            count = len(list(run))
+            start = place if cache.get_seq_length() else 0
+            load_state(self.model, self.versions[weights])
+            with torch.no_grad():
+                read = torch.tensor([tokens[start : place + count]])
+                logits = self.model(read, past_key_values=cache).logits[0, -count:]
+            expected = (logits / request.temperature).log_softmax(-1)
+            sampled = torch.tensor(tokens[place + 1 : place + 1 + count])
+            done = place + 1 - len(request.tokens)
+            got = torch.tensor(generation.logprobs[done : done + count])
+            worst = (got - expected[torch.arange(count), sampled]).abs().max()
+            assert worst <= TOLERANCE, f"log-probs of {weights} over stale KV differ by {worst}"
+            place += count
 
 
 def setting(
@@ -233,6 +256,53 @@ def update_in_flight_keeps_generations_and_tags_versions(s: Setting) -> None:
         s.check(one, out)
 
 
+def update_in_flight_keeps_kv_of_sessions_alone(s: Setting) -> None:
+    """Tokens after an update come from the new weights over the KV of the older ones."""
+    engine, shared = s.engine(in_flight="keep_kv"), s.prompt(64, 9)
+    many = [request(s.prompt(20 + i, i), str(i), max_tokens=30, seed=i) for i in range(3)]
+    many += [request(shared, f"shared{i}", max_tokens=30, seed=i) for i in range(3)]
+
+    async def scenario() -> tuple[list[Generation], list[Generation]]:
+        outs = await _update_midway(s, engine, many)
+        reused = engine.stats()["reused"]
+        later = [
+            replace(one, tokens=one.tokens + out.tokens + s.prompt(5, 3))
+            for one, out in zip(many, outs, strict=True)
+        ]
+        later += [request(shared, "new")]
+        found = await generate_all(engine, later)
+        # The KV of a session, all but that of its last token, and nothing for the new one.
+        known = [len(one.tokens) + len(out.tokens) - 1 for one, out in zip(many, outs, strict=True)]
+        assert engine.stats()["reused"] - reused == sum(map(s.reusable, known))
+        return outs, found
+
+    outs, found = run(engine, scenario())
+    stale = [out.weights[i] != out.weights[0] for out in outs for i in range(len(out.weights))]
+    for one, out in zip(many, outs, strict=True):
+        assert out.weights == sorted(out.weights) and set(out.weights) == {V0, V1, V2}
+        s.check_over_stale_kv(one, out)
+        with pytest.raises(AssertionError, match="differ"):
+            s.check(one, out)
+    # All tokens of the later turns, and none of the new session, which a check of exactness shows.
+    assert engine.stats()["stale"] == sum(stale) + sum(len(out.tokens) for out in found[:-1])
+    s.check(request(shared, "new"), found[-1])
+
+
+def update_with_kept_kv_leaves_no_broken_kv(s: Setting) -> None:
+    engine, one = s.engine(in_flight="keep_kv"), request(s.prompt(40, 0), "a")
+    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in s.versions[V1].items()}
+
+    async def scenario() -> None:
+        await engine.generate(one)
+        await engine.update(V1, broken)
+        with pytest.raises(FloatingPointError, match=r"1\.1"):
+            await engine.generate(one)
+        await engine.update(V0, s.versions[V0])
+        s.check(one, await engine.generate(one))
+
+    run(engine, scenario())
+
+
 def update_in_flight_waits_for_generations(s: Setting) -> None:
     engine = s.engine(in_flight="wait", slots=3)
     many = [request(s.prompt(20 + i, i), str(i), max_tokens=30) for i in range(7)]
@@ -385,6 +455,8 @@ CONFORMANCE: list[Callable[[Setting], None]] = [
     more_requests_than_slots_all_finish_and_match,
     update_while_idle_drops_old_kv,
     update_in_flight_keeps_generations_and_tags_versions,
+    update_in_flight_keeps_kv_of_sessions_alone,
+    update_with_kept_kv_leaves_no_broken_kv,
     update_in_flight_waits_for_generations,
     same_seed_gives_same_tokens_whatever_runs_beside,
     greedy_takes_the_most_likely,

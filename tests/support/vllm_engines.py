@@ -72,6 +72,7 @@ def lend(core: VllmCore):
     """A factory as `engine_conformance` wants it; the weights come by an update."""
 
     def factory(model, tokenizer, *, weights: WeightId, prefill_tokens: int, **numbers):
+        core.keeps_kv = numbers["in_flight"] == "keep_kv"
         RUNNER.run(core.update(weights, state_tensors(model)))
         return engine_of(core, **numbers)
 

@@ -26,6 +26,11 @@ def policy(config: Config) -> Iterator[tuple[str, str]]:
 def engine(config: Config) -> Iterator[tuple[str, str]]:
     """Refuse settings that the engine of this kind does not support."""
     engine = config.engine
+    if engine.merge_lora and (engine.kind == "torch" or not config.policy.lora.rank):
+        reason = (
+            "engine.kind=torch always merges" if engine.kind == "torch" else "policy.lora.rank=0"
+        )
+        yield "engine.merge_lora", f"must be false: {reason}"
     if engine.kind == "torch":
         if engine.tensor_parallel != 1:
             reason = "with engine.kind=torch one process holds the whole model"

@@ -79,14 +79,18 @@ class EngineConfig:
     kind: Literal["torch", "vllm"] = "torch"  # vllm: AsyncLLM in its own processes
     slots: Count = 64  # sequences decoded together
     prefill_tokens: Count = 4096  # tokens (padding included) of one prefill step
-    # new weights during a generation: swap and drop the KV cache (keep), or drain first (wait)
-    in_flight: Literal["keep", "wait"] = "keep"
+    # new weights during a generation: swap and compute its KV again (keep), swap and go on with the
+    # KV of the older weights (keep_kv), or let it end first (wait)
+    in_flight: Literal["keep", "keep_kv", "wait"] = "keep"
     device: Device = "auto"
     threads: Count = 1
     tensor_parallel: Count = 1  # vllm: GPUs (or CPU processes) that share one engine's model
     memory: PositiveFraction = 0.9  # vllm: share of the GPU's memory, KV cache included
     kv_cache_bytes: int = 0  # vllm: size of the KV cache; 0: by memory, on CPU 128 MiB
-    eager: bool = True  # vllm: no compilation and no graph capture, for a faster start
+    # vllm: no compilation and no graph capture, for a faster start; auto: on CPUs only
+    eager: Literal["auto", "always", "never"] = "auto"
+    # vllm: merge adapters into whole weights in the actor, instead of serving them unmerged
+    merge_lora: bool = False
     restarts: int = 3  # vllm: restarts of a dead engine by its actor
 
 
