@@ -32,18 +32,14 @@ class Arrivals:
         """Accept a granted member; the first copy counts, later ones are duplicates."""
         store, group_id, member = self.store, trajectory.group_id, trajectory.member
         tokens = trajectory.action_tokens
-        amount = Amount(trajectories=1, tokens=tokens)
         held = store.replay.at.groups.get(group_id)
         if held is None:
-            store.state.ledger.refuse("stale", amount)
-            return messages.Stale()
+            return self._refuse("stale", tokens, messages.Stale())
         if member in held.arrived:
-            store.state.ledger.refuse("duplicate", amount)
-            return messages.Dup()
+            return self._refuse("duplicate", tokens, messages.Dup())
         problem = self._problem(held, trajectory)
         if problem:
-            store.state.ledger.refuse("rejected", amount)
-            return messages.Reject(reason=problem)
+            return self._refuse("rejected", tokens, messages.Reject(reason=problem))
         if self.disk.full():
             return messages.Retry(seconds=RETRY_S)
         self.activity.peers[peer].count(tokens, now)
@@ -53,22 +49,18 @@ class Arrivals:
         if not held.missing:
             self.failures.finish()
         if held.kind == "rollout":
-            store.censoring.receive(
-                group_id,
-                held.task.env,
-                Sums(
-                    trajectories=1,
-                    tokens=tokens,
-                    turns=record.turns,
-                    seconds=min(trajectory.timing.get("total_s", 0.0), LONGEST_S),
-                    successes=int(trajectory.success),
-                ),
-            )
+            seconds = min(trajectory.timing.get("total_s", 0.0), LONGEST_S)
+            sums = Sums(1, tokens, record.turns, seconds, int(trajectory.success))
+            store.censoring.receive(group_id, held.task.env, sums)
         if store.replay.too_old(held):
             store.evict([group_id], "stale" if held.state == "ready" else "age")
         elif store.replay.lacks_spread(held):
             store.evict([group_id], ZERO_SPREAD)
         return messages.Ack()
+
+    def _refuse(self, fate: str, tokens: int, reply: Reply) -> Reply:
+        self.store.state.ledger.refuse(fate, Amount(trajectories=1, tokens=tokens))
+        return reply
 
     def _problem(self, held: HeldGroup, trajectory: Trajectory) -> str | None:
         """The reason for which this is not the member that was granted, None if it is."""
@@ -85,13 +77,13 @@ class Arrivals:
         expected = "scripted" if held.kind in SCRIPTED else "learned"
         if trajectory.policy != expected and held.kind != "explore":  # whoever explores
             return f"policy: {trajectory.policy} in a {held.kind} group"
-        sampled = {run.weights for sequence in trajectory.sequences for run in sequence.versions}
-        if held.pinned is not None and sampled - {held.pinned}:
-            return f"versions: {max(sampled)}, the evaluation is of {held.pinned}"
         forks = self.store.replay.at.forks
-        foreign = [weights for weights in sampled if weights.lineage not in forks]
-        if foreign:
-            return f"versions: {foreign[0]} is of no lineage of this run"
+        for sequence in trajectory.sequences:
+            for run in sequence.versions:
+                if held.pinned is not None and run.weights != held.pinned:
+                    return f"versions: {run.weights}, the evaluation is of {held.pinned}"
+                if run.weights.lineage not in forks:
+                    return f"versions: {run.weights} is of no lineage of this run"
         return None
 
 

@@ -2,10 +2,10 @@
 
 A message is a list of frames: `[header, trajectory, trajectory, …]`. The header is a CRC32 (uint32)
 and a map of protocol, run, sender, incarnation, nonce, id, schema hash, body and the CRC32 of each
-of the other frames, which are parcels (see `trajectories`): a PUSH has one, a PART those of its
-group, and the body omits them. Decoding is bounded before it is typed: frame sizes, then msgpack
-limits, then plain values only (`bounded`), then a strict typed conversion, in which the schema
-types check their values. Every error is a `WireError` that names the field.
+of the other frames, which are parcels (see `trajectories`): a PUSH has one, PUSHES have several, a
+PART those of its group, and the body omits them. Decoding is bounded before it is typed: frame
+sizes, then msgpack limits, then plain values only (`bounded`), then a strict typed conversion, in
+which the schema types check their values. Every error is a `WireError` that names the field.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from typing import Any, get_args
 import msgspec
 
 from evolver_async.protocol.bounded import NOT_PLAIN, REASON, WireError, convert, parse_plain
-from evolver_async.protocol.messages import GroupReply, Push, Reply, Request
+from evolver_async.protocol.messages import GroupReply, Push, Pushes, Reply, Request
 from evolver_async.protocol.trajectories import PARCEL_BYTES, Parcel, unwrap, wrap
 from evolver_async.schema import Trajectory
 
@@ -107,7 +107,27 @@ _body_encoder = msgspec.msgpack.Encoder(enc_hook=_refuse)
 def pack(envelope: Envelope, limits: MessageLimits = LIMITS) -> list[bytes]:
     """Encode a message to frames. Raises WireError if it exceeds the limits."""
     body, trajectories = _apart(envelope.message)
-    parcels = [wrap(trajectory) for trajectory in trajectories]
+    return seal(envelope, body, [wrap(trajectory) for trajectory in trajectories], limits)
+
+
+def pack_pushes(sender: Envelope, number: int, pushes: dict[int, Parcel]) -> list[bytes]:
+    """Encode the PUSHes of these numbers to the frames of one message with this `number`.
+
+    The message and the number of `sender` are ignored.
+    """
+    envelope = msgspec.structs.replace(sender, message_id=number)
+    single = len(pushes) == 1
+    body = {"type": "push"} if single else {"type": "pushes", "ids": [*pushes]}
+    return seal(envelope, body, [*pushes.values()])
+
+
+def seal(
+    envelope: Envelope, body: Any, parcels: list[Parcel], limits: MessageLimits = LIMITS
+) -> list[bytes]:
+    """Encode a message of this body and these parcels; that of the envelope is ignored.
+
+    Raises WireError if it exceeds the limits.
+    """
     header = _Header(
         protocol=PROTOCOL,
         run=envelope.run_id,
@@ -170,6 +190,8 @@ def _apart(message: Request | Reply) -> tuple[Any, list[Trajectory]]:
     """Separate a message into the body for the header and its trajectories."""
     if isinstance(message, Push):
         return {"type": "push"}, [message.trajectory]
+    if isinstance(message, Pushes):
+        return {"type": "pushes", "ids": message.ids}, message.trajectories
     if isinstance(message, GroupReply):
         group = msgspec.structs.asdict(message.group)
         trajectories = group.pop("trajectories")
@@ -182,6 +204,8 @@ def _together(body: dict[Any, Any], kind: type, trajectories: list[Trajectory]) 
     home, found = body, {}
     if kind is Push and len(trajectories) == 1:
         found = {"trajectory": trajectories[0]}
+    elif kind is Pushes:
+        found = {"trajectories": trajectories}
     elif kind is GroupReply and type(body.get("group")) is dict:
         home, found = body["group"], {"trajectories": trajectories}
     elif trajectories:

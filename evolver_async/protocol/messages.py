@@ -1,25 +1,29 @@
-"""Requests and replies of the wire; each may arrive twice, for delivery is at least once."""
+"""Requests and replies of the wire, with those of `delivery`.
+
+Each may arrive twice, for delivery is at least once.
+"""
+# ruff: noqa: RUF012 (msgspec copies the defaults)
 
 from typing import Any
 
-import msgspec
-
 from evolver_async.lineages import Fork
+from evolver_async.protocol.delivery import (
+    Ack,
+    Dup,
+    Message,
+    Push,
+    Pushes,
+    Receipts,
+    Reject,
+    Retry,
+    Stale,
+)
 from evolver_async.protocol.evaluations import EvalResult
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.protocol.transcripts import Transcript
-from evolver_async.schema import Group, Task, Ticket, Trajectory, WeightId
+from evolver_async.schema import Group, Task, Ticket, WeightId
 
 LOSING = ("environment", "engine", "grade")
-
-
-class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, eq=False, tag_field="type"):
-    """Anything that crosses the wire; the tag `type` names its kind."""
-
-    @property
-    def kind(self) -> str:
-        """The tag in capitals, as logs and documents write it."""
-        return str(self.__struct_config__.tag).upper()
 
 
 class Hello(Message, tag="hello"):
@@ -43,12 +47,6 @@ class Lease(Message, tag="lease"):
     weights: WeightId | None = None
     generated: int = 0  # tokens that this incarnation has sampled so far
     seconds: dict[str, float] = {}  # of this incarnation by activity (`metrics.activity`)
-
-
-class Push(Message, tag="push"):
-    """One finished member; kept by the sender until a reply."""
-
-    trajectory: Trajectory
 
 
 class Renew(Message, tag="renew"):
@@ -176,7 +174,7 @@ class StatusRequest(Message, tag="status"):
     """Request for occupancy, ledger and rates."""
 
 
-ActorRequest = Lease | Push | Renew | Release | Offer
+ActorRequest = Lease | Push | Pushes | Renew | Release | Offer
 LearnerRequest = Sample | Done | Resume | Kept
 ExperienceRequest = Retrieve | Contribute | Purge
 Request = Hello | Counters | StatusRequest | ActorRequest | LearnerRequest | ExperienceRequest
@@ -191,12 +189,6 @@ class Welcome(Message, tag="welcome"):
     experience_address: str = ""  # "" where the run has no experience service
 
 
-class Reject(Message, tag="reject"):
-    """Refusal of a request; the reason names the field or both sides' values."""
-
-    reason: str
-
-
 class Tickets(Message, tag="tickets"):
     tickets: list[Ticket]
 
@@ -206,24 +198,6 @@ class Wait(Message, tag="wait"):
 
     reason: str
     failures: list[FailureTotal] = []  # after SAMPLE: those of the whole run
-
-
-class Ack(Message, tag="ack"):
-    """Receipt: the member is on disk."""
-
-
-class Dup(Message, tag="dup"):
-    """Receipt of a copy: the member was accepted before."""
-
-
-class Stale(Message, tag="stale"):
-    """Receipt of a member of no open group."""
-
-
-class Retry(Message, tag="retry"):
-    """Request to try again after `seconds`."""
-
-    seconds: float
 
 
 class Ok(Message, tag="ok"):
@@ -284,7 +258,7 @@ class StatusReply(Message, tag="status_reply"):
     status: dict[str, Any]
 
 
-ActorReply = Tickets | Ack | Dup | Stale | Retry
+ActorReply = Tickets | Ack | Dup | Stale | Retry | Receipts
 LearnerReply = GroupReply | Groups | Resumed
 ExperienceReply = Guidance | Purged
 Reply = (

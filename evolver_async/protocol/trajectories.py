@@ -16,7 +16,7 @@ import operator
 import struct
 import sys
 import zlib
-from typing import Any, NamedTuple, cast, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 import numpy as np
@@ -48,6 +48,12 @@ def _header_of(kind: type[msgspec.Struct], **other: Any) -> type[msgspec.Struct]
 
 
 _TrajectoryHeader = _header_of(Trajectory, sequences=list[_header_of(Sequence)])  # type: ignore[misc]
+_SEQUENCE_ARRAYS, _TRAJECTORY_ARRAYS = (
+    tuple(name for name, its_type in get_type_hints(kind).items() if its_type is Array)
+    for kind in (Sequence, Trajectory)
+)
+assert _SEQUENCE_ARRAYS == ("tokens", "roles", "turns", "logprobs")
+assert _TRAJECTORY_ARRAYS == ("turn_rewards", "turn_flags", "labels")
 _header_decoder = msgspec.msgpack.Decoder(_TrajectoryHeader)
 _header_encoder = msgspec.msgpack.Encoder()
 
@@ -97,14 +103,26 @@ def unwrap(parcel: Parcel) -> Trajectory:
         read: Any = _header_decoder.decode(header)
         if _header_encoder.encode(read) != header:  # as an integer in place of a float
             raise WireError(NOT_PLAIN)
-        fields = msgspec.structs.asdict(read)
         sequences = []
         for one in read.sequences:
-            parts = msgspec.structs.asdict(one)
-            end = _place(data, end, parts, arrays)
-            sequences.append(Sequence(**parts))
-        end = _place(data, end, fields, arrays)
-        trajectory = Trajectory(**{**fields, "sequences": sequences})
+            declared = one.tokens, one.roles, one.turns, one.logprobs
+            end = _place(data, end, _SEQUENCE_ARRAYS, declared, arrays)
+            tokens, roles, turns, logprobs = arrays[-4:]
+            sequences.append(
+                Sequence(
+                    tokens=tokens,
+                    roles=roles,
+                    turns=turns,
+                    logprobs=logprobs,
+                    versions=one.versions,
+                )
+            )
+        declared = read.turn_rewards, read.turn_flags, read.labels
+        end = _place(data, end, _TRAJECTORY_ARRAYS, declared, arrays)
+        fields = msgspec.structs.asdict(read)
+        fields["sequences"] = sequences
+        fields["turn_rewards"], fields["turn_flags"], fields["labels"] = arrays[-3:]
+        trajectory = Trajectory(**fields)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise WireError(str(error)[:REASON]) from error
     if end + -end % ALIGNMENT != len(data):
@@ -124,21 +142,23 @@ def finish(trajectory: Trajectory) -> Parcel:
     return parcel
 
 
-def _place(data: bytes, end: int, fields: dict[str, Any], arrays: list[np.ndarray]) -> int:
-    """Put a view on the data in place of every array that is declared; return their end."""
-    for name, spec in fields.items():
-        if type(spec) is not tuple:
-            continue
-        kind, length = cast(tuple[str, int], spec)
+def _place(
+    data: bytes,
+    end: int,
+    names: tuple[str, ...],
+    declared: tuple[tuple[str, int], ...],
+    arrays: list[np.ndarray],
+) -> int:
+    """Append a view on the data for every declared array; return their end."""
+    for name, (kind, length) in zip(names, declared, strict=True):
         dtype = DTYPES.get(kind)
         if dtype is None or length < 0:
-            raise ValueError(f"{name}: {spec!r:.80} is no array")
+            raise ValueError(f"{name}: {(kind, length)!r:.80} is no array")
         start = end + -end % ALIGNMENT
         end = start + length * dtype.itemsize
         if end > len(data):
             raise ValueError(f"{name}: {length} of {kind} end beyond the {len(data)} bytes")
-        fields[name] = array = np.frombuffer(data, dtype, length, start)
-        arrays.append(array)
+        arrays.append(np.frombuffer(data, dtype, length, start))
     return end
 
 

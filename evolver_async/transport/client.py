@@ -1,7 +1,8 @@
 """Client's end of the delivery rules, without sockets.
 
 A request is sent again under the same message id until a reply comes, so a lost frame, a lost reply
-or a dead server costs a resend; every request may arrive twice and acts once (`sessions`).
+or a dead server costs a resend; every request may arrive twice and acts once (`sessions`). PUSHes
+of the same turn of the loop travel in one message (`bundles`).
 """
 
 import asyncio
@@ -18,14 +19,19 @@ from evolver_async.protocol.messages import (
     GroupReply,
     Groups,
     Lease,
+    Push,
+    Receipts,
     Reject,
     Request,
     Retry,
     Sample,
+    StatusRequest,
     Welcome,
 )
+from evolver_async.protocol.trajectories import Parcel, wrap
 from evolver_async.randomness import key
 from evolver_async.schema import Group
+from evolver_async.transport.bundles import Bundles
 from evolver_async.transport.router import PARK_S
 
 RESEND_S = 2.0  # first resend; doubled each time
@@ -48,7 +54,9 @@ class AccessDenied(Rejected):
 
 @dataclass
 class _Pending:
-    frames: list[bytes]
+    """A request that waits for its reply. `sent`: its frames, or the trajectory of a PUSH."""
+
+    sent: list[bytes] | Parcel
     reply: asyncio.Future
     parts: dict[int, Group] = field(default_factory=dict)
 
@@ -76,6 +84,7 @@ class Client(ABC):
         self._jitter = random.Random(key(incarnation, "resend", sender))
         self._ids = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
+        self._bundles = Bundles()
 
     async def request(self, message: Request, timeout_s: float | None = None) -> Any:
         """Send a request and return the reply; for SAMPLE a list of groups, Wait or Fenced.
@@ -85,16 +94,15 @@ class Client(ABC):
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
         message_id = next(self._ids)
-        frames = pack(
-            Envelope(self.run_id, self._sender, self.incarnation, message_id, message, self.nonce)
-        )
+        sent = wrap(message.trajectory) if isinstance(message, Push) else None
+        pending = _Pending(sent or pack(self._envelope(message_id, message)), loop.create_future())
         parks = self._park_s if isinstance(message, Lease | Sample) else 0.0
         pause, began, silent = self._resend_s, loop.time(), 0
         name = message.kind
-        pending = self._pending[message_id] = _Pending(frames, loop.create_future())
+        self._pending[message_id] = pending
         try:
             while True:
-                self._send(frames)
+                self._transmit(message_id, pending)
                 patience = parks + pause * self._jitter.uniform(0.8, 1.2)
                 if not await self._answered(pending, patience, deadline):
                     if deadline is not None and loop.time() >= deadline:
@@ -116,6 +124,7 @@ class Client(ABC):
                 await asyncio.sleep(min(reply.seconds, left))
         finally:
             del self._pending[message_id]
+            self._bundles.drop(message_id)
 
     @abstractmethod
     def close(self) -> None:
@@ -135,6 +144,22 @@ class Client(ABC):
             if not pending.reply.done():
                 pending.reply.set_exception(error)
 
+    def _transmit(self, message_id: int, pending: _Pending) -> None:
+        """Send a request; a PUSH together with the others of this turn of the loop."""
+        if not isinstance(pending.sent, Parcel):
+            self._send(pending.sent)
+        elif self._bundles.add(message_id, pending.sent):
+            asyncio.get_running_loop().call_soon(self._send_bundles)
+
+    def _send_bundles(self) -> None:
+        for frames in self._bundles.empty(self._envelope(0, StatusRequest()), self._ids):
+            self._send(frames)
+
+    def _envelope(self, message_id: int, message: Request) -> Envelope:
+        return Envelope(
+            self.run_id, self._sender, self.incarnation, message_id, message, self.nonce
+        )
+
     async def _answered(self, pending: _Pending, patience: float, deadline: float | None) -> bool:
         if deadline is not None:
             patience = min(patience, deadline - asyncio.get_running_loop().time())
@@ -146,14 +171,25 @@ class Client(ABC):
         try:
             envelope = unpack(frames)
         except MismatchError as error:
-            pending = self._pending.get(error.message_id)
-            if pending and not pending.reply.done():
-                pending.reply.set_exception(Rejected(str(error)))
+            for message_id in self._bundles.members(error.message_id):
+                pending = self._pending.get(message_id)
+                if pending and not pending.reply.done():
+                    pending.reply.set_exception(Rejected(str(error)))
             return
         except WireError as error:
             log.warning("ignored a garbled reply from %s: %s", self.address, error)
             return
         reply = envelope.message
+        if isinstance(reply, Receipts):
+            for message_id, receipt in zip(reply.ids, reply.replies, strict=False):
+                pending = self._pending.get(message_id)
+                if pending is not None and not pending.reply.done():
+                    pending.reply.set_result(receipt)
+            return
+        if isinstance(reply, Reject) and (again := self._bundles.split(envelope.message_id)):
+            for message_id in again:
+                self._transmit(message_id, self._pending[message_id])
+            return
         pending = self._pending.get(envelope.message_id)
         if pending is None or pending.reply.done():
             # a resend that was answered twice, or an answer to nothing

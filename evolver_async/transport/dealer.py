@@ -86,9 +86,9 @@ class DealerClient(Client):
             new_server = self._connections > 0
             self._connections = self._handshake.successes
             # the former one will never answer
-            for pending in list(self._pending.values()) if new_server else ():
+            for message_id, pending in list(self._pending.items()) if new_server else ():
                 if not pending.reply.done():
-                    self._send(pending.frames)
+                    self._transmit(message_id, pending)
 
     def _detach(self) -> None:
         if self._loop is not None and not self._loop.is_closed():

@@ -11,11 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from evolver_async.protocol.envelope import Envelope, MessageLimits, WireError, pack, unpack
+from evolver_async.protocol.envelope import LIMITS, Envelope, MessageLimits, WireError, pack, unpack
 from evolver_async.protocol.messages import (
     Counters,
     Fenced,
     Lease,
+    Push,
+    Pushes,
+    Receipts,
     Reject,
     Renew,
     Reply,
@@ -30,7 +33,11 @@ PARK_S = 5.0  # the longest that LEASE and SAMPLE wait for a change
 PARKED = 1024  # past it the request that was parked for longest is answered WAIT
 SILENT_S = 60.0  # a process silent for longer does not keep its name from another one
 TICK_S = 0.1
-REQUEST_LIMITS = MessageLimits(parcels=1)  # no request carries a group
+BUNDLE = 16  # members in one message, at most
+# of a request: no more bytes than one large trajectory has
+REQUEST_LIMITS = MessageLimits(
+    parcels=BUNDLE, message_bytes=LIMITS.header_bytes + LIMITS.parcel_bytes
+)
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +115,9 @@ class RequestRouter:
             replies = [Reject(reason=reason)]
         else:
             replies = self._sessions.enter(envelope, route, now)
-        if replies is None:
+        if replies is None and isinstance(request, Pushes):
+            self._handle_all(route, envelope, request, now)
+        elif replies is None:
             self._handle(_Parked(route, envelope, Wait(reason=""), now), now)
         else:
             promises = not all(isinstance(reply, Reject | Fenced) for reply in replies)
@@ -138,6 +147,13 @@ class RequestRouter:
             self._outbox = {key: answer for key, answer in outbox.items() if answer.promises}
             outbox = {key: answer for key, answer in outbox.items() if not answer.promises}
         return [(route, frames) for (route, _), a in outbox.items() for frames in a.messages]
+
+    def _handle_all(self, route: Any, envelope: Envelope, request: Pushes, now: float) -> None:
+        """Let the service decide on one member after the other."""
+        replies: list[Any] = []
+        for trajectory in request.trajectories:
+            replies += self._service.handle(envelope.sender, Push(trajectory=trajectory), now)
+        self._reply(route, envelope.message_id, [Receipts(ids=request.ids, replies=replies)])
 
     def _handle(self, parked: _Parked, now: float) -> None:
         envelope, request = parked.envelope, parked.envelope.message

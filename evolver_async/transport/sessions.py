@@ -27,6 +27,7 @@ from evolver_async.protocol.messages import (
     Hello,
     Lease,
     Push,
+    Pushes,
     Reject,
     Reply,
     Retrieve,
@@ -40,7 +41,7 @@ from evolver_async.protocol.messages import (
 NAMES = 4096  # past it the name that was silent for longest is forgotten
 ANSWERS = 512  # remembered of each process; older messages are refused as repeated
 EXPIRY_S = 3600.0  # a name that was silent for so long is forgotten
-EXEMPT = Push | Retrieve | Contribute
+EXEMPT = Push | Pushes | Retrieve | Contribute
 
 
 @dataclass

@@ -56,7 +56,8 @@ class BufferStore:
         location = self.journal.append(records.encode(record), *body)
         before = self._concerned(record)
         self.state.apply(record, location)
-        self._note_changes(before, record)
+        if before:
+            self._note_changes(before, record)
         if trajectory is not None:
             group = self.bodies.setdefault(trajectory.group_id, {})
             group[trajectory.member] = trajectory

@@ -45,10 +45,12 @@ class Peer(msgspec.Struct):
 
     def count(self, tokens: int, now: float) -> None:
         """Count a trajectory with so many ACTION tokens."""
-        if not self.bins or self.bins[-1][0] != int(now):
-            self.bins.append([int(now), 0, 0])
-        self.bins[-1][1] += 1
-        self.bins[-1][2] += tokens
+        second, bins = int(now), self.bins
+        if not bins or bins[-1][0] != second:
+            bins.append([second, 0, 0])
+        newest = bins[-1]
+        newest[1] += 1
+        newest[2] += tokens
 
     def greet(self) -> None:
         """Note a new process: its tokens count from 0, and it waits for nothing yet."""

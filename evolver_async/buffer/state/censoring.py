@@ -15,8 +15,6 @@ from collections.abc import Container
 
 import msgspec
 
-from evolver_async.buffer.state.ledger import Additive
-
 MEASURED = 64  # fewer trajectories on either side do not warn
 RATIO, GAP = 1.5, 0.1  # above which the evicted count as longer, as harder
 ENVS_SHOWN = 32  # in STATUS
@@ -24,7 +22,7 @@ REPEAT_S = 60.0
 ALL = "all"  # the environments together
 
 
-class Sums(Additive):
+class Sums(msgspec.Struct):
     """Sums over trajectories that arrived, and over members that never did.
 
     `leased` of the `missing` were leased, for `lease_s` seconds in all.
@@ -38,6 +36,16 @@ class Sums(Additive):
     missing: int = 0
     leased: int = 0
     lease_s: float = 0.0
+
+    def add(self, other: "Sums", sign: int = 1) -> None:
+        self.trajectories += sign * other.trajectories
+        self.tokens += sign * other.tokens
+        self.turns += sign * other.turns
+        self.seconds += sign * other.seconds
+        self.successes += sign * other.successes
+        self.missing += sign * other.missing
+        self.leased += sign * other.leased
+        self.lease_s += sign * other.lease_s
 
     @property
     def members(self) -> int:

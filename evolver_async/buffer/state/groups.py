@@ -69,8 +69,10 @@ class HeldGroup(msgspec.Struct, kw_only=True, dict=True):
 
     def arrive(self, member: int, facts: ArrivedMember) -> None:
         kept = self._kept_lag(member, facts)
+        missing = [other for other in self.missing if other != member]
         self.arrived[member] = facts
         vars(self).clear()
+        self.missing = missing
         if kept is not None:
             self.counted_lag = kept
 

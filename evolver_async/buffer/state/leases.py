@@ -70,7 +70,14 @@ class Leases:
 
     def finish(self, group_id: int, member: int) -> None:
         """End the lease of a member: it has arrived, from any actor."""
-        self._remove(group_id, {member}, None)
+        over = False
+        for lease in self.of_group(group_id):
+            if member in lease.members:
+                lease.members.remove(member)
+                self.playing -= 1
+                over = over or not lease.members
+        if over:
+            self._forget_empty(group_id)
         if group_id in self.vacant:
             self.vacant[group_id].discard(member)
             if not self.vacant[group_id]:
@@ -157,13 +164,15 @@ class Leases:
         self._remove(lease.group_id, members, lease.peer)
         self.vacant.setdefault(lease.group_id, set()).update(members)
 
-    def _remove(self, group_id: int, members: set[int], peer: str | None) -> None:
-        leases = self._by_group.get(group_id, [])
-        for lease in leases:
-            if peer is None or lease.peer == peer:
+    def _remove(self, group_id: int, members: set[int], peer: str) -> None:
+        for lease in self.of_group(group_id):
+            if lease.peer == peer:
                 self.playing -= len(lease.members & members)
                 lease.members -= members
-        left = [lease for lease in leases if lease.members]
+        self._forget_empty(group_id)
+
+    def _forget_empty(self, group_id: int) -> None:
+        left = [lease for lease in self.of_group(group_id) if lease.members]
         if left:
             self._by_group[group_id] = left
         else:

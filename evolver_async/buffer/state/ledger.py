@@ -5,8 +5,6 @@ trajectory when it is accepted. Held amounts are counted by their holder, so `ch
 independent counts. No decisions are made here.
 """
 
-from typing import Self
-
 import msgspec
 
 from evolver_async.schema import SCRIPTED
@@ -16,21 +14,17 @@ CLOSED = ("trained", "filtered", "evicted")
 REFUSED = ("rejected", "duplicate", "stale")
 
 
-class Additive(msgspec.Struct):
-    """Numbers that are added field by field."""
-
-    def add(self, other: Self, sign: int = 1) -> None:
-        for name, more in zip(self.__struct_fields__, msgspec.structs.astuple(other), strict=True):
-            if more:
-                setattr(self, name, getattr(self, name) + sign * more)
-
-
-class Amount(Additive):
+class Amount(msgspec.Struct):
     """Amount in groups, trajectories and ACTION tokens."""
 
     groups: int = 0
     trajectories: int = 0
     tokens: int = 0
+
+    def add(self, other: "Amount", sign: int = 1) -> None:
+        self.groups += sign * other.groups
+        self.trajectories += sign * other.trajectories
+        self.tokens += sign * other.tokens
 
 
 HeldAmounts = dict[str, dict[str, Amount]]  # by kind, then by open, ready or taken
@@ -52,8 +46,11 @@ class Ledger(msgspec.Struct):
     def receive(self, kind: str, amount: Amount) -> None:
         self.received.setdefault(kind, Amount()).add(amount)
 
-    def play(self, kind: str, turns: int) -> None:
-        """Count the turns of a received trajectory."""
+    def arrive(self, kind: str, tokens: int, turns: int) -> None:
+        """Count a received trajectory."""
+        received = self.received[kind]  # as its group was
+        received.trajectories += 1
+        received.tokens += tokens
         self.turns[kind] = self.turns.get(kind, 0) + turns
 
     def close(self, kind: str, fate: str, reason: str, amount: Amount) -> None:

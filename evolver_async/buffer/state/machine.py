@@ -74,12 +74,12 @@ class BufferState:
     def apply(self, record: records.AnyRecord, location: Location = NOWHERE) -> None:
         """Apply a record. `location`: the place of the trajectory of an Arrived."""
         match record:
+            case records.Arrived():  # the most frequent one
+                self._arrived(record, location)
             case records.Granted():
                 self._granted(record)
             case records.Reissued():
                 self.replay.reissue(record.group_id, record.members, record.actor)
-            case records.Arrived():
-                self._arrived(record, location)
             case records.Failed():
                 held = self.replay.at.groups[record.group_id]
                 held.failures += 1
@@ -133,8 +133,7 @@ class BufferState:
             location=location,
         )
         held = self.replay.arrive(record.group_id, record.member, member)
-        self.ledger.receive(held.kind, Amount(trajectories=1, tokens=record.tokens))
-        self.ledger.play(held.kind, record.turns)
+        self.ledger.arrive(held.kind, record.tokens, record.turns)
         if held.missing:
             return
         if held.pinned is None:

@@ -49,6 +49,8 @@ from evolver_async.protocol.messages import (
     Purge,
     Purged,
     Push,
+    Pushes,
+    Receipts,
     Reject,
     Release,
     Renew,
@@ -219,6 +221,14 @@ MESSAGES = {
     "hello": st.builds(Hello, role=text, schema_hash=text, tokenizer=st.none() | text),
     "lease": st.builds(Lease, credit=count, weights=st.none() | weights),
     "push": st.builds(Push, trajectory=trajectories()),
+    "pushes": st.lists(st.tuples(count, trajectories()), min_size=1, max_size=3).map(
+        lambda pairs: Pushes(ids=[*dict(pairs)], trajectories=[*dict(pairs).values()])
+    ),
+    "receipts": st.builds(
+        Receipts,
+        ids=ids,
+        replies=st.lists(st.just(Ack()) | st.builds(Reject, reason=text), max_size=3),
+    ),
     "renew": st.builds(Renew, progress=st.dictionaries(count, count, max_size=4)),
     "release": st.builds(Release, group_id=count, members=ids, reason=text),
     "offer": st.builds(Offer, tasks=st.lists(tasks, max_size=2)),
@@ -615,6 +625,17 @@ def test_a_message_without_a_place_for_a_trajectory_may_carry_none() -> None:
     twice = changed(frames_of(Push(trajectory=trajectory())), "parcels", to=2 * frames[1:])
     with pytest.raises(WireError):
         unpack([*twice, parcel])
+
+
+def test_bundles_whose_numbers_do_not_fit_are_refused() -> None:
+    """Each number is that of one member, and counts once."""
+    two = Pushes(ids=[3, 4], trajectories=[trajectory(), trajectory()])
+    assert unpack(frames_of(two)).message_id == 17
+    for ids, named in (([3], "ids: 1, traj"), ([3, 3], "a number twice"), ([-1, 3], "negative")):
+        with pytest.raises(WireError, match=named):
+            unpack(changed(frames_of(two), "body", "ids", to=ids))
+    with pytest.raises(WireError, match="trajectories: in the header"):
+        unpack(changed(frames_of(two), "body", "trajectories", to=[]))
 
 
 def test_other_versions_are_a_mismatch_that_names_both_sides() -> None:

@@ -57,6 +57,7 @@ from evolver_async.schema import (
 from evolver_async.transport.client import Client, Rejected
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.in_process import LocalClient, LocalServer
+from evolver_async.transport.router import BUNDLE
 from evolver_async.transport.server import BATCH_S, Server
 
 TASK = Task(task_id="t/0", env="t", split="train", map_seed=0)
@@ -187,6 +188,44 @@ def test_a_request_is_answered_after_the_commit(directory: Path) -> None:
     np.testing.assert_array_equal(
         store.pushed[1].sequences[0].tokens, trajectory(1).sequences[0].tokens
     )
+
+
+def test_members_that_finish_together_travel_together(directory: Path) -> None:
+    """Fewer messages than members, each with the reply to itself; one that is busy asks again."""
+    store = Store()
+    with serving(store, f"ipc://{directory}/s") as server, client(server.address) as dealer:
+        messages: list[int] = []
+        send = dealer._send
+        dealer._send = lambda frames: (messages.append(len(frames) - 1), send(frames))[1]  # type: ignore[method-assign]
+        store.busy = 2
+
+        async def ask() -> list[Any]:
+            pushes = (dealer.request(Push(trajectory=trajectory(n)), 10) for n in range(BUNDLE + 4))
+            return await asyncio.gather(*pushes)
+
+        replies = asyncio.run(ask())
+    assert {type(reply) for reply in replies} == {Ack}
+    assert sorted(store.pushed) == list(range(BUNDLE + 4))
+    assert messages[:2] == [BUNDLE, 4] and sum(messages[2:]) == 2
+
+
+def test_a_faulty_member_of_a_bundle_harms_no_other(directory: Path) -> None:
+    store = Store()
+    faulty = trajectory(1)
+    faulty.sequences[0].logprobs = np.full(8, np.nan, np.float32)
+    with serving(store, f"ipc://{directory}/s") as server, client(server.address) as dealer:
+
+        async def ask() -> list[Any]:
+            pushes = (
+                dealer.request(Push(trajectory=one), 10)
+                for one in (trajectory(0), faulty, trajectory(2))
+            )
+            return await asyncio.gather(*pushes, return_exceptions=True)
+
+        first, refused, third = asyncio.run(ask())
+        assert not dealer._bundles._sent and not dealer._bundles._alone
+    assert isinstance(first, Ack) and isinstance(third, Ack) and sorted(store.pushed) == [0, 2]
+    assert isinstance(refused, Rejected) and "logprobs" in refused.reason
 
 
 def test_a_commit_comes_before_its_replies(directory: Path) -> None:
@@ -513,7 +552,8 @@ def test_malformed_frames_are_rejected_and_harm_nobody_else(directory: Path) -> 
             ([os.urandom(500)], 0, "header"),
             (valid[:-1], 7, "parcels"),
             ([*valid[:-1], b"\x07"], 7, "crc"),
-            ([*valid, b"x" * 1000], 0, "parcels"),
+            ([*valid, b"x" * 1000], 7, "parcels"),
+            ([*valid, *[b"x"] * BUNDLE], 0, "parcels"),
             ([bytes(f) for f in pack(reply)], 8, "Ack is not a request"),
         )
         for frames, number, named in cases:
