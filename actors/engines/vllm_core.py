@@ -98,7 +98,7 @@ class VllmCore:
 
     @property
     def lora_request(self) -> "LoRARequest | None":
-        """What addresses requests to the adapter; None before its first update, and without one."""
+        """Address of the adapter for requests; None without one and before its first update."""
         return self.adapter.request() if self.adapter and self._held[1] else None
 
     def check(self, tensors: dict[str, Tensor]) -> None:
@@ -212,15 +212,17 @@ class VllmCore:
         )
 
         began = time.perf_counter()
-        info: dict[str, Any] = {"path": str(path), "wipe": self.broken}
-        if (adapter := self.adapter) is not None:
-            info |= {"number": adapter.number, "rank": adapter.rank, "alpha": adapter.alpha}
-        snapshot = WeightTransferUpdateRequest(update_info=info)
+        snapshot = WeightTransferUpdateRequest(update_info={"path": str(path), "wipe": self.broken})
         clear = self.broken or not self.keeps_kv
         await _while_alive(llm, llm.pause_generation(mode="keep", clear_cache=clear))
-        await _while_alive(llm, llm.start_weight_update())
-        await _while_alive(llm, llm.update_weights(snapshot))
-        await _while_alive(llm, llm.finish_weight_update(str(weights)))
+        if (one := self.adapter) is not None:
+            arguments = str(path), self.broken, one.number, one.rank, one.alpha
+            await _while_alive(llm, llm.collective_rpc("replace_adapter", args=arguments))
+            await _while_alive(llm, llm.update_weight_version(str(weights)))
+        else:
+            await _while_alive(llm, llm.start_weight_update())
+            await _while_alive(llm, llm.update_weights(snapshot))
+            await _while_alive(llm, llm.finish_weight_update(str(weights)))
         await _while_alive(llm, llm.resume_generation())
         self.broken = False
         self.pause_s = time.perf_counter() - began

@@ -49,7 +49,6 @@ def start(settings: Settings) -> "AsyncLLM":
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
-    from actors.engines.vllm_lora_transfer import BACKEND as LORA_BACKEND
     from actors.engines.vllm_weights import BACKEND, OWNER
 
     os.environ[OWNER] = str(os.getpid())
@@ -77,7 +76,7 @@ def start(settings: Settings) -> "AsyncLLM":
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         stream_interval=STREAM_INTERVAL,
-        weight_transfer_config={"backend": LORA_BACKEND if settings.adapter else BACKEND},
+        weight_transfer_config={"backend": BACKEND},
         **(settings.adapter.arguments() if settings.adapter else {}),
         disable_log_stats=True,
         generation_config="vllm",

@@ -32,11 +32,8 @@ OWNER = "EVOLVER_ENGINE_OWNER"  # environment variable with the actor's process 
 
 def register() -> None:
     """Register the backend, and end this process with its owner if it has one."""
-    from actors.engines import vllm_lora_transfer
-
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, SnapshotTransfer)
-        vllm_lora_transfer.register()
     owner = int(os.environ.get(OWNER, 0))
     if owner not in (0, os.getpid()):
         threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True).start()

@@ -27,10 +27,10 @@ class MicroBatch:
     tokens_BT int64, attention_BT bool (False on padding), action_BT bool (ACTION tokens that have a
     context to be predicted from). The `_N` tensors hold one entry per True of `action_BT`, in
     row-major order, so that `logprobs_BT[action_BT]` lines up with them: index_N int64 (place in
-    the batch's `_N` arrays, in host memory), mu_N float32, lag_N int64, abandoned_N bool,
-    stripped_N bool, trajectory_N int64 (0..trajectories-1 within this micro-batch), length_N int64
-    (ACTION tokens of the token's whole trajectory). row_B int64: the batch's number of each row;
-    end_B int64: the place of its last token in the flattened tokens_BT.
+    the batch's `_N` arrays, in host memory), mu_N float32, lag_N int64, abandoned_N bool, swapped_N
+    bool, stripped_N bool, trajectory_N int64 (0..trajectories-1 within this micro-batch), length_N
+    int64 (ACTION tokens of the token's whole trajectory). row_B int64: the batch's number of each
+    row; end_B int64: the place of its last token in the flattened tokens_BT.
     """
 
     tokens_BT: torch.Tensor
@@ -40,6 +40,7 @@ class MicroBatch:
     mu_N: torch.Tensor
     lag_N: torch.Tensor
     abandoned_N: torch.Tensor
+    swapped_N: torch.Tensor
     stripped_N: torch.Tensor
     trajectory_N: torch.Tensor
     length_N: torch.Tensor
@@ -59,8 +60,8 @@ class Batch:
     tokens int32, action bool: the rows one after another, row r at row_start_R[r]:row_start_R[r+1].
     The `_N` arrays hold ACTION tokens in row order, those of row r at
     action_start_R[r]:action_start_R[r+1]: mu_N float32 (behaviour), lag_N int64, abandoned_N bool
-    (sampled past the fork of an abandoned lineage), turn_N int64, trajectory_N int64.
-    trajectory_R int64.
+    (sampled past the fork of an abandoned lineage), swapped_N bool (sampled by newer weights than
+    the first token of its sequence), turn_N int64, trajectory_N int64. trajectory_R int64.
     group_P int64 (index of the group), peer_P int64 (index of the members of its group that it is
     compared with), reward_P float64, length_P int64 (ACTION tokens), lag_P int64 (the largest of
     its tokens, 0 without any), guided_P bool (experience was in a sampled context), copied_P bool
@@ -85,6 +86,7 @@ class Batch:
     mu_N: Array
     lag_N: Array
     abandoned_N: Array
+    swapped_N: Array
     turn_N: Array
     trajectory_N: Array
     group_P: Array
@@ -262,6 +264,7 @@ def lay_out(batch: Batch, rows_B: Array, device: torch.device, *, packed: bool) 
         mu_N=tensor(batch.mu_N[index_N]),
         lag_N=tensor(batch.lag_N[index_N]),
         abandoned_N=tensor(batch.abandoned_N[index_N]),
+        swapped_N=tensor(batch.swapped_N[index_N]),
         stripped_N=tensor(batch.stripped_P[trajectory_N]),
         trajectory_N=tensor(np.unique(trajectory_N, return_inverse=True)[1]),
         length_N=tensor(batch.length_P[trajectory_N]),

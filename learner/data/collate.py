@@ -142,7 +142,8 @@ def _sampled(rows: "list[_Row]", facts: dict[str, Array]) -> Batch | None:
 
 @dataclass
 class _Row:
-    """One sequence: tokens[L], action[L], and mu, lag, abandoned and turn of its N ACTION tokens.
+    """One sequence: tokens[L], action[L], and mu, lag, abandoned, swapped and turn of its N ACTION
+    tokens.
 
     `sampled`: the row before it was stripped; None if it was not.
     """
@@ -152,6 +153,7 @@ class _Row:
     mu_N: Array
     lag_N: Array
     abandoned_N: Array
+    swapped_N: Array
     turn_N: Array
     trajectory: int
     sampled: "_Row | None" = None
@@ -171,13 +173,15 @@ def _row(
         found = [lags[run.weights] for run in sequence.versions]
         lag_N = np.repeat(np.array([lag.versions for lag in found], np.int64), tokens)
         abandoned_N = np.repeat(np.array([lag.abandoned for lag in found], bool), tokens)
+        first = sequence.versions[0].weights
+        swapped_N = np.repeat([run.weights != first for run in sequence.versions], tokens)
     else:
         lag_N = np.zeros(int(action.sum()), np.int64)
-        abandoned_N = np.zeros(len(lag_N), bool)
+        abandoned_N = swapped_N = np.zeros(len(lag_N), bool)
     if action[0]:  # it has no context to be predicted from
         written[written.argmax()] = False
         action[0] = False
-        lag_N, abandoned_N = lag_N[1:], abandoned_N[1:]
+        lag_N, abandoned_N, swapped_N = lag_N[1:], abandoned_N[1:], swapped_N[1:]
         if not len(lag_N):
             return None
     row = _Row(
@@ -186,6 +190,7 @@ def _row(
         mu_N=trained.logprobs[action],
         lag_N=lag_N,
         abandoned_N=abandoned_N,
+        swapped_N=swapped_N,
         turn_N=trained.turns[action].astype(np.int64),
         trajectory=trajectory,
     )
@@ -211,6 +216,7 @@ def _layout(rows: list[_Row], trajectories: int) -> dict[str, Array]:
         "mu_N": _joined([row.mu_N for row in rows], np.float32),
         "lag_N": lag_N,
         "abandoned_N": _joined([row.abandoned_N for row in rows], np.bool_),
+        "swapped_N": _joined([row.swapped_N for row in rows], np.bool_),
         "turn_N": _joined([row.turn_N for row in rows], np.int64),
         "trajectory_N": trajectory_N,
         "length_P": np.bincount(trajectory_N, minlength=trajectories),

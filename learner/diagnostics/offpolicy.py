@@ -22,7 +22,9 @@ class Accounting:
 
     `metrics()` gives `offpolicy/<name>` over all tokens; if experience was stripped also
     `offpolicy_guided/<name>` over the stripped and `offpolicy_unguided/<name>` over the other
-    tokens; `lag_<bucket>/<name>` for every bucket that has tokens; `boost/<name>` after a boost.
+    tokens; `offpolicy_swapped/<name>` over tokens that newer weights sampled than the first token
+    of their sequence; `lag_<bucket>/<name>` for every bucket that has tokens; `boost/<name>` after
+    a boost.
     """
 
     def __init__(self) -> None:
@@ -35,6 +37,7 @@ class Accounting:
         *,
         lag_N: Array,
         stripped_N: Array,
+        swapped_N: Array,
         w_N: Array,
         r_N: Array,
         log_rho_N: Array,
@@ -47,6 +50,7 @@ class Accounting:
             {
                 "lag": lag_N,
                 "stripped": stripped_N,
+                "swapped": swapped_N,
                 "w": w_N.astype(np.float64),
                 "r": r_N.astype(np.float64),
                 "log_rho": log_rho_N.astype(np.float64),
@@ -150,11 +154,14 @@ def trajectory_metrics(batch: Batch, kept_P: Array) -> dict[str, float]:
 def _by_family(
     columns: dict[str, Array], statistics: Callable[[dict[str, Array]], dict[str, float]]
 ) -> dict[str, float]:
-    """Return statistics of all data, of stripped and of other data, and of every lag bucket."""
+    """Return statistics of all data, of stripped and of other data, of swapped data, and of every
+    lag bucket."""
     stripped, buckets = columns["stripped"], np.searchsorted(BUCKET_ENDS, columns["lag"])
     families: dict[str, Array] = {}
     if stripped.any():
         families = {"offpolicy_guided": stripped, "offpolicy_unguided": ~stripped}
+    if "swapped" in columns:  # of tokens, not of whole trajectories
+        families["offpolicy_swapped"] = columns["swapped"]
     families |= {f"lag_{BUCKETS[i]}": buckets == i for i in np.unique(buckets)}
     found = _named("offpolicy", statistics(columns))
     for family, inside in families.items():
@@ -175,7 +182,7 @@ def _token_statistics(tokens: dict[str, Array]) -> dict[str, float]:
         "ess": float(w.sum() ** 2 / (len(w) * (w**2).sum())),
         "kl": float((np.expm1(log_rho) - log_rho).mean()),
     }
-    for name in ("clip_low", "clip_high", "masked"):
+    for name in ("clip_low", "clip_high", "masked", "swapped"):
         statistics[name] = float(tokens[name].mean())
     for name in ("w", "r"):
         statistics[f"{name}_mean"] = float(tokens[name].mean())

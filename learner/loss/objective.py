@@ -140,6 +140,7 @@ def account(
     accounting.add_tokens(
         lag_N=micro.lag_N.cpu().numpy(),
         stripped_N=micro.stripped_N.cpu().numpy(),
+        swapped_N=micro.swapped_N.cpu().numpy(),
         w_N=corrected.w_N.cpu().numpy(),
         r_N=corrected.r_N.cpu().numpy(),
         log_rho_N=log_rho_N.cpu().numpy(),

@@ -29,6 +29,7 @@ def varied(count: int, mean: int, vocabulary: int, *, seed: int = 0) -> Batch:
         mu_N=np.full(tokens_N, -np.log(vocabulary), np.float32),
         lag_N=np.zeros(tokens_N, np.int64),
         abandoned_N=np.zeros(tokens_N, bool),
+        swapped_N=np.zeros(tokens_N, bool),
         turn_N=np.zeros(tokens_N, np.int64),
         trajectory_N=trajectory_N,
         group_P=np.arange(count),

@@ -21,6 +21,7 @@ def expected_rows(groups: list[Group], strip: Internalise) -> list[tuple]:
     for index, trajectory in enumerate(trajectories):
         stripped = strip(trajectory)
         for sequence in trajectory.sequences:
+            first = 9 - sequence.versions[0].weights.step if sequence.versions else 0
             lags = [9 - run.weights.step for run in sequence.versions for _ in range(run.tokens)]
             tokens, actions, places = [], [], []
             for t in range(len(sequence)):
@@ -30,7 +31,9 @@ def expected_rows(groups: list[Group], strip: Internalise) -> list[tuple]:
                     lag = lags.pop(0) if sequence.versions else 0
                     if tokens:
                         turn = int(sequence.turns[t])
-                        actions.append((int(sequence.tokens[t]), sequence.logprobs[t], lag, turn))
+                        swapped = lag != first
+                        told = int(sequence.tokens[t]), sequence.logprobs[t], lag, swapped, turn
+                        actions.append(told)
                         places.append(t)
                 tokens.append(int(sequence.tokens[t]))
             if actions:
@@ -53,8 +56,8 @@ def test_collation_strips_experience_and_keeps_every_action_token(
         assert batch.trajectory_R[r] == trajectory
         assert batch.tokens[row].tolist() == tokens
         labels = batch.tokens[row][batch.action[row]]
-        found = zip(labels, batch.mu_N[own], batch.lag_N[own], batch.turn_N[own], strict=True)
-        assert list(found) == actions
+        facts = (batch.mu_N, batch.lag_N, batch.swapped_N, batch.turn_N)
+        assert list(zip(labels, *(fact[own] for fact in facts), strict=True)) == actions
         assert (batch.trajectory_N[own] == trajectory).all()
     for p in range(len(batch.reward_P)):
         own_lags = [a[2] for row in rows if row[0] == p for a in row[3]]
@@ -81,7 +84,7 @@ def test_the_sampled_contexts_hold_the_same_actions_of_the_stripped_alone(seed, 
         assert sampled.tokens[row].tolist() == tokens
         assert np.flatnonzero(sampled.action[row]).tolist() == places
     # token by token the stripped ones of the batch, in its order
-    for name in ("mu_N", "lag_N", "turn_N", "trajectory_N"):
+    for name in ("mu_N", "lag_N", "swapped_N", "turn_N", "trajectory_N"):
         assert (getattr(sampled, name) == getattr(batch, name)[batch.stripped_N]).all()
     mine, theirs = batch.tokens[batch.action], sampled.tokens[sampled.action]
     assert (mine[batch.stripped_N] == theirs).all()

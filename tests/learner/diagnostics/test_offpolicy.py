@@ -37,6 +37,7 @@ def test_accounting_of_tokens_matches_the_loop(seed, count, share):
     tokens = {
         "lag_N": rng.integers(0, 13, count),
         "stripped_N": rng.random(count) < share,
+        "swapped_N": rng.random(count) < share,
         "w_N": rng.exponential(1, count) + 0.01,
         "r_N": rng.exponential(1, count) + 0.01,
         "log_rho_N": rng.normal(0, 0.5, count),
@@ -51,6 +52,8 @@ def test_accounting_of_tokens_matches_the_loop(seed, count, share):
     found = accounting.metrics()
 
     families = families_of(tokens["lag_N"], tokens["stripped_N"])
+    if tokens["swapped_N"].any():
+        families["offpolicy_swapped"] = np.flatnonzero(tokens["swapped_N"]).tolist()
     assert {name.split("/")[0] for name in found} == set(families)
     for family, members in families.items():
         n = len(members)
@@ -63,6 +66,7 @@ def test_accounting_of_tokens_matches_the_loop(seed, count, share):
             "clip_low": sum(bool(tokens["clipped_low_N"][i]) for i in members) / n,
             "clip_high": sum(bool(tokens["clipped_high_N"][i]) for i in members) / n,
             "masked": sum(bool(tokens["masked_N"][i]) for i in members) / n,
+            "swapped": sum(bool(tokens["swapped_N"][i]) for i in members) / n,
             "w_mean": sum(w) / n,
             "w_q50": sorted(w)[n // 2] if n % 2 else sum(sorted(w)[n // 2 - 1 : n // 2 + 1]) / 2,
             "r_mean": sum(tokens["r_N"][i] for i in members) / n,
@@ -105,6 +109,7 @@ def one_token(accounting: Accounting, lag: int) -> None:
     accounting.add_tokens(
         lag_N=np.array([lag]),
         stripped_N=np.array([False]),
+        swapped_N=np.array([False]),
         **{name: np.ones(1) for name in names},
     )
 

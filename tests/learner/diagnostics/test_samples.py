@@ -66,6 +66,7 @@ def test_histograms_count_every_trajectory_and_every_token() -> None:
         accounting.add_tokens(
             lag_N=data.batch.lag_N[part],
             stripped_N=flags[part],
+            swapped_N=flags[part],
             w_N=rng.lognormal(size=count)[part],
             r_N=rng.lognormal(size=count)[part],
             log_rho_N=np.zeros(count)[part],

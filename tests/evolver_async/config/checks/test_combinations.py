@@ -15,6 +15,10 @@ from learner.data.selection import spread
     [
         (["learner.lr=nan"], "learner.lr: must be finite, is nan"),
         (["learner.lr=-1"], "learner.lr: must be at least 0"),
+        (["engine.in_flight=drop"], "engine.in_flight: must be one of keep, keep_kv, wait"),
+        (["engine.eager=true"], "engine.eager: must be one of auto, always, never"),
+        (["engine.merge_lora=true", "policy.lora.rank=4"], "engine.merge_lora: must be false: "),
+        (["engine={kind: vllm, merge_lora: true}"], "engine.merge_lora: must be false: "),
         (["learner.lr=inf"], "learner.lr: must be finite"),
         (["learner.grad_clip=0"], "learner.grad_clip: must be greater than 0"),
         (["actors.count=0"], "actors.count: must be at least 1"),
