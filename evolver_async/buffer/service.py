@@ -12,6 +12,7 @@ import logging
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,16 @@ class BufferService:
         """Make all decisions so far durable. Raises Postponed if the disk has no room."""
         try:
             self.store.commit()
+        except DiskFull as refusal:
+            raise Postponed(str(refusal)) from refusal
+
+    def write(self) -> Callable[[], None] | None:
+        """Write all decisions so far; return the call that makes them durable, None if they are.
+
+        It may run in another thread while requests are handled. Raises Postponed as `commit` does.
+        """
+        try:
+            return self.store.write()
         except DiskFull as refusal:
             raise Postponed(str(refusal)) from refusal
 

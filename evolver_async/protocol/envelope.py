@@ -151,7 +151,8 @@ def unpack(frames: Sequence[Any], limits: MessageLimits = LIMITS) -> Envelope:
     Raises WireError and no other error, for any frames; MismatchError if the versions differ.
     """
     _check_sizes(frames, limits)
-    head, *parcels = map(bytes, frames)  # copies nothing that is bytes
+    head, *parcels = map(_unchanging, frames)
+    head = bytes(head)
     if len(head) < 4 or struct.unpack_from("<I", head)[0] != zlib.crc32(head[4:]):
         raise WireError("header: the data is damaged")
     header = _read_header(head[4:])
@@ -160,6 +161,11 @@ def unpack(frames: Sequence[Any], limits: MessageLimits = LIMITS) -> Envelope:
     except WireError as error:
         error.message_id = header.id  # lets a refusal be matched to its request
         raise
+
+
+def _unchanging(frame: Any) -> Any:
+    """Return a frame that nobody can change, itself if it is one."""
+    return frame if type(frame) is memoryview and frame.readonly else bytes(frame)
 
 
 def _read_header(data: bytes) -> _Header:
@@ -229,7 +235,7 @@ def _check_sizes(frames: Sequence[Any], limits: MessageLimits) -> None:
         raise WireError(f"message: {size} bytes, the limit is {limits.message_bytes}")
 
 
-def _open(header: _Header, parcels: list[bytes]) -> Envelope:
+def _open(header: _Header, parcels: list[Any]) -> Envelope:
     """Decode the rest of a message. A body of another version must be a mismatch."""
     if header.protocol != PROTOCOL:
         raise _mismatch("protocol", header.protocol, PROTOCOL)

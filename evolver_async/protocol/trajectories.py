@@ -33,9 +33,9 @@ assert sys.byteorder == "little", "arrays travel in the byte order of the host"
 
 
 class Parcel(NamedTuple):
-    """The bytes of a trajectory and their CRC32."""
+    """The bytes of a trajectory, or a view that cannot be written to, and their CRC32."""
 
-    data: bytes
+    data: bytes | memoryview
     crc: int
 
 
@@ -79,7 +79,7 @@ def wrap(trajectory: Trajectory) -> Parcel:
     trajectory.timing = {phase: _fraction(taken) for phase, taken in trajectory.timing.items()}
     header, arrays = _encode(trajectory)
     if origin is not None:
-        same = origin.parcel.data.startswith(header, 4)
+        same = origin.parcel.data[4 : 4 + len(header)] == header
         if same and all(map(operator.is_, arrays, origin.arrays)):
             return origin.parcel
     parts: list[Any] = [struct.pack("<I", len(header)), header, _padding(4 + len(header))]
@@ -143,7 +143,7 @@ def finish(trajectory: Trajectory) -> Parcel:
 
 
 def _place(
-    data: bytes,
+    data: bytes | memoryview,
     end: int,
     names: tuple[str, ...],
     declared: tuple[tuple[str, int], ...],
@@ -181,7 +181,7 @@ def _encode(trajectory: Trajectory) -> tuple[bytes, list[np.ndarray]]:
     return msgspec.msgpack.encode(trajectory, enc_hook=lift), arrays
 
 
-def _header_end(data: bytes) -> int:
+def _header_end(data: bytes | memoryview) -> int:
     """Return the end of the header. Raises WireError if a size is over its limit or cut short."""
     if not 4 <= len(data) <= PARCEL_BYTES:
         raise WireError(f"trajectory: {len(data)} bytes, the limit is {PARCEL_BYTES}")

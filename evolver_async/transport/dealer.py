@@ -10,7 +10,7 @@ from evolver_async.transport.addresses import from_here
 from evolver_async.transport.client import RESEND_S, AccessDenied, Client
 from evolver_async.transport.curve import Handshake
 from evolver_async.transport.router import PARK_S
-from evolver_async.transport.sockets import LINGER_MS, REPLIES_QUEUED, set_options
+from evolver_async.transport.sockets import LINGER_MS, REPLIES_QUEUED, send, set_options
 
 
 class DealerClient(Client):
@@ -69,7 +69,7 @@ class DealerClient(Client):
                 loop.add_reader(zmq_socket.fileno(), self._poll)
             self._loop = loop
         with contextlib.suppress(zmq.Again):
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            send(self._socket, frames)
         self._poll()  # sending may have consumed the descriptor's only signal
 
     def _poll(self) -> None:

@@ -9,7 +9,7 @@ requests are parked, the newest ones.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from evolver_async.protocol.envelope import LIMITS, Envelope, MessageLimits, WireError, pack, unpack
 from evolver_async.protocol.messages import (
@@ -54,6 +54,18 @@ class RequestHandler(Protocol):
         ...
 
     def tick(self, now: float) -> None: ...
+
+
+@runtime_checkable
+class SyncsApart(Protocol):
+    """Handler whose commit has two parts, so that the second one can run in another thread."""
+
+    def write(self) -> Callable[[], None] | None:
+        """Write all decisions; return the call that makes them durable, None if they are.
+
+        It must have returned before the next `write` or `commit`. Raises Postponed as `commit`.
+        """
+        ...
 
 
 class Postponed(RuntimeError):
@@ -132,13 +144,22 @@ class RequestRouter:
 
         If the commit is postponed, only replies that promise nothing are returned.
         """
+        sync, replies = self.begin(now, self._service.commit)
+        assert sync is None
+        return replies
+
+    def begin(
+        self, now: float, write: Callable[[], Callable[[], None] | None]
+    ) -> tuple[Callable[[], None] | None, list[tuple[Any, list[bytes]]]]:
+        """As `settle`, with this `write`; the replies are to be sent when the call has run that is
+        returned first, at once if there is none."""
         for place, parked in list(self._parked.items()):
             del self._parked[place]
             if self._sessions.holds(parked.envelope):
                 self._handle(parked, now)
-        outbox = self._outbox
+        outbox, sync = self._outbox, None
         try:
-            self._service.commit()
+            sync = write()
             pending, self._pending = self._pending, []
             for parked, replies in pending:
                 self._answer(parked, replies)
@@ -146,7 +167,7 @@ class RequestRouter:
         except Postponed:
             self._outbox = {key: answer for key, answer in outbox.items() if answer.promises}
             outbox = {key: answer for key, answer in outbox.items() if not answer.promises}
-        return [(route, frames) for (route, _), a in outbox.items() for frames in a.messages]
+        return sync, [(route, frames) for (route, _), a in outbox.items() for frames in a.messages]
 
     def _handle_all(self, route: Any, envelope: Envelope, request: Pushes, now: float) -> None:
         """Let the service decide on one member after the other."""

@@ -1,9 +1,13 @@
 """Server over ZeroMQ, and the rules that both ends of the transport follow.
 
-    client (DEALER)                         server (ROUTER), one thread
+    client (DEALER)                         server (ROUTER), one thread, and one for the sync
     request ──send, resend until a reply──▶ receive all waiting → service.handle each
-                                            → parked requests again → service.commit() once
-    reply   ◀────────────────────────────── send, only now
+                                            → parked requests again → service.write() once
+                                            → sync in the other thread; receive and handle meanwhile
+    reply   ◀────────────────────────────── send, only now; then write what came meanwhile
+
+All state changes in one thread, in the order in which messages came. At most one commit is under
+way, and no more is received than the next one may hold.
 
 Nothing is lost: `router` gives out a reply only after the commit of its contents, and `client`
 sends the same message id again until a reply comes. `in_process` does the same within one asyncio
@@ -11,10 +15,13 @@ loop, without sockets.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -22,14 +29,36 @@ from evolver_async.protocol.envelope import Envelope, pack
 from evolver_async.protocol.messages import Ok
 from evolver_async.transport.addresses import refuse_open_or_served
 from evolver_async.transport.curve import KeyAuthenticator
-from evolver_async.transport.router import PARK_S, SILENT_S, TICK_S, RequestHandler, RequestRouter
-from evolver_async.transport.sockets import LINGER_MS, REPLIES_QUEUED, set_options
+from evolver_async.transport.router import (
+    PARK_S,
+    SILENT_S,
+    TICK_S,
+    RequestHandler,
+    RequestRouter,
+    SyncsApart,
+)
+from evolver_async.transport.sockets import LINGER_MS, REPLIES_QUEUED, receive, send, set_options
+from evolver_async.transport.sync_thread import SyncThread
 
 BATCH_MESSAGES = 512
 BATCH_BYTES = 64 << 20
-BATCH_S = 0.02  # the longest that the first message of a batch waits for the commit to begin
+BATCH_S = 0.02  # the longest that replies wait while messages are received
+GATHER_S = (
+    0.005  # between the beginnings of two commits with a sync: more syncs cost more than wait
+)
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Gathered:
+    """Messages that were handled since the last commit began, and their bytes."""
+
+    messages: int = 0
+    size: int = 0
+
+    def full(self) -> bool:
+        return self.messages >= BATCH_MESSAGES or self.size >= BATCH_BYTES
 
 
 class Server:
@@ -53,6 +82,9 @@ class Server:
     ) -> None:
         self._router = RequestRouter(service, run_id, park_s, silent_s, self._connected)
         self._probe = pack(Envelope(run_id, "buffer", 0, 0, Ok()))
+        apart = isinstance(service, SyncsApart)
+        self._write = service.write if apart else service.commit
+        self._gather_s = GATHER_S if apart else 0.0
         self._clock = clock
         self._context, self._socket, self._authenticator = _bind(address, keys)
         self._poller = zmq.Poller()
@@ -64,20 +96,70 @@ class Server:
     def serve(self, stop: threading.Event | Callable[[], bool]) -> None:
         """Receive, handle, commit and reply until `stop`, checked at least every 100 ms."""
         stopped = stop.is_set if isinstance(stop, threading.Event) else stop
-        next_tick = self._clock()
+        with SyncThread() as sync:
+            self._sync, self._replies = sync, []
+            self._poller.register(sync.fileno(), zmq.POLLIN)
+            try:
+                self._serve(stopped)
+            finally:
+                self._poller.unregister(sync.fileno())
+
+    def _serve(self, stopped: Callable[[], bool]) -> None:
+        sync = self._sync
+        next_tick = next_commit = self._clock()
+        gathered = _Gathered()
         while not stopped():
-            self._poller.poll(max(0, round(1000 * (next_tick - self._clock()))))
-            if self._authenticator is not None:
-                self._authenticator.answer()
+            due = next_tick
+            if gathered.messages and not sync.busy:
+                due = min(due, next_commit)
+            self._wait(due, gathered)
             now = self._clock()
-            received = self._receive_batch(now)
-            if now >= next_tick:
+            if sync.returned and sync.busy:
+                self._finish()
+            self._receive(now, gathered)
+            ticks = now >= next_tick
+            if ticks:
                 self._router.tick(now)
                 next_tick = now + TICK_S
-            elif not received:
-                continue
-            for identity, frames in self._router.settle(now):
-                self._send(identity, frames)
+            if not sync.busy and (ticks or (gathered.messages and now >= next_commit)):
+                self._begin(now)
+                gathered = _Gathered()
+                next_commit = now + self._gather_s
+        if sync.busy:
+            sync.wait(None)
+            self._finish()
+        self._begin(self._clock())
+        if sync.busy:
+            sync.wait(None)
+            self._finish()
+
+    def _wait(self, due: float, gathered: "_Gathered") -> None:
+        """Wait until something comes, at most until `due`; for the disk alone if too much came."""
+        left_s = max(0.0, due - self._clock())
+        if gathered.full():
+            self._sync.wait(left_s)
+        else:
+            self._poller.poll(math.ceil(1000 * left_s))
+        if self._authenticator is not None:
+            self._authenticator.answer()
+
+    def _begin(self, now: float) -> None:
+        """Begin a commit of all that was handled; reply if it needs no sync."""
+        call, self._replies = self._router.begin(now, self._write)
+        if call is not None:
+            self._sync.start(call)
+        else:
+            self._reply()
+
+    def _finish(self) -> None:
+        """End a commit that was synced, and reply."""
+        self._sync.finish()
+        self._reply()
+
+    def _reply(self) -> None:
+        for identity, frames in self._replies:
+            self._send(identity, frames)
+        self._replies = []
 
     def close(self) -> None:
         """Send the remaining replies for at most a second; free the address."""
@@ -86,19 +168,18 @@ class Server:
             self._authenticator.socket.close(linger=0)
         self._context.term()  # waits for the socket file to be gone, which close alone does not
 
-    def _receive_batch(self, now: float) -> int:
-        """Handle the waiting messages, up to a bound; return their number."""
-        size = 0
-        for received in range(BATCH_MESSAGES):
+    def _receive(self, now: float, gathered: "_Gathered") -> None:
+        """Handle the waiting messages, up to a bound, until a sync has returned."""
+        while not gathered.full():
             try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                identity, *frames = receive(self._socket)
             except zmq.Again:
-                return received
-            self._router.receive(identity, frames, now)
-            size += sum(map(len, frames))
-            if size >= BATCH_BYTES or self._clock() - now >= BATCH_S:
-                return received + 1
-        return BATCH_MESSAGES
+                return
+            self._router.receive(bytes(identity), frames, now)
+            gathered.messages += 1
+            gathered.size += sum(map(len, frames))
+            if self._clock() - now >= BATCH_S or (self._sync.busy and self._sync.returned):
+                return
 
     def _connected(self, identity: bytes) -> bool:
         """True if a client is connected: a reply to no request, which it ignores, can be sent."""
@@ -108,9 +189,9 @@ class Server:
             return error.errno != zmq.EHOSTUNREACH
         return True
 
-    def _send(self, identity: bytes, frames: list[bytes]) -> None:
+    def _send(self, identity: Any, frames: list[bytes]) -> None:
         try:
-            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+            send(self._socket, [identity, *frames])
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise

@@ -1,8 +1,8 @@
 """Write-ahead log: a commit survives a kill and a power cut, or the next start reports its loss.
 
 A journal is a directory of numbered segments (`segment` has their bytes); what the records mean is
-the caller's. A commit is written with one call and synced before any request is answered, so it is
-on disk as a whole or was never acknowledged.
+the caller's. A commit is written and synced before any request is answered, so it is on disk as a
+whole or was never acknowledged.
 
 What a start reads. The first record of a segment is a snapshot of everything before it, with the
 place and checksum of every body that may still be asked for, and the sizes of the segments sealed
@@ -21,7 +21,8 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from evolver_async.buffer.log import disk, segment
@@ -132,26 +133,36 @@ class Journal:
 
     def commit(self) -> None:
         """Write and sync the appended records. Raises DiskFull if there is no room."""
-        if not self._pending:
-            return
+        sync = self.write()
+        if sync is not None:
+            sync()
+
+    def write(self) -> Callable[[], None] | None:
+        """Write the appended records; return the call that syncs them, None if there are none.
+
+        The call may run in another thread while records are appended, and must have returned before
+        the next write. It raises SyncError. Raises DiskFull if there is no room.
+        """
         if self._broken:
             raise disk.SyncError(f"{self._path(self.newest)}: not to be written after a failure")
+        if not self._pending:
+            return None
         if self._waits:
             raise disk.DiskFull(self.problem)
-        data = segment.commit(self._pending)
+        chunks = segment.commit(self._pending)
         size = self.sizes[self.newest]
         try:
-            self._write(self._fd, data, size)
+            self._write(self._fd, chunks, size)
         except disk.DiskFull as refusal:
             self._refused(str(refusal))
             raise
-        self._sync(self._fd, size)
-        self.sizes[self.newest] += len(data)
+        self.sizes[self.newest] += sum(map(len, chunks))
         self._pending, self._pending_bytes = [], 0
         self.free = disk.free_bytes(self.directory)
         if self.problem:
             log.warning("%s: there is room again", self.directory)
             self.problem = ""
+        return partial(self._sync, self._fd, size)
 
     def roll(self, snapshot: bytes) -> None:
         """Begin a new segment with this record. Everything appended must be committed.
@@ -162,14 +173,14 @@ class Journal:
         assert not self._pending, "roll between commits only"
         self._counted_from = self.sizes.get(self.newest, 0)
         sealed = b"".join(SEALED.pack(*sizes) for sizes in sorted(self.sizes.items()))
-        data = segment.commit(segment.record(snapshot, sealed, zlib.crc32(sealed)))
+        chunks = segment.commit(segment.record(snapshot, sealed, zlib.crc32(sealed)))
         path = self._path(self.newest + 1)
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         except OSError as error:
             raise disk.no_room(self.directory, error) from error
         try:
-            self._write(fd, data, 0)
+            self._write(fd, chunks, 0)
         except disk.DiskFull:
             os.close(fd)
             path.unlink()
@@ -182,7 +193,8 @@ class Journal:
             os.close(self._fd)
         self._fd = fd
         self.newest += 1
-        self.sizes[self.newest] = self._snapshot_bytes = self._counted_from = len(data)
+        size = sum(map(len, chunks))
+        self.sizes[self.newest] = self._snapshot_bytes = self._counted_from = size
 
     def drop(self, before: int) -> None:
         """Delete the segments older than `before`, or move them to the archive."""
@@ -262,12 +274,12 @@ class Journal:
         os.truncate(path, offset)
         self.sizes[number] = offset
 
-    def _write(self, fd: int, data: bytes, size: int) -> None:
+    def _write(self, fd: int, chunks: list[bytes], size: int) -> None:
         """Append all bytes to a file of `size` bytes, or leave the file as it was."""
-        left = memoryview(data)
         try:
-            while left:
-                left = left[os.write(fd, left) :]
+            for left in map(memoryview, chunks):
+                while left:
+                    left = left[os.write(fd, left) :]
         except OSError as error:
             self._broken = True
             os.ftruncate(fd, size)

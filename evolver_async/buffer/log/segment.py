@@ -7,9 +7,9 @@
 The last checksum of a commit is of everything in its payload but the bodies, which have their own.
 A commit without payload seals its segment: writing goes on in the next one.
 
-Torn or damaged. A commit is written with one call at the end of the newest segment; a crash in it
-leaves it short or, where the file system had made room beforehand, with zeros at its end. No commit
-ends in a zero, so one that ends as it should was written to its end: a wrong checksum in it is
+Torn or damaged. A commit is written from front to end, behind all others; a crash in it leaves it
+short or, where the file system had made room beforehand, with zeros at its end. No commit ends in a
+zero, so one that ends as it should was written to its end: a wrong checksum in it is
 damage, in the very last commit too. Two cases cannot be told apart from the bytes. Damage that cuts
 off or zeroes the end of the last commit looks torn. A power cut within the last commit, of which
 which was never acknowledged, looks like damage if its end reached the disk before its middle.
@@ -23,6 +23,7 @@ COMMIT = struct.Struct("<II")
 RECORD = struct.Struct("<III")
 END = struct.Struct("<IB")
 LAST = 0xA5
+LARGE = 64 << 10  # bytes; copying a smaller body costs less than a call to write it
 
 Place = tuple[int, int, int]  # of a body: offset, bytes, crc32
 
@@ -40,15 +41,25 @@ def record(head: bytes, body: bytes, crc: int) -> list[bytes]:
     return [RECORD.pack(len(head), len(body), crc) + head, body]
 
 
-def commit(parts: list[bytes]) -> bytes:
-    """Encode a commit of these records' parts."""
+def commit(parts: list[bytes]) -> list[bytes]:
+    """Encode a commit of these records' parts, to be written one after the other.
+
+    A large body is not copied.
+    """
     crc = zlib.crc32(b"".join(parts[::2]))
     size = struct.pack("<I", sum(map(len, parts)))
-    header = size + struct.pack("<I", zlib.crc32(size))
-    return b"".join((header, *parts, END.pack(crc, LAST)))
+    chunks: list[bytes] = []
+    small = [size, struct.pack("<I", zlib.crc32(size))]
+    for part in parts:
+        if len(part) < LARGE:
+            small.append(part)
+        else:
+            chunks += (b"".join(small), part)
+            small = []
+    return [*chunks, b"".join((*small, END.pack(crc, LAST)))]
 
 
-SEAL = commit([])
+SEAL = b"".join(commit([]))
 
 
 def payload_end(data: memoryview, offset: int) -> int | None:

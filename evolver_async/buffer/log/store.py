@@ -4,6 +4,7 @@ Trajectories of live groups stay in memory; others are read from the journal on 
 """
 
 import logging
+from collections.abc import Callable
 
 import msgspec
 
@@ -77,6 +78,17 @@ class BufferStore:
         if self.spare:
             self.journal.drop(self._needed())
             self.spare = False
+
+    def write(self) -> Callable[[], None] | None:
+        """Write all records so far; return the call that makes them durable, None if they are.
+
+        See `Journal.write`. Segments begin and go in a whole commit only: both need every record
+        before them on disk.
+        """
+        if self.spare or self.journal.full_segment:
+            self.commit()
+            return None
+        return self.journal.write()
 
     def evict(self, groups: list[int], reason: str) -> None:
         """End these groups for `reason`."""
