@@ -77,7 +77,7 @@ class BufferState:
             case records.Granted():
                 self._granted(record)
             case records.Reissued():
-                self.replay.reissue(record.group_id, record.members, record.actor)
+                self.replay.reissue(record)
             case records.Arrived():
                 self._arrived(record, location)
             case records.Failed():
