@@ -53,7 +53,10 @@ class TicketProgress:
 
 
 def renewal(
-    progresses: dict[int, TicketProgress], weights: WeightId | None, clock: ActivityClock
+    progresses: dict[int, TicketProgress],
+    weights: WeightId | None,
+    visible: WeightId | None,
+    clock: ActivityClock,
 ) -> messages.Renew:
     """Report the progress and the slowest activity of an actor's tickets, by group."""
     total = sum(progress.count for progress in progresses.values())
@@ -63,5 +66,6 @@ def renewal(
         doing={group: text for group, (text, _) in slowest.items()},
         still_s={group: seconds for group, (_, seconds) in slowest.items()},
         weights=weights,
+        visible=visible,
         seconds=clock.totals(),
     )

@@ -13,6 +13,7 @@ from actors.backoff import FailureBackoff
 from actors.engines.base import Engine
 from actors.engines.weight_sync import WeightSync
 from actors.formats.chat import Chat
+from actors.lease_request import ActorReplaced, LeaseRequest
 from actors.outbox import Outbox
 from actors.postprocess import ActorComponents, TicketPostprocessing, release_reason
 from actors.progress import TicketProgress, renewal
@@ -24,7 +25,7 @@ from actors.scripted.branching import branch_group
 from actors.scripted.expert import demonstrate_group
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
-from evolver_async.metrics.activity import ACTOR_LEVELS, LEASING, ActivityClock, wall_clock
+from evolver_async.metrics.activity import ACTOR_LEVELS, ActivityClock, wall_clock
 from evolver_async.protocol import messages
 from evolver_async.schema import Ticket
 from evolver_async.transport.client import Client, Rejected
@@ -34,10 +35,6 @@ log = logging.getLogger(__name__)
 
 OFFERED = 16  # tasks in one message
 TicketId = tuple[int, int]  # group and attempt of a ticket
-
-
-class ActorReplaced(RuntimeError):
-    """Another process holds the name of this actor; the message names it."""
 
 
 class Worker:
@@ -71,6 +68,8 @@ class Worker:
         self.clock = ActivityClock(ACTOR_LEVELS, busy=lambda: engine.stats()["busy_s"])
         identity = config.run.seed, name
         self.adoption = WeightSync(receiver, engine, config.actors, *identity, self.clock)
+        poll_s = config.actors.poll_s
+        self.tickets = LeaseRequest(client, self.adoption, self.clock, poll_s)
         self.turnover = self.adoption.turnover  # notified whenever a ticket ends
         self.running: dict[TicketId, tuple[Ticket, TicketProgress, asyncio.Task[None]]] = {}
         self.tasks: set[asyncio.Task[None]] = set()  # of these and of those being released
@@ -90,7 +89,13 @@ class Worker:
         self.clock.begin(wall_clock())
         loops = [
             asyncio.create_task(loop())
-            for loop in (self.lease, self.renew, self.reporter.run, self.adoption.follow)
+            for loop in (
+                self.lease,
+                self.renew,
+                self.tickets.announce,
+                self.reporter.run,
+                self.adoption.follow,
+            )
         ]
         ends = [asyncio.create_task(event.wait()) for event in (self.stop, self.failed)]
         try:
@@ -120,15 +125,10 @@ class Worker:
         while True:
             async with self.turnover:
                 await self.turnover.wait_for(lambda: self.free() >= self.size)
-            lease = messages.Lease(credit=self.free(), weights=self.engine.weights)
-            lease.generated, lease.seconds = self.reporter.generated(), self.clock.totals()
-            with self.clock.during(LEASING):
-                reply = await self.client.request(lease)
+            reply = await self.tickets.send(self.free(), self.reporter.generated())
             if isinstance(reply, messages.Wait):
                 log.info("no ticket: %s", reply.reason)
                 continue
-            if isinstance(reply, messages.Fenced):
-                raise ActorReplaced(reply.reason)
             for ticket in reply.tickets:
                 if first:
                     log.info("first ticket: group %d", ticket.group_id)
@@ -179,7 +179,8 @@ class Worker:
                 continue
             reported = set(self.running)
             progresses = {one[0]: progress for one, (_, progress, _) in self.running.items()}
-            reply = await self.client.request(renewal(progresses, self.engine.weights, self.clock))
+            request = renewal(progresses, *self.adoption.seen, self.clock)
+            reply = await self.client.request(request)
             if isinstance(reply, messages.Fenced):
                 if not reply.groups:
                     raise ActorReplaced(reply.reason)

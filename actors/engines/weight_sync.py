@@ -33,6 +33,7 @@ class WeightSync:
     name: str
     clock: ActivityClock
     turnover: asyncio.Condition = field(default_factory=asyncio.Condition)
+    visible: WeightId | None = None  # the newest that the receiver could fetch when last asked
     oldest: WeightId | None = None  # maximum over tickets of the oldest weights they allow
     pinned: WeightId | None = None
     _adopting: asyncio.Task[None] | None = None
@@ -45,9 +46,15 @@ class WeightSync:
         if ticket.kind == "rollout" and ticket.weights is not None:
             self.oldest = max(ticket.weights, self.oldest or ticket.weights)
 
+    @property
+    def seen(self) -> tuple[WeightId | None, WeightId | None]:
+        """The weights that the engine holds, and the newest that it could fetch."""
+        return self.engine.weights, self.visible
+
     async def follow(self) -> None:
         """Adopt new weights when they appear, also during generation."""
         while True:
+            self.visible = self.receiver.head()
             await self.adopt()
             await asyncio.sleep(self.actors.poll_s)
 

@@ -6,6 +6,7 @@ exploration that is due, then new groups as far as admission has room.
 
 from dataclasses import dataclass
 
+from evolver_async.buffer.actor_weights import ActorWeights
 from evolver_async.buffer.log.capacity import DiskCapacity
 from evolver_async.buffer.log.store import BufferStore
 from evolver_async.buffer.monitor.peers import Activity
@@ -49,6 +50,9 @@ class ActorRequests:
     stages: list[Config]
     eval_sets: list[dict[str, EvalSet]]
 
+    def __post_init__(self) -> None:
+        self.weights = ActorWeights(self.store, self.activity)
+
     @property
     def config(self) -> Config:
         return self.stages[self.store.replay.at.stage]
@@ -65,9 +69,10 @@ class ActorRequests:
             self.store.leases.abandon(peer)
             self.activity.depart(peer)
             return Ok()
-        self._note_actor(peer, request, now)
+        self.weights.note(peer, request, now)
         room = request.credit
-        fresh = self.store.replay.room() if room >= self.store.replay.numbers.group_size else 0
+        held = self.activity.peers[peer].held
+        fresh = self.store.replay.room(held) if room >= self.store.replay.numbers.group_size else 0
         if fresh:
             asking = {peer, *self.activity.asking(now, self.config.buffer.lease_s)}
             fresh = share(fresh, len(asking))
@@ -85,8 +90,8 @@ class ActorRequests:
         if tickets:
             self.activity.served(peer, "lease")
             return Tickets(tickets=tickets)
-        if not self.store.replay.room():
-            reason = self.status.admission(now)
+        if not self.store.replay.room(held):
+            reason = self.status.admission(held, now)
         else:
             size = self.store.replay.numbers.group_size
             reason = self._obstacle() or f"a group has {size} members, the credit is {room}"
@@ -94,7 +99,7 @@ class ActorRequests:
         return Wait(reason=reason)
 
     def renew(self, peer: str, request: Renew, now: float) -> Reply:
-        self._note_actor(peer, request, now)
+        self.weights.note(peer, request, now)
         if request.still_s:
             slowest = max(request.still_s, key=request.still_s.__getitem__)
             self.activity.peers[peer].doing = (request.doing.get(slowest, ""), now)
@@ -145,23 +150,13 @@ class ActorRequests:
             self.store.record(records.Offered(tasks=new[:room], duplicates=duplicates))
         return Ok()
 
-    def _note_actor(self, peer: str, request: Lease | Renew, now: float) -> None:
-        """Note an actor's request, its seconds and its weights. Evaluations pin older ones."""
-        weights = request.weights
-        self.activity.store_seconds(peer, request.seconds)
-        oldest = self.store.replay.oldest_allowed()
-        behind = oldest is not None and (weights is None or weights < oldest)
-        if behind:
-            groups = self.store.replay.at.groups
-            held = self.store.leases.of_peer(peer)
-            behind = all(groups[lease.group_id].pinned is None for lease in held)
-        self.activity.activate(peer).hold(weights, behind, now)
-
     def _evaluate(self, peer: str) -> Ticket | None:
         found = self.store.state.evaluations.next()
         if found is None:
             return None
         evaluation, running = found
+        if not self.weights.seen_by(peer, evaluation.weights):
+            return None
         if running.name == DECIDING:
             source = self.store.state.sources[evaluation.stage]
             task = held_out_task(source, running.granted)
@@ -177,9 +172,15 @@ class ActorRequests:
     def _reissue(self, peer: str, room: int) -> Ticket | None:
         for group_id, vacant in self.store.leases.vacant.items():
             # an actor has at most one ticket of a group
-            if len(vacant) <= room and self.store.leases.held(peer, group_id) is None:
-                members = sorted(vacant)
-                self.store.record(records.Reissued(group_id=group_id, members=members, actor=peer))
+            if len(vacant) > room or self.store.leases.held(peer, group_id) is not None:
+                continue
+            held, members = self.store.replay.at.groups[group_id], sorted(vacant)
+            weights = held.pinned or self.weights.demanded(peer, held.kind)
+            if self.weights.allow(peer, held, weights):
+                again = records.Reissued(
+                    group_id=group_id, members=members, actor=peer, weights=weights
+                )
+                self.store.record(again)
                 return self._ticket(group_id, members)
         return None
 
@@ -187,6 +188,8 @@ class ActorRequests:
         """Grant a group that explores for new tasks. It is not trained, so admission ignores it."""
         size = self.store.replay.numbers.group_size
         if size > room or not self._exploration_due() or self.disk.obstacle():
+            return None
+        if self.weights.demanded(peer, "explore") is None:
             return None
         task = self.store.state.tasks.next_exploration()
         if task is None:
@@ -214,7 +217,8 @@ class ActorRequests:
 
     def _new(self, peer: str, room: int) -> Ticket | None:
         numbers = self.store.replay.numbers
-        if numbers.group_size > room or not self.store.replay.room() or self._obstacle():
+        held = self.activity.peers[peer].held
+        if numbers.group_size > room or not self.store.replay.room(held) or self._obstacle():
             return None
         queued = self._queued()
         assert queued is not None, "no obstacle, so there is a task"
@@ -285,11 +289,12 @@ class ActorRequests:
             pinned=pinned,
             episode=episode,
             guided=guided or [],
+            weights=pinned or self.weights.demanded(peer, kind),
         )
         self.store.record(granted)
         return self._ticket(granted.group_id, members)
 
     def _ticket(self, group_id: int, members: list[int]) -> Ticket:
         held = self.store.replay.at.groups[group_id]
-        weights = held.pinned or self.store.replay.oldest_allowed()
+        weights = held.owners[members[0]].weights
         return ticket_of(self.stages[held.stage], held, members, weights)

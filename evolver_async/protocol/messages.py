@@ -41,10 +41,14 @@ class Hello(Message, tag="hello"):
 
 
 class Lease(Message, tag="lease"):
-    """Request for tickets of up to `credit` members; parked until there is room."""
+    """Request for tickets of up to `credit` members; parked until there is room.
+
+    `weights`: those that the sender holds. `visible`: the newest that it can fetch.
+    """
 
     credit: int
     weights: WeightId | None = None
+    visible: WeightId | None = None
     generated: int = 0  # tokens that this incarnation has sampled so far
     seconds: dict[str, float] = {}  # of this incarnation by activity (`metrics.activity`)
 
@@ -53,13 +57,15 @@ class Renew(Message, tag="renew"):
     """Renewal of tickets, each with a counter of tokens and environment steps done.
 
     `doing`, `still_s`: activity of the slowest member of each, and its duration in seconds.
-    `weights`: those that the sender holds. `seconds`: as in LEASE.
+    `weights`, `visible`, `seconds`: as in LEASE. Sent at once, perhaps without any ticket, if the
+    weights change while a LEASE is parked.
     """
 
     progress: dict[int, int]
     doing: dict[int, str] = {}
     still_s: dict[int, float] = {}
     weights: WeightId | None = None
+    visible: WeightId | None = None
     seconds: dict[str, float] = {}
 
 

@@ -83,6 +83,7 @@ class Machine(RuleBasedStateMachine):
         self.groups: dict[int, Entry] = {}
         self.failures: dict[str, int] = {}  # by task, since one of its groups was whole
         self.leases: dict[tuple[int, int], tuple[str, float]] = {}  # peer and deadline
+        self.weights: dict[str, WeightId] = {}  # that an actor has received
         self.pool: set[str] = set()
         self.quarantined: set[str] = set()
         self.takes: dict[int, Take] = {}
@@ -127,16 +128,23 @@ class Machine(RuleBasedStateMachine):
 
     # ---- actors
 
-    @rule(peer=peers, credit=st.integers(1, 3))
-    def lease(self, peer: str, credit: int) -> None:
-        for ticket in self.world.lease(credit=credit, peer=peer):
+    @rule(peer=peers, credit=st.integers(1, 3), newest=st.booleans())
+    def lease(self, peer: str, credit: int, newest: bool) -> None:
+        """An actor that has perhaps not received the head yet."""
+        if newest or peer not in self.weights:
+            self.weights[peer] = WeightId(lineage=self.lineage, step=self.version)
+        weights = self.weights[peer]
+        late = self.version - weights.step if weights.lineage == self.lineage else 0
+        for ticket in self.world.lease(credit, peer, weights):
+            assert ticket.weights is not None and ticket.weights <= weights
+            assert ticket.weights.lineage == self.lineage
             self.tickets.append((peer, ticket))
             members = dict.fromkeys(ticket.members, (self.lineage, self.version))
             owners = dict.fromkeys(ticket.members, peer)
             if ticket.attempt == 0:
                 assert ticket.group_id not in self.groups
                 self.groups[ticket.group_id] = Entry(ticket.kind, members, owners)
-                limit = (self.staleness + 1) * GROUPS
+                limit = (self.staleness + 1 - late) * GROUPS
                 assert ticket.kind == "explore" or self.world.replay.outstanding() <= limit
                 held = [entry for g, entry in self.groups.items() if self.held(g)]
                 assert sum(entry.kind == "explore" for entry in held) <= EXPLORING

@@ -30,6 +30,8 @@ from evolver_async.schema import (
     WeightId,
 )
 
+HEAD = WeightId(lineage=1, step=0)  # of a run that has just begun
+
 
 def config(
     *,
@@ -157,13 +159,16 @@ class World:
         assert isinstance(reply, messages.Resumed), reply
         return reply.lineage
 
-    def lease(self, credit: int = 1, peer: str = "actor-0") -> list[Ticket]:
-        """Tickets for an actor with the newest weights; none where it is told to wait.
+    def lease(
+        self, credit: int = 1, peer: str = "actor-0", held: WeightId | None = None
+    ) -> list[Ticket]:
+        """Tickets for an actor with `held` or the newest weights; none where it is told to wait.
 
         `credit` is in groups of the present stage.
         """
         members = credit * self.replay.numbers.group_size
-        reply = self.one(peer, messages.Lease(credit=members, weights=self.replay.at.head))
+        held = held or self.replay.at.head
+        reply = self.one(peer, messages.Lease(credit=members, weights=held, visible=held))
         return reply.tickets if isinstance(reply, messages.Tickets) else []
 
     def push(self, ticket: Ticket, member: int, **facts: object) -> messages.Reply:

@@ -24,6 +24,7 @@ class Peer(msgspec.Struct):
     the last report of the present one, None before the first. `left`: it has announced its end.
     `doing`: the activity that held up its slowest ticket, and the time of that report.
     `behind_since`: the time since which its `weights` have been too old and the same.
+    `held`: the newest weights that its process has held; `visible`: that it could fetch.
     `failed`: the last failure that it reported, and the time of that report.
     """
 
@@ -36,6 +37,8 @@ class Peer(msgspec.Struct):
     left: bool = False
     doing: tuple[str, float] | None = None
     weights: WeightId | None = None
+    held: WeightId | None = None
+    visible: WeightId | None = None
     behind_since: float | None = None
     failed: tuple[str, float] | None = None
     counters: dict[str, float] = {}  # its last report, by metric name
@@ -53,7 +56,8 @@ class Peer(msgspec.Struct):
         newest[2] += tokens
 
     def greet(self) -> None:
-        """Note a new process: its tokens count from 0, and it waits for nothing yet."""
+        """Note a new process: its tokens count from 0, it holds and waits for nothing yet."""
+        self.held = self.visible = None
         self.waits, self.doing, self.behind_since = {}, None, None
         if self.reported is None:
             self.reported = 0
@@ -74,6 +78,11 @@ class Peer(msgspec.Struct):
         elif self.behind_since is None or weights != self.weights:
             self.behind_since = now
         self.weights = weights
+
+    def see(self, held: WeightId | None, visible: WeightId | None) -> None:
+        """Note weights of its process. A parked LEASE repeats older ones."""
+        self.held = _newest(self.held, held)
+        self.visible = _newest(self.visible, visible)
 
     def rates(self, now: float) -> tuple[float, float]:
         """Trajectories and tokens per second over the last minute, or since it was first heard."""
@@ -151,7 +160,10 @@ class Activity:
     def store_seconds(self, name: str, seconds: dict[str, float]) -> None:
         """Store the seconds of an actor by activity; leave out unknown activities."""
         known = {one: seconds[one] for one in (*ACTOR, GENERATIONS) if one in seconds}
-        self.peers[name].seconds = {f"{TOTALS}{one}": value for one, value in known.items()}
+        before = self.peers[name].seconds
+        for one, value in known.items():  # a parked LEASE repeats smaller ones
+            metric = f"{TOTALS}{one}"
+            before[metric] = max(value, before.get(metric, 0.0))
 
     def waits(self, name: str, request: str, reason: str, now: float) -> None:
         """Note that `name` waits; its waiting time goes on if it was waiting already."""
@@ -212,6 +224,10 @@ class Activity:
         if self.learner is None:
             return "the learner, not heard yet"
         return f"{self.learner}, last heard {now - self.peers[self.learner].seen:.1f} s ago"
+
+
+def _newest(one: WeightId | None, other: WeightId | None) -> WeightId | None:
+    return max((weights for weights in (one, other) if weights is not None), default=None)
 
 
 def _sum(one: float, other: float) -> float:

@@ -15,6 +15,7 @@ from evolver_async.buffer.state.groups import HeldGroup
 from evolver_async.buffer.state.leases import Leases
 from evolver_async.buffer.state.ledger import CLOSED, REFUSED, Amount
 from evolver_async.buffer.state.machine import BufferState
+from evolver_async.schema import WeightId
 
 SHOWN = 32  # groups, evaluations and environments
 PEERS_SHOWN = 256  # also stalls and quarantined tasks; the newest heard
@@ -52,11 +53,17 @@ class StatusReport:
     def __post_init__(self) -> None:
         self._sampled_before = self.state.ledger.sampled_tokens()  # of earlier buffer processes
 
-    def admission(self, now: float) -> str:
-        """The reason for which no further group fits, and the process that can change it."""
+    def admission(self, held: WeightId | None, now: float) -> str:
+        """The reason for which no further group fits, and the process that can change it.
+
+        `held`: the newest weights that the asking actor has held.
+        """
         replay = self.state.replay
         if replay.numbers.kind == "rollout" and replay.at.head is None:
             return "no learner has announced itself yet"
+        lacks = replay.numbers.kind == "rollout" and replay.demanded(held) is None
+        if lacks or replay.outstanding() + replay.numbers.reuse <= replay.limit():
+            return f"needs newer weights: the head is {replay.at.head}, the actor has held {held}"
         opened = list(replay.by_state["open"].values())
         waits_for = self.activity.learner_waits(now)
         if opened and len(replay.by_state["ready"]) < replay.numbers.groups_per_step:

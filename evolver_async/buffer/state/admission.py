@@ -3,8 +3,13 @@
 Pure and event-sourced: questions (`room`, `too_old`) change nothing, and every change is the
 consequence of a journal record. Only facts about trajectories are here, not their contents.
 
+The head is what DONE reported; an actor holds its weights only later. A ticket never demands newer
+weights than its actor has held. If those are `d` versions behind the head, more than the lag that
+is allowed anyway, its group must fit into `(S+1-d)·B` uses: it is trained before it is too old.
+
 Liveness. Outstanding uses (those still to come, of all groups) never exceed `(S+1-lag)·B` by a
-grant. Where no group fits any more, nothing is open and nothing taken, more than `(S+1-lag)·B -
+grant. The head stands still while the learner waits, so in the end an actor holds it. Where no
+group fits any more, nothing is open and nothing taken, more than `(S+1-lag)·B -
 reuse` uses are ready, each group has at most `reuse`, and `reuse ≤ S+1-lag`: so at least B groups
 are ready and the learner can go on. Open groups end by arriving, by a lease that runs out and is
 granted again, or by eviction; taken ones by DONE or RESUME.
@@ -22,7 +27,7 @@ from evolver_async.buffer.state.groups import (
     Owner,
 )
 from evolver_async.buffer.state.position import Position
-from evolver_async.buffer.state.records import Granted
+from evolver_async.buffer.state.records import Granted, Reissued
 from evolver_async.schema import SCRIPTED, Kind, WeightId
 
 KINDS = get_args(Kind)
@@ -81,22 +86,41 @@ class Admission:
             if held.kind == kind
         ]
 
-    def limit(self) -> int:
-        """The most outstanding uses of the kind of groups that this stage trains on."""
+    def limit(self, held: WeightId | None = None) -> int:
+        """The most outstanding uses of the kind of groups that this stage trains on.
+
+        Fewer for an actor if the newest weights that it has `held` are too far behind the head.
+        """
         numbers = self.numbers
         if numbers.kind in SCRIPTED:
             return numbers.demo_groups * numbers.reuse
-        return (numbers.max_staleness + 1 - numbers.weight_lag) * numbers.groups_per_step
+        head, lag = self.at.head, numbers.weight_lag
+        if head is not None and held is not None:
+            lag = max(lag, head.step - held.step)
+        return max(0, numbers.max_staleness + 1 - lag) * numbers.groups_per_step
 
     def outstanding(self) -> int:
         """Uses still to come, of all groups of the kind that this stage trains on."""
         return self.uses[self.numbers.kind]
 
-    def room(self) -> int:
-        """The number of groups that may be granted now."""
-        if self.numbers.kind == "rollout" and self.at.head is None:
+    def room(self, held: WeightId | None) -> int:
+        """The number of groups that may be granted now to an actor that has `held` these weights.
+
+        None to one that holds none of this lineage and stage.
+        """
+        if self.numbers.kind == "rollout" and self.demanded(held) is None:
             return 0
-        return max(0, self.limit() - self.outstanding()) // self.numbers.reuse
+        return max(0, self.limit(held) - self.outstanding()) // self.numbers.reuse
+
+    def demanded(self, held: WeightId | None) -> WeightId | None:
+        """The oldest weights with which an actor that has `held` these may play a rollout now.
+
+        Never newer than `held`. None if it must get newer ones first.
+        """
+        oldest, head = self.oldest_allowed(), self.at.head
+        if oldest is None or head is None or held is None or held.lineage != head.lineage:
+            return None
+        return min(oldest, held) if held.step >= min(self.at.floor, head.step) else None
 
     def oldest_allowed(self) -> WeightId | None:
         """The oldest weights with which a rollout granted now can still be trained in time."""
@@ -116,7 +140,10 @@ class Admission:
             kind=kind,
             stage=stage,
             members=granted.members,
-            owners={member: Owner(granted.actor, 0, self.at.head) for member in granted.members},
+            owners={
+                member: Owner(granted.actor, 0, self.at.head, granted.weights)
+                for member in granted.members
+            },
             uses_left=0 if kind in UNTRAINED else self.numbers.reuse,
             wait=granted.wait,
             pinned=granted.pinned,
@@ -127,12 +154,12 @@ class Admission:
         self.at.groups[group_id] = self.by_state["open"][group_id] = held
         self.uses[kind] += held.uses_left
 
-    def reissue(self, group_id: int, members: list[int], actor: str) -> None:
+    def reissue(self, again: Reissued) -> None:
         """Grant missing members again, under a new attempt."""
-        held = self.at.groups[group_id]
+        held = self.at.groups[again.group_id]
         held.attempt += 1
-        for member in members:
-            held.grant(member, Owner(actor, held.attempt, self.at.head))
+        for member in again.members:
+            held.grant(member, Owner(again.actor, held.attempt, self.at.head, again.weights))
 
     def arrive(self, group_id: int, member: int, facts: ArrivedMember) -> HeldGroup:
         """Add the first copy of a member; the last member makes the group ready."""

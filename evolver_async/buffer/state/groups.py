@@ -17,11 +17,15 @@ Location = tuple[int, int, int, int]  # journal segment, offset, bytes, crc32
 
 
 class Owner(msgspec.Struct):
-    """Last grant of a member: its actor, its attempt, and the head at that moment."""
+    """Last grant of a member: its actor, its attempt, and the head at that moment.
+
+    `weights`: the oldest that may play it, at most as new as the head.
+    """
 
     actor: str
     attempt: int
     head: WeightId | None
+    weights: WeightId | None = None
 
 
 class ArrivedMember(msgspec.Struct):
@@ -108,6 +112,12 @@ class HeldGroup(msgspec.Struct, kw_only=True, dict=True):
         """Oldest weights of the members that arrived, and the head when the others were granted."""
         weights = [member.oldest for member in self.arrived.values()]
         weights += [self.owners[member].head for member in self.missing]
+        return frozenset(one for one in weights if one is not None)
+
+    @property
+    def demanded(self) -> frozenset[WeightId]:
+        """Oldest weights that may play the members that have not arrived."""
+        weights = [self.owners[member].weights for member in self.missing]
         return frozenset(one for one in weights if one is not None)
 
     @property

@@ -79,7 +79,7 @@ class BufferState:
             case records.Granted():
                 self._granted(record)
             case records.Reissued():
-                self.replay.reissue(record.group_id, record.members, record.actor)
+                self.replay.reissue(record)
             case records.Failed():
                 held = self.replay.at.groups[record.group_id]
                 held.failures += 1

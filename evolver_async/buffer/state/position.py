@@ -50,6 +50,13 @@ class Position(msgspec.Struct):
             held.counted_lag = head, max(lags, default=0)
         return held.counted_lag[1]
 
+    def worst_lag(self, held: HeldGroup, head: WeightId | None) -> int:
+        """Count them as if every unfinished member came with the oldest weights allowed to it."""
+        if head is None:
+            return 0
+        demanded = (version_lag(head, weights, self.forks) for weights in held.demanded)
+        return max(self.lag(held, head), *demanded, 0)
+
     def promised(self, group_id: int) -> bool:
         """True if a take that is under way, or to be repeated, holds the group."""
         return any(group_id in taken.groups for taken in self.takes.values() if not taken.reported)

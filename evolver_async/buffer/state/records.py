@@ -21,7 +21,7 @@ class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field
 class Granted(Record, tag="granted"):
     """Grant of a new group to an actor. `pinned`: an evaluation episode of these weights;
     `episode`: its place in a set of `eval.sets`, None in the deciding one. `guided`: the members
-    that experience is to guide."""
+    that experience is to guide. `weights`: the oldest that may play it."""
 
     group_id: int
     task: Task
@@ -32,14 +32,16 @@ class Granted(Record, tag="granted"):
     pinned: WeightId | None = None
     episode: SetEpisode | None = None
     guided: list[int] = []
+    weights: WeightId | None = None
 
 
 class Reissued(Record, tag="reissued"):
-    """Repeated grant of missing members."""
+    """Repeated grant of missing members. `weights`: the oldest that may play them."""
 
     group_id: int
     members: list[int]
     actor: str
+    weights: WeightId | None = None
 
 
 class Arrived(Record, tag="arrived"):

@@ -180,9 +180,8 @@ class Replay(Admission):
         return lambda held: (rank(held, self.lag(held), params), held.order)
 
     def _slack(self, held: HeldGroup) -> int:
-        """Count the versions that the group can still wait; missing members add the weight lag."""
-        lag = self.lag(held) + (self.numbers.weight_lag if held.missing else 0)
-        return self.numbers.max_staleness - lag
+        """Count the versions that the group can still wait, if missing members play old weights."""
+        return self.numbers.max_staleness - self.at.worst_lag(held, self.at.head)
 
     def _in_time(self, chosen: list[HeldGroup]) -> bool:
         """True if all waited-for groups can be trained in time after a take of `chosen`.

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from buffer_world import World, config, trajectory
+from buffer_world import HEAD, World, config, trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -230,13 +230,13 @@ def test_tokens_that_died_with_an_actor_are_unacknowledged(world):
     world.one("actor-0", messages.Hello(role="actor", schema_hash=SCHEMA_HASH))
     (ticket,) = world.lease()
     world.push(ticket, 0, length=11)
-    world.one("actor-0", messages.Lease(credit=1, generated=25))
+    world.one("actor-0", messages.Lease(credit=1, weights=HEAD, generated=25))
     ledger = world.service.status(world.now)["ledger"]
     assert (ledger["generated_tokens"], ledger["unacknowledged_tokens"]) == (25, 15)
     world.one("actor-0", messages.Hello(role="actor", schema_hash=SCHEMA_HASH))
-    world.one("actor-0", messages.Lease(credit=1, generated=0))
+    world.one("actor-0", messages.Lease(credit=1, weights=HEAD, generated=0))
     world.push(ticket, 1, length=11)
-    world.one("actor-0", messages.Lease(credit=1, generated=10))
+    world.one("actor-0", messages.Lease(credit=1, weights=HEAD, generated=10))
     counters = world.service._status.counters(world.now)
     assert counters["ledger/generated_tokens"] == 35.0
     assert counters["ledger/unacknowledged_tokens"] == 15.0
@@ -247,8 +247,8 @@ def test_a_restarted_buffer_counts_only_what_actors_sample_from_then_on(world):
     (ticket,) = world.lease()
     world.push(ticket, 0, length=11)
     world.kill()
-    world.one("actor-0", messages.Lease(credit=1, generated=10))
+    world.one("actor-0", messages.Lease(credit=1, weights=HEAD, generated=10))
     world.push(ticket, 1, length=11)
-    world.one("actor-0", messages.Lease(credit=1, generated=20))
+    world.one("actor-0", messages.Lease(credit=1, weights=HEAD, generated=20))
     ledger = world.service.status(world.now)["ledger"]
     assert (ledger["generated_tokens"], ledger["unacknowledged_tokens"]) == (10, 0)

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from buffer_world import World, config, trajectory
+from buffer_world import HEAD, World, config, trajectory
 
 from evolver_async.buffer.monitor.peers import GONE_S, METRICS, NAME_CHARS, PEERS, WINDOW_S
 from evolver_async.metrics.alerts import ALERTS
@@ -76,7 +76,7 @@ def test_twenty_thousand_names_leave_every_reply_and_all_memory_bounded(tmp_path
             Hello(role="actor", schema_hash=SCHEMA_HASH),
             Counters(values={f"{number}/{'y' * 90}": 1.0, "judge/labelled": 1.0}),
             Kept(take=0, paused="z" * 10_000),
-            Lease(credit=1, generated=1),
+            Lease(credit=1, weights=HEAD, generated=1),
         ):
             world.service.handle(name, request, world.now)
     router = served(world)
@@ -106,8 +106,8 @@ def test_counters_that_add_up_to_more_than_a_number_can_hold_are_clamped(tmp_pat
     world.resume()
     for name in ("actor-0", "actor-1"):
         world.one(name, Counters(values={"a": 1e308, "b": -1e308}))
-        world.one(name, Lease(credit=1, generated=0))
-        world.one(name, Lease(credit=1, generated=2**64 - 1))
+        world.one(name, Lease(credit=1, weights=HEAD, generated=0))
+        world.one(name, Lease(credit=1, weights=HEAD, generated=2**64 - 1))
     (ticket, *others) = world.lease(credit=2)
     for member in ticket.members:
         made = trajectory(ticket, member)

@@ -87,25 +87,58 @@ def report(on: Replay, number: int, version: int, fate: str = "trained") -> None
 def test_admission_is_the_formula(staleness, lag, reuse, room):
     buffer = replay(max_staleness=staleness, weight_lag=lag, reuse=reuse)
     for left in range(room, 0, -1):
-        assert buffer.room() == left
+        assert buffer.room(buffer.at.head) == left
         grant(buffer)
-    assert buffer.room() == 0
+    assert buffer.room(buffer.at.head) == 0
 
 
 def test_nothing_is_granted_before_a_learner_exists_except_demonstrations():
-    assert Replay([numbers()]).room() == 0
-    assert Replay([numbers(kind="demo", demo_groups=7)]).room() == 7
+    assert Replay([numbers()]).room(WeightId(lineage=0, step=0)) == 0
+    assert Replay([numbers(kind="demo", demo_groups=7)]).room(None) == 7
+
+
+@pytest.mark.parametrize(
+    ("staleness", "lag", "behind", "room"),
+    [
+        (0, 0, 0, 2),
+        (0, 0, 1, 0),
+        (1, 0, 1, 2),
+        (2, 0, 1, 4),
+        (2, 1, 1, 4),
+        (2, 1, 2, 2),
+        (1, 0, 5, 0),
+    ],
+)
+def test_an_actor_without_the_head_gets_what_can_still_be_trained_in_time(
+    staleness, lag, behind, room
+):
+    buffer = replay(max_staleness=staleness, weight_lag=lag)
+    buffer.at.head = WeightId(lineage=1, step=9)
+    held = WeightId(lineage=1, step=9 - behind)
+    assert buffer.room(held) == room
+    demanded = buffer.demanded(held)
+    assert demanded == WeightId(lineage=1, step=9 - max(lag, behind))
+
+
+def test_weights_of_another_lineage_or_before_the_stage_play_nothing():
+    buffer = replay(max_staleness=9)
+    buffer.at.head, buffer.at.floor = WeightId(lineage=2, step=5), 4
+    for held in (None, WeightId(lineage=1, step=5), WeightId(lineage=2, step=3)):
+        assert buffer.demanded(held) is None and buffer.room(held) == 0
+    assert buffer.demanded(WeightId(lineage=2, step=4)) == WeightId(lineage=2, step=4)
+    # weights that arrive before the DONE that reports them
+    assert buffer.demanded(WeightId(lineage=2, step=6)) == WeightId(lineage=2, step=5)
 
 
 def test_a_taken_group_counts_with_all_its_uses_until_each_is_reported():
     buffer = replay(reuse=2, max_staleness=1)
     for _ in range(2):
         arrive(buffer, grant(buffer))
-    assert (buffer.outstanding(), buffer.room()) == (4, 0)
+    assert (buffer.outstanding(), buffer.room(buffer.at.head)) == (4, 0)
     take(buffer, 0)
-    assert (buffer.outstanding(), buffer.room()) == (4, 0)
+    assert (buffer.outstanding(), buffer.room(buffer.at.head)) == (4, 0)
     report(buffer, 0, 1)
-    assert (buffer.outstanding(), buffer.room()) == (2, 1)
+    assert (buffer.outstanding(), buffer.room(buffer.at.head)) == (2, 1)
 
 
 def test_the_same_group_is_trained_reuse_times():
@@ -246,6 +279,7 @@ class Simulation:
         options["synthetic"] = max(0.0, options["synthetic"])
         self.settings = config(stages=self.kinds, **options)
         self.world = World(directory, self.settings, segment_bytes=segment_bytes)
+        self.held: dict[str, WeightId] = {}  # by the actors, which get new weights late
         self.work: dict[str, list[tuple[Ticket, int, WeightId | None, float]]] = {"a": [], "b": []}
         self.lineage = self.world.resume()
         self.number, self.version, self.stage = 0, 0, 0
@@ -270,11 +304,13 @@ class Simulation:
     def act(self, peer: str) -> None:
         if self.chance("loss"):
             self.work[peer] = []  # killed: nobody is told
-        known = self.world.replay.at.next_group
-        for ticket in self.world.lease(credit=self.rng.randint(1, 3), peer=peer):
+        known, held = self.world.replay.at.next_group, self.newest_of(peer)
+        for ticket in self.world.lease(self.rng.randint(1, 3), peer, held):
             replay = self.world.replay
+            if ticket.weights is not None:
+                assert ticket.weights <= held, "a ticket demands only what its actor has"
             if ticket.group_id >= known and ticket.kind not in UNTRAINED:
-                assert replay.outstanding() <= replay.limit()
+                assert replay.outstanding() <= replay.limit(held)
             if ticket.kind == "explore":
                 assert len(replay.live("explore")) <= 2
             share = self.settings.tasks.synthetic
@@ -313,6 +349,14 @@ class Simulation:
             reply = self.world.one(peer, messages.Renew(progress=progress))
             lost = reply.groups if isinstance(reply, messages.Fenced) else []
             self.work[peer] = [job for job in still if job[0].group_id not in lost]
+
+    def newest_of(self, peer: str) -> WeightId:
+        """The weights that the actor holds: often older than the head."""
+        head = self.world.replay.at.head
+        assert head is not None
+        if peer not in self.held or not self.chance("late"):
+            self.held[peer] = head
+        return self.held[peer]
 
     def learn(self) -> None:
         promised = self.world.replay.to_repeat(self.number)
@@ -395,8 +439,9 @@ class Simulation:
 def simulations(draw):
     staleness = draw(st.integers(0, 4))
     lag = draw(st.integers(0, staleness))
-    names = ("loss", "slow", "twice", "filter", "skip", "eval", "save", "crash", "failure")
+    names = ("late", "loss", "slow", "twice", "filter", "skip", "eval", "save", "crash", "failure")
     faults = {name: draw(st.sampled_from([0.0, 0.02, 0.2])) for name in names}
+    faults["late"] = draw(st.sampled_from([0.0, 0.5, 0.9]))
     faults["kill"] = draw(st.sampled_from([0.0, 0.02]))  # reading the configuration again is slow
     return {
         "stages": draw(st.sampled_from([["rl"], ["sft", "rl"], ["rl", "rl"]])),

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from buffer_world import World, config, synthetic, trajectory
+from buffer_world import HEAD, World, config, synthetic, trajectory
 
 from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.config import QuestioningConfig
@@ -81,15 +81,66 @@ def test_a_new_process_of_the_same_name_loses_the_old_leases(world):
 
 def test_a_lease_waits_for_a_learner_then_for_room_and_says_why(tmp_path):
     world = World(tmp_path, config(max_staleness=0))
-    reply = world.one("actor-0", messages.Lease(credit=1))
+    reply = world.one("actor-0", messages.Lease(credit=1, weights=HEAD, visible=HEAD))
     assert isinstance(reply, messages.Wait) and "no learner" in reply.reason
     world.resume()
     assert len(world.lease(credit=9)) == 2
     world.pass_time(3.0)
-    reply = world.one("actor-1", messages.Lease(credit=1))
+    reply = world.one("actor-1", messages.Lease(credit=1, weights=HEAD, visible=HEAD))
     assert isinstance(reply, messages.Wait)
     assert "2 of 2 uses outstanding" in reply.reason
     assert "members [0, 1] from actor-0 for 3.0 s" in reply.reason
+
+
+def test_a_ticket_demands_nothing_that_its_actor_has_not_held(tmp_path):
+    """DONE is ahead of the publish: the head counts at once, and is demanded only when it came."""
+    world = World(tmp_path, config(max_staleness=1))
+    world.resume()
+    world.finish(world.lease(credit=2))
+    take = [group.group_id for group in world.sample(0)]
+    world.done(0, take, version=1)
+    (ticket,) = world.lease(credit=1, held=HEAD)
+    assert ticket.weights == HEAD
+    world.finish([ticket])
+    assert len(world.lease(credit=9, peer="actor-1", held=HEAD)) == 1
+    assert world.lease(credit=9, peer="actor-0", held=HEAD) == []  # would be trained too late
+    reply = world.one("actor-0", messages.Lease(credit=2, weights=HEAD, visible=HEAD))
+    assert isinstance(reply, messages.Wait) and "the actor has held 1.0" in reply.reason
+    newer = WeightId(lineage=1, step=1)
+    world.one("actor-0", messages.Renew(progress={}, weights=newer, visible=newer))
+    tickets = world.lease(credit=9, peer="actor-0", held=HEAD)  # the LEASE that was parked
+    assert len(tickets) == 2 and {ticket.weights for ticket in tickets} == {newer}
+
+
+def test_without_staleness_a_group_is_granted_only_with_the_head(tmp_path):
+    world = World(tmp_path, config(max_staleness=0))
+    world.resume()
+    world.finish(world.lease(credit=2))
+    world.done(0, [group.group_id for group in world.sample(0)], version=1)
+    assert world.lease(credit=2, held=HEAD) == []
+    tickets = world.lease(credit=2, held=WeightId(lineage=1, step=1))
+    assert {ticket.weights for ticket in tickets} == {WeightId(lineage=1, step=1)}
+
+
+def test_an_evaluation_is_granted_once_its_weights_can_be_fetched(tmp_path):
+    world = World(tmp_path, config(max_staleness=1))
+    world.resume()
+    world.finish(world.lease(credit=2))
+    world.done(0, [group.group_id for group in world.sample(0)], version=1, episodes=1)
+    assert all(ticket.kind == "rollout" for ticket in world.lease(credit=1, held=HEAD))
+    seen = WeightId(lineage=1, step=1)
+    reply = world.one("actor-1", messages.Lease(credit=1, weights=HEAD, visible=seen))
+    assert isinstance(reply, messages.Tickets)
+    assert [(one.kind, one.weights) for one in reply.tickets] == [("eval", seen)]
+
+
+def test_a_new_process_of_an_actor_holds_nothing_yet(tmp_path):
+    world = World(tmp_path, config(max_staleness=1))
+    world.resume()
+    assert world.lease(credit=1)
+    hello = messages.Hello(role="actor", schema_hash=SCHEMA_HASH)
+    world.one("actor-0", hello)
+    assert isinstance(world.one("actor-0", messages.Lease(credit=2)), messages.Wait)
 
 
 def test_no_more_members_are_granted_than_the_credit_also_in_a_stage_of_larger_groups(tmp_path):
@@ -97,10 +148,10 @@ def test_no_more_members_are_granted_than_the_credit_also_in_a_stage_of_larger_g
     settings.stages[0].override = {"rollout": {"group_size": 8}}
     world = World(tmp_path, settings)
     world.resume()
-    reply = world.one("actor-0", messages.Lease(credit=7))
+    reply = world.one("actor-0", messages.Lease(credit=7, weights=HEAD, visible=HEAD))
     assert isinstance(reply, messages.Wait)
     assert reply.reason == "a group has 8 members, the credit is 7"
-    reply = world.one("actor-0", messages.Lease(credit=17))
+    reply = world.one("actor-0", messages.Lease(credit=17, weights=HEAD, visible=HEAD))
     assert isinstance(reply, messages.Tickets)
     assert [len(ticket.members) for ticket in reply.tickets] == [8, 8]
 
@@ -181,7 +232,7 @@ def test_bytes_stop_grants_only_while_a_whole_take_is_ready(tmp_path):
     world.finish([first], length=20)
     (second,) = world.lease()
     world.finish([second], length=20)
-    reply = world.one("actor-0", messages.Lease(credit=1))
+    reply = world.one("actor-0", messages.Lease(credit=1, weights=HEAD, visible=HEAD))
     assert isinstance(reply, messages.Wait) and "buffer.limit_bytes=100" in reply.reason
     world.sample(0)
     assert world.lease()
@@ -194,7 +245,7 @@ def test_ready_groups_stop_grants_until_the_learner_takes_some(tmp_path):
     world.resume()
     for _ in range(3):  # a step takes two
         world.finish(world.lease())
-    reply = world.one("actor-0", messages.Lease(credit=1))
+    reply = world.one("actor-0", messages.Lease(credit=1, weights=HEAD, visible=HEAD))
     assert isinstance(reply, messages.Wait)
     assert reply.reason == "3 groups are ready: buffer.max_ready=1.5 steps of 2"
     world.sample(0)
@@ -204,7 +255,7 @@ def test_ready_groups_stop_grants_until_the_learner_takes_some(tmp_path):
 def test_a_full_disk_stops_grants_and_pushes_are_retried(world):
     (ticket,) = world.lease()
     world.store.journal.free = 0
-    reply = world.one("actor-0", messages.Lease(credit=1))
+    reply = world.one("actor-0", messages.Lease(credit=1, weights=HEAD, visible=HEAD))
     assert isinstance(reply, messages.Wait) and "bytes of disk are free" in reply.reason
     assert isinstance(world.push(ticket, 0), messages.Retry)
     world.pass_time(0.1)
@@ -221,7 +272,7 @@ def test_the_journals_limit_stops_grants_until_a_checkpoint_lets_it_go(tmp_path)
         take += 1
     assert world.store.journal.size >= limit
     assert len(world.lease(credit=9)) == 2  # else the learner would starve
-    reply = world.one("actor-0", messages.Lease(credit=1))
+    reply = world.one("actor-0", messages.Lease(credit=1, weights=HEAD, visible=HEAD))
     assert isinstance(reply, messages.Wait) and "buffer.disk_limit_bytes" in reply.reason
     world.one("learner", messages.Kept(take=take + 1))
     assert len(world.store.journal.sizes) <= 2

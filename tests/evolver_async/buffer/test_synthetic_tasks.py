@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from buffer_world import World, config, synthetic, trajectory
+from buffer_world import HEAD, World, config, synthetic, trajectory
 
 from evolver_async.config import QuestioningConfig
 from evolver_async.protocol import messages
@@ -75,7 +75,7 @@ def test_the_first_tasks_are_looked_for_at_once_and_rollouts_wait_for_them(tmp_p
     world = exploring(tmp_path, share=1.0, groups=2)
     tickets = world.lease(credit=9)
     assert kinds(tickets) == ["explore", "explore"]
-    reply = world.one("actor-0", messages.Lease(credit=9))
+    reply = world.one("actor-0", messages.Lease(credit=9, weights=HEAD))
     assert isinstance(reply, messages.Wait) and "no synthetic task yet" in reply.reason
     world.finish(tickets)
     offer(world, 1, 2)

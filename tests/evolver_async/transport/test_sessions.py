@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from buffer_world import World, config, trajectory
+from buffer_world import HEAD, World, config, trajectory
 
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH, Envelope, pack, unpack
@@ -73,7 +73,7 @@ def routed(tmp_path: Path) -> RoutedWorld:
 
 
 def test_a_repeated_lease_grants_nothing_more_also_after_later_ones(routed: RoutedWorld) -> None:
-    lease = messages.Lease(credit=2)
+    lease = messages.Lease(credit=2, weights=HEAD)
     first = routed.one(lease, 1)
     second = routed.one(lease, 2)
     assert first.tickets[0].group_id != second.tickets[0].group_id
@@ -85,13 +85,13 @@ def test_a_repeated_lease_grants_nothing_more_also_after_later_ones(routed: Rout
 
 
 def test_a_repeated_lease_that_was_told_to_wait_waits(routed: RoutedWorld) -> None:
-    held = routed.one(messages.Lease(credit=1000), 1)
+    held = routed.one(messages.Lease(credit=1000, weights=HEAD), 1)
     assert len(held.tickets) == 20
-    assert routed.send(messages.Lease(credit=2), 2) == []  # parked
+    assert routed.send(messages.Lease(credit=2, weights=HEAD), 2) == []  # parked
     routed.pass_time(6.0)
-    assert isinstance(routed.one(messages.Lease(credit=2), 2), messages.Wait)
+    assert isinstance(routed.one(messages.Lease(credit=2, weights=HEAD), 2), messages.Wait)
     routed.send(messages.Lease(credit=0), 3)  # leaves; its groups can be granted again
-    assert isinstance(routed.one(messages.Lease(credit=2), 2), messages.Wait)
+    assert isinstance(routed.one(messages.Lease(credit=2, weights=HEAD), 2), messages.Wait)
     assert list(routed.world.store.leases) == []
 
 
@@ -118,7 +118,7 @@ def test_a_repeated_resume_begins_no_lineage(routed: RoutedWorld, restarted: boo
 
 def test_a_parked_lease_may_come_again_after_many_later_answers(routed: RoutedWorld) -> None:
     routed.world.service.store.replay.at.head = None  # nothing can be granted
-    lease = messages.Lease(credit=2)
+    lease = messages.Lease(credit=2, weights=HEAD)
     assert routed.send(lease, 1) == []
     for number in range(2, ANSWERS + 4):
         assert type(routed.one(messages.Renew(progress={}), number)) is messages.Ok
@@ -132,13 +132,13 @@ def test_a_parked_lease_may_come_again_after_many_later_answers(routed: RoutedWo
 
 def test_whatever_is_repeated_changes_nothing(routed: RoutedWorld) -> None:
     """Every kind of request twice: state, leases and counters stay; the answer is the same."""
-    (ticket,) = routed.one(messages.Lease(credit=2), 1).tickets
+    (ticket,) = routed.one(messages.Lease(credit=2, weights=HEAD), 1).tickets
     progress = {ticket.group_id: 1}
     requests = [
         messages.Renew(progress=progress),
         messages.Counters(values={"judge/labelled": 3.0}),
         messages.Release(group_id=ticket.group_id, members=[1], reason="environment"),
-        messages.Lease(credit=2, generated=5),
+        messages.Lease(credit=2, weights=HEAD, generated=5),
         messages.Offer(tasks=[]),
         messages.Kept(take=0, bytes=9),
     ]
@@ -159,13 +159,13 @@ def vars_of(lease: Any) -> tuple[Any, ...]:
 def test_a_repeated_push_is_a_duplicate_and_a_message_too_old_to_know_is_refused(
     routed: RoutedWorld,
 ) -> None:
-    (ticket,) = routed.one(messages.Lease(credit=2), 1).tickets
+    (ticket,) = routed.one(messages.Lease(credit=2, weights=HEAD), 1).tickets
     push = messages.Push(trajectory=trajectory(ticket, 0))
     assert isinstance(routed.one(push, 2), messages.Ack)
     for number in range(3, ANSWERS + 5):
         routed.one(messages.Renew(progress={}), number)
     assert isinstance(routed.one(push, 2), messages.Dup)
-    reply = routed.one(messages.Lease(credit=2), 1)
+    reply = routed.one(messages.Lease(credit=2, weights=HEAD), 1)
     assert isinstance(reply, messages.Reject) and "message 1 was answered before" in reply.reason
 
 
@@ -181,14 +181,18 @@ def test_a_name_that_is_alive_is_refused_with_its_holder(routed: RoutedWorld) ->
         "the name actor-0 is held by process 7 on alpha (incarnation 0, joined 2 s ago, "
         "last heard 2.0 s ago)"
     )
-    assert isinstance(routed.one(messages.Lease(credit=2), 2, nonce="second"), messages.Fenced)
-    assert isinstance(routed.one(messages.Lease(credit=2), 2, nonce="first"), messages.Tickets)
+    assert isinstance(
+        routed.one(messages.Lease(credit=2, weights=HEAD), 2, nonce="second"), messages.Fenced
+    )
+    assert isinstance(
+        routed.one(messages.Lease(credit=2, weights=HEAD), 2, nonce="first"), messages.Tickets
+    )
 
 
 @pytest.mark.parametrize("how", ["left", "disconnected", "silent"])
 def test_a_name_whose_holder_is_gone_is_free(routed: RoutedWorld, how: str) -> None:
     routed.one(HELLO, nonce="first")
-    (ticket,) = routed.one(messages.Lease(credit=2), 2, nonce="first").tickets
+    (ticket,) = routed.one(messages.Lease(credit=2, weights=HEAD), 2, nonce="first").tickets
     if how == "left":
         routed.one(messages.Lease(credit=0), 3, nonce="first")
     elif how == "disconnected":
@@ -196,7 +200,7 @@ def test_a_name_whose_holder_is_gone_is_free(routed: RoutedWorld, how: str) -> N
     else:
         routed.pass_time(31.0)
     assert isinstance(routed.one(HELLO, nonce="second"), messages.Welcome)
-    (again,) = routed.one(messages.Lease(credit=2), 2, nonce="second").tickets
+    (again,) = routed.one(messages.Lease(credit=2, weights=HEAD), 2, nonce="second").tickets
     assert again.group_id == ticket.group_id, "the holder's tickets wait for no lease to run out"
     late = messages.Release(group_id=again.group_id, members=[0, 1], reason="drain")
     assert isinstance(routed.one(late, 9, nonce="first"), messages.Fenced)
@@ -207,13 +211,20 @@ def test_a_restarted_process_gets_its_name_at_once_and_the_old_one_is_fenced(
     routed: RoutedWorld,
 ) -> None:
     routed.one(HELLO, nonce="old", incarnation=1)
-    (ticket,) = routed.one(messages.Lease(credit=2), 2, nonce="old", incarnation=1).tickets
+    (ticket,) = routed.one(
+        messages.Lease(credit=2, weights=HEAD), 2, nonce="old", incarnation=1
+    ).tickets
     assert isinstance(routed.one(HELLO, nonce="new", incarnation=2), messages.Welcome)
-    (again,) = routed.one(messages.Lease(credit=2), 2, nonce="new", incarnation=2).tickets
+    (again,) = routed.one(
+        messages.Lease(credit=2, weights=HEAD), 2, nonce="new", incarnation=2
+    ).tickets
     assert again.group_id == ticket.group_id
     old = {"nonce": "old", "incarnation": 1}
     assert isinstance(routed.one(HELLO, 3, **old), messages.Reject)
-    for request in (messages.Lease(credit=2), messages.Renew(progress={ticket.group_id: 5})):
+    for request in (
+        messages.Lease(credit=2, weights=HEAD),
+        messages.Renew(progress={ticket.group_id: 5}),
+    ):
         assert isinstance(routed.one(request, 4, **old), messages.Fenced)
     # its data is as good as any: the first copy of a granted member wins
     push = messages.Push(trajectory=trajectory(ticket, 0))
@@ -221,9 +232,9 @@ def test_a_restarted_process_gets_its_name_at_once_and_the_old_one_is_fenced(
 
 
 def test_a_parked_request_of_a_process_that_was_replaced_gets_nothing(routed: RoutedWorld) -> None:
-    routed.one(messages.Lease(credit=1000), 1, sender="other")
+    routed.one(messages.Lease(credit=1000, weights=HEAD), 1, sender="other")
     routed.one(HELLO, nonce="old", incarnation=1)
-    assert routed.send(messages.Lease(credit=2), 2, nonce="old", incarnation=1) == []
+    assert routed.send(messages.Lease(credit=2, weights=HEAD), 2, nonce="old", incarnation=1) == []
     routed.one(HELLO, nonce="new", incarnation=2)
     routed.send(messages.Lease(credit=0), 2, sender="other")
     routed.pass_time(1.0)

@@ -1,0 +1,60 @@
+"""LEASE of an actor, and the news of weights that may grant it while it is parked.
+
+The buffer grants no ticket that demands weights which this actor has not held.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from actors.engines.weight_sync import WeightSync
+from evolver_async.metrics.activity import LEASING, ActivityClock
+from evolver_async.protocol import messages
+from evolver_async.schema import WeightId
+from evolver_async.transport.client import Client
+
+
+class ActorReplaced(RuntimeError):
+    """Another process holds the name of this actor; the message names it."""
+
+
+@dataclass(eq=False)
+class LeaseRequest:
+    """Sender of LEASE, and of a RENEW without tickets when weights change meanwhile."""
+
+    client: Client
+    adoption: WeightSync
+    clock: ActivityClock
+    poll_s: float
+    _parked: bool = False
+    _told: tuple[WeightId | None, WeightId | None] = None, None
+
+    async def send(self, credit: int, generated: int) -> messages.Tickets | messages.Wait:
+        """Ask for tickets of up to `credit` members. Raise ActorReplaced."""
+        self._told = weights, visible = self.adoption.seen
+        lease = messages.Lease(
+            credit=credit,
+            weights=weights,
+            visible=visible,
+            generated=generated,
+            seconds=self.clock.totals(),
+        )
+        with self.clock.during(LEASING):
+            self._parked = True
+            reply = await self.client.request(lease)
+            self._parked = False
+        if isinstance(reply, messages.Fenced):
+            raise ActorReplaced(reply.reason)
+        return reply
+
+    async def announce(self) -> None:
+        """Report new weights while a LEASE is parked: it may be granted with them."""
+        while True:
+            await asyncio.sleep(self.poll_s)
+            if not self._parked or self.adoption.seen == self._told:
+                continue
+            self._told = weights, visible = self.adoption.seen
+            news = messages.Renew(progress={}, weights=weights, visible=visible)
+            news.seconds = self.clock.totals()
+            reply = await self.client.request(news)
+            if isinstance(reply, messages.Fenced):
+                raise ActorReplaced(reply.reason)
