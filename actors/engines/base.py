@@ -65,6 +65,7 @@ class Engine(Protocol):
     async def update(self, weights: WeightId, tensors: "dict[str, Tensor]") -> None:
         """Swap all weights, or none and raise; KV of the old ones is not used afterwards.
 
+        `tensors` can become the engine's own: they no longer change.
         With `in_flight` keep, running generations continue with the new weights on their whole
         context; with wait, they finish first while new ones queue.
         """
