@@ -65,6 +65,7 @@ class Engine(Protocol):
     async def update(self, weights: WeightId, tensors: "dict[str, Tensor]") -> None:
         """Swap all weights, or none and raise.
 
+        `tensors` can become the engine's own: they no longer change.
         With `in_flight` keep, running generations continue with the new weights on their whole
         context, whose KV is computed again; with wait, they finish first while new ones queue.
         After either, KV of the old weights is not used. With keep_kv, sessions that have begun keep

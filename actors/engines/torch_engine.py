@@ -13,34 +13,22 @@ import asyncio
 import math
 import time
 from collections import deque
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from actors.engines.adoption import adopt
 from actors.engines.base import Generation, Request
 from actors.engines.fused import FusedDecoder
 from actors.engines.kv_slots import Slots, check_attention
 from actors.engines.prefill import choose_prefill
+from actors.engines.running import RunningRequest
 from actors.engines.sampling import sample
 from actors.engines.stops import StopStrings
-from evolver_async.model.policy import load_state, split_model
+from evolver_async.model.policy import pair_state, split_model
 from evolver_async.schema import WeightId
-
-
-@dataclass(eq=False)
-class _Running:
-    """Waiting or running request. `draws`: its uniform random numbers, one per token."""
-
-    request: Request
-    context: np.ndarray
-    limit: int
-    completers: frozenset[int]
-    draws: list[float]
-    future: asyncio.Future[Generation]
-    out: Generation = field(default_factory=Generation)
 
 
 class TorchEngine:
@@ -71,9 +59,9 @@ class TorchEngine:
         self._slots = Slots(slots, max_length, model.dtype, model.device, in_flight == "keep_kv")
         self._prefill_tokens = prefill_tokens
         self._waits_for_drain = in_flight == "wait"
-        self._runs: dict[str, _Running] = {}  # by session, waiting ones included
-        self._waiting: deque[_Running] = deque()
-        self._running: list[_Running | None] = [None] * slots
+        self._runs: dict[str, RunningRequest] = {}  # by session, waiting ones included
+        self._waiting: deque[RunningRequest] = deque()
+        self._running: list[RunningRequest | None] = [None] * slots
         self._active = np.zeros(slots, bool)
         self._searching = np.zeros(slots, bool)  # slots that can still copy KV of another slot
         self._clock = 0  # counts arrivals and departures
@@ -84,6 +72,7 @@ class TorchEngine:
         self._drained = asyncio.Event()
         self._updating = asyncio.Lock()
         self._holding = False
+        self._loading = False  # True while a thread copies weights: no step may run
         self._loop: asyncio.Task[None] | None = None
         self._stats: dict[str, float] = dict.fromkeys(
             ("generated", "prefilled", "reused", "stale", "steps", "busy_s", "forward_s"), 0.0
@@ -105,7 +94,7 @@ class TorchEngine:
         completers = self._stops.completers(request.stop_strings)
         draws = np.random.Generator(np.random.Philox(key=request.seed)).random(limit).tolist()
         future = asyncio.get_running_loop().create_future()
-        run = _Running(request, context, limit, completers, draws, future)
+        run = RunningRequest(request, context, limit, completers, draws, future)
         if self._loop is None:
             self._loop = asyncio.create_task(self._work(), name="engine")
         elif self._loop.done():
@@ -131,19 +120,25 @@ class TorchEngine:
     async def update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None:
         """Swap the weights between two steps. Raise ModelError, keeping the old ones, if unfit."""
         async with self._updating:
-            if self._waits_for_drain:
-                self._holding = True
-                try:
-                    while self._active.any():
-                        self._drained.clear()
-                        await self._drained.wait()
-                finally:
-                    self._holding = False
-                    self._wake.set()
-            load_state(self._model, tensors)
-            self.weights = weights
-            self._slots.start_epoch()
-            self._searching |= self._active
+            self._holding = self._waits_for_drain
+            try:
+                while self._holding and self._active.any():
+                    self._drained.clear()
+                    await self._drained.wait()
+                self._loading = True
+                await adopt(pair_state(self._model, tensors), lambda: self._renew(weights))
+            finally:
+                self._resume()
+
+    def _renew(self, weights: WeightId) -> None:
+        self.weights = weights
+        self._slots.start_epoch()
+        self._searching |= self._active
+        self._resume()
+
+    def _resume(self) -> None:
+        self._holding = self._loading = False
+        self._wake.set()
 
     async def close(self) -> None:
         if self._loop is not None:
@@ -156,7 +151,8 @@ class TorchEngine:
     async def _work(self) -> None:
         try:
             while True:
-                if not (self._active.any() or (self._waiting and not self._holding)):
+                due = self._active.any() or (self._waiting and not self._holding)
+                if self._loading or not due:
                     self._wake.clear()
                     await self._wake.wait()
                     continue

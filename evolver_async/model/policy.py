@@ -198,6 +198,11 @@ def state_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     If some parameters are trained and others frozen, as with adapters, these are left out.
     """
+    return {name: tensor.detach() for name, tensor in _own_tensors(model).items()}
+
+
+def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of `state_tensors` themselves."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
     if len(frozen) == len(parameters):
@@ -207,25 +212,30 @@ def state_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name not in frozen and id(tensor) not in seen:
             seen.add(id(tensor))
-            tensors[name] = tensor.detach()
+            tensors[name] = tensor
     return tensors
 
 
-@torch.no_grad()
-def load_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy weights, named as by `state_tensors`, into the model; all of them, or none on error.
+def pair_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Pair the model's parameters and buffers with weights named as by `state_tensors`.
 
     Raises ModelError, naming the tensor that is missing, unknown or of another shape.
     """
-    own = state_tensors(model)
+    own = _own_tensors(model)
     for name in own.keys() ^ tensors.keys():
         raise ModelError(f"weight {name} is {'missing' if name in own else 'unknown'}")
     for name, tensor in own.items():
         if tensor.shape != tensors[name].shape:
             shapes = f"{list(tensors[name].shape)}, not {list(tensor.shape)}"
             raise ModelError(f"weight {name} has shape {shapes}")
-    for name, tensor in own.items():
-        tensor.copy_(tensors[name])
+    return [(tensor, tensors[name]) for name, tensor in own.items()]
+
+
+@torch.no_grad()
+def load_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy weights into the model; all of them, or none on a ModelError of `pair_state`."""
+    for own, new in pair_state(model, tensors):
+        own.copy_(new)
 
 
 def export(model: PreTrainedModel, directory: str | Path, tokenizer_dir: str | Path) -> None:
