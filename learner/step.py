@@ -111,7 +111,7 @@ class Updater(Models):
         )
         critic = self._critic_training(stage, values, advantages.return_N, state.critic_steps)
         trained = batch.part(advantages.finite_P)
-        distillation = distillation_of(stage, batch, critic)
+        distillation = distillation_of(stage, batch, critic, self.layout)
         applied = self._update(stage, trained, loss, state, steps, critic, distillation)
         if unfit := len(advantages.left_out):
             log.error("take %d: %d groups have no finite advantage", state.take, unfit)
@@ -178,8 +178,7 @@ class Updater(Models):
         critic = self.ensure_critic()
         with self.timers("value"):
             budget = self.stepper.token_budget(stage, critic)
-            packed = stage.learner.packing
-            return critic.score(self.model, batch, budget, self.ranks, packed=packed)
+            return critic.score(self.model, batch, budget, self.ranks, self.layout)
 
     def _critic_training(
         self, stage: Config, values: Values | None, return_N: Array, critic_steps: int
@@ -258,7 +257,7 @@ class Updater(Models):
             self.stepper.token_budget(stage, self.critic),
             stage.learner.logprob_chunk,
             self.ranks,
-            stage.learner.packing,
+            self.layout,
         )
 
 

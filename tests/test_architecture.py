@@ -71,6 +71,9 @@ HOMES: dict[str, tuple[str, ...]] = {
     "torch": (
         "evolver_async.model.policy",
         "evolver_async.model.attention",
+        "evolver_async.model.borders",
+        "evolver_async.model.lean",
+        "evolver_async.model.tree_attention",
         "evolver_async.model.lora",
         "evolver_async.model.projection",
         "evolver_async.model.tiny",  # the part of policy that makes the preset

@@ -25,7 +25,7 @@ KEYS = {  # of sections whose other keys can differ by stage
     "critic": {"kind"},
     "learner": {
         *("betas", "eps", "weight_decay", "device", "threads", "ranks", "deadline_s"),
-        *("max_bad_steps", "packing", "gradient_checkpointing"),
+        *("max_bad_steps", "packing", "prefix_trees", "gradient_checkpointing"),
     },
 }
 # Sections that a rollback can change, because the learner alone reads them.

@@ -1,16 +1,15 @@
 """Attention over packed rows: many sequences in one row, each of which attends to itself alone.
 
 Registered with transformers under the name `NAME`; rows that are not packed are padded on the
-right. On a GPU in half precision it is torch's flash kernel for sequences of varying length,
-elsewhere one causal attention per block of neighbouring sequences of similar length. Memory grows
-linearly with the tokens, except for the mask of a sliding window outside of that kernel.
+right. On a GPU in half precision it is torch's flash kernel for sequences of varying length, on a
+CPU `tree_attention`, elsewhere one causal attention per block of sequences of similar length.
+Memory grows linearly with the tokens, except for the mask of a sliding window outside of that
+kernel.
 
 Shapes: `T` tokens of a packed row, `S` sequences, `B` rows, `H` heads, `D` head size.
 """
 
 import inspect
-import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,69 +18,13 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from evolver_async.model.borders import Borders
+from evolver_async.model.tree_attention import attend, fits
+
 NAME = "packed"
 FLASH_HEAD = 256  # the kernel takes heads up to this size, in multiples of 8
 FLASH_CAPABILITY = (8, 0)
 GQA = "enable_gqa"  # argument of newer kernels: share keys and values among query heads
-SIMILAR = 0.75  # least length in a block, as a fraction of its longest sequence
-
-
-@dataclass(frozen=True)
-class PaddedBlock:
-    """Neighbouring sequences of similar length as rows of `longest` tokens.
-
-    index_T int64 [T]: position of each token in the flattened rows.
-    """
-
-    tokens: int
-    rows: int
-    longest: int
-    index_T: Tensor
-
-
-@dataclass(frozen=True)
-class Borders:
-    """Starts of the sequences of a packed row, and every token's position in its sequence.
-
-    starts_S1 int32 [S+1], position_1T int64 [1, T].
-    """
-
-    starts_S1: Tensor
-    position_1T: Tensor
-    longest: int
-    blocks: tuple[PaddedBlock, ...]
-
-    @classmethod
-    def of(cls, lengths: list[int], device: torch.device) -> "Borders":
-        """Make the borders of consecutive sequences of these lengths; at least one, none empty."""
-        starts = list(itertools.accumulate(lengths, initial=0))
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        return cls(
-            starts_S1=torch.tensor(starts, dtype=torch.int32).to(device),
-            position_1T=positions[None].to(device),
-            longest=max(lengths),
-            blocks=tuple(_block(similar, device) for similar in _similar(lengths)),
-        )
-
-
-def _similar(lengths: list[int]) -> list[list[int]]:
-    """Split lengths into blocks whose shortest is at least `SIMILAR` times their longest."""
-    blocks = [[lengths[0]]]
-    low = high = lengths[0]
-    for length in lengths[1:]:
-        low, high = min(low, length), max(high, length)
-        if low >= SIMILAR * high:
-            blocks[-1].append(length)
-        else:
-            blocks.append([length])
-            low = high = length
-    return blocks
-
-
-def _block(lengths: list[int], device: torch.device) -> PaddedBlock:
-    longest = max(lengths)
-    indices = [torch.arange(length) + row * longest for row, length in enumerate(lengths)]
-    return PaddedBlock(sum(lengths), len(lengths), longest, torch.cat(indices).to(device))
 
 
 def packed_attention(
@@ -110,8 +53,11 @@ def packed_attention(
     if borders is None:
         return _causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
     parts_THD = [one[0].transpose(0, 1) for one in (query, key, value)]
-    attend = _flash if flash_fits(query) else _by_blocks
-    return attend(parts_THD, borders, scaling, sliding_window)[None], None
+    if sliding_window is None and fits(query):
+        return attend(parts_THD[0], parts_THD[1], parts_THD[2], borders, scaling)[None], None
+    assert not borders.branches, "prefix trees are for CPUs and whole contexts"
+    compute = _flash if flash_fits(query) else _by_blocks
+    return compute(parts_THD, borders, scaling, sliding_window)[None], None
 
 
 def flash_fits(query: Tensor) -> bool:
@@ -157,22 +103,11 @@ def _by_blocks(
     parts_THD: list[Tensor], borders: Borders, scaling: float, window: int | None
 ) -> Tensor:
     """Compute one attention per block, whose sequences are padded to its longest."""
-    sizes = [block.tokens for block in borders.blocks]
     outs = []
-    for block, *parts_LHD in zip(
-        borders.blocks, *(one.split(sizes) for one in parts_THD), strict=True
-    ):
-        query, key, value = (_rows(one_LHD, block) for one_LHD in parts_LHD)
-        out_SHLD = _causal(query, key, value, scaling, window)
-        outs.append(out_SHLD.transpose(1, 2).flatten(0, 1)[block.index_T])
-    return torch.cat(outs)
-
-
-def _rows(part_THD: Tensor, block: PaddedBlock) -> Tensor:
-    """Arrange a block's tokens as rows [S, H, longest, D], padded with zeros."""
-    rows = part_THD.new_zeros(block.rows * block.longest, *part_THD.shape[1:])
-    rows = rows.index_copy(0, block.index_T, part_THD)
-    return rows.unflatten(0, (block.rows, block.longest)).transpose(1, 2)
+    for block in borders.blocks:
+        query, key, value = (block.take(one_THD) for one_THD in parts_THD)
+        outs.append(block.real(_causal(query, key, value, scaling, window)))
+    return torch.cat(outs).index_select(0, borders.order_T)
 
 
 def _causal(

@@ -19,8 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
+from evolver_async.model import lean
 from evolver_async.model.attention import NAME as PACKED
-from evolver_async.model.attention import Borders
+from evolver_async.model.borders import Borders
 from evolver_async.model.projection import project, summing_head
 from evolver_async.model.tiny import make_tiny  # noqa: F401 (the wings take it from here)
 from evolver_async.model.tokenizer import (  # noqa: F401 (these, too)
@@ -83,22 +84,37 @@ def split_model(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     return model.base_model, head
 
 
-def hidden_states(model: nn.Module, tokens_BT: Tensor, borders: Borders | None = None) -> Tensor:
+def hidden_states(
+    model: nn.Module,
+    tokens_BT: Tensor,
+    borders: Borders | None = None,
+    read_K: Tensor | None = None,
+) -> Tensor:
     """Compute the last hidden states of rows padded on the right, hidden_BTD. Differentiable.
 
-    With `borders` there is one packed row (B = 1).
+    With `borders` there is one packed row (B = 1). read_K: places in the flattened tokens_BT, for
+    hidden_KD, those that are read.
     """
-    return decode(split_model(model)[0], tokens_BT, borders)
+    return decode(split_model(model)[0], tokens_BT, borders, read_K)
 
 
-def decode(decoder: nn.Module, tokens_BT: Tensor, borders: Borders | None = None) -> Tensor:
+def decode(
+    decoder: nn.Module,
+    tokens_BT: Tensor,
+    borders: Borders | None = None,
+    read_K: Tensor | None = None,
+) -> Tensor:
     """Compute `hidden_states` by a model's first part; packed rows switch its attention."""
+    if borders is not None and lean.acts(decoder):
+        hidden_KD = lean.hidden_states(decoder, tokens_BT[0], borders, read_K)
+        return hidden_KD[None] if read_K is None else hidden_KD
     packed = {}
     if borders is not None:
         config = getattr(decoder, "config")  # noqa: B009 (a Module types any attribute as a Tensor)
         config._attn_implementation = PACKED
         packed = {"position_ids": borders.position_1T, "borders": borders}
-    return decoder(input_ids=tokens_BT, use_cache=False, **packed).last_hidden_state
+    hidden_BTD = decoder(input_ids=tokens_BT, use_cache=False, **packed).last_hidden_state
+    return hidden_BTD if read_K is None else hidden_BTD.flatten(0, 1).index_select(0, read_K)
 
 
 @torch.no_grad()
@@ -114,6 +130,17 @@ def check_packing(model: PreTrainedModel) -> None:
         raise ModelError(
             f"learner.packing: must be false, as {type(model).__name__} mixes packed sequences"
         )
+
+
+def check_prefix_trees(model: PreTrainedModel, device: torch.device) -> None:
+    """Raise ModelError if prefix trees cannot act: they need float32, a CPU, whole contexts."""
+    layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    windowed = any(
+        getattr(part, "sliding_window", None) for layer in layers for part in layer.children()
+    )
+    if device.type != "cpu" or model.dtype != torch.float32 or windowed:
+        why = "the model has a sliding window" if windowed else "they need float32 on a CPU"
+        raise ModelError(f"learner.prefix_trees: must not be always, as {why}")
 
 
 def checkpoint_layers(model: nn.Module) -> None:
@@ -133,6 +160,7 @@ def checkpoint_layers(model: nn.Module) -> None:
         layer.forward = partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
         )
+        setattr(layer, lean.RECOMPUTED, True)
 
 
 def token_logprobs(
@@ -165,16 +193,37 @@ def token_logprobs(
     """
     select_BT = mask_BT.bool() if select_BT is None else select_BT.bool()
     rows_N, columns_N = select_BT[:, 1:].nonzero(as_tuple=True)
-    _, head = split_model(model)
     if hidden_BTD is None:
         hidden_BTD = hidden_states(model, tokens_BT, borders)
-    hidden_ND = hidden_BTD[rows_N, columns_N]
-    targets_N = tokens_BT[rows_N, columns_N + 1].long()
-
     blank_BT = torch.zeros(tokens_BT.shape, dtype=torch.float32, device=tokens_BT.device)
-    if not len(targets_N):
+    if not len(rows_N):
         # Still a function of the weights: backward() must work for a micro-batch without actions.
         return blank_BT + 0.0 * hidden_BTD.float().sum(), blank_BT
+    logprobs_N, entropy_N = target_logprobs(
+        model,
+        hidden_BTD[rows_N, columns_N],
+        tokens_BT[rows_N, columns_N + 1],
+        temperature,
+        chunk,
+        with_entropy=with_entropy,
+        entropy_top_k=entropy_top_k,
+    )
+    index = rows_N, columns_N + 1
+    return blank_BT.index_put(index, logprobs_N), blank_BT.index_put(index, entropy_N)
+
+
+def target_logprobs(
+    model: nn.Module,
+    hidden_ND: Tensor,
+    targets_N: Tensor,
+    temperature: float,
+    chunk: int,
+    *,
+    with_entropy: bool = False,
+    entropy_top_k: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Compute `token_logprobs` of targets, at least one, behind known hidden states."""
+    _, head = split_model(model)
     assert isinstance(model, PreTrainedModel)
     chunk = max(1, min(chunk, LOGITS // model.config.vocab_size))
     # A single chunk is within the bound of memory; recomputing it would only cost time.
@@ -186,11 +235,10 @@ def token_logprobs(
         checkpoint(project_chunk, *pieces, use_reentrant=False, preserve_rng_state=False)
         if recompute
         else project_chunk(*pieces)
-        for pieces in zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True)
+        for pieces in zip(hidden_ND.split(chunk), targets_N.long().split(chunk), strict=True)
     ]
-    index = rows_N, columns_N + 1
     logprobs_N, entropy_N = (torch.cat(part) for part in zip(*parts, strict=True))
-    return blank_BT.index_put(index, logprobs_N), blank_BT.index_put(index, entropy_N)
+    return logprobs_N, entropy_N
 
 
 def state_tensors(model: nn.Module) -> dict[str, Tensor]:

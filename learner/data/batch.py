@@ -9,33 +9,41 @@ a single row, one micro-batch at a time. `collate` makes batches; nothing change
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 
-from evolver_async.model.attention import Borders
+from evolver_async.model.borders import LEAST_SAVED, Borders, common_prefix, in_order, merge
 from evolver_async.schema import Array
+
+# Rows of a forward pass: padded on the right, packed into one, or packed with what they share at
+# their beginnings computed once.
+Layout = Literal["padded", "packed", "tree"]
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Input of one forward pass: rows padded on the right, whole trajectories only.
 
-    With `borders` the batch's rows are packed, one behind the other, into the only row here, and
-    nothing is padding: `B` is 1 for all but row_B and end_B.
+    With `borders` the batch's rows are packed into the only row here, and nothing is padding: `B`
+    is 1 for all but row_B and end_B. Rows can share tokens at their beginnings (`branches`).
 
-    tokens_BT int64, attention_BT bool (False on padding), action_BT bool (ACTION tokens that have a
-    context to be predicted from). The `_N` tensors hold one entry per True of `action_BT`, in
-    row-major order, so that `logprobs_BT[action_BT]` lines up with them: index_N int64 (place in
-    the batch's `_N` arrays, in host memory), mu_N float32, lag_N int64, abandoned_N bool, swapped_N
-    bool, stripped_N bool, trajectory_N int64 (0..trajectories-1 within this micro-batch), length_N
-    int64 (ACTION tokens of the token's whole trajectory). row_B int64: the batch's number of each
-    row; end_B int64: the place of its last token in the flattened tokens_BT.
+    tokens_BT int64, attention_BT bool (False on padding). read_K int64: ascending places in the
+    flattened tokens_BT whose hidden states are read. The `_N` tensors hold one entry per ACTION
+    token that has a context to be predicted from, row by row: target_N int64 (the token), source_N
+    int64 (index into read_K of the token before it), index_N int64 (place in the batch's `_N`
+    arrays, in host memory), mu_N float32, lag_N int64, abandoned_N bool, swapped_N bool,
+    stripped_N bool, trajectory_N int64 (0..trajectories-1 within this micro-batch), length_N int64
+    (ACTION tokens of the token's whole trajectory). row_B int64: the batch's number of each row;
+    end_B int64: the index into read_K of its last token.
     """
 
     tokens_BT: torch.Tensor
     attention_BT: torch.Tensor
-    action_BT: torch.Tensor
+    read_K: torch.Tensor
+    target_N: torch.Tensor
+    source_N: torch.Tensor
     index_N: torch.Tensor
     mu_N: torch.Tensor
     lag_N: torch.Tensor
@@ -204,12 +212,13 @@ class Minibatch:
         ]
 
     def micro_batches(
-        self, token_budget: int, device: torch.device, *, packed: bool = False
+        self, token_budget: int, device: torch.device, layout: Layout = "padded"
     ) -> Iterator[MicroBatch]:
         """Yield micro-batches of at most `token_budget` tokens, padding included.
 
-        The longest rows come first, so that a budget beyond the memory fails at once. A trajectory
-        is never split (trajectory-level weights need all its tokens), nor a group with
+        Padded and packed, the longest rows come first, so that a budget beyond the memory fails at
+        once. Trees take rows that begin alike together; tokens that neighbours share count once.
+        A trajectory is never split (trajectory-level weights need all its tokens), nor a group with
         `whole_groups`: one whose rows alone exceed the budget gets a micro-batch of its own.
         """
         batch = self.batch
@@ -218,38 +227,77 @@ class Minibatch:
         for row in np.flatnonzero(np.isin(batch.trajectory_R, self.members)):
             rows_of[int(unit_P[batch.trajectory_R[row]])].append(int(row))
         lengths_R = np.diff(batch.row_start_R)
-        longest_first = sorted(
-            rows_of.values(), key=lambda rows: -max(int(lengths_R[row]) for row in rows)
-        )
+        units = list(rows_of.values())
+        if layout == "tree":
+            units = _by_beginning(batch, units)
+        else:
+            units.sort(key=lambda rows: -max(int(lengths_R[row]) for row in rows))
         pending: list[int] = []
         tokens = width = 0
-        for rows in longest_first:
+        for rows in units:
             more, longest = int(lengths_R[rows].sum()), int(lengths_R[rows].max())
+            if layout == "tree" and pending:
+                more -= _shared(batch, [pending[-1], *rows])
             padded = (len(pending) + len(rows)) * max(width, longest)
-            if pending and (tokens + more if packed else padded) > token_budget:
-                yield lay_out(batch, np.array(pending), device, packed=packed)
+            if pending and (padded if layout == "padded" else tokens + more) > token_budget:
+                yield lay_out(batch, np.array(pending), device, layout)
                 pending, tokens, width = [], 0, 0
+                more = int(lengths_R[rows].sum())
             pending += rows
             tokens, width = tokens + more, max(width, longest)
         if pending:
-            yield lay_out(batch, np.array(pending), device, packed=packed)
+            yield lay_out(batch, np.array(pending), device, layout)
 
 
-def lay_out(batch: Batch, rows_B: Array, device: torch.device, *, packed: bool) -> MicroBatch:
-    """Lay out the rows `rows_B` of a batch, whole trajectories, as tensors on `device`."""
+def _row(batch: Batch, row: int) -> Array:
+    return batch.tokens[batch.row_start_R[row] : batch.row_start_R[row + 1]]
+
+
+def _by_beginning(batch: Batch, units: list[list[int]]) -> list[list[int]]:
+    """Sort units, and the rows of each, so that rows that begin alike are neighbours."""
+    rows = [row for unit in units for row in unit]
+    order = in_order([_row(batch, row) for row in rows])
+    rank = {rows[index]: place for place, index in enumerate(order)}
+    return sorted((sorted(unit, key=rank.__getitem__) for unit in units), key=lambda u: rank[u[0]])
+
+
+def _shared(batch: Batch, rows: list[int]) -> int:
+    """Estimate how many tokens of rows a tree saves: those in common with the row before.
+
+    Less what a tree repeats because sharing would not pay.
+    """
+    pairs = itertools.pairwise(_row(batch, row) for row in rows)
+    return sum(max(0, common_prefix(*pair) - LEAST_SAVED) for pair in pairs)
+
+
+def lay_out(batch: Batch, rows_B: Array, device: torch.device, layout: Layout) -> MicroBatch:
+    """Lay out the rows `rows_B` of a batch, whole trajectories, as tensors on `device`.
+
+    Tokens of the rows laid end to end (`_A`) get a place in the flattened tokens_BT each.
+    """
     starts_B, ends_B = batch.row_start_R[rows_B], batch.row_start_R[rows_B + 1]
     lengths_B = ends_B - starts_B
-    places = _ranges(starts_B, ends_B)
-    if packed:
-        attention_BT = np.ones((1, len(places)), bool)
-        end_B = np.cumsum(lengths_B) - 1
+    index_A = _ranges(starts_B, ends_B)
+    tokens_A = batch.tokens[index_A].astype(np.int64)
+    borders, real_BT = None, np.ones((1, 1), bool)
+    if layout == "padded":
+        real_BT = np.arange(lengths_B.max()) < lengths_B[:, None]
+        tokens_BT = np.zeros(real_BT.shape, np.int64)
+        tokens_BT[real_BT] = tokens_A
+        place_A = np.flatnonzero(real_BT)
+    elif layout == "packed":
+        tokens_BT, place_A = tokens_A[None], np.arange(len(tokens_A))
+        borders = Borders.of(lengths_B.tolist(), device)
     else:
-        attention_BT = np.arange(lengths_B.max()) < lengths_B[:, None]
-        end_B = np.arange(len(rows_B)) * attention_BT.shape[1] + lengths_B - 1
-    tokens_BT = np.zeros(attention_BT.shape, np.int64)
-    tokens_BT[attention_BT] = batch.tokens[places]
-    action_BT = np.zeros(attention_BT.shape, bool)
-    action_BT[attention_BT] = batch.action[places]
+        merged = merge(np.split(tokens_A, np.cumsum(lengths_B)[:-1]), device)
+        tokens_BT, place_A, borders = (
+            tokens_A[merged.source_T][None],
+            merged.place_A,
+            merged.borders,
+        )
+    acts_N = np.flatnonzero(batch.action[index_A])
+    read = np.concatenate([place_A[acts_N - 1], place_A[np.cumsum(lengths_B) - 1]])
+    read_K, found = np.unique(read, return_inverse=True)
     index_N = _ranges(batch.action_start_R[rows_B], batch.action_start_R[rows_B + 1])
     trajectory_N = batch.trajectory_N[index_N]
 
@@ -258,8 +306,10 @@ def lay_out(batch: Batch, rows_B: Array, device: torch.device, *, packed: bool) 
 
     return MicroBatch(
         tokens_BT=tensor(tokens_BT),
-        attention_BT=tensor(attention_BT),
-        action_BT=tensor(action_BT),
+        attention_BT=tensor(np.broadcast_to(real_BT, tokens_BT.shape).copy()),
+        read_K=tensor(read_K),
+        target_N=tensor(tokens_A[acts_N]),
+        source_N=tensor(found[: len(acts_N)]),
         index_N=torch.from_numpy(index_N),
         mu_N=tensor(batch.mu_N[index_N]),
         lag_N=tensor(batch.lag_N[index_N]),
@@ -269,8 +319,8 @@ def lay_out(batch: Batch, rows_B: Array, device: torch.device, *, packed: bool) 
         trajectory_N=tensor(np.unique(trajectory_N, return_inverse=True)[1]),
         length_N=tensor(batch.length_P[trajectory_N]),
         row_B=tensor(rows_B),
-        end_B=tensor(end_B),
-        borders=Borders.of(lengths_B.tolist(), device) if packed else None,
+        end_B=tensor(found[len(acts_N) :]),
+        borders=borders,
     )
 
 

@@ -13,9 +13,9 @@ import torch
 
 from evolver_async.config import CriticConfig
 from evolver_async.model import policy
-from evolver_async.model.attention import Borders
+from evolver_async.model.borders import Borders
 from evolver_async.schema import Array
-from learner.data.batch import Batch, MicroBatch, Minibatch, Values
+from learner.data.batch import Batch, Layout, MicroBatch, Minibatch, Values
 from learner.loss.value import value_loss
 from learner.optimize.adamw import make_adamw
 from learner.ranks.process_group import Ranks, nothing, within
@@ -59,22 +59,29 @@ class Critic:
         )
 
     def __call__(
-        self, hidden_BTD: torch.Tensor, micro: MicroBatch
+        self, hidden_KD: torch.Tensor, micro: MicroBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return V of the ACTION tokens, float32[N], and behind each row's last token, float32[B].
 
-        hidden_BTD: the policy's last hidden states.
+        hidden_KD: the policy's last hidden states that are read.
         """
-        values_BT = self.values(hidden_BTD, micro.tokens_BT, micro.borders)
-        return values_BT[:, :-1][micro.action_BT[:, 1:]], values_BT.flatten()[micro.end_B]
+        values_K = self.values(hidden_KD, micro.tokens_BT, micro.borders, micro.read_K)
+        return values_K.index_select(0, micro.source_N), values_K.index_select(0, micro.end_B)
 
     def values(
-        self, hidden_BTD: torch.Tensor, tokens_BT: torch.Tensor, borders: Borders | None
+        self,
+        hidden: torch.Tensor,
+        tokens_BT: torch.Tensor,
+        borders: Borders | None,
+        read_K: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return V behind every token of rows padded or packed, float32[B, T]."""
+        """Return V behind every token of rows padded or packed, or behind those that are read.
+
+        hidden: the policy's last hidden states, [B, T, D] or [K, D].
+        """
         if "trunk" in self.module:
-            hidden_BTD = policy.decode(self.module["trunk"], tokens_BT, borders)
-        return self.module["head"](hidden_BTD)
+            hidden = policy.decode(self.module["trunk"], tokens_BT, borders, read_K)
+        return self.module["head"](hidden)
 
     @torch.no_grad()
     def score(
@@ -83,17 +90,16 @@ class Critic:
         batch: Batch,
         token_budget: int,
         ranks: Ranks,
-        *,
-        packed: bool = False,
+        layout: Layout = "padded",
     ) -> Values:
         """Return the values of a batch by the present weights."""
         value_N = np.zeros_like(batch.mu_N)
         end_value_R = np.zeros(len(batch.trajectory_R), np.float32)
         whole = batch.whole()
         budget = ranks.budget(whole.row_lengths, token_budget)
-        for micro in ranks.share(whole.micro_batches(budget, ranks.device, packed=packed)):
+        for micro in ranks.share(whole.micro_batches(budget, ranks.device, layout)):
             if micro is None:
-                within(model, partial(self._idle, model, ranks.device, packed))
+                within(model, partial(self._idle, model, ranks.device, layout != "padded"))
                 continue
             found_N, found_B = within(model, partial(self._of_policy, model, micro))
             value_N[micro.index_N.numpy()] = found_N.cpu().numpy()
@@ -109,7 +115,9 @@ class Critic:
     def _of_policy(
         self, model: torch.nn.Module, micro: MicroBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self(policy.hidden_states(model, micro.tokens_BT, micro.borders), micro)
+        return self(
+            policy.hidden_states(model, micro.tokens_BT, micro.borders, micro.read_K), micro
+        )
 
 
 @dataclass(frozen=True)
@@ -126,10 +134,10 @@ class CriticTraining:
     warms_up: bool
 
     def __call__(
-        self, hidden_BTD: torch.Tensor, micro: MicroBatch, minibatch: Minibatch
+        self, hidden_KD: torch.Tensor, micro: MicroBatch, minibatch: Minibatch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of a micro-batch of the update `minibatch`, and its terms."""
-        value_N, _ = self.critic(hidden_BTD, micro)
+        value_N, _ = self.critic(hidden_KD, micro)
         loss, held_N = value_loss(
             value_N,
             micro.of(self.old_N),

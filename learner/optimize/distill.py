@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from evolver_async.config import Config
 from evolver_async.model import policy
 from evolver_async.model.projection import summing_head
-from learner.data.batch import Batch, MicroBatch, Minibatch, lay_out
+from learner.data.batch import Batch, Layout, MicroBatch, Minibatch, lay_out
 from learner.loss.distill import forward_kl
 from learner.loss.policy import token_scale
 from learner.optimize.critic import CriticTraining
@@ -26,7 +26,7 @@ class Distillation:
     """Loss coef · agg(KL(guided || bare)) over the tokens of `taught`, a `Batch.taught`.
 
     agg is that of the policy loss, with the denominators of the whole update; other tokens add 0.
-    `chunk`: tokens of one chunk of the vocabulary projections; `packed`: rows are not padded.
+    `chunk`: tokens of one chunk of the vocabulary projections.
     """
 
     taught: Batch
@@ -35,7 +35,7 @@ class Distillation:
     chunk: int
     aggregation: str
     norm_tokens: int
-    packed: bool
+    layout: Layout
 
     def __call__(
         self, model: torch.nn.Module, minibatch: Minibatch, ranks: Ranks, token_budget: int
@@ -46,13 +46,13 @@ class Distillation:
         guided = Minibatch(self.taught.sampled, members)
         total, sum_kl = 0.0, 0.0
         budget = ranks.budget(guided.row_lengths, token_budget)
-        micros = guided.micro_batches(budget, ranks.device, packed=self.packed)
+        micros = guided.micro_batches(budget, ranks.device, self.layout)
         for teacher in ranks.share(micros):
             if teacher is None:
-                idle_gradients(model, ranks, packed=self.packed)
+                idle_gradients(model, ranks, packed=self.layout != "padded")
                 continue
             rows_B = teacher.row_B.cpu().numpy()
-            student = lay_out(self.taught, rows_B, ranks.device, packed=self.packed)
+            student = lay_out(self.taught, rows_B, ranks.device, self.layout)
             with torch.no_grad():
                 known_ND = within(model, partial(_hidden, model, teacher))
             value, kl = within(model, partial(self._loss, model, student, known_ND, minibatch))
@@ -119,7 +119,7 @@ class Distillation:
 
 
 def distillation_of(
-    stage: Config, batch: Batch, critic: CriticTraining | None
+    stage: Config, batch: Batch, critic: CriticTraining | None, layout: Layout
 ) -> Distillation | None:
     """Set up the teaching of the contexts without experience.
 
@@ -134,7 +134,7 @@ def distillation_of(
         stage.learner.logprob_chunk,
         stage.loss.aggregation,
         stage.loss.norm_tokens,
-        stage.learner.packing,
+        layout,
     )
 
 
@@ -148,5 +148,5 @@ def idle_gradients(model: torch.nn.Module, ranks: Ranks, *, packed: bool) -> Non
 
 def _hidden(model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
     """Compute the hidden states from which the ACTION tokens are predicted, in their order."""
-    hidden_BTD = policy.hidden_states(model, micro.tokens_BT, micro.borders)
-    return hidden_BTD[:, :-1][micro.action_BT[:, 1:]]
+    hidden_KD = policy.hidden_states(model, micro.tokens_BT, micro.borders, micro.read_K)
+    return hidden_KD.index_select(0, micro.source_N)

@@ -12,7 +12,7 @@ from evolver_async.model import policy
 from evolver_async.schema import Array
 from learner.advantage.group_relative import READS_ANCHOR
 from learner.advantage.rewards import penalises
-from learner.data.batch import Batch, LogProbs, MicroBatch, Minibatch
+from learner.data.batch import Batch, Layout, LogProbs, MicroBatch, Minibatch
 from learner.loss.correction import reads_anchor
 from learner.loss.ratios import guided_old
 from learner.optimize.model import Models
@@ -24,41 +24,37 @@ class Scorer:
     """Log-probs of ACTION tokens at a temperature.
 
     token_budget: tokens of one forward pass, padding included; `chunk`: tokens of one chunk of the
-    vocabulary projection; `packed`: rows are not padded.
+    vocabulary projection.
     """
 
     temperature: float
     token_budget: int
     chunk: int
     ranks: Ranks
-    packed: bool = False
+    layout: Layout = "padded"
 
     @torch.no_grad()
     def __call__(self, model: torch.nn.Module, minibatch: Minibatch) -> Array:
         """Return log-probs under `model`, float32[N] of the batch, 0 outside of the minibatch."""
         logprobs_N = np.zeros_like(minibatch.batch.mu_N)
         budget = self.ranks.budget(minibatch.row_lengths, self.token_budget)
-        micros = minibatch.micro_batches(budget, self.ranks.device, packed=self.packed)
+        micros = minibatch.micro_batches(budget, self.ranks.device, self.layout)
         for micro in self.ranks.share(micros):
             if micro is None:
-                idle(model, self.ranks.device, packed=self.packed)
+                idle(model, self.ranks.device, packed=self.layout != "padded")
                 continue
-            logprobs_BT = within(model, partial(self._logprobs, model, micro))
-            logprobs_N[micro.index_N.numpy()] = logprobs_BT[micro.action_BT].cpu().numpy()
+            found_N = within(model, partial(self._logprobs, model, micro))
+            logprobs_N[micro.index_N.numpy()] = found_N.cpu().numpy()
         self.ranks.sum(logprobs_N)
         return logprobs_N
 
     def _logprobs(self, model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
-        logprobs_BT, _ = policy.token_logprobs(
-            model,
-            micro.tokens_BT,
-            micro.attention_BT,
-            self.temperature,
-            self.chunk,
-            select_BT=micro.action_BT,
-            borders=micro.borders,
+        hidden_KD = policy.hidden_states(model, micro.tokens_BT, micro.borders, micro.read_K)
+        hidden_ND = hidden_KD.index_select(0, micro.source_N)
+        found = policy.target_logprobs(
+            model, hidden_ND, micro.target_N, self.temperature, self.chunk
         )
-        return logprobs_BT
+        return found[0]
 
 
 def step_logprobs(

@@ -8,6 +8,8 @@ from transformers import PreTrainedModel
 from evolver_async.checkpoint import shards
 from evolver_async.config import Config
 from evolver_async.model import lora, policy
+from evolver_async.model.tokenizer import ModelError
+from learner.data.batch import Layout
 from learner.optimize.adamw import make_adamw
 from learner.optimize.alignment import forget
 from learner.optimize.critic import Critic
@@ -23,8 +25,7 @@ def load(config: Config, device: str) -> PreTrainedModel:
     """
     settings = config.policy
     model = policy.load_model(settings.path, dtype=settings.dtype, device=device)
-    if config.learner.packing:
-        policy.check_packing(model)
+    layout_of(config, model, model.device)
     if config.learner.gradient_checkpointing:
         policy.checkpoint_layers(model)
     if settings.lora.rank:
@@ -38,13 +39,37 @@ def load(config: Config, device: str) -> PreTrainedModel:
     return model
 
 
+def layout_of(config: Config, model: PreTrainedModel, device: torch.device) -> Layout:
+    """Return the layout of rows; ModelError if `learner` asks for one that the model cannot have.
+
+    `learner.prefix_trees` is `auto` by default: trees act if the model and the device permit them.
+    """
+    trees = config.learner.prefix_trees
+    if not config.learner.packing:
+        if trees == "always":
+            raise ModelError("learner.prefix_trees: must not be always without learner.packing")
+        return "padded"
+    policy.check_packing(model)
+    if trees == "never":
+        return "packed"
+    try:
+        policy.check_prefix_trees(model, device)
+    except ModelError:
+        if trees == "always":
+            raise
+        return "packed"
+    return "tree"
+
+
 class Models:
     """Policy and optimizer, and, if a stage asks for them, a frozen reference and a critic."""
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.config = config
         self.ranks = ranks
-        self.model = self._sharded(load(config, self._loading), master=True)
+        model = load(config, self._loading)
+        self.layout: Layout = layout_of(config, model, ranks.device)
+        self.model = self._sharded(model, master=True)
         self.optimizer = make_adamw(
             self.model.parameters(),
             betas=self._betas,

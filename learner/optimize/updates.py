@@ -14,7 +14,7 @@ import torch
 from evolver_async.config import Config
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
-from evolver_async.model.attention import Borders
+from evolver_async.model.borders import Borders
 from evolver_async.randomness import key
 from learner.data.batch import MicroBatch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
@@ -139,13 +139,13 @@ class Stepper:
 
         Only this rank's tokens are measured into `accounting`.
         """
-        total, terms_of, packing = 0.0, dict[str, float](), stage.learner.packing
+        total, terms_of, layout = 0.0, dict[str, float](), self.models.layout
         limit = self.token_budget(stage, critic.critic if critic else None)
         budget = self.ranks.budget(minibatch.row_lengths, limit)
-        micros = minibatch.micro_batches(budget, self.device, packed=packing)
+        micros = minibatch.micro_batches(budget, self.device, layout)
         for micro in self.ranks.share(micros):
             with self.timers("forward"):
-                compute = partial(self._idle, critic, packing)
+                compute = partial(self._idle, critic, layout != "padded")
                 if micro is not None:
                     compute = partial(self._loss, stage, micro, minibatch, loss, accounting, critic)
                 value, terms = within(self.models.model, compute)
@@ -209,16 +209,15 @@ class Stepper:
         length = self.config.policy.max_length
         tokens_BT = torch.zeros(tokens // length, length, dtype=torch.long, device=self.device)
         borders = None
-        select_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
-        select_BT[:, 0] = False
-        if stage.learner.packing:
+        if self.models.layout != "padded":
             borders = Borders.of([length] * len(tokens_BT), self.device)
-            tokens_BT, select_BT = tokens_BT.view(1, -1), select_BT.view(1, -1)
+            tokens_BT = tokens_BT.view(1, -1)
 
         def compute() -> torch.Tensor:
             hidden_BTD = policy.hidden_states(self.models.model, tokens_BT, borders)
-            logprobs_BT, entropy_BT = self._logprobs(stage, tokens_BT, select_BT, hidden_BTD)
-            value = (logprobs_BT + entropy_BT).sum()
+            hidden_ND, target_N = hidden_BTD[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten()
+            logprobs_N, entropy_N = self._logprobs(stage, hidden_ND, target_N)
+            value = (logprobs_N + entropy_N).sum()
             if critic is not None:
                 value = value + critic.values(hidden_BTD, tokens_BT, borders).sum()
             return value
@@ -236,32 +235,27 @@ class Stepper:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of a micro-batch, the critic's included, with gradient; its terms."""
         with torch.set_grad_enabled(critic is None or not critic.warms_up):
-            hidden_BTD = policy.hidden_states(self.models.model, micro.tokens_BT, micro.borders)
-            theta_BT, entropy_BT = self._logprobs(
-                stage, micro.tokens_BT, micro.action_BT, hidden_BTD
+            hidden_KD = policy.hidden_states(
+                self.models.model, micro.tokens_BT, micro.borders, micro.read_K
             )
-            theta_N, entropy_N = theta_BT[micro.action_BT], entropy_BT[micro.action_BT]
+            hidden_ND = hidden_KD.index_select(0, micro.source_N)
+            theta_N, entropy_N = self._logprobs(stage, hidden_ND, micro.target_N)
             value, terms = loss(theta_N, entropy_N, micro, minibatch, accounting)
         if critic is None:
             return value, terms
-        values, more = critic(hidden_BTD, micro, minibatch)
+        values, more = critic(hidden_KD, micro, minibatch)
         return value + values, terms | more
 
     def _logprobs(
-        self,
-        stage: Config,
-        tokens_BT: torch.Tensor,
-        select_BT: torch.Tensor,
-        hidden_BTD: torch.Tensor,
+        self, stage: Config, hidden_ND: torch.Tensor, target_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probs, with gradient, and entropies of the selected tokens, 0 elsewhere."""
-        return policy.token_logprobs(
+        """Return log-probs, with gradient, and entropies of targets behind hidden states."""
+        return policy.target_logprobs(
             self.models.model,
-            tokens_BT,
-            select_BT,
+            hidden_ND,
+            target_N,
             stage.rollout.temperature,
             stage.learner.logprob_chunk,
-            hidden_BTD=hidden_BTD,
             with_entropy=True,
             entropy_top_k=stage.loss.entropy_top_k,
         )

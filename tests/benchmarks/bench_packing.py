@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from micro_batches import actions
 from varied import varied
 
 from evolver_async.model import policy
@@ -80,10 +81,10 @@ def unsorted(batch: Batch, budget: int, device: torch.device) -> Iterator[MicroB
     for row, length in enumerate(lengths_R):
         widest = max([length, *(lengths_R[other] for other in pending)])
         if pending and widest * (len(pending) + 1) > budget:
-            yield lay_out(batch, np.array(pending), device, packed=False)
+            yield lay_out(batch, np.array(pending), device, "padded")
             pending = []
         pending.append(row)
-    yield lay_out(batch, np.array(pending), device, packed=False)
+    yield lay_out(batch, np.array(pending), device, "padded")
 
 
 def seconds(model: torch.nn.Module, cut: Callable[[], Iterator[MicroBatch]]) -> tuple[float, int]:
@@ -98,7 +99,7 @@ def seconds(model: torch.nn.Module, cut: Callable[[], Iterator[MicroBatch]]) -> 
                 model,
                 micro.tokens_BT,
                 micro.attention_BT,
-                select_BT=micro.action_BT,
+                select_BT=actions(micro),
                 borders=micro.borders,
             )
             (-logprobs_BT.sum() / 1000).backward()
@@ -122,7 +123,7 @@ def compare(scale: Scale, device: torch.device) -> dict[str, tuple[float, int]]:
     return {
         "unsorted": seconds(model, lambda: unsorted(batch, scale.budget, device)),
         "sorted": seconds(model, lambda: whole.micro_batches(scale.budget, device)),
-        "packed": seconds(model, lambda: whole.micro_batches(scale.budget, device, packed=True)),
+        "packed": seconds(model, lambda: whole.micro_batches(scale.budget, device, "packed")),
     }
 
 

@@ -16,6 +16,7 @@ from varied import varied
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import bench_packing
 from bench_packing import Scale
+from micro_batches import actions
 
 from evolver_async.model import attention, policy
 from evolver_async.model.attention import Borders, flash_fits, packed_attention
@@ -52,16 +53,16 @@ def scored(model: Any, minibatch: Minibatch, packed: bool) -> tuple[torch.Tensor
     """Log-probs of the batch's ACTION tokens in their order, and the gradient of their sum."""
     device = next(model.parameters()).device
     logprobs_N = torch.zeros(len(minibatch.batch.mu_N), device=device)
-    for micro in minibatch.micro_batches(4096, device, packed=packed):
+    for micro in minibatch.micro_batches(4096, device, "packed" if packed else "padded"):
         logprobs_BT, _ = policy.token_logprobs(
             model,
             micro.tokens_BT,
             micro.attention_BT,
-            select_BT=micro.action_BT,
+            select_BT=actions(micro),
             borders=micro.borders,
         )
         logprobs_BT.sum().backward()
-        logprobs_N[micro.index_N] = logprobs_BT[micro.action_BT].detach()
+        logprobs_N[micro.index_N] = logprobs_BT[actions(micro)].detach()
     gradient = torch.cat([one.grad.flatten().float() for one in model.parameters()])
     model.zero_grad()
     return logprobs_N, gradient

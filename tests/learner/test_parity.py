@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from micro_batches import actions
 from parity import (
     CASES,
     TEMPERATURE,
@@ -38,10 +39,10 @@ def loss_and_gradient(
         micro.tokens_BT if labels_BT is None else labels_BT,
         micro.attention_BT,
         TEMPERATURE,
-        select_BT=micro.action_BT,
+        select_BT=actions(micro),
         hidden_BTD=hidden_BTD,
     )
-    theta_N, entropy_N = theta_BT[micro.action_BT], entropy_BT[micro.action_BT]
+    theta_N, entropy_N = theta_BT[actions(micro)], entropy_BT[actions(micro)]
     settings = by_kind(CorrectionConfig(kind="ppo"), LossConfig(kl_coef=0))
     logprobs = LogProbs(batch.mu_N, batch.mu_N, batch.mu_N)
     objective = Objective(*settings, logprobs, advantage_N, interpolates=False, boosts=False)
@@ -65,13 +66,13 @@ def test_the_label_of_an_environment_token_never_reaches_the_loss(taught: Taught
     random_BT = torch.randint(
         len(taught.tokenizer), micro.tokens_BT.shape, generator=torch.Generator().manual_seed(0)
     )
-    theirs_BT = torch.where(micro.action_BT, micro.tokens_BT, random_BT)
+    theirs_BT = torch.where(actions(micro), micro.tokens_BT, random_BT)
     assert (theirs_BT != micro.tokens_BT).any()
     losses, gradients = loss_and_gradient(taught, batch, advantage_N, None)
     again, others = loss_and_gradient(taught, batch, advantage_N, theirs_BT)
     assert losses == again
     assert all(map(torch.equal, gradients, others))
-    own_BT = torch.where(micro.action_BT, random_BT, micro.tokens_BT)
+    own_BT = torch.where(actions(micro), random_BT, micro.tokens_BT)
     changed, _ = loss_and_gradient(taught, batch, advantage_N, own_BT)
     assert changed[0] != losses[0] and changed[1] != losses[1]
 

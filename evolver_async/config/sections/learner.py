@@ -191,7 +191,10 @@ class LearnerConfig:
     groups_per_step: Count = 32  # B: groups of one step
     minibatches: Count = 4  # optimizer updates of one step
     token_budget: int = 16384  # tokens (padding included) of a pass; 0: by the GPU's free memory
-    packing: bool = False  # rows one behind the other in a single one, instead of padded
+    packing: bool = True  # rows one behind the other in a single one, instead of padded
+    # what packed rows share at their beginnings is computed once: auto where it can be (float32 on
+    # a CPU, no sliding window); always refuses a model or device where it cannot
+    prefix_trees: Literal["auto", "always", "never"] = "auto"
     gradient_checkpointing: bool = False  # recompute layers in the backward pass, for less memory
     logprob_chunk: Count = 4096  # most tokens of one chunk of the vocabulary projection
     lr: float = 5e-4

@@ -9,6 +9,7 @@ from budget import examples
 from collated_groups import VOCABULARY, collated, make_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from micro_batches import actions
 
 from evolver_async.config import CorrectionConfig
 from evolver_async.schema import Role
@@ -78,8 +79,8 @@ def test_micro_batches_fit_the_budget_and_hold_every_token_once(seed, budget):
         seen |= own
         assert micro.tokens_BT.numel() <= budget or len(own) == 1
         assert micro.attention_BT.sum(1).max() == micro.tokens_BT.shape[1]
-        assert not (micro.action_BT & ~micro.attention_BT).any()
-        assert micro.tokens_BT[micro.action_BT].tolist() == labels[at].tolist()
+        assert not (actions(micro) & ~micro.attention_BT).any()
+        assert micro.tokens_BT[actions(micro)].tolist() == labels[at].tolist()
         assert micro.mu_N.tolist() == batch.mu_N[at].tolist()
         assert micro.of(places_N).tolist() == at.tolist()
         assert micro.stripped_N.tolist() == batch.stripped_P[batch.trajectory_N[at]].tolist()
@@ -115,9 +116,9 @@ def update_loss(
         labels_BT = micro.tokens_BT
         if noise is not None:
             labels_BT = torch.where(
-                micro.action_BT, labels_BT, (labels_BT + noise).remainder(VOCABULARY)
+                actions(micro), labels_BT, (labels_BT + noise).remainder(VOCABULARY)
             )
-        theta_N = model(micro.tokens_BT, labels_BT)[micro.action_BT]
+        theta_N = model(micro.tokens_BT, labels_BT)[actions(micro)]
         tokens = ActionTokens(
             theta_N,
             micro.mu_N,

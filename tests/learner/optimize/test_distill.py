@@ -18,8 +18,8 @@ from learner.ranks.process_group import alone
 
 TEACHES = Internalise(1.0, 0, teaches=True)
 
-# coef, temperature, chunk, aggregation, norm_tokens, packed
-SETTINGS = (0.7, 0.8, 4096, "token_mean", 1024, False)
+# coef, temperature, chunk, aggregation, norm_tokens, layout
+SETTINGS = (0.7, 0.8, 4096, "token_mean", 1024, "padded")
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_loss_and_gradients_match_a_pass_per_row(model, chunk, packed):
     expected = naive(model, groups, batch, 0.7)
     theirs = gradients(model)
     distil = Distillation(batch.taught, *SETTINGS)
-    distil = replace(distil, chunk=chunk, packed=packed)
+    distil = replace(distil, chunk=chunk, layout="packed" if packed else "padded")
     loss, terms = distil(model, batch.whole(), alone("cpu"), 64)
     ours = gradients(model)
     assert expected > 1e-6

@@ -16,6 +16,7 @@ from collated_groups import collated, make_groups
 from hypothesis import given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
+from micro_batches import actions
 from tensor_memory import Peak
 from transformers import (
     AutoModelForCausalLM,
@@ -38,8 +39,7 @@ from evolver_async.config import (
 from evolver_async.config.load import dump, load, stage_config
 from evolver_async.errors import TrainingError
 from evolver_async.model import attention, policy
-from evolver_async.model.attention import NAME as PACKED
-from evolver_async.model.attention import SIMILAR, Borders
+from evolver_async.model.borders import SIMILAR, Borders
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.process.setup import RoleArgs
 from learner.optimize import token_budget, updates
@@ -68,6 +68,9 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SHAPE, head_dim=8),
     "llama": LlamaConfig(**SHAPE),
 }
+
+
+LAYOUTS = dict.fromkeys(CONFIGS, "tree") | {"windowed": "packed"}  # by default
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +114,10 @@ def test_packed_sequences_are_those_of_each_alone(paths, name):
     packed = policy.hidden_states(model, tokens_1T, Borders.of(LENGTHS, CPU))
     (packed[0] * weights).sum().backward()
     torch.testing.assert_close(packed, alone, atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(
-        gradients(policy.split_model(model)[0]), theirs, atol=2e-5, rtol=1e-5
-    )
+    ours = gradients(policy.split_model(model)[0])
+    for name, expected in theirs.items():
+        # of the norm: single elements can be small differences of large ones
+        assert (ours[name] - expected).norm() <= 3e-6 * expected.norm(), name
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -144,18 +148,17 @@ def test_other_sequences_of_a_row_are_out_of_sight(paths):
     assert (found[:, :5] != changed[:, :5]).any(-1).all()
 
 
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.booleans())
-def test_attention_pads_no_sequence_by_much(lengths, in_order):
-    lengths = sorted(lengths, reverse=True) if in_order else lengths
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
+def test_attention_pads_no_sequence_by_much(lengths):
     borders = Borders.of(lengths, CPU)
     assert sum(block.rows * block.longest for block in borders.blocks) * SIMILAR <= sum(lengths)
-    assert sum(block.tokens for block in borders.blocks) == sum(lengths)
+    assert sum(len(block.source_T) for block in borders.blocks) == sum(lengths)
     assert borders.starts_S1.diff().tolist() == lengths and borders.starts_S1[0] == 0
     assert borders.longest == max(lengths)
     expected = [position for length in lengths for position in range(length)]
     assert borders.position_1T.tolist() == [expected]
-    if in_order:  # few: their lengths fall by a quarter from one to the next
-        assert len(borders.blocks) <= 1 + np.log(300) / -np.log(SIMILAR)
+    # few: their lengths fall by a quarter from one to the next
+    assert len(borders.blocks) <= 1 + np.log(300) / -np.log(SIMILAR)
 
 
 @pytest.mark.parametrize("shape", [BloomConfig, MambaConfig], ids=["bloom", "mamba"])
@@ -185,16 +188,8 @@ def test_rounding_of_a_short_type_is_not_taken_for_mixing(monkeypatch):
 
     monkeypatch.setattr(attention, "_by_blocks", rounded)
     policy.check_packing(model)
-    mixed = [9]  # all sequences as one
-    monkeypatch.setattr(
-        policy.Borders,
-        "of",
-        lambda _, device: Borders(
-            torch.tensor([0, 9], dtype=torch.int32),
-            torch.arange(9)[None],
-            9,
-            (attention._block(mixed, device),),
-        ),
+    monkeypatch.setattr(  # all sequences as one
+        policy.Borders, "of", lambda _, device: Borders._of([(9, 0)], (), device)
     )
     with pytest.raises(ModelError, match=r"learner\.packing"):
         policy.check_packing(model)
@@ -207,7 +202,7 @@ def test_rounding_of_a_short_type_is_not_taken_for_mixing(monkeypatch):
 @given(st.integers(0, 10**6), st.integers(1, 120))
 def test_packed_micro_batches_hold_every_token_once_and_no_padding(seed, tokens):
     batch = collated(make_groups(seed, 3, 3))
-    found = list(batch.whole().micro_batches(tokens, CPU, packed=True))
+    found = list(batch.whole().micro_batches(tokens, CPU, "packed"))
     index = torch.cat([micro.index_N for micro in found]).numpy()
     assert sorted(index) == list(range(len(batch.mu_N)))
     for micro in found:
@@ -217,9 +212,9 @@ def test_packed_micro_batches_hold_every_token_once_and_no_padding(seed, tokens)
         assert micro.attention_BT.all()
         assert micro.borders is not None
         assert micro.borders.starts_S1.diff().tolist() == [len(one) for one in cut]
-        assert (micro.end_B + 1).tolist() == micro.borders.starts_S1[1:].tolist()
+        assert (micro.read_K[micro.end_B] + 1).tolist() == micro.borders.starts_S1[1:].tolist()
         labels = batch.tokens[batch.action][micro.index_N.numpy()]
-        assert micro.tokens_BT[micro.action_BT].tolist() == labels.tolist()
+        assert micro.tokens_BT[actions(micro)].tolist() == labels.tolist()
         trajectories = len(set(batch.trajectory_R[rows]))
         assert micro.tokens_BT.numel() <= tokens or trajectories == 1
     padded = list(batch.whole().micro_batches(tokens, CPU))
@@ -280,16 +275,24 @@ def stepped(kind: str, settings: Config, run_dir: Path) -> tuple[Updater, dict[s
 
 
 def same_step(
-    kind: str, settings: Config, run_dir: Path, *, atol: float = 1e-5, **changes: Any
+    kind: str,
+    settings: Config,
+    run_dir: Path,
+    *,
+    atol: float = 1e-5,
+    layout: str = "",
+    **changes: Any,
 ) -> None:
     """Packed rows (or what else `changes` of the learner) do to the weights what padded ones do."""
+    if "packing" in changes:
+        settings.learner.packing = False
     plain, expected = stepped(kind, settings, run_dir)
     for name, value in changes.items():
         setattr(settings.learner, name, value)
     other, found = stepped(kind, settings, run_dir)
     layer = policy.split_model(other.model)[0].layers[0]
     assert isinstance(layer.forward, partial) == settings.learner.gradient_checkpointing
-    assert (other.model.config._attn_implementation == PACKED) == settings.learner.packing
+    assert other.layout == (layout or ("tree" if settings.learner.packing else "padded"))
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert abs(found["loss/policy"] - expected["loss/policy"]) <= 1e-5
     begun = policy.state_tensors(opened(Path(settings.policy.path)))
@@ -317,13 +320,13 @@ def test_a_packed_rl_step_is_the_padded_one(paths, tmp_path, kind, level):
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "sequence_sum_norm"])
 def test_a_packed_step_of_any_model_is_the_padded_one(paths, tmp_path, name, aggregation):
     settings = config(paths[name], [], kl_coef=0.1, aggregation=aggregation, norm_tokens=9)
-    same_step("rl", settings, tmp_path, packing=True)
+    same_step("rl", settings, tmp_path, packing=True, layout=LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "windowed"])
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_packed_demonstrations_and_preferences_are_the_padded_ones(paths, tmp_path, name, kind):
-    same_step(kind, config(paths[name], []), tmp_path, packing=True)
+    same_step(kind, config(paths[name], []), tmp_path, packing=True, layout=LAYOUTS[name])
 
 
 @pytest.mark.parametrize("critic", ["shared", "separate"])
@@ -336,8 +339,8 @@ def test_a_packed_step_with_a_critic_is_the_padded_one(paths, tmp_path, critic):
 def test_scores_of_packed_rows_are_those_of_padded_ones(paths):
     model, batch = opened(paths["windowed"]), collated(make_groups(5, 4, 4, sequences=3))
     padded, packed = (
-        Scorer(0.7, 50, 8, alone("cpu"), packed=packed)(model, batch.whole())
-        for packed in (False, True)
+        Scorer(0.7, 50, 8, alone("cpu"), layout)(model, batch.whole())
+        for layout in ("padded", "packed")
     )
     np.testing.assert_allclose(packed, padded, atol=1e-5)
 
@@ -522,11 +525,11 @@ def test_the_probe_of_a_budget_reaches_all_that_trains(paths, tmp_path):
         with_critic(made)
         assert made.critic is not None
         seen: list[int] = []
-        policy.split_model(made.model)[0].register_forward_hook(
-            lambda module, given, out, seen=seen: seen.append(out.last_hidden_state.shape[:2])
+        policy.split_model(made.model)[0].embed_tokens.register_forward_hook(
+            lambda module, given, out, seen=seen: seen.append(out.shape[:-1])
         )
         made.stepper._probe(settings, made.critic, 2 * 64)
-        assert seen == [(1, 128) if packing else (2, 64)]
+        assert seen == [(128,) if packing else (2, 64)]
         gradients(made.model)
         gradients(made.critic.module)
 

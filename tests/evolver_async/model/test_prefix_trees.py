@@ -1,0 +1,168 @@
+"""Trees of rows with a common beginning, and the lean forward pass, against a pass per row.
+
+The oracle is transformers' own forward pass over each row alone.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from budget import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from evolver_async.model import lean, lora, policy
+from evolver_async.model.borders import LEAST_SAVED, Borders, merge
+from evolver_async.model.tokenizer import ModelError
+
+CPU = torch.device("cpu")
+SHAPE: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "vocab_size": 50,
+}
+CONFIGS = {
+    "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=8),
+    "llama": LlamaConfig(**SHAPE),
+    "biased": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
+}
+WINDOWED = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=6, max_window_layers=1)
+
+
+def made(shape: Any) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa").eval()
+    with torch.no_grad():  # norms and biases that a mistake would not survive
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[np.ndarray]:
+    """Rows that grow from random nodes of random trees, in any order; some are equal."""
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    nodes = [np.zeros(0, np.int64)]
+    for _ in range(draw(st.integers(1, 12))):
+        stem = nodes[int(rng.integers(len(nodes)))]
+        nodes.append(np.concatenate([stem, rng.integers(0, 50, int(rng.integers(1, 40)))])[:200])
+    rows = [nodes[int(index)] for index in rng.integers(1, len(nodes), int(rng.integers(1, 9)))]
+    return [rows[int(index)] for index in rng.permutation(len(rows))]
+
+
+def gradients(model: torch.nn.Module) -> torch.Tensor:
+    found = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+    model.zero_grad()
+    return found
+
+
+def each_alone(model: Any, rows: list[np.ndarray], weights_AM: torch.Tensor) -> torch.Tensor:
+    """Hidden states of the rows laid end to end, by transformers; with the gradient of a sum."""
+    tokens = [torch.from_numpy(row)[None] for row in rows]
+    hidden_AM = torch.cat([policy.hidden_states(model, one)[0] for one in tokens])
+    (hidden_AM * weights_AM).sum().backward()
+    return hidden_AM.detach()
+
+
+def compare(model: Any, rows: list[np.ndarray], borders: Borders, tokens_T: Any, place_A: Any):
+    weights_AM = torch.randn(len(place_A), 16, generator=torch.manual_seed(1)) / len(place_A)
+    expected_AM = each_alone(model, rows, weights_AM)
+    theirs = gradients(model)
+    place_A = torch.from_numpy(place_A)
+    read_K, index_A = place_A.unique(return_inverse=True)
+    found_KM = policy.hidden_states(model, torch.from_numpy(tokens_T)[None], borders, read_K)
+    found_AM = found_KM.index_select(0, index_A)
+    (found_AM * weights_AM).sum().backward()
+    torch.testing.assert_close(found_AM, expected_AM, atol=5e-6, rtol=1e-5)
+    ours = gradients(model)
+    assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+@settings(max_examples=examples(25))
+@given(forests(), st.sampled_from(sorted(CONFIGS)))
+def test_rows_of_a_tree_have_the_states_and_gradients_of_each_alone(rows, name):
+    model, merged = made(CONFIGS[name]), merge(rows, CPU)
+    assert lean.acts(policy.split_model(model)[0])
+    tokens_T = np.concatenate(rows)[merged.source_T]
+    compare(model, rows, merged.borders, tokens_T, merged.place_A)
+
+
+@settings(max_examples=examples(10))
+@given(forests())
+def test_transformers_forward_takes_trees_as_well(rows):
+    model, merged = made(CONFIGS["qwen3"]), merge(rows, CPU)
+    lora.inject(model, rank=2, alpha=4.0, targets=[], seed=0)
+    model.requires_grad_(True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lean, "FAMILIES", ())
+        tokens_T = np.concatenate(rows)[merged.source_T]
+        compare(model, rows, merged.borders, tokens_T, merged.place_A)
+
+
+@settings(max_examples=examples(100))
+@given(forests())
+def test_a_tree_holds_every_row_once_and_shares_what_pays(rows):
+    merged = merge(rows, CPU)
+    laid_A = np.concatenate(rows)
+    tokens_T, position_T = laid_A[merged.source_T], merged.borders.position_1T[0].numpy()
+    assert (tokens_T[merged.place_A] == laid_A).all()
+    positions = np.concatenate([np.arange(len(row)) for row in rows])
+    assert (position_T[merged.place_A] == positions).all()
+    assert set(merged.place_A.tolist()) == set(range(len(tokens_T)))
+    for branch in merged.borders.branches:
+        assert branch.start < branch.end < branch.last <= len(tokens_T)
+    assert len(tokens_T) <= len(laid_A)
+
+
+def test_members_share_their_prompt_and_contexts_their_history():
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 50, 40)
+    history = np.concatenate([prompt, rng.integers(0, 50, LEAST_SAVED)])
+    answers = [rng.integers(0, 50, 7) for _ in range(4)]
+    rows = [
+        np.concatenate([start, one])
+        for start, one in zip([prompt, prompt, history, history], answers, strict=True)
+    ]
+    assert len(merge(rows, CPU).source_T) == 40 + LEAST_SAVED + 4 * 7
+    short = [np.concatenate([prompt[: LEAST_SAVED - 1], one]) for one in answers[:2]]
+    merged = merge(short, CPU)
+    assert not merged.borders.branches and len(merged.source_T) == sum(map(len, short))
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_recomputed_layers_and_adapters_change_nothing(adapted):
+    rows = [np.arange(30), np.concatenate([np.arange(25), np.arange(9)])]
+    found = []
+    for recomputed in (False, True):
+        model, merged = made(CONFIGS["qwen3"]), merge(rows, CPU)
+        if recomputed:
+            policy.checkpoint_layers(model)
+        if adapted:
+            lora.inject(model, rank=2, alpha=4.0, targets=["q_proj", "up_proj"], seed=0)
+        assert lean.acts(policy.split_model(model)[0]) and merged.borders.branches
+        tokens_T = np.concatenate(rows)[merged.source_T]
+        hidden = policy.hidden_states(model, torch.from_numpy(tokens_T)[None], merged.borders)
+        hidden.square().sum().backward()
+        found.append(gradients(model))
+    assert torch.equal(*found)
+
+
+def test_the_lean_pass_leaves_other_models_alone():
+    windowed = made(WINDOWED)
+    assert not lean.acts(policy.split_model(windowed)[0])
+    assert not lean.acts(policy.split_model(made(CONFIGS["llama"]).bfloat16())[0])
+    gelu = made(LlamaConfig(**SHAPE, hidden_act="gelu"))
+    assert not lean.acts(policy.split_model(gelu)[0])
+    with pytest.raises(ModelError, match=r"learner\.prefix_trees"):
+        policy.check_prefix_trees(windowed, CPU)
+    with pytest.raises(ModelError, match=r"learner\.prefix_trees"):
+        policy.check_prefix_trees(made(CONFIGS["llama"]), torch.device("cuda"))
