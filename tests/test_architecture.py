@@ -51,6 +51,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "actors.engines.vllm_core",
         "actors.engines.vllm_start",
         "actors.engines.vllm_weights",
+        "actors.weights.vllm_shadow",
     ),
     "gymnasium": ("actors.envs.adapters.gymnasium_env",),
     "reasoning_gym": ("actors.envs.adapters.reasoning_gym_env",),

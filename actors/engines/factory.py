@@ -1,31 +1,54 @@
 """Factory of the configured engine, for actors and for evaluation."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from actors.engines.base import Engine
 from actors.engines.torch_engine import TorchEngine
+from actors.weights.source import FetchedWeights, WeightSource
 from evolver_async.config import Config
 from evolver_async.model import policy
 from evolver_async.schema import WeightId
+from evolver_async.weights.factory import ReceiverSettings, receiver, receiver_settings
+
+if TYPE_CHECKING:
+    from actors.engines.vllm_engine import VllmEngine
 
 
 def load_engine(
     config: Config, weights: WeightId | None = None, tensors: dict[str, Tensor] | None = None
 ) -> tuple[Engine, PreTrainedTokenizerBase]:
-    """Return the engine and its tokenizer. The engine holds `tensors` if they are given.
+    """Return an engine that keeps its weights, and its tokenizer.
 
-    Without `weights` the engine waits for the first update. Set the number of torch's threads to
-    `engine.threads`.
+    The weights are `tensors` if they are given, else those of the policy directory. Set the number
+    of torch's threads to `engine.threads`.
     """
     torch.set_num_threads(config.engine.threads)
     tokenizer = policy.load_tokenizer(config.policy.path)
     if config.engine.kind == "vllm":
-        engine = _vllm_engine(config, weights, tensors)
-    else:
-        engine = _torch_engine(config, tokenizer, weights, tensors)
-    return engine, tokenizer
+        return _vllm_engine(config, weights, tensors), tokenizer
+    return _torch_engine(config, tokenizer, weights, tensors), tokenizer
+
+
+def follow_weights(
+    config: Config, address: str, name: str
+) -> tuple[Engine, WeightSource, PreTrainedTokenizerBase]:
+    """Return an engine without weights, the source of its weights, and its tokenizer.
+
+    `address`: that of the weight channel. `name`: the actor's. Set the number of torch's threads
+    to `engine.threads`.
+    """
+    torch.set_num_threads(config.engine.threads)
+    tokenizer = policy.load_tokenizer(config.policy.path)
+    settings = receiver_settings(config, address)
+    if config.engine.kind == "vllm":
+        engine = _vllm_engine(config, None, None, settings, name)
+        return engine, engine, tokenizer
+    engine = _torch_engine(config, tokenizer, None, None)
+    return engine, FetchedWeights(receiver(settings, config.engine.device, name), engine), tokenizer
 
 
 def _torch_engine(
@@ -33,7 +56,7 @@ def _torch_engine(
     tokenizer: PreTrainedTokenizerBase,
     weights: WeightId | None,
     tensors: dict[str, Tensor] | None,
-) -> Engine:
+) -> TorchEngine:
     dtype, device = config.policy.dtype, config.engine.device
     model = policy.load_model(config.policy.path, dtype=dtype, device=device)
     if tensors is not None:
@@ -50,20 +73,24 @@ def _torch_engine(
 
 
 def _vllm_engine(
-    config: Config, weights: WeightId | None, tensors: dict[str, Tensor] | None
-) -> Engine:
+    config: Config,
+    weights: WeightId | None,
+    tensors: dict[str, Tensor] | None,
+    settings: ReceiverSettings | None = None,
+    name: str = "engine",
+) -> "VllmEngine":
     from actors.engines.vllm_core import VllmCore
     from actors.engines.vllm_engine import VllmEngine
     from actors.engines.vllm_start import Settings
 
-    settings = Settings(
+    starting = Settings(
         path=config.policy.path,
         dtype=config.policy.dtype,
         directory=config.weights.dir,
         max_length=config.policy.max_length,
         **vars(config.engine),
     )
-    core = VllmCore(settings, weights, tensors)
+    core = VllmCore(starting, weights, tensors, receiver=settings, name=name)
     return VllmEngine(
         core,
         vocabulary=core.vocabulary,

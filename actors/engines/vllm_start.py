@@ -1,9 +1,13 @@
 """Start of vLLM's processes: settings, environment variables and engine arguments."""
 
 import os
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from actors.weights.vllm_channel import WorkerChannel
 from evolver_async.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -11,6 +15,7 @@ if TYPE_CHECKING:
 
 CPU_KV_BYTES = 128 << 20
 CPU_BLOCK = 32  # tokens per block of KV; the minimum of vLLM's CPU kernels
+EXTENSION = "actors.engines.vllm_weights.WorkerExtension"
 STREAM_INTERVAL = 8  # new tokens of a request between two outputs of vLLM
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -20,13 +25,14 @@ ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked worker would outlive the actor
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # OMP_NUM_THREADS sets the number of threads
 }
+_starting = threading.Lock()  # processes inherit the environment, which names their channel
 
 
 @dataclass(kw_only=True)
 class Settings(EngineConfig):
     """Settings of vLLM; `config.EngineConfig` and `config.PolicyConfig` document them.
 
-    `directory`: directory in shared memory, in which a private one for weights is made.
+    `directory`: directory in shared memory, in which a private one is made.
     """
 
     path: str
@@ -35,9 +41,10 @@ class Settings(EngineConfig):
     max_length: int
 
 
-def start(settings: Settings) -> "AsyncLLM":
+def start(settings: Settings, channel: WorkerChannel) -> "AsyncLLM":
     """Start vLLM with the weights of the policy directory, in processes that end with this one.
 
+    The workers receive versions from `channel` as soon as their models are loaded.
     Raise ValueError if this build of vLLM does not support `settings.device`.
     """
     for name, value in ENVIRONMENT.items():
@@ -46,9 +53,8 @@ def start(settings: Settings) -> "AsyncLLM":
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
-    from actors.engines.vllm_weights import BACKEND, OWNER
+    from actors.engines.vllm_weights import BACKEND, CHANNEL, OWNER
 
-    os.environ[OWNER] = str(os.getpid())
     on_cpu = current_platform.is_cpu()
     if settings.device not in ("auto", "cpu" if on_cpu else "cuda"):
         only = f"{'cpu' if on_cpu else 'cuda'} only, not {settings.device}"
@@ -73,7 +79,11 @@ def start(settings: Settings) -> "AsyncLLM":
         logprobs_mode="processed_logprobs",
         stream_interval=STREAM_INTERVAL,
         weight_transfer_config={"backend": BACKEND},
+        worker_extension_cls=EXTENSION,
         disable_log_stats=True,
         generation_config="vllm",
     )
-    return AsyncLLM.from_engine_args(arguments)
+    with _starting:
+        os.environ[OWNER] = str(os.getpid())
+        os.environ[CHANNEL] = msgspec.json.encode(channel).decode()
+        return AsyncLLM.from_engine_args(arguments)

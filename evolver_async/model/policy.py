@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
@@ -211,6 +211,23 @@ def state_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def weight_shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
+    """Return the shapes of a model's weights by the names of `state_tensors`, without making it."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: tensor.shape for name, tensor in state_tensors(model).items()}
+
+
+def check_shapes(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:
+    """Raise ModelError, naming a tensor that is missing, unknown or of another shape."""
+    for name in shapes.keys() ^ tensors.keys():
+        raise ModelError(f"weight {name} is {'missing' if name in shapes else 'unknown'}")
+    for name, tensor in tensors.items():
+        if tensor.shape != shapes[name]:
+            found = f"{list(tensor.shape)}, not {list(shapes[name])}"
+            raise ModelError(f"weight {name} has shape {found}")
+
+
 @torch.no_grad()
 def load_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy weights, named as by `state_tensors`, into the model; all of them, or none on error.
@@ -218,12 +235,7 @@ def load_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises ModelError, naming the tensor that is missing, unknown or of another shape.
     """
     own = state_tensors(model)
-    for name in own.keys() ^ tensors.keys():
-        raise ModelError(f"weight {name} is {'missing' if name in own else 'unknown'}")
-    for name, tensor in own.items():
-        if tensor.shape != tensors[name].shape:
-            shapes = f"{list(tensors[name].shape)}, not {list(tensor.shape)}"
-            raise ModelError(f"weight {name} has shape {shapes}")
+    check_shapes({name: tensor.shape for name, tensor in own.items()}, tensors)
     for name, tensor in own.items():
         tensor.copy_(tensors[name])
 
