@@ -68,13 +68,11 @@ class Worker:
         self.source = source
         self.engine = engine
         self.name = name
-        self.arrival = ArrivalCheck(engine, config.policy.dtype, self.components.failures.noted)
+        self.arrival = ArrivalCheck(engine, config.policy.dtype, failures.noted)
         self.reporter = Reporter(client, engine, self.components, self.arrival)
         self.clock = ActivityClock(ACTOR_LEVELS, busy=lambda: engine.stats()["busy_s"])
-        identity = config.run.seed, name
-        self.adoption = WeightSync(
-            source, engine, self.arrival, config.actors, *identity, self.clock
-        )
+        ends, identity = (source, engine, self.arrival), (config.run.seed, name)
+        self.adoption = WeightSync(*ends, config.actors, *identity, self.clock)
         self.turnover = self.adoption.turnover  # notified whenever a ticket ends
         self.running: dict[TicketId, tuple[Ticket, TicketProgress, asyncio.Task[None]]] = {}
         self.tasks: set[asyncio.Task[None]] = set()  # of these and of those being released

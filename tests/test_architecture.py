@@ -77,6 +77,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "evolver_async.checkpoint.shards",  # the part of a checkpoint that sees tensors
         "evolver_async.weights",
         "actors.engines",
+        "actors.weights",
         "learner",
     ),
 }

@@ -15,15 +15,14 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from torch import Tensor
 from transformers import AutoConfig
 
-from actors.engines.vllm_start import Settings, start
+from actors.engines.vllm_start import Settings, start, while_alive
 from actors.weights.vllm_channel import WorkerChannel, WorkerStates
 from evolver_async.model.policy import ModelError, check_shapes, weight_shapes
 from evolver_async.process.private_directories import PREFIX, claim, sweep
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.01  # interval at which the workers' states are read
-POLL_S = 0.2  # interval at which a call checks that vLLM is alive
 
 
 class EngineDied(RuntimeError):
@@ -101,6 +99,15 @@ class VllmCore:
             raise
 
     def head(self) -> WeightId | None:
+        """Return the newest version that all workers know of.
+
+        Dead workers learn of none, so they are replaced, even if nothing is generated. Raise
+        EngineDied.
+        """
+        if self._llm is None or self._llm.errored:
+            if self._recovery is not None and self._recovery.done():
+                self._recovery.result()
+            self._recovering()
         return self._states.head()
 
     def available(self) -> list[WeightId]:
@@ -109,9 +116,7 @@ class VllmCore:
     async def ready(self) -> "AsyncLLM":
         """Return the AsyncLLM with current weights; restart it if necessary. Raise EngineDied."""
         while self._llm is None or self._llm.errored or not self._settled:
-            if self._recovery is None or self._recovery.done():
-                self._recovery = asyncio.create_task(self._recover(), name="vllm")
-            await asyncio.shield(self._recovery)
+            await asyncio.shield(self._recovering())
         return self._llm
 
     def lose(self, llm: "AsyncLLM") -> None:
@@ -171,6 +176,12 @@ class VllmCore:
             self.publisher.close()
         self._claim.remove()
 
+    def _recovering(self) -> "asyncio.Task[None]":
+        """Return the task that makes the AsyncLLM ready, which this begins if necessary."""
+        if self._recovery is None or self._recovery.done():
+            self._recovery = asyncio.create_task(self._recover(), name="vllm")
+        return self._recovery
+
     async def _recover(self) -> None:
         while True:
             if self._closed:
@@ -182,7 +193,7 @@ class VllmCore:
                 if self._received:
                     await self._restore(llm)
                 elif self.weights is not None:
-                    await _while_alive(llm, llm.update_weight_version(str(self.weights)))
+                    await while_alive(llm, llm.update_weight_version(str(self.weights)))
             except Exception as error:
                 log.error("vLLM rejected weights %s: %s", self.weights, error)
                 self.lose(llm)
@@ -199,7 +210,7 @@ class VllmCore:
             while (head := self.head()) is None:
                 if self._closed:
                     raise EngineDied("the engine has ended")
-                await _while_alive(llm, asyncio.sleep(LOOK_S))
+                await while_alive(llm, asyncio.sleep(LOOK_S))
             weights = self.weights if self.weights in self.available() else head
             try:
                 await self._stage(llm, weights)
@@ -243,9 +254,9 @@ class VllmCore:
         """Let the workers of `llm` stage a version, and wait until all of them have it."""
         request = next(self._numbers)
         arguments = request, str(weights)
-        await _while_alive(llm, llm.collective_rpc("stage_weights", args=arguments))
+        await while_alive(llm, llm.collective_rpc("stage_weights", args=arguments))
         while (state := self._states.staged(request)) is None:
-            await _while_alive(llm, asyncio.sleep(LOOK_S))
+            await while_alive(llm, asyncio.sleep(LOOK_S))
         self._staged = llm, request, weights
         return state.probe
 
@@ -266,11 +277,11 @@ class VllmCore:
         info = {"request": request, "wipe": self.broken}
         began = time.perf_counter()
         try:
-            await _while_alive(llm, llm.pause_generation(mode="keep", clear_cache=True))
-            await _while_alive(llm, llm.start_weight_update())
-            await _while_alive(llm, llm.update_weights(WeightTransferUpdateRequest(info)))
-            await _while_alive(llm, llm.finish_weight_update(str(weights)))
-            await _while_alive(llm, llm.resume_generation())
+            await while_alive(llm, llm.pause_generation(mode="keep", clear_cache=True))
+            await while_alive(llm, llm.start_weight_update())
+            await while_alive(llm, llm.update_weights(WeightTransferUpdateRequest(info)))
+            await while_alive(llm, llm.finish_weight_update(str(weights)))
+            await while_alive(llm, llm.resume_generation())
         except EngineDeadError:
             raise
         except Exception as error:
@@ -278,16 +289,3 @@ class VllmCore:
             raise ModelError(f"vLLM rejected weights {weights}: {error}") from error
         self.broken = False
         self.pause_s = time.perf_counter() - began
-
-
-async def _while_alive(llm: "AsyncLLM", call: Coroutine[Any, Any, Any]) -> Any:
-    """Await a call. Raise EngineDeadError if vLLM dies before it has answered."""
-    task = asyncio.ensure_future(call)
-    try:
-        while not task.done():
-            await asyncio.wait([task], timeout=POLL_S)
-            if llm.errored and not task.done():
-                raise llm.dead_error
-        return task.result()
-    finally:
-        task.cancel()

@@ -1,9 +1,11 @@
-"""Start of vLLM's processes: settings, environment variables and engine arguments."""
+"""Start of vLLM's processes by settings and environment, and calls that notice their end."""
 
+import asyncio
 import os
 import threading
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 CPU_KV_BYTES = 128 << 20
 CPU_BLOCK = 32  # tokens per block of KV; the minimum of vLLM's CPU kernels
 EXTENSION = "actors.engines.vllm_weights.WorkerExtension"
+POLL_S = 0.2  # interval at which a call checks that vLLM is alive
 STREAM_INTERVAL = 8  # new tokens of a request between two outputs of vLLM
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -87,3 +90,16 @@ def start(settings: Settings, channel: WorkerChannel) -> "AsyncLLM":
         os.environ[OWNER] = str(os.getpid())
         os.environ[CHANNEL] = msgspec.json.encode(channel).decode()
         return AsyncLLM.from_engine_args(arguments)
+
+
+async def while_alive(llm: "AsyncLLM", call: Coroutine[Any, Any, Any]) -> Any:
+    """Await a call. Raise EngineDeadError if vLLM dies before it has answered."""
+    task = asyncio.ensure_future(call)
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=POLL_S)
+            if llm.errored and not task.done():
+                raise llm.dead_error
+        return task.result()
+    finally:
+        task.cancel()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.probe import Probe, Scored, fault
+from evolver_async.weights.probe import Probe, ScoredProbe, fault
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class ArrivalCheck:
     noted: asyncio.Event = field(default_factory=asyncio.Event)
     checked: int = 0
     failed: int = 0
-    _before: Scored | None = None
+    _before: ScoredProbe | None = None
 
     async def check(self, weights: WeightId, probe: Probe) -> None:
         """Score the probe of adopted weights; log an error if the engine holds others."""
@@ -43,7 +43,7 @@ class ArrivalCheck:
             return
         if self.engine.weights != weights:
             return  # restarted meanwhile with other weights
-        scored = Scored(probe, logprobs)
+        scored = ScoredProbe(probe, logprobs)
         reason = fault(scored, self._before, self.dtype)
         self._before = scored
         self.checked += 1

@@ -64,14 +64,14 @@ def separate(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Probe | 
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredProbe:
     """A probe and the log-probs that an engine gave its tokens."""
 
     probe: Probe
     logprobs: list[float]
 
 
-def fault(now: Scored, before: Scored | None, dtype: str) -> str:
+def fault(now: ScoredProbe, before: ScoredProbe | None, dtype: str) -> str:
     """Return the reason why the engine cannot hold the weights of `now`, "" if there is none.
 
     `before`: the version adopted before. Large errors are seen at once. Smaller ones, below the

@@ -169,7 +169,7 @@ async def rounds(engine: VllmEngine, pipe: Any, count: int) -> dict[str, list[fl
         began = time.perf_counter()
         scored = await engine.score(carried.tokens)
         seconds["score"] = time.perf_counter() - began
-        assert probe.fault(probe.Scored(carried, scored), None, "float32") == ""
+        assert probe.fault(probe.ScoredProbe(carried, scored), None, "float32") == ""
         if step == 0:
             running = asyncio.create_task(generate(engine, over))
             before = peak[0] = own_memory()

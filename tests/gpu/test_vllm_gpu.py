@@ -11,9 +11,11 @@ import pytest
 import torch
 from engine_conformance import V0, V1
 from gpu_models import TOKENIZER, assert_close, differences, model_on, requests
+from vllm_engines import publish
 
 from actors.engines.base import Engine, Generation
 from actors.engines.factory import load_engine
+from actors.engines.vllm_engine import VllmEngine
 from evolver_async.config import Config
 from evolver_async.model.policy import load_state, state_tensors
 
@@ -51,7 +53,7 @@ def test_vllm_samples_what_the_learner_scores_before_and_after_an_update(device,
     before = {name: tensor.clone() for name, tensor in state_tensors(oracle).items()}
     newer = {name: tensor * 1.1 for name, tensor in before.items()}
 
-    async def scenario(engine: Engine) -> list[list[Generation]]:
+    async def scenario(engine: VllmEngine) -> list[list[Generation]]:
         try:
             await wave(engine, "warm")
             start = time.perf_counter()
@@ -61,13 +63,14 @@ def test_vllm_samples_what_the_learner_scores_before_and_after_an_update(device,
             running = asyncio.create_task(wave(engine, "both"))
             await asyncio.sleep(spent / 3)
             start = time.perf_counter()
-            await engine.update(V1, newer)
+            await publish(engine, engine.core, V1, newer)
             figure("vLLM, an update in flight", time.perf_counter() - start, "s")
             return [old, await running, await wave(engine, "new")]
         finally:
             await engine.close()
 
     engine, _ = load_engine(config, V0)
+    assert isinstance(engine, VllmEngine)
     old, both, new = asyncio.run(scenario(engine))
     assert {tag for out in old for tag in out.weights} == {V0}
     assert {tag for out in new for tag in out.weights} == {V1}

@@ -160,14 +160,18 @@ def test_workers_and_learner_die_around_broadcasts_and_all_comes_back(
 
     async def scenario() -> None:
         await reaches(sync, await publish(1))
-        for step, victim in ((2, 0), (3, 1)):
-            running = asyncio.create_task(engine.generate(request(prompt, "a", max_tokens=200)))
+        for step, victim, busy in ((2, 0, True), (3, 1, False)):
+            running = []
+            if busy:
+                running = [engine.generate(request(prompt, "a", max_tokens=200))]
+            running = [asyncio.create_task(one) for one in running]
             sending = asyncio.create_task(publish(step))
             await asyncio.sleep(0.02 * step)
             workers()[victim].kill()
             weights = await sending
-            learner.check(prompt, await running)
-            await reaches(sync, weights)
+            for generation in running:
+                learner.check(prompt, await generation)
+            await reaches(sync, weights)  # idle engines are replaced as well
             learner.check(prompt, await engine.generate(request(prompt, f"{step}")))
         learner.publisher.close()
         learner.publisher = CollectivePublisher(

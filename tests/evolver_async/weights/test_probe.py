@@ -14,7 +14,7 @@ from evolver_async.weights.probe import (
     NOISE,
     TOLERANCE,
     Probe,
-    Scored,
+    ScoredProbe,
     add,
     fault,
     measure,
@@ -26,8 +26,8 @@ TOKENS = list(range(9))
 LOGPROBS = st.lists(st.floats(-20.0, 0.0), min_size=8, max_size=8)
 
 
-def scored(theirs: list[float], mine: list[float]) -> Scored:
-    return Scored(Probe(TOKENS, theirs), mine)
+def scored(theirs: list[float], mine: list[float]) -> ScoredProbe:
+    return ScoredProbe(Probe(TOKENS, theirs), mine)
 
 
 def moved(logprobs: list[float], by: float) -> list[float]:
@@ -73,7 +73,7 @@ def test_a_log_prob_that_is_not_finite_is_a_fault() -> None:
 
 
 def test_the_other_text_of_another_run_is_not_compared() -> None:
-    before = Scored(Probe([1] * 9, [-1.0] * 8), [-2.0] * 8)
+    before = ScoredProbe(Probe([1] * 9, [-1.0] * 8), [-2.0] * 8)
     assert fault(scored([-2.0] * 8, [-2.0] * 8), before, "float32") == ""
 
 
