@@ -7,7 +7,7 @@ import signal
 import socket
 
 from actors.endpoint.runner import make_agents
-from actors.engines.factory import load_engine, takes_adapters
+from actors.engines.factory import follow_weights
 from actors.experience.guide import ServiceGuide
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
@@ -28,8 +28,6 @@ from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.transport.client import Client, Rejected
 from evolver_async.transport.dealer import DealerClient
-from evolver_async.weights import factory as channel
-from evolver_async.weights.lora_receiver import merging
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +45,8 @@ def build(
 
     `experience`: a client of the experience service, where there is one.
     """
-    engine, tokenizer = load_engine(config)
+    engine, source, tokenizer = follow_weights(config, weights_address, name)
     chat = Chat(tokenizer)
-    receiver = channel.receiver(config, weights_address, name)
-    if not takes_adapters(engine):
-        receiver = merging(receiver, config.policy)
     failures, reflection = FailureCounts(), config.reflection
     components = ActorComponents(
         judge=make_judge(config, engine, chat, failures),
@@ -62,7 +57,7 @@ def build(
         failures=failures,
         reward_terms=reward_terms(config.rollout.reward_terms),
     )
-    return Worker(config, client, receiver, engine, chat, name, incarnation, components)
+    return Worker(config, client, source, engine, chat, name, incarnation, components)
 
 
 async def join(client: Client) -> tuple[Config, messages.Welcome]:

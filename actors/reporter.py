@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from actors.engines.base import Engine
 from actors.envs.adapters import service_client
 from actors.postprocess import ActorComponents
+from actors.weights.arrival import ArrivalCheck
 from evolver_async.metrics.gauges import FIRST_S, PERIOD_S, ProcessGauges
 from evolver_async.protocol import messages
 from evolver_async.transport.client import Client
@@ -21,6 +22,7 @@ class Reporter:
     client: Client
     engine: Engine
     components: ActorComponents
+    arrival: ArrivalCheck
     _generated: int = 0  # as last reported
     _gauges: dict[str, float] = field(default_factory=dict)  # not sent yet
     _service_failures: Counter[str] = field(default_factory=Counter)
@@ -51,7 +53,7 @@ class Reporter:
         failures = self.components.failures
         failures.noted.clear()
         self._service_failures.update(service_client.drain())
-        values = self.components.counters() | self._service_failures
+        values = self.components.counters() | self.arrival.counters() | self._service_failures
         totals = failures.totals()
         gauges, self._gauges = self._gauges, {}
         if values or totals or gauges:

@@ -23,13 +23,14 @@ from actors.rollout.finished import Deliver, Finished
 from actors.rollout.group import run_group
 from actors.scripted.branching import branch_group
 from actors.scripted.expert import demonstrate_group
+from actors.weights.arrival import ArrivalCheck
+from actors.weights.source import WeightSource
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.metrics.activity import ACTOR_LEVELS, ActivityClock, wall_clock
 from evolver_async.protocol import messages
 from evolver_async.schema import Ticket
 from evolver_async.transport.client import Client, Rejected
-from evolver_async.weights.channel.base import Receiver
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Worker:
         self,
         config: Config,
         client: Client,
-        receiver: Receiver,
+        source: WeightSource,
         engine: Engine,
         chat: Chat,
         name: str,
@@ -61,15 +62,15 @@ class Worker:
         # Concurrent members. One group of any stage fits, otherwise that stage could not be run.
         self.capacity = max(config.actors.groups * config.rollout.group_size, *self.sizes)
         self.client = client
-        self.receiver = receiver
+        self.source = source
         self.engine = engine
         self.name = name
-        self.reporter = Reporter(client, engine, self.components)
+        self.arrival = ArrivalCheck(engine, config.policy.dtype, failures.noted)
+        self.reporter = Reporter(client, engine, self.components, self.arrival)
         self.clock = ActivityClock(ACTOR_LEVELS, busy=lambda: engine.stats()["busy_s"])
-        identity = config.run.seed, name
-        self.adoption = WeightSync(receiver, engine, config.actors, *identity, self.clock)
-        poll_s = config.actors.poll_s
-        self.tickets = LeaseRequest(client, self.adoption, self.clock, poll_s)
+        ends, identity = (source, engine, self.arrival), (config.run.seed, name)
+        self.adoption = WeightSync(*ends, config.actors, *identity, self.clock)
+        self.tickets = LeaseRequest(client, self.adoption, self.clock, config.actors.poll_s)
         self.turnover = self.adoption.turnover  # notified whenever a ticket ends
         self.running: dict[TicketId, tuple[Ticket, TicketProgress, asyncio.Task[None]]] = {}
         self.tasks: set[asyncio.Task[None]] = set()  # of these and of those being released
@@ -113,7 +114,7 @@ class Worker:
             await self.components.close()
             await self.adoption.close()
             await self.engine.close()
-            self.receiver.close()
+            await self.source.close()
 
     async def lease(self) -> None:
         """Keep as many members running as the configuration allows.

@@ -50,12 +50,14 @@ class Track:
 class Watched:
     """Memory of the alarms: tracks by signal, suspicious steps in a row by alarm.
 
-    `judge_totals`: totals of the judge's audit after each of the last steps.
+    `judge_totals`: totals of the judge's audit after each of the last steps. `not_arrived`: totals
+    of updates that did not arrive, as the actors reported them before and after the last step.
     """
 
     tracks: dict[str, Track] = field(default_factory=dict)
     suspicious: dict[str, int] = field(default_factory=dict)
     judge_totals: list[list[float]] = field(default_factory=list)
+    not_arrived: list[float] = field(default_factory=list)
 
 
 @dataclass

@@ -51,7 +51,9 @@ HOMES: dict[str, tuple[str, ...]] = {
         "actors.engines.vllm_core",
         "actors.engines.vllm_lora",
         "actors.engines.vllm_start",
+        "actors.engines.vllm_swap",
         "actors.engines.vllm_weights",
+        "actors.weights.vllm_shadow",
     ),
     "gymnasium": ("actors.envs.adapters.gymnasium_env",),
     "reasoning_gym": ("actors.envs.adapters.reasoning_gym_env",),
@@ -80,6 +82,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "evolver_async.checkpoint.shards",  # the part of a checkpoint that sees tensors
         "evolver_async.weights",
         "actors.engines",
+        "actors.weights",
         "learner",
     ),
 }

@@ -7,12 +7,9 @@ Every engine passes `tests/support/engine_conformance.py`.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from evolver_async.schema import WeightId
-
-if TYPE_CHECKING:  # checking a configuration must not import torch
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +59,13 @@ class Engine(Protocol):
     def release(self, session: str) -> None:
         """Allow the eviction of a session's KV; ignore unknown sessions."""
 
-    async def update(self, weights: WeightId, tensors: "dict[str, Tensor]") -> None:
-        """Swap all weights, or none and raise.
+    async def score(self, tokens: list[int]) -> list[float]:
+        """Return the log-prob of each token but the first, at temperature 1, computed afresh.
 
-        `tensors` can become the engine's own: they no longer change.
-        With `in_flight` keep, running generations continue with the new weights on their whole
-        context, whose KV is computed again; with wait, they finish first while new ones queue.
-        After either, KV of the old weights is not used. With keep_kv, sessions that have begun keep
-        the KV they have; those that begin later use none of older weights.
+        The weights and kernels are those that sample. Raise FloatingPointError if one is not
+        finite.
         """
+        ...
 
     async def close(self) -> None:
         """End the step loop and cancel running generations."""

@@ -1,40 +1,57 @@
 """Factory of the configured engine, for actors and for evaluation."""
 
+from typing import TYPE_CHECKING
+
+import msgspec
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from actors.engines.base import Engine
 from actors.engines.torch_engine import TorchEngine
+from actors.weights.source import FetchedWeights, WeightSource
 from evolver_async.config import Config
 from evolver_async.model import policy
 from evolver_async.schema import WeightId
+from evolver_async.weights.factory import ReceiverSettings, receiver, receiver_settings
 from evolver_async.weights.lora_receiver import whole
+
+if TYPE_CHECKING:
+    from actors.engines.vllm_engine import VllmEngine
 
 
 def load_engine(
     config: Config, weights: WeightId | None = None, tensors: dict[str, Tensor] | None = None
 ) -> tuple[Engine, PreTrainedTokenizerBase]:
-    """Return the engine and its tokenizer. The engine holds `tensors`, those of a checkpoint, if
-    they are given.
+    """Return an engine that keeps its weights, and its tokenizer.
 
-    Without `weights` the engine waits for the first update. Set the number of torch's threads to
-    `engine.threads`.
+    The weights are `tensors`, those of a checkpoint, if they are given, else those of the policy
+    directory. Set the number
+    of torch's threads to `engine.threads`.
     """
     torch.set_num_threads(config.engine.threads)
     tokenizer = policy.load_tokenizer(config.policy.path)
     if config.engine.kind == "vllm":
-        engine = _vllm_engine(config, weights, tensors)
-    else:
-        engine = _torch_engine(config, tokenizer, weights, tensors)
-    return engine, tokenizer
+        return _vllm_engine(config, weights, tensors), tokenizer
+    return _torch_engine(config, tokenizer, weights, tensors), tokenizer
 
 
-def takes_adapters(engine: Engine) -> bool:
-    """Return True if updates of the engine bring adapters; False if they bring whole weights."""
-    from actors.engines.vllm_engine import VllmEngine
+def follow_weights(
+    config: Config, address: str, name: str
+) -> tuple[Engine, WeightSource, PreTrainedTokenizerBase]:
+    """Return an engine without weights, the source of its weights, and its tokenizer.
 
-    return isinstance(engine, VllmEngine) and engine.core.adapter is not None
+    `address`: that of the weight channel. `name`: the actor's. Set the number of torch's threads
+    to `engine.threads`.
+    """
+    torch.set_num_threads(config.engine.threads)
+    tokenizer = policy.load_tokenizer(config.policy.path)
+    settings = receiver_settings(config, address)
+    if config.engine.kind == "vllm":
+        engine = _vllm_engine(config, None, None, settings, name)
+        return engine, engine, tokenizer
+    engine = _torch_engine(config, tokenizer, None, None)
+    return engine, FetchedWeights(receiver(settings, config.engine.device, name), engine), tokenizer
 
 
 def _torch_engine(
@@ -42,7 +59,7 @@ def _torch_engine(
     tokenizer: PreTrainedTokenizerBase,
     weights: WeightId | None,
     tensors: dict[str, Tensor] | None,
-) -> Engine:
+) -> TorchEngine:
     dtype, device = config.policy.dtype, config.engine.device
     model = policy.load_model(config.policy.path, dtype=dtype, device=device)
     if tensors is not None:
@@ -59,17 +76,23 @@ def _torch_engine(
 
 
 def _vllm_engine(
-    config: Config, weights: WeightId | None, tensors: dict[str, Tensor] | None
-) -> Engine:
+    config: Config,
+    weights: WeightId | None,
+    tensors: dict[str, Tensor] | None,
+    settings: ReceiverSettings | None = None,
+    name: str = "engine",
+) -> "VllmEngine":
     from actors.engines.vllm_core import VllmCore
     from actors.engines.vllm_engine import VllmEngine
     from actors.engines.vllm_lora import adapter_of
     from actors.engines.vllm_start import Settings
 
     adapter = adapter_of(config)
-    if tensors is not None and adapter is None:
+    if adapter is not None and settings is not None:
+        settings = msgspec.structs.replace(settings, base="")  # served beside the base weights
+    if adapter is None and tensors is not None:
         tensors = whole(tensors, config.policy)
-    settings = Settings(
+    starting = Settings(
         path=config.policy.path,
         dtype=config.policy.dtype,
         directory=config.weights.dir,
@@ -77,7 +100,7 @@ def _vllm_engine(
         adapter=adapter,
         **vars(config.engine),
     )
-    core = VllmCore(settings, weights, tensors)
+    core = VllmCore(starting, weights, tensors, receiver=settings, name=name)
     return VllmEngine(
         core,
         vocabulary=core.vocabulary,

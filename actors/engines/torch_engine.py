@@ -21,13 +21,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from actors.engines.adoption import adopt
 from actors.engines.base import Generation, Request
-from actors.engines.fused import FusedDecoder
+from actors.engines.forward import SlotModel
 from actors.engines.kv_slots import Slots, check_attention
 from actors.engines.prefill import choose_prefill
 from actors.engines.running import RunningRequest
 from actors.engines.sampling import sample
 from actors.engines.stops import StopStrings
-from evolver_async.model.policy import pair_state, split_model
+from evolver_async.model.policy import pair_state
 from evolver_async.schema import WeightId
 
 
@@ -53,8 +53,7 @@ class TorchEngine:
         check_attention(model.config, max_length)
         self.weights = weights
         self._model = model
-        self._decoder, self._head = split_model(model)
-        self._fused = FusedDecoder(model, max_length) if FusedDecoder.fits(model) else None
+        self._forward_pass = SlotModel(model, max_length)
         self._stops = StopStrings(tokenizer)
         self._slots = Slots(slots, max_length, model.dtype, model.device, in_flight == "keep_kv")
         self._prefill_tokens = prefill_tokens
@@ -139,6 +138,13 @@ class TorchEngine:
     def _resume(self) -> None:
         self._holding = self._loading = False
         self._wake.set()
+
+    async def score(self, tokens: list[int]) -> list[float]:
+        """Score the tokens at once, between two steps."""
+        logprobs = self._forward_pass.score(tokens)
+        if not all(map(math.isfinite, logprobs)):
+            raise FloatingPointError(f"weights {self.weights}: {min(logprobs)}")
+        return logprobs
 
     async def close(self) -> None:
         if self._loop is not None:
@@ -250,13 +256,9 @@ class TorchEngine:
         start = time.perf_counter()
         inputs = self._slots.batch(slots, counts)
         rows = inputs.pop("rows")
-        if self._fused is not None:
-            hidden_BQD = self._fused(**inputs, slots=self._slots)
-        else:
-            states = self._decoder(**inputs, past_key_values=self._slots, use_cache=True)
-            hidden_BQD = states.last_hidden_state
+        hidden_BQD = self._forward_pass(self._slots, inputs)
         last = torch.from_numpy(counts - 1).to(hidden_BQD.device)
-        logits_BV = self._head(hidden_BQD[rows, last]).float()
+        logits_BV = self._forward_pass.head(hidden_BQD[rows, last]).float()
         self._slots.cached[slots] += counts
         self._stats["forward_s"] += time.perf_counter() - start
         return logits_BV

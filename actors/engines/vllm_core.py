@@ -1,11 +1,12 @@
 """Lifecycle of vLLM's processes: start, weight updates, restart after a crash, shutdown.
 
-    call      produces                     consumes         waits for           unblocked by
-    ready     an AsyncLLM with weights     the one held     a start, if dead    vLLM
-    update    weights in vLLM's workers    named tensors    earlier updates     the workers
+    call      produces                     consumes          waits for           unblocked by
+    ready     an AsyncLLM with weights     the one held      a start, if dead    vLLM
+    stage     a version in the workers     what they hold    its verification    the workers
+    adopt     weights in vLLM's workers    what is staged    earlier updates     the workers
 
 `vllm_start` starts the processes, `vllm_engine` sends requests to them, and `vllm_weights` runs
-inside them.
+inside them: weights come to the workers from the learner, none pass through this process.
 """
 
 import asyncio
@@ -14,20 +15,23 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-from safetensors.torch import save_file
+import msgspec
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig
 
-from actors.engines.vllm_start import Settings, start
-from evolver_async.model import lora
-from evolver_async.model.policy import ModelError
+from actors.engines.vllm_start import Settings, start, while_alive
+from actors.engines.vllm_swap import swap_adapter, swap_weights
+from actors.weights.vllm_channel import WorkerChannel, WorkerStates
+from evolver_async.model.policy import ModelError, check_shapes, weight_shapes
 from evolver_async.process.private_directories import PREFIX, claim, sweep
 from evolver_async.schema import WeightId
+from evolver_async.weights.channel.base import WeightsGone
+from evolver_async.weights.factory import ReceiverSettings
+from evolver_async.weights.probe import Probe
+from evolver_async.weights.shm import ShmPublisher
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.2  # interval at which a call checks that vLLM is alive
+LOOK_S = 0.01  # interval at which the workers' states are read
 
 
 class EngineDied(RuntimeError):
@@ -43,13 +47,15 @@ class EngineDied(RuntimeError):
 
 
 class VllmCore:
-    """Owner of an AsyncLLM with `weights`: `tensors` if given, else those of the policy directory.
+    """Owner of an AsyncLLM, and the source of its weights; see `weights.source.WeightSource`.
 
-    With `settings.adapter` the tensors are an adapter's. Token ids are below `vocabulary`.
-    `pause_s`: seconds for which the last update paused generation; `updates`: number of updates;
-    `restarts`: number of restarts; `keeps_kv`: updates leave the KV cache as it is; `broken`: set
-    by the caller if the current weights gave a log-prob that is not finite. A start takes half a
-    minute. Raise ValueError for invalid settings.
+    The first weights are `tensors` if given, else, under the name `weights`, those of the policy
+    directory; further ones come to vLLM's workers from `receiver`, or else from `publisher`, an own
+    one. With `settings.adapter` versions are adapters. `name`: the actor's. Token ids are below
+    `vocabulary`. `pause_s`: seconds for which the last update paused generation; `updates`: number
+    of updates; `restarts`: number of restarts; `keeps_kv`: updates leave the KV cache as it is;
+    `broken`: set by the caller if the current weights gave a log-prob that is not finite. A start
+    takes half a minute. Raise ValueError for invalid settings.
     """
 
     def __init__(
@@ -57,6 +63,9 @@ class VllmCore:
         settings: Settings,
         weights: WeightId | None = None,
         tensors: dict[str, Tensor] | None = None,
+        *,
+        receiver: ReceiverSettings | None = None,
+        name: str = "engine",
     ) -> None:
         self.restarts = 0
         self.updates = 0
@@ -67,58 +76,58 @@ class VllmCore:
         self._settings = settings
         model = AutoConfig.from_pretrained(settings.path, local_files_only=True)
         self.vocabulary: int = model.vocab_size
-        self._shapes, self._base = _shapes(model), None
-        if (adapter := settings.adapter) is not None:
-            self._base = lora.fingerprint_of(settings.path, self._shapes, settings.dtype)
-            empty = _empty(model)
-            self._shapes = lora.shapes(empty, rank=adapter.rank, targets=adapter.targets)
-        if tensors is not None:
-            self.check(tensors)
-        self._held: tuple[WeightId | None, Path | None] = (weights, None)
-        self._numbers = itertools.count()
-        self._settled = False  # True if the AsyncLLM has the weights in `_held`
+        if tensors is not None and self.adapter is None:  # an adapter is checked by the workers
+            check_shapes(weight_shapes(model), tensors)
+        self.weights = weights  # those of the workers, or, after a restart, those they shall have
+        self._received = tensors is not None  # True if `weights` come over the channel
+        self._settled = False  # True if the AsyncLLM has them
         self._closed = False
+        self._staged: tuple[AsyncLLM, int, WeightId] | None = None
+        self._numbers = itertools.count(1)  # of starts and of requests to stage
         self._updating = asyncio.Lock()
         self._recovery: asyncio.Task[None] | None = None
         self._llm: AsyncLLM | None = None
+        self.publisher: ShmPublisher | None = None
         sweep(Path(settings.directory))  # of actors that were killed
         self._directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}engine-", dir=settings.directory))
         try:
             self._claim = claim(self._directory)
-            if weights is not None and tensors is not None:
-                self._held = weights, self._store(weights, tensors)
-            self._llm = start(settings)
+            if receiver is None:
+                self.publisher = ShmPublisher(self._directory / "weights", background=False)
+                receiver = ReceiverSettings("shm", self.publisher.address)
+                if weights is not None and tensors is not None:
+                    self.publisher.publish(weights, tensors)
+            self._channel = WorkerChannel(receiver, "", name)
+            self._states = self._new_states()
+            self._llm = self._start()
         except BaseException:
             shutil.rmtree(self._directory)
             raise
 
     @property
-    def weights(self) -> WeightId | None:
-        return self._held[0]
-
-    @property
     def lora_request(self) -> "LoRARequest | None":
         """Address of the adapter for requests; None without one and before its first update."""
-        return self.adapter.request() if self.adapter and self._held[1] else None
+        return self.adapter.request() if self.adapter and self._received else None
 
-    def check(self, tensors: dict[str, Tensor]) -> None:
-        """Raise ModelError, which names the tensor, unless these are all weights of the model, or
-        all tensors of its adapter."""
-        for name in self._shapes.keys() ^ tensors.keys():
-            raise ModelError(f"weight {name} is {'missing' if name in self._shapes else 'unknown'}")
-        for name, tensor in tensors.items():
-            if tensor.shape != self._shapes[name]:
-                shapes = f"{list(tensor.shape)}, not {list(self._shapes[name])}"
-                raise ModelError(f"weight {name} has shape {shapes}")
-        if self._base is not None:
-            lora.check_base(tensors, self._base)
+    def head(self) -> WeightId | None:
+        """Return the newest version that all workers know of.
+
+        Dead workers learn of none, so they are replaced, even if nothing is generated. Raise
+        EngineDied.
+        """
+        if self._llm is None or self._llm.errored:
+            if self._recovery is not None and self._recovery.done():
+                self._recovery.result()
+            self._recovering()
+        return self._states.head()
+
+    def available(self) -> list[WeightId]:
+        return self._states.available()
 
     async def ready(self) -> "AsyncLLM":
         """Return the AsyncLLM with current weights; restart it if necessary. Raise EngineDied."""
         while self._llm is None or self._llm.errored or not self._settled:
-            if self._recovery is None or self._recovery.done():
-                self._recovery = asyncio.create_task(self._recover(), name="vllm")
-            await asyncio.shield(self._recovery)
+            await asyncio.shield(self._recovering())
         return self._llm
 
     def lose(self, llm: "AsyncLLM") -> None:
@@ -127,31 +136,11 @@ class VllmCore:
             self._llm, self._settled = None, False
             llm.shutdown()
 
-    async def update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None:
-        """Swap the weights. Raise ModelError and keep the old ones if vLLM rejects them."""
-        async with self._updating:
-            path = await asyncio.to_thread(self._store, weights, tensors)
-            try:
-                await self._swap_or_restart(weights, path)
-            except BaseException:
-                path.unlink(missing_ok=True)
-                raise
-            (_, old), self._held = self._held, (weights, path)
-            self.updates += 1
-            if old is not None:
-                old.unlink(missing_ok=True)
+    async def stage(self, weights: WeightId) -> Probe | None:
+        """Bring a version into all workers, beside the weights that generate.
 
-    async def close(self) -> None:
-        """End vLLM's processes and remove the weight files."""
-        self._closed = True
-        if self._recovery is not None:
-            await asyncio.wait([self._recovery])
-        if self._llm is not None:
-            self.lose(self._llm)
-        self._claim.remove()
-
-    async def _swap_or_restart(self, weights: WeightId, path: Path) -> None:
-        """Swap the weights; after a crash repeat that with the restarted AsyncLLM."""
+        Raise WeightsGone, WeightsCorrupt, or ModelError if it does not fit.
+        """
         from vllm.v1.engine.exceptions import (  # pyright: ignore[reportMissingImports]
             EngineDeadError,
         )
@@ -159,13 +148,51 @@ class VllmCore:
         while True:
             llm = await self.ready()
             try:
-                return await self._swap(llm, weights, path)
+                return await self._stage(llm, weights)
             except EngineDeadError:
                 self.lose(llm)
-            except Exception as error:
-                # Some workers may hold a part of the new weights.
-                self.lose(llm)
-                raise ModelError(f"vLLM rejected weights {weights}: {error}") from error
+
+    async def adopt(self, weights: WeightId) -> None:
+        """Swap the weights for staged ones. Raise ModelError and keep the old ones if vLLM fails.
+
+        A version that was staged in processes that died meanwhile is staged again.
+        """
+        from vllm.v1.engine.exceptions import (  # pyright: ignore[reportMissingImports]
+            EngineDeadError,
+        )
+
+        async with self._updating:
+            while True:
+                llm = await self.ready()
+                try:
+                    if self._staged is None or (self._staged[0], self._staged[2]) != (llm, weights):
+                        await self._stage(llm, weights)
+                    await self._swap(llm, weights)
+                except EngineDeadError:
+                    self.lose(llm)
+                else:
+                    self.weights, self._received = weights, True
+                    self.updates += 1
+                    return
+
+    async def close(self) -> None:
+        """End vLLM's processes and remove the directory; a second call changes nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._recovery is not None:
+            await asyncio.wait([self._recovery])
+        if self._llm is not None:
+            self.lose(self._llm)
+        if self.publisher is not None:
+            self.publisher.close()
+        self._claim.remove()
+
+    def _recovering(self) -> "asyncio.Task[None]":
+        """Return the task that makes the AsyncLLM ready, which this begins if necessary."""
+        if self._recovery is None or self._recovery.done():
+            self._recovery = asyncio.create_task(self._recover(), name="vllm")
+        return self._recovery
 
     async def _recover(self) -> None:
         while True:
@@ -174,18 +201,38 @@ class VllmCore:
             llm = self._llm
             if llm is None or llm.errored:
                 llm = await self._start_again()
-            weights, path = self._held
             try:
-                if path is not None:
-                    await self._swap(llm, weights, path)
-                elif weights is not None:
-                    await _while_alive(llm, llm.update_weight_version(str(weights)))
+                if self._received:
+                    await self._restore(llm)
+                elif self.weights is not None:
+                    await while_alive(llm, llm.update_weight_version(str(self.weights)))
             except Exception as error:
-                log.error("vLLM rejected weights %s: %s", weights, error)
+                log.error("vLLM rejected weights %s: %s", self.weights, error)
                 self.lose(llm)
             else:
                 self._settled = True
                 return
+
+    async def _restore(self, llm: "AsyncLLM") -> None:
+        """Bring the weights held before, or else the newest, into processes that have begun anew.
+
+        A version that an evaluation needs is kept by the learner, so it is found again.
+        """
+        while True:
+            while (head := self.head()) is None:
+                if self._closed:
+                    raise EngineDied("the engine has ended")
+                await while_alive(llm, asyncio.sleep(LOOK_S))
+            weights = self.weights if self.weights in self.available() else head
+            try:
+                await self._stage(llm, weights)
+            except WeightsGone:
+                continue
+            if weights != self.weights:
+                log.warning("weights %s are gone: vLLM goes on with %s", self.weights, weights)
+            await self._swap(llm, weights)
+            self.weights = weights
+            return
 
     async def _start_again(self) -> "AsyncLLM":
         if self._llm is not None:
@@ -197,73 +244,55 @@ class VllmCore:
             "vLLM has died: it is restarted with weights %s (%d of %d restarts)",
             *(self.weights, self.restarts, self._settings.restarts),
         )
+        self._states = self._new_states()
         try:
-            self._llm = await asyncio.to_thread(start, self._settings)
+            self._llm = await asyncio.to_thread(self._start)
             return self._llm
         except Exception as error:
             log.error("vLLM does not start: %s", error)
             return await self._start_again()
 
-    async def _swap(self, llm: "AsyncLLM", weights: WeightId | None, path: Path) -> None:
-        """Load `path` in the workers; this pauses generation and clears the KV cache, unless it is
-        to be kept and is not broken."""
-        from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
-            WeightTransferUpdateRequest,
+    def _new_states(self) -> WorkerStates:
+        """Make the directory for the states of workers that are to be started."""
+        directory = self._directory / f"workers-{next(self._numbers)}"
+        directory.mkdir(mode=0o700)
+        return WorkerStates(directory, self._settings.tensor_parallel)
+
+    def _start(self) -> "AsyncLLM":
+        states = str(self._states.directory)
+        return start(self._settings, msgspec.structs.replace(self._channel, states=states))
+
+    async def _stage(self, llm: "AsyncLLM", weights: WeightId) -> Probe | None:
+        """Let the workers of `llm` stage a version, and wait until all of them have it."""
+        request = next(self._numbers)
+        arguments = request, str(weights)
+        await while_alive(llm, llm.collective_rpc("stage_weights", args=arguments))
+        while (state := self._states.staged(request)) is None:
+            await while_alive(llm, asyncio.sleep(LOOK_S))
+        self._staged = llm, request, weights
+        return state.probe
+
+    async def _swap(self, llm: "AsyncLLM", weights: WeightId) -> None:
+        """Adopt what is staged; this pauses generation.
+
+        After a failure some workers may hold a part of the new weights, so they are replaced.
+        """
+        from vllm.v1.engine.exceptions import (  # pyright: ignore[reportMissingImports]
+            EngineDeadError,
         )
 
-        began = time.perf_counter()
-        snapshot = WeightTransferUpdateRequest(update_info={"path": str(path), "wipe": self.broken})
-        clear = self.broken or not self.keeps_kv
-        await _while_alive(llm, llm.pause_generation(mode="keep", clear_cache=clear))
-        if (one := self.adapter) is not None:
-            arguments = str(path), self.broken, one.number, one.rank, one.alpha
-            await _while_alive(llm, llm.collective_rpc("replace_adapter", args=arguments))
-            await _while_alive(llm, llm.update_weight_version(str(weights)))
-        else:
-            await _while_alive(llm, llm.start_weight_update())
-            await _while_alive(llm, llm.update_weights(snapshot))
-            await _while_alive(llm, llm.finish_weight_update(str(weights)))
-        await _while_alive(llm, llm.resume_generation())
+        assert self._staged is not None
+        (_, request, _), self._staged = self._staged, None
+        clear, began = self.broken or not self.keeps_kv, time.perf_counter()
+        swap = swap_weights if self.adapter is None else swap_adapter
+        try:
+            await while_alive(llm, llm.pause_generation(mode="keep", clear_cache=clear))
+            await swap(llm, weights, request, self.broken)
+            await while_alive(llm, llm.resume_generation())
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            self.lose(llm)
+            raise ModelError(f"vLLM rejected weights {weights}: {error}") from error
         self.broken = False
         self.pause_s = time.perf_counter() - began
-
-    def _store(self, weights: WeightId, tensors: dict[str, Tensor]) -> Path:
-        """Write the weights, which were verified when fetched, to a new file."""
-        path = self._directory / f"weights-{weights}-{next(self._numbers)}.safetensors"
-        try:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-        except BaseException:  # for instance if /dev/shm is full
-            path.unlink(missing_ok=True)
-            raise
-        return path
-
-
-async def _while_alive(llm: "AsyncLLM", call: Coroutine[Any, Any, Any]) -> Any:
-    """Await a call. Raise EngineDeadError if vLLM dies before it has answered."""
-    task = asyncio.ensure_future(call)
-    try:
-        while not task.done():
-            await asyncio.wait([task], timeout=POLL_S)
-            if llm.errored and not task.done():
-                raise llm.dead_error
-        return task.result()
-    finally:
-        task.cancel()
-
-
-def _shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
-    """Return the shapes of the model's weights by the names of `policy.state_tensors`."""
-    model = _empty(config)
-    everything = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    unique = {name for name, _ in model.named_parameters()}
-    return {
-        name: tensor.shape
-        for name, tensor in model.state_dict().items()
-        if name in unique or name not in everything
-    }
-
-
-def _empty(config: PretrainedConfig) -> PreTrainedModel:
-    """Return the model without memory for its weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)

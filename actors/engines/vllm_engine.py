@@ -13,11 +13,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from actors.engines.base import Generation, Request
 from actors.engines.vllm_core import VllmCore
 from evolver_async.schema import WeightId
+from evolver_async.weights.probe import Probe
 
 if TYPE_CHECKING:
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
@@ -27,7 +26,7 @@ SEED_LIMIT = 1 << 63  # vLLM's seeds are below it
 
 
 class VllmEngine:
-    """Engine that owns a VllmCore; see `actors.engines.base.Engine`.
+    """Engine that owns a VllmCore; see `base.Engine` and `weight_source.WeightSource`.
 
     Token ids are below `vocabulary`. `slots`: number of concurrent sequences if `in_flight` is
     "wait", in which case new requests queue here. `max_length`: tokens of context, at most the
@@ -88,23 +87,58 @@ class VllmEngine:
         """Forget the session; vLLM evicts the least recently used KV itself."""
         self._begun.pop(session, None)
 
-    async def update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None:
-        """Swap the weights. Raise ModelError and keep the old ones if they do not fit.
+    def head(self) -> WeightId | None:
+        return self.core.head()
+
+    def available(self) -> list[WeightId]:
+        return self.core.available()
+
+    async def stage(self, weights: WeightId) -> Probe | None:
+        """Bring a version into vLLM's workers while generation goes on."""
+        return await self.core.stage(weights)
+
+    async def adopt(self, weights: WeightId) -> None:
+        """Swap the weights. Raise ModelError and keep the old ones if vLLM rejects them.
 
         Cancelling the call does not stop the swap, which is never left incomplete.
         """
-        self.core.check(tensors)
-        await asyncio.shield(asyncio.ensure_future(self._update(weights, tensors)))
+        await asyncio.shield(asyncio.ensure_future(self._adopt(weights)))
 
-    async def _update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None:
+    async def _adopt(self, weights: WeightId) -> None:
         async with self._updating:
             if self._room is not None:
                 self._open.clear()
                 await self._idle.wait()
             try:
-                await self.core.update(weights, tensors)
+                await self.core.adopt(weights)
             finally:
                 self._open.set()
+
+    async def score(self, tokens: list[int]) -> list[float]:
+        """Score the tokens as a prompt, without cached KV."""
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+        from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.exceptions import (  # pyright: ignore[reportMissingImports]
+            EngineDeadError,
+        )
+
+        # A prompt whose log-probs are asked for is computed as a whole.
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        scored = None
+        while scored is None:
+            llm = await self.core.ready()
+            try:
+                async for output in llm.generate(
+                    tokens_input(tokens), params, f"{next(self._numbers)}"
+                ):
+                    scored = output.prompt_logprobs or scored
+            except EngineDeadError:
+                self.core.lose(llm)
+        pairs = zip(tokens[1:], scored[1:], strict=True)
+        logprobs = [position[token].logprob for token, position in pairs]
+        if not all(map(math.isfinite, logprobs)):
+            raise FloatingPointError(f"weights {self.weights}: {min(logprobs)}")
+        return logprobs
 
     async def close(self) -> None:
         tasks = [task for task in self._sessions.values() if task is not None]

@@ -1,36 +1,46 @@
 """Adapter of a run as vLLM serves it: unmerged, on the base weights of the policy directory.
 
 An adapter has the name of its run, so that vLLM never mixes those of several runs on one base
-model. All but `AdapterWorker` runs in the actor.
+model. `AdapterLoader` runs in vLLM's workers, all else in the actor.
 """
 
 import logging
 import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
+import torch
+from torch import Tensor
 from transformers import AutoConfig
 
 from evolver_async.config import Config
+from evolver_async.model import lora
 from evolver_async.model.lora import BASE
+from evolver_async.model.policy import ModelError, check_shapes, empty_model
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
 log = logging.getLogger(__name__)
 
+ADAPTER = "EVOLVER_ENGINE_ADAPTER"  # environment variable with an Adapter, or null
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's MaxLoRARanks
 NUMBERS = (1 << 31) - 1  # vLLM keeps the number of an adapter in a signed integer, from 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """Name, rank and alpha of an adapter; `targets`: see `policy.lora.targets`."""
+    """Name, rank and alpha of an adapter; `dtype`: that of the base weights.
+
+    `targets`: see `policy.lora.targets`.
+    """
 
     name: str
     rank: int
     alpha: float
+    dtype: str = "float32"
     targets: tuple[str, ...] = ()
 
     @property
@@ -46,7 +56,6 @@ class Adapter:
             "max_lora_rank": rank,
             "max_loras": 1,
             "max_cpu_loras": 1,
-            "worker_extension_cls": f"{__name__}.{AdapterWorker.__name__}",
         }
 
     def request(self) -> "LoRARequest":
@@ -72,6 +81,7 @@ def adapter_of(config: Config) -> Adapter | None:
         name=config.run.name or "policy",
         rank=settings.rank,
         alpha=settings.alpha,
+        dtype=config.policy.dtype,
         targets=tuple(settings.targets),
     )
 
@@ -93,59 +103,64 @@ def _problem(path: str, rank: int) -> str:
     return ""
 
 
-class AdapterWorker:
-    """Extension of vLLM's worker, in its process: each update replaces the one adapter's tensors.
+class AdapterLoader:
+    """Replacement of the one adapter of a worker of vLLM, in its process.
 
     The adapter keeps its number and its place in the layers' stacked tensors, so running requests
-    continue under the new one, and captured CUDA graphs read it. This is not a
-    `WeightTransferEngine`, because after each of its updates vLLM removes all adapters
-    (`Worker.finish_weight_update`).
+    continue under the new one, and captured CUDA graphs read it. `path`: policy directory;
+    `shapes`: those of its weights; `model`: vLLM's.
     """
 
-    vllm_config: Any
-    model_runner: Any
+    def __init__(
+        self, adapter: Adapter, path: str, shapes: Mapping[str, torch.Size], model: Any
+    ) -> None:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        self._shapes = lora.shapes(empty_model(config), rank=adapter.rank, targets=adapter.targets)
+        self._base = lora.fingerprint_of(path, shapes, adapter.dtype)
+        self._adapter = adapter
+        self._model = model
 
-    def replace_adapter(self, path: str, wiped: bool, number: int, rank: int, alpha: float) -> None:
-        """Put an adapter in the place of the one before it; ValueError for unknown linears.
+    def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+        """Return a function that puts an adapter in the place of the one before it.
 
-        `path`: safetensors file with the tensors under the names of `policy.state_tensors`;
-        `wiped`: see `vllm_weights.WeightsFile`; `number`, `rank`, `alpha`: those of
-        `vllm_lora.Adapter`.
-
-        `LoRAModelManager.activate_adapter` copies this worker's part of the tensors into the
-        layers' stacked ones, in place.
+        `tensors` have the names of `policy.state_tensors`. Raise ModelError if they are not those
+        of an adapter of the policy directory, or vLLM serves none of their linears.
         """
         from vllm.lora.lora_model import LoRAModel  # pyright: ignore[reportMissingImports]
         from vllm.lora.peft_helper import PEFTHelper  # pyright: ignore[reportMissingImports]
 
-        from actors.engines.vllm_weights import wipe
-
-        with safe_open(path, framework="pt", device="cpu") as file:
-            # Copies, because vLLM scales them in place.
-            tensors = {
-                f"base_model.model.{name}.weight": file.get_tensor(name).clone()
-                for name in file.keys()  # noqa: SIM118
-                if name != BASE
-            }
-        model = self.model_runner.get_model()
-        manager = model.lora_manager
-        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        check_shapes(self._shapes, tensors)
+        lora.check_base(tensors, self._base)
+        one, manager = self._adapter, self._model.lora_manager
+        mapper = getattr(self._model, "hf_to_vllm_mapper", None)
         adapter = LoRAModel.from_lora_tensors(
-            number,
-            tensors,
-            PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[]),  # pyright: ignore
+            one.number,
+            {
+                # Copies, because vLLM scales them in place.
+                f"base_model.model.{name}.weight": tensor.clone()
+                for name, tensor in tensors.items()
+                if name != BASE
+            },
+            PEFTHelper(r=one.rank, lora_alpha=one.alpha, target_modules=[]),  # pyright: ignore
             device="cpu",
             dtype=manager.lora_config.lora_dtype,
             weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
         )
         parts = {part for packed in manager.packed_modules.values() for part in packed}
         for name in sorted(adapter.loras.keys() - manager.modules.keys() - parts):
-            raise ValueError(
+            raise ModelError(
                 f"policy.lora.targets: vLLM serves no adapter of {name}: name other linears, or"
                 " set engine.merge_lora=true"
             )
-        manager.remove_adapter(number)
+        return partial(self._replace, adapter)
+
+    def _replace(self, adapter: Any) -> None:
+        """Replace the adapter in place.
+
+        `LoRAModelManager.activate_adapter` copies this worker's part of the tensors into the
+        layers' stacked ones.
+        """
+        manager = self._model.lora_manager
+        manager.remove_adapter(adapter.id)
         manager.add_adapter(adapter)
-        manager.activate_adapter(number)
-        if wiped:
-            wipe(self.vllm_config)
+        manager.activate_adapter(adapter.id)

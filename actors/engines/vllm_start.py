@@ -1,10 +1,16 @@
-"""Start of vLLM's processes: settings, environment variables and engine arguments."""
+"""Start of vLLM's processes by settings and environment, and calls that notice their end."""
 
+import asyncio
 import os
+import threading
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from actors.engines.vllm_lora import Adapter
+import msgspec
+
+from actors.engines.vllm_lora import ADAPTER, Adapter
+from actors.weights.vllm_channel import WorkerChannel
 from evolver_async.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -12,6 +18,8 @@ if TYPE_CHECKING:
 
 CPU_KV_BYTES = 128 << 20
 CPU_BLOCK = 32  # tokens per block of KV; the minimum of vLLM's CPU kernels
+EXTENSION = "actors.engines.vllm_weights.WorkerExtension"
+POLL_S = 0.2  # interval at which a call checks that vLLM is alive
 STREAM_INTERVAL = 8  # new tokens of a request between two outputs of vLLM
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -21,14 +29,15 @@ ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked worker would outlive the actor
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # OMP_NUM_THREADS sets the number of threads
 }
+_starting = threading.Lock()  # processes inherit the environment, which names their channel
 
 
 @dataclass(kw_only=True)
 class Settings(EngineConfig):
     """Settings of vLLM; `config.EngineConfig` and `config.PolicyConfig` document them.
 
-    `directory`: directory in shared memory, in which a private one for weights is made. `adapter`:
-    the adapter whose tensors updates bring; None if they bring whole weights.
+    `directory`: directory in shared memory, in which a private one is made. `adapter`: the adapter
+    whose tensors updates bring; None if they bring whole weights.
     """
 
     path: str
@@ -38,9 +47,10 @@ class Settings(EngineConfig):
     adapter: Adapter | None = None
 
 
-def start(settings: Settings) -> "AsyncLLM":
+def start(settings: Settings, channel: WorkerChannel) -> "AsyncLLM":
     """Start vLLM with the weights of the policy directory, in processes that end with this one.
 
+    The workers receive versions from `channel` as soon as their models are loaded.
     Raise ValueError if this build of vLLM does not support `settings.device`.
     """
     for name, value in ENVIRONMENT.items():
@@ -49,9 +59,8 @@ def start(settings: Settings) -> "AsyncLLM":
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
-    from actors.engines.vllm_weights import BACKEND, OWNER
+    from actors.engines.vllm_weights import BACKEND, CHANNEL, OWNER
 
-    os.environ[OWNER] = str(os.getpid())
     on_cpu = current_platform.is_cpu()
     if settings.device not in ("auto", "cpu" if on_cpu else "cuda"):
         only = f"{'cpu' if on_cpu else 'cuda'} only, not {settings.device}"
@@ -77,8 +86,26 @@ def start(settings: Settings) -> "AsyncLLM":
         logprobs_mode="processed_logprobs",
         stream_interval=STREAM_INTERVAL,
         weight_transfer_config={"backend": BACKEND},
+        worker_extension_cls=EXTENSION,
         **(settings.adapter.arguments() if settings.adapter else {}),
         disable_log_stats=True,
         generation_config="vllm",
     )
-    return AsyncLLM.from_engine_args(arguments)
+    with _starting:
+        os.environ[OWNER] = str(os.getpid())
+        os.environ[CHANNEL] = msgspec.json.encode(channel).decode()
+        os.environ[ADAPTER] = msgspec.json.encode(settings.adapter).decode()
+        return AsyncLLM.from_engine_args(arguments)
+
+
+async def while_alive(llm: "AsyncLLM", call: Coroutine[Any, Any, Any]) -> Any:
+    """Await a call. Raise EngineDeadError if vLLM dies before it has answered."""
+    task = asyncio.ensure_future(call)
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=POLL_S)
+            if llm.errored and not task.done():
+                raise llm.dead_error
+        return task.result()
+    finally:
+        task.cancel()

@@ -1,18 +1,22 @@
-"""Plugin inside vLLM's processes: loads new weights and ends the process with the actor.
+"""Plugin inside vLLM's processes: receives and adopts weights, and ends the process with its actor.
 
-vLLM calls `register` in each of its processes, as pyproject.toml names it as a plugin. `vllm_core`
-is its counterpart in the actor.
+vLLM calls `register` in each of its processes, as pyproject.toml names it as a plugin. Every worker
+has an end of the weight channel (`vllm_channel`). `vllm_core` is its counterpart in the actor.
 """
 
 import os
 import select
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import msgspec
 import torch
-from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig
 from vllm.distributed.weight_transfer import (  # pyright: ignore[reportMissingImports]
     WeightTransferEngineFactory,
 )
@@ -26,14 +30,20 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     initialize_layerwise_reload,
 )
 
-BACKEND = "evolver_snapshot"
+from actors.engines.vllm_lora import ADAPTER, Adapter, AdapterLoader
+from actors.weights.vllm_channel import StagingThread, WorkerChannel
+from actors.weights.vllm_shadow import ShadowModel
+from evolver_async.model.policy import check_shapes, weight_shapes
+
+BACKEND = "evolver_channel"
 OWNER = "EVOLVER_ENGINE_OWNER"  # environment variable with the actor's process id
+CHANNEL = "EVOLVER_ENGINE_CHANNEL"  # environment variable with a WorkerChannel
 
 
 def register() -> None:
     """Register the backend, and end this process with its owner if it has one."""
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, SnapshotTransfer)
+        WeightTransferEngineFactory.register_engine(BACKEND, ChannelTransfer)
     owner = int(os.environ.get(OWNER, 0))
     if owner not in (0, os.getpid()):
         threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True).start()
@@ -52,48 +62,96 @@ def _end_with(owner: int) -> None:
 
 @dataclass
 class NoInfo(WeightTransferInitInfo):
-    """Empty: the backend needs no initialisation."""
+    """Empty: the channel is known when the worker starts."""
 
 
 @dataclass
-class WeightsFile(WeightTransferUpdateInfo):
-    """Safetensors file with all weights under the names of the Hugging Face model.
+class StagedWeights(WeightTransferUpdateInfo):
+    """Number of the request by which the weights to adopt were staged.
 
     `wipe`: True if the previous weights were broken. Then the KV cache is overwritten, because
     attention multiplies masked positions by 0, and NaN times 0 is NaN.
     """
 
-    path: str
+    request: int
     wipe: bool
 
 
-class SnapshotTransfer(WeightTransferEngine[NoInfo, WeightsFile]):
-    """Weight transfer that loads a file into this worker's part of the model, in place.
+class WorkerExtension:
+    """Methods that vLLM adds to its workers, to be called by the actor."""
 
-    The file is memory-mapped: a tensor-parallel worker reads only its own part.
-    """
+    weight_transfer_engine: "ChannelTransfer"
+
+    def stage_weights(self, request: int, weights: str) -> None:
+        """Begin to stage a version; the worker's state tells the end."""
+        self.weight_transfer_engine.staging.stage(request, weights)
+
+    def adopt_adapter(self, request: int, wipe: bool) -> None:
+        """Adopt a staged adapter.
+
+        Not by an update of the `WeightTransferEngine`, because after each of those vLLM removes all
+        adapters (`Worker.finish_weight_update`).
+        """
+        self.weight_transfer_engine.receive_weights(StagedWeights(request, wipe))
+
+
+class ChannelTransfer(WeightTransferEngine[NoInfo, StagedWeights]):
+    """Weight transfer whose receiver lives in this worker, and joins as soon as it starts."""
 
     init_info_cls = NoInfo
-    update_info_cls = WeightsFile
+    update_info_cls = StagedWeights
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        path = vllm_config.model_config.model
+        self._shapes = weight_shapes(AutoConfig.from_pretrained(path, local_files_only=True))
+        adapter = msgspec.json.decode(os.environ[ADAPTER], type=Adapter | None)
+        self._adapters = AdapterLoader(adapter, path, self._shapes, model) if adapter else None
+        eager = vllm_config.model_config.enforce_eager
+        # Compiled code keeps references to the weights, so there they are loaded in place.
+        shadowed = device.type == "cpu" and eager and adapter is None
+        self._shadow = ShadowModel(model, vllm_config) if shadowed else None
+        rank = vllm_config.parallel_config.rank
+        channel = msgspec.json.decode(os.environ[CHANNEL], type=WorkerChannel)
+        self.staging = StagingThread(channel, rank, str(device), self._prepare)
 
     def init_transfer_engine(self, init_info: NoInfo) -> None:
         """Do nothing."""
 
     def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+        """Do nothing: the staged version is taken first, as it may have been withdrawn."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
-    def receive_weights(self, update_info: WeightsFile) -> None:
-        with safe_open(update_info.path, framework="pt", device="cpu") as file:
-            self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+    def receive_weights(self, update_info: StagedWeights) -> None:
+        adopt: Callable[[], None] = self.staging.take(update_info.request)
+        adopt()
         if update_info.wipe:
-            wipe(self.vllm_config)
+            self._wipe()
 
     def finish_weight_update(self) -> None:
+        """Do nothing: adopted weights are complete."""
+
+    def shutdown(self) -> None:
+        self.staging.close()
+
+    def _prepare(self, tensors: dict[str, Tensor]) -> Callable[[], None]:
+        """Return a function that swaps the weights, which does as little as possible."""
+        if self._adapters is not None:
+            return self._adapters.prepare(tensors)
+        check_shapes(self._shapes, tensors)
+        if self._shadow is None:
+            return partial(self._load, tensors)
+        self._shadow.prepare(tensors)
+        return self._shadow.exchange
+
+    def _load(self, tensors: dict[str, Tensor]) -> None:
+        """Load whole weights in place, layer by layer."""
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(iter(tensors.items()))
         # `_layerwise_process` in vllm/model_executor/model_loader/reload/layerwise.py copies the
         # new weights into the tensors that the layers had before (`_copy_and_restore_kernel_
         # tensors`), so captured CUDA graphs, which hold their addresses, read the new weights.
@@ -104,14 +162,9 @@ class SnapshotTransfer(WeightTransferEngine[NoInfo, WeightsFile]):
             if hasattr(module, "cpu_linear") and module.weight.numel():
                 module.quant_method.process_weights_after_loading(module)
 
-    def shutdown(self) -> None:
-        """Do nothing: no resources are held between updates."""
-
-
-@torch.inference_mode()
-def wipe(vllm_config: Any) -> None:
-    """Overwrite the KV cache of this worker with zeros."""
-    for layer in vllm_config.compilation_config.static_forward_context.values():
-        cache = getattr(layer, "kv_cache", None)  # layers of experts have none
-        if isinstance(cache, torch.Tensor):
-            cache.zero_()
+    @torch.inference_mode()
+    def _wipe(self) -> None:
+        for layer in self.vllm_config.compilation_config.static_forward_context.values():
+            cache = getattr(layer, "kv_cache", None)  # layers of experts have none
+            if isinstance(cache, torch.Tensor):
+                cache.zero_()

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 
 from actors.engines.base import Engine
 from actors.progress import TicketProgress
+from actors.weights.arrival import ArrivalCheck
+from actors.weights.source import WeightSource
 from evolver_async.config import ActorsConfig
 from evolver_async.metrics.activity import AWAITING, LOADING, ActivityClock
 from evolver_async.randomness import key
 from evolver_async.schema import SCRIPTED, Ticket, WeightId
-from evolver_async.weights.channel.base import Receiver, WeightsGone
+from evolver_async.weights.channel.base import WeightsGone
 
 
 class WeightsLate(Exception):
@@ -26,17 +28,19 @@ class WeightsLate(Exception):
 class WeightSync:
     """Weights of one engine. The worker notifies `turnover` when a ticket ends."""
 
-    receiver: Receiver
+    source: WeightSource
     engine: Engine
+    arrival: ArrivalCheck
     actors: ActorsConfig
     seed: int
     name: str
     clock: ActivityClock
     turnover: asyncio.Condition = field(default_factory=asyncio.Condition)
-    visible: WeightId | None = None  # the newest that the receiver could fetch when last asked
+    visible: WeightId | None = None  # the newest that the source could stage when last asked
     oldest: WeightId | None = None  # maximum over tickets of the oldest weights they allow
     pinned: WeightId | None = None
     _adopting: asyncio.Task[None] | None = None
+    _checking: asyncio.Task[None] | None = None
     _rollouts: int = 0  # tickets that share the engine
     _evaluations: int = 0  # tickets that wait for exclusive use, or have it
     _pins: int = 0
@@ -54,7 +58,7 @@ class WeightSync:
     async def follow(self) -> None:
         """Adopt new weights when they appear, also during generation."""
         while True:
-            self.visible = self.receiver.head()
+            self.visible = self.source.head()
             await self.adopt()
             await asyncio.sleep(self.actors.poll_s)
 
@@ -74,16 +78,18 @@ class WeightSync:
         await asyncio.shield(self._adopting)
 
     async def close(self) -> None:
-        """Cancel a running copy; call this before the engine is closed."""
-        if self._adopting is not None:
-            self._adopting.cancel()
-            await asyncio.wait([self._adopting])
+        """Cancel a running copy and check; call this before the engine is closed."""
+        running = [task for task in (self._adopting, self._checking) if task is not None]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
 
     def target(self) -> WeightId | None:
         """Return the weights to load; None if none are new enough for the tickets."""
         if self.pinned is not None:
             return self.pinned
-        head = self.receiver.head()
+        head = self.source.head()
         if head is None:
             return None
         high, low = self.actors.weight_lag, self.actors.weight_lag_low
@@ -95,20 +101,21 @@ class WeightSync:
             return head
         # After a resume the lineage starts at its checkpoint's step and has no older weights.
         oldest = max(wanted, self.oldest or wanted)
-        return min((w for w in self.receiver.available() if oldest <= w <= head), default=None)
+        return min((w for w in self.source.available() if oldest <= w <= head), default=None)
 
     async def _take(self, target: WeightId) -> None:
-        fetch = self.receiver.fetch
         try:
-            # In a thread, as copying can take seconds. A virtual clock does not wait for threads.
-            if getattr(asyncio.get_running_loop(), "virtual", False):
-                tensors = fetch(target)
-            else:
-                tensors = await asyncio.to_thread(fetch, target)
+            probe = await self.source.stage(target)
+            if self._checking is not None:
+                await self._checking  # of the version before, which the engine still holds
+            with self.clock.during(LOADING):
+                await self.source.adopt(target)
         except WeightsGone:
             return  # replaced by a newer head, which the next call finds
-        with self.clock.during(LOADING):
-            await self.engine.update(target, tensors)
+        if probe is not None:
+            # Beside generation: tickets do not wait for it.
+            check = self.arrival.check(target, probe)
+            self._checking = asyncio.create_task(check, name="check")
 
     @contextlib.asynccontextmanager
     async def weights_for(self, ticket: Ticket, progress: TicketProgress) -> AsyncIterator[None]:

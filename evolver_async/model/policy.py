@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
@@ -264,18 +264,34 @@ def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def weight_shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
+    """Return the shapes of a model's weights by the names of `state_tensors`, without making it."""
+    return {name: tensor.shape for name, tensor in state_tensors(empty_model(config)).items()}
+
+
+def empty_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Return the model without memory for its weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def check_shapes(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:
+    """Raise ModelError, naming a tensor that is missing, unknown or of another shape."""
+    for name in shapes.keys() ^ tensors.keys():
+        raise ModelError(f"weight {name} is {'missing' if name in shapes else 'unknown'}")
+    for name, tensor in tensors.items():
+        if tensor.shape != shapes[name]:
+            found = f"{list(tensor.shape)}, not {list(shapes[name])}"
+            raise ModelError(f"weight {name} has shape {found}")
+
+
 def pair_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Pair the model's parameters and buffers with weights named as by `state_tensors`.
 
     Raises ModelError, naming the tensor that is missing, unknown or of another shape.
     """
     own = _own_tensors(model)
-    for name in own.keys() ^ tensors.keys():
-        raise ModelError(f"weight {name} is {'missing' if name in own else 'unknown'}")
-    for name, tensor in own.items():
-        if tensor.shape != tensors[name].shape:
-            shapes = f"{list(tensors[name].shape)}, not {list(tensor.shape)}"
-            raise ModelError(f"weight {name} has shape {shapes}")
+    check_shapes({name: tensor.shape for name, tensor in own.items()}, tensors)
     return [(tensor, tensors[name]) for name, tensor in own.items()]
 
 

@@ -1,5 +1,6 @@
 """Choice of the weight channel by configuration, one function an end."""
 
+import msgspec
 import torch
 
 from evolver_async.config import Config, ConfigError
@@ -7,7 +8,25 @@ from evolver_async.config.sections.channel import channel, versions_kept
 from evolver_async.weights.channel.base import Publisher, Receiver
 from evolver_async.weights.collective.channel import CollectivePublisher, CollectiveReceiver
 from evolver_async.weights.cuda_ipc import CudaMemory, IpcPublisher, IpcReceiver
+from evolver_async.weights.lora_receiver import Merger, MergingReceiver
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
+
+
+class ReceiverSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Plain values from which any process makes a receiver.
+
+    `base`: policy directory of the weights under adapters, "" if whole weights are published.
+    `dtype` and `scale` belong to it. `threads`: of a receiver that checks what it maps, 0 for the
+    machine's usual number.
+    """
+
+    kind: str
+    address: str
+    deadline_s: float = 30.0
+    base: str = ""
+    dtype: str = "float32"
+    scale: float = 1.0
+    threads: int = 0
 
 
 def publisher(config: Config, address: str, background: bool = True) -> Publisher:
@@ -28,19 +47,37 @@ def publisher(config: Config, address: str, background: bool = True) -> Publishe
     return ShmPublisher(address, keep=kept, background=background, gpu=gpu)
 
 
-def receiver(config: Config, address: str, name: str = "") -> Receiver:
-    """Make an actor's end of the channel at `address`, from WELCOME; `name` is the actor's."""
-    match channel(config):
+def receiver_settings(config: Config, address: str) -> ReceiverSettings:
+    """Describe the receivers of a run; `address` is that of WELCOME."""
+    policy, lora = config.policy, config.policy.lora
+    return ReceiverSettings(
+        kind=channel(config),
+        address=address,
+        deadline_s=config.weights.deadline_s,
+        base=policy.path if lora.rank else "",
+        dtype=policy.dtype,
+        scale=lora.alpha / lora.rank if lora.rank else 1.0,
+        threads=int(config.launch.kind == "serial"),
+    )
+
+
+def receiver(settings: ReceiverSettings, device: str, name: str = "") -> Receiver:
+    """Make a receiver in the process that samples on `device`; it is called `name` in logs."""
+    made = _receiver(settings, device, name)
+    if settings.base:
+        return MergingReceiver(made, Merger(settings.base, settings.dtype, settings.scale))
+    return made
+
+
+def _receiver(settings: ReceiverSettings, device: str, name: str) -> Receiver:
+    match settings.kind:
         case "collective":
             return CollectiveReceiver(
-                address,
-                deadline_s=config.weights.deadline_s,
-                device=_gpu(config.engine.device),
-                name=name,
+                settings.address, deadline_s=settings.deadline_s, device=_gpu(device), name=name
             )
         case "cuda_ipc":
-            return IpcReceiver(address, CudaMemory(_needed(config.engine.device)))
-    return ShmReceiver(address, threads=int(config.launch.kind == "serial"))
+            return IpcReceiver(settings.address, CudaMemory(_needed(device)))
+    return ShmReceiver(settings.address, threads=settings.threads)
 
 
 def _gpu(device: str) -> str:

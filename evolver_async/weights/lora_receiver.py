@@ -1,4 +1,4 @@
-"""Actor's end for adapters: received over any channel and merged into whole weights.
+"""Receiver for adapters: received over any channel and merged into whole weights.
 
 The base weights are read from the policy directory, once, and kept: merging always starts from
 them, so that no rounding adds up from version to version.
@@ -11,23 +11,25 @@ from torch import Tensor
 from evolver_async.config import PolicyConfig
 from evolver_async.model import lora, policy
 from evolver_async.schema import WeightId
+from evolver_async.weights import probe
 from evolver_async.weights.channel.base import Receiver
 
 
 class Merger:
-    """Merger of adapters into whole weights."""
+    """Merger of adapters into the whole weights of `base`, a policy directory."""
 
-    def __init__(self, settings: PolicyConfig) -> None:
-        self._settings = settings
+    def __init__(self, base: str, dtype: str, scale: float) -> None:
+        self._directory, self._dtype, self._scale = base, dtype, scale
         self._base: dict[str, Tensor] | None = None
 
     def __call__(self, adapters: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Merge adapters. Raises ModelError if they belong to other base weights."""
-        settings = self._settings
+        """Merge adapters, beside which a probe stays. ModelError if they have another base."""
         if self._base is None:
-            model = policy.load_model(settings.path, dtype=settings.dtype, device="cpu")
+            model = policy.load_model(self._directory, dtype=self._dtype, device="cpu")
             self._base = policy.state_tensors(model)
-        return lora.merge(self._base, adapters, settings.lora.alpha / settings.lora.rank)
+        adapters, carried = probe.separate(adapters)
+        merged = lora.merge(self._base, adapters, self._scale)
+        return probe.add(merged, carried) if carried else merged
 
 
 @dataclass
@@ -50,11 +52,7 @@ class MergingReceiver:
         self._receiver.close()
 
 
-def merging(receiver: Receiver, settings: PolicyConfig) -> Receiver:
-    """Wrap `receiver` in a merging one if the policy trains adapters."""
-    return MergingReceiver(receiver, Merger(settings)) if settings.lora.rank else receiver
-
-
 def whole(tensors: dict[str, Tensor], settings: PolicyConfig) -> dict[str, Tensor]:
     """Return whole weights for the tensors of a checkpoint, which may be adapters."""
-    return Merger(settings)(tensors) if settings.lora.rank else tensors
+    rank, alpha = settings.lora.rank, settings.lora.alpha
+    return Merger(settings.path, settings.dtype, alpha / rank)(tensors) if rank else tensors

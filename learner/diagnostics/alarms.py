@@ -13,13 +13,15 @@
                        their groups
     judge              the judge labels turns with known labels wrong
     judge_praise       the judge labels turns GOOD because they praise themselves
+    weights            an engine samples with other weights than those that it was sent
 
 Each signal has a `Track` within the stage. A step is suspicious where it lies beyond the bound that
 the track gave before it; suspicious steps do not enter the track, so that a collapse is not judged
 by itself. After `patience` of them in a row the alarm fires until a step is not suspicious. The
 format is lost within steps, and a policy learns within steps to please a judge, so these alarms
 have a warm-up and a patience of their own. The gain of guidance is compared with 0 instead of the
-past, so its track takes in suspicious steps as well.
+past, so its track takes in suspicious steps as well. Weights that did not arrive are no matter of
+degree: that alarm has neither warm-up nor patience.
 
 Where a task is solved, rewards grow alike and actions certain as they should: the alarms about that
 are silent while `solved` or more of the episodes succeed.
@@ -45,7 +47,7 @@ class Rule:
 
     `narrowing`: it does not apply if the task is solved. `quick`: it has `format_warmup` and
     `format_patience`. `absolute`: it does not compare with the past, so that suspicious steps enter
-    its track as well.
+    its track as well. `certain`: it has neither warm-up nor patience.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Rule:
     narrowing: bool = False
     quick: bool = False
     absolute: bool = False
+    certain: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,14 @@ RULES = (
         says="the judge labels turns GOOD because they praise themselves",
         quick=True,
     ),
+    Rule(
+        name="weights",
+        signal="weights_not_arrived",
+        above=True,
+        bound=lambda _track, _safety: 0.0,
+        says="an engine samples with other weights than those that it was sent",
+        certain=True,
+    ),
 )
 QUICK = {rule.signal for rule in RULES if rule.quick}
 TRACKED = {"grad_z": "log_grad_norm", "guided_z": "guided_gain"}  # by the signal that follows
@@ -170,9 +181,9 @@ def judge(
     """Return the metrics of a step and the alarms that fire; update `watched`.
 
     `signals`: those of `group_signals`, `entropy`, `log_grad_norm`, `format_errors`,
-    `guided_gain`, `judge_agreement` and `judge_praise`; one that could not be measured is missing
-    and changes nothing. `grad_z` follows from the log gradient norm, `guided_z` from the gains of
-    earlier steps.
+    `guided_gain`, `judge_agreement`, `judge_praise` and `weights_not_arrived`; one that could not
+    be measured is missing and changes nothing. `grad_z` follows from the log gradient norm,
+    `guided_z` from the gains of earlier steps.
     """
     values = dict(signals)
     if "log_grad_norm" in values:
@@ -187,12 +198,13 @@ def judge(
     warmups = {True: safety.format_warmup, False: safety.warmup}  # by `quick`
     for rule in RULES:
         patience = safety.format_patience if rule.quick else safety.patience
+        patience = 1 if rule.certain else patience
         if rule.signal in values:
             tracked = TRACKED.get(rule.signal, rule.signal)
             track = watched.tracks.setdefault(tracked, Track())
             value, bound = values[rule.signal], rule.bound(track, safety)
             beyond = value > bound if rule.above else value < bound
-            warm = track.steps >= warmups[rule.quick]
+            warm = rule.certain or track.steps >= warmups[rule.quick]
             if warm and beyond and not (rule.narrowing and success >= safety.solved):
                 watched.suspicious[rule.name] = watched.suspicious.get(rule.name, 0) + 1
                 if not rule.absolute:

@@ -15,7 +15,9 @@ TOTALS = (
 
 
 def note(watched: Watched, counters: dict[str, float]) -> None:
-    """Add the totals of a step to the window; begin anew where they have fallen."""
+    """Add the totals of a step to the windows; begin anew where they have fallen."""
+    watched.not_arrived.append(counters.get("weights/not_arrived", 0.0))
+    del watched.not_arrived[:-2]
     if "judge/known" not in counters:
         return
     totals = [counters.get(f"judge/{name}", 0.0) for name in TOTALS]

@@ -52,6 +52,8 @@ class Guard:
         for signal, rate in JUDGE_SIGNALS.items():
             if rate in rates:
                 signals[signal] = rates[rate]
+        if len(totals := state.watched.not_arrived) > 1:
+            signals["weights_not_arrived"] = max(0.0, totals[-1] - totals[-2])
         metrics, alarms = judge(state.watched, signals, found["train/success"], stage.safety)
         found |= metrics
         begun = [alarm for alarm in alarms if alarm.begins]

@@ -1,5 +1,6 @@
 """Models of a learner: the policy with its optimizer, the KL reference and the critic."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,12 +10,13 @@ from evolver_async.checkpoint import shards
 from evolver_async.config import Config
 from evolver_async.model import lora, policy
 from evolver_async.model.tokenizer import ModelError
+from evolver_async.weights import probe
 from learner.data.batch import Layout
 from learner.optimize.adamw import make_adamw
 from learner.optimize.alignment import forget
 from learner.optimize.critic import Critic
 from learner.optimize.tensors import load_optimizer, load_weights, save_tensors
-from learner.ranks.process_group import Ranks
+from learner.ranks.process_group import Ranks, within
 
 
 def load(config: Config, device: str) -> PreTrainedModel:
@@ -113,12 +115,20 @@ class Models:
     def published(self) -> dict[str, torch.Tensor]:
         """Return the weights to publish, in policy.dtype: views, or copies of sharded ones.
 
-        Adapters are float32, as they are trained. Of several ranks only the first has them.
+        Adapters are float32, as they are trained. Of several ranks only the first has them. With
+        them goes a probe, by which actors see that they arrived.
         """
-        if self.ranks.mesh is None:
-            return policy.state_tensors(self.model)
         settings = self.config.policy
-        return self.ranks.whole(self.model, "float32" if settings.lora.rank else settings.dtype)
+        if self.ranks.mesh is None:
+            tensors = policy.state_tensors(self.model)
+        else:
+            dtype = "float32" if settings.lora.rank else settings.dtype
+            tensors = self.ranks.whole(self.model, dtype)
+        seed, packed = self.config.run.seed, self.config.learner.packing
+        with torch.no_grad():
+            measure = partial(probe.measure, self.model, seed, settings.max_length, packed=packed)
+            arrival = within(self.model, measure)
+        return probe.add(tensors, arrival) if tensors else {}
 
     def save_tensors(self, directory: Path) -> None:
         """Write all tensors; returns when every rank has written its part."""

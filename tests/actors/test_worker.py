@@ -32,7 +32,7 @@ from evolver_async.transport.client import Rejected
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.in_process import LocalClient, LocalServer
 from evolver_async.transport.server import Server
-from evolver_async.weights.shm import ShmPublisher
+from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 
 __all__ = ["run"]  # the fixture
 
@@ -62,7 +62,7 @@ def test_credit_is_in_members_whatever_the_size_of_a_stages_groups(
         client = LocalClient(LocalServer(buffer, "run"), "actor-0")
         worker = worker_of(client, Walker(), publisher, groups=groups, stages=stages)
         assert worker.free() == members
-        worker.receiver.close()
+        asyncio.run(worker.source.close())
     publisher.close()
 
 
@@ -157,14 +157,15 @@ def test_an_actor_goes_on_while_new_weights_are_fetched(tmp_path: Path) -> None:
     publisher.publish(version(1), {"w": torch.zeros(1)})
     worker = worker_of(None, Walker(), publisher)
     adoption, begun, go_on = worker.adoption, threading.Event(), threading.Event()
-    fetch = adoption.receiver.fetch
+    receiver = ShmReceiver(publisher.address)
+    fetch, adoption.source._receiver = receiver.fetch, receiver
 
     def slow(weights: WeightId) -> dict[str, torch.Tensor]:
         begun.set()
         assert go_on.wait(DEADLINE_S), "the loop stands still meanwhile"
         return fetch(weights)
 
-    adoption.receiver.fetch = slow
+    receiver.fetch = slow
 
     async def play() -> None:
         adopting = asyncio.create_task(adoption.adopt())
@@ -184,14 +185,15 @@ def test_weights_that_a_cancelled_ticket_was_waiting_for_are_fetched_once(tmp_pa
     publisher.publish(version(1), {"w": torch.zeros(1)})
     worker = worker_of(None, Walker(), publisher)
     adoption, go_on, fetched = worker.adoption, threading.Event(), []
-    fetch = adoption.receiver.fetch
+    receiver = ShmReceiver(publisher.address)
+    fetch, adoption.source._receiver = receiver.fetch, receiver
 
     def slow(weights: WeightId) -> dict[str, torch.Tensor]:
         fetched.append(weights)
         assert go_on.wait(DEADLINE_S)
         return fetch(weights)
 
-    adoption.receiver.fetch = slow
+    receiver.fetch = slow
 
     async def play() -> None:
         fenced = asyncio.create_task(adoption.adopt())

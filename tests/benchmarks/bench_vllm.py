@@ -87,7 +87,9 @@ async def updates(engine: Any, model: Any) -> tuple[list[float], float]:
         generated = engine.stats()["generated"]
         while engine.stats()["generated"] < generated + BATCH * NEW // 3:
             await asyncio.sleep(0.001)
-        await engine.update(weights, versions[weights])
+        engine.core.publisher.publish(weights, versions[weights])
+        await engine.stage(weights)
+        await engine.adopt(weights)
         pauses.append(engine.core.pause_s)
         for request, out in zip(many, await running, strict=True):
             assert len(set(out.weights)) == 2, "the update came while it was generated"

@@ -1,8 +1,11 @@
 """Fault 28: whoever dies around the weights, nobody ever holds a mixture of two versions.
 
 Whole versions under a racing publisher and damaged files are in `test_weights`; here processes die.
+In the last test the receivers are workers of two engines, as in vLLM's processes, which
+`tests/vllm/test_vllm_weights.py` kills themselves.
 """
 
+import random
 import subprocess
 import sys
 import time
@@ -12,10 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from invariants import check_leaks, check_named, traces
-from launches import wait_for
+from launches import fair_time, wait_for
 
+from actors.weights.vllm_channel import WorkerStates
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.base import WeightsCorrupt, WeightsGone
+from evolver_async.weights.collective.sender import ROLL_S
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 
 NUMBERS = 1 << 20  # of one tensor, so that writing and reading it take a while
@@ -45,6 +50,43 @@ while True:
     step += 1
     tensors = {name: torch.full((int(sys.argv[3]),), float(step)) for name in "abc"}
     publisher.publish(WeightId(lineage=1, step=step), tensors)
+"""
+LEARNER = """
+import sys, time, torch
+from evolver_async.schema import WeightId
+from evolver_async.weights.collective.channel import CollectivePublisher
+torch.set_num_threads(1)
+address, lineage, numbers, deadline_s = sys.argv[1:]
+publisher = CollectivePublisher(address, deadline_s=float(deadline_s), bucket_bytes=1 << 18)
+print("ready", flush=True)
+for line in sys.stdin:
+    tensors = {name: torch.full((int(numbers),), float(line)) for name in "abc"}
+    publisher.publish(WeightId(lineage=int(lineage), step=int(line)), tensors)
+    print("sending", flush=True)
+    publisher.wait()
+    print("sent", flush=True)
+"""
+WORKER = """
+import sys, torch
+from actors.weights.vllm_channel import StagingThread, WorkerChannel
+from evolver_async.weights.factory import ReceiverSettings
+torch.set_num_threads(1)
+address, states, rank, deadline_s = sys.argv[1:]
+
+def whole(tensors):
+    values = {float(value) for tensor in tensors.values() for value in (tensor.min(), tensor.max())}
+    assert len(values) == 1, f"mixed weights: {values}"
+    return int(values.pop())
+
+channel = WorkerChannel(ReceiverSettings("collective", address, float(deadline_s)), states, states)
+worker = StagingThread(channel, int(rank), "cpu", whole)
+print("ready", flush=True)
+for line in sys.stdin:
+    command, number, *weights = line.split()
+    if command == "stage":
+        worker.stage(int(number), *weights)
+    else:
+        print(worker.take(int(number)), flush=True)
 """
 
 
@@ -133,3 +175,127 @@ def test_28_damaged_weights_are_named_and_not_adopted(tmp_path: Path) -> None:
     publisher.publish(version(8), filled(8))
     assert whole(ShmReceiver(publisher.address)) == 8
     publisher.close()
+
+
+DEADLINE_S = 5.0
+KILLS = 10  # of each of the four tests
+Process = subprocess.Popen
+
+
+class Piped:
+    """A process that is told things line by line, and answers."""
+
+    def __init__(self, program: str, *arguments: object) -> None:
+        self._start = [sys.executable, "-c", program, *map(str, arguments)]
+        self.begin()
+
+    def begin(self) -> None:
+        pipe = subprocess.PIPE
+        self.process = Process(self._start, stdin=pipe, stdout=pipe, text=True)
+        assert self.answer() == "ready"
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        """The next line, "" of a process that has ended."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class WorkedEngine:
+    """An actor's view of two workers, all of whose processes can be replaced."""
+
+    def __init__(self, directory: Path, address: str) -> None:
+        self.directory, self.address = directory, address
+        self.requests = 0
+        self.begin()
+
+    def begin(self) -> None:
+        self.requests += 1
+        directory = self.directory / f"workers-{self.requests}"
+        directory.mkdir(parents=True)
+        self.states = WorkerStates(directory, 2)
+        self.workers = [
+            Piped(WORKER, self.address, directory, rank, DEADLINE_S) for rank in range(2)
+        ]
+
+    def adopted(self) -> WeightId | None:
+        """Stage and take the newest weights; None if they are gone again."""
+        head = self.states.head()
+        if head is None:
+            return None
+        self.requests += 1
+        for worker in self.workers:
+            worker.tell(f"stage {self.requests} {head}")
+        try:
+            wait_for(lambda: self.states.staged(self.requests), "the workers to stage")
+        except WeightsGone:
+            return None
+        for worker in self.workers:
+            worker.tell(f"take {self.requests}")
+        assert {worker.answer() for worker in self.workers} == {str(head.step)}
+        return head
+
+    def end(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.time_limit(1200)
+def test_28_engines_and_learners_killed_in_broadcasts_hold_no_mixture_and_come_back(
+    tmp_path: Path, seed: int
+) -> None:
+    """Kill a worker, a whole engine (with its actor) or the learner while a version travels."""
+    draws, address = random.Random(seed), str(tmp_path / "w")
+    learner = Piped(LEARNER, address, 1, NUMBERS, DEADLINE_S)
+    engines = [WorkedEngine(tmp_path / name, address) for name in ("actor-0", "actor-1")]
+    lineage, step = 1, 0
+
+    def publish() -> None:
+        learner.tell(f"{step}")
+        assert learner.answer() == "sending"
+
+    def all_hold(weights: WeightId) -> None:
+        for engine in engines:
+            wait_for(lambda engine=engine: engine.adopted() == weights, f"weights {weights}")
+
+    try:
+        publish()
+        assert learner.answer() == "sent"
+        all_hold(version(0))
+        for _ in range(KILLS):
+            step += 1
+            victim, hurt = draws.choice(("worker", "engine", "learner")), draws.choice(engines)
+            began = fair_time()
+            publish()
+            time.sleep(draws.uniform(0.0, 0.05))
+            if victim == "learner":
+                learner.kill()
+                lineage, step = lineage + 1, step - 1  # it resumes further back
+                learner = Piped(LEARNER, address, lineage, NUMBERS, DEADLINE_S)
+                publish()
+                assert learner.answer() == "sent"
+            else:
+                for worker in hurt.workers if victim == "engine" else hurt.workers[:1]:
+                    worker.kill()
+                assert learner.answer() == "sent"
+                assert fair_time() - began < DEADLINE_S + ROLL_S + 2
+                began, step = fair_time(), step + 1
+                publish()
+                assert learner.answer() == "sent"
+                assert fair_time() - began < DEADLINE_S + 5, "the next step"
+                hurt.end()  # vLLM's processes end together, and are started anew
+                hurt.begin()
+            all_hold(version(step, lineage))
+    finally:
+        learner.kill()
+        for engine in engines:
+            engine.end()

@@ -15,9 +15,11 @@ from figures import Figure
 from gpu_models import TOKENIZER, assert_close, differences, model_on, requests
 from torch import Tensor
 from transformers import PreTrainedModel
+from vllm_engines import publish
 
 from actors.engines.base import Engine, Generation
-from actors.engines.factory import load_engine, takes_adapters
+from actors.engines.factory import load_engine
+from actors.engines.vllm_engine import VllmEngine
 from evolver_async.config import Config
 from evolver_async.model import lora
 from evolver_async.model.policy import load_state, state_tensors
@@ -64,9 +66,9 @@ def check_updates(
     """Every token has the log-prob of its weights, before, during and after an update."""
     before = {name: tensor.clone() for name, tensor in state_tensors(oracle).items()}
 
-    async def scenario(engine: Engine) -> list[list[Generation]]:
+    async def scenario(engine: VllmEngine) -> list[list[Generation]]:
         try:
-            await engine.update(V0, before)
+            await publish(engine, engine.core, V0, before)
             await wave(engine, "warm")
             start = time.perf_counter()
             old = await wave(engine, "old")
@@ -75,14 +77,15 @@ def check_updates(
             running = asyncio.create_task(wave(engine, "both"))
             await asyncio.sleep(spent / 3)
             start = time.perf_counter()
-            await engine.update(V1, newer)
+            await publish(engine, engine.core, V1, newer)
             figure("vLLM, an update in flight", time.perf_counter() - start, "s")
             return [old, await running, await wave(engine, "new")]
         finally:
             await engine.close()
 
     engine, _ = load_engine(config)
-    assert takes_adapters(engine) == bool(config.policy.lora.rank)
+    assert isinstance(engine, VllmEngine)
+    assert (engine.core.adapter is not None) == bool(config.policy.lora.rank)
     old, both, new = asyncio.run(scenario(engine))
     assert {tag for out in old for tag in out.weights} == {V0}
     assert {tag for out in new for tag in out.weights} == {V1}

@@ -60,6 +60,9 @@ class FakeEngine:
     async def update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None:
         self.weights = weights
 
+    async def score(self, tokens: list[int]) -> list[float]:
+        raise NotImplementedError
+
     async def close(self) -> None: ...
 
     def stats(self) -> dict[str, float]:

@@ -4,12 +4,14 @@ from pathlib import Path
 
 import torch
 from engine_conformance import RUNNER
+from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
 from actors.engines.vllm_core import VllmCore
 from actors.engines.vllm_engine import VllmEngine
 from actors.engines.vllm_start import Settings
+from actors.weights.source import WeightSource
 from evolver_async.model.policy import state_tensors
 from evolver_async.model.tiny import make_tokenizer
 from evolver_async.schema import WeightId
@@ -56,7 +58,7 @@ def settings(path: Path, **changes) -> Settings:
     return Settings(**numbers | changes)
 
 
-def engine_of(core: VllmCore, **changes) -> VllmEngine:
+def engine_of(core: VllmCore, **changes) -> "Lent":
     numbers = {"slots": SLOTS, "max_length": LENGTH, "in_flight": "keep"} | changes
     return Lent(core, vocabulary=core.vocabulary, **numbers)
 
@@ -64,8 +66,21 @@ def engine_of(core: VllmCore, **changes) -> VllmEngine:
 class Lent(VllmEngine):
     """An engine on processes that outlive it."""
 
+    async def update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None:
+        """Publish tensors to vLLM's workers, as a learner would, and adopt them."""
+        await publish(self, self.core, weights, tensors)
+
     async def close(self) -> None:
         assert not self._sessions, "something still runs"
+
+
+async def publish(
+    source: WeightSource, core: VllmCore, weights: WeightId, tensors: dict[str, Tensor]
+) -> None:
+    assert core.publisher is not None
+    core.publisher.publish(weights, tensors)
+    await source.stage(weights)
+    await source.adopt(weights)
 
 
 def lend(core: VllmCore):
@@ -73,7 +88,7 @@ def lend(core: VllmCore):
 
     def factory(model, tokenizer, *, weights: WeightId, prefill_tokens: int, **numbers):
         core.keeps_kv = numbers["in_flight"] == "keep_kv"
-        RUNNER.run(core.update(weights, state_tensors(model)))
+        RUNNER.run(publish(engine_of(core), core, weights, state_tensors(model)))
         return engine_of(core, **numbers)
 
     return factory

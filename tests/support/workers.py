@@ -12,6 +12,7 @@ from rollouts import CHAT, RIGHT, FakeEngine, corridor
 
 from actors.engines.base import Generation, Request
 from actors.postprocess import ActorComponents
+from actors.weights.source import FetchedWeights
 from actors.worker import Worker
 from evolver_async.config import Config, StageConfig
 from evolver_async.launch.serial import VirtualLoop
@@ -126,8 +127,8 @@ def worker_of(
     config.actors.groups, config.rollout.group_size = groups, group_size
     config.actors.weight_lag = lag
     config.env.step_timeout_s = step_timeout_s
-    receiver = ShmReceiver(publisher.address)
-    return Worker(config, client, receiver, engine, CHAT, "actor-0", 0, components)
+    source = FetchedWeights(ShmReceiver(publisher.address), engine)
+    return Worker(config, client, source, engine, CHAT, "actor-0", 0, components)
 
 
 def granted(changes: dict[str, Any] | None = None, **params: Any) -> Ticket:

@@ -20,6 +20,8 @@ from actors.engines.vllm_engine import VllmEngine
 from actors.engines.vllm_start import CPU_BLOCK
 from evolver_async.model.policy import ModelError
 from evolver_async.process.private_directories import PREFIX, claim
+from evolver_async.weights.channel.base import WeightsCorrupt, WeightsGone
+from evolver_async.weights.shm import ShmPublisher
 
 pytestmark = pytest.mark.vllm
 RESTART_S = 300  # starting takes half a minute, and four times that on a machine with other work
@@ -64,6 +66,11 @@ def core_of(s: Setting) -> VllmCore:
     return s.engine().core  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def published(core: VllmCore) -> ShmPublisher:
+    assert core.publisher is not None
+    return core.publisher
+
+
 def workers() -> list[psutil.Process]:
     """vLLM's processes that hold a part of the model, all below this one."""
     return processes("VLLM::Worker")
@@ -94,7 +101,7 @@ def test_an_update_holds_generations_up_for_a_moment_only(tied: Setting) -> None
     core = core_of(tied)
     pauses = []
     for version in (V1, V2, V1, V2, V1):
-        RUNNER.run(core.update(version, tied.versions[version]))
+        RUNNER.run(engine_of(core).update(version, tied.versions[version]))
         pauses.append(core.pause_s)
     assert min(pauses) <= 0.1, f"the machine may be busy, but not in all of {pauses}"
 
@@ -103,8 +110,10 @@ def test_an_update_whose_caller_is_cancelled_is_made_to_its_end(tied: Setting) -
     engine, one = engine_of(core_of(tied)), request(tied.prompt(20, 0), "a")
 
     async def scenario() -> Generation:
-        task = asyncio.create_task(engine.update(V1, tied.versions[V1]))
-        await asyncio.sleep(0.01)
+        published(engine.core).publish(V1, tied.versions[V1])
+        await engine.stage(V1)
+        task = asyncio.create_task(engine.adopt(V1))
+        await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
@@ -137,21 +146,39 @@ def test_a_death_is_survived_with_the_newest_weights(tied: Setting) -> None:
     tied.check(one, out)
 
 
-def test_weights_that_vllm_does_not_take_leave_the_old_ones(tied: Setting, monkeypatch) -> None:
-    """The second of the restarts allowed: a worker that failed halfway is not trusted."""
+def test_weights_that_cannot_be_staged_leave_the_workers_alone(tied: Setting) -> None:
     core = core_of(tied)
     engine, one = engine_of(core), request(tied.prompt(20, 0), "a")
-    store = core._store
-
-    def torn(weights, tensors) -> Path:
-        path = store(weights, tensors)
-        path.write_bytes(path.read_bytes()[:-1000])
-        return path
+    before = core.restarts
 
     async def scenario() -> Generation:
-        with monkeypatch.context() as patch, pytest.raises(ModelError, match=r"1\.1"):
-            patch.setattr(core, "_store", torn)
-            await engine.update(V1, tied.versions[V1])
+        published(core).publish(V1, tied.versions[V1])
+        path = Path(published(core).address) / f"weights-{V1}"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(WeightsCorrupt, match=r"weights-1\.1"):
+            await engine.stage(V1)
+        with pytest.raises(WeightsGone, match=r"1\.2"):
+            await engine.stage(V2)
+        return await engine.generate(one)
+
+    out = RUNNER.run(asyncio.wait_for(scenario(), 60))
+    assert set(out.weights) == {V0} and core.restarts == before
+    tied.check(one, out)
+
+
+def test_a_worker_that_fails_to_adopt_is_not_trusted(tied: Setting) -> None:
+    """The second of the restarts allowed: the worker has not what it is to adopt."""
+    core = core_of(tied)
+    engine, one = engine_of(core), request(tied.prompt(20, 0), "a")
+
+    async def scenario() -> Generation:
+        published(core).publish(V1, tied.versions[V1])
+        await engine.stage(V1)
+        core._staged = await core.ready(), 1 << 40, V1
+        with pytest.raises(ModelError, match=r"1\.1"):
+            await engine.adopt(V1)
         assert engine.weights == V0
         return await engine.generate(one)
 

@@ -41,7 +41,8 @@ def taught(request: pytest.FixtureRequest, tmp_path: Path, core: VllmCore) -> Ta
         heads = 1  # vLLM's CPU attention wants them at least 32 wide
 
         def engine(self) -> Engine:
-            RUNNER.run(core.update(WEIGHTS, state_tensors(self.model)))
-            return engine_of(core, max_length=LENGTH)
+            engine = engine_of(core, max_length=LENGTH)
+            RUNNER.run(engine.update(WEIGHTS, state_tensors(self.model)))
+            return engine
 
     return OnVllm(tmp_path / "policy", *request.param)

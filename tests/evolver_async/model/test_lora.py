@@ -38,8 +38,10 @@ from evolver_async.metrics.writer import Timers
 from evolver_async.model import lora, policy
 from evolver_async.process.setup import RoleArgs
 from evolver_async.schema import Group, WeightId
-from evolver_async.weights.lora_receiver import MergingReceiver, merging, whole
-from evolver_async.weights.shm import ShmPublisher, ShmReceiver
+from evolver_async.weights import factory as channel
+from evolver_async.weights.lora_receiver import MergingReceiver, whole
+from evolver_async.weights.probe import separate
+from evolver_async.weights.shm import ShmPublisher
 from learner.ranks.process_group import Ranks, join
 from learner.run.rank_server import Leader, follow
 from learner.state import LearnerState
@@ -351,7 +353,7 @@ def test_an_engine_gives_the_log_probs_of_the_learner_after_every_update(
     settings = lora_config(tiny)
     made = updater(settings, tmp_path)
     publisher = ShmPublisher(tmp_path / "w", background=False)
-    receiver = merging(ShmReceiver(publisher.address), settings.policy)
+    receiver = channel.receiver(channel.receiver_settings(settings, publisher.address), "cpu")
     assert isinstance(receiver, MergingReceiver)
     base = plain(tiny)
     prompt = list(range(20, 40))
@@ -463,7 +465,8 @@ def short_training(
         if state.take == 2 and resume is None:
             (out / "checkpoint").mkdir()
             leader.save(out / "checkpoint", state)
-    published = {name: one.clone() for name, one in leader.published().items()}
+    weights, _ = separate(leader.published())
+    published = {name: one.clone() for name, one in weights.items()}
     if isinstance(leader, Leader):
         leader.end()
     return rows, published

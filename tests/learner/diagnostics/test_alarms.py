@@ -214,6 +214,7 @@ def test_every_step_has_every_alarm_among_its_metrics() -> None:
     assert {name.removeprefix("alarm/") for name in metrics if "alarm/" in name} == {
         *COLLAPSES,
         "guidance",
+        "weights",
     }
     assert metrics["safety/entropy"] == 0.7 and metrics["safety/grad_z"] == 0.0
 
@@ -292,6 +293,15 @@ def test_input_dependence_is_one_where_the_prompt_decides_and_nought_where_it_do
     assert abs(input_dependence(ignored)) < 0.02
 
 
+def test_weights_that_did_not_arrive_fire_without_warm_up_and_until_a_step_without() -> None:
+    watched = Watched()
+    assert names(steps(watched, 1, weights_not_arrived=0.0)) == [[]]
+    ((alarm,),) = steps(watched, 1, weights_not_arrived=1.0)
+    assert alarm.name == "weights" and alarm.begins and "above 0" in str(alarm)
+    assert names(steps(watched, 1, weights_not_arrived=2.0)) == [["weights"]]
+    assert names(steps(watched, 1, weights_not_arrived=0.0)) == [[]]
+
+
 # ---- what is done about them
 
 
@@ -333,6 +343,26 @@ def test_warn_goes_on_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert firing == [5, 6, 7, 8, 9, 10]
     said = [r.message for r in caplog.records if "alarm reward_spread" in r.message]
     assert len(said) == 1 and "take 4: " in said[0]
+
+
+def test_an_update_that_an_actor_misses_is_an_alarm_at_the_next_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(ticket: Ticket, member: int) -> Trajectory:
+        if (ticket.group_id, member) == (3 * TRAPPED, 0):
+            values = {"weights/checked": 4.0, "weights/not_arrived": 1.0}
+            counters = messages.Counters(values=values, failures=[], gauges={})
+            assert isinstance(run.world.one("actor-0", counters), messages.Ok)
+        return episode(ticket, member)
+
+    with run_with(tmp_path, "warn") as run:
+        run.episode = missing
+        assert run.train() == 0
+        rows = run.all_rows()
+    fired = [row["step"] for row in rows if row.get("alarm/weights")]
+    told = [row["step"] for row in rows if row.get("weights/not_arrived")]
+    assert fired == [told[0] + 1], "once, at the step after the actor's word"
+    assert "alarm weights: an engine samples with other weights" in caplog.text
 
 
 def test_a_checkpoint_is_written_once_for_an_alarm(tmp_path: Path) -> None:

@@ -1,0 +1,36 @@
+"""Forward pass of a Hugging Face model over KV slots, fused if the architecture allows it."""
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from actors.engines.fused import FusedDecoder
+from actors.engines.kv_slots import Slots
+from evolver_async.model.policy import split_model
+
+
+class SlotModel:
+    """A model that reads and writes KV slots of at most `max_length` tokens."""
+
+    def __init__(self, model: PreTrainedModel, max_length: int) -> None:
+        self._model = model
+        self._decoder, self.head = split_model(model)
+        self._fused = FusedDecoder(model, max_length) if FusedDecoder.fits(model) else None
+
+    def __call__(self, slots: Slots, inputs: dict[str, Tensor]) -> Tensor:
+        """Run the inputs of `Slots.batch`, without `rows`; return the hidden states [B, Q, D]."""
+        if self._fused is not None:
+            return self._fused(**inputs, slots=slots)
+        return self._decoder(**inputs, past_key_values=slots, use_cache=True).last_hidden_state
+
+    @torch.inference_mode()
+    def score(self, tokens: list[int]) -> list[float]:
+        """Compute the log-prob of each token but the first in a slot of its own."""
+        slots = Slots(1, len(tokens), self._model.dtype, self._model.device, keep=False)
+        slots.assign(0, np.asarray(tokens, np.int32))
+        inputs = slots.batch(np.zeros(1, np.int64), slots.total)
+        del inputs["rows"]
+        logits_QV = self.head(self(slots, inputs)[0, :-1]).float()
+        targets_Q1 = torch.tensor(tokens[1:], device=logits_QV.device)[:, None]
+        return logits_QV.log_softmax(-1).gather(1, targets_Q1)[:, 0].tolist()

@@ -1,0 +1,97 @@
+"""Proof that weights arrived: the log-probs of a fixed text travel with the weights that give them.
+
+The learner adds a probe to every version as two named tensors, so that it passes through every
+channel and its checksums. An actor scores the same tokens with its engine after it has adopted the
+version, and compares. Both ends.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from evolver_async.model import policy
+from evolver_async.model.attention import Borders
+from evolver_async.randomness import key
+
+TOKENS, LOGPROBS = "probe.tokens", "probe.logprobs"
+LENGTH = 24  # tokens of the text
+# Mean differences per token of two implementations with the same weights: at most, and at least.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+NOISE = {"float32": 2e-5, "bfloat16": 5e-3}
+
+
+class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A text and the log-prob of each of its tokens but the first, at temperature 1."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+@torch.no_grad()
+def measure(model: nn.Module, seed: int, max_length: int, *, packed: bool) -> Probe:
+    """Score the text that belongs to `seed`. All ranks of a sharded model call this together.
+
+    `max_length`: tokens of context, of which an engine needs one for a token of its own. `packed`:
+    True if the model's rows are packed.
+    """
+    length = max(2, min(LENGTH, max_length - 1))
+    vocabulary = getattr(model, "config").vocab_size  # noqa: B009 (a Module types it as a Tensor)
+    generator = torch.Generator().manual_seed(key(seed, "probe"))
+    tokens_1T = torch.randint(0, vocabulary, (1, length), generator=generator)
+    tokens_1T = tokens_1T.to(next(model.parameters()).device)
+    borders = Borders.of([length], tokens_1T.device) if packed else None
+    mask_1T = torch.ones_like(tokens_1T)
+    logprobs_1T, _ = policy.token_logprobs(model, tokens_1T, mask_1T, borders=borders)
+    return Probe(tokens_1T[0].tolist(), logprobs_1T[0, 1:].tolist())
+
+
+def add(tensors: Mapping[str, Tensor], probe: Probe) -> dict[str, Tensor]:
+    """Return the weights with the probe beside them."""
+    carried = {TOKENS: torch.tensor(probe.tokens), LOGPROBS: torch.tensor(probe.logprobs)}
+    return {**tensors, **carried}
+
+
+def separate(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Probe | None]:
+    """Return the weights without their probe, and the probe if they have one."""
+    weights = dict(tensors)
+    tokens, logprobs = weights.pop(TOKENS, None), weights.pop(LOGPROBS, None)
+    if tokens is None or logprobs is None:
+        return weights, None
+    return weights, Probe(tokens.tolist(), logprobs.tolist())
+
+
+@dataclass(frozen=True)
+class ScoredProbe:
+    """A probe and the log-probs that an engine gave its tokens."""
+
+    probe: Probe
+    logprobs: list[float]
+
+
+def fault(now: ScoredProbe, before: ScoredProbe | None, dtype: str) -> str:
+    """Return the reason why the engine cannot hold the weights of `now`, "" if there is none.
+
+    `before`: the version adopted before. Large errors are seen at once. Smaller ones, below the
+    differences of two implementations in bfloat16, are seen by the change: an engine without the
+    new weights still gives the log-probs of the old ones.
+    """
+    error = _distance(now.logprobs, now.probe.logprobs)
+    if not error <= TOLERANCE[dtype]:
+        return f"log-probs differ by {error:.2g} on average"
+    if before is None or before.probe.tokens != now.probe.tokens:
+        return ""
+    pairs = zip(now.probe.logprobs, before.probe.logprobs, strict=True)
+    changed = sum(new != old for new, old in pairs) / len(now.logprobs)
+    if now.logprobs == before.logprobs and changed > 0.5 and error > 0:
+        return "log-probs are still those of the version before"
+    moved = _distance(now.probe.logprobs, before.probe.logprobs)
+    if moved > NOISE[dtype] and _distance(now.logprobs, before.probe.logprobs) < error / 2:
+        return f"log-probs are nearer to the version before, {moved:.2g} away"
+    return ""
+
+
+def _distance(one: list[float], other: list[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
