@@ -161,8 +161,7 @@ def _actor(config: Config, stages: list[Config], shape: DecoderShape, gpu: bool)
         yield Part("vLLM's processes", VLLM_BASES * (1 + (workers - 1) / 3), "")
     yield Part("weights", copy, _model_key(config), gpu)
     yield Part("KV cache", kv_bytes(config, shape), _kv_key(config), gpu)
-    merged = 2 * copy if config.policy.lora.rank else copy
-    yield Part("fetched weights", merged, "weights.kind", gpu and channel(config) == "cuda_ipc")
+    yield Part("fetched weights", copy, "weights.kind", gpu and channel(config) == "cuda_ipc")
     if not vllm:
         size = prefill_bytes(config, shape)
         yield Part("prefill", size, "engine.prefill_tokens", gpu)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-ROLES = ("learner", "actor", "buffer", "experience")
+ROLES = ("learner", "actor", "buffer", "experience", "prepare")
 SAMPLE_S = 0.05
 
 
