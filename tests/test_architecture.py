@@ -24,7 +24,7 @@ FLOORS = (
     ("lineages",),
     ("config", "protocol", "model", "checkpoint"),
     ("process", "transport", "metrics"),
-    ("weights", "buffer"),
+    ("weights", "buffer", "memory"),
     ("launch",),
     ("watch", "doctor"),
     ("results",),

@@ -18,8 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from evolver_async.config import Config
-from evolver_async.doctor.probes.result import ProbeResult
+from evolver_async.doctor.probes.result import ProbeResult, gib
 from evolver_async.doctor.recipe_check import Requirement, requirements
+from evolver_async.memory.host import available_bytes, uses_gpu
+from evolver_async.memory.plan import MemoryPlan, memory_plan
+from evolver_async.memory.shape import shape_of
 
 DEADLINE_S = 120.0  # of one probe; vLLM takes half a minute to import on a busy machine
 AT_ONCE = 3
@@ -130,6 +133,10 @@ def show_recipe(console: Console, config: Config, recipe: Path, dotlist: Sequenc
     rows += requirements(config, results)
     rows += _of_start(results["recipe"])
     console.print(recipe_table(recipe, rows))
+    if (shape := shape_of(config)) is not None:
+        gpus = uses_gpu(config.learner.device), uses_gpu(config.engine.device)
+        plan = memory_plan(config, shape, learner_gpu=gpus[0], actor_gpu=gpus[1])
+        console.print(memory_table(plan, available_bytes()))
     missing = [row.key for row in rows if row.met is False]
     _conclude(console, str(recipe), missing)
     return not missing
@@ -194,6 +201,21 @@ def recipe_table(recipe: Path, rows: Sequence[Requirement]) -> Table:
     table = Table("", "key", "requirement", title=title, title_justify="left", show_edge=False)
     for row in rows:
         table.add_row(_mark(row.met, True), Text(row.key), Text(row.why))
+    return table
+
+
+def memory_table(plan: MemoryPlan, available: float) -> Table:
+    """Make a table of predicted memory: one row per part of a process, and the totals."""
+    table = Table("process", "part", "host", "GPU", "key", title="Memory", title_justify="left")
+    for one in plan.processes:
+        name = one.role if one.count == 1 else f"{one.count} x {one.role}"
+        for part in one.parts:
+            host, gpu = ("", gib(part.size)) if part.gpu else (gib(part.size), "")
+            table.add_row(Text(name), part.name, host, gpu, part.key)
+        gpu = gib(one.gpu) if one.gpu else ""
+        table.add_row(Text(name), "each", gib(one.private), gpu, "", style="bold")
+    table.add_row("files of weights", "", gib(plan.shared), "", "weights.dir")
+    table.add_row("all", f"of {gib(available)} available", gib(plan.host), "", "", style="bold")
     return table
 
 

@@ -41,14 +41,11 @@ class Hello(Message, tag="hello"):
 
 
 class Lease(Message, tag="lease"):
-    """Request for tickets of up to `credit` members; parked until there is room.
-
-    `weights`: those that the sender holds. `visible`: the newest that it can fetch.
-    """
+    """Request for tickets of up to `credit` members; parked until there is room."""
 
     credit: int
-    weights: WeightId | None = None
-    visible: WeightId | None = None
+    weights: WeightId | None = None  # those that the sender holds
+    visible: WeightId | None = None  # the newest that it can fetch
     generated: int = 0  # tokens that this incarnation has sampled so far
     seconds: dict[str, float] = {}  # of this incarnation by activity (`metrics.activity`)
 
@@ -56,10 +53,8 @@ class Lease(Message, tag="lease"):
 class Renew(Message, tag="renew"):
     """Renewal of tickets, each with a counter of tokens and environment steps done.
 
-    `doing`, `still_s`: activity of the slowest member of each, and its duration in seconds.
-    `weights`, `visible`, `seconds`: as in LEASE. Sent at once, perhaps without any ticket, if the
-    weights change while a LEASE is parked.
-    """
+    `doing`, `still_s`: activity of the slowest member of each, and its duration in seconds; the
+    rest as in LEASE. Also sent when weights change while a LEASE is parked."""
 
     progress: dict[int, int]
     doing: dict[int, str] = {}
@@ -221,8 +216,7 @@ class Ok(Message, tag="ok"):
 
 
 class Fenced(Message, tag="fenced"):
-    """Loss of a right: a newer lineage exists, `groups` were leased to another, or another
-    process has the sender's name."""
+    """Loss of a right: a newer lineage, `groups` leased to another, or a name held by another."""
 
     reason: str
     groups: list[int] = []

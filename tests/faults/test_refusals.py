@@ -50,6 +50,21 @@ def test_18_a_bad_configuration_is_refused_by_key(
 
 
 @pytest.mark.parametrize(
+    ("argument", "key", "cause"),
+    [
+        ("policy.hidden_size=1048576", "weights.dir", "shared memory"),
+        ("learner.token_budget=1000000000", "learner.token_budget", "activations"),
+        ("engine.slots=100000000", "engine.slots", "KV cache"),
+        ("actors.count=100000", "actors.count", "are available"),
+    ],
+)
+def test_a_run_that_cannot_fit_the_memory_is_refused_by_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argument: str, key: str, cause: str
+) -> None:
+    check_named(refused(tmp_path, capsys, argument), key, cause)
+
+
+@pytest.mark.parametrize(
     ("name", "cause"),
     [
         ("frozen_lak", "frozen_lake"),  # the known ones are listed

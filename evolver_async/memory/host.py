@@ -1,0 +1,84 @@
+"""Memory that this host can still give, and the refusal of a run that does not fit into it."""
+
+import shutil
+from pathlib import Path
+
+import psutil
+
+from evolver_async.config import Config
+from evolver_async.config.sections.channel import channel
+from evolver_async.config.values.errors import ConfigError
+from evolver_async.memory.plan import MemoryPlan, memory_plan
+from evolver_async.memory.shape import shape_of
+
+CGROUPS = (  # limit and present use, of cgroup 2 and 1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
+
+
+def available_bytes() -> int:
+    """Return the memory that new processes can get: of the host, or of this cgroup if less."""
+    free = psutil.virtual_memory().available
+    for limit, used in CGROUPS:
+        try:
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):  # no such cgroup, or "max"
+            continue
+    return free
+
+
+def check_memory(config: Config) -> None:
+    """Raise ConfigError if this host cannot hold the run, naming the key that takes the most.
+
+    Models whose shape is unknown, and clusters, are not checked. GPUs are checked by `doctor`.
+    """
+    shape = shape_of(config)
+    if shape is None or config.launch.kind not in ("local", "serial"):
+        return
+    gpus = uses_gpu(config.learner.device), uses_gpu(config.engine.device)
+    plan = memory_plan(config, shape, learner_gpu=gpus[0], actor_gpu=gpus[1])
+    if problem := problem_of(plan, available_bytes(), shared_free(config)):
+        raise ConfigError(problem)
+
+
+def problem_of(plan: MemoryPlan, available: float, shared: float | None) -> str:
+    """Return why a plan does not fit, beginning with the key to change; "" if it fits.
+
+    `shared`: free bytes where the weights' files go; None where these are on disk.
+    """
+    if shared is not None and plan.shared > shared:
+        return (
+            f"weights.dir: the files of weights need {_gib(plan.shared)} of shared memory,"
+            f" {_gib(shared)} are free"
+        )
+    if plan.host <= available:
+        return ""
+    part = plan.largest()
+    return (
+        f"{part.key}: the run needs {_gib(plan.host)} of memory and {_gib(available)} are"
+        f" available; most of it, {_gib(part.size)}, is for {part.name}"
+        f" (evolver-async doctor RECIPE shows every part)"
+    )
+
+
+def shared_free(config: Config) -> float | None:
+    """Return the free bytes of `weights.dir`; None if it does not exist yet."""
+    if channel(config) != "shm":
+        return None
+    try:
+        return shutil.disk_usage(config.weights.dir).free
+    except OSError:
+        return None
+
+
+def uses_gpu(device: str) -> bool:
+    """True if a device needs a GPU; auto is checked as if there were none, unless one is found."""
+    return "cuda" in device or (device == "auto" and Path("/dev/nvidia0").exists())
+
+
+def _gib(count: float) -> str:
+    return f"{count / (1 << 30):.1f} GiB"

@@ -1,0 +1,265 @@
+"""Memory plan: the bytes of every process of a run, by part, as they are at its peak.
+
+Private bytes are those that nothing can reclaim (anonymous memory); pages of libraries and files
+are not counted. GPU bytes exclude CUDA's own context. Activations are those of a pass that fills
+`learner.token_budget`: a run with shorter episodes needs less.
+
+A key in brackets behind a part is the one to change.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from evolver_async.config import Config
+from evolver_async.config.load import stage_config
+from evolver_async.config.sections.channel import channel, versions_kept
+from evolver_async.memory.shape import DecoderShape
+
+MIB = 1 << 20
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+FLOAT = 4
+CRITICS = ("gae", "gae_bilevel", "vtrace")
+LOGITS = 1 << 25  # most values of one chunk of logits, as in model.policy
+
+# Anonymous memory of a process before its model, in bytes: see RESULTS.md, "Memory, predicted".
+BASES = {
+    "learner": 290 * MIB,
+    "actor": 290 * MIB,
+    "buffer": 35 * MIB,
+    "experience": 35 * MIB,
+    "launcher": 46 * MIB,
+}
+VLLM_BASES = 1300 * MIB  # of EngineCore and one worker together; each further worker adds a third
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes of one purpose in a process; `key`: what to change for less."""
+
+    name: str
+    size: float
+    key: str
+    gpu: bool = False
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    """Parts of one kind of process, of which `count` run."""
+
+    role: str
+    count: int
+    parts: tuple[Part, ...]
+
+    @property
+    def private(self) -> float:
+        """Host bytes of one process."""
+        return sum(part.size for part in self.parts if not part.gpu)
+
+    @property
+    def gpu(self) -> float:
+        """GPU bytes of one process."""
+        return sum(part.size for part in self.parts if part.gpu)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Plan of all processes of one host; `shared`: files in `weights.dir`."""
+
+    processes: tuple[ProcessPlan, ...]
+    shared: float
+
+    @property
+    def private(self) -> float:
+        return sum(one.count * one.private for one in self.processes)
+
+    @property
+    def host(self) -> float:
+        """Host bytes of everything, the files in memory included."""
+        return self.private + self.shared
+
+    def largest(self) -> Part:
+        """The part that takes the most host memory over all processes and has a key."""
+        totals = [
+            Part(part.name, one.count * part.size, part.key)
+            for one in self.processes
+            for part in one.parts
+            if part.key and not part.gpu
+        ]
+        return max(totals, key=lambda part: part.size)
+
+
+def memory_plan(
+    config: Config, shape: DecoderShape, *, learner_gpu: bool, actor_gpu: bool
+) -> MemoryPlan:
+    """Plan a run. `learner_gpu`, `actor_gpu`: these processes compute on GPUs."""
+    stages = [stage_config(config, index) for index in range(len(config.stages))]
+    learner = ProcessPlan(
+        "learner", config.learner.ranks, tuple(_learner(config, stages, shape, learner_gpu))
+    )
+    actors = config.actors.bounds()[1]
+    actor = ProcessPlan("actor", actors, tuple(_actor(config, stages, shape, actor_gpu)))
+    buffer = [_base("buffer"), Part("groups", _groups_bytes(stages), "buffer.limit_bytes")]
+    others = [ProcessPlan("buffer", 1, tuple(buffer))]
+    if config.launch.kind == "serial":
+        parts = [*learner.parts, *actor.parts[1:], *buffer[1:]]
+        return MemoryPlan((ProcessPlan("launcher", 1, tuple(parts)),), _shared(config, shape))
+    if config.experience.kind != "none":
+        others.append(ProcessPlan("experience", 1, (_base("experience"),)))
+    others.append(ProcessPlan("launcher", 1, (_base("launcher"),)))
+    return MemoryPlan((learner, actor, *others), _shared(config, shape))
+
+
+def _base(role: str) -> Part:
+    return Part("process and libraries", BASES[role], "")
+
+
+def _copy(config: Config, shape: DecoderShape) -> float:
+    """Bytes of one copy of the policy, as engines and files hold it."""
+    return shape.parameters * DTYPE_BYTES[config.policy.dtype]
+
+
+def _learner(
+    config: Config, stages: list[Config], shape: DecoderShape, gpu: bool
+) -> Iterable[Part]:
+    """Parts of one rank; with several, the first one, which also publishes."""
+    ranks, copy = config.learner.ranks, _copy(config, shape)
+    adapters = adapter_parameters(config, shape)
+    trained = adapters or shape.parameters
+    yield _base("learner")
+    # Several ranks hold float32 shards; one rank on a short type holds both.
+    short = copy if config.policy.dtype != "float32" and ranks == 1 and not adapters else 0
+    weights = (copy if adapters else FLOAT * shape.parameters) / ranks + short
+    if ranks > 1:
+        weights += FLOAT * (shape.layer + shape.embedding)  # gathered for the pass
+    yield Part("weights", weights, _model_key(config), gpu)
+    yield Part("gradients, moments", 3 * FLOAT * trained / ranks, "learner.ranks", gpu)
+    if any(stage.loss.kl_coef > 0 for stage in stages) or "dpo" in _kinds(config):
+        shares = bool(adapters) and ranks == 1
+        yield Part("KL reference", 0 if shares else copy / ranks, "loss.kl_coef", gpu)
+    if any(stage.advantage.kind in CRITICS for stage in stages):
+        separate = config.critic.kind == "separate" and not adapters
+        size = 4 * FLOAT * shape.decoder / ranks if separate else 0
+        yield Part("critic", size, "critic.kind", gpu)
+    largest = max(stages, key=lambda stage: stage.learner.token_budget)
+    yield Part("activations", activation_bytes(largest, shape), "learner.token_budget", gpu)
+    logits = logits_bytes(config, shape)
+    yield Part("logits", logits, "learner.logprob_chunk", gpu)
+    published = FLOAT * adapters if adapters else copy
+    if channel(config) == "cuda_ipc" and not adapters:
+        yield Part("published weights", versions_kept(config) * published, "weights.kind", gpu)
+        return
+    kept = versions_kept(config) if channel(config) == "collective" else 0
+    gathered = published if ranks > 1 else 0
+    yield Part("published weights", (1 + kept) * published + gathered, "weights.kind")
+
+
+def _actor(config: Config, stages: list[Config], shape: DecoderShape, gpu: bool) -> Iterable[Part]:
+    copy, vllm = _copy(config, shape), config.engine.kind == "vllm"
+    yield Part("process and libraries", BASES["actor"], "actors.count")
+    if vllm:
+        workers = config.engine.tensor_parallel
+        yield Part("vLLM's processes", VLLM_BASES * (1 + (workers - 1) / 3), "")
+    yield Part("weights", copy, _model_key(config), gpu)
+    yield Part("KV cache", kv_bytes(config, shape), _kv_key(config), gpu)
+    yield Part("fetched weights", copy, "weights.kind", gpu and channel(config) == "cuda_ipc")
+    if not vllm:
+        size = prefill_bytes(config, shape)
+        yield Part("prefill", size, "engine.prefill_tokens", gpu)
+
+
+def _model_key(config: Config) -> str:
+    return "policy.path" if config.policy.path else "policy.hidden_size"
+
+
+def _kinds(config: Config) -> set[str]:
+    return {stage.kind for stage in config.stages}
+
+
+def _kv_key(config: Config) -> str:
+    return "engine.kv_cache_bytes" if config.engine.kind == "vllm" else "engine.slots"
+
+
+def kv_bytes(config: Config, shape: DecoderShape) -> float:
+    """Bytes of an engine's KV cache on the CPU; vLLM takes 128 MiB unless told otherwise."""
+    if config.engine.kind == "vllm":
+        return config.engine.kv_cache_bytes or 128 * MIB
+    columns = config.engine.slots * (config.policy.max_length + 1)
+    return 2 * columns * shape.layers * shape.keys * DTYPE_BYTES[config.policy.dtype]
+
+
+def adapter_parameters(config: Config, shape: DecoderShape) -> int:
+    """Count the parameters of all adapters; 0 without any."""
+    sizes = {
+        "q_proj": (shape.hidden, shape.queries),
+        "k_proj": (shape.hidden, shape.keys),
+        "v_proj": (shape.hidden, shape.keys),
+        "o_proj": (shape.queries, shape.hidden),
+        "gate_proj": (shape.hidden, shape.inner),
+        "up_proj": (shape.hidden, shape.inner),
+        "down_proj": (shape.inner, shape.hidden),
+    }
+    lora = config.policy.lora
+    targets = [sum(sizes[name]) for name in lora.targets or sizes if name in sizes]
+    return lora.rank * shape.layers * sum(targets)
+
+
+def token_activations(shape: DecoderShape) -> int:
+    """Count the values that one layer keeps of a token for its backward pass.
+
+    Two norms keep input, normalised input and output; queries and keys are kept before and after
+    their norm and after rotation, values once, attention's output twice (by heads and merged); the
+    MLP keeps its gate before and after the activation, the other factor and the product.
+    """
+    norms = 6 * shape.hidden
+    attention = 5 * shape.queries + 4 * shape.keys
+    return norms + attention + 4 * shape.inner
+
+
+def activation_bytes(config: Config, shape: DecoderShape) -> float:
+    """Bytes that a pass over `learner.token_budget` tokens keeps for its backward pass."""
+    size = DTYPE_BYTES[config.policy.dtype]
+    tokens = config.learner.token_budget or config.policy.max_length
+    layer = token_activations(shape) * tokens * size
+    if config.learner.gradient_checkpointing:
+        return tokens * shape.layers * shape.hidden * size + layer
+    return shape.layers * layer
+
+
+def logits_bytes(config: Config, shape: DecoderShape) -> float:
+    """Bytes of one chunk's logits, log-probs and their gradients, in float32."""
+    tokens = config.learner.token_budget or config.policy.max_length
+    chunk = min(config.learner.logprob_chunk, LOGITS // shape.vocabulary, tokens)
+    return 3 * FLOAT * chunk * shape.vocabulary
+
+
+def prefill_bytes(config: Config, shape: DecoderShape) -> float:
+    """Bytes of the widest moment of one layer in a prefill: its input and its MLP's factors."""
+    wide = 3 * shape.hidden + 3 * shape.inner + shape.queries
+    return config.engine.prefill_tokens * wide * DTYPE_BYTES[config.policy.dtype]
+
+
+def _groups_bytes(stages: list[Config]) -> float:
+    """Bytes of the groups that the buffer holds at once, if their episodes fill the context.
+
+    The journal has them on disk; memory keeps those of `buffer.limit_bytes` at most.
+    """
+    sizes = []
+    for stage in stages:
+        buffer, rollout = stage.buffer, stage.rollout
+        groups = (buffer.max_staleness + 1) * stage.learner.groups_per_step
+        per_token = 4 + 1 + 2 + 4  # token, role, turn, log-prob
+        held = groups * rollout.group_size * stage.policy.max_length * per_token
+        sizes.append(min(held, buffer.limit_bytes))
+    return max(sizes)
+
+
+def _shared(config: Config, shape: DecoderShape) -> float:
+    """Bytes of files of weights in shared memory: kept versions and the one being written."""
+    copy = _copy(config, shape)
+    adapters = FLOAT * adapter_parameters(config, shape)
+    size = 0.0
+    if channel(config) == "shm":
+        size += (versions_kept(config) + 1) * (adapters or copy)
+    if config.engine.kind == "vllm":
+        size += 2 * config.actors.bounds()[1] * copy  # present and next weights of its workers
+    return size

@@ -1,0 +1,80 @@
+"""Predicted memory of a run's processes against measured peaks, for models of different shapes.
+
+Trains a few steps of the bandit with each case, and samples the anonymous memory of every process
+and the files of `weights.dir`. A pass fills its token budget in every case, so activations are
+those of the plan. Names of cases as arguments choose some of them.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+from memory_samples import Peak, measured
+
+from evolver_async.config.load import load
+from evolver_async.memory.plan import MemoryPlan, memory_plan
+from evolver_async.memory.shape import shape_of
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "configs" / "bandit.yaml"
+MIB = 1 << 20
+SHORT = ("stages.0.steps=1", "stages.1.steps=3", "eval.every=0", "metrics.panel=none")
+SMALL_BATCH = (
+    *("rollout.group_size=4", "learner.minibatches=1", "actors.groups=2", "actors.count=1"),
+    *("learner.groups_per_step=4", "stages.0.override.learner.groups_per_step=16"),
+    *("learner.token_budget=512", "engine.prefill_tokens=512"),
+)
+MILLIONS_21 = (
+    *("policy.hidden_size=512", "policy.layers=6", "policy.heads=8"),
+    *("policy.intermediate_size=1536", *SMALL_BATCH),
+)
+CASES: dict[str, tuple[str, ...]] = {
+    "tiny": ("learner.token_budget=4096",),
+    "21M": MILLIONS_21,
+    "21M, adapters": (*MILLIONS_21, "policy.lora.rank=8"),
+    "21M, critic and reference": (
+        *(*MILLIONS_21, "loss.kl_coef=0.1"),
+        *("advantage={kind: gae}", "critic.kind=separate"),
+    ),
+    "21M, two ranks": (*MILLIONS_21, "learner.ranks=2"),
+}
+
+
+def main(names: list[str]) -> None:
+    load1 = psutil.getloadavg()[0]
+    print(f"{psutil.cpu_count()} cores, load {load1:.1f} before the first case")
+    for name in names or CASES:
+        with (
+            tempfile.TemporaryDirectory(dir="/dev/shm", prefix="memory-") as shm,
+            tempfile.TemporaryDirectory(prefix="memory-") as runs,
+        ):
+            dotlist = [*SHORT, *CASES[name], f"weights.dir={shm}", f"run.dir={runs}"]
+            config = load(RECIPE, dotlist)
+            shape = shape_of(config)
+            assert shape is not None
+            plan = memory_plan(config, shape, learner_gpu=False, actor_gpu=False)
+            command = [sys.executable, "-m", "evolver_async.cli", "train", str(RECIPE), *dotlist]
+            peaks, shared = measured(command, Path(shm), dict(os.environ))
+        show(name, shape.parameters, plan, peaks, shared)
+
+
+def show(name: str, parameters: int, plan: MemoryPlan, peaks: list[Peak], shared: int) -> None:
+    """Print one line a kind of process: the largest peak, and prediction divided by it."""
+    print(f"\n{name}: {parameters:,} parameters; MiB predicted, measured, ratio; PSS")
+    for one in plan.processes:
+        found = [peak for peak in peaks if peak.role == one.role]
+        if not found:
+            continue
+        largest = max(found, key=lambda peak: peak.private)
+        print(f"  {one.role:12}{_row(one.private, largest.private)}{largest.pss / MIB:8.0f}")
+    print(f"  {'weights.dir':12}{_row(plan.shared, shared)}", flush=True)
+
+
+def _row(predicted: float, found: float) -> str:
+    return f"{predicted / MIB:8.0f}{found / MIB:8.0f}{predicted / max(found, 1):8.2f}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,99 @@
+"""Predicted memory: shapes without torch, parts of every process, refusals."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evolver_async.config import Config
+from evolver_async.config.load import load
+from evolver_async.doctor.probes.recipe import model
+from evolver_async.memory.host import available_bytes, check_memory, problem_of
+from evolver_async.memory.plan import MemoryPlan, Part, ProcessPlan, memory_plan
+from evolver_async.memory.shape import DecoderShape, shape_of
+
+ROOT = Path(__file__).parents[3]
+RECIPE = ROOT / "configs" / "bandit.yaml"
+MODELS = sorted((ROOT / "tests" / "data" / "models").iterdir())
+SHAPE = DecoderShape(4, 256, 768, 4, 2, 64, 1000, tied=True, normed=True)
+GIB = 1 << 30
+
+
+def planned(*dotlist: str, gpu: bool = False) -> MemoryPlan:
+    return memory_plan(load(RECIPE, dotlist), SHAPE, learner_gpu=gpu, actor_gpu=gpu)
+
+
+def part(plan: MemoryPlan, role: str, name: str) -> float:
+    (found,) = [one for one in plan.processes if one.role == role]
+    return next((one.size for one in found.parts if one.name == name), 0.0)
+
+
+@pytest.mark.parametrize("path", ["", *map(str, MODELS)], ids=lambda path: Path(path).name)
+def test_the_shape_of_a_model_is_that_of_transformers(path: str) -> None:
+    dotlist = (f"policy.path={path}",) if path else ()
+    shape, found = shape_of(load(RECIPE, dotlist)), model(str(RECIPE), *dotlist).facts
+    assert shape is not None
+    assert shape.parameters == found["parameters"]
+    assert (shape.layers, shape.hidden, shape.inner) == (
+        *(found["layers"], found["hidden"], found["inner"]),
+    )
+    assert (shape.kv_heads, shape.head_size) == (found["kv_heads"], found["head_size"])
+
+
+def test_a_directory_without_a_readable_shape_is_not_checked(tmp_path: Path) -> None:
+    config = Config()
+    config.policy.path = str(tmp_path)
+    assert shape_of(config) is None
+    check_memory(config)
+
+
+def test_training_takes_sixteen_bytes_a_parameter_and_adapters_leave_four() -> None:
+    whole, lora = planned(), planned("policy.lora.rank=8", "learner.minibatches=1")
+    weights = 4 * SHAPE.parameters
+    assert part(whole, "learner", "weights") == part(lora, "learner", "weights") == weights
+    assert part(whole, "learner", "gradients, moments") == 3 * weights
+    assert 0 < part(lora, "learner", "gradients, moments") < weights / 4
+    assert 0 < lora.shared < whole.shared / 4
+
+
+def test_a_reference_is_one_copy_and_a_separate_critic_is_trained_too() -> None:
+    assert part(planned(), "learner", "KL reference") == 0
+    reference = part(planned("loss.kl_coef=0.1"), "learner", "KL reference")
+    assert reference == 4 * SHAPE.parameters
+    critic = planned("advantage={kind: gae}", "critic.kind=separate")
+    assert part(critic, "learner", "critic") == 16 * SHAPE.decoder
+
+
+def test_parts_on_gpus_leave_the_host() -> None:
+    host, gpu = planned(), planned(gpu=True)
+    assert gpu.private < host.private
+    learner = gpu.processes[0]
+    assert learner.gpu > 16 * SHAPE.parameters
+    assert learner.private < host.processes[0].private - 16 * SHAPE.parameters
+
+
+@given(
+    st.sampled_from(
+        ("learner.token_budget", "engine.slots", "engine.prefill_tokens", "actors.count")
+    ),
+    st.integers(1, 64),
+)
+def test_more_of_a_key_never_needs_less(key: str, number: int) -> None:
+    less, more = planned(f"{key}={number}"), planned(f"{key}={2 * number}")
+    assert more.host > less.host
+
+
+def test_what_does_not_fit_names_the_key_that_takes_most() -> None:
+    parts = (Part("process and libraries", 9.0, ""), Part("KV cache", 5.0, "engine.slots"))
+    plan = MemoryPlan((ProcessPlan("actor", 2, parts),), shared=4.0)
+    assert plan.host == 32 and problem_of(plan, 32.0, 4.0) == ""
+    assert problem_of(plan, 31.0, 4.0).startswith("engine.slots: ")
+    assert problem_of(plan, 99.0, 3.0).startswith("weights.dir: ")
+    assert problem_of(plan, 99.0, None) == ""
+    assert replace(plan, shared=0.0).host == 28
+
+
+def test_this_host_has_memory() -> None:
+    assert 0 < available_bytes() < 1 << 50
