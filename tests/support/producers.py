@@ -43,6 +43,7 @@ IN_FLIGHT, CREDIT = 64, 64  # what an actor of 8 groups of 8 has under way
 GROUPS_PER_STEP, GROUP_SIZE = 32, 8
 CHECKPOINT_EVERY = 25  # takes
 POLL_S = 0.1
+PAUSE_S = 0.02
 ANSWER_S = 0.2
 
 
@@ -129,14 +130,17 @@ async def produce(
     stopped: Callable[[], bool],
     resend_s: float = 2.0,
     keys: Path | None = None,
+    active: Callable[[], bool] = lambda: True,
 ) -> Delivered:
-    """Pushes trajectories of so many tokens until `stopped`."""
+    """Pushes trajectories of so many tokens until `stopped`, while `active`."""
     delivered = Delivered()
     sequences = Sequences(tokens)
     members: asyncio.Queue[tuple[Ticket, int]] = asyncio.Queue(2 * CREDIT)
 
     async def push(client: Client) -> None:
         while True:
+            while not active():
+                await asyncio.sleep(PAUSE_S)
             ticket, member = await members.get()
             assert ticket.weights is not None
             sequence = sequences.sampled_by(ticket.weights)
@@ -280,6 +284,8 @@ class Crowd:
         self, address: str, run_id: str, producers: int, tokens: int, keys: Path | None = None
     ) -> None:
         self.names = [f"producer-{index}" for index in range(producers)]
+        self.active = Context.Event()
+        self.active.set()
         self._stop = Context.Event()
         self._results = Context.Queue()
         common = (address, run_id, keys, self._stop, self._results)
@@ -287,7 +293,7 @@ class Crowd:
             "learner": Context.Process(target=_learn, args=common, daemon=True)
         }
         for name in self.names:
-            args = (name, tokens, *common)
+            args = (name, tokens, self.active, *common)
             self.processes[name] = Context.Process(target=_produce, args=args, daemon=True)
 
     def start(self, *names: str) -> None:
@@ -307,13 +313,15 @@ class Crowd:
 def _produce(
     name: str,
     tokens: int,
+    active: Event,
     address: str,
     run_id: str,
     keys: Path | None,
     stop: Event,
     results: multiprocessing.Queue,
 ) -> None:
-    told = asyncio.run(produce(address, run_id, name, tokens, stop.is_set, keys=keys))
+    common = {"keys": keys, "active": active.is_set}
+    told = asyncio.run(produce(address, run_id, name, tokens, stop.is_set, **common))
     results.put((name, told))
 
 
