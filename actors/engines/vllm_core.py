@@ -202,6 +202,8 @@ class VllmCore:
             if llm is None or llm.errored:
                 llm = await self._start_again()
             try:
+                # The first request asks for this, and would wait for ever if vLLM died meanwhile.
+                await while_alive(llm, llm.get_supported_tasks())
                 if self._received:
                     await self._restore(llm)
                 elif self.weights is not None:

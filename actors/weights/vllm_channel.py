@@ -108,7 +108,7 @@ class StagingThread:
                     os.replace(part, self._file)
             except Exception:
                 log.exception("a worker cannot tell its actor which weights it holds")
-                return  # the actor waits for it, and says so
+                time.sleep(REFRESH_S)
 
     def _stage(self, state: WorkerState, request: int, weights: str) -> None:
         self._staged.clear()  # an actor that asks again will not adopt it

@@ -19,6 +19,7 @@ from evolver_async.config.load import stage_config
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
 from evolver_async.schema import Group
+from evolver_async.weights.probe import separate
 from learner.optimize import token_budget
 from learner.ranks.process_group import Ranks, join
 from learner.run.rank_server import Leader, follow
@@ -143,7 +144,9 @@ def train(
         if state.take == SAVED and resume is None:
             (out / "checkpoint").mkdir()
             leader.save(out / "checkpoint", state)
-    done.weights = {name: one.clone() for name, one in leader.published().items()}
+    weights, arrival = separate(leader.published())
+    assert arrival is not None and len(arrival.logprobs) > 0
+    done.weights = {name: one.clone() for name, one in weights.items()}
     if isinstance(leader, Leader):
         if isinstance(updater.reference, FSDPModule):
             done.passes = len(updater.reference._get_fsdp_state()._comm_ctx.post_forward_order)
