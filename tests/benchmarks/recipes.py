@@ -98,6 +98,7 @@ MARKS = (
     Mark("deepseekmath_grpo"),
     Mark("dpo"),
     Mark("cliff_walking"),
+    Mark("webshop"),
 )
 SCARCE = ("early_experience", "imitation", 0.06)  # so much more, on average, with experience
 

@@ -105,7 +105,7 @@ def _lines(shop: Catalogue, place: PageState, page_size: int) -> list[str]:
         number = f"page {place.number} of {pages}" if pages else "nothing"
         head = f"results for {shortened(place.query, LONGEST_QUERY)}: {number}"
         listed = _listed(shop, place, page_size)
-        return [head, *(f"[{item.asin}] {item.name} ${item.price:.2f}" for item in listed)]
+        return [head, *(f"[{button(item.asin)}] {item.name} ${item.price:.2f}" for item in listed)]
     if place.page == "search":
         return ["search page"]
     product = shop.by_asin[place.asin]
