@@ -8,10 +8,12 @@ from transformers import PreTrainedModel
 from evolver_async.checkpoint import shards
 from evolver_async.config import Config
 from evolver_async.model import lora, policy
+from evolver_async.weights.channel.source import WeightSource, WholeTensors
 from learner.optimize.adamw import make_adamw
 from learner.optimize.alignment import forget
 from learner.optimize.critic import Critic
 from learner.optimize.tensors import load_optimizer, load_weights, save_tensors
+from learner.ranks.gathered import GatheredWeights
 from learner.ranks.process_group import Ranks
 
 
@@ -85,15 +87,16 @@ class Models:
             self.token_budgets.clear()  # there is less memory from here on
         return self.critic
 
-    def published(self) -> dict[str, torch.Tensor]:
-        """Return the weights to publish, in policy.dtype: views, or copies of sharded ones.
+    def published(self) -> WeightSource:
+        """Return the weights to publish, in policy.dtype; on several ranks all must iterate it.
 
-        Adapters are float32, as they are trained. Of several ranks only the first has them.
+        Adapters are float32, as they are trained.
         """
         if self.ranks.mesh is None:
-            return policy.state_tensors(self.model)
+            return WholeTensors(policy.state_tensors(self.model))
         settings = self.config.policy
-        return self.ranks.whole(self.model, "float32" if settings.lora.rank else settings.dtype)
+        dtype = "float32" if settings.lora.rank else settings.dtype
+        return GatheredWeights(self.model, self.ranks, dtype)
 
     def save_tensors(self, directory: Path) -> None:
         """Write all tensors; returns when every rank has written its part."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import torch
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.sections.channel import leaves_host
@@ -20,6 +19,8 @@ from evolver_async.metrics.writer import Timers
 from evolver_async.process.setup import RoleArgs
 from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
 from evolver_async.schema import Group, Kind, Task, WeightId
+from evolver_async.weights.channel.layout import Layout
+from evolver_async.weights.channel.source import Part, WeightSource
 from learner.diagnostics.step_result import StepResult
 from learner.ranks.process_group import Ranks, join
 from learner.schedule import Stages
@@ -56,6 +57,22 @@ class RankCall(msgspec.Struct, kw_only=True):
     groups: list[PackedGroup] = []
 
 
+@dataclass(frozen=True)
+class LedWeights:
+    """Weights that all ranks gather, from the moment when the first one iterates them."""
+
+    _source: WeightSource
+    _tell: Callable[[RankCall], None]
+
+    @property
+    def layout(self) -> Layout:
+        return self._source.layout
+
+    def parts(self) -> Iterator[list[Part]]:
+        self._tell(RankCall(method="published"))
+        yield from self._source.parts()
+
+
 @dataclass
 class Leader:
     """Updater of rank 0, whose calls all ranks make."""
@@ -79,9 +96,8 @@ class Leader:
         self._tell(RankCall(method="restore", path=str(directory)))
         return self.updater.restore(directory)
 
-    def published(self) -> dict[str, torch.Tensor]:
-        self._tell(RankCall(method="published"))
-        return self.updater.published()
+    def published(self) -> WeightSource:
+        return LedWeights(self.updater.published(), self._tell)
 
     def rl(self, *step: *StepArguments) -> StepResult:
         self._train("rl", *step)
@@ -172,7 +188,8 @@ def _make(updater: Updater, stage: Config, call: RankCall) -> None:
         case "save":
             updater.save(Path(call.path), call.state)
         case "published":
-            updater.published()
+            for _ in updater.published().parts():
+                pass
         case "rl" | "dpo" as method:
             getattr(updater, method)(stage, groups, call.state, call.forks, call.steps)
         case "sft":

@@ -10,6 +10,7 @@ import torch
 from critic_groups import data as crossed_groups
 from critic_groups import ppo
 from preference_groups import data as pairs
+from published import whole_tensors
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from updates import FORKS, config, guided_config, guided_groups
@@ -143,7 +144,7 @@ def train(
         if state.take == SAVED and resume is None:
             (out / "checkpoint").mkdir()
             leader.save(out / "checkpoint", state)
-    done.weights = {name: one.clone() for name, one in leader.published().items()}
+    done.weights = whole_tensors(leader.published())
     if isinstance(leader, Leader):
         if isinstance(updater.reference, FSDPModule):
             done.passes = len(updater.reference._get_fsdp_state()._comm_ctx.post_forward_order)
