@@ -5,7 +5,7 @@ channel and its checksums. An actor scores the same tokens with its engine after
 version, and compares. Both ends.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from evolver_async.model import policy
 from evolver_async.model.attention import Borders
 from evolver_async.randomness import key
+from evolver_async.weights.channel.source import Part, WeightSource, WholeTensors
 
 TOKENS, LOGPROBS = "probe.tokens", "probe.logprobs"
 LENGTH = 24  # tokens of the text
@@ -50,8 +51,23 @@ def measure(model: nn.Module, seed: int, max_length: int, *, packed: bool) -> Pr
 
 def add(tensors: Mapping[str, Tensor], probe: Probe) -> dict[str, Tensor]:
     """Return the weights with the probe beside them."""
-    carried = {TOKENS: torch.tensor(probe.tokens), LOGPROBS: torch.tensor(probe.logprobs)}
-    return {**tensors, **carried}
+    return {**tensors, **_carried(probe)}
+
+
+def _carried(probe: Probe) -> dict[str, Tensor]:
+    return {TOKENS: torch.tensor(probe.tokens), LOGPROBS: torch.tensor(probe.logprobs)}
+
+
+class ProbedWeights:
+    """Source of weights with their probe beside them; see `channel.source.WeightSource`."""
+
+    def __init__(self, source: WeightSource, probe: Probe) -> None:
+        self._source, self._probe = source, WholeTensors(_carried(probe))
+        self.layout = source.layout.followed_by(self._probe.layout)
+
+    def parts(self) -> Iterator[list[Part]]:
+        yield from self._source.parts()
+        yield from self._probe.parts()
 
 
 def separate(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Probe | None]:

@@ -11,11 +11,13 @@ from evolver_async.config import Config
 from evolver_async.model import lora, policy
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.weights import probe
+from evolver_async.weights.channel.source import WeightSource, WholeTensors
 from learner.data.batch import Layout
 from learner.optimize.adamw import make_adamw
 from learner.optimize.alignment import forget
 from learner.optimize.critic import Critic
 from learner.optimize.tensors import load_optimizer, load_weights, save_tensors
+from learner.ranks.gathered import GatheredWeights
 from learner.ranks.process_group import Ranks, within
 
 
@@ -112,23 +114,22 @@ class Models:
             self.token_budgets.clear()  # there is less memory from here on
         return self.critic
 
-    def published(self) -> dict[str, torch.Tensor]:
-        """Return the weights to publish, in policy.dtype: views, or copies of sharded ones.
+    def published(self) -> WeightSource:
+        """Return the weights to publish, in policy.dtype; on several ranks all must iterate it.
 
-        Adapters are float32, as they are trained. Of several ranks only the first has them. With
-        them goes a probe, by which actors see that they arrived.
+        Adapters are float32, as they are trained. A probe goes with them, by which actors see that
+        they arrived.
         """
         settings = self.config.policy
         if self.ranks.mesh is None:
-            tensors = policy.state_tensors(self.model)
+            source: WeightSource = WholeTensors(policy.state_tensors(self.model))
         else:
             dtype = "float32" if settings.lora.rank else settings.dtype
-            tensors = self.ranks.whole(self.model, dtype)
+            source = GatheredWeights(self.model, self.ranks, dtype)
         seed, packed = self.config.run.seed, self.config.learner.packing
         with torch.no_grad():
             measure = partial(probe.measure, self.model, seed, settings.max_length, packed=packed)
-            arrival = within(self.model, measure)
-        return probe.add(tensors, arrival) if tensors else {}
+            return probe.ProbedWeights(source, within(self.model, measure))
 
     def save_tensors(self, directory: Path) -> None:
         """Write all tensors; returns when every rank has written its part."""

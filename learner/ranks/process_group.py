@@ -146,19 +146,6 @@ class Ranks:
         dist.broadcast(data, 0, group=self.host)
         return data.numpy().tobytes()
 
-    def whole(self, model: torch.nn.Module, dtype: str) -> dict[str, torch.Tensor]:
-        """Return a sharded model's tensors in host memory, weights in `dtype`; {} after rank 0.
-
-        They are gathered one by one, so that no GPU holds more than one of them.
-        """
-        found = {}
-        for name, tensor in policy.state_tensors(model).items():
-            kept = getattr(torch, dtype) if tensor.is_floating_point() else tensor.dtype
-            full = whole_tensor(tensor.to(kept))
-            if self.rank == 0:
-                found[name] = full.cpu()
-        return found
-
     def leave(self, *, failed: bool = False) -> None:
         """Destroy the groups; no other call is possible afterwards.
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import torch
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.sections.channel import leaves_host
@@ -20,6 +19,7 @@ from evolver_async.metrics.writer import Timers
 from evolver_async.process.setup import RoleArgs
 from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
 from evolver_async.schema import Group, Kind, Task, WeightId
+from evolver_async.weights.channel.source import WeightSource
 from learner.diagnostics.step_result import StepResult
 from learner.ranks.process_group import Ranks, join
 from learner.schedule import Stages
@@ -79,7 +79,8 @@ class Leader:
         self._tell(RankCall(method="restore", path=str(directory)))
         return self.updater.restore(directory)
 
-    def published(self) -> dict[str, torch.Tensor]:
+    def published(self) -> WeightSource:
+        """Return weights that all ranks gather; the caller iterates them once."""
         self._tell(RankCall(method="published"))
         return self.updater.published()
 
@@ -172,7 +173,8 @@ def _make(updater: Updater, stage: Config, call: RankCall) -> None:
         case "save":
             updater.save(Path(call.path), call.state)
         case "published":
-            updater.published()
+            for _ in updater.published().parts():
+                pass
         case "rl" | "dpo" as method:
             getattr(updater, method)(stage, groups, call.state, call.forks, call.steps)
         case "sft":

@@ -10,6 +10,7 @@ import torch
 from critic_groups import data as crossed_groups
 from critic_groups import ppo
 from preference_groups import data as pairs
+from published import whole_tensors
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from updates import FORKS, config, guided_config, guided_groups
@@ -144,9 +145,8 @@ def train(
         if state.take == SAVED and resume is None:
             (out / "checkpoint").mkdir()
             leader.save(out / "checkpoint", state)
-    weights, arrival = separate(leader.published())
+    done.weights, arrival = separate(whole_tensors(leader.published()))
     assert arrival is not None and len(arrival.logprobs) > 0
-    done.weights = {name: one.clone() for name, one in weights.items()}
     if isinstance(leader, Leader):
         if isinstance(updater.reference, FSDPModule):
             done.passes = len(updater.reference._get_fsdp_state()._comm_ctx.post_forward_order)

@@ -41,6 +41,14 @@ class Layout:
             offset = aligned(offset + nbytes(entries[name]))
         return Layout(entries, offset)
 
+    def followed_by(self, other: "Layout") -> "Layout":
+        """Lay the tensors of another layout behind these."""
+        moved = {
+            name: {**entry, "offset": self.size + entry["offset"]}
+            for name, entry in other.entries.items()
+        }
+        return Layout({**self.entries, **moved}, self.size + other.size)
+
 
 def views(bytes_N: Tensor, entries: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
     """Return the tensors of a run of bytes, without a copy."""

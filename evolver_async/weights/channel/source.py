@@ -42,12 +42,12 @@ class WholeTensors:
 
     def parts(self) -> Iterator[list[Part]]:
         split = [name for name, one in self._tensors.items() if not one.is_contiguous()]
-        yield [whole(name, one) for name, one in self._tensors.items() if name not in split]
+        yield [whole_part(name, one) for name, one in self._tensors.items() if name not in split]
         for name in split:  # one at a time: each is copied
-            yield [whole(name, self._tensors[name].contiguous())]
+            yield [whole_part(name, self._tensors[name].contiguous())]
 
 
-def whole(name: str, tensor: Tensor) -> Part:
+def whole_part(name: str, tensor: Tensor) -> Part:
     """Return all bytes of a contiguous tensor."""
     return Part(name, 0, tensor.detach().reshape(-1).view(torch.uint8))
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from killed_runs import PHASES, Killed, Run, compare
+from published import whole_tensors
 from safetensors.torch import load_file
 from serial_runs import Finished, trainer
 from small_models import SHAPE, SIZES, TOKENIZER
@@ -465,8 +466,7 @@ def short_training(
         if state.take == 2 and resume is None:
             (out / "checkpoint").mkdir()
             leader.save(out / "checkpoint", state)
-    weights, _ = separate(leader.published())
-    published = {name: one.clone() for name, one in weights.items()}
+    published, _ = separate(whole_tensors(leader.published()))
     if isinstance(leader, Leader):
         leader.end()
     return rows, published
