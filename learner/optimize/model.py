@@ -9,7 +9,7 @@ from evolver_async.checkpoint import shards
 from evolver_async.config import Config
 from evolver_async.model import lora, policy
 from evolver_async.model.tokenizer import ModelError
-from learner.data.batch import Layout
+from learner.data.layout import Layout
 from learner.optimize.adamw import make_adamw
 from learner.optimize.alignment import forget
 from learner.optimize.critic import Critic
