@@ -9,17 +9,13 @@ a single row, one micro-batch at a time. `collate` makes batches; nothing change
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 
-from evolver_async.model.borders import LEAST_SAVED, Borders, common_prefix, in_order, merge
+from evolver_async.model.borders import Borders
 from evolver_async.schema import Array
-
-# Rows of a forward pass: padded on the right, packed into one, or packed with what they share at
-# their beginnings computed once.
-Layout = Literal["padded", "packed", "tree"]
+from learner.data.layout import Layout, by_beginning, place, shared
 
 
 @dataclass(frozen=True)
@@ -229,7 +225,7 @@ class Minibatch:
         lengths_R = np.diff(batch.row_start_R)
         units = list(rows_of.values())
         if layout == "tree":
-            units = _by_beginning(batch, units)
+            units = by_beginning(units, lambda row: _row(batch, row))
         else:
             units.sort(key=lambda rows: -max(int(lengths_R[row]) for row in rows))
         pending: list[int] = []
@@ -237,7 +233,7 @@ class Minibatch:
         for rows in units:
             more, longest = int(lengths_R[rows].sum()), int(lengths_R[rows].max())
             if layout == "tree" and pending:
-                more -= _shared(batch, [pending[-1], *rows])
+                more -= shared([_row(batch, row) for row in (pending[-1], *rows)])
             padded = (len(pending) + len(rows)) * max(width, longest)
             if pending and (padded if layout == "padded" else tokens + more) > token_budget:
                 yield lay_out(batch, np.array(pending), device, layout)
@@ -253,23 +249,6 @@ def _row(batch: Batch, row: int) -> Array:
     return batch.tokens[batch.row_start_R[row] : batch.row_start_R[row + 1]]
 
 
-def _by_beginning(batch: Batch, units: list[list[int]]) -> list[list[int]]:
-    """Sort units, and the rows of each, so that rows that begin alike are neighbours."""
-    rows = [row for unit in units for row in unit]
-    order = in_order([_row(batch, row) for row in rows])
-    rank = {rows[index]: place for place, index in enumerate(order)}
-    return sorted((sorted(unit, key=rank.__getitem__) for unit in units), key=lambda u: rank[u[0]])
-
-
-def _shared(batch: Batch, rows: list[int]) -> int:
-    """Estimate how many tokens of rows a tree saves: those in common with the row before.
-
-    Less what a tree repeats because sharing would not pay.
-    """
-    pairs = itertools.pairwise(_row(batch, row) for row in rows)
-    return sum(max(0, common_prefix(*pair) - LEAST_SAVED) for pair in pairs)
-
-
 def lay_out(batch: Batch, rows_B: Array, device: torch.device, layout: Layout) -> MicroBatch:
     """Lay out the rows `rows_B` of a batch, whole trajectories, as tensors on `device`.
 
@@ -279,22 +258,8 @@ def lay_out(batch: Batch, rows_B: Array, device: torch.device, layout: Layout) -
     lengths_B = ends_B - starts_B
     index_A = _ranges(starts_B, ends_B)
     tokens_A = batch.tokens[index_A].astype(np.int64)
-    borders, real_BT = None, np.ones((1, 1), bool)
-    if layout == "padded":
-        real_BT = np.arange(lengths_B.max()) < lengths_B[:, None]
-        tokens_BT = np.zeros(real_BT.shape, np.int64)
-        tokens_BT[real_BT] = tokens_A
-        place_A = np.flatnonzero(real_BT)
-    elif layout == "packed":
-        tokens_BT, place_A = tokens_A[None], np.arange(len(tokens_A))
-        borders = Borders.of(lengths_B.tolist(), device)
-    else:
-        merged = merge(np.split(tokens_A, np.cumsum(lengths_B)[:-1]), device)
-        tokens_BT, place_A, borders = (
-            tokens_A[merged.source_T][None],
-            merged.place_A,
-            merged.borders,
-        )
+    placed = place(np.split(tokens_A, np.cumsum(lengths_B)[:-1]), device, layout)
+    place_A = placed.place_A
     acts_N = np.flatnonzero(batch.action[index_A])
     read = np.concatenate([place_A[acts_N - 1], place_A[np.cumsum(lengths_B) - 1]])
     read_K, found = np.unique(read, return_inverse=True)
@@ -305,8 +270,8 @@ def lay_out(batch: Batch, rows_B: Array, device: torch.device, layout: Layout) -
         return torch.from_numpy(array).to(device)
 
     return MicroBatch(
-        tokens_BT=tensor(tokens_BT),
-        attention_BT=tensor(np.broadcast_to(real_BT, tokens_BT.shape).copy()),
+        tokens_BT=tensor(placed.tokens_BT),
+        attention_BT=tensor(placed.real_BT),
         read_K=tensor(read_K),
         target_N=tensor(tokens_A[acts_N]),
         source_N=tensor(found[: len(acts_N)]),
@@ -320,7 +285,7 @@ def lay_out(batch: Batch, rows_B: Array, device: torch.device, layout: Layout) -
         length_N=tensor(batch.length_P[trajectory_N]),
         row_B=tensor(rows_B),
         end_B=tensor(found[len(acts_N) :]),
-        borders=borders,
+        borders=placed.borders,
     )
 
 

@@ -15,7 +15,8 @@ from evolver_async.config import CriticConfig
 from evolver_async.model import policy
 from evolver_async.model.borders import Borders
 from evolver_async.schema import Array
-from learner.data.batch import Batch, Layout, MicroBatch, Minibatch, Values
+from learner.data.batch import Batch, MicroBatch, Minibatch, Values
+from learner.data.layout import Layout
 from learner.loss.value import value_loss
 from learner.optimize.adamw import make_adamw
 from learner.ranks.process_group import Ranks, nothing, within

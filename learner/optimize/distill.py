@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from evolver_async.config import Config
 from evolver_async.model import policy
 from evolver_async.model.projection import summing_head
-from learner.data.batch import Batch, Layout, MicroBatch, Minibatch, lay_out
+from learner.data.batch import Batch, MicroBatch, Minibatch, lay_out
+from learner.data.layout import Layout
 from learner.loss.distill import forward_kl
 from learner.loss.policy import token_scale
 from learner.optimize.critic import CriticTraining

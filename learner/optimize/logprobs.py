@@ -12,7 +12,8 @@ from evolver_async.model import policy
 from evolver_async.schema import Array
 from learner.advantage.group_relative import READS_ANCHOR
 from learner.advantage.rewards import penalises
-from learner.data.batch import Batch, Layout, LogProbs, MicroBatch, Minibatch
+from learner.data.batch import Batch, LogProbs, MicroBatch, Minibatch
+from learner.data.layout import Layout
 from learner.loss.correction import reads_anchor
 from learner.loss.ratios import guided_old
 from learner.optimize.model import Models

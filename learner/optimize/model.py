@@ -12,7 +12,7 @@ from evolver_async.model import lora, policy
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.weights import probe
 from evolver_async.weights.channel.source import WeightSource, WholeTensors
-from learner.data.batch import Layout
+from learner.data.layout import Layout
 from learner.optimize.adamw import make_adamw
 from learner.optimize.alignment import forget
 from learner.optimize.critic import Critic

@@ -57,8 +57,11 @@ def episode(ticket: Ticket, member: int, vocabulary: int) -> Trajectory:
     roles = np.concatenate([np.full(PROMPT, Role.PROMPT, np.uint8), np.tile(turn, turns)])
     numbers = [np.full(PROMPT, -1, np.int16), np.repeat(np.arange(turns, dtype=np.int16), TURN)]
     assert ticket.weights is not None
+    tokens = rng.integers(0, vocabulary, len(roles), np.int32)
+    shared = np.random.Generator(np.random.Philox(key=key(0, ticket.group_id)))
+    tokens[:PROMPT] = shared.integers(0, vocabulary, PROMPT, np.int32)  # of all members
     sequence = Sequence(
-        tokens=rng.integers(0, vocabulary, len(roles), np.int32),
+        tokens=tokens,
         roles=roles,
         turns=np.concatenate(numbers),
         logprobs=np.where(roles == Role.ACTION, -np.log(vocabulary), 0.0).astype(np.float32),
