@@ -22,6 +22,7 @@ from evolver_async.model.policy import ModelError, load_state, state_tensors, to
 from evolver_async.schema import WeightId
 
 TOLERANCE = 1e-4
+DEADLINE_S = 300  # of a scenario: a second on a quiet machine, a minute beside much other work
 RUNNER = asyncio.Runner()  # one loop for all scenarios, which may share an engine's processes
 V0, V1, V2 = (WeightId(lineage=1, step=step) for step in range(3))
 
@@ -126,7 +127,7 @@ def run(engine: Engine, scenario: Coroutine[Any, Any, Any]) -> Any:
 
     async def whole() -> Any:
         try:
-            return await asyncio.wait_for(scenario, 60)
+            return await asyncio.wait_for(scenario, DEADLINE_S)
         finally:
             await engine.close()
 
