@@ -64,8 +64,9 @@ def _vllm_engine(
     from actors.engines.vllm_core import VllmCore
     from actors.engines.vllm_engine import VllmEngine
     from actors.engines.vllm_lora import adapter_of
-    from actors.engines.vllm_start import Settings
+    from actors.engines.vllm_start import Settings, set_environment
 
+    set_environment()
     adapter = adapter_of(config)
     if tensors is not None and adapter is None:
         tensors = whole(tensors, config.policy)
