@@ -85,8 +85,9 @@ def _vllm_engine(
     from actors.engines.vllm_core import VllmCore
     from actors.engines.vllm_engine import VllmEngine
     from actors.engines.vllm_lora import adapter_of
-    from actors.engines.vllm_start import Settings
+    from actors.engines.vllm_start import Settings, set_environment
 
+    set_environment()
     adapter = adapter_of(config)
     if adapter is not None and settings is not None:
         settings = msgspec.structs.replace(settings, base="")  # served beside the base weights

@@ -47,14 +47,19 @@ class Settings(EngineConfig):
     adapter: Adapter | None = None
 
 
+def set_environment() -> None:
+    """Set the environment variables that vLLM reads when it is imported, unless they are set."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
 def start(settings: Settings, channel: WorkerChannel) -> "AsyncLLM":
     """Start vLLM with the weights of the policy directory, in processes that end with this one.
 
     The workers receive versions from `channel` as soon as their models are loaded.
     Raise ValueError if this build of vLLM does not support `settings.device`.
     """
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_environment()
     from vllm import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]

@@ -24,6 +24,7 @@ from evolver_async.schema import WeightId
 
 TOLERANCE = 1e-4
 ATTEMPTS = 10  # on a busy machine the generations can be over before the update comes
+DEADLINE_S = 300  # of a scenario: a second on a quiet machine, a minute beside much other work
 RUNNER = asyncio.Runner()  # one loop for all scenarios, which may share an engine's processes
 V0, V1, V2 = (WeightId(lineage=1, step=step) for step in range(3))
 
@@ -132,7 +133,7 @@ def run(engine: Engine, scenario: Coroutine[Any, Any, Any]) -> Any:
 
     async def whole() -> Any:
         try:
-            return await asyncio.wait_for(scenario, 60)
+            return await asyncio.wait_for(scenario, DEADLINE_S)
         finally:
             await engine.close()
 

@@ -22,7 +22,7 @@ from evolver_async.model.policy import ModelError, state_tensors
 
 pytestmark = pytest.mark.vllm
 ADAPTER = Adapter(name="run-7", rank=4, alpha=8.0)
-DEADLINE_S = 300
+DEADLINE_S = 500  # a restart of vLLM included
 
 
 @dataclass

@@ -13,6 +13,7 @@ import torch
 import torch.multiprocessing as mp
 from killed_runs import PHASES, Killed, Run, compare
 from published import whole_tensors
+from safetensors import safe_open
 from safetensors.torch import load_file
 from serial_runs import Finished, trainer
 from small_models import SHAPE, SIZES, TOKENIZER
@@ -574,6 +575,8 @@ def test_the_adapter_directory_is_in_the_format_of_peft(run: Finished, tmp_path:
     said = json.loads((adapter / "adapter_config.json").read_text())
     assert (said["peft_type"], said["r"], said["lora_alpha"]) == ("LORA", 8, 16)
     tensors = load_file(adapter / "adapter_model.safetensors")
+    with safe_open(adapter / "adapter_model.safetensors", framework="pt") as file:
+        assert file.metadata()["name"] == run.run_dir.name
     own = adapters_of(run)
     assert len(tensors) == len(own) - 1 == 2 * 4
     for name, tensor in tensors.items():
