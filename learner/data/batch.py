@@ -2,13 +2,15 @@
 
 A row is one sequence as it is trained: stripped, if its trajectory is. A `Batch` keeps all rows
 unpadded on the CPU. A `Minibatch` is some of its trajectories; its rows are padded, or packed into
-a single row, one micro-batch at a time. `collate` makes batches; nothing changes them afterwards.
-`LogProbs` and `Values` are scores of a batch under the weights that its step begins with.
+a single row, one micro-batch at a time, where equal rows are computed once. `collate` makes
+batches; nothing changes them afterwards. `LogProbs` and `Values` are scores of a batch under the
+weights that its step begins with.
 """
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,18 +21,19 @@ from evolver_async.schema import Array
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Input of one forward pass: rows padded on the right, whole trajectories only.
+    """Input of one forward pass: the distinct rows of whole trajectories, padded on the right.
 
-    With `borders` the batch's rows are packed, one behind the other, into the only row here, and
-    nothing is padding: `B` is 1 for all but row_B and end_B.
+    With `borders` the distinct rows are packed, one behind the other, into the only row here, and
+    nothing is padding: `B` is 1 for all but row_R and end_R.
 
     tokens_BT int64, attention_BT bool (False on padding), action_BT bool (ACTION tokens that have a
-    context to be predicted from). The `_N` tensors hold one entry per True of `action_BT`, in
-    row-major order, so that `logprobs_BT[action_BT]` lines up with them: index_N int64 (place in
+    context to be predicted from). The `_N` tensors hold one entry per ACTION token of all `R` rows,
+    in row-major order; `each` lines `logprobs_BT[action_BT]` up with them: index_N int64 (place in
     the batch's `_N` arrays, in host memory), mu_N float32, lag_N int64, abandoned_N bool,
     stripped_N bool, trajectory_N int64 (0..trajectories-1 within this micro-batch), length_N int64
-    (ACTION tokens of the token's whole trajectory). row_B int64: the batch's number of each row;
-    end_B int64: the place of its last token in the flattened tokens_BT.
+    (ACTION tokens of the token's whole trajectory). row_R int64: the batch's number of each row;
+    end_R int64: the place of its last token in the flattened tokens_BT. distinct_N int64: the place
+    of each token among the True of `action_BT`; None if no row comes twice.
     """
 
     tokens_BT: torch.Tensor
@@ -43,9 +46,14 @@ class MicroBatch:
     stripped_N: torch.Tensor
     trajectory_N: torch.Tensor
     length_N: torch.Tensor
-    row_B: torch.Tensor
-    end_B: torch.Tensor
+    row_R: torch.Tensor
+    end_R: torch.Tensor
+    distinct_N: torch.Tensor | None
     borders: Borders | None
+
+    def each(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of all N tokens from those of the distinct rows."""
+        return values if self.distinct_N is None else values[self.distinct_N]
 
     def of(self, array_N: Array) -> torch.Tensor:
         """Return the entries of a whole batch's array that belong to these tokens."""
@@ -111,6 +119,14 @@ class Batch:
     @property
     def stripped_N(self) -> Array:
         return self.stripped_P[self.trajectory_N]
+
+    @cached_property
+    def first_R(self) -> Array:
+        """The first row with the same tokens and the same ACTION tokens as each row, int64."""
+        first: dict[tuple[bytes, bytes], int] = {}
+        cuts = itertools.pairwise(self.row_start_R.tolist())
+        equal = [(self.tokens[s:e].tobytes(), self.action[s:e].tobytes()) for s, e in cuts]
+        return np.array([first.setdefault(one, row) for row, one in enumerate(equal)], np.int64)
 
     def whole(self) -> "Minibatch":
         """Return all trajectories that have ACTION tokens as a single minibatch."""
@@ -204,7 +220,7 @@ class Minibatch:
     def micro_batches(
         self, token_budget: int, device: torch.device, *, packed: bool = False
     ) -> Iterator[MicroBatch]:
-        """Yield micro-batches of at most `token_budget` tokens, padding included.
+        """Yield micro-batches of at most `token_budget` tokens, padding included, equal rows once.
 
         The longest rows come first, so that a budget beyond the memory fails at once. A trajectory
         is never split (trajectory-level weights need all its tokens), nor a group with
@@ -216,25 +232,29 @@ class Minibatch:
         for row in np.flatnonzero(np.isin(batch.trajectory_R, self.members)):
             rows_of[int(unit_P[batch.trajectory_R[row]])].append(int(row))
         lengths_R = np.diff(batch.row_start_R)
-        longest_first = sorted(
-            rows_of.values(), key=lambda rows: -max(int(lengths_R[row]) for row in rows)
-        )
-        pending: list[int] = []
-        tokens = width = 0
+        longest_first = sorted(rows_of.values(), key=lambda rows: -int(lengths_R[rows].max()))
+        pending, distinct, tokens, width = list[int](), set[int](), 0, 0
         for rows in longest_first:
-            more, longest = int(lengths_R[rows].sum()), int(lengths_R[rows].max())
-            padded = (len(pending) + len(rows)) * max(width, longest)
-            if pending and (tokens + more if packed else padded) > token_budget:
+            firsts = set(batch.first_R[rows].tolist())
+            longest, more = int(lengths_R[rows].max()), list(firsts - distinct)
+            fits = tokens + int(lengths_R[more].sum())
+            padded = (len(distinct) + len(more)) * max(width, longest)
+            if pending and (fits if packed else padded) > token_budget:
                 yield lay_out(batch, np.array(pending), device, packed=packed)
-                pending, tokens, width = [], 0, 0
+                pending, distinct, tokens, width = [], set(), 0, 0
+                more = list(firsts)
             pending += rows
-            tokens, width = tokens + more, max(width, longest)
+            distinct |= firsts
+            tokens, width = tokens + int(lengths_R[more].sum()), max(width, longest)
         if pending:
             yield lay_out(batch, np.array(pending), device, packed=packed)
 
 
-def lay_out(batch: Batch, rows_B: Array, device: torch.device, *, packed: bool) -> MicroBatch:
-    """Lay out the rows `rows_B` of a batch, whole trajectories, as tensors on `device`."""
+def lay_out(batch: Batch, rows_R: Array, device: torch.device, *, packed: bool) -> MicroBatch:
+    """Lay out the rows `rows_R` of a batch, whole trajectories, as tensors on `device`."""
+    first_R = batch.first_R[rows_R].tolist()
+    place_of = {row: place for place, row in enumerate(dict.fromkeys(first_R))}
+    rows_B, place_R = np.array(list(place_of)), np.array([place_of[row] for row in first_R])
     starts_B, ends_B = batch.row_start_R[rows_B], batch.row_start_R[rows_B + 1]
     lengths_B = ends_B - starts_B
     places = _ranges(starts_B, ends_B)
@@ -248,8 +268,11 @@ def lay_out(batch: Batch, rows_B: Array, device: torch.device, *, packed: bool) 
     tokens_BT[attention_BT] = batch.tokens[places]
     action_BT = np.zeros(attention_BT.shape, bool)
     action_BT[attention_BT] = batch.action[places]
-    index_N = _ranges(batch.action_start_R[rows_B], batch.action_start_R[rows_B + 1])
+    index_N = _ranges(batch.action_start_R[rows_R], batch.action_start_R[rows_R + 1])
     trajectory_N = batch.trajectory_N[index_N]
+    count_B = batch.action_start_R[rows_B + 1] - batch.action_start_R[rows_B]
+    ends_M = np.cumsum(count_B)
+    distinct_N = _ranges((ends_M - count_B)[place_R], ends_M[place_R])
 
     def tensor(array: Array) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
@@ -265,8 +288,9 @@ def lay_out(batch: Batch, rows_B: Array, device: torch.device, *, packed: bool) 
         stripped_N=tensor(batch.stripped_P[trajectory_N]),
         trajectory_N=tensor(np.unique(trajectory_N, return_inverse=True)[1]),
         length_N=tensor(batch.length_P[trajectory_N]),
-        row_B=tensor(rows_B),
-        end_B=tensor(end_B),
+        row_R=tensor(rows_R),
+        end_R=tensor(end_B[place_R]),
+        distinct_N=tensor(distinct_N) if len(rows_B) < len(rows_R) else None,
         borders=Borders.of(lengths_B.tolist(), device) if packed else None,
     )
 

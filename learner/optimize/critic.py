@@ -61,12 +61,13 @@ class Critic:
     def __call__(
         self, hidden_BTD: torch.Tensor, micro: MicroBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return V of the ACTION tokens, float32[N], and behind each row's last token, float32[B].
+        """Return V of the ACTION tokens, float32[N], and behind each row's last token, float32[R].
 
         hidden_BTD: the policy's last hidden states.
         """
         values_BT = self.values(hidden_BTD, micro.tokens_BT, micro.borders)
-        return values_BT[:, :-1][micro.action_BT[:, 1:]], values_BT.flatten()[micro.end_B]
+        values_N = micro.each(values_BT[:, :-1][micro.action_BT[:, 1:]])
+        return values_N, values_BT.flatten()[micro.end_R]
 
     def values(
         self, hidden_BTD: torch.Tensor, tokens_BT: torch.Tensor, borders: Borders | None
@@ -95,9 +96,9 @@ class Critic:
             if micro is None:
                 within(model, partial(self._idle, model, ranks.device, packed))
                 continue
-            found_N, found_B = within(model, partial(self._of_policy, model, micro))
+            found_N, found_R = within(model, partial(self._of_policy, model, micro))
             value_N[micro.index_N.numpy()] = found_N.cpu().numpy()
-            end_value_R[micro.row_B.cpu().numpy()] = found_B.cpu().numpy()
+            end_value_R[micro.row_R.cpu().numpy()] = found_R.cpu().numpy()
         ranks.sum(value_N, end_value_R)
         return Values(value_N, end_value_R)
 

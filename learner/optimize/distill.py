@@ -51,8 +51,8 @@ class Distillation:
             if teacher is None:
                 idle_gradients(model, ranks, packed=self.packed)
                 continue
-            rows_B = teacher.row_B.cpu().numpy()
-            student = lay_out(self.taught, rows_B, ranks.device, packed=self.packed)
+            rows_R = teacher.row_R.cpu().numpy()
+            student = lay_out(self.taught, rows_R, ranks.device, packed=self.packed)
             with torch.no_grad():
                 known_ND = within(model, partial(_hidden, model, teacher))
             value, kl = within(model, partial(self._loss, model, student, known_ND, minibatch))
@@ -149,4 +149,4 @@ def idle_gradients(model: torch.nn.Module, ranks: Ranks, *, packed: bool) -> Non
 def _hidden(model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
     """Compute the hidden states from which the ACTION tokens are predicted, in their order."""
     hidden_BTD = policy.hidden_states(model, micro.tokens_BT, micro.borders)
-    return hidden_BTD[:, :-1][micro.action_BT[:, 1:]]
+    return micro.each(hidden_BTD[:, :-1][micro.action_BT[:, 1:]])

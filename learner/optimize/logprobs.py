@@ -44,7 +44,9 @@ class Scorer:
                 idle(model, self.ranks.device, packed=self.packed)
                 continue
             logprobs_BT = within(model, partial(self._logprobs, model, micro))
-            logprobs_N[micro.index_N.numpy()] = logprobs_BT[micro.action_BT].cpu().numpy()
+            logprobs_N[micro.index_N.numpy()] = (
+                micro.each(logprobs_BT[micro.action_BT]).cpu().numpy()
+            )
         self.ranks.sum(logprobs_N)
         return logprobs_N
 

@@ -240,7 +240,8 @@ class Stepper:
             theta_BT, entropy_BT = self._logprobs(
                 stage, micro.tokens_BT, micro.action_BT, hidden_BTD
             )
-            theta_N, entropy_N = theta_BT[micro.action_BT], entropy_BT[micro.action_BT]
+            theta_N = micro.each(theta_BT[micro.action_BT])
+            entropy_N = micro.each(entropy_BT[micro.action_BT])
             value, terms = loss(theta_N, entropy_N, micro, minibatch, accounting)
         if critic is None:
             return value, terms

@@ -61,7 +61,7 @@ def scored(model: Any, minibatch: Minibatch, packed: bool) -> tuple[torch.Tensor
             borders=micro.borders,
         )
         logprobs_BT.sum().backward()
-        logprobs_N[micro.index_N] = logprobs_BT[micro.action_BT].detach()
+        logprobs_N[micro.index_N] = micro.each(logprobs_BT[micro.action_BT]).detach()
     gradient = torch.cat([one.grad.flatten().float() for one in model.parameters()])
     model.zero_grad()
     return logprobs_N, gradient

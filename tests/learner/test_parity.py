@@ -41,7 +41,8 @@ def loss_and_gradient(
         select_BT=micro.action_BT,
         hidden_BTD=hidden_BTD,
     )
-    theta_N, entropy_N = theta_BT[micro.action_BT], entropy_BT[micro.action_BT]
+    theta_N = micro.each(theta_BT[micro.action_BT])
+    entropy_N = micro.each(entropy_BT[micro.action_BT])
     settings = by_kind(CorrectionConfig(kind="ppo"), LossConfig(kl_coef=0))
     logprobs = LogProbs(batch.mu_N, batch.mu_N, batch.mu_N)
     objective = Objective(*settings, logprobs, advantage_N, interpolates=False, boosts=False)

@@ -9,6 +9,7 @@ from budget import examples
 from collated_groups import VOCABULARY, collated, make_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from evolver_async.config import CorrectionConfig
 from evolver_async.schema import Role
@@ -79,7 +80,7 @@ def test_micro_batches_fit_the_budget_and_hold_every_token_once(seed, budget):
         assert micro.tokens_BT.numel() <= budget or len(own) == 1
         assert micro.attention_BT.sum(1).max() == micro.tokens_BT.shape[1]
         assert not (micro.action_BT & ~micro.attention_BT).any()
-        assert micro.tokens_BT[micro.action_BT].tolist() == labels[at].tolist()
+        assert micro.each(micro.tokens_BT[micro.action_BT]).tolist() == labels[at].tolist()
         assert micro.mu_N.tolist() == batch.mu_N[at].tolist()
         assert micro.of(places_N).tolist() == at.tolist()
         assert micro.stripped_N.tolist() == batch.stripped_P[batch.trajectory_N[at]].tolist()
@@ -117,7 +118,7 @@ def update_loss(
             labels_BT = torch.where(
                 micro.action_BT, labels_BT, (labels_BT + noise).remainder(VOCABULARY)
             )
-        theta_N = model(micro.tokens_BT, labels_BT)[micro.action_BT]
+        theta_N = micro.each(model(micro.tokens_BT, labels_BT)[micro.action_BT])
         tokens = ActionTokens(
             theta_N,
             micro.mu_N,
@@ -178,3 +179,45 @@ def test_other_tokens_than_actions_leave_the_loss_bit_identical():
         other_loss, other_gradient = update_loss(batch, 100, "token_mean", "token", noise)
         assert other_loss == loss
         assert torch.equal(other_gradient, gradient)
+
+
+def repeated(seed: int) -> Scored:
+    """A batch in which every trajectory comes three times, with facts and advantages of its own."""
+    groups = make_groups(seed, 4, 2)
+    for group in groups:
+        first = list(group.trajectories)
+        for copy in range(1, 3):
+            group.trajectories.extend(
+                replace(one, member=one.member + 2 * copy, reward=one.reward + copy)
+                for one in first
+            )
+    batch = collated(groups)
+    rng = np.random.default_rng(seed)
+    anchor_N = batch.mu_N + rng.normal(0, 0.3, len(batch.mu_N)).astype(np.float32)
+    return batch, anchor_N, rng.normal(size=len(batch.mu_N)).astype(np.float32)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_equal_rows_of_a_micro_batch_are_computed_once(packed):
+    batch, *_ = repeated(5)
+    (micro,) = batch.whole().micro_batches(10**6, CPU, packed=packed)
+    distinct = len(
+        {
+            (batch.tokens[s:e].tobytes(), batch.action[s:e].tobytes())
+            for s, e in pairwise(batch.row_start_R)
+        }
+    )
+    assert distinct * 3 == len(batch.trajectory_R) == len(micro.row_R)
+    assert int(micro.attention_BT.sum()) * 3 == len(batch.tokens)
+    labels = batch.tokens[batch.action][micro.index_N.numpy()]
+    assert micro.each(micro.tokens_BT[micro.action_BT]).tolist() == labels.tolist()
+    ends = [int(batch.tokens[batch.row_start_R[row + 1] - 1]) for row in micro.row_R]
+    assert micro.tokens_BT.flatten()[micro.end_R].tolist() == ends
+
+
+def test_equal_rows_change_neither_loss_nor_gradient():
+    batch = repeated(6)
+    loss, gradient = update_loss(batch, 10**6, "token_mean", "trajectory")
+    other_loss, other_gradient = update_loss(batch, 1, "token_mean", "trajectory")  # none together
+    assert other_loss == pytest.approx(loss, rel=1e-5, abs=1e-7)
+    torch.testing.assert_close(other_gradient, gradient, rtol=1e-5, atol=1e-7)

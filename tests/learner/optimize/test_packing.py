@@ -211,16 +211,16 @@ def test_packed_micro_batches_hold_every_token_once_and_no_padding(seed, tokens)
     index = torch.cat([micro.index_N for micro in found]).numpy()
     assert sorted(index) == list(range(len(batch.mu_N)))
     for micro in found:
-        rows = micro.row_B.tolist()
+        rows = list(dict.fromkeys(batch.first_R[micro.row_R.numpy()].tolist()))
         cut = [batch.tokens[batch.row_start_R[r] : batch.row_start_R[r + 1]] for r in rows]
         assert micro.tokens_BT.tolist() == [np.concatenate(cut).tolist()]
         assert micro.attention_BT.all()
         assert micro.borders is not None
         assert micro.borders.starts_S1.diff().tolist() == [len(one) for one in cut]
-        assert (micro.end_B + 1).tolist() == micro.borders.starts_S1[1:].tolist()
+        assert sorted({*micro.end_R.tolist()}) == (micro.borders.starts_S1[1:] - 1).tolist()
         labels = batch.tokens[batch.action][micro.index_N.numpy()]
-        assert micro.tokens_BT[micro.action_BT].tolist() == labels.tolist()
-        trajectories = len(set(batch.trajectory_R[rows]))
+        assert micro.each(micro.tokens_BT[micro.action_BT]).tolist() == labels.tolist()
+        trajectories = len(set(batch.trajectory_R[micro.row_R.numpy()]))
         assert micro.tokens_BT.numel() <= tokens or trajectories == 1
     padded = list(batch.whole().micro_batches(tokens, CPU))
     assert len(found) <= len(padded)
