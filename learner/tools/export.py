@@ -35,9 +35,9 @@ def export(run_dir: Path, out: Path, step: int | str | None = None) -> str:
     lora.save_peft(
         out / "adapter",
         tensors,
-        name=config.run.name,
+        name=run_dir.name,
         rank=settings.lora.rank,
         alpha=settings.lora.alpha,
         base=settings.path,
     )
-    return f"{line}; its adapters alone, named {config.run.name}, are in {out / 'adapter'}"
+    return f"{line}; its adapters alone, named {run_dir.name}, are in {out / 'adapter'}"
