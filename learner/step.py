@@ -41,7 +41,7 @@ from learner.loss.objective import Objective
 from learner.loss.sft import supervised_loss
 from learner.optimize.critic import CriticTraining
 from learner.optimize.distill import Distillation, distillation_of
-from learner.optimize.logprobs import Scorer, step_logprobs
+from learner.optimize.logprobs import Scorer, comes_late, late_anchor, step_logprobs
 from learner.optimize.model import Models
 from learner.optimize.updates import Applied, Failure, MicroLoss, Stepper
 from learner.ranks.process_group import Ranks, alone
@@ -90,7 +90,8 @@ class Updater(Models):
         # Interpolation is along one line of versions, in one context. Tokens of an abandoned
         # lineage are on no such line, and stripped tokens have two contexts.
         interpolates = stage.correction.anchor == "interpolate" and batch.sampled is None
-        logprobs = self._logprobs(stage, batch, state.take, interpolates)
+        anchors = {"interpolates": interpolates, "late": comes_late(stage, batch, interpolates)}
+        logprobs = self._logprobs(stage, batch, state.take, **anchors)
         values = self._values(stage, batch)
         rewards, penalties = rewards_of(batch, logprobs, stage.loss, stage.advantage)
         advantages = assign(
@@ -105,12 +106,14 @@ class Updater(Models):
             steps=steps,
         )
         advantages = weighted(advantages, batch, logprobs, coef=stage.experience.reliance_coef)
+        trained = batch.part(advantages.finite_P)
+        if anchors["late"] and len(trained.members):
+            logprobs = self._late_anchor(stage, logprobs, trained, state.take)
         boosts = batch.sampled is not None and stage.loss.boost > 0
         loss = Objective(
             stage.correction, stage.loss, logprobs, advantages.advantage_N, interpolates, boosts
         )
         critic = self._critic_training(stage, values, advantages.return_N, state.critic_steps)
-        trained = batch.part(advantages.finite_P)
         distillation = distillation_of(stage, batch, critic, self.layout)
         applied = self._update(stage, trained, loss, state, steps, critic, distillation)
         if unfit := len(advantages.left_out):
@@ -164,12 +167,16 @@ class Updater(Models):
         result = _result(applied, chosen.groups, chosen.filtered, metrics | applied.metrics)
         return replace(result, histograms=_trajectory_histograms(batch))
 
-    def _logprobs(self, stage: Config, batch: Batch, take: int, interpolates: bool) -> LogProbs:
-        shown = stage.metrics.samples > 0 and take % stage.metrics.samples_every == 0
+    def _logprobs(self, stage: Config, batch: Batch, take: int, **how: bool) -> LogProbs:
+        return step_logprobs(stage, batch, self._scorer(stage), self, self.timers, take=take, **how)
+
+    def _late_anchor(
+        self, stage: Config, logprobs: LogProbs, trained: Minibatch, take: int
+    ) -> LogProbs:
+        first, *_ = self.stepper.cut(stage, trained, take)
         score = self._scorer(stage)
-        return step_logprobs(
-            stage, batch, score, self, self.timers, shown=shown, interpolates=interpolates
-        )
+        with self.timers("anchor"):
+            return late_anchor(stage, score, self.model, logprobs, trained, first, take)
 
     def _values(self, stage: Config, batch: Batch) -> Values | None:
         """Compute the values of a batch by the critic; None if the estimator reads none."""

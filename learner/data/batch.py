@@ -134,13 +134,15 @@ class LogProbs:
     anchor_N: under the policy, 0 where nothing reads it. old_N: the log-probs that the data is
     corrected from, mu_N but for stripped tokens (`guided_old`). reference_N: under the KL
     reference, 0 without one. sampled_N: of stripped tokens under the policy in the context that
-    they were sampled in, 0 for others; None if nothing reads it.
+    they were sampled in, 0 for others; None if nothing reads it. fresh_N bool: tokens of the first
+    update, whose own forward pass gives their anchor; None if there are none.
     """
 
     anchor_N: Array
     old_N: Array
     reference_N: Array
     sampled_N: Array | None = None
+    fresh_N: Array | None = None
 
 
 @dataclass(frozen=True)

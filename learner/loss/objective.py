@@ -62,6 +62,9 @@ class Objective:
         if self.interpolates:
             made_N = interpolated_anchor(theta_N, micro.mu_N, micro.lag_N)
             anchor_N = torch.where(micro.abandoned_N, anchor_N, made_N)
+        if self.logprobs.fresh_N is not None:
+            fresh_N = micro.of(self.logprobs.fresh_N)
+            anchor_N = torch.where(fresh_N, theta_N.detach(), anchor_N)
         old_N = micro.of(self.logprobs.old_N)
         tokens = ActionTokens(
             theta_N, old_N, anchor_N, advantage_N, micro.trajectory_N, micro.of(self.prepared_N)

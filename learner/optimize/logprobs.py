@@ -1,6 +1,6 @@
 """Forward passes without gradient: the log-probs that a step needs before its updates."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -14,7 +14,7 @@ from learner.advantage.group_relative import READS_ANCHOR
 from learner.advantage.rewards import penalises
 from learner.data.batch import Batch, LogProbs, MicroBatch, Minibatch
 from learner.data.layout import Layout
-from learner.loss.correction import reads_anchor
+from learner.loss.correction import correction_of, reads_anchor
 from learner.loss.ratios import guided_old
 from learner.optimize.model import Models
 from learner.ranks.process_group import Ranks, idle, within
@@ -65,19 +65,20 @@ def step_logprobs(
     models: Models,
     timers: Timers,
     *,
-    shown: bool,
+    take: int,
     interpolates: bool,
+    late: bool,
 ) -> LogProbs:
     """Compute the log-probs that a step reads, by as few forward passes as possible.
 
-    `shown`: its samples are written. `interpolates`: the anchor lies between mu and theta.
+    `interpolates`: the anchor lies between mu and theta. `late`: it is left to `late_anchor`.
     """
     correction = stage.correction
     leans = stage.experience.reliance_coef > 0
     reads = reads_anchor(correction)
     anchored_P = anchored(
         batch,
-        everywhere=shown
+        everywhere=shown(stage, take)
         or penalises(stage.loss)
         or stage.advantage.kind in READS_ANCHOR
         or (reads and not interpolates),
@@ -86,7 +87,7 @@ def step_logprobs(
         abandoned=reads and interpolates,
     )
     anchor_N, old_N, sampled_N = np.zeros_like(batch.mu_N), batch.mu_N, None
-    if anchored_P.any():
+    if anchored_P.any() and not late:
         with timers("anchor"):
             anchor_N, old_N, sampled_N = anchor_and_old(
                 score, models.model, batch, anchored_P, correction.guided, leans=leans
@@ -97,6 +98,51 @@ def step_logprobs(
         with timers("reference"):
             reference_N = score(models.reference, batch.whole())
     return LogProbs(anchor_N, old_N, reference_N, sampled_N)
+
+
+def shown(stage: Config, take: int) -> bool:
+    """Return True if the samples of a take are written."""
+    return stage.metrics.samples > 0 and take % stage.metrics.samples_every == 0
+
+
+def comes_late(stage: Config, batch: Batch, interpolates: bool) -> bool:
+    """Return True if only the loss reads the anchor: the first update can give its own tokens'.
+
+    It depends on nothing that a repeated take could have otherwise.
+    """
+    correction = correction_of(stage.correction)
+    return (
+        reads_anchor(stage.correction)
+        and getattr(correction, "prepare", None) is None
+        and not interpolates
+        and batch.sampled is None
+        and stage.experience.reliance_coef == 0
+        and not penalises(stage.loss)
+        and stage.advantage.kind not in (*READS_ANCHOR, "vtrace")
+    )
+
+
+def late_anchor(
+    stage: Config,
+    score: Scorer,
+    model: torch.nn.Module,
+    logprobs: LogProbs,
+    trained: Minibatch,
+    first: Minibatch,
+    take: int,
+) -> LogProbs:
+    """Score the anchor of what trains after the first update, by the weights before it.
+
+    For samples all other tokens are scored too, by another pass, so that no bit of this changes.
+    """
+    batch = trained.batch
+    fresh_P, later_P = np.zeros((2, len(batch.length_P)), bool)
+    fresh_P[first.members], later_P[trained.members] = True, True
+    later_P &= ~fresh_P
+    anchor_N = score(model, batch.part(later_P))
+    if shown(stage, take):
+        anchor_N += score(model, batch.part(~later_P))
+    return replace(logprobs, anchor_N=anchor_N, fresh_N=fresh_P[batch.trajectory_N])
 
 
 def anchored(batch: Batch, *, everywhere: bool, guided: str, leans: bool, abandoned: bool) -> Array:

@@ -96,8 +96,7 @@ class Stepper:
         sums: dict[str, float] = {}
         applied: list[Minibatch] = []
         accounting, failure = Accounting(), None
-        order = key(self.config.run.seed, "minibatches", take)
-        for minibatch in data.split(learner.minibatches, order):
+        for minibatch in self.cut(stage, data, take):
             found = Accounting()
             total, terms_of = self._gradients(stage, minibatch, loss, found, critic, distillation)
             scale = 1.0
@@ -125,6 +124,11 @@ class Stepper:
         means["learner/token_budget"] = float(budget)
         left_out = data.groups.difference(*(minibatch.groups for minibatch in applied))
         return Applied(applied, left_out, failure, means, self._collected(accounting))
+
+    def cut(self, stage: Config, data: Minibatch, take: int) -> list[Minibatch]:
+        """Cut the data of a take into its minibatches, in the order of their updates."""
+        order = key(self.config.run.seed, "minibatches", take)
+        return data.split(stage.learner.minibatches, order)
 
     def _gradients(
         self,
