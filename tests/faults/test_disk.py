@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -318,6 +319,39 @@ def test_08_a_sync_that_fails_ends_the_buffer_and_nothing_of_it_comes_back(servi
     world.open()
     assert world.replay.at.groups[ticket.group_id].missing == [0, 1]
     assert isinstance(world.push(ticket, 0), messages.Ack)
+
+
+def test_messages_are_handled_during_a_sync_and_answered_after_their_own(serving, monkeypatch):
+    world, one, ticket = serving
+    sync, syncing, gate = os.fdatasync, threading.Event(), threading.Event()
+
+    def slow(descriptor: int) -> None:
+        syncing.set()
+        assert gate.wait(60)
+        sync(descriptor)
+
+    held, journal = world.replay.at.groups[ticket.group_id], world.store.journal
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(os, "fdatasync", slow)
+        try:
+            first = pool.submit(one.push, ticket, 0)
+            assert syncing.wait(60)
+            size = journal.size
+            second = pool.submit(one.push, ticket, 1)
+            deadline = time.monotonic() + 60
+            while held.missing:
+                assert time.monotonic() < deadline, "the second member is not handled"
+                time.sleep(0.01)
+            assert journal.size == size, "the next commit is written after the sync"
+            assert not first.done() and not second.done()
+        finally:
+            gate.set()
+        assert isinstance(first.result(), messages.Ack)
+        assert isinstance(second.result(), messages.Ack)
+    assert journal.size > size
+    one.end()
+    world.store.journal.close()
+    check_journal(world.directory, SETTINGS, "run", [(ticket.group_id, 0), (ticket.group_id, 1)])
 
 
 def test_08_grants_stop_while_a_checkpoint_fits_and_the_learner_is_asked_for_one(
