@@ -198,7 +198,7 @@ def _free_space(config: Config, machine: Machine, shape: Shape) -> Iterator[Requ
     memory, disk = machine.results["shared memory"], machine.results["disk"]
     copies = 0
     if channel(config) == "shm" and not config.policy.lora.rank:
-        copies += versions_kept(config) + 1  # one of them is being written
+        copies += versions_kept(config) + 2  # one is being written, one an actor still maps
     if config.engine.kind == "vllm":
         copies += 2 * config.actors.count  # the present and the next weights of each one's workers
     if copies:

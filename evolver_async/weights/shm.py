@@ -129,11 +129,11 @@ class ShmPublisher(StagedPublisher[SnapshotFile]):
 
 class ShmReceiver:
     """Receiver of a ShmPublisher at `directory`. `threads` verify what it fetches; 0: as many as
-    the machine has."""
+    the machine has, but for the one of the event loop."""
 
     def __init__(self, directory: Path | str, threads: int = 0) -> None:
         self.directory = Path(directory)
-        self._threads = threads or usual_threads()
+        self._threads = threads or max(1, usual_threads() - 1)
 
     def head(self) -> WeightId | None:
         return read_head(self.directory)

@@ -55,11 +55,16 @@ class GatheredWeights:
             yield [whole_part(name, self._converted(name).contiguous()) for name in others]
         size = aligned(BUCKET_BYTES // ranks.count)
         sent_N = torch.zeros(size, dtype=torch.uint8, device=ranks.device)
-        found_RN = [torch.zeros_like(sent_N) for _ in range(ranks.count * (ranks.rank == 0))]
+        found_RN = [torch.zeros_like(sent_N) for _ in range(1, ranks.count) if ranks.rank == 0]
+        # Not `gather`: gloo's takes memory for all buckets once more.
+        calls = [dist.P2POp(dist.irecv, one_N, rank) for rank, one_N in enumerate(found_RN, 1)]
+        calls = calls or [dist.P2POp(dist.isend, sent_N, 0)]
+        found_RN = [sent_N, *found_RN] if ranks.rank == 0 else []
         for segments in self._buckets(size):
             for segment in segments:
                 self._fill(segment, sent_N)
-            dist.gather(sent_N, found_RN or None, dst=0)
+            for work in dist.batch_isend_irecv(calls):
+                work.wait()
             yield [
                 part
                 for rank, found_N in enumerate(found_RN)

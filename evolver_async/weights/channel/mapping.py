@@ -16,7 +16,7 @@ import numpy as np
 
 from evolver_async.schema import Array
 
-PIECE = 16 << 20  # bytes unmapped at once: the process can map nothing else meanwhile
+PIECE = 4 << 20  # bytes unmapped at once: the process can map nothing else meanwhile
 MOUNTS = Path("/proc/self/mountinfo")
 
 _libc = ctypes.CDLL(None, use_errno=True)
