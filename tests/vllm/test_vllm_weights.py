@@ -144,6 +144,7 @@ def test_two_workers_receive_by_broadcast_and_no_file_holds_weights(
     )
 
 
+@pytest.mark.time_limit(1500)  # three starts of vLLM
 def test_workers_and_learner_die_around_broadcasts_and_all_comes_back(
     broadcast: tuple[Learner, VllmEngine],
 ) -> None:
