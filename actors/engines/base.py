@@ -6,8 +6,11 @@
 Every engine passes `tests/support/engine_conformance.py`.
 """
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+import numpy as np
 
 from evolver_async.schema import WeightId
 
@@ -42,6 +45,19 @@ class Generation:
     logprobs: list[float] = field(default_factory=list)
     weights: list[WeightId] = field(default_factory=list)
     finish: Literal["stop", "length"] = "length"
+
+
+@dataclass(eq=False)
+class RunningRequest:
+    """Waiting or running request. `draws`: its uniform random numbers, one per token."""
+
+    request: Request
+    context: np.ndarray
+    limit: int
+    completers: frozenset[int]
+    draws: list[float]
+    future: asyncio.Future[Generation]
+    out: Generation = field(default_factory=Generation)
 
 
 class Engine(Protocol):

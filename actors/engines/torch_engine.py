@@ -20,11 +20,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from actors.engines.adoption import adopt
-from actors.engines.base import Generation, Request
+from actors.engines.base import Generation, Request, RunningRequest
 from actors.engines.forward import SlotModel
 from actors.engines.kv_slots import Slots, check_attention
 from actors.engines.prefill import choose_prefill
-from actors.engines.running import RunningRequest
 from actors.engines.sampling import sample
 from actors.engines.stops import StopStrings
 from evolver_async.model.policy import pair_state

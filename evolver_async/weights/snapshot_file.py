@@ -38,7 +38,7 @@ class StoredTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksum: int
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SnapshotManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Description at the beginning of a snapshot."""
 
     lineage: int
@@ -169,14 +169,14 @@ def _manifest(
     tensors = {
         name: StoredTensor(**entry, checksum=totals[name]) for name, entry in entries.items()
     }
-    return msgspec.json.encode(Manifest(weights.lineage, weights.step, tensors))
+    return msgspec.json.encode(SnapshotManifest(weights.lineage, weights.step, tensors))
 
 
 def _verified(whole_N: Array, weights: WeightId, threads: int) -> dict[str, Tensor]:
     """The tensors of a snapshot, as views on its bytes, after their checksums were compared."""
     (length,) = LENGTH.unpack_from(whole_N.data)
     try:
-        manifest = msgspec.json.decode(whole_N[LENGTH.size :][:length].data, type=Manifest)
+        manifest = msgspec.json.decode(whole_N[LENGTH.size :][:length].data, type=SnapshotManifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise WeightsCorrupt(f"unreadable manifest ({error})") from None
     found = WeightId(lineage=manifest.lineage, step=manifest.step)
