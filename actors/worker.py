@@ -24,7 +24,7 @@ from actors.rollout.group import run_group
 from actors.scripted.branching import branch_group
 from actors.scripted.expert import demonstrate_group
 from actors.weights.arrival import ArrivalCheck
-from actors.weights.source import WeightSource
+from actors.weights.source import VersionSource
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.metrics.activity import ACTOR_LEVELS, ActivityClock, wall_clock
@@ -45,7 +45,7 @@ class Worker:
         self,
         config: Config,
         client: Client,
-        source: WeightSource,
+        source: VersionSource,
         engine: Engine,
         chat: Chat,
         name: str,

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from actors.engines.base import Engine
 from actors.engines.torch_engine import TorchEngine
-from actors.weights.source import FetchedWeights, WeightSource
+from actors.weights.source import FetchedWeights, VersionSource
 from evolver_async.config import Config
 from evolver_async.model import policy
 from evolver_async.schema import WeightId
@@ -38,7 +38,7 @@ def load_engine(
 
 def follow_weights(
     config: Config, address: str, name: str
-) -> tuple[Engine, WeightSource, PreTrainedTokenizerBase]:
+) -> tuple[Engine, VersionSource, PreTrainedTokenizerBase]:
     """Return an engine without weights, the source of its weights, and its tokenizer.
 
     `address`: that of the weight channel. `name`: the actor's. Set the number of torch's threads

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from actors.engines.adoption import adopt
 from actors.engines.base import Generation, Request, RunningRequest
-from actors.engines.forward import SlotModel
-from actors.engines.kv_slots import Slots, check_attention
-from actors.engines.prefill import choose_prefill
-from actors.engines.sampling import sample
-from actors.engines.stops import StopStrings
+from actors.engines.decoding.adoption import adopt
+from actors.engines.decoding.forward import SlotModel
+from actors.engines.decoding.kv_slots import Slots, check_attention
+from actors.engines.decoding.prefill import choose_prefill
+from actors.engines.decoding.sampling import sample
+from actors.engines.decoding.stops import StopStrings
 from evolver_async.model.policy import pair_state
 from evolver_async.schema import WeightId
 

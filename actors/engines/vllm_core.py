@@ -47,7 +47,7 @@ class EngineDied(RuntimeError):
 
 
 class VllmCore:
-    """Owner of an AsyncLLM, and the source of its weights; see `weights.source.WeightSource`.
+    """Owner of an AsyncLLM, and the source of its weights; see `weights.source.VersionSource`.
 
     The first weights are `tensors` if given, else, under the name `weights`, those of the policy
     directory; further ones come to vLLM's workers from `receiver`, or else from `publisher`, an own

@@ -26,7 +26,7 @@ SEED_LIMIT = 1 << 63  # vLLM's seeds are below it
 
 
 class VllmEngine:
-    """Engine that owns a VllmCore; see `base.Engine` and `weight_source.WeightSource`.
+    """Engine that owns a VllmCore; see `base.Engine` and `source.VersionSource`.
 
     Token ids are below `vocabulary`. `slots`: number of concurrent sequences if `in_flight` is
     "wait", in which case new requests queue here. `max_length`: tokens of context, at most the

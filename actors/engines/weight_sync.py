@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from actors.engines.base import Engine
 from actors.progress import TicketProgress
 from actors.weights.arrival import ArrivalCheck
-from actors.weights.source import WeightSource
+from actors.weights.source import VersionSource
 from evolver_async.config import ActorsConfig
 from evolver_async.metrics.activity import AWAITING, LOADING, ActivityClock
 from evolver_async.randomness import key
@@ -28,7 +28,7 @@ class WeightsLate(Exception):
 class WeightSync:
     """Weights of one engine. The worker notifies `turnover` when a ticket ends."""
 
-    source: WeightSource
+    source: VersionSource
     engine: Engine
     arrival: ArrivalCheck
     actors: ActorsConfig

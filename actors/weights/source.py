@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class WeightSource(Protocol):
+class VersionSource(Protocol):
     """Versions that one engine can adopt."""
 
     def head(self) -> WeightId | None:

@@ -33,7 +33,7 @@ VLLM_BASES = 1300 * MIB  # of EngineCore and one worker together; each further w
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """Bytes of one purpose in a process; `key`: what to change for less."""
 
     name: str
@@ -48,7 +48,7 @@ class ProcessPlan:
 
     role: str
     count: int
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
 
     @property
     def private(self) -> float:
@@ -77,10 +77,10 @@ class MemoryPlan:
         """Host bytes of everything, the files in memory included."""
         return self.private + self.shared
 
-    def largest(self) -> Part:
+    def largest(self) -> MemoryPart:
         """The part that takes the most host memory over all processes and has a key."""
         totals = [
-            Part(part.name, one.count * part.size, part.key)
+            MemoryPart(part.name, one.count * part.size, part.key)
             for one in self.processes
             for part in one.parts
             if part.key and not part.gpu
@@ -98,7 +98,7 @@ def memory_plan(
     )
     actors = config.actors.bounds()[1]
     actor = ProcessPlan("actor", actors, tuple(_actor(config, stages, shape, actor_gpu)))
-    buffer = [_base("buffer"), Part("groups", _groups_bytes(stages), "buffer.limit_bytes")]
+    buffer = [_base("buffer"), MemoryPart("groups", _groups_bytes(stages), "buffer.limit_bytes")]
     others = [ProcessPlan("buffer", 1, tuple(buffer))]
     if config.launch.kind == "serial":
         parts = [*learner.parts, *actor.parts[1:], *buffer[1:]]
@@ -109,8 +109,8 @@ def memory_plan(
     return MemoryPlan((learner, actor, *others), _shared(config, shape))
 
 
-def _base(role: str) -> Part:
-    return Part("process and libraries", BASES[role], "")
+def _base(role: str) -> MemoryPart:
+    return MemoryPart("process and libraries", BASES[role], "")
 
 
 def _copy(config: Config, shape: DecoderShape) -> float:
@@ -120,7 +120,7 @@ def _copy(config: Config, shape: DecoderShape) -> float:
 
 def _learner(
     config: Config, stages: list[Config], shape: DecoderShape, gpu: bool
-) -> Iterable[Part]:
+) -> Iterable[MemoryPart]:
     """Parts of one rank; with several, the first one, which also publishes."""
     ranks, copy = config.learner.ranks, _copy(config, shape)
     adapters = adapter_parameters(config, shape)
@@ -131,40 +131,43 @@ def _learner(
     weights = (copy if adapters else FLOAT * shape.parameters) / ranks + short
     if ranks > 1:
         weights += FLOAT * (shape.layer + shape.embedding)  # gathered for the pass
-    yield Part("weights", weights, _model_key(config), gpu)
-    yield Part("gradients, moments", 3 * FLOAT * trained / ranks, "learner.ranks", gpu)
+    yield MemoryPart("weights", weights, _model_key(config), gpu)
+    yield MemoryPart("gradients, moments", 3 * FLOAT * trained / ranks, "learner.ranks", gpu)
     if any(stage.loss.kl_coef > 0 for stage in stages) or "dpo" in _kinds(config):
         shares = bool(adapters) and ranks == 1
-        yield Part("KL reference", 0 if shares else copy / ranks, "loss.kl_coef", gpu)
+        yield MemoryPart("KL reference", 0 if shares else copy / ranks, "loss.kl_coef", gpu)
     if any(stage.advantage.kind in CRITICS for stage in stages):
         separate = config.critic.kind == "separate" and not adapters
         size = 4 * FLOAT * shape.decoder / ranks if separate else 0
-        yield Part("critic", size, "critic.kind", gpu)
+        yield MemoryPart("critic", size, "critic.kind", gpu)
     largest = max(stages, key=lambda stage: stage.learner.token_budget)
-    yield Part("activations", activation_bytes(largest, shape), "learner.token_budget", gpu)
+    yield MemoryPart("activations", activation_bytes(largest, shape), "learner.token_budget", gpu)
     logits = logits_bytes(config, shape)
-    yield Part("logits", logits, "learner.logprob_chunk", gpu)
+    yield MemoryPart("logits", logits, "learner.logprob_chunk", gpu)
     published = FLOAT * adapters if adapters else copy
     if channel(config) == "cuda_ipc" and not adapters:
-        yield Part("published weights", versions_kept(config) * published, "weights.kind", gpu)
+        held = versions_kept(config) * published
+        yield MemoryPart("published weights", held, "weights.kind", gpu)
         return
     kept = versions_kept(config) if channel(config) == "collective" else 0
     gathered = published if ranks > 1 else 0
-    yield Part("published weights", (1 + kept) * published + gathered, "weights.kind")
+    yield MemoryPart("published weights", (1 + kept) * published + gathered, "weights.kind")
 
 
-def _actor(config: Config, stages: list[Config], shape: DecoderShape, gpu: bool) -> Iterable[Part]:
+def _actor(
+    config: Config, stages: list[Config], shape: DecoderShape, gpu: bool
+) -> Iterable[MemoryPart]:
     copy, vllm = _copy(config, shape), config.engine.kind == "vllm"
-    yield Part("process and libraries", BASES["actor"], "actors.count")
+    yield MemoryPart("process and libraries", BASES["actor"], "actors.count")
     if vllm:
         workers = config.engine.tensor_parallel
-        yield Part("vLLM's processes", VLLM_BASES * (1 + (workers - 1) / 3), "")
-    yield Part("weights", copy, _model_key(config), gpu)
-    yield Part("KV cache", kv_bytes(config, shape), _kv_key(config), gpu)
-    yield Part("fetched weights", copy, "weights.kind", gpu and channel(config) == "cuda_ipc")
+        yield MemoryPart("vLLM's processes", VLLM_BASES * (1 + (workers - 1) / 3), "")
+    yield MemoryPart("weights", copy, _model_key(config), gpu)
+    yield MemoryPart("KV cache", kv_bytes(config, shape), _kv_key(config), gpu)
+    yield MemoryPart("fetched weights", copy, "weights.kind", gpu and channel(config) == "cuda_ipc")
     if not vllm:
         size = prefill_bytes(config, shape)
-        yield Part("prefill", size, "engine.prefill_tokens", gpu)
+        yield MemoryPart("prefill", size, "engine.prefill_tokens", gpu)
 
 
 def _model_key(config: Config) -> str:

@@ -33,8 +33,6 @@ from evolver_async.model.tokenizer import (  # noqa: F401 (these, too)
 
 logging.disable_progress_bar()  # that of transformers would break the run's live panel
 
-TOLERANCE = {torch.float32: 1e-3}  # relative difference of packed hidden states
-SHORT_TOLERANCE = 0.1  # of a short type: kernels round differently in every layer
 LOGITS = 1 << 25  # per chunk at most: 128 MiB in float32, five times that at the peak
 
 
@@ -115,32 +113,6 @@ def decode(
         packed = {"position_ids": borders.position_1T, "borders": borders}
     hidden_BTD = decoder(input_ids=tokens_BT, use_cache=False, **packed).last_hidden_state
     return hidden_BTD if read_K is None else hidden_BTD.flatten(0, 1).index_select(0, read_K)
-
-
-@torch.no_grad()
-def check_packing(model: PreTrainedModel) -> None:
-    """Raise ModelError if the model mixes the sequences of a packed row."""
-    lengths = [3, 1, 5]
-    tokens_1T = torch.arange(sum(lengths), device=model.device)[None] % model.config.vocab_size
-    parts = tokens_1T.split(lengths, dim=1)
-    alone_1TD = torch.cat([hidden_states(model, one_1T) for one_1T in parts], 1).float()
-    packed_1TD = hidden_states(model, tokens_1T, Borders.of(lengths, model.device)).float()
-    difference = float((packed_1TD - alone_1TD).norm() / alone_1TD.norm())
-    if not difference <= TOLERANCE.get(model.dtype, SHORT_TOLERANCE):
-        raise ModelError(
-            f"learner.packing: must be false, as {type(model).__name__} mixes packed sequences"
-        )
-
-
-def check_prefix_trees(model: PreTrainedModel, device: torch.device) -> None:
-    """Raise ModelError if prefix trees cannot act: they need float32, a CPU, whole contexts."""
-    layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
-    windowed = any(
-        getattr(part, "sliding_window", None) for layer in layers for part in layer.children()
-    )
-    if device.type != "cpu" or model.dtype != torch.float32 or windowed:
-        why = "the model has a sliding window" if windowed else "they need float32 on a CPU"
-        raise ModelError(f"learner.prefix_trees: must not be always, as {why}")
 
 
 def checkpoint_layers(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from evolver_async.checkpoint import shards
 from evolver_async.config import Config
-from evolver_async.model import lora, policy
+from evolver_async.model import lora, policy, row_checks
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.weights import probe
 from evolver_async.weights.channel.source import WeightSource, WholeTensors
@@ -53,11 +53,11 @@ def layout_of(config: Config, model: PreTrainedModel, device: torch.device) -> L
         if trees == "always":
             raise ModelError("learner.prefix_trees: must not be always without learner.packing")
         return "padded"
-    policy.check_packing(model)
+    row_checks.check_packing(model)
     if trees == "never":
         return "packed"
     try:
-        policy.check_prefix_trees(model, device)
+        row_checks.check_prefix_trees(model, device)
     except ModelError:
         if trees == "always":
             raise

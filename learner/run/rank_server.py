@@ -41,7 +41,7 @@ class PackedGroup(msgspec.Struct, array_like=True):
     stage: int
     use: int
     head: WeightId | None
-    parcels: list[Parcel]
+    parcels: list[tuple[bytes, int]]
 
 
 class RankCall(msgspec.Struct, kw_only=True):
@@ -184,7 +184,8 @@ def _make(updater: Updater, stage: Config, call: RankCall) -> None:
 
 
 def _pack(group: Group) -> PackedGroup:
-    parcels = [wrap(one) for one in group.trajectories]
+    wrapped = [wrap(one) for one in group.trajectories]
+    parcels = [(bytes(one.data), one.crc) for one in wrapped]
     return PackedGroup(
         group.group_id, group.task, group.kind, group.stage, group.use, group.head, parcels
     )
@@ -192,4 +193,4 @@ def _pack(group: Group) -> PackedGroup:
 
 def _unpack(packed: PackedGroup) -> Group:
     facts = {name: getattr(packed, name) for name in packed.__struct_fields__}
-    return Group(trajectories=[unwrap(parcel) for parcel in facts.pop("parcels")], **facts)
+    return Group(trajectories=[unwrap(Parcel(*parcel)) for parcel in facts.pop("parcels")], **facts)

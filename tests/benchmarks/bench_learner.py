@@ -38,7 +38,7 @@ from learner.stage_steps import enter_stage
 from learner.train import Learner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from producers import member_of
+from producers import NEWEST, member_of
 
 STEPS, SKIPPED = 28, 3  # the first steps warm up; a checkpoint falls into the rest
 PROMPT, TURN, SAMPLED = 60, 15, 3  # tokens of the first prompt, of a turn, sampled in a turn
@@ -90,7 +90,7 @@ async def fill(client: DealerClient, groups: int, size: int, vocabulary: int) ->
             assert isinstance(reply, Ack), reply
 
     while groups:
-        reply = await client.request(Lease(credit=min(8, groups) * size))
+        reply = await client.request(Lease(credit=min(8, groups) * size, weights=NEWEST))
         assert isinstance(reply, Tickets), reply
         groups -= len(reply.tickets)
         pushes = [push(ticket, member) for ticket in reply.tickets for member in ticket.members]

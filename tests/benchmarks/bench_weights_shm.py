@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from actors.engines.adoption import adopt
+from actors.engines.decoding.adoption import adopt
 from evolver_async.model.policy import pair_state
 from evolver_async.schema import WeightId
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver

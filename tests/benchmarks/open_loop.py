@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from producers import CREDIT, TURNS, Context, Sequences, member_of
+from producers import CREDIT, NEWEST, TURNS, Context, Sequences, member_of
 
 from evolver_async.protocol.messages import (
     Done,
@@ -56,7 +56,7 @@ async def end_episodes(
 
     async def lease() -> None:
         while True:
-            reply = await client.request(Lease(credit=CREDIT))
+            reply = await client.request(Lease(credit=CREDIT, weights=NEWEST))
             for ticket in reply.tickets if isinstance(reply, Tickets) else []:
                 await tickets.put(ticket)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from actors.engines.base import Engine, Generation, Request
-from actors.engines.stops import UNDECODED
+from actors.engines.decoding.stops import UNDECODED
 from actors.weights.source import LocalEngine
 from evolver_async.model.policy import ModelError, load_state, state_tensors, token_logprobs
 from evolver_async.schema import WeightId

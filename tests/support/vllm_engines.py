@@ -11,7 +11,7 @@ from transformers.models.auto import AutoModelForCausalLM
 from actors.engines.vllm_core import VllmCore
 from actors.engines.vllm_engine import VllmEngine
 from actors.engines.vllm_start import Settings
-from actors.weights.source import WeightSource
+from actors.weights.source import VersionSource
 from evolver_async.model.policy import state_tensors
 from evolver_async.model.tiny import make_tokenizer
 from evolver_async.schema import WeightId
@@ -75,7 +75,7 @@ class Lent(VllmEngine):
 
 
 async def publish(
-    source: WeightSource, core: VllmCore, weights: WeightId, tensors: dict[str, Tensor]
+    source: VersionSource, core: VllmCore, weights: WeightId, tensors: dict[str, Tensor]
 ) -> None:
     assert core.publisher is not None
     core.publisher.publish(weights, tensors)

@@ -57,13 +57,11 @@ class Journal:
         self.newest = max(self.sizes, default=0)
         self.problem = ""  # the reason for which the last commit was refused
         self._sealed: dict[int, int] = {}
-        self._snapshot_bytes = 0
-        self._counted_from = 0
+        self._snapshot_bytes = self._counted_from = 0
         self._fd = -1
         self._pending: list[bytes] = []
         self._pending_bytes = 0
-        self._waits = False  # until the disk is measured again
-        self._broken = False
+        self._broken = self._waits = False  # _waits: until the disk is measured again
         self.free = disk.free_bytes(self.directory)
 
     @property
@@ -154,7 +152,9 @@ class Journal:
         try:
             self._write(self._fd, chunks, size)
         except disk.DiskFull as refusal:
-            self._refused(str(refusal))
+            if str(refusal) != self.problem:
+                log.error("%s; nothing is acknowledged until there is room", refusal)
+            self.problem, self.free, self._waits = str(refusal), 0, True
             raise
         self.sizes[self.newest] += sum(map(len, chunks))
         self._pending, self._pending_bytes = [], 0
@@ -193,8 +193,7 @@ class Journal:
             os.close(self._fd)
         self._fd = fd
         self.newest += 1
-        size = sum(map(len, chunks))
-        self.sizes[self.newest] = self._snapshot_bytes = self._counted_from = size
+        self.sizes[self.newest] = self._snapshot_bytes = self._counted_from = sum(map(len, chunks))
 
     def drop(self, before: int) -> None:
         """Delete the segments older than `before`, or move them to the archive."""
@@ -296,11 +295,6 @@ class Journal:
             with contextlib.suppress(OSError):
                 os.ftruncate(fd, size)  # data in memory alone must not pass for durable
             raise disk.SyncError(f"{self.directory}: could not be synced: {error}") from error
-
-    def _refused(self, problem: str) -> None:
-        if problem != self.problem:
-            log.error("%s; nothing is acknowledged until there is room", problem)
-        self.problem, self.free, self._waits = problem, 0, True
 
     def _path(self, number: int) -> Path:
         return self.directory / f"{number:08d}.log"

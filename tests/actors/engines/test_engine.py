@@ -13,8 +13,8 @@ from transformers import (
 )
 from transformers.models.auto import AutoModelForCausalLM
 
-from actors.engines.fused import FusedDecoder
-from actors.engines.sampling import sample
+from actors.engines.decoding.fused import FusedDecoder
+from actors.engines.decoding.sampling import sample
 from actors.engines.torch_engine import TorchEngine
 from evolver_async.model.tiny import make_tokenizer
 

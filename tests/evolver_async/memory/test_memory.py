@@ -11,7 +11,7 @@ from evolver_async.config import Config
 from evolver_async.config.load import load
 from evolver_async.doctor.probes.recipe import model
 from evolver_async.memory.host import available_bytes, check_memory, problem_of
-from evolver_async.memory.plan import MemoryPlan, Part, ProcessPlan, memory_plan
+from evolver_async.memory.plan import MemoryPart, MemoryPlan, ProcessPlan, memory_plan
 from evolver_async.memory.shape import DecoderShape, shape_of
 
 ROOT = Path(__file__).parents[3]
@@ -86,7 +86,10 @@ def test_more_of_a_key_never_needs_less(key: str, number: int) -> None:
 
 
 def test_what_does_not_fit_names_the_key_that_takes_most() -> None:
-    parts = (Part("process and libraries", 9.0, ""), Part("KV cache", 5.0, "engine.slots"))
+    parts = (
+        MemoryPart("process and libraries", 9.0, ""),
+        MemoryPart("KV cache", 5.0, "engine.slots"),
+    )
     plan = MemoryPlan((ProcessPlan("actor", 2, parts),), shared=4.0)
     assert plan.host == 32 and problem_of(plan, 32.0, 4.0) == ""
     assert problem_of(plan, 31.0, 4.0).startswith("engine.slots: ")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from evolver_async.model import lean, lora, policy
+from evolver_async.model import lean, lora, policy, row_checks
 from evolver_async.model.borders import LEAST_SAVED, Borders, merge
 from evolver_async.model.tokenizer import ModelError
 
@@ -163,6 +163,6 @@ def test_the_lean_pass_leaves_other_models_alone():
     gelu = made(LlamaConfig(**SHAPE, hidden_act="gelu"))
     assert not lean.acts(policy.split_model(gelu)[0])
     with pytest.raises(ModelError, match=r"learner\.prefix_trees"):
-        policy.check_prefix_trees(windowed, CPU)
+        row_checks.check_prefix_trees(windowed, CPU)
     with pytest.raises(ModelError, match=r"learner\.prefix_trees"):
-        policy.check_prefix_trees(made(CONFIGS["llama"]), torch.device("cuda"))
+        row_checks.check_prefix_trees(made(CONFIGS["llama"]), torch.device("cuda"))

@@ -38,7 +38,7 @@ from evolver_async.config import (
 )
 from evolver_async.config.load import dump, load, stage_config
 from evolver_async.errors import TrainingError
-from evolver_async.model import attention, policy
+from evolver_async.model import attention, policy, row_checks
 from evolver_async.model.borders import SIMILAR, Borders
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.process.setup import RoleArgs
@@ -123,7 +123,7 @@ def test_packed_sequences_are_those_of_each_alone(paths, name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_packed_model_still_takes_padded_rows(paths, name):
     model, packed = opened(paths[name]), opened(paths[name])
-    policy.check_packing(packed)
+    row_checks.check_packing(packed)
     tokens_BT = torch.randint(0, 90, (3, 2 * WINDOW), generator=torch.manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(
@@ -168,7 +168,7 @@ def test_a_model_that_mixes_packed_sequences_is_refused(shape):
         shape(hidden_size=16, num_hidden_layers=1, n_head=2, vocab_size=50)
     )
     with pytest.raises(ModelError, match=r"learner\.packing"):
-        policy.check_packing(model.eval())
+        row_checks.check_packing(model.eval())
 
 
 def test_rounding_of_a_short_type_is_not_taken_for_mixing(monkeypatch):
@@ -187,12 +187,12 @@ def test_rounding_of_a_short_type_is_not_taken_for_mixing(monkeypatch):
         return out * (1 + 2**-8 * torch.randn(out.shape, generator=off)).to(out.dtype)
 
     monkeypatch.setattr(attention, "_by_blocks", rounded)
-    policy.check_packing(model)
+    row_checks.check_packing(model)
     monkeypatch.setattr(  # all sequences as one
         policy.Borders, "of", lambda _, device: Borders._of([(9, 0)], (), device)
     )
     with pytest.raises(ModelError, match=r"learner\.packing"):
-        policy.check_packing(model)
+        row_checks.check_packing(model)
 
 
 # ---- micro-batches

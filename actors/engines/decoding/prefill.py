@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from actors.engines.kv_slots import Slots
+from actors.engines.decoding.kv_slots import Slots
 
 MIN_SHARED = 8  # tokens; a shorter common prefix is not worth waiting for a copy
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from actors.engines.adoption import adopt, prepare
+from actors.engines.decoding.adoption import adopt, prepare
 from evolver_async.model.policy import ModelError, pair_state
 
 
@@ -63,7 +63,7 @@ def test_a_cancelled_adoption_ends_whole(monkeypatch: pytest.MonkeyPatch) -> Non
         assert go.wait(60)
         return prepare(pairs)
 
-    monkeypatch.setattr("actors.engines.adoption.prepare", slowly)
+    monkeypatch.setattr("actors.engines.decoding.adoption.prepare", slowly)
     renewed: list[bool] = []
 
     async def cancel() -> None:

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from actors.engines.fused import FusedDecoder
-from actors.engines.kv_slots import Slots
+from actors.engines.decoding.fused import FusedDecoder
+from actors.engines.decoding.kv_slots import Slots
 from evolver_async.model.policy import split_model
 
 

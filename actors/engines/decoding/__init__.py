@@ -1,0 +1,1 @@
+"""Steps of the torch engine: KV slots, forward passes, sampling, stops, adoption of weights."""
