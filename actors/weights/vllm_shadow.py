@@ -54,7 +54,7 @@ class ShadowModel:
             module.register_parameter(name, parameter)
         self._modules.load_weights(iter(tensors.items()))
         for module in self._modules.modules():
-            method = getattr(module, "quant_method", None)
+            method: Any = getattr(module, "quant_method", None)
             if isinstance(method, QuantizeMethodBase):
                 method.process_weights_after_loading(module)
 

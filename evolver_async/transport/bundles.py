@@ -73,7 +73,7 @@ class Bundles:
         for member in bundle:
             self._leave(member)
         if len(bundle) == 1:
-            return pack_pushes(sender, *bundle, bundle)
+            return pack_pushes(sender, next(iter(bundle)), bundle)
         number = next(numbers)
         self._sent[number] = list(bundle)
         self._bundle_of |= dict.fromkeys(bundle, number)

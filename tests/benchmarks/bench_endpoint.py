@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from torch import Tensor
 
 from actors.endpoint.runner import AgentRunner
 from actors.engines.base import Generation, Request
@@ -64,7 +63,8 @@ class Parrot:
 
     def release(self, session: str) -> None: ...
 
-    async def update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None: ...
+    async def score(self, tokens: list[int]) -> list[float]:
+        return [-1.0] * (len(tokens) - 1)
 
     async def close(self) -> None: ...
 

@@ -60,6 +60,9 @@ class Walker:
 
     def release(self, session: str) -> None: ...
 
+    async def score(self, tokens: list[int]) -> list[float]:
+        return [-1.0] * (len(tokens) - 1)
+
     async def update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None: ...
 
     async def close(self) -> None: ...

@@ -43,6 +43,7 @@ def groups(vocabulary: int) -> Batch:
         mu_N=np.full(tokens_N, -np.log(vocabulary), np.float32),
         lag_N=np.zeros(tokens_N, np.int64),
         abandoned_N=np.zeros(tokens_N, bool),
+        swapped_N=np.zeros(tokens_N, bool),
         turn_N=np.zeros(tokens_N, np.int64),
         trajectory_N=np.arange(rows).repeat(ANSWER),
         group_P=np.arange(rows) // MEMBERS,
@@ -91,7 +92,8 @@ def compare(hidden_size: int, layers: int) -> None:
         spent = {}
         for layout in LAYOUTS:
             spent[layout], loss, tokens = passed(model, batch, layout)
-            gradient = torch.cat([one.grad.flatten() for one in model.parameters()])
+            grads = [one.grad for one in model.parameters() if one.grad is not None]
+            gradient = torch.cat([grad.flatten() for grad in grads])
             found[layout] = loss, tokens, gradient
             model.zero_grad()
         ratios.append(spent["packed"] / spent["tree"])

@@ -113,7 +113,7 @@ def _run(
     kind: str, args: tuple[Any, ...], ready: multiprocessing.Queue, results: multiprocessing.Queue
 ) -> None:
     work = take if kind == "take" else end_episodes
-    results.put((kind, asyncio.run(work(*args, ready.put))))
+    results.put((kind, asyncio.run(work(*args, ready.put))))  # pyright: ignore[reportCallIssue]
 
 
 def latencies(address: str, tokens: int, producers: int, rate: float, seconds: float) -> np.ndarray:

@@ -59,7 +59,7 @@ class Journal:
         self._sealed: dict[int, int] = {}
         self._snapshot_bytes = self._counted_from = 0
         self._fd = -1
-        self._pending: list[bytes] = []
+        self._pending: list[segment.Body] = []
         self._pending_bytes = 0
         self._broken = self._waits = False  # _waits: until the disk is measured again
         self.free = disk.free_bytes(self.directory)
@@ -117,7 +117,7 @@ class Journal:
                     self._path(number), size, f"damaged, {sealed - size} bytes are missing"
                 )
 
-    def append(self, head: bytes, body: bytes = b"", crc: int | None = None) -> Location:
+    def append(self, head: bytes, body: segment.Body = b"", crc: int | None = None) -> Location:
         """Add a record to the next commit; return the location that its body will have.
 
         `crc`: the CRC32 of the body, if it is already known.
@@ -273,7 +273,7 @@ class Journal:
         os.truncate(path, offset)
         self.sizes[number] = offset
 
-    def _write(self, fd: int, chunks: list[bytes], size: int) -> None:
+    def _write(self, fd: int, chunks: list[segment.Body], size: int) -> None:
         """Append all bytes to a file of `size` bytes, or leave the file as it was."""
         try:
             for left in map(memoryview, chunks):

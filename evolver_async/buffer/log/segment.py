@@ -25,6 +25,7 @@ END = struct.Struct("<IB")
 LAST = 0xA5
 LARGE = 64 << 10  # bytes; copying a smaller body costs less than a call to write it
 
+Body = bytes | memoryview
 Place = tuple[int, int, int]  # of a body: offset, bytes, crc32
 
 
@@ -36,20 +37,20 @@ class SegmentDamage(ValueError):
         self.offset = offset
 
 
-def record(head: bytes, body: bytes, crc: int) -> list[bytes]:
+def record(head: bytes, body: Body, crc: int) -> list[Body]:
     """Encode a record in two parts; the second one is its body, whose checksum is `crc`."""
     return [RECORD.pack(len(head), len(body), crc) + head, body]
 
 
-def commit(parts: list[bytes]) -> list[bytes]:
+def commit(parts: list[Body]) -> list[Body]:
     """Encode a commit of these records' parts, to be written one after the other.
 
     A large body is not copied.
     """
     crc = zlib.crc32(b"".join(parts[::2]))
     size = struct.pack("<I", sum(map(len, parts)))
-    chunks: list[bytes] = []
-    small = [size, struct.pack("<I", zlib.crc32(size))]
+    chunks: list[Body] = []
+    small: list[Body] = [size, struct.pack("<I", zlib.crc32(size))]
     for part in parts:
         if len(part) < LARGE:
             small.append(part)
