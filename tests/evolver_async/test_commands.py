@@ -174,7 +174,7 @@ def test_a_recipe_is_found_by_name_and_by_path(recipe: Path) -> None:
     [
         ("frozen_lak", "did you mean frozen_lake?"),
         ("gpu/grpo_rok", "did you mean gpu/grpo_roc or "),
-        ("configs/webshop.yaml", "did you mean gpu/webshop?"),
+        ("configs/gpu/sokoban.yaml", "did you mean sokoban?"),
         ("zzzz", "the name of a recipe (evolver-async recipes lists the names)"),
     ],
 )
