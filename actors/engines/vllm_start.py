@@ -20,6 +20,7 @@ CPU_KV_BYTES = 128 << 20
 CPU_BLOCK = 32  # tokens per block of KV; the minimum of vLLM's CPU kernels
 EXTENSION = "actors.engines.vllm_weights.WorkerExtension"
 POLL_S = 0.2  # interval at which a call checks that vLLM is alive
+DEATH_POLLS = 15  # until a failed call counts as refused by a vLLM that lives
 STREAM_INTERVAL = 8  # new tokens of a request between two outputs of vLLM
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -111,6 +112,18 @@ async def while_alive(llm: "AsyncLLM", call: Coroutine[Any, Any, Any]) -> Any:
             await asyncio.wait([task], timeout=POLL_S)
             if llm.errored and not task.done():
                 raise llm.dead_error
+        if task.exception() is not None:
+            await _death(llm)
+            if llm.errored:
+                raise llm.dead_error from task.exception()
         return task.result()
     finally:
         task.cancel()
+
+
+async def _death(llm: "AsyncLLM") -> None:
+    """Wait for vLLM's word: a worker's death fails a call before vLLM knows that it has died."""
+    for _ in range(DEATH_POLLS):
+        if llm.errored:
+            return
+        await asyncio.sleep(POLL_S)

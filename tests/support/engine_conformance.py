@@ -248,7 +248,7 @@ async def _update_midway(s: Setting, engine: TestedEngine, many: list[Request]) 
     running = asyncio.create_task(generate_all(engine, many))
     for version in (V1, V2):
         target = engine.stats()["generated"] + 20
-        while engine.stats()["generated"] < target:
+        while engine.stats()["generated"] < target and not running.done():
             await asyncio.sleep(0)
         await engine.update(version, s.versions[version])
     return await running
@@ -271,11 +271,11 @@ def update_in_flight_keeps_generations_and_tags_versions(s: Setting) -> None:
 
 def update_in_flight_keeps_kv_of_sessions_alone(s: Setting) -> None:
     """Tokens after an update come from the new weights over the KV of the older ones."""
-    engine, shared = s.engine(in_flight="keep_kv"), s.prompt(64, 9)
-    many = [request(s.prompt(20 + i, i), str(i), max_tokens=30, seed=i) for i in range(3)]
-    many += [request(shared, f"shared{i}", max_tokens=30, seed=i) for i in range(3)]
+    shared = s.prompt(64, 9)
+    many = [request(s.prompt(20 + i, i), str(i), max_tokens=100, seed=i) for i in range(3)]
+    many += [request(shared, f"shared{i}", max_tokens=100, seed=i) for i in range(3)]
 
-    async def scenario() -> tuple[list[Generation], list[Generation]]:
+    async def scenario(engine: TestedEngine) -> tuple[list[Generation], list[Generation]]:
         outs = await _update_midway(s, engine, many)
         reused = engine.stats()["reused"]
         later = [
@@ -289,10 +289,16 @@ def update_in_flight_keeps_kv_of_sessions_alone(s: Setting) -> None:
         assert engine.stats()["reused"] - reused == sum(map(s.reusable, known))
         return outs, found
 
-    outs, found = run(engine, scenario())
+    for _ in range(ATTEMPTS):
+        engine = s.engine(in_flight="keep_kv")
+        outs, found = run(engine, scenario(engine))
+        if all(set(out.weights) == {V0, V1, V2} for out in outs):
+            break
+    else:
+        pytest.fail("no generation went on through two updates")
     stale = [out.weights[i] != out.weights[0] for out in outs for i in range(len(out.weights))]
     for one, out in zip(many, outs, strict=True):
-        assert out.weights == sorted(out.weights) and set(out.weights) == {V0, V1, V2}
+        assert out.weights == sorted(out.weights)
         s.check_over_stale_kv(one, out)
         with pytest.raises(AssertionError, match="differ"):
             s.check(one, out)
