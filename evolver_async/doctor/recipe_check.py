@@ -199,8 +199,6 @@ def _free_space(config: Config, machine: Machine, shape: Shape) -> Iterator[Requ
     copies = 0
     if channel(config) == "shm" and not config.policy.lora.rank:
         copies += versions_kept(config) + 2  # one is being written, one an actor still maps
-    if config.engine.kind == "vllm":
-        copies += 2 * config.actors.count  # the present and the next weights of each one's workers
     if copies:
         free = memory.facts.get("free_bytes", 0)
         yield Requirement(

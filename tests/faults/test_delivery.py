@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from buffer_world import World, trajectory
+from buffer_world import HEAD, World, trajectory
 from buffer_world import config as small_config
 from invariants import check_leaks, check_named, check_run, traces
 from launches import COMMAND, wait_for
@@ -202,7 +202,7 @@ def test_12_what_is_sent_again_because_its_ack_was_lost_is_a_duplicate(
     async def talk() -> list[object]:
         client = Deaf(server.address, "run", "actor-0", resend_s=0.1)
         await client.request(Resume(lineage=0, take=0, version=0))
-        (ticket,) = (await client.request(Lease(credit=2))).tickets
+        (ticket,) = (await client.request(Lease(credit=2, weights=HEAD))).tickets
         pushes = [
             client.request(Push(trajectory=trajectory(ticket, member)))
             for member in (*ticket.members, *ticket.members)
@@ -247,7 +247,7 @@ def test_20_a_wall_clock_that_jumps_by_an_hour_changes_no_lease_and_no_age(
     async def hold() -> tuple[list[object], dict[str, Any], list[object]]:
         client = DealerClient(address, run_dir.name, "actor-0")
         await client.request(Resume(lineage=0, take=0, version=0))
-        reply = await client.request(Lease(credit=4 * GROUP_SIZE))
+        reply = await client.request(Lease(credit=4 * GROUP_SIZE, weights=HEAD))
         assert isinstance(reply, Tickets) and len(reply.tickets) == 4
         renewed = []
         for progress in range(8):

@@ -20,7 +20,7 @@ import msgpack
 import psutil
 import pytest
 import zmq
-from buffer_world import config, trajectory
+from buffer_world import HEAD, config, trajectory
 from invariants import check_journal, check_leaks, check_named, traces
 from launches import fair_time
 
@@ -133,7 +133,7 @@ def parcelled(frames: list[bytes], parcel: bytes) -> list[bytes]:
 def granted(attacked: Attacked) -> Ticket:
     reply = attacked.ask(messages.Resume(lineage=0, take=0, version=0))
     assert isinstance(reply, messages.Resumed)
-    tickets = attacked.ask(messages.Lease(credit=2))
+    tickets = attacked.ask(messages.Lease(credit=2, weights=HEAD))
     return tickets.tickets[0]
 
 

@@ -133,7 +133,7 @@ def test_a_run_that_loses_its_format_within_steps_is_saved_by_a_rollback(
         # the entropy bonus has a gradient even where all rewards are equal
         "stages.1.override={learner: {lr: 0.3, warmup_steps: 0}, loss: {entropy_coef: 0.1}}",
         "safety={action: rollback, rollback_lr: 0.001}",
-        "eval.every=4",
+        "eval.every=1",
         "checkpoint.every=4",
     )
     rollbacks, errors = run.rl("safety/rollbacks"), run.rl("train/format_errors")

@@ -17,6 +17,7 @@ from buffer_world import World, config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from killed_runs import GROUPS, Killed, Run, kill_after
+from published import whole_tensors
 
 from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.log.segment import COMMIT, END
@@ -25,6 +26,7 @@ from evolver_async.checkpoint.directory import CheckpointError
 from evolver_async.config import CheckpointConfig, CorrectionConfig, StageConfig
 from evolver_async.protocol import messages
 from evolver_async.schema import Group, WeightId
+from evolver_async.weights.channel.source import WeightSource
 from learner.train import Learner
 
 STEPS, EVERY = 11, 5  # takes of a run, takes between checkpoints
@@ -69,9 +71,9 @@ class Ahead(Run):
         learner = super().learner()
         publish = learner.publisher.publish
 
-        def keep(weights: WeightId, tensors: Tensors, **options: Any) -> Any:
-            self.published[weights] = {name: one.clone() for name, one in tensors.items()}
-            return publish(weights, tensors, **options)
+        def keep(weights: WeightId, source: WeightSource, **options: Any) -> Any:
+            self.published[weights] = whole_tensors(source)
+            return publish(weights, source, **options)
 
         learner.publisher.publish = keep  # pyright: ignore[reportAttributeAccessIssue]
         return learner

@@ -72,7 +72,7 @@ def test_equal_seeds_give_bit_identical_runs_and_others_do_not(
 
 def test_a_run_that_learns_raises_no_alarm(plain: Finished) -> None:
     alarms = {name for row in plain.rows for name in row if name.startswith("alarm/")}
-    assert len(alarms) == 10 and not any(sum(plain.rl(name)) for name in alarms)
+    assert len(alarms) == 11 and not any(sum(plain.rl(name)) for name in alarms)
 
 
 def test_a_forced_weight_lag_is_exact(train: Callable[..., Finished]) -> None:

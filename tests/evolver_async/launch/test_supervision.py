@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from buffer_world import World, config
+from buffer_world import HEAD, World, config
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -227,7 +227,7 @@ def test_an_actor_whose_loop_hangs_loses_its_lease_though_its_sockets_answer(
 
     async def hang() -> None:
         client = DealerClient(address, "run", "actor-0")
-        (ticket,) = (await client.request(messages.Lease(credit=2))).tickets
+        (ticket,) = (await client.request(messages.Lease(credit=2, weights=HEAD))).tickets
         hung.set()
         free.wait(30)  # nothing else runs in this loop
         progress = {ticket.group_id: 5}
@@ -238,7 +238,7 @@ def test_an_actor_whose_loop_hangs_loses_its_lease_though_its_sockets_answer(
         client = DealerClient(address, "run", "actor-1")
         try:
             while True:
-                reply = await client.request(messages.Lease(credit=2))
+                reply = await client.request(messages.Lease(credit=2, weights=HEAD))
                 for ticket in reply.tickets:
                     if ticket.attempt == 1:
                         return (await client.request(messages.StatusRequest())).status

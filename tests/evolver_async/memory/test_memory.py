@@ -81,6 +81,7 @@ def test_parts_on_gpus_leave_the_host() -> None:
     st.integers(1, 64),
 )
 def test_more_of_a_key_never_needs_less(key: str, number: int) -> None:
+    number *= 128 if key == "learner.token_budget" else 1  # one context at least
     less, more = planned(f"{key}={number}"), planned(f"{key}={2 * number}")
     assert more.host > less.host
 

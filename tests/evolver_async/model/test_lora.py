@@ -467,7 +467,8 @@ def short_training(
         if state.take == 2 and resume is None:
             (out / "checkpoint").mkdir()
             leader.save(out / "checkpoint", state)
-    published, _ = separate(whole_tensors(leader.published()))
+    weights, _ = separate(whole_tensors(leader.published()))
+    published = {name: one.clone() for name, one in weights.items()}
     if isinstance(leader, Leader):
         leader.end()
     return rows, published
