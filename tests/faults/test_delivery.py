@@ -119,7 +119,7 @@ def test_2_what_was_asked_of_a_dead_buffer_is_asked_of_the_next_one_at_once(
         client = DealerClient(buffer.address, "asked", "actor-0", park_s=60.0, resend_s=60.0)
         await client.request(messages.StatusRequest())
         waiting = asyncio.create_task(
-            client.request(Lease(credit=GROUP_SIZE))
+            client.request(Lease(credit=GROUP_SIZE, weights=HEAD))
         )  # parked: no learner yet
         await asyncio.sleep(0.5)
         assert not waiting.done()
