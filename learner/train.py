@@ -63,6 +63,8 @@ class Learner:
         self.metrics = metrics
         self.timers = Timers()
         updater = Updater(config, run_dir, self.timers, ranks)
+        # Versions are copied beside the next step, up to its first update.
+        updater.optimizer.register_step_pre_hook(lambda *_: publisher.copied())
         self.updater = updater if ranks is None else Leader(updater, ranks)
         self.evaluations = EvaluationTracker(publisher, metrics, config.eval)
         self.checkpoints = Checkpoints(run_dir, config)
@@ -102,6 +104,7 @@ class Learner:
         """Restore the newest checkpoint, ask for a lineage, and publish under it."""
         newest = self.checkpoints.newest()
         if newest is not None:
+            self.publisher.copied()
             self.state = self.updater.restore(newest)
             log.info("resumed from %s", newest)
         state = self.state

@@ -132,6 +132,9 @@ class IpcPublisher:
         self._write(HEAD, str(weights).encode())
         self._held[weights] = slot
 
+    def copied(self) -> None:
+        """Do nothing: copies are in the GPU's own order, or done."""
+
     def wait(self) -> None:
         """Do nothing: published versions are visible at once."""
 

@@ -64,6 +64,7 @@ class ProbedWeights:
     def __init__(self, source: WeightSource, probe: Probe) -> None:
         self._source, self._probe = source, WholeTensors(_carried(probe))
         self.layout = source.layout.followed_by(self._probe.layout)
+        self.on_host = source.on_host
 
     def parts(self) -> Iterator[list[Part]]:
         yield from self._source.parts()

@@ -45,6 +45,7 @@ class GatheredWeights:
         self.layout = Layout.of(
             (name, self._dtypes[name], one.shape) for name, one in self._tensors.items()
         )
+        self.on_host = False  # the ranks work together, each in its own thread
         self._sharded = [name for name, one in self._tensors.items() if isinstance(one, DTensor)]
 
     def parts(self) -> Iterator[list[Part]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from evolver_async.buffer.service import BufferService
 from evolver_async.checkpoint.directory import load_newest, valid
@@ -29,6 +30,8 @@ from learner.main import build
 from learner.run.evaluations import EvaluationTracker, Standstill
 from learner.schedule import Stages
 from learner.state import LearnerState, PendingEvaluation
+from learner.train import Learner
+from tests.support.killed_runs import Run
 
 RECIPE = """
 env: {name: bandit}
@@ -230,3 +233,32 @@ def test_when_evaluations_are_due(bench: Bench) -> None:
     assert due(2, over=False, last=False, changed=False) == 0
     assert due(3, over=True, last=False, changed=False) == 4
     assert due(3, over=True, last=True, changed=True) == 8
+
+
+def test_weights_change_only_once_the_version_before_is_copied(tmp_path: Path) -> None:
+    """A version is copied beside the next step, so that its first update waits for the copy."""
+    seen: list[str] = []
+
+    def watch(learner: Learner) -> None:
+        model, publish = learner.updater.model, learner.publisher.publish
+        held: list[torch.Tensor] = []
+
+        def publishing(*args: Any, **more: Any) -> None:
+            seen.append("publish")
+            held[:] = [one.detach().clone() for one in model.parameters()]
+            publish(*args, **more)
+
+        def copied() -> None:
+            seen.append("copied")
+            if seen[-2] == "publish":
+                assert all(map(torch.equal, held, model.parameters()))
+
+        learner.publisher.publish = publishing
+        learner.publisher.copied = copied
+
+    killed = Run(tmp_path)
+    killed.train(watch)
+    killed.close()
+    assert seen.count("publish") > 2
+    follows = [next_ for one, next_ in itertools.pairwise(seen) if one == "publish"]
+    assert set(follows) == {"copied"}, "two minibatches, and a copy before each"

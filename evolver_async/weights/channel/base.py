@@ -32,8 +32,12 @@ class Publisher(Protocol):
     def publish(
         self, weights: WeightId, tensors: dict[str, Tensor] | WeightSource, retain: bool = False
     ) -> None:
-        """Make `tensors` the head. Blocks no longer than copying them takes; the caller may then
-        change them. `retain` keeps them until `release`, however many newer ones come."""
+        """Make `tensors` the head. Blocks no longer than copying them takes; the caller may change
+        them after `copied`. `retain` keeps them until `release`, however many newer ones come."""
+        ...
+
+    def copied(self) -> None:
+        """Return once every published tensor may be changed."""
         ...
 
     def wait(self) -> None:

@@ -1,11 +1,13 @@
-"""Publishing beside the training step: a version is copied at once and sent by a thread.
+"""Publishing beside the training step: a version is copied by one thread and sent by another.
 
 end       produces            consumes           waits for                 unblocked by
-step      staged versions     weights            the copy                  itself
-thread    visible versions    staged versions    a version that is due     `publish`
+step      new weights         staged versions    the copy                  the copier
+copier    staged versions     weights            a publish                 `publish`
+thread    visible versions    staged versions    a version that is due     `publish`, the copier
 """
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -33,6 +35,8 @@ class StagedPublisher(Generic[S]):
         self._waiting: list[tuple[WeightId, S]] = []
         self._spare: list[S] = []  # one at most
         self._busy = False  # True while a version has left `_waiting` and is not visible yet
+        self._copier = ThreadPoolExecutor(1, "copy") if threads > 1 else None
+        self._newest: S | None = None  # the version that is perhaps still copied
         self._error: Exception | None = None
         self._closed = False
         self._changed = threading.Condition()
@@ -41,6 +45,7 @@ class StagedPublisher(Generic[S]):
         self, weights: WeightId, tensors: dict[str, Tensor] | WeightSource, retain: bool = False
     ) -> None:
         source = source_of(tensors)
+        self.copied()
         with self._changed:
             self._raise_error()
             spare = self._spare.pop() if self._spare else None
@@ -53,7 +58,8 @@ class StagedPublisher(Generic[S]):
             self._fail(error)
             self._raise_error()
             raise
-        snapshot.stage(weights, source, self._threads)
+        snapshot.stage(weights, source, self._threads, self._copier)
+        self._newest = snapshot
         with self._changed:
             if retain:
                 self._retained.add(weights)
@@ -64,6 +70,12 @@ class StagedPublisher(Generic[S]):
                     self._waiting.remove(entry)
                     self._give_back(entry[1])
             self._changed.notify_all()
+
+    def copied(self) -> None:
+        """Return once the published tensors are copied: they may change then."""
+        if self._newest is not None:
+            self._newest.finish_copies()
+            self._newest = None
 
     def wait(self) -> None:
         """Return once every published version is visible to receivers."""
@@ -82,7 +94,9 @@ class StagedPublisher(Generic[S]):
         self._spare = [snapshot]
 
     def _end(self) -> None:
-        """Drop the waiting versions and end the thread."""
+        """Drop the waiting versions and end the threads."""
+        if self._copier is not None:
+            self._copier.shutdown()
         with self._changed:
             self._closed = True
             for _, snapshot in self._waiting:

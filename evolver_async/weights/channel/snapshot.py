@@ -1,5 +1,6 @@
 """Staging buffer of a publisher: every channel copies a version there before it sends it."""
 
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ class WeightSnapshot:
     """The entries and the bytes of one version; the buffer is reused for the next.
 
     From a GPU into `pinned` memory the copies are under way when `stage` returns. They are in the
-    GPU's own order, so that later changes of the tensors come after them; `checksums` waits.
+    GPU's own order, so that later changes of the tensors come after them. Copies by another thread
+    are not: `finish_copies` waits for both, and so does `checksums`.
     """
 
     def __init__(self, device: str = "cpu", pinned: bool = False) -> None:
@@ -31,6 +33,7 @@ class WeightSnapshot:
         self._pinned = pinned
         self._sums: dict[str, Array] = {}  # of the tensors that were summed while they were copied
         self._copied: torch.cuda.Event | None = None
+        self._copying: Future[None] | None = None
 
     def claim(self, layout: Layout) -> bool:
         """Return True if the buffer may be filled with such a version."""
@@ -40,8 +43,17 @@ class WeightSnapshot:
         """Give up the buffer."""
         self.bytes_N = torch.empty(0, dtype=torch.uint8, device=self.bytes_N.device)
 
-    def stage(self, weights: WeightId, source: WeightSource, threads: int) -> None:
-        """Copy the bytes of `source`, from whatever device, each to its place."""
+    def stage(
+        self,
+        weights: WeightId,
+        source: WeightSource,
+        threads: int,
+        beside: Executor | None = None,
+    ) -> None:
+        """Copy the bytes of `source`, from whatever device, each to its place.
+
+        `beside`: copies from host memory are its work, and under way when this returns.
+        """
         layout = source.layout
         self.weights, self.tensors, self._sums = weights, layout.entries, {}
         if layout.size != len(self.bytes_N):
@@ -51,6 +63,12 @@ class WeightSnapshot:
                 device=self.bytes_N.device,
                 pin_memory=self._pinned,
             )
+        if beside is not None and source.on_host and not self.bytes_N.is_cuda:
+            self._copying = beside.submit(self._fill, source, threads)
+        else:
+            self._fill(source, threads)
+
+    def _fill(self, source: WeightSource, threads: int) -> None:
         for parts in source.parts():
             if self.bytes_N.is_cuda or any(part.bytes_N.is_cuda for part in parts):
                 self._copy_on_gpu(parts)
@@ -63,7 +81,10 @@ class WeightSnapshot:
         return checksums(self.bytes_N.numpy(), self.tensors, threads, self._sums)
 
     def finish_copies(self) -> None:
-        """Wait for the copies from a GPU."""
+        """Wait for the copies from a GPU and for those by another thread; raise their errors."""
+        if (copying := self._copying) is not None:
+            copying.result()
+            self._copying = None
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None

@@ -28,6 +28,11 @@ class WeightSource(Protocol):
     @property
     def layout(self) -> Layout: ...
 
+    @property
+    def on_host(self) -> bool:
+        """True if another thread may ask for the parts: they are views of host memory."""
+        ...
+
     def parts(self) -> Iterator[list[Part]]:
         """Yield all bytes once; a list is valid until the next one is asked for."""
         ...
@@ -39,6 +44,7 @@ class WholeTensors:
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
         self.layout = Layout.of((name, one.dtype, one.shape) for name, one in tensors.items())
+        self.on_host = not any(one.is_cuda for one in tensors.values())
 
     def parts(self) -> Iterator[list[Part]]:
         split = [name for name, one in self._tensors.items() if not one.is_contiguous()]

@@ -93,6 +93,7 @@ def test_what_is_published_is_what_every_receiver_fetches(
     assert receivers[0].head() is None and receivers[0].available() == []
     publisher.publish(version(3), tensors)
     changed = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    publisher.copied()
     for tensor in tensors.values():  # the caller may change them: a copy is on its way
         tensor.zero_() if tensor.dtype.is_floating_point else None
     wait_for(lambda: all(one.head() == version(3) for one in receivers), "the first version")

@@ -9,14 +9,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from evolver_async.process.private_directories import OWNER, PREFIX, claim, owned, sweep
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.base import WeightsCorrupt, WeightsGone
+from evolver_async.weights.channel.source import Part, WholeTensors
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 
 
@@ -56,10 +59,53 @@ def test_what_is_published_is_what_is_fetched(tmp_path: Path, background: bool) 
     sender.close()
 
 
-def test_the_caller_may_change_its_tensors_after_publishing(tmp_path: Path) -> None:
+class HeldSource(WholeTensors):
+    """Tensors that nobody can copy until `go` is set."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self.go = threading.Event()
+
+    def parts(self) -> Iterator[list[Part]]:
+        self.go.wait()
+        yield from super().parts()
+
+
+def test_a_version_is_copied_beside_the_caller_who_waits_before_a_change(tmp_path: Path) -> None:
+    sender = ShmPublisher(tmp_path / "weights")
+    if sender._copier is None:
+        pytest.skip("one core: the caller copies")
+    source = HeldSource(filled(1.0))
+    sender.publish(version(1), source)  # returns, though nothing is copied
+    waiting = threading.Thread(target=sender.copied)
+    waiting.start()
+    assert ShmReceiver(sender.address).available() == []
+    source.go.set()
+    waiting.join()
+    sender.wait()
+    assert bool((ShmReceiver(sender.address).fetch(version(1))["a"] == 1.0).all())
+    sender.close()
+
+
+class BrokenSource(WholeTensors):
+    def parts(self) -> Iterator[list[Part]]:
+        raise RuntimeError("no such memory")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_error_of_the_copy_reaches_the_caller(tmp_path: Path, background: bool) -> None:
+    sender = publisher(tmp_path, background=background)
+    with pytest.raises(RuntimeError, match="no such memory"):
+        sender.publish(version(1), BrokenSource(filled(1.0)))
+        sender.copied()
+    sender.close()
+
+
+def test_the_caller_may_change_its_tensors_once_they_are_copied(tmp_path: Path) -> None:
     sender = publisher(tmp_path, background=True)
     tensors = filled(1.0, size=1 << 20)
     sender.publish(version(1), tensors)
+    sender.copied()
     tensors["a"].fill_(2.0)
     sender.wait()
     assert bool((ShmReceiver(sender.address).fetch(version(1))["a"] == 1.0).all())
