@@ -240,7 +240,7 @@ def test_weights_change_only_once_the_version_before_is_copied(tmp_path: Path) -
     seen: list[str] = []
 
     def watch(learner: Learner) -> None:
-        model, publish = learner.updater.model, learner.publisher.publish
+        model, publish = learner.updater.model, learner.publisher.publish  # pyright: ignore[reportAttributeAccessIssue]
         held: list[torch.Tensor] = []
 
         def publishing(*args: Any, **more: Any) -> None:
