@@ -35,6 +35,7 @@ class Chat:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._remembered = lru_cache(REMEMBERED)(self._encode)
+        self._openings = lru_cache(REMEMBERED)(self._rendered_opening)
         added = tokenizer.added_tokens_decoder.values()
         self._reserved = [token.content for token in added if token.special]
         self._reserved += [OPENING.removesuffix(">"), CLOSING.removesuffix(">")]
@@ -152,6 +153,10 @@ class Chat:
         return text.rpartition(self.between)[2]
 
     def _opening_text(self, system: str, user: str) -> str:
+        short = len(system) + len(user) <= LONGEST
+        return self._openings(system, user) if short else self._rendered_opening(system, user)
+
+    def _rendered_opening(self, system: str, user: str) -> str:
         content = (("system", system), ("user", user))
         return self.render([{"role": role, "content": self.plain(text)} for role, text in content])
 

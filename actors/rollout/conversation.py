@@ -72,15 +72,16 @@ class Conversation:
         no room even without a turn before it. `single`: there is no room.
         """
         setting, chat = self._setting, self._setting.chat
-        if setting.format.inline:
-            if self._written and self._written[-1] in chat.stop_tokens:
-                return False
+        inline = setting.format.inline
+        if inline and self._written and self._written[-1] in chat.stop_tokens:
+            return False
+        if setting.context == "single":
+            return self._turn_to([self._context(self._asked(text), [])])
+        if inline:
             after = chat.tokens_of(chat.plain(text))
         else:
             ended = self._written[-1:] == [chat.end_of_turn]
             after = chat.next(text, setting.format.prefix, ended)
-        if setting.context == "single":
-            return self._turn_to([self._context(self._asked(text), [])])
         self._turns.append(_Past(self._told, self._written, after))
         self._told = text
         whole = setting.context == "full" or len(self._turns) <= setting.window

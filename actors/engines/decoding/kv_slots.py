@@ -84,15 +84,18 @@ class Slots(Cache):
             return 0
         for pool in (pool for pair in self._pools for pool in pair):
             pool[slot, old:new] = pool[source, old:new]
-        self.epochs[slot, old:new] = self.epochs[source, old:new]
+        if self._keep:
+            self.epochs[slot, old:new] = self.epochs[source, old:new]
         self.cached[slot] = new
         return new - old
 
     def _usable(self, slot: int, others: np.ndarray, length: int) -> np.ndarray:
         """Return how many of the first `length` tokens of other slots have KV that a slot may
         use."""
+        if not self._keep or not length:  # older KV is invalid, or there is none
+            return np.full(len(others), length)
         stale = self.epochs[others, :length] < self.oldest[slot]
-        return np.where(stale.any(1), stale.argmax(1), length) if length else 0 * others
+        return np.where(stale.any(1), stale.argmax(1), length)
 
     def stale(self, slots: np.ndarray) -> int:
         """Count the slots that attend to KV of an earlier epoch."""
@@ -137,7 +140,8 @@ class Slots(Cache):
         offsets_Q = np.arange(longest)
         positions_BQ = self.cached[rows, None] + offsets_Q
         fresh_BQ = offsets_Q < new[:, None]
-        self.epochs[np.repeat(rows, new), positions_BQ[fresh_BQ]] = self.epoch
+        if self._keep:
+            self.epochs[np.repeat(rows, new), positions_BQ[fresh_BQ]] = self.epoch
         columns_BQ = np.where(fresh_BQ, positions_BQ, self.max_length)
         positions_BQ = np.minimum(positions_BQ, self.max_length - 1)
         write_BQ = rows[:, None] * (self.max_length + 1) + columns_BQ
