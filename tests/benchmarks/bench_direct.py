@@ -5,8 +5,8 @@
 Rounds of both take turns, and the engine generates meanwhile. A transfer is everything from
 `publish` to the last worker's confirmation that it has verified and committed the version. In every
 second round the learner computes a forward and a backward pass meanwhile and then needs its weights
-for itself: it is blocked for the call of `publish` and for what is left of the copy by then. The pause
-is that of generation while the version is adopted. Memory is that of the actor's process.
+for itself: it is blocked for the call of `publish` and for what is left of the copy by then. The
+pause is that of generation while the version is adopted. Memory is that of the actor's process.
 """
 
 import argparse
