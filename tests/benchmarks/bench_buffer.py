@@ -161,12 +161,17 @@ def spread(values: np.ndarray, digits: int = 0) -> str:
 
 
 def measure_latency(folder: Path) -> None:
-    stop, address = Context.Event(), f"ipc://{folder}/open.socket"
+    stop, socket = Context.Event(), folder / "open.socket"
+    address = f"ipc://{socket}"
     settings = config(max_staleness=STOCK // GROUPS - 1)
     settings.rollout.group_size, settings.learner.groups_per_step = 1, GROUPS
+    settings.advantage.kind = "reinforce"  # the others compare members of a group
     args = (address, folder / "open", settings, stop)
     server = Context.Process(target=serve, args=args, daemon=True)
     server.start()
+    while not socket.exists():
+        assert server.is_alive(), "the buffer did not start"
+        time.sleep(0.05)
     tokens = SIZES["8 KiB"][0]
     seconds = latencies(address, tokens, PRODUCERS, RATE, LATENCY_S)
     stop.set()

@@ -10,6 +10,7 @@ one segment do not fit, arrivals are answered RETRY, and every process waits for
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 
 from evolver_async.buffer.log.journal import Journal
 from evolver_async.buffer.state.replay import Replay
@@ -73,10 +74,9 @@ class DiskCapacity:
         replay = self.replay
         if replay.by_state["taken"]:
             return True
-        kind = replay.numbers.kind
-        coming = sum(
-            held.kind == kind
-            for state in ("open", "ready")
-            for held in replay.by_state[state].values()
-        )
-        return coming >= replay.numbers.groups_per_step
+        kind, wanted = replay.numbers.kind, replay.numbers.groups_per_step
+        for held in chain(replay.by_state["open"].values(), replay.by_state["ready"].values()):
+            wanted -= held.kind == kind
+            if wanted <= 0:
+                return True
+        return False

@@ -75,7 +75,9 @@ class Replay(Admission):
     def report(self, take: int, version: int, fates: dict[int, str]) -> list[HeldGroup]:
         """End one use of each group; return the groups that end with it."""
         taken = self.at.takes[take]
-        self.at.head = WeightId(lineage=taken.lineage, step=version)
+        head = WeightId(lineage=taken.lineage, step=version)
+        if head != self.at.head:  # the lags counted to it stay valid
+            self.at.head = head
         self.at.reports += 1
         if taken.version not in (None, version):
             self.at.diverge(take)
