@@ -29,7 +29,8 @@ LEFT = "LEFT"  # the file that marks a checkpoint whose run has gone back to an 
 FORMAT = 1
 NAME = re.compile(r"(\d{6,})-step-(\d+)")
 TEMPORARY = ".tmp-"  # the prefix of a checkpoint that is being written
-CHUNK_BYTES = 64 << 20  # read, or synced to disk, between two signs of progress
+CHUNK_BYTES = 64 << 20  # synced to disk between two signs of progress
+READ_BYTES = 4 << 20  # hashed between two of them; every reader of a checkpoint holds so many
 
 
 class CheckpointError(Unrecoverable, ValueError):
@@ -233,7 +234,7 @@ def _compare(path: Path, manifest: Manifest) -> None:
 def _describe(path: Path, touched: Path | None = None) -> File:
     """Size and hash of a file. The modification time of `touched` shows the progress."""
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(min(CHUNK_BYTES, path.stat().st_size)))
+    buffer = memoryview(bytearray(min(READ_BYTES, path.stat().st_size)))
     size = 0
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):

@@ -162,9 +162,13 @@ def _actor(
     if vllm:
         workers = config.engine.tensor_parallel
         yield MemoryPart("vLLM's processes", VLLM_BASES * (1 + (workers - 1) / 3), "")
-    yield MemoryPart("weights", copy, _model_key(config), gpu)
+    # The torch engine adopts files in memory by reference; `shared` has these.
+    mapped = not (vllm or gpu) and channel(config) == "shm" and not config.policy.lora.rank
+    yield MemoryPart("weights", 0 if mapped else copy, _model_key(config), gpu)
     yield MemoryPart("KV cache", kv_bytes(config, shape), _kv_key(config), gpu)
-    yield MemoryPart("fetched weights", copy, "weights.kind", gpu and channel(config) == "cuda_ipc")
+    fetched = 0 if mapped else copy
+    on_gpu = gpu and channel(config) == "cuda_ipc"
+    yield MemoryPart("fetched weights", fetched, "weights.kind", on_gpu)
     if not vllm:
         size = prefill_bytes(config, shape)
         yield MemoryPart("prefill", size, "engine.prefill_tokens", gpu)

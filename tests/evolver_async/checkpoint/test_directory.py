@@ -53,6 +53,7 @@ def test_a_checkpoint_that_is_being_written_shows_its_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 4 * mmap.PAGESIZE)
+    monkeypatch.setattr(checkpoint, "READ_BYTES", 4 * mmap.PAGESIZE)
     content = os.urandom(9 * mmap.PAGESIZE + 1)
     seen: list[tuple[int, int] | None] = []
 
