@@ -166,12 +166,24 @@ def _actor(
     mapped = not (vllm or gpu) and channel(config) == "shm" and not config.policy.lora.rank
     yield MemoryPart("weights", 0 if mapped else copy, _model_key(config), gpu)
     yield MemoryPart("KV cache", kv_bytes(config, shape), _kv_key(config), gpu)
-    fetched = 0 if mapped else copy
+    if vllm and not gpu:  # packed beside those in use
+        yield MemoryPart("staged weights", copy, "engine.tensor_parallel")
     on_gpu = gpu and channel(config) == "cuda_ipc"
+    fetched = _fetched_bytes(config, shape, 0 if mapped else copy)
     yield MemoryPart("fetched weights", fetched, "weights.kind", on_gpu)
     if not vllm:
         size = prefill_bytes(config, shape)
         yield MemoryPart("prefill", size, "engine.prefill_tokens", gpu)
+
+
+def _fetched_bytes(config: Config, shape: DecoderShape, usual: float) -> float:
+    """Bytes of an actor's versions: each receiver of a broadcast holds all that are kept, whole,
+    and one that arrives; vLLM has one receiver a worker. `usual`: of other channels."""
+    if channel(config) != "collective":
+        return usual
+    receivers = config.engine.tensor_parallel if config.engine.kind == "vllm" else 1
+    published = FLOAT * adapter_parameters(config, shape) or _copy(config, shape)
+    return receivers * (versions_kept(config) + 1) * published
 
 
 def _model_key(config: Config) -> str:
@@ -264,9 +276,6 @@ def _shared(config: Config, shape: DecoderShape) -> float:
     """Bytes of files of weights in shared memory: kept versions and the one being written."""
     copy = _copy(config, shape)
     adapters = FLOAT * adapter_parameters(config, shape)
-    size = 0.0
-    if channel(config) == "shm":
-        size += (versions_kept(config) + 1) * (adapters or copy)
-    if config.engine.kind == "vllm":
-        size += 2 * config.actors.bounds()[1] * copy  # present and next weights of its workers
-    return size
+    if channel(config) != "shm":
+        return 0.0
+    return (versions_kept(config) + 1) * (adapters or copy)
