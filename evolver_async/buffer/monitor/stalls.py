@@ -99,13 +99,15 @@ class Stalls:
         self._logged: dict[tuple[str, str], tuple[Stall, float]] = {}
         self._begun: list[Stall] = []  # since the last `drain`
         self._longest: dict[tuple[str, str], float] = {}  # since the last `counters`
-        self._found: tuple[float, list[Stall]] = (-math.inf, [])  # when, and by the last `find`
+        self._sought_at, self._any = -math.inf, False  # by the last `find`
 
     def find(self, now: float) -> list[Stall]:
         """The stalls of this moment."""
         found = find(*self._of, now, self._warn_s)
-        self._found = now, found
-        self._note(found)
+        self._sought_at, self._any = now, bool(found)
+        for stall in found:
+            place = (stall.who, stall.about)
+            self._longest[place] = max(stall.for_s, self._longest.get(place, 0.0))
         return found
 
     def lines(self, now: float) -> list[str]:
@@ -135,20 +137,12 @@ class Stalls:
     def counters(self, now: float) -> dict[str, float]:
         """Count the stalls since the last call; give the longest of them in seconds.
 
-        They are not sought again within a tenth of what makes one: a DONE may come sooner.
+        If there were none, they are not sought again for a tenth of what makes one.
         """
-        at, found = self._found
-        if now - at < self._warn_s / 10:
-            self._note(found)
-        else:
+        if self._any or now - self._sought_at >= self._warn_s / 10:
             self.find(now)
         longest, self._longest = self._longest, {}
         return {
             "supervision/stalled": float(len(longest)),
             "supervision/longest_s": max(longest.values(), default=0.0),
         }
-
-    def _note(self, found: list[Stall]) -> None:
-        for stall in found:
-            place = (stall.who, stall.about)
-            self._longest[place] = max(stall.for_s, self._longest.get(place, 0.0))
