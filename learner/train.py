@@ -63,8 +63,7 @@ class Learner:
         self.metrics = metrics
         self.timers = Timers()
         updater = Updater(config, run_dir, self.timers, ranks)
-        # Versions are copied beside the next step, up to its first update.
-        updater.optimizer.register_step_pre_hook(lambda *_: publisher.copied())
+        updater.optimizer.register_step_pre_hook(lambda *_: self.await_copy())
         self.updater = updater if ranks is None else Leader(updater, ranks)
         self.evaluations = EvaluationTracker(publisher, metrics, config.eval)
         self.checkpoints = Checkpoints(run_dir, config)
@@ -104,7 +103,7 @@ class Learner:
         """Restore the newest checkpoint, ask for a lineage, and publish under it."""
         newest = self.checkpoints.newest()
         if newest is not None:
-            self.publisher.copied()
+            self.await_copy()
             self.state = self.updater.restore(newest)
             log.info("resumed from %s", newest)
         state = self.state
@@ -231,6 +230,11 @@ class Learner:
     def publish(self, retain: bool) -> None:
         """Publish the policy under its version."""
         self.publisher.publish(self.state.head, self.updater.published(), retain=retain)
+
+    def await_copy(self) -> None:
+        """Wait until the weights may change: a version is copied beside the step after it."""
+        with self.timers("publish"):
+            self.publisher.copied()
 
     def report(self, take: int, outcome: StepResult, episodes: int, changed: bool) -> messages.Ok:
         """Report the result of a take to the buffer, and log the news of its reply."""

@@ -118,6 +118,11 @@ def _copy(config: Config, shape: DecoderShape) -> float:
     return shape.parameters * DTYPE_BYTES[config.policy.dtype]
 
 
+def _published(config: Config, shape: DecoderShape) -> float:
+    """Bytes of one version in a weight channel: of the adapters, else of the policy."""
+    return FLOAT * adapter_parameters(config, shape) or _copy(config, shape)
+
+
 def _learner(
     config: Config, stages: list[Config], shape: DecoderShape, gpu: bool
 ) -> Iterable[MemoryPart]:
@@ -144,7 +149,7 @@ def _learner(
     yield MemoryPart("activations", activation_bytes(largest, shape), "learner.token_budget", gpu)
     logits = logits_bytes(config, shape)
     yield MemoryPart("logits", logits, "learner.logprob_chunk", gpu)
-    published = FLOAT * adapters if adapters else copy
+    published = _published(config, shape)
     if channel(config) == "cuda_ipc" and not adapters:
         held = versions_kept(config) * published
         yield MemoryPart("published weights", held, "weights.kind", gpu)
@@ -168,22 +173,15 @@ def _actor(
     yield MemoryPart("KV cache", kv_bytes(config, shape), _kv_key(config), gpu)
     if vllm and not gpu:  # packed beside those in use
         yield MemoryPart("staged weights", copy, "engine.tensor_parallel")
+    fetched = 0 if mapped else copy
+    if channel(config) == "collective":  # each receiver has what is kept, whole, and what arrives
+        receivers = config.engine.tensor_parallel if vllm else 1
+        fetched = receivers * (versions_kept(config) + 1) * _published(config, shape)
     on_gpu = gpu and channel(config) == "cuda_ipc"
-    fetched = _fetched_bytes(config, shape, 0 if mapped else copy)
     yield MemoryPart("fetched weights", fetched, "weights.kind", on_gpu)
     if not vllm:
         size = prefill_bytes(config, shape)
         yield MemoryPart("prefill", size, "engine.prefill_tokens", gpu)
-
-
-def _fetched_bytes(config: Config, shape: DecoderShape, usual: float) -> float:
-    """Bytes of an actor's versions: each receiver of a broadcast holds all that are kept, whole,
-    and one that arrives; vLLM has one receiver a worker. `usual`: of other channels."""
-    if channel(config) != "collective":
-        return usual
-    receivers = config.engine.tensor_parallel if config.engine.kind == "vllm" else 1
-    published = FLOAT * adapter_parameters(config, shape) or _copy(config, shape)
-    return receivers * (versions_kept(config) + 1) * published
 
 
 def _model_key(config: Config) -> str:
@@ -274,8 +272,6 @@ def _groups_bytes(stages: list[Config]) -> float:
 
 def _shared(config: Config, shape: DecoderShape) -> float:
     """Bytes of files of weights in shared memory: kept versions and the one being written."""
-    copy = _copy(config, shape)
-    adapters = FLOAT * adapter_parameters(config, shape)
     if channel(config) != "shm":
         return 0.0
-    return (versions_kept(config) + 1) * (adapters or copy)
+    return (versions_kept(config) + 1) * _published(config, shape)

@@ -35,8 +35,8 @@ LEARNER_LEVELS = {
     "forward": "forward",
     "backward": "backward",
     "distill": "distill",
+    "publish": "publish",  # an update waits for the copy of the version before
     "optimizer": "optimizer",
-    "publish": "publish",
     "report": "report",
     "checkpoint": "checkpoint",
     "train": OTHER,  # holds some of the others

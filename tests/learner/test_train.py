@@ -250,6 +250,7 @@ def test_weights_change_only_once_the_version_before_is_copied(tmp_path: Path) -
 
         def copied() -> None:
             seen.append("copied")
+            time.sleep(0.01)
             if seen[-2] == "publish":
                 assert all(map(torch.equal, held, model.parameters()))
 
@@ -259,6 +260,8 @@ def test_weights_change_only_once_the_version_before_is_copied(tmp_path: Path) -
     killed = Run(tmp_path)
     killed.train(watch)
     killed.close()
+    waits = [row["weights/publish_s"] for row in killed.all_rows() if "weights/publish_s" in row]
+    assert len(waits) > 2 and min(waits) >= 0.02, "the step's row has the wait of both its updates"
     assert seen.count("publish") > 2
     follows = [next_ for one, next_ in itertools.pairwise(seen) if one == "publish"]
     assert set(follows) == {"copied"}, "two minibatches, and a copy before each"

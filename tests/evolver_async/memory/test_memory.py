@@ -66,6 +66,20 @@ def test_a_reference_is_one_copy_and_a_separate_critic_is_trained_too() -> None:
     assert part(critic, "learner", "critic") == 16 * SHAPE.decoder
 
 
+def test_an_actor_holds_what_its_receivers_hold() -> None:
+    copy = 4 * SHAPE.parameters
+    mapped = planned()
+    assert part(mapped, "actor", "weights") == part(mapped, "actor", "fetched weights") == 0
+    assert mapped.shared == 3 * copy, "the two that are kept, and the one that is written"
+    cast = planned("weights.kind=collective")
+    assert (part(cast, "actor", "fetched weights"), cast.shared) == (3 * copy, 0)
+    workers = ("engine.kind=vllm", "engine.tensor_parallel=2", "weights.kind=collective")
+    assert part(planned(*workers), "actor", "fetched weights") == 2 * 3 * copy
+    assert part(planned(*workers), "actor", "staged weights") == copy
+    lora = planned("policy.lora.rank=8", "learner.minibatches=1")
+    assert part(lora, "actor", "weights") == copy, "no file has the base model"
+
+
 def test_parts_on_gpus_leave_the_host() -> None:
     host, gpu = planned(), planned(gpu=True)
     assert gpu.private < host.private

@@ -79,6 +79,8 @@ def test_a_version_is_copied_beside_the_caller_who_waits_before_a_change(tmp_pat
     sender.publish(version(1), source)  # returns, though nothing is copied
     waiting = threading.Thread(target=sender.copied)
     waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive(), "the copy has not begun"
     assert ShmReceiver(sender.address).available() == []
     source.go.set()
     waiting.join()
