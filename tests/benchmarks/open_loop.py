@@ -34,7 +34,7 @@ from evolver_async.schema import Ticket
 from evolver_async.transport.dealer import DealerClient
 
 GROUPS = 16  # a take
-STOCK = 1024  # groups that may be granted ahead
+STOCK = 4096  # groups that may be granted ahead
 KEEP_EVERY = 100  # takes
 TIMEOUT_S = 600.0
 
