@@ -6,6 +6,7 @@ drawn with its client). A name belongs to one process at a time:
 - a higher incarnation takes the name over at once, and a lower one is fenced;
 - another process of the same incarnation gets the name only once its holder has left, is
   disconnected, or has been silent for `silent_s`; until then HELLO is refused and all else fenced.
+  A process whose HELLO the service refuses has left.
 
 A message is identified by its number. A repeated message gets the same reply and has no second
 effect. Three kinds are exempt: by their contents they change nothing when repeated.
@@ -30,6 +31,7 @@ from evolver_async.protocol.messages import (
     Pushes,
     Reject,
     Reply,
+    Request,
     Retrieve,
     Retry,
     Sample,
@@ -123,7 +125,9 @@ class Sessions:
         if isinstance(request, EXEMPT):
             return None
         answer = session.recall(envelope.message_id)
-        if answer is None and isinstance(request, Lease | Sample):
+        if answer is not None:
+            session.left |= _refused(request, answer)
+        elif isinstance(request, Lease | Sample):
             session.asked = envelope.message_id
         return answer
 
@@ -140,6 +144,7 @@ class Sessions:
             and not isinstance(replies[0], GroupReply | Retry)
         ):
             session.remember(envelope.message_id, replies)
+            session.left |= _refused(envelope.message, replies)
 
     def holds(self, envelope: Envelope) -> bool:
         """False if another process has got the sender's name since."""
@@ -176,3 +181,7 @@ class Sessions:
 
 def _same(session: PeerSession, envelope: Envelope) -> bool:
     return (session.incarnation, session.nonce) == (envelope.incarnation, envelope.nonce)
+
+
+def _refused(request: Request | Reply, replies: list[Reply]) -> bool:
+    return isinstance(request, Hello) and isinstance(replies[0], Reject)

@@ -387,8 +387,10 @@ def test_the_buffer_refuses_the_first_actor_with_another_tokenizer(
 ) -> None:
     policy, sockets = tmp_path / "policy", Path(tempfile.mkdtemp())
     policy.mkdir()
+    (tmp_path / "channel").mkdir()
     (policy / "tokenizer.json").write_text("{}")
-    dump(load(None, ["stages.0.steps=5", f"policy.path={policy}"]), tmp_path / "config.yaml")
+    settings = ["stages.0.steps=5", f"policy.path={policy}", f"weights.dir={tmp_path}/channel"]
+    dump(load(None, settings), tmp_path / "config.yaml")
     address = f"ipc://{sockets}/s"
     command = [*COMMAND, "buffer", "--connect", address, "--run", str(tmp_path)]
     buffer = subprocess.Popen(command, stderr=subprocess.DEVNULL)

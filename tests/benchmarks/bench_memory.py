@@ -2,9 +2,11 @@
 
 Trains a few steps of the bandit with each case, and samples the anonymous memory of every process
 and the files of `weights.dir`. A pass fills its token budget in every case, so activations are
-those of the plan. Names of cases as arguments choose some of them.
+those of the plan. Names of cases as arguments choose some of them. With vLLM's Python its cases are
+run as well, and its processes count to their actor.
 """
 
+import importlib.util
 import os
 import sys
 import tempfile
@@ -40,6 +42,10 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "21M, two ranks": (*MILLIONS_21, "learner.ranks=2"),
 }
+VLLM = (*MILLIONS_21, "engine.kind=vllm")
+if importlib.util.find_spec("vllm"):
+    CASES["21M, vLLM"] = VLLM
+    CASES["21M, vLLM, two workers"] = (*VLLM, "engine.tensor_parallel=2", "weights.kind=collective")
 
 
 def main(names: list[str]) -> None:

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ SAMPLE_S = 0.05
 
 @dataclass
 class Peak:
-    """Largest sizes of one process in bytes.
+    """Largest sizes of one process, with the processes that it has started, in bytes.
 
     `private`: anonymous memory, which nothing can reclaim; `pss`: with its share of files.
     """
@@ -24,22 +25,31 @@ class Peak:
     pss: int = 0
 
 
-def role_of(command: list[str]) -> str:
-    """Name the role of a process of a run; launcher if it is none of ROLES."""
-    return next((one for one in ROLES if one in command), "launcher")
+def owner_of(process: psutil.Process) -> tuple[int, str]:
+    """Return the process of a run that a process belongs to, itself or one above it, and its
+    role: launcher if none above has one of ROLES. vLLM's processes belong to their actor."""
+    last = process
+    for one in (process, *process.parents()):
+        command = one.cmdline()
+        if found := [role for role in ROLES if role in command]:
+            return one.pid, found[0]
+        if "train" in command:
+            return one.pid, "launcher"
+        last = one
+    return last.pid, "launcher"
 
 
 def measured(command: list[str], weights_dir: Path, env: dict[str, str]) -> tuple[list[Peak], int]:
     """Run a training command; return the peaks of its processes, and of the files of weights."""
     peaks: dict[int, Peak] = {}
+    owners: dict[int, tuple[int, str]] = {}
     shared, looked = 0, 0.0
     with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as run:
         root = psutil.Process(run.pid)
         while run.poll() is None:
             thorough = time.monotonic() - looked > 1
             looked = time.monotonic() if thorough else looked
-            for process in [root, *_children(root)]:
-                _look(process, peaks, thorough)
+            _look([root, *_children(root)], owners, peaks, thorough)
             shared = max(shared, _bytes_of(weights_dir))
             time.sleep(SAMPLE_S)
     if run.returncode:
@@ -54,20 +64,31 @@ def _children(root: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _look(process: psutil.Process, peaks: dict[int, Peak], thorough: bool) -> None:
-    try:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        anonymous = re.search(r"RssAnon:\s+(\d+)", status)
-        if anonymous is None:
-            return  # a zombie
-        if process.pid not in peaks:
-            peaks[process.pid] = Peak(role_of(process.cmdline()))
-        peak = peaks[process.pid]
-        peak.private = max(peak.private, int(anonymous[1]) << 10)
-        if thorough:
-            peak.pss = max(peak.pss, process.memory_full_info().pss)
-    except (psutil.Error, OSError):
-        return
+def _look(
+    processes: list[psutil.Process],
+    owners: dict[int, tuple[int, str]],
+    peaks: dict[int, Peak],
+    thorough: bool,
+) -> None:
+    private, pss = Counter[int](), Counter[int]()
+    for process in processes:
+        try:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            anonymous = re.search(r"RssAnon:\s+(\d+)", status)
+            if anonymous is None:
+                continue  # a zombie
+            if process.pid not in owners:
+                owners[process.pid] = owner_of(process)
+            owner, role = owners[process.pid]
+            peaks.setdefault(owner, Peak(role))
+            private[owner] += int(anonymous[1]) << 10
+            if thorough:
+                pss[owner] += process.memory_full_info().pss
+        except (psutil.Error, OSError):
+            continue
+    for owner, size in private.items():
+        peaks[owner].private = max(peaks[owner].private, size)
+        peaks[owner].pss = max(peaks[owner].pss, pss[owner])
 
 
 def _bytes_of(directory: Path) -> int:

@@ -207,6 +207,13 @@ def test_a_name_whose_holder_is_gone_is_free(routed: RoutedWorld, how: str) -> N
     assert len(list(routed.world.store.leases)) == 1
 
 
+def test_a_process_that_the_service_refuses_holds_no_name(routed: RoutedWorld) -> None:
+    other = messages.Hello(role="actor", schema_hash="other", host="alpha", pid=7)
+    for _ in range(2):  # and so when its message comes again
+        assert "schema" in routed.one(other, 1, nonce="refused").reason
+    assert isinstance(routed.one(HELLO, 1, nonce="next"), messages.Welcome)
+
+
 def test_a_restarted_process_gets_its_name_at_once_and_the_old_one_is_fenced(
     routed: RoutedWorld,
 ) -> None:
