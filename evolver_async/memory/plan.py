@@ -29,7 +29,7 @@ BASES = {
     "experience": 35 * MIB,
     "launcher": 46 * MIB,
 }
-VLLM_BASES = 1300 * MIB  # of EngineCore and one worker together; each further worker adds a third
+VLLM_BASES = 1150 * MIB  # with one worker; each further one adds half of it
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _actor(
     yield MemoryPart("process and libraries", BASES["actor"], "actors.count")
     if vllm:
         workers = config.engine.tensor_parallel
-        yield MemoryPart("vLLM's processes", VLLM_BASES * (1 + (workers - 1) / 3), "")
+        yield MemoryPart("vLLM's processes", VLLM_BASES * (1 + (workers - 1) / 2), "")
     # The torch engine adopts files in memory by reference; `shared` has these.
     mapped = not (vllm or gpu) and channel(config) == "shm" and not config.policy.lora.rank
     yield MemoryPart("weights", 0 if mapped else copy, _model_key(config), gpu)
