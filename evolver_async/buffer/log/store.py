@@ -17,7 +17,7 @@ from evolver_async.buffer.state.groups import ZERO_SPREAD, GroupState, HeldGroup
 from evolver_async.buffer.state.leases import Leases
 from evolver_async.buffer.state.machine import BufferState
 from evolver_async.protocol.trajectories import Parcel, finish, unwrap
-from evolver_async.schema import Trajectory
+from evolver_async.schema import Trajectory, WeightId
 
 NO_BODY = Parcel(b"", 0)
 
@@ -39,6 +39,7 @@ class BufferStore:
         self.censoring = Censoring()
         self.now = now  # the time of the next record
         self.spare = True  # segments may have become dispensable since the last commit
+        self._swept: WeightId | None = None  # the head for which groups that are too old were ended
         for head, location in journal.replay():
             try:
                 state.apply(records.decode(head), location)
@@ -109,12 +110,13 @@ class BufferStore:
         out are evicted as well: the record of it may have been lost.
         """
         replay = self.replay
-        for groups, reason, applies in (
-            (replay.by_state["open"], cause or "age", replay.too_old),
-            (replay.by_state["ready"], cause or "stale", replay.too_old),
-            (replay.by_state["ready"], ZERO_SPREAD, replay.lacks_spread),
-        ):
-            self.evict([g for g, held in groups.items() if applies(held)], reason)
+        opened, ready = replay.by_state["open"], replay.by_state["ready"]
+        if cause or replay.at.head != self._swept:  # none grows too old while the head stands
+            for groups, reason in ((opened, cause or "age"), (ready, cause or "stale")):
+                self.evict([g for g, held in groups.items() if replay.too_old(held)], reason)
+            self._swept = replay.at.head
+        if any(stage.refills for stage in replay.stages):
+            self.evict([g for g, held in ready.items() if replay.lacks_spread(held)], ZERO_SPREAD)
 
     def forget_gone(self) -> None:
         """Forget the groups that are held no more."""

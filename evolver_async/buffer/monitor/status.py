@@ -77,12 +77,14 @@ class StatusReport:
         """The groups that the learner's next take lacks, with their actors and since when."""
         replay = self.state.replay
         lacking = f"{self._occupancy()} of {replay.numbers.groups_per_step} needed"
-        stragglers = replay.stragglers()
-        if len(replay.by_state["ready"]) >= replay.numbers.groups_per_step and stragglers:
-            return f"{lacking}; waits for the stragglers of {self.group(stragglers[0], now)}"
-        opened = [held for held in replay.by_state["open"].values() if held.kind != "eval"]
-        if opened:
-            return f"{lacking}; waits for {self.group(opened[0], now)}"
+        # no more than the first of each: a waiting learner asks again after every message
+        enough = len(replay.by_state["ready"]) >= replay.numbers.groups_per_step
+        straggler = next(replay.stragglers(), None) if enough else None
+        if straggler:
+            return f"{lacking}; waits for the stragglers of {self.group(straggler, now)}"
+        opened = replay.by_state["open"].values()
+        if first := next((held for held in opened if held.kind != "eval"), None):
+            return f"{lacking}; waits for {self.group(first, now)}"
         actors = self.activity.alive(now, self.lease_s)
         refused = ""
         for name in sorted(self.activity.actors, reverse=True):

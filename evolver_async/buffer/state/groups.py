@@ -2,7 +2,7 @@
 
 import statistics
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -40,6 +40,15 @@ class ArrivedMember(msgspec.Struct):
     guided: bool
     oldest: WeightId | None
     location: Location
+
+
+class CountedLag(NamedTuple):
+    """Versions from the oldest weights of a group to `head`. `grows`: one more with each version
+    of the head's lineage, as no member comes from newer weights."""
+
+    head: WeightId
+    lag: int
+    grows: bool
 
 
 class HeldGroup(msgspec.Struct, kw_only=True, dict=True):
@@ -84,7 +93,7 @@ class HeldGroup(msgspec.Struct, kw_only=True, dict=True):
         self.owners[member] = owner
         vars(self).clear()
 
-    def _kept_lag(self, member: int, facts: ArrivedMember) -> tuple[WeightId, int] | None:
+    def _kept_lag(self, member: int, facts: ArrivedMember) -> CountedLag | None:
         """The counted lag, if the grant counted with the weights that arrive; else None."""
         owner = self.owners.get(member)
         same = member not in self.arrived and owner is not None and facts.oldest == owner.head
@@ -103,8 +112,8 @@ class HeldGroup(msgspec.Struct, kw_only=True, dict=True):
         return [member for member in self.members if member not in self.arrived]
 
     @cached_property
-    def counted_lag(self) -> tuple[WeightId, int] | None:
-        """The head from which `Position.lag` last counted, and its result."""
+    def counted_lag(self) -> CountedLag | None:
+        """What `Position.lag` counted last."""
         return None
 
     @cached_property

@@ -5,7 +5,7 @@ Also questions that it answers alone: the lag of a group, the takes to repeat af
 
 import msgspec
 
-from evolver_async.buffer.state.groups import HeldGroup, Take
+from evolver_async.buffer.state.groups import CountedLag, HeldGroup, Take
 from evolver_async.lineages import Fork, version_lag
 from evolver_async.schema import WeightId
 
@@ -45,10 +45,22 @@ class Position(msgspec.Struct):
         """Count the versions from the oldest weights of a group, unfinished members included."""
         if head is None:
             return 0
-        if held.counted_lag is None or held.counted_lag[0] is not head:
-            lags = [version_lag(head, weights, self.forks) for weights in held.sampled]
-            held.counted_lag = head, max(lags, default=0)
-        return held.counted_lag[1]
+        counted = held.counted_lag
+        if counted is None or counted.head is not head:
+            held.counted_lag = counted = self._count(held.sampled, counted, head)
+        return counted.lag
+
+    def _count(
+        self, sampled: frozenset[WeightId], before: CountedLag | None, head: WeightId
+    ) -> CountedLag:
+        """Count from `head` the lag of a group that `sampled` from these weights."""
+        if before is not None and before.grows and before.head.lineage == head.lineage:
+            passed = head.step - before.head.step
+            if passed >= 0:
+                return CountedLag(head, before.lag + passed, True)
+        lags = [version_lag(head, weights, self.forks) for weights in sampled]
+        grows = bool(lags) and all(weights.step <= head.step for weights in sampled)
+        return CountedLag(head, max(lags, default=0), grows)
 
     def worst_lag(self, held: HeldGroup, head: WeightId | None) -> int:
         """Count them as if every unfinished member came with the oldest weights allowed to it."""

@@ -4,7 +4,9 @@ Pure and event-sourced, as `admission` is: `choose` changes nothing, and every c
 consequence of a journal record.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from itertools import islice
+from operator import attrgetter
 
 from evolver_async.buffer.state.admission import Admission
 from evolver_async.buffer.state.groups import HeldGroup, Take
@@ -22,21 +24,21 @@ class Replay(Admission):
     def choose(self) -> list[int]:
         """The groups of the next take; empty where there are too few, or stragglers to wait for."""
         size = self.numbers.groups_per_step
-        ready = self._ready()
-        if len(ready) < size:
+        if len(self.by_state["ready"]) < size:
             return []
-        ready.sort(key=self._preference())
-        chosen = ready[:size]
+        chosen = list(islice(self._preferred(), size))
+        if len(chosen) < size:
+            return []
         if not self._in_time(chosen):
-            ready.sort(key=lambda held: self._slack(held) if held.wait else 1 << 30)
-            chosen = ready[:size]
-            if self.stragglers() and not self._in_time(chosen):
+            key = lambda held: self._slack(held) if held.wait else 1 << 30  # noqa: E731
+            chosen = sorted(self._preferred(), key=key)[:size]
+            if any(self.stragglers()) and not self._in_time(chosen):
                 return []
         return [held.group_id for held in chosen]
 
-    def stragglers(self) -> list[HeldGroup]:
+    def stragglers(self) -> Iterator[HeldGroup]:
         """The open groups that the learner waits for before their time runs out."""
-        return [held for held in self.by_state["open"].values() if held.wait]
+        return (held for held in self.by_state["open"].values() if held.wait)
 
     def take(self, take: int, stage: int, groups: list[int]) -> None:
         """Hand these groups to the learner, for the first time or once more."""
@@ -162,24 +164,27 @@ class Replay(Admission):
     def refills_exhausted(self) -> bool:
         """True if dynamic sampling has left out its maximum and a take still lacks groups."""
         numbers = self.numbers
-        in_vain = len(self._ready()) < numbers.groups_per_step
-        return in_vain and 0 < numbers.refills <= self.at.zero_spread
+        if not 0 < numbers.refills <= self.at.zero_spread:
+            return False
+        ready = sum(map(self._trainable, self.by_state["ready"].values()))
+        return ready < numbers.groups_per_step
 
-    def _ready(self) -> list[HeldGroup]:
-        """The candidates for the next take."""
-        return [
-            held
-            for held in self.by_state["ready"].values()
-            if held.stage == self.at.stage
-            and not self.too_old(held)
-            and not self.lacks_spread(held)
-        ]
+    def _trainable(self, held: HeldGroup) -> bool:
+        """True if a ready group may be in the next take."""
+        at_stage = held.stage == self.at.stage
+        return at_stage and not self.too_old(held) and not self.lacks_spread(held)
 
-    def _preference(self) -> Callable[[HeldGroup], tuple[float, int]]:
-        if self.numbers.kind in SCRIPTED:
-            return lambda held: (0.0, held.order)
-        rank, params = sampler_of(self.numbers.sampler), self.numbers.sampler_params
-        return lambda held: (rank(held, self.lag(held), params), held.order)
+    def _preferred(self) -> Iterator[HeldGroup]:
+        """The candidates for the next take, the first of it first.
+
+        Of those in order of arrival no more are examined than are asked for.
+        """
+        ready, numbers = self.by_state["ready"].values(), self.numbers
+        if numbers.kind in SCRIPTED or numbers.sampler == "fifo":
+            return filter(self._trainable, sorted(ready, key=attrgetter("order")))
+        rank, params = sampler_of(numbers.sampler), numbers.sampler_params
+        key = lambda held: (rank(held, self.lag(held), params), held.order)  # noqa: E731
+        return iter(sorted(filter(self._trainable, ready), key=key))
 
     def _slack(self, held: HeldGroup) -> int:
         """Count the versions that the group can still wait, if missing members play old weights."""
@@ -191,6 +196,8 @@ class Replay(Admission):
         Earliest deadline first: with B groups a version, at most k·B uses may be due within k
         versions.
         """
+        if not self.numbers.wait:
+            return True
         due: dict[int, int] = {}
         taken = {held.group_id for held in chosen}
         for held in (*self.by_state["open"].values(), *self.by_state["ready"].values()):

@@ -431,6 +431,10 @@ class Simulation:
         assert self.world.store.state.tasks.pool_size() <= 12
         assert replay.bytes == sum(held.bytes for held in everything)
         assert set(self.world.store.bodies) <= {held.group_id for held in everything}
+        for held in everything:
+            lags = [version_lag(replay.at.head, one, replay.at.forks) for one in held.sampled]
+            assert replay.lag(held) == max(lags, default=0)
+            assert not replay.too_old(held), "every move of the head ends what it makes too old"
         if not self.faults.get("crash"):
             assert replay.outstanding() <= replay.limit()
 
