@@ -107,7 +107,7 @@ def make_run(directory: Path) -> tuple[Config, Path]:
         run=replace(config.run, name="bench", dir=str(directory)),
         policy=replace(config.policy, path=str(run_dir / "policy")),
         stages=[StageConfig(kind="rl", steps=STEPS)],
-        buffer=replace(config.buffer, max_staleness=STEPS),
+        buffer=replace(config.buffer, max_staleness=STEPS, max_ready=0.0),
         eval=replace(config.eval, every=0, final_episodes=0),
     )
     dump(config, run_dir / "config.yaml")
