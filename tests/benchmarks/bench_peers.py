@@ -30,7 +30,7 @@ from producers import BufferProcess, Crowd, config
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "peers"
 PRODUCERS, TOKENS = 3, 744  # 8 KiB
-WARMUP_S, TIMEOUT_S = 2.0, 120.0
+WARMUP_S, TIMEOUT_S = 2.0, 600.0
 
 
 @dataclass(frozen=True)
