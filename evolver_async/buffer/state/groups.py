@@ -113,7 +113,7 @@ class HeldGroup(msgspec.Struct, kw_only=True, dict=True):
 
     @cached_property
     def counted_lag(self) -> CountedLag | None:
-        """What `Position.lag` counted last."""
+        """Result of the last `Position.lag`; None if the members have changed since."""
         return None
 
     @cached_property
