@@ -28,15 +28,13 @@ class Peak:
 def owner_of(process: psutil.Process) -> tuple[int, str]:
     """Return the process of a run that a process belongs to, itself or one above it, and its
     role: launcher if none above has one of ROLES. vLLM's processes belong to their actor."""
-    last = process
     for one in (process, *process.parents()):
         command = one.cmdline()
         if found := [role for role in ROLES if role in command]:
             return one.pid, found[0]
         if "train" in command:
             return one.pid, "launcher"
-        last = one
-    return last.pid, "launcher"
+    return process.pid, "launcher"
 
 
 def measured(command: list[str], weights_dir: Path, env: dict[str, str]) -> tuple[list[Peak], int]:
