@@ -100,8 +100,8 @@ def progress(directory: Path) -> tuple[int, int] | None:
     size, latest = 0, 0
     found = list(directory.glob(f"{TEMPORARY}*"))
     for temporary in found:
-        for path in (temporary, *temporary.rglob("*")):
-            with suppress(FileNotFoundError):  # the writer has renamed the directory
+        with suppress(FileNotFoundError):  # the writer renames it, while it is listed or read
+            for path in (temporary, *temporary.rglob("*")):
                 status = path.stat()
                 size, latest = size + status.st_size, max(latest, status.st_mtime_ns)
     return (size, latest) if found else None

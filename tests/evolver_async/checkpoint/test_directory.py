@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,28 @@ def test_a_checkpoint_that_is_being_written_shows_its_progress(
     assert len(set(seen)) == len(seen) and None not in seen
     assert (path / "model.bin").read_bytes() == content
     assert load_newest(tmp_path, "run")[0] == path
+
+
+def test_progress_survives_the_renaming_of_what_it_reads(tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def write() -> None:
+        while not ended.is_set():
+            temporary, final = tmp_path / f"{checkpoint.TEMPORARY}a", tmp_path / "a"
+            (temporary / "deep").mkdir(parents=True)
+            temporary.rename(final)
+            shutil.rmtree(final)
+
+    calls, seen = 0, set[bool]()
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(write)
+        try:
+            while calls < 3000 or len(seen) < 2:  # met both while it was written and without
+                calls += 1
+                seen.add(progress(tmp_path) is None)
+        finally:
+            ended.set()
+        written.result()
 
 
 def test_the_newest_ones_are_kept(tmp_path: Path) -> None:
