@@ -1,6 +1,6 @@
 """Check of a recipe against a machine: the requirements of its keys, and if they are met.
 
-Pure: the machine is given by the results of its probes. Sizes are computed by `sizes.py`.
+Pure: the machine is given by the results of its probes. Sizes are computed by `memory`.
 """
 
 import re
@@ -10,16 +10,17 @@ from typing import Any
 
 from evolver_async.config import Config
 from evolver_async.config.sections.channel import channel, versions_kept
-from evolver_async.doctor.probes.result import FLASH_CAPABILITY, ProbeResult, gib
-from evolver_async.doctor.sizes import (
+from evolver_async.doctor.probes.result import FLASH_CAPABILITY, ProbeResult
+from evolver_async.memory.bounds import (
     MASTER_BYTES,
     Shape,
     activation_bytes,
-    cache_bytes,
-    token_bytes,
+    engine_bytes,
     training_bytes,
     weight_bytes,
 )
+from evolver_async.memory.gpus import gpu_demands, gpus_used
+from evolver_async.memory.units import gib
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,7 @@ class Machine:
     def __init__(self, config: Config, results: Mapping[str, ProbeResult]) -> None:
         self.results = results
         self.devices: list[dict[str, Any]] = results["cuda"].facts.get("devices", [])
-        gpus = config.launch.gpus
-        self.engine = self._used(config.engine.device, gpus.actors, config.engine.tensor_parallel)
-        self.learner = self._used(config.learner.device, gpus.learner, config.learner.ranks)
-
-    def _used(self, device: str, numbers: list[int], count: int) -> list[int]:
-        if device == "cpu" or (device == "auto" and not self.devices):
-            return []
-        first = int(device.partition(":")[2] or 0)
-        return numbers or list(range(first, first + count))
+        self.engine, self.learner = gpus_used(config, len(self.devices))
 
 
 def _hardware(config: Config, machine: Machine) -> Iterator[Requirement]:
@@ -141,41 +134,8 @@ def _context(config: Config, machine: Machine, shape: Shape) -> Iterator[Require
 
 def _gpu_memory(config: Config, machine: Machine, shape: Shape) -> Iterator[Requirement]:
     """Check every GPU that the recipe uses."""
-    used = {*machine.engine, *machine.learner}
-    for index in sorted(index for index in used if index < len(machine.devices)):
-        total = machine.devices[index]["bytes"]
-        engines = machine.engine.count(index)
-        if not config.launch.gpus.actors and engines:
-            engines = config.actors.count  # all of them use the same GPUs
-        share = _engine_bytes(config, shape)
-        if config.engine.kind == "vllm" and engines:
-            reserved = config.engine.memory * total
-            if share > reserved:
-                why = f"reserves {gib(reserved)}, but weights and KV cache need {gib(share)}"
-                yield Requirement("engine.memory", False, why)
-            share = reserved
-        held = 0.0
-        if index in machine.learner:
-            held = training_bytes(config, shape) / config.learner.ranks
-            held += activation_bytes(config, shape)
-            if not config.policy.lora.rank and channel(config) == "cuda_ipc":
-                held += versions_kept(config) * weight_bytes(config, shape)
-        key = "engine.memory" if config.engine.kind == "vllm" else "engine.slots"
-        yield Requirement(
-            key if engines else "learner.ranks",
-            engines * share + held <= total,
-            f"GPU {index}: engines need {gib(engines * share)}, the learner at least {gib(held)},"
-            f" of {gib(total)}",
-        )
-
-
-def _engine_bytes(config: Config, shape: Shape) -> float:
-    """Bytes of weights and KV cache on one GPU; vLLM caches at least one whole context."""
-    kv = cache_bytes(config, shape)
-    if config.engine.kind == "vllm":
-        longest = config.policy.max_length * token_bytes(config, shape)
-        kv = max(longest / config.engine.tensor_parallel, config.engine.kv_cache_bytes)
-    return weight_bytes(config, shape) / config.engine.tensor_parallel + kv
+    for one in gpu_demands(config, shape, [device["bytes"] for device in machine.devices]):
+        yield Requirement(one.key, one.fits, one.why)
 
 
 def _host_memory(config: Config, machine: Machine, shape: Shape) -> Iterator[Requirement]:
@@ -183,7 +143,7 @@ def _host_memory(config: Config, machine: Machine, shape: Shape) -> Iterator[Req
     engines = 0 if machine.engine else config.actors.count
     if config.launch.kind == "serial":
         engines = min(engines, 1)
-    need = engines * _engine_bytes(config, shape)
+    need = engines * engine_bytes(config, shape)
     if not machine.learner:
         need += training_bytes(config, shape)
         need += config.learner.ranks * activation_bytes(config, shape)

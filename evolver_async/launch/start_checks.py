@@ -11,6 +11,7 @@ from evolver_async.config.sections.channel import host_and_port
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.launch.gpus import VISIBLE, check_visible
 from evolver_async.launch.registry import check_wings
+from evolver_async.memory.gpus import check_gpu_memory
 from evolver_async.memory.host import check_memory
 from evolver_async.metrics.sinks import sink_of
 from evolver_async.metrics.wandb_process import has_key
@@ -90,5 +91,5 @@ def _check_own(config: Config) -> None:
 
 CHECKS = (
     *(check_paths, check_wings, _check_own, check_addresses),
-    *(_check_gpus, _check_wandb, check_memory),
+    *(_check_gpus, _check_wandb, check_memory, check_gpu_memory),
 )

@@ -10,6 +10,7 @@ from evolver_async.config.sections.channel import channel
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.memory.plan import MemoryPlan, memory_plan
 from evolver_async.memory.shape import shape_of
+from evolver_async.memory.units import gib
 
 CGROUPS = (  # limit and present use, of cgroup 2 and 1
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -34,7 +35,7 @@ def available_bytes() -> int:
 def check_memory(config: Config) -> None:
     """Raise ConfigError if this host cannot hold the run, naming the key that takes the most.
 
-    Models whose shape is unknown, and clusters, are not checked. GPUs are checked by `doctor`.
+    Models whose shape is unknown, and clusters, are not checked; `gpus.py` checks GPUs.
     """
     shape = shape_of(config)
     if shape is None or config.launch.kind not in ("local", "serial"):
@@ -52,15 +53,15 @@ def problem_of(plan: MemoryPlan, available: float, shared: float | None) -> str:
     """
     if shared is not None and plan.shared > shared:
         return (
-            f"weights.dir: the files of weights need {_gib(plan.shared)} of shared memory,"
-            f" {_gib(shared)} are free"
+            f"weights.dir: the files of weights need {gib(plan.shared)} of shared memory,"
+            f" {gib(shared)} are free"
         )
     if plan.host <= available:
         return ""
     part = plan.largest()
     return (
-        f"{part.key}: the run needs {_gib(plan.host)} of memory and {_gib(available)} are"
-        f" available; most of it, {_gib(part.size)}, is for {part.name}"
+        f"{part.key}: the run needs {gib(plan.host)} of memory and {gib(available)} are"
+        f" available; most of it, {gib(part.size)}, is for {part.name}"
         f" (evolver-async doctor RECIPE shows every part)"
     )
 
@@ -78,7 +79,3 @@ def shared_free(config: Config) -> float | None:
 def uses_gpu(device: str) -> bool:
     """True if a device needs a GPU; auto is checked as if there were none, unless one is found."""
     return "cuda" in device or (device == "auto" and Path("/dev/nvidia0").exists())
-
-
-def _gib(count: float) -> str:
-    return f"{count / (1 << 30):.1f} GiB"

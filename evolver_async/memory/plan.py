@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.config.sections.channel import channel, versions_kept
+from evolver_async.memory.bounds import CRITICS
 from evolver_async.memory.shape import DecoderShape
+from evolver_async.memory.units import DTYPE_BYTES, MIB
 
-MIB = 1 << 20
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT = 4
-CRITICS = ("gae", "gae_bilevel", "vtrace")
 LOGITS = 1 << 25  # most values of one chunk of logits, as in model.policy
 
 # Anonymous memory of a process before its model, in bytes: see RESULTS.md, "Memory, predicted".

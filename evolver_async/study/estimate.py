@@ -11,7 +11,7 @@ from pathlib import Path
 
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
-from evolver_async.doctor.sizes import DTYPE_BYTES
+from evolver_async.memory.units import DTYPE_BYTES
 
 START_S = 25.0  # of a run: imports, the policy, the first episodes
 STEP_S = 0.3  # of a learner step beside its tokens

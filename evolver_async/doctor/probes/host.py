@@ -9,7 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from evolver_async.doctor.probes.result import ProbeResult, gib
+from evolver_async.doctor.probes.result import ProbeResult
+from evolver_async.memory.units import gib
 
 LEAST_PYTHON = (3, 11)
 LEAST_SHM_BYTES = 64 << 20

@@ -8,7 +8,8 @@ from datetime import timedelta
 from importlib.metadata import packages_distributions
 from typing import Any
 
-from evolver_async.doctor.probes.result import FLASH_CAPABILITY, ProbeResult, gib
+from evolver_async.doctor.probes.result import FLASH_CAPABILITY, ProbeResult
+from evolver_async.memory.units import gib
 
 
 def torch_cpu() -> ProbeResult:

@@ -13,8 +13,3 @@ class ProbeResult:
     works: bool
     summary: str
     facts: dict[str, Any] = field(default_factory=dict)
-
-
-def gib(count: float) -> str:
-    """Format a number of bytes."""
-    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"

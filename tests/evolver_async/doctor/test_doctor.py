@@ -23,7 +23,7 @@ from evolver_async.doctor.probes.result import ProbeResult
 from evolver_async.doctor.probes.run import PROBES
 from evolver_async.doctor.recipe_check import requirements
 from evolver_async.doctor.report import CAPABILITIES, machine_table, probe
-from evolver_async.doctor.sizes import Shape, activation_bytes, cache_bytes, training_bytes
+from evolver_async.memory.bounds import Shape, activation_bytes, cache_bytes, training_bytes
 from evolver_async.model.policy import checkpoint_layers, hidden_states
 
 ROOT = Path(__file__).parents[3]

@@ -1,13 +1,14 @@
-"""Bytes that a recipe's models, caches and training need, computed from a model's shape.
+"""Least bytes that a recipe's models, caches and training need, computed from a model's shape.
 
-These are lower bounds: buffers of kernels, fragmentation and libraries need more.
+Buffers of kernels, fragmentation and libraries need more: what does not fit by these numbers cannot
+run. `plan.py` predicts a peak instead.
 """
 
 from dataclasses import dataclass
 
 from evolver_async.config import Config
+from evolver_async.memory.units import DTYPE_BYTES
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MASTER_BYTES = 16  # of a trained parameter: float32 value and gradient, two moments of Adam
 CRITICS = ("gae", "gae_bilevel", "vtrace")
 KEPT_HIDDEN = 4  # least number of activations of hidden size that a layer keeps
@@ -41,6 +42,15 @@ def cache_bytes(config: Config, shape: Shape) -> int:
     """Bytes of the torch engine's KV cache: a whole context and one more column per slot."""
     columns = config.engine.slots * (config.policy.max_length + 1)
     return columns * token_bytes(config, shape)
+
+
+def engine_bytes(config: Config, shape: Shape) -> float:
+    """Bytes of weights and KV cache on one GPU; vLLM caches at least one whole context."""
+    kv = cache_bytes(config, shape)
+    if config.engine.kind == "vllm":
+        longest = config.policy.max_length * token_bytes(config, shape)
+        kv = max(longest / config.engine.tensor_parallel, config.engine.kv_cache_bytes)
+    return weight_bytes(config, shape) / config.engine.tensor_parallel + kv
 
 
 def training_bytes(config: Config, shape: Shape) -> int:
