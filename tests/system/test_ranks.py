@@ -1,4 +1,4 @@
-"""A run whose learner is two processes: one of them is killed, and the run goes on and ends."""
+"""A run whose learner is two processes: one is killed; both go back after an alarm; it ends."""
 
 import json
 import signal
@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from launches import alive, launching, wait_for
 
 from evolver_async.checkpoint import shards
-from evolver_async.checkpoint.directory import load_newest
+from evolver_async.checkpoint.directory import load_newest, valid
 from evolver_async.cli import main
+from evolver_async.errors import TRAINING_ERROR
 
 STEPS, ENOUGH = 40, 8
 RECIPE = f"""
@@ -82,3 +84,32 @@ def test_a_killed_rank_ends_the_learner_which_goes_on_from_its_checkpoint(tmp_pa
     assert steps[-1] == STEPS and set(steps) == set(range(1, STEPS + 1))
     newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
     assert (newest / "model.safetensors").exists()
+
+
+def test_all_ranks_go_back_to_a_checkpoint_and_on_with_a_smaller_learning_rate(tmp_path):
+    """An alarm that fires again: about any group without reward spread, which random play has."""
+    recipe, run_dir = tmp_path / "ranks.yaml", tmp_path / "runs" / "ranks"
+    recipe.write_text(RECIPE)
+    safety = "{action: rollback, rollbacks: 1, warmup: 4, patience: 1, zero_groups: 0.0}"
+    changes = [f"safety={safety}", "loss.entropy_coef=0.1", "checkpoint={every: 1, keep: 50}"]
+    changes += [f"run.dir={run_dir.parent}", f"run.name={run_dir.name}"]
+    with launching() as start:
+        run = start(run_dir, recipe, *changes)
+        code, errors = run.end()
+        assert code == TRAINING_ERROR, (errors, run.logs())
+    assert "after 1 rollbacks of the stage" in errors
+    before, after = [], []
+    for row in rows(run_dir):
+        (after if row["safety/rollbacks"] else before).append(row)
+    assert before[-1]["alarm/zero_variance"] == after[-1]["alarm/zero_variance"] == 1.0
+    (same,) = [row for row in before if row["step"] == after[0]["step"]]
+    assert after[0]["learner/lr"] == pytest.approx(0.5 * same["learner/lr"])
+
+    # The first checkpoint, its copy, what both ranks saved once they were back, and after a step.
+    there, _, again, on, *_ = [manifest for _, manifest in valid(run_dir / "checkpoints")]
+    assert (there.step, again.step, on.step) == (0, 0, 1)
+    for part in ("model", "optimizer"):
+        for rank in range(2):
+            name = f"{part}.{rank}of2.safetensors"
+            assert again.files[name].sha256 == there.files[name].sha256
+            assert on.files[name].sha256 != there.files[name].sha256
