@@ -132,11 +132,11 @@ def report(name: str, found: list[Evaluation], mark: float) -> None:
     """Print when the mark was reached, or else the best success and all the time."""
     reached = [one for one in found if one.success >= mark]
     last = found[-1]
-    curve = ", ".join(f"{one.step}: {one.success:.3f}" for one in found)
+    curve = ", ".join(f"{one.step}: {one.success:.3f} ({one.used_s:.0f} s)" for one in found)
     said = f"{mark:g} after" if reached else f"best {max(one.success for one in found):.3f} in"
     at = reached[0] if reached else last
     print(f"  {name}: {said} {at.step} steps, {at.wall_s:.0f} s, {at.used_s:.0f} processor seconds")
-    print(f"    success by step: {curve}", flush=True)
+    print(f"    success by step (processor seconds): {curve}", flush=True)
 
 
 def race(seed: int, mark: float, limit_s: float) -> None:
