@@ -35,9 +35,9 @@ WARMUP_S, TIMEOUT_S = 2.0, 600.0
 
 @dataclass(frozen=True)
 class Peer:
-    """A queue of another project: its script and the packages that it needs.
+    """A project to compare with: its script and the packages that it needs.
 
-    `bare`: packages that are installed without the others that they ask for, which the queue does
+    `bare`: packages that are installed without the others that they ask for, which the script does
     not use.
     """
 
