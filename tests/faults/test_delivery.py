@@ -314,7 +314,7 @@ def test_30_a_second_buffer_on_the_same_journal_or_socket_is_refused(
         (buffer.address, ("journal", "in use")),
     ):
         done = subprocess.run(
-            [*command, address], capture_output=True, text=True, check=False, timeout=60
+            [*command, address], capture_output=True, text=True, check=False, timeout=240
         )
         said = (run_dir / "logs" / "second.log").read_text() + done.stderr
         assert done.returncode != 0

@@ -144,7 +144,7 @@ def test_06_a_buffer_with_a_damaged_journal_ends_with_2_and_says_where(tmp_path:
     path = tmp_path / "run" / "journal" / "00000001.log"
     flip(path, 800)
     before = path.read_bytes()
-    ended = subprocess.run(buffer.process.args, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(buffer.process.args, capture_output=True, text=True, timeout=240)
     assert ended.returncode == USER_ERROR
     check_named(ended.stderr, f"{path} at 0: damaged", "quarantine")
     assert "Traceback" not in ended.stderr
