@@ -45,6 +45,7 @@ def changes(seed: int, bound: int, success: float, median_s: float) -> list[str]
     found = [
         f"run.seed={seed}",
         f"buffer.max_staleness={bound}",
+        f"buffer.max_ready={int(bound > 0)}",  # at 0 staleness bounds ready groups already
         "actors.groups=40",
         "engine.slots=320",
         f"eval.every={EVERY}",
