@@ -11,7 +11,7 @@ from pathlib import Path
 
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
-from evolver_async.memory.units import DTYPE_BYTES
+from evolver_async.memory.units import DTYPE_BYTES, gib
 
 START_S = 25.0  # of a run: imports, the policy, the first episodes
 STEP_S = 0.3  # of a learner step beside its tokens
@@ -94,20 +94,12 @@ def _parameters(config: Config) -> float:
 
 def total_text(estimate: RunEstimate, runs: int, jobs: int) -> str:
     """Return the estimate of `runs` runs, `jobs` at a time, in words."""
-    disk = f"{size_text(runs * estimate.bytes)} of disk"
+    disk = f"{gib(runs * estimate.bytes)} of disk"
     if estimate.seconds is None:
         return f"unknown time (until the first run is finished) and {disk} ({estimate.source})"
     seconds = math.ceil(runs / jobs) * estimate.seconds
     at_once = f" with --jobs {jobs}" if jobs > 1 else ""
     return f"about {duration_text(seconds)}{at_once} and {disk} ({estimate.source})"
-
-
-def size_text(size: float) -> str:
-    """Return a number of bytes in words."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size / 1024:.0f} KiB"
 
 
 def duration_text(seconds: float) -> str:

@@ -7,20 +7,20 @@ Runs `configs/frozen_lake.yaml` through the command line until the greedy policy
 on 256 validation tasks, asked for every ten steps. Each step of the environment takes a lognormal
 time (σ = 1) in the RL stages; `--median-s 0` leaves it out. Everything but `buffer.max_staleness`
 is equal, and actors may run all groups of the largest step at once, so that a synchronous step
-waits for its slowest episode only. Seconds count from the end of the supervised stage. One run
-follows another: nothing else may use the machine.
+waits for its slowest episode only. Seconds count from the end of the supervised stage to the result
+of the evaluation. One run follows another: nothing else may use the machine.
 """
 
 import argparse
 import json
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from training import call
 
 from evolver_async.config.load import load
 
@@ -66,13 +66,7 @@ def changes(seed: int, bound: int, success: float, median_s: float) -> list[str]
 def train(directory: Path, dotlist: list[str]) -> tuple[list[dict], float]:
     """Run the recipe; return its rows of metrics and the processor seconds of all processes."""
     before = _used()
-    command = [sys.executable, "-m", "evolver_async.cli", "train", str(RECIPE)]
-    command += [f"run.dir={directory}", "run.name=course", *dotlist]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}")
+    call("train", str(RECIPE), f"run.dir={directory}", "run.name=course", *dotlist)
     lines = (directory / "course" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines], _used() - before
 
@@ -94,7 +88,7 @@ def course(rows: list[dict], success: float, used_s: float) -> Course:
     seconds = last["time_s"] - start
     return Course(
         last["eval/success"],
-        last["step"] - rl[0]["step"],
+        last["step"] - rl[0]["step"] + 1,
         seconds if there else None,
         used_s,
         wait / seconds,

@@ -23,6 +23,7 @@ import torch
 from datasets import Dataset
 from transformers import GenerationConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl_settings import ON_CPU, rewards
 
 from actors.engines.base import Generation, Request
 from actors.formats.chat import Chat
@@ -218,10 +219,6 @@ class Evaluations(TrainerCallback):
         return success
 
 
-def rewards(score: list[float], **_: Any) -> list[float]:
-    return score
-
-
 def main() -> None:
     mark, batch = float(sys.argv[2]), int(sys.argv[3])
     whole = load(Path(sys.argv[1]), [])
@@ -244,20 +241,10 @@ def main() -> None:
             adam_beta2=learner.betas[1],
             adam_epsilon=learner.eps,
             max_grad_norm=learner.grad_clip,
-            lr_scheduler_type="constant",
             epsilon=loss.clip_low,
             epsilon_high=loss.clip_high,
             entropy_coef=loss.entropy_coef,
-            beta=0.0,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            model_init_kwargs={"dtype": "float32"},
-            shuffle_dataset=False,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
+            **ON_CPU,
         )
         numbers = [str(number) for number in range(steps * learner.groups_per_step)]
         trainer = GRPOTrainer(

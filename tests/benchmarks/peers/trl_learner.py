@@ -18,6 +18,7 @@ from typing import Any
 
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
+from trl_settings import ON_CPU, rewards
 
 STEPS = 1000  # the parent ends the process long before
 
@@ -57,10 +58,6 @@ class Answers:
         self.spent_s, self.updates = 0.0, updates
 
 
-def rewards(score: list[float], **_: Any) -> list[float]:
-    return score
-
-
 def main() -> None:
     answers, model = Path(sys.argv[1]), sys.argv[2]
     batch, generations, updates = (int(one) for one in sys.argv[3:6])
@@ -78,17 +75,7 @@ def main() -> None:
             num_generations=size,
             learning_rate=learning_rate,
             adam_epsilon=epsilon,
-            lr_scheduler_type="constant",
-            beta=0.0,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            model_init_kwargs={"dtype": "float32"},
-            shuffle_dataset=False,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
+            **ON_CPU,
         )
         prompts = [str(index) for _ in range(STEPS) for index in range(len(groups))]
         trainer = GRPOTrainer(

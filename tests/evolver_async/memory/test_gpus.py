@@ -70,6 +70,7 @@ def test_a_machine_whose_driver_cannot_be_asked_is_not_checked(driver: Path) -> 
     for answer in ("exit 9", "echo '0, GPU-aa, [N/A]'"):
         driver.write_text(f"#!/bin/sh\n{answer}\n")
         gpus._found.cache_clear()
+        assert gpus._found() == []
         check_gpu_memory(big)
 
 
