@@ -62,8 +62,8 @@ PEER = Peer(
         f"omegaconf=={omegaconf.__version__}",
     ],
 )
-BATCHES = (8, 16, 32, 64)
-TRIALS = 2  # steps to choose a batch by
+BATCHES = (16, 32, 64)  # smaller ones take TRL longer
+TRIALS = 3  # steps to choose a batch by
 REQUIRED = 2.5
 
 
