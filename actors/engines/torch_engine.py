@@ -11,6 +11,7 @@ prefilled, the others copy its KV one step later.
 
 import asyncio
 import math
+import random
 import time
 from collections import deque
 
@@ -90,7 +91,8 @@ class TorchEngine:
         if limit <= 0:
             return Generation(finish="length")
         completers = self._stops.completers(request.stop_strings)
-        draws = np.random.Generator(np.random.Philox(key=request.seed)).random(limit).tolist()
+        generator = random.Random(request.seed)
+        draws = [generator.random() for _ in range(limit)]
         future = asyncio.get_running_loop().create_future()
         run = RunningRequest(request, context, limit, completers, draws, future)
         if self._loop is None:
@@ -235,8 +237,7 @@ class TorchEngine:
         """Return the slots of the next forward, ascending, and their numbers of tokens."""
         pending = self._slots.total - self._slots.cached
         behind = np.flatnonzero(self._active & (pending > 1))
-        for slot in behind[self._searching[behind]]:
-            self._stats["reused"] += self._slots.borrow(slot)
+        self._stats["reused"] += self._slots.borrow(behind[self._searching[behind]])
         pending = self._slots.total - self._slots.cached
         behind = behind[pending[behind] > 1]
         if not len(behind):

@@ -75,26 +75,35 @@ class TimedEnvironment:
     async def _timed(
         self, function: Callable[..., Any], args: tuple[object, ...], latency_s: float
     ) -> Any:
-        missed = TimeoutError(f"env.step_timeout_s is {self._timeout_s:g}")
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
-        try:
-            async with asyncio.timeout_at(deadline) as limit:
-                if latency_s > 0:
-                    await asyncio.sleep(latency_s)
-                if self._thread is not None:
-                    self._last = self._thread.call(function, *args)
-                    return await settled(await asyncio.wrap_future(self._last))
-                with self._progress.clock.during(BLOCKING):
-                    made = function(*args)
-                found = await settled(made)
-        except TimeoutError:
-            if limit.expired():
-                raise missed from None
-            raise
+        found = None
+        blocks = self._thread is None and latency_s <= 0
+        if blocks:
+            found = self._blocking(function, args)
+        if not blocks or inspect.isawaitable(found):
+            try:
+                async with asyncio.timeout_at(deadline) as limit:
+                    if latency_s > 0:
+                        await asyncio.sleep(latency_s)
+                    if self._thread is not None:
+                        self._last = self._thread.call(function, *args)
+                        return await settled(await asyncio.wrap_future(self._last))
+                    found = await settled(found if blocks else self._blocking(function, args))
+            except TimeoutError:
+                if limit.expired():
+                    raise self._missed() from None
+                raise
         if loop.time() > deadline:  # it held up the loop, so that nothing could cut it short
-            raise missed
+            raise self._missed()
         return found
+
+    def _blocking(self, function: Callable[..., Any], args: tuple[object, ...]) -> Any:
+        with self._progress.clock.during(BLOCKING):
+            return function(*args)
+
+    def _missed(self) -> TimeoutError:
+        return TimeoutError(f"env.step_timeout_s is {self._timeout_s:g}")
 
     def failure(self, doing: str, seconds: float, cause: BaseException) -> EnvironmentFailure:
         """Return the failure with its task, member, activity and duration."""

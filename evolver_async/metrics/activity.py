@@ -112,10 +112,18 @@ class ActivityClock:
         return self.settle() | {GENERATIONS: self.generation_s}
 
     def _change(self, condition: str, by: int) -> None:
-        self.settle()
-        self._held[condition] += by
+        """Count a block that holds a condition; settle only if that changes what is measured."""
+        if condition == GENERATING:
+            self.settle()
+        before = self._held[condition]
+        self._held[condition] = before + by
+        if before and before + by:
+            return
         held = (self._levels[one] for one, count in self._held.items() if count)
-        self._activity = next(held, OTHER)
+        activity = next(held, OTHER)
+        if activity != self._activity:
+            self.settle()
+            self._activity = activity
 
 
 def wall_clock() -> Callable[[], float]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import Cache, PretrainedConfig
 
 COLUMNS = 32  # attended lengths are rounded up to multiples of this
+COMPARED = 1 << 22  # tokens of other slots that slots are compared with at once
 
 
 class Slots(Cache):
@@ -56,7 +57,7 @@ class Slots(Cache):
         known = min(int(self.cached[slot]), len(context) - 1)
         differs = np.flatnonzero(self.tokens[slot, :known] != context[:known])
         known = int(differs[0]) if len(differs) else known
-        known = int(self._usable(slot, np.array([slot]), known)[0])
+        known = int(self._usable(np.array([slot]), np.array([slot]), known)[0, 0])
         self.tokens[slot, known : len(context)] = context[known:]
         self.total[slot], self.cached[slot] = len(context), known
         return known
@@ -66,36 +67,52 @@ class Slots(Cache):
         self.tokens[slot, self.total[slot]] = token
         self.total[slot] += 1
 
-    def common(self, slot: int, others: np.ndarray) -> np.ndarray:
-        """Return the lengths of the prefixes that a slot's tokens, except the last, share with
-        other slots."""
-        length = int(self.total[slot]) - 1
-        same = self.tokens[others, :length] == self.tokens[slot, :length]
-        return np.minimum(np.where(same.all(1), length, same.argmin(1)), self.total[others])
+    def common(self, slots_K: np.ndarray, others_O: np.ndarray) -> np.ndarray:
+        """Return the lengths [K, O] of the prefixes that slots' tokens, except the last ones, share
+        with other slots."""
+        length_K1 = self.total[slots_K, None] - 1
+        width = int(length_K1.max())
+        differs_KOT = self.tokens[slots_K, None, :width] != self.tokens[others_O, :width]
+        first_KO = np.where(differs_KOT.any(2), differs_KOT.argmax(2), width)
+        return np.minimum(np.minimum(first_KO, length_K1), self.total[others_O])
 
-    def borrow(self, slot: int) -> int:
-        """Copy KV from the slot with the longest common prefix; return the number of tokens."""
+    def borrow(self, slots: np.ndarray) -> int:
+        """Copy KV to each slot from that with the longest common prefix; return the number of
+        tokens."""
+        size = max(1, COMPARED // (self.tokens.size or 1))
+        return sum(self._borrow(slots[i : i + size]) for i in range(0, len(slots), size))
+
+    def _borrow(self, slots_K: np.ndarray) -> int:
         everyone = np.arange(len(self.total))
-        shared = np.minimum(self.common(slot, everyone), self.cached)
-        shared = np.minimum(shared, self._usable(slot, everyone, int(shared.max())))
-        source = int(shared.argmax())
-        old, new = int(self.cached[slot]), int(shared[source])
-        if new <= old:
+        shared_KS = np.minimum(self.common(slots_K, everyone), self.cached)
+        usable_KS = self._usable(slots_K, everyone, int(shared_KS.max()))
+        shared_KS = np.minimum(shared_KS, usable_KS)
+        source_K, new_K = shared_KS.argmax(1), shared_KS.max(1)
+        count_K = np.maximum(new_K - self.cached[slots_K], 0)
+        ends_K = count_K.cumsum()
+        if not (total := int(ends_K[-1])):
             return 0
-        for pool in (pool for pair in self._pools for pool in pair):
-            pool[slot, old:new] = pool[source, old:new]
+        columns = np.arange(total) + np.repeat(new_K - ends_K, count_K)
+        read, written = np.repeat(source_K, count_K), np.repeat(slots_K, count_K)
         if self._keep:
-            self.epochs[slot, old:new] = self.epochs[source, old:new]
-        self.cached[slot] = new
-        return new - old
+            self.epochs[written, columns] = self.epochs[read, columns]
+        read_index, write_index = (
+            torch.from_numpy(rows * (self.max_length + 1) + columns).to(self._device)
+            for rows in (read, written)
+        )
+        for pool in (pool for pair in self._pools for pool in pair):
+            flat = pool.flatten(0, 1)
+            flat.index_copy_(0, write_index, flat.index_select(0, read_index))
+        self.cached[slots_K] += count_K
+        return total
 
-    def _usable(self, slot: int, others: np.ndarray, length: int) -> np.ndarray:
-        """Return how many of the first `length` tokens of other slots have KV that a slot may
+    def _usable(self, slots_K: np.ndarray, others_O: np.ndarray, length: int) -> np.ndarray:
+        """Return how many [K, O] of the first `length` tokens of other slots have KV that slots may
         use."""
         if not self._keep or not length:  # older KV is invalid, or there is none
-            return np.full(len(others), length)
-        stale = self.epochs[others, :length] < self.oldest[slot]
-        return np.where(stale.any(1), stale.argmax(1), length)
+            return np.full((len(slots_K), len(others_O)), length)
+        stale_KOT = self.epochs[others_O, :length] < self.oldest[slots_K, None, None]
+        return np.where(stale_KOT.any(2), stale_KOT.argmax(2), length)
 
     def stale(self, slots: np.ndarray) -> int:
         """Count the slots that attend to KV of an earlier epoch."""

@@ -36,5 +36,5 @@ def _can_copy_next(slots: Slots, slot: int, chosen: list[int]) -> bool:
     """Return True if this step computes KV that the slot can copy in the next step."""
     if not chosen:
         return False
-    common = slots.common(slot, np.array(chosen))
+    common = slots.common(np.array([slot]), np.array(chosen))
     return int(common.max()) >= slots.cached[slot] + MIN_SHARED
