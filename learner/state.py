@@ -73,7 +73,7 @@ class LearnerState:
     stage_tokens: int = 0  # ACTION tokens trained in the stage
     stage_seconds: float = 0.0
     seconds: float = 0.0
-    env_steps: int = 0  # turns of the groups taken, over all stages
+    env_steps: int = 0  # turns of the groups taken, each once, over all stages
     explored_turns: int = 0  # turns of explorations, as the buffer last counted them
     tokens: int = 0  # ACTION tokens trained, over all stages
     baseline: float = 0.0  # of the reinforce estimator
@@ -103,7 +103,8 @@ class LearnerState:
         self.take += 1
         self.stage_tokens += tokens
         self.tokens += tokens
-        turns = (len(one.turn_rewards) for group in groups for one in group.trajectories)
+        played = (group for group in groups if group.use == 0)  # once, however often it is trained
+        turns = (len(one.turn_rewards) for group in played for one in group.trajectories)
         self.env_steps += sum(turns)
 
     def count_explorations(self, counters: dict[str, float]) -> None:

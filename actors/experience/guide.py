@@ -15,7 +15,7 @@ from collections import deque
 from msgspec.structs import asdict, replace
 
 from actors.failures import FailureCounts
-from actors.llm.quoting import quoted
+from actors.llm.quoting import quoted_lines
 from actors.rollout.policy import Advice
 from evolver_async.config import ExperienceConfig
 from evolver_async.protocol import messages
@@ -103,8 +103,11 @@ class ServiceGuide:
                 log.warning("episodes are unguided for %g s: %s", OUTAGE_S, error)
             self._retry_at = now() + OUTAGE_S
             return None
-        text = quoted(reply.texts, self._max_chars)
-        return Advice(text=text, ids=tuple(reply.ids)) if text else Advice()
+        lines = quoted_lines(reply.texts, self._max_chars)
+        # what is not shown must get no credit; a rewritten text tells of all entries
+        ids = reply.ids[: len(lines)] if len(reply.texts) == len(reply.ids) else reply.ids
+        text = "\n".join(lines)
+        return Advice(text=text, ids=tuple(ids)) if text else Advice()
 
     async def _send(self) -> None:
         while self._waiting:

@@ -12,9 +12,14 @@ OPENING = re.compile(r"<(?=[^\s<])|\[(?=/?[A-Z]+\])")  # of a tag, or of a marke
 
 
 def quoted(texts: list[str], max_chars: int = MAX_CHARS) -> str:
-    """Quote untrusted texts as a list with one line per item, in at most `max_chars` characters.
+    """Quote untrusted texts as a list with one line per item; see `quoted_lines`."""
+    return "\n".join(quoted_lines(texts, max_chars))
 
-    Items that do not fit are left out, except the first, which is cut.
+
+def quoted_lines(texts: list[str], max_chars: int) -> list[str]:
+    """Quote untrusted texts, one line per item, in at most `max_chars` characters.
+
+    From the first item on that does not fit, items are left out; the very first is cut instead.
     """
     lines: list[str] = []
     room = max_chars
@@ -26,7 +31,7 @@ def quoted(texts: list[str], max_chars: int = MAX_CHARS) -> str:
             break
         lines.append(line)
         room -= len(line) + 1
-    return "\n".join(lines)
+    return lines
 
 
 def plain(text: str) -> str:

@@ -105,5 +105,5 @@ def _arrival(trajectory: Trajectory, tokens: int) -> records.Arrived:
         success=trajectory.success,
         guided=guided,
         turns=len(trajectory.turn_rewards),
-        oldest=trajectory.oldest,
+        sampled=trajectory.ends,
     )

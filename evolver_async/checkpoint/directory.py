@@ -10,26 +10,26 @@ nothing resumes from them by itself. `history` chooses among checkpoints.
 
 import hashlib
 import logging
-import mmap
 import os
 import re
 import shutil
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from evolver_async.checkpoint.sync import sync_directory, sync_file
 from evolver_async.errors import Unrecoverable
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+STATE = "state.json"  # the learner's numbers
 LEFT = "LEFT"  # the file that marks a checkpoint whose run has gone back to an earlier one
 FORMAT = 1
 NAME = re.compile(r"(\d{6,})-step-(\d+)")
 TEMPORARY = ".tmp-"  # the prefix of a checkpoint that is being written
-CHUNK_BYTES = 64 << 20  # synced to disk between two signs of progress
 READ_BYTES = 4 << 20  # hashed between two of them; every reader of a checkpoint holds so many
 
 
@@ -123,6 +123,25 @@ def resumable(directory: Path) -> list[tuple[Path, Manifest]]:
     return [(path, manifest) for path, manifest in valid(directory) if not is_left(path)]
 
 
+def distinct(found: Iterable[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
+    """Without copies: of checkpoints of one step with the same files the newest, oldest first.
+
+    Every start and every end of a learner writes once more what it has; only its numbers differ.
+    """
+    last = {}
+    for path, manifest in found:
+        key = _contents(manifest)
+        last.pop(key, None)
+        last[key] = path, manifest
+    return list(last.values())
+
+
+def _contents(manifest: Manifest) -> tuple[int, frozenset[tuple[str, str]]]:
+    """The step and the files, which copies have in common."""
+    hashes = {name: file.sha256 for name, file in manifest.files.items() if name != STATE}
+    return manifest.step, frozenset(hashes.items())
+
+
 def serial_of(path: Path) -> int:
     """The number of a checkpoint, by which newer ones are larger."""
     return int(path.name.partition("-")[0])
@@ -189,7 +208,7 @@ def _fill(directory: Path, step: int, write: Callable[[Path], object], run_id: s
     )
     (directory / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     for path in (*paths, directory / MANIFEST):
-        _sync_file(path, directory)
+        sync_file(path, directory)
     for path in (*(path for path in directory.rglob("*") if path.is_dir()), directory):
         sync_directory(path)
 
@@ -245,32 +264,21 @@ def _describe(path: Path, touched: Path | None = None) -> File:
     return File(bytes=size, sha256=digest.hexdigest())
 
 
-def _sync_file(path: Path, touched: Path) -> None:
-    """Sync a file chunk by chunk. The modification time of `touched` shows the progress."""
-    size = path.stat().st_size
-    with open(path, "r+b") as file:
-        for offset in range(0, size, CHUNK_BYTES):
-            try:
-                part = mmap.mmap(file.fileno(), min(CHUNK_BYTES, size - offset), offset=offset)
-            except OSError:  # a file system without shared mappings syncs the file at once
-                break
-            with part:
-                part.flush()
-            os.utime(touched)
-        os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _prune(directory: Path, keep: int, lasting: Container[Path]) -> None:
-    """Keep the newest `keep` to resume from, everything after the oldest of them, and `lasting`."""
-    oldest = serial_of(resumable(directory)[-keep:][0][0])
+    """Keep the newest `keep` different ones to resume from, everything after the oldest of them,
+    and `lasting`. Of copies the newest is kept, with what was noted beside the others."""
+    found = resumable(directory)
+    newest = distinct(found)[-keep:]
+    oldest = serial_of(newest[0][0])
+    copied = {_contents(manifest): path for path, manifest in newest}
+    for path, manifest in found:
+        last = copied.get(_contents(manifest), path)
+        if path != last and path not in lasting:
+            for note in path.iterdir():
+                known = note.name in (*manifest.files, MANIFEST) or (last / note.name).exists()
+                if note.is_file() and not known:
+                    note.rename(last / note.name)
+            shutil.rmtree(path)
     for serial, path in _by_serial(directory):
         if path not in lasting and (is_left(path) or serial < oldest):
             shutil.rmtree(path)

@@ -14,9 +14,8 @@ from typing import Any
 import msgspec
 
 from evolver_async.checkpoint import directory as checkpoint
-from evolver_async.checkpoint.directory import CheckpointError, Manifest
+from evolver_async.checkpoint.directory import STATE, CheckpointError, Manifest, distinct
 
-STATE = "state.json"  # the learner's numbers
 EVALUATION = "evaluation.json"
 BEST = "best"
 
@@ -71,20 +70,6 @@ def best(found: Iterable[Found]) -> list[Path]:
     alike = [(path, note.success) for path, note in evaluated if note.tasks == tasks]
     alike.reverse()
     return [path for path, _ in sorted(alike, key=lambda one: -one[1])]
-
-
-def distinct(found: Iterable[Found]) -> list[Found]:
-    """Without copies: of checkpoints of one step with the same files the newest, oldest first.
-
-    Every start of a learner writes what it resumed from once more; only its numbers differ.
-    """
-    last = {}
-    for path, manifest in found:
-        contents = {name: file.sha256 for name, file in manifest.files.items() if name != STATE}
-        key = (manifest.step, frozenset(contents.items()))
-        last.pop(key, None)
-        last[key] = path, manifest
-    return list(last.values())
 
 
 def choose(directory: Path, run_id: str, step: int | str | None) -> Found:

@@ -74,7 +74,8 @@ def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:
             check_stage(merged, index)
         except ConfigError as error:
             raise ConfigError(f"safety.rollback: {error}") from None
-    correction, loss = by_kind(merged.correction, merged.loss)
+    fresh = merged.buffer.max_staleness == 0
+    correction, loss = by_kind(merged.correction, merged.loss, fresh=fresh)
     return replace(merged, correction=correction, loss=loss)
 
 

@@ -90,13 +90,34 @@ def override(config: Config, tree: dict[str, Any]) -> Config:
 
 
 def merge(base: DictConfig, tree: Any, kind: type, prefix: str) -> DictConfig:
-    """Merge `tree` into `base`, a structured node of dataclass `kind` at key prefix `prefix`."""
+    """Merge `tree` into `base`, a structured node of dataclass `kind` at key prefix `prefix`.
+
+    A mapping of free keys that is empty in `tree` empties that of `base`.
+    """
     _refuse_unknown(tree, kind, prefix)
     try:
+        _empty(base, tree, kind)
         base.merge_with(tree)
     except OmegaConfBaseException as error:
         raise _explained(error, prefix) from None
     return base
+
+
+def _empty(base: DictConfig, tree: Any, kind: type) -> None:
+    """Empty the mappings of free keys for which `tree` has an empty one."""
+    types = get_type_hints(kind)
+    for name, value in tree.items():
+        item = item_kind(types[name])
+        if not isinstance(value, dict | DictConfig):
+            continue
+        if is_dataclass(types[name]):
+            _empty(base[name], value, types[name])
+        elif not value:
+            base[name] = {}
+        elif isinstance(item, type) and is_dataclass(item):
+            for key, part in value.items():
+                if key in base[name]:
+                    _empty(base[name][key], part, item)
 
 
 def to_config(resolved: DictConfig) -> Config:

@@ -56,13 +56,14 @@ def penalty(trajectory: Trajectory) -> float:
     """Return the tool-error ratio plus the format penalty, 0 to 2.
 
     Error ratio: the share of tool calls that came back as errors, 0.5 without any. Format penalty:
-    1 without an answer, else the share of turns that were not well-formed.
+    1 without an answer, else the share of turns that were not well-formed and no such errors.
     """
     called = tool_calls(trajectory)
     errors = flagged(called, TurnFlag.TOOL_ERROR) if len(called) else NO_TOOL
     if not trajectory.terminated or not len(trajectory.turn_flags):
         return errors + 1.0
-    return errors + flagged(trajectory.turn_flags, TurnFlag.FORMAT_ERROR)
+    both = TurnFlag.FORMAT_ERROR | TurnFlag.TOOL_ERROR
+    return errors + float((trajectory.turn_flags & both == TurnFlag.FORMAT_ERROR).mean())
 
 
 def tool_calls(trajectory: Trajectory) -> Array:

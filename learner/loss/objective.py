@@ -93,6 +93,7 @@ class Objective:
             kl_coef=self.loss.kl_coef,
             entropy_N=entropy_N,
             entropy_coef=self.loss.entropy_coef,
+            tokens=minibatch.tokens,
         )
 
     def _clipped(

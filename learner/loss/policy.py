@@ -126,18 +126,19 @@ def policy_loss(
     kl_coef: float,
     entropy_N: torch.Tensor,
     entropy_coef: float,
+    tokens: int,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return -agg(objective) + kl_coef agg(kl) - entropy_coef agg(entropy), and its terms.
 
     `kl_N` None: no KL in the loss. The terms (detached; `loss/policy`, `loss/entropy`, `loss/kl`)
-    add up over the micro-batches of an update just as the loss does.
+    add up over the micro-batches of an update just as the loss does. `loss/entropy` is in nats per
+    token, of all `tokens` of the update, whatever the aggregation.
     """
     policy = -(scale_N * objective_N).sum()
-    entropy = (scale_N * entropy_N).sum()
     loss = policy
-    terms = {"loss/policy": policy.detach(), "loss/entropy": entropy.detach()}
+    terms = {"loss/policy": policy.detach(), "loss/entropy": entropy_N.detach().sum() / tokens}
     if entropy_coef:
-        loss = loss - entropy_coef * entropy
+        loss = loss - entropy_coef * (scale_N * entropy_N).sum()
     if kl_N is not None:
         kl = (scale_N * kl_N).sum()
         loss = loss + kl_coef * kl

@@ -58,7 +58,8 @@ class Checkpoints:
 
     def kept(self) -> tuple[int, int]:
         """Return the oldest take that a resume may need, and the bytes of the newest checkpoint."""
-        manifests = [manifest for _, manifest in checkpoint.resumable(self.directory)]
+        found = checkpoint.distinct(checkpoint.resumable(self.directory))
+        manifests = [manifest for _, manifest in found]
         oldest = min(manifest.step for manifest in manifests[-self.settings.keep :])
         return oldest, sum(file.bytes for file in manifests[-1].files.values())
 

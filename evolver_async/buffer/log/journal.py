@@ -28,7 +28,7 @@ from pathlib import Path
 from evolver_async.buffer.log import disk, segment
 from evolver_async.buffer.log.archive import Archive
 from evolver_async.buffer.log.quarantine import JournalError, damaged
-from evolver_async.checkpoint.directory import sync_directory
+from evolver_async.checkpoint.sync import sync_directory
 
 SEALED = struct.Struct("<IQ")  # number and bytes of a sealed segment
 

@@ -240,11 +240,12 @@ class StatusReport:
         """Tokens that actors sampled since this buffer started, and those never accepted.
 
         The latter were lost with an actor, refused, or are under way. Actors report with each
-        LEASE, so the count runs behind and may be negative for a while.
+        LEASE, so what is accepted may be ahead of it, and then none are.
         """
         generated = self.activity.generated()
         received = self.state.ledger.sampled_tokens() - self._sampled_before
-        return {"generated_tokens": generated, "unacknowledged_tokens": generated - received}
+        unacknowledged = max(0, generated - received)
+        return {"generated_tokens": generated, "unacknowledged_tokens": unacknowledged}
 
     def _occupancy(self) -> str:
         by_state = self.state.replay.by_state

@@ -29,8 +29,8 @@ class Owner(msgspec.Struct):
 
 
 class ArrivedMember(msgspec.Struct):
-    """A member that has arrived. `guided`: experience was in its context; `location`: the place of
-    its trajectory in the journal."""
+    """A member that has arrived. `guided`: experience was in its context; `sampled`: its oldest and
+    newest weights in each lineage; `location`: the place of its trajectory in the journal."""
 
     attempt: int
     tokens: int
@@ -38,13 +38,13 @@ class ArrivedMember(msgspec.Struct):
     reward: float
     success: bool
     guided: bool
-    oldest: WeightId | None
+    sampled: list[WeightId]
     location: Location
 
 
 class CountedLag(NamedTuple):
-    """Versions from the oldest weights of a group to `head`. `grows`: one more with each version
-    of the head's lineage, as no member comes from newer weights."""
+    """Most versions between weights of a group and `head`. `grows`: one more with each version of
+    the head's lineage."""
 
     head: WeightId
     lag: int
@@ -96,7 +96,10 @@ class HeldGroup(msgspec.Struct, kw_only=True, dict=True):
     def _kept_lag(self, member: int, facts: ArrivedMember) -> CountedLag | None:
         """The counted lag, if the grant counted with the weights that arrive; else None."""
         owner = self.owners.get(member)
-        same = member not in self.arrived and owner is not None and facts.oldest == owner.head
+        if member in self.arrived or owner is None or not facts.sampled:
+            return None
+        oldest, newest = facts.sampled[0], facts.sampled[-1]
+        same = oldest == owner.head and newest.lineage == oldest.lineage
         return self.counted_lag if same else None
 
     # Kept until a member arrives or is granted again: each TAKE asks them of every group.
@@ -118,8 +121,10 @@ class HeldGroup(msgspec.Struct, kw_only=True, dict=True):
 
     @cached_property
     def sampled(self) -> frozenset[WeightId]:
-        """Oldest weights of the members that arrived, and the head when the others were granted."""
-        weights = [member.oldest for member in self.arrived.values()]
+        """Weights of the members that arrived, and the head when the others were granted."""
+        weights: list[WeightId | None] = []
+        for member in self.arrived.values():
+            weights += member.sampled
         weights += [self.owners[member].head for member in self.missing]
         return frozenset(one for one in weights if one is not None)
 

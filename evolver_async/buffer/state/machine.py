@@ -129,7 +129,7 @@ class BufferState:
             reward=record.reward,
             success=record.success,
             guided=record.guided,
-            oldest=record.oldest,
+            sampled=record.sampled,
             location=location,
         )
         held = self.replay.arrive(record.group_id, record.member, member)

@@ -42,7 +42,7 @@ class Position(msgspec.Struct):
     incarnation: int = 0
 
     def lag(self, held: HeldGroup, head: WeightId | None) -> int:
-        """Count the versions from the oldest weights of a group, unfinished members included."""
+        """Count the most versions from weights of a group, unfinished members included."""
         if head is None:
             return 0
         counted = held.counted_lag
@@ -58,9 +58,9 @@ class Position(msgspec.Struct):
             passed = head.step - before.head.step
             if passed >= 0:
                 return CountedLag(head, before.lag + passed, True)
-        lags = [version_lag(head, weights, self.forks) for weights in sampled]
-        grows = bool(lags) and all(weights.step <= head.step for weights in sampled)
-        return CountedLag(head, max(lags, default=0), grows)
+        known = [one for one in sampled if one.lineage != head.lineage or one.step <= head.step]
+        lags = [version_lag(head, weights, self.forks) for weights in known]
+        return CountedLag(head, max(lags, default=0), bool(lags))
 
     def worst_lag(self, held: HeldGroup, head: WeightId | None) -> int:
         """Count them as if every unfinished member came with the oldest weights allowed to it."""

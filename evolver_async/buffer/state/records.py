@@ -57,7 +57,7 @@ class Arrived(Record, tag="arrived"):
     success: bool
     guided: bool
     turns: int
-    oldest: WeightId | None
+    sampled: list[WeightId]
 
 
 class Failed(Record, tag="failed"):

@@ -25,6 +25,8 @@ def learner(config: Config) -> Iterator[tuple[str, str]]:
         yield "learner.minibatches", f"must be at most {most}, is {learner.minibatches}"
     if correction.level == "trajectory" and correction.kind not in ("decoupled", "topr", "vcpo"):
         yield "correction.level", f"must be auto: correction.kind={correction.kind} determines it"
+    if correction.level == "token" and correction.kind == "vcpo":
+        yield "correction.level", "must be auto: correction.kind=vcpo weighs whole trajectories"
     if config.advantage.kind == "vtrace" and correction.kind != "none":
         yield "correction.kind", "must be none: advantage.kind=vtrace has its own correction"
     if loss.kl == "k1" and loss.kl_place == "loss":

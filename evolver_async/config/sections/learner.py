@@ -13,6 +13,7 @@ from evolver_async.config.values.rules import (
     PositiveOrInfinite,
     Range,
 )
+from evolver_async.extension import is_own
 
 LEFT_OPEN = -1.0  # value of a bound that correction.kind determines
 
@@ -117,9 +118,11 @@ class CorrectionConfig:
     level: Literal["auto", "token", "trajectory"] = "auto"
     # truncation of the importance weight; -1: 2, decoupled by trajectory 5, vcpo 8
     w_max: Annotated[float, Range(gt=0, infinite=True, also=LEFT_OPEN)] = LEFT_OPEN
-    # icepop, geo_mask: smaller weights are masked; -1: 0.5, geo_mask 0.8
+    # icepop, geo_mask: smaller weights are masked; -1: 0.5, geo_mask 0.8, or 0.99 with
+    # buffer.max_staleness 0
     low: Annotated[float, Range(le=1, also=LEFT_OPEN)] = LEFT_OPEN
-    # icepop, geo_mask: larger weights are masked; -1: 5, geo_mask 1.25
+    # icepop, geo_mask: larger weights are masked; -1: 5, geo_mask 1.25, or 1.01 with
+    # buffer.max_staleness 0
     high: Annotated[float, Range(ge=1, infinite=True, also=LEFT_OPEN)] = LEFT_OPEN
     # cispo: its weights are truncated at 1 + epsilon
     epsilon: Annotated[float, Range(infinite=True)] = 4.0
@@ -162,19 +165,26 @@ BOUNDS_OF = {  # differences from BOUNDS, by kind and level
     ("vcpo", "trajectory"): {"w_max": 8.0},
     ("gspo", "token"): {"clip_low": 3e-4, "clip_high": 4e-4},
 }
+FRESH_MASK = {"low": 0.99, "high": 1.01}  # of geo_mask
 
 
-def by_kind(correction: CorrectionConfig, loss: LossConfig) -> tuple[CorrectionConfig, LossConfig]:
+def by_kind(
+    correction: CorrectionConfig, loss: LossConfig, *, fresh: bool = False
+) -> tuple[CorrectionConfig, LossConfig]:
     """Return both sections with the open level and bounds replaced by those of `correction.kind`.
 
     The values are the defaults of the table in algorithms §2. The anchor of a kind that compares
-    no anchor with mu is `recompute`.
+    no anchor with mu is `recompute`; a correction of one's own may compare them. `fresh`: no data
+    is older than the weights it trains.
     """
-    anchor = correction.anchor if correction.kind in INTERPOLATED else "recompute"
+    compares = correction.kind in INTERPOLATED or is_own(correction.kind)
+    anchor = correction.anchor if compares else "recompute"
     level = correction.level
     if level == "auto":
         level = "trajectory" if correction.kind in ("topr", "vcpo") else "token"
     bounds = BOUNDS | BOUNDS_OF.get((correction.kind, level), {})
+    if fresh and correction.kind == "geo_mask":
+        bounds |= FRESH_MASK
 
     def closed(section: CorrectionConfig | LossConfig) -> dict[str, Any]:
         values = vars(section)

@@ -60,7 +60,7 @@ class RolloutConfig:
     format_penalty: Signed = -0.1  # added to the reward for every turn that cannot be parsed
     # functions of one's own, whose sum is added to the reward of every finished episode
     reward_terms: list[ImportPath] = field(default_factory=list)
-    truncated_reward: Signed = 0.0  # added if an episode ends before its environment ends it
+    truncated_reward: Signed = 0.0  # added unless the environment terminates the episode
     guided_fraction: Fraction = 0.5  # share of a group's members that experience guides
     # rollout groups with guided members: all (fixed), a repeat of each group that failed throughout
     # (failed), or all while the guided members gain and one in ten otherwise (adaptive)

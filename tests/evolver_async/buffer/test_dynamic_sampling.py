@@ -117,7 +117,7 @@ def test_a_group_whose_eviction_was_lost_with_the_process_is_not_trained_either(
         success=True,
         guided=False,
         turns=1,
-        oldest=world.replay.at.head,
+        sampled=[world.replay.at.head],
     )
     world.store.record(last)
     world.service.commit()

@@ -63,9 +63,9 @@ def grant(on: Replay, wait: bool = False) -> int:
 
 def arrive(on: Replay, group_id: int, *, step: int = 0, rewards: tuple[float, ...] = (0.0,)) -> int:
     for member, reward in enumerate(rewards):
-        oldest = WeightId(lineage=1, step=step) if on.numbers.kind == "rollout" else None
+        sampled = [WeightId(lineage=1, step=step)] if on.numbers.kind == "rollout" else []
         on.arrive(
-            group_id, member, ArrivedMember(0, 5, 10, reward, False, False, oldest, (1, 0, 10, 0))
+            group_id, member, ArrivedMember(0, 5, 10, reward, False, False, sampled, (1, 0, 10, 0))
         )
     return group_id
 
@@ -90,6 +90,32 @@ def test_admission_is_the_formula(staleness, lag, reuse, room):
         assert buffer.room(buffer.at.head) == left
         grant(buffer)
     assert buffer.room(buffer.at.head) == 0
+
+
+def test_past_a_fork_the_newest_weights_of_a_member_are_the_furthest_away():
+    buffer = replay(max_staleness=2)
+    group_id = grant(buffer)
+    buffer.at.head = WeightId(lineage=1, step=49)
+    buffer.resume(lineage=2, parent=1, take=0, version=45)
+    sampled = [WeightId(lineage=1, step=46), WeightId(lineage=1, step=49)]
+    member = ArrivedMember(0, 5, 10, 1.0, False, False, sampled, (1, 0, 10, 0))
+    buffer.arrive(group_id, 0, member)
+    held = buffer.at.groups[group_id]
+    assert buffer.lag(held) == 49 - 45 and buffer.too_old(held)
+
+
+def test_weights_newer_than_the_reported_head_are_not_stale():
+    buffer = replay(max_staleness=0)
+    group_id = grant(buffer)
+    buffer.at.head = WeightId(lineage=1, step=3)
+    sampled = [WeightId(lineage=1, step=4)]
+    member = ArrivedMember(0, 5, 10, 1.0, False, False, sampled, (1, 0, 10, 0))
+    buffer.arrive(group_id, 0, member)
+    held = buffer.at.groups[group_id]
+    assert buffer.lag(held) == 0
+    for step, lag in ((4, 0), (5, 1), (6, 2)):
+        buffer.at.head = WeightId(lineage=1, step=step)
+        assert buffer.lag(held) == lag
 
 
 def test_nothing_is_granted_before_a_learner_exists_except_demonstrations():
@@ -377,9 +403,11 @@ class Simulation:
             assert group.use < numbers.reuse and group.stage == self.stage
             assert len(group.trajectories) == numbers.group_size
             if group.kind == "rollout" and head:
-                oldest = [trajectory.oldest for trajectory in group.trajectories]
                 lags = [
-                    version_lag(head, weights, replay.at.forks) for weights in oldest if weights
+                    version_lag(head, run.weights, replay.at.forks)
+                    for trajectory in group.trajectories
+                    for sequence in trajectory.sequences
+                    for run in sequence.versions
                 ]
                 assert max(lags) <= numbers.max_staleness
         if self.chance("crash"):

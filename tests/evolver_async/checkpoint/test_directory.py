@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from evolver_async.checkpoint import directory as checkpoint
+from evolver_async.checkpoint import sync
 from evolver_async.checkpoint.directory import (
     MANIFEST,
     CheckpointError,
@@ -54,7 +55,7 @@ def test_the_newest_checkpoint_is_loaded_with_what_was_saved(tmp_path: Path) -> 
 def test_a_checkpoint_that_is_being_written_shows_its_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 4 * mmap.PAGESIZE)
+    monkeypatch.setattr(sync, "CHUNK_BYTES", 4 * mmap.PAGESIZE)
     monkeypatch.setattr(checkpoint, "READ_BYTES", 4 * mmap.PAGESIZE)
     content = os.urandom(9 * mmap.PAGESIZE + 1)
     seen: list[tuple[int, int] | None] = []
@@ -108,9 +109,21 @@ def test_the_newest_ones_are_kept(tmp_path: Path) -> None:
 
 
 def test_the_same_or_a_smaller_step_after_a_resume_is_newer(tmp_path: Path) -> None:
-    save_steps(tmp_path, 10, 20, 10, keep=3)
+    save_steps(tmp_path, 10, 20, keep=3)
+    save(tmp_path, 10, writer("trained again"), run_id="run", keep=3)
     assert load_newest(tmp_path, "run")[1].step == 10
     assert [manifest.step for _, manifest in valid(tmp_path)] == [10, 20, 10]
+
+
+def test_copies_take_no_place_of_those_that_are_kept(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3, keep=2)
+    (valid(tmp_path)[-1][0] / "note.json").write_text("good")
+    save_steps(tmp_path, 3, 3, keep=2)  # a later start, and its end
+    found = valid(tmp_path)
+    assert [manifest.step for _, manifest in found] == [2, 3]
+    assert (found[-1][0] / "note.json").read_text() == "good"
+    save_steps(tmp_path, 4, keep=2)
+    assert [manifest.step for _, manifest in valid(tmp_path)] == [3, 4]
 
 
 def flatten(path: Path) -> None:

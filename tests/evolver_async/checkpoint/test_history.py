@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,9 @@ launch: {kind: serial}
 # ---- one directory
 
 
-def written(directory: Path, *steps: int, keep: int = 99) -> list[Path]:
+def written(
+    directory: Path, *steps: int, keep: int = 99, lasting: Sequence[Path] = ()
+) -> list[Path]:
     """Checkpoints of these steps, each with its own weights."""
 
     def write(made: Path) -> None:
@@ -51,7 +54,7 @@ def written(directory: Path, *steps: int, keep: int = 99) -> list[Path]:
 
     paths = []
     for step in steps:
-        paths.append(save(directory, step, write, run_id="run", keep=keep))
+        paths.append(save(directory, step, write, run_id="run", keep=keep, lasting=lasting))
     return paths
 
 
@@ -79,19 +82,22 @@ def test_the_best_is_that_of_the_newest_tasks_and_of_equals_the_newer(checkpoint
 
 
 def test_a_copy_that_a_later_start_made_does_not_hide_the_evaluation(checkpoints: Path) -> None:
-    first, again, other = written(checkpoints, 1, 1, 2)
+    (first,) = written(checkpoints, 1)
     evaluated(first, 0.9)
+    again, other = written(checkpoints, 1, 2, lasting=[first])
     assert history.best(valid(checkpoints)) == [first]
     evaluated(other, 0.5)
     assert history.best(valid(checkpoints)) == [first, other]
     evaluated(again, 0.9)
     assert history.best(valid(checkpoints)) == [again, other], "copies count once"
+    written(checkpoints, 3)
+    assert again.exists() and not first.exists()
 
 
 def test_a_step_is_chosen_whole_or_refused_with_what_there_is(checkpoints: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 3, only of none"):
         history.choose(checkpoints, "run", 3)
-    first, second, _ = written(checkpoints, 3, 3, 5)
+    _, second, _ = written(checkpoints, 3, 3, 5)
     assert history.choose(checkpoints, "run", 3)[0] == second
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 4, only of 3, 5$"):
         history.choose(checkpoints, "run", 4)
@@ -102,7 +108,6 @@ def test_a_step_is_chosen_whole_or_refused_with_what_there_is(checkpoints: Path)
     (second / "model").write_text("weights of 4")
     with pytest.raises(CheckpointError, match="is damaged"):
         history.choose(checkpoints, "run", 3)
-    assert first.exists()
 
 
 def test_going_back_leaves_what_came_after_and_resumes_from_the_copy(checkpoints: Path) -> None:
@@ -180,7 +185,7 @@ def test_every_nth_and_the_best_are_kept_besides_the_newest(finished: Path) -> N
     found = valid(finished / "checkpoints")
     (best,) = history.best(found)[:1]
     successes = [note.success for path, _ in found if (note := history.evaluation_of(path))]
-    assert set(steps(finished)) == {3, 6, 8, history.numbers(best)["take"]}
+    assert set(steps(finished)) == {3, 6, 7, 8, history.numbers(best)["take"]}
     lines = (finished / "metrics.jsonl").read_text().splitlines()
     evaluations = [row["eval/success"] for row in map(json.loads, lines) if "eval/success" in row]
     assert max(successes) == max(evaluations) and len(evaluations) >= 3

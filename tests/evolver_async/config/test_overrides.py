@@ -25,6 +25,36 @@ def test_a_stage_may_have_shorter_contexts_than_the_run() -> None:
     assert [stage_config(config, index).policy.max_length for index in (0, 1)] == [512, 768]
 
 
+def test_an_empty_mapping_empties_one_of_free_keys() -> None:
+    first = ["env.name=bandit", "env.params.high=0.7", "eval.sets.other.env.params.high=0.8"]
+    config = load(None, [STEPS, *first])
+    assert config.env.params and config.eval.sets["other"].env.params
+    assert load(None, [STEPS, *first, "eval.sets={}"]).eval.sets == {}
+    config = load(None, [STEPS, *first, "env.params={}", "eval.sets.other.env.params={}"])
+    assert config.env.params == {} and config.eval.sets["other"].env.params == {}
+    assert config.env.name == "bandit"
+
+
+def test_a_mask_is_narrower_where_no_data_is_stale_unless_it_is_written() -> None:
+    def bounds(*dotlist: str) -> tuple[float, float]:
+        given = ["advantage.kind=grpo", "correction.kind=geo_mask", "buffer.max_staleness=0"]
+        correction = stage_config(load(None, [STEPS, *given, *dotlist]), 0).correction
+        return correction.low, correction.high
+
+    assert bounds() == (0.99, 1.01)
+    assert bounds("correction.low=0.5") == (0.5, 1.01)
+    assert bounds("buffer.max_staleness=1") == (0.8, 1.25)
+
+
+def test_a_correction_of_ones_own_may_have_an_interpolated_anchor() -> None:
+    def anchor(kind: str) -> str:
+        given = [f"correction.kind={kind}", "correction.anchor=interpolate"]
+        return stage_config(load(None, [STEPS, *given]), 0).correction.anchor
+
+    assert anchor("examples.gaussian:gaussian") == "interpolate"
+    assert anchor("ppo") == "recompute"
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -146,6 +146,7 @@ def update_loss(
             kl_coef=0.0,
             entropy_N=-theta_N,
             entropy_coef=0.01,
+            tokens=minibatch.tokens,
         )
         loss.backward()
         total += float(loss.detach())

@@ -95,3 +95,7 @@ def test_a_take_counts_its_turns_and_its_trained_tokens() -> None:
         state.count_explorations({"questioning/explored_turns": total})
     state.count_explorations({})
     assert state.progress()["progress/env_steps"] == 2.0 * turns + 9.0
+    for group in groups:
+        group.use = 1
+    state.count(groups, 5)
+    assert state.progress()["progress/env_steps"] == 2.0 * turns + 9.0, "they were played once"

@@ -171,13 +171,34 @@ def test_the_loss_is_the_sum_of_its_terms():
     objective_N, kl_N, entropy_N = torch.rand(3, 4)
     scale_N = torch.full((4,), 0.25)
     loss, terms = policy_loss(
-        objective_N, scale_N, kl_N=kl_N, kl_coef=0.1, entropy_N=entropy_N, entropy_coef=0.01
+        objective_N,
+        scale_N,
+        kl_N=kl_N,
+        kl_coef=0.1,
+        entropy_N=entropy_N,
+        entropy_coef=0.01,
+        tokens=4,
     )
     expected = -objective_N.mean() + 0.1 * kl_N.mean() - 0.01 * entropy_N.mean()
     torch.testing.assert_close(loss, expected)
     assert terms["loss/policy"] + 0.1 * terms["loss/kl"] - 0.01 * terms[
         "loss/entropy"
     ] == pytest.approx(float(loss))
+
+
+def test_entropy_is_reported_per_token_whatever_the_aggregation():
+    """The alarm's floor is in nats per token: a constant length must not look like a collapse."""
+    entropy_N, scale_N = torch.rand(6), torch.full((6,), 1 / (2 * 1024))
+    _, terms = policy_loss(
+        torch.rand(6),
+        scale_N,
+        kl_N=None,
+        kl_coef=0.0,
+        entropy_N=entropy_N,
+        entropy_coef=0.01,
+        tokens=6,
+    )
+    assert terms["loss/entropy"] == pytest.approx(float(entropy_N.mean()))
 
 
 def test_a_term_that_is_switched_off_cannot_reach_the_loss():
@@ -189,5 +210,6 @@ def test_a_term_that_is_switched_off_cannot_reach_the_loss():
         kl_coef=0.0,
         entropy_N=infinite,
         entropy_coef=0.0,
+        tokens=2,
     )
     assert float(loss) == -1 and "loss/kl" not in terms

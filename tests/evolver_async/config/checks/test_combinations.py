@@ -84,6 +84,10 @@ from learner.data.selection import spread
             "correction.level: must be auto: correction.kind=gspo",
         ),
         (
+            ["correction={kind: vcpo, level: token}"],
+            "correction.level: must be auto: correction.kind=vcpo",
+        ),
+        (
             ["correction={kind: icepop, low: 1.5}"],
             "correction.low: must be at least 0 and at most 1, or -1, is 1.5",
         ),
