@@ -47,9 +47,9 @@ async def replay(
     own = msgspec.structs.replace(ticket, task=task)
     async with TimedEnvironment(own, member, timeout_s, progress) as world:
         await world.open()
-        first = await world.call("reset", world.env.reset, task, dynamics_seed)
+        first = await world.reset(task, dynamics_seed)
         for action in actions:
-            step: Step = await world.call("replay", world.env.step, action)
+            step = await world.step(action, doing="replay")
             progress.count += 1
             if not step.info.valid:
                 invalid += 1

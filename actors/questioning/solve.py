@@ -9,7 +9,6 @@ from actors.questioning.explore import parse_choice
 from actors.questioning.grade import grade
 from actors.questioning.prompts import SOLVE
 from actors.rollout.environment import TimedEnvironment
-from evolver_async.env import Step
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.schema import Task
 
@@ -29,7 +28,7 @@ async def solve_again(
     Unavailable or EnvironmentFailure.
     """
     await world.open()
-    beginning = seen = await world.call("reset", world.env.reset, task, dynamics_seed)
+    beginning = seen = await world.reset(task, dynamics_seed)
     turns: list[Turn] = []
     solved = False
     for _ in range(max_turns):
@@ -44,7 +43,7 @@ async def solve_again(
         if choice is None or not choice.action.strip():
             break
         action = choice.action.strip()
-        step: Step = await world.call("solving again", world.env.step, action)
+        step = await world.step(action, doing="solving again")
         turns.append(Turn(observation=seen, state="", action=action))
         progress.count += 1
         seen = step.observation

@@ -13,12 +13,16 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from actors.envs.base import Env, EnvironmentFailure, blocks, env_class, make_env, settled
+from actors.envs.results import checked_step, text
 from actors.progress import TicketProgress
+from evolver_async.env import Step
 from evolver_async.metrics.activity import BLOCKING, STEPPING
-from evolver_async.schema import Ticket
+from evolver_async.schema import Task, Ticket
+
+R = TypeVar("R")
 
 _closing: set[asyncio.Task[None]] = set()  # of environments that nobody waits for
 
@@ -72,6 +76,22 @@ class TimedEnvironment:
         finally:
             self.spent_s += loop.time() - began
 
+    async def reset(self, task: Task, dynamics_seed: int) -> str:
+        """Return the first observation."""
+        seen = await self.call("reset", self.env.reset, task, dynamics_seed)
+        return self._checked("reset", lambda: text(seen, "reset"))
+
+    async def step(self, action: str, latency_s: float = 0, doing: str = "step") -> Step:
+        """Return the result of an action."""
+        found = await self.call(doing, self.env.step, action, latency_s=latency_s)
+        return self._checked(doing, lambda: checked_step(found))
+
+    def _checked(self, doing: str, check: Callable[[], R]) -> R:
+        try:
+            return check()
+        except TypeError as error:
+            raise self.failure(doing, 0.0, error) from error
+
     async def _timed(
         self, function: Callable[..., Any], args: tuple[object, ...], latency_s: float
     ) -> Any:
@@ -100,7 +120,10 @@ class TimedEnvironment:
 
     def _blocking(self, function: Callable[..., Any], args: tuple[object, ...]) -> Any:
         with self._progress.clock.during(BLOCKING):
-            return function(*args)
+            try:
+                return function(*args)
+            except SystemExit as error:
+                raise gave_up(error) from error
 
     def _missed(self) -> TimeoutError:
         return TimeoutError(f"env.step_timeout_s is {self._timeout_s:g}")
@@ -168,5 +191,12 @@ class _Thread:
                 continue
             try:
                 future.set_result(function(*args))
+            except (SystemExit, KeyboardInterrupt) as error:  # they would end the process
+                future.set_exception(gave_up(error))
             except BaseException as error:
                 future.set_exception(error)
+
+
+def gave_up(error: BaseException) -> RuntimeError:
+    """Return the failure of a call that wanted to end the process."""
+    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -21,7 +21,6 @@ from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode_config import Setting, reads_scores, step_latency_s
 from actors.rollout.finished import Finished, assembled
 from actors.rollout.policy import Advice, EpisodePolicy
-from evolver_async.env import Step
 from evolver_async.metrics.activity import GENERATING
 from evolver_async.protocol.failures import FailureKind
 from evolver_async.protocol.transcripts import Turn
@@ -115,8 +114,7 @@ class Episode:
         began, environment, task = loop.time(), self.environment, self.ticket.task
         await environment.open()
         dynamics_seed = key(self.ticket.dynamics_seed, self.member)
-        seen = await environment.call("reset", environment.env.reset, task, dynamics_seed)
-        self.observation = encodable(seen)
+        self.observation = encodable(await environment.reset(task, dynamics_seed))
         self.query = f"{task.query}\n{self.observation}" if task.query else self.observation
         self.content = self.query
         if isinstance(environment.env, Identified):
@@ -172,8 +170,7 @@ class Episode:
                 outputs.append(unknown)
                 continue
             latency_s = step_latency_s(self.setting, self.ticket, self.member, self.steps)
-            act = self.environment.env.step
-            step: Step = await self.environment.call("step", act, action, latency_s=latency_s)
+            step = await self.environment.step(action, latency_s)
             self.steps += 1
             self.progress.count += 1
             outputs.append(encodable(step.observation))

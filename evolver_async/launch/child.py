@@ -18,6 +18,8 @@ from evolver_async.process.addresses import keys_of
 
 FINAL = (USER_ERROR, TRAINING_ERROR, EVALUATION_LOST)  # exit codes that a restart would repeat
 SEARCHED_LINES = 100  # of a log, for the error that ended the process
+NO_ERROR = "no error was logged"
+FRAME = "+-| "  # what surrounds the traceback of an exception group
 
 # glibc: do not return freed activations to the kernel only to fault them in again a moment later
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
@@ -148,15 +150,27 @@ class Spawner(ABC):
         """Return the last lines of the log of the process that failed."""
         return last_lines(self.log_file(child.failed_process[0]), count)
 
+    def last_line(self, child: Child) -> str:
+        """Return the last line of that log that says something."""
+        return innermost(self.log_tail(child, SEARCHED_LINES).splitlines())
+
     def last_error(self, child: Child) -> str:
-        """Return the last error that the present process logged, else the last line of its log."""
+        """Return the last error that the present process logged, else the last line of its log if
+        that is no message."""
         lines = self.log_tail(child, SEARCHED_LINES).splitlines()
         for line in reversed(lines):
             if f"pid {child.failed_process[1]}" in line:
                 break  # earlier lines come from an earlier process of this name
             if " ERROR " in line:
                 return line
-        return lines[-1] if lines else ""
+        last = innermost(lines)
+        return NO_ERROR if not last or " INFO " in last or " WARNING " in last else last
+
+
+def innermost(lines: list[str]) -> str:
+    """Return the last line that says something, without the frame of an exception group."""
+    said = (line.strip().lstrip(FRAME) for line in reversed(lines))
+    return next((line for line in said if line), "")
 
 
 @dataclass

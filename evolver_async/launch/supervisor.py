@@ -207,7 +207,7 @@ class Supervisor:
         pause_s = launch.backoff_s * 2**child.restarts
         child.due = now + pause_s
         child.restarts += 1
-        end, cause = f"{child.name} {ending(code)}", self.spawner.log_tail(child, 1)
+        end, cause = f"{child.name} {ending(code)}", self.spawner.last_line(child)
         restart = f"restart {child.restarts} of {launch.restarts} in {pause_s:.1f} s"
         log.warning("%s, %s: %s", end, restart, cause)
         alert(self.run_dir, f"crash of {child.name}", f"{end}, {restart}: {cause}", "ERROR")

@@ -49,9 +49,9 @@ class Pattern:
     words: str
     hidden: bool = False  # errors leave the value out, because it could be a secret by mistake
 
-    def allows(self, value: str) -> bool:
-        """True if the field may have this text."""
-        return re.fullmatch(self.pattern, value) is not None
+    def allows(self, value: object) -> bool:
+        """True if the field may have this value, which need not be a text."""
+        return isinstance(value, str) and re.fullmatch(self.pattern, value) is not None
 
     def __str__(self) -> str:
         return self.words

@@ -191,6 +191,38 @@ def test_a_reward_that_is_no_number_is_the_environments_failure(reward: float) -
         roll_out(corridor(env=Strange, reward=reward), setting(), engine)
 
 
+class Sloppy(Corridor):
+    """Every step returns `result`, or ends the process if there is none."""
+
+    def __init__(self, *, result: Any = None, leaves: bool = False) -> None:
+        super().__init__()
+        self.result, self.leaves = result, leaves
+
+    def step(self, action: str) -> Step:
+        if self.leaves:
+            raise SystemExit(3)
+        return self.result
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({}, "step must return a Step, returned None"),
+        ({"result": Step(None, 1.0, False, False, Info())}, "observation of the Step must be a"),  # pyright: ignore
+        ({"result": Step("done", "1", False, False, Info())}, "reward of the Step must be a"),  # pyright: ignore
+        ({"result": Step("done", 1.0, False, False, {})}, "info of the Step must be an Info"),  # pyright: ignore
+        ({"leaves": True}, "SystemExit: 3"),
+    ],
+)
+def test_what_a_step_must_not_do_is_the_environments_failure(
+    params: dict[str, Any], named: str, blocking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sloppy, "blocking", blocking, raising=False)
+    with pytest.raises(EnvironmentFailure, match=f"Sloppy.*{named}"):
+        roll_out(corridor(env=Sloppy, **params), setting(), FakeEngine({"0/0/0": say(RIGHT)}))
+
+
 def test_text_that_no_tokenizer_reads_is_shown_without_it() -> None:
     engine = FakeEngine({"0/0/0": say(RIGHT, RIGHT)})
     how = setting(max_turns=2, recorded=True)

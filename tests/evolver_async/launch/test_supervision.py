@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evolver_async.buffer.actor_requests import share
+from evolver_async.launch.child import innermost
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.schema import WeightId
@@ -360,3 +361,9 @@ def test_nothing_is_kept_for_actors_that_do_not_ask(tmp_path: Path) -> None:
     again.resume()
     again.pass_time(11.0)
     assert len(again.lease(credit=9)) == 4
+
+
+def test_the_cause_of_a_crash_is_no_frame_and_no_mere_message() -> None:
+    group = ["  + Exception Group Traceback", "    | KeyError: 'x'", "    +-------------------"]
+    assert innermost(group) == "KeyError: 'x'"
+    assert innermost(["a", " "]) == "a" and innermost([]) == ""

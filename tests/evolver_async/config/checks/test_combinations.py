@@ -83,6 +83,7 @@ from learner.data.selection import spread
             ["correction={kind: gspo, level: trajectory}"],
             "correction.level: must be auto: correction.kind=gspo",
         ),
+        (["metrics.tags=[1, {a: b}]"], "metrics.tags"),
         (
             ["correction={kind: vcpo, level: token}"],
             "correction.level: must be auto: correction.kind=vcpo",
