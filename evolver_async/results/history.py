@@ -39,14 +39,15 @@ class GroupUse:
 
 @dataclass
 class MemberHistory:
-    """Arrival of one member. `turns` is None if the arrival itself is in a removed segment."""
+    """Arrival of one member. `turns` is None if the arrival itself is in a removed segment;
+    `sampled`: its oldest and newest weights in each lineage."""
 
     attempt: int
     tokens: int
     reward: float
     success: bool
     turns: int | None
-    oldest: WeightId | None
+    sampled: list[WeightId]
     location: Location
 
 
@@ -104,19 +105,19 @@ class RunHistory:
             else:
                 self._apply(record)
 
-    def lag(self, use: GroupUse, oldest: WeightId | None) -> int | None:
-        """Count the versions from `oldest` to the take's head; None if it is unknown."""
-        if oldest is None or use.head is None:
+    def lag(self, use: GroupUse, sampled: list[WeightId]) -> int | None:
+        """Count the most versions from weights to the take's head; None if it is unknown."""
+        if not sampled or use.head is None:
             return None
         try:
-            return version_lag(use.head, oldest, self.forks)
+            return max(version_lag(use.head, weights, self.forks) for weights in sampled)
         except KeyError:  # the fork is in a removed segment
             return None
 
     def _arrive(self, record: records.Arrived, location: Location) -> None:
         group = self.groups.get(record.group_id)
         if group is not None:
-            names = ("attempt", "tokens", "reward", "success", "turns", "oldest")
+            names = ("attempt", "tokens", "reward", "success", "turns", "sampled")
             facts = {name: getattr(record, name) for name in names}
             group.arrived[record.member] = MemberHistory(**facts, location=location)
 
@@ -137,7 +138,7 @@ class RunHistory:
             group = GroupHistory(held.group_id, held.task, held.kind, held.stage, held.members)
             self.groups[held.group_id] = group
             for member, one in held.arrived.items():
-                facts = (one.attempt, one.tokens, one.reward, one.success, None, one.oldest)
+                facts = (one.attempt, one.tokens, one.reward, one.success, None, one.sampled)
                 group.arrived[member] = MemberHistory(*facts, location=one.location)
             for take, fate in held.fates.items():
                 taken = at.takes.get(take)

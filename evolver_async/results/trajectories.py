@@ -16,7 +16,7 @@ class TrajectoryGone(LookupError):
 class Training:
     """One use of a trajectory by the learner.
 
-    `step`: learner step, as in metrics.jsonl. `lag`: versions between the trajectory's oldest
+    `step`: learner step, as in metrics.jsonl. `lag`: most versions between the trajectory's
     weights and the newest ones at the take; None without sampled tokens. `fate`: "trained", the
     reason of a filter, or "" if the learner has not reported the take. `abandoned`: a resumed
     learner went back to before this step.
@@ -113,7 +113,7 @@ def _recorded(
     member: MemberHistory,
 ) -> RecordedTrajectory:
     def training(use: GroupUse) -> Training:
-        lag = history.lag(use, member.oldest)
+        lag = history.lag(use, member.sampled)
         return Training(use.step, use.lineage, lag, use.fate, use.abandoned)
 
     fate, reason = group.fate
@@ -128,7 +128,7 @@ def _recorded(
         success=member.success,
         tokens=member.tokens,
         turns=member.turns,
-        oldest=member.oldest,
+        oldest=min(member.sampled, default=None),
         fate=fate,
         reason=reason,
         trainings=tuple(map(training, group.uses)),
