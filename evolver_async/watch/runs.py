@@ -15,7 +15,8 @@ from typing import Any
 from evolver_async.checkpoint.directory import CheckpointError, load_newest
 from evolver_async.config.load import load
 from evolver_async.launch.run_directory import last_lines
-from evolver_async.metrics.lineages import current_rows
+from evolver_async.metrics.alarms import alarms_line
+from evolver_async.metrics.lineages import current_rows, key_of
 from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import url_of
 from evolver_async.watch.cells import played
@@ -82,10 +83,11 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
     """Return lines for people at the end of a launch: its end, and the next commands."""
     run = shlex.quote(_short(run_dir))
     resume = f"continue: evolver-async train --resume {run}"
+    rows = current_rows(Tail(run_dir / "metrics.jsonl").rows())
+    alarms = alarms_line([row for row in rows if key_of(row).kind == "take"])
     if ending.state == "failed":
         lines = [f"failed with exit code {ending.code}: {ending.reason}", f"logs: {run}/logs"]
-        return [*lines, resume]
-    rows = current_rows(Tail(run_dir / "metrics.jsonl").rows())
+        return [*lines, *filter(None, [alarms]), resume]
     config = load(run_dir / "config.yaml")
     progress = progress_of(rows)
     success = "not evaluated"
@@ -94,6 +96,7 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
         last = progress.last
         success = f"eval success {last['eval/success']:.3f} over {played(last)} ({best})"
     lines = [f"{ending.state} at step {progress.step}, {success}", *time_lines(rows, config)]
+    lines += filter(None, [alarms])
     with contextlib.suppress(CheckpointError):
         newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
         lines.append(f"checkpoint: {_short(newest)}")

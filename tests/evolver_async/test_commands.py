@@ -163,6 +163,22 @@ def test_the_last_lines_say_how_it_ended_and_what_comes_next(run_dir: Path) -> N
     assert said[-1] == f"continue: evolver-async train --resume {run_dir}"
 
 
+def test_the_last_lines_name_the_alarms_and_their_steps(run_dir: Path) -> None:
+    fired = {"alarm/entropy": (2, 4, 5, 7), "alarm/reward_spread": (3,)}
+    rows = [
+        {"lineage": 1, "step": step, "stage_kind": "rl", "time_s": float(step)}
+        | {name: float(step in steps) for name, steps in fired.items()}
+        for step in range(1, 9)
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    steps = "entropy at steps 2 and 4 and 1 more, reward_spread at step 3"
+    line = f"alarms: {steps}; remedies: docs/alarms.md"
+    for code in (0, 130, 3):
+        assert line in runs.summary(run_dir, runs.end(run_dir, code, "reason"))
+    (run_dir / "metrics.jsonl").write_text(f"{json.dumps(rows[0])}\n")
+    assert "alarm" not in "".join(runs.summary(run_dir, runs.end(run_dir, 0)))
+
+
 def test_a_recipe_is_found_by_name_and_by_path(recipe: Path) -> None:
     assert recipe_path("frozen_lake").samefile(ROOT / "configs" / "frozen_lake.yaml")
     assert recipe_path("gpu/grpo_roc").samefile(ROOT / "configs" / "gpu" / "grpo_roc.yaml")
