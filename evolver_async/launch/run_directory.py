@@ -11,6 +11,8 @@ from.
 import fcntl
 import json
 import os
+import shlex
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,7 @@ ACTORS = "ACTORS"
 CREATING = ".creating"
 ORIGIN = "origin.json"
 LOCK = "lock"
+NOTICE_CHARS = 300  # of a reason in the notice of a pause: STATUS cuts longer texts at their end
 
 
 class Locked(ConfigError):
@@ -98,6 +101,15 @@ def pause_reason(run_dir: Path) -> str | None:
         return (run_dir / PAUSED).read_text(encoding="utf-8").strip() or "no reason was given"
     except FileNotFoundError:
         return None
+
+
+def pause_notice(run_dir: Path) -> str | None:
+    """Return the reason of the pause and the command that ends it, None if there is no pause."""
+    reason = pause_reason(run_dir)
+    if reason is None:
+        return None
+    command = f"evolver-async unpause {shlex.quote(str(run_dir))}"
+    return f"{textwrap.shorten(reason, NOTICE_CHARS, placeholder=' …')}; to go on: {command}"
 
 
 def unpause(run_dir: Path) -> str:
