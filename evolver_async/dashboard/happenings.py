@@ -41,14 +41,8 @@ def _end(snapshot: RunSnapshot, width: int) -> list[Text]:
         lines += wrapped(f"paused: {snapshot.paused}", width, "bold yellow")
     if snapshot.live:
         return lines
-    text = {
-        "finished": "finished",
-        "stopped": f"stopped by {end.reason}",
-        "failed": f"failed with exit code {end.code}: {end.reason}",
-        "killed": "killed: no launcher runs, and none has recorded an end",
-    }[end.state]
     style = {"finished": "green", "stopped": "yellow"}.get(end.state, "red")
-    return lines + wrapped(plain(text), width, f"bold {style}", most=8)
+    return lines + wrapped(plain(end.text), width, f"bold {style}", most=8)
 
 
 def _waits(snapshot: RunSnapshot, width: int) -> list[Text]:

@@ -29,12 +29,23 @@ RECORD = re.compile(r"[\d:,-]+( [\d:,]+)? [A-Z]+ [\w.]+: ")  # the head of a log
 
 @dataclass(frozen=True)
 class Ending:
-    """End of a launch; `state` is finished, stopped or failed."""
+    """End of a launch; `state` is finished, stopped or failed, else that of `ending_of`."""
 
     state: str
     code: int
     reason: str
     time: float
+
+    @property
+    def text(self) -> str:
+        """Describe the end."""
+        return {
+            "running": "running",
+            "finished": "finished",
+            "stopped": f"stopped by {self.reason}",
+            "failed": f"failed with exit code {self.code}: {self.reason}",
+            "killed": "killed: no launcher runs, and none has recorded an end",
+        }[self.state]
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,7 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
     rows = current_rows(Tail(run_dir / "metrics.jsonl").rows())
     alarms = alarms_line([row for row in rows if key_of(row).kind == "take"])
     if ending.state == "failed":
-        lines = [f"failed with exit code {ending.code}: {ending.reason}", f"logs: {run}/logs"]
+        lines = [ending.text, f"logs: {run}/logs"]
         return [*lines, *filter(None, [alarms]), resume]
     config = load(run_dir / "config.yaml")
     progress = progress_of(rows)
@@ -145,7 +156,7 @@ def _summary(run_dir: Path) -> dict[str, Any]:
     progress = progress_of(current_rows(Tail(run_dir / "metrics.jsonl").rows()))
     last = progress.last or {}
     ending = ending_of(run_dir)
-    state = "running" if _running(run_dir) else ending.state
+    state = "running" if is_running(run_dir) else ending.state
     return {
         "name": run_dir.name,
         "state": state,
@@ -166,10 +177,10 @@ def ending_of(run_dir: Path) -> Ending:
         return Ending(**json.loads((run_dir / END).read_text()))
     metrics = run_dir / "metrics.jsonl"
     changed = (metrics if metrics.exists() else run_dir / "config.yaml").stat().st_mtime
-    return Ending("running" if _running(run_dir) else "killed", -1, "", changed)
+    return Ending("running" if is_running(run_dir) else "killed", -1, "", changed)
 
 
-def _running(run_dir: Path) -> bool:
+def is_running(run_dir: Path) -> bool:
     """True if a launcher holds the run directory."""
     try:
         with open(run_dir / "lock") as file:
