@@ -92,15 +92,23 @@ def list_runs(args: argparse.Namespace) -> int:
     if not args.directory.is_dir():
         raise ConfigError(f"{args.directory}: is not a directory; name the one that holds the runs")
     found = runs.listed(args.directory)
-    width = max((len(run["name"]) for run in found), default=0)
+    if not found:
+        print(f"no runs in {args.directory}")
+        return 0
+    width = max(len(run["name"]) for run in found)
+    print(f"{'name':{width}}  {'state':10}  {'step':>6}  success  distinct  changed")
     for run in found:
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["time"]))
         success = "–" if run["success"] is None else f"{run['success']:.3f}"
         distinct = "–" if run["distinct"] is None else f"{run['distinct']:.0f}"
         print(
-            f"{run['name']:{width}}  {run['state']:10}  step {run['step']:6}"
-            f"  {success:>5}  {distinct:>4} distinct  {when}"
+            f"{run['name']:{width}}  {run['state']:10}  {run['step']:6}"
+            f"  {success:>7}  {distinct:>8}  {_when(run['time'])}"
         )
-    if not found:
-        print(f"no runs in {args.directory}")
     return 0
+
+
+def _when(moment: float) -> str:
+    """Return the local time of a moment of this year, the date of an earlier one."""
+    at = time.localtime(moment)
+    this_year = at.tm_year == time.localtime().tm_year
+    return time.strftime("%m-%d %H:%M" if this_year else "%Y-%m-%d", at)
