@@ -146,7 +146,7 @@ class TicketPostprocessing:
         try:
             add_terms(finished.trajectory, _judged(finished), self.components.reward_terms)
         except UnusableTerm as error:
-            self.components.failures.note("judge", "rollout.reward_terms", str(error))
+            self.components.failures.note("reward", "rollout.reward_terms", str(error))
             raise Ungraded(self.ticket.task.task_id) from error
 
     async def _label(self, judge: Judge, finished: Finished) -> None:

@@ -198,17 +198,16 @@ class Learner:
 
     def heed_pause(self) -> None:
         """Wait while the run is paused; report the pause and log results of evaluations."""
-        reason = run_directory.pause_reason(self.run_dir)
-        if reason is None:
+        notice = run_directory.pause_notice(self.run_dir)
+        if notice is None:
             return
-        pause = f"paused: {reason}; to go on: evolver-async unpause {self.run_dir}"
         if self.config.launch.kind == "serial":  # a pause cannot end in virtual time
-            raise TrainingError(f"{pause}, then train --resume {self.run_dir}")
-        log.warning("%s", pause)
-        while reason := run_directory.pause_reason(self.run_dir):
+            raise TrainingError(f"paused: {notice}, then train --resume {self.run_dir}")
+        log.warning("paused: %s", notice)
+        while notice := run_directory.pause_notice(self.run_dir):
             if self.requests.stopping:
                 raise Stopping("the end of its pause")
-            self.keep(paused=reason)
+            self.keep(paused=notice)
             self.requests.sleep(POLL_S)
         self.keep()
         self.clock.skip()

@@ -58,7 +58,6 @@ def check(config: Config) -> None:
     if is_own(config.judge.kind):
         implementation("judge.kind", config.judge.kind, JUDGES)
     reward_terms(config.rollout.reward_terms)
-    _check_eval_sets(config)
     for index, stage, staged, name, env in _environments(config):
         _check_async(index, stage, staged, name, env)
         _check_turns(staged, name, env)
@@ -78,6 +77,7 @@ def check(config: Config) -> None:
             raise ValueError(f"judge.kind: rule needs a score, which {name} has not")
         if staged.questioning.kind == "goals" and not isinstance(env, base.Goals):
             raise ValueError(f"questioning.kind: {name} makes no goals of its states")
+    _check_eval_sets(config)  # a set repeats what it does not change: a stage's own key comes first
 
 
 def _environments(config: Config) -> Iterator[tuple[int, StageConfig, Config, str, base.Env]]:

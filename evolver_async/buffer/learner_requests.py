@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from evolver_async.buffer.log.capacity import DiskCapacity
 from evolver_async.buffer.log.store import BufferStore
-from evolver_async.buffer.monitor.peers import Activity
+from evolver_async.buffer.monitor.peers import PAUSE, Activity
 from evolver_async.buffer.monitor.status import StatusReport
 from evolver_async.buffer.reports import fates_of, mismatch
 from evolver_async.buffer.state import records
@@ -213,9 +213,9 @@ class LearnerRequests:
     def kept(self, peer: str, request: Kept, now: float) -> Reply:
         replay = self.store.replay
         if request.paused:
-            self.activity.waits(peer, "pause", f"paused: {request.paused}", now)
+            self.activity.waits(peer, PAUSE, f"paused: {request.paused}", now)
         else:
-            self.activity.served(peer, "pause")
+            self.activity.served(peer, PAUSE)
         if not 0 <= request.take <= replay.at.next_take:
             return Reject(reason=f"take: {request.take}, the next one is {replay.at.next_take}")
         at = replay.at

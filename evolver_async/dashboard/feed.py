@@ -14,7 +14,7 @@ from typing import Any
 
 from evolver_async.buffer.monitor.failures import plain
 from evolver_async.config import Config, ConfigError
-from evolver_async.launch.run_directory import address_of, last_lines, pause_reason
+from evolver_async.launch.run_directory import address_of, last_lines, pause_notice
 from evolver_async.metrics.lineages import current_rows, key_of
 from evolver_async.metrics.tail import Tail
 from evolver_async.process.addresses import keys_of
@@ -126,7 +126,7 @@ class RunFeed:
         if rows or restarted:
             changes |= self._add(rows)
         changes["end"] = self._ending()
-        changes["paused"] = plain(pause_reason(self.run_dir) or "")
+        changes["paused"] = plain(pause_notice(self.run_dir) or "")
         return changes
 
     def _look_back(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from rich.text import Text
 from evolver_async.buffer.monitor.failures import plain
 from evolver_async.dashboard.feed import RunSnapshot
 from evolver_async.dashboard.lines import DIM, duration, title, wrapped
+from evolver_async.metrics.alarms import firing
 from evolver_async.watch.status import longest_stall, waits_of
 
 STYLES = {"alarm": "yellow", "failure": "red", "rollback": "magenta", "restart": "magenta"}
@@ -13,7 +14,7 @@ STYLES = {"alarm": "yellow", "failure": "red", "rollback": "magenta", "restart":
 def happenings(snapshot: RunSnapshot, width: int) -> list[Text]:
     """Return the end of the run, waiting processes, failures, alarms and events."""
     lines = _end(snapshot, width)
-    alarms = _firing(snapshot)
+    alarms = firing(snapshot.steps.rows[-1]) if len(snapshot.steps) else []
     if alarms:
         lines += wrapped(f"alarms that fire now: {', '.join(alarms)}", width, "bold yellow")
     if snapshot.live:
@@ -40,20 +41,8 @@ def _end(snapshot: RunSnapshot, width: int) -> list[Text]:
         lines += wrapped(f"paused: {snapshot.paused}", width, "bold yellow")
     if snapshot.live:
         return lines
-    text = {
-        "finished": "finished",
-        "stopped": f"stopped by {end.reason}",
-        "failed": f"failed with exit code {end.code}: {end.reason}",
-        "killed": "killed: no launcher runs, and none has recorded an end",
-    }[end.state]
     style = {"finished": "green", "stopped": "yellow"}.get(end.state, "red")
-    return lines + wrapped(plain(text), width, f"bold {style}", most=8)
-
-
-def _firing(snapshot: RunSnapshot) -> list[str]:
-    """Return the alarms of the newest step."""
-    row = snapshot.steps.rows[-1] if len(snapshot.steps) else {}
-    return [name.removeprefix("alarm/") for name in row if name.startswith("alarm/") and row[name]]
+    return lines + wrapped(plain(end.text), width, f"bold {style}", most=8)
 
 
 def _waits(snapshot: RunSnapshot, width: int) -> list[Text]:

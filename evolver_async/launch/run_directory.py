@@ -11,6 +11,8 @@ from.
 import fcntl
 import json
 import os
+import shlex
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,8 @@ ACTORS = "ACTORS"
 CREATING = ".creating"
 ORIGIN = "origin.json"
 LOCK = "lock"
+RUN = "run.json"
+NOTICE_CHARS = 300  # of a reason in the notice of a pause: STATUS cuts longer texts at their end
 
 
 class Locked(ConfigError):
@@ -43,7 +47,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 def announce(run_dir: Path, address: str) -> int:
     """Record the address of the buffer; return the number of this launch, from 1."""
-    path = run_dir / "run.json"
+    path = run_dir / RUN
     launches = json.loads(path.read_text())["launches"] + 1 if path.exists() else 1
     part = run_dir / ".run.json"
     part.write_text(json.dumps({"address": address, "pid": os.getpid(), "launches": launches}))
@@ -54,7 +58,7 @@ def announce(run_dir: Path, address: str) -> int:
 def address_of(run_dir: Path) -> str:
     """Return the recorded address of the buffer. Raises ConfigError if there is none."""
     try:
-        return json.loads((run_dir / "run.json").read_text())["address"]
+        return json.loads((run_dir / RUN).read_text())["address"]
     except FileNotFoundError:
         origin = origin_of(run_dir)
         if origin is not None and origin["kind"] == "rerun":
@@ -98,6 +102,15 @@ def pause_reason(run_dir: Path) -> str | None:
         return (run_dir / PAUSED).read_text(encoding="utf-8").strip() or "no reason was given"
     except FileNotFoundError:
         return None
+
+
+def pause_notice(run_dir: Path) -> str | None:
+    """Return the reason of the pause and the command that ends it, None if there is no pause."""
+    reason = pause_reason(run_dir)
+    if reason is None:
+        return None
+    command = f"evolver-async unpause {shlex.quote(str(run_dir))}"
+    return f"{textwrap.shorten(reason, NOTICE_CHARS, placeholder=' …')}; to go on: {command}"
 
 
 def unpause(run_dir: Path) -> str:

@@ -4,6 +4,8 @@ The columns `step`, `progress/env_steps`, `progress/tokens` and `time_s` are in 
 metrics.jsonl, so that a curve can be drawn over any of them; the axis is that of the first look.
 """
 
+import re
+
 STEP, ENV_STEPS, TOKENS, SECONDS = "step", "progress/env_steps", "progress/tokens", "time_s"
 CLOCK = "clock_s"  # of the gauges, which belong to no step: seconds since the first of them
 AXES = (STEP, ENV_STEPS, TOKENS, SECONDS, CLOCK)
@@ -26,6 +28,14 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 AXIS_OF = {family: axis for axis, families in FAMILIES.items() for family in families}
 
+EVAL_METRICS = tuple(  # of an evaluation; those of its sets are eval/<set>/<name>
+    f"eval/{name}"
+    for name in ("success", "reward_mean", "turns_mean", "episodes", "distinct", "version")
+)
+SET_METRIC = re.compile(
+    r"eval/[^/]+/((avg|best|reward_best)@\d+|reward_mean|turns_mean|episodes|distinct)"
+)
+
 BEST = {  # the best or the worst value beside the last one
     "eval/success": "max",
     "eval/reward_mean": "max",
@@ -41,6 +51,11 @@ BEST = {  # the best or the worst value beside the last one
     "wandb/restarts": "max",
     "supervision/longest_s": "max",
 }
+
+
+def evaluated(name: str) -> bool:
+    """True if an evaluation or one of its sets can have the metric."""
+    return name in EVAL_METRICS or SET_METRIC.fullmatch(name) is not None
 
 
 def axis_of(name: str) -> str | None:

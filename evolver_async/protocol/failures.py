@@ -8,6 +8,7 @@ FailureKind = Literal[
     "agent",  # an agent of the user: it raised, was late, or returned no reward
     "agent_call",  # a refused call of such an agent
     "environment",
+    "reward",  # a reward term of the user: it raised, or returned no finite number
     "late",  # an episode that missed its deadline by the policy's fault
     "policy",  # a group without a readable turn
     "host",  # one with other versions than the buffer's

@@ -163,7 +163,8 @@ class Kept(Message, tag="kept"):
     """The oldest take that a kept checkpoint still needs; older journal segments can be deleted.
 
     `bytes`: the size of the newest checkpoint. `paused`: the reason for which the learner takes
-    nothing for now. A learner that trains no more repeats it to get the results of evaluations.
+    nothing for now, and the command that ends the pause. A learner that trains no more repeats the
+    message to get the results of evaluations.
     """
 
     take: int

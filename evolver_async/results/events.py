@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from evolver_async.metrics.alarms import alarm_spans
 from evolver_async.metrics.lineages import key_of
 
 SHOWN = 200  # events of one kind
@@ -64,20 +65,11 @@ def _stages(takes: Iterable[dict[str, Any]]) -> list[RunEvent]:
 
 
 def _alarms(takes: Sequence[dict[str, Any]]) -> list[RunEvent]:
-    names = dict.fromkeys(name for row in takes for name in row if name.startswith("alarm/"))
     found = []
-    for name in names:
-        begun = None
-        for row in (*takes, {}):
-            fires = bool(row.get(name))
-            if fires and begun is None:
-                begun = int(row["step"])
-            elif not fires and begun is not None:
-                until = f" until step {int(row['step'])}" if row else ""
-                text = f"alarm {name.removeprefix('alarm/')} fires{until}"
-                found.append(RunEvent("alarm", begun, text))
-                begun = None
-    return sorted(found, key=lambda event: event.step or 0)[:SHOWN]
+    for name, begun, ended in alarm_spans(takes):
+        until = "" if ended is None else f" until step {ended}"
+        found.append(RunEvent("alarm", begun, f"alarm {name} fires{until}"))
+    return found[:SHOWN]
 
 
 def _rises(takes: Sequence[dict[str, Any]]) -> list[RunEvent]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from evolver_async.config.values.errors import ConfigError
+from evolver_async.metrics.families import EVAL_METRICS, evaluated
 
 SEEDS = re.compile(r"(\d+)(?:\.\.(\d+))?")
 OPENING, CLOSING, QUOTES = "[{(", "]})", "'\""
@@ -167,6 +168,10 @@ def parse_threshold(text: Any) -> Threshold:
         value = math.nan
     if not metric or not math.isfinite(value):
         raise ConfigError(f"threshold: must be metric=number like eval/success=0.8, is {text!r}")
+    if metric.startswith("eval/") and not evaluated(metric):
+        guesses = difflib.get_close_matches(metric, EVAL_METRICS, 1)
+        hint = f", did you mean {guesses[0]}?" if guesses else f": {', '.join(EVAL_METRICS)}"
+        raise ConfigError(f"threshold: evaluations have no metric {metric}{hint}")
     return Threshold(metric, value)
 
 

@@ -23,6 +23,7 @@ class CellSummary:
     """Statistics of a cell over its finished runs."""
 
     cell: Cell
+    metric: str  # that of the threshold
     results: Sequence[RunResult]  # of all seeds
     finals: dict[int, float]  # by seed
     final: Interval
@@ -50,6 +51,7 @@ def _of_cell(cell: Cell, results: Sequence[RunResult], definition: Definition) -
     reached = [result.to_threshold(definition.threshold.value) for result in done]
     return CellSummary(
         cell=cell,
+        metric=definition.threshold.metric,
         results=results,
         finals={one.run.seed: one.final for one in done if one.final is not None},
         final=interval([one.final for one in done if one.final is not None]),
@@ -136,11 +138,14 @@ def _equivalent(differences: Sequence[float], margin: float) -> str:
 def threshold_rows(cells: Sequence[CellSummary]) -> list[list[str]]:
     """Return the table of the amounts to the threshold: head, then a row for each cell."""
     rows = [["cell", *AMOUNTS.values()]]
-    rows += [
-        [f"`{one.cell.name}`", *(shown_reach(one.reached[name]) for name in AMOUNTS)]
-        for one in cells
-    ]
+    rows += [[f"`{one.cell.name}`", *(_amount(one, name) for name in AMOUNTS)] for one in cells]
     return rows
+
+
+def _amount(cell: CellSummary, name: str) -> str:
+    if cell.finished and not cell.finals:
+        return f"metric {cell.metric} occurs in no finished run"
+    return shown_reach(cell.reached[name])
 
 
 def off_policy_rows(cells: Sequence[CellSummary]) -> list[list[str]]:

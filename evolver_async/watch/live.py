@@ -82,6 +82,7 @@ def _show(
     if embedded:
         for row in current_rows(tail.rows()):
             view.feed(row)
+            view.feed_alarms(row)
     quiet_since = asked = time.monotonic()
     last = False
     while not last:
@@ -95,6 +96,7 @@ def _show(
                 quiet_since = time.monotonic()
             if line:
                 _print([line], live)
+            _print(view.feed_alarms(row), live, sys.stderr)
         if not last and config.launch.kind == "local" and time.monotonic() - asked > ASK_S:
             quiet = time.monotonic() - quiet_since > QUIET_S
             lines = _feed_status(view, run_dir, config, quiet)

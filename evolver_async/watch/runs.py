@@ -15,7 +15,8 @@ from typing import Any
 from evolver_async.checkpoint.directory import CheckpointError, load_newest
 from evolver_async.config.load import load
 from evolver_async.launch.run_directory import last_lines
-from evolver_async.metrics.lineages import current_rows
+from evolver_async.metrics.alarms import alarms_line
+from evolver_async.metrics.lineages import current_rows, key_of
 from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import url_of
 from evolver_async.watch.cells import played
@@ -28,12 +29,23 @@ RECORD = re.compile(r"[\d:,-]+( [\d:,]+)? [A-Z]+ [\w.]+: ")  # the head of a log
 
 @dataclass(frozen=True)
 class Ending:
-    """End of a launch; `state` is finished, stopped or failed."""
+    """End of a launch; `state` is finished, stopped or failed, else that of `ending_of`."""
 
     state: str
     code: int
     reason: str
     time: float
+
+    @property
+    def text(self) -> str:
+        """Describe the end."""
+        return {
+            "running": "running",
+            "finished": "finished",
+            "stopped": f"stopped by {self.reason}",
+            "failed": f"failed with exit code {self.code}: {self.reason}",
+            "killed": "killed: no launcher runs, and none has recorded an end",
+        }[self.state]
 
 
 @dataclass(frozen=True)
@@ -82,10 +94,11 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
     """Return lines for people at the end of a launch: its end, and the next commands."""
     run = shlex.quote(_short(run_dir))
     resume = f"continue: evolver-async train --resume {run}"
-    if ending.state == "failed":
-        lines = [f"failed with exit code {ending.code}: {ending.reason}", f"logs: {run}/logs"]
-        return [*lines, resume]
     rows = current_rows(Tail(run_dir / "metrics.jsonl").rows())
+    alarms = alarms_line([row for row in rows if key_of(row).kind == "take"])
+    if ending.state == "failed":
+        lines = [ending.text, f"logs: {run}/logs"]
+        return [*lines, *filter(None, [alarms]), resume]
     config = load(run_dir / "config.yaml")
     progress = progress_of(rows)
     success = "not evaluated"
@@ -94,6 +107,7 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
         last = progress.last
         success = f"eval success {last['eval/success']:.3f} over {played(last)} ({best})"
     lines = [f"{ending.state} at step {progress.step}, {success}", *time_lines(rows, config)]
+    lines += filter(None, [alarms])
     with contextlib.suppress(CheckpointError):
         newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
         lines.append(f"checkpoint: {_short(newest)}")
@@ -142,7 +156,7 @@ def _summary(run_dir: Path) -> dict[str, Any]:
     progress = progress_of(current_rows(Tail(run_dir / "metrics.jsonl").rows()))
     last = progress.last or {}
     ending = ending_of(run_dir)
-    state = "running" if _running(run_dir) else ending.state
+    state = "running" if is_running(run_dir) else ending.state
     return {
         "name": run_dir.name,
         "state": state,
@@ -163,10 +177,10 @@ def ending_of(run_dir: Path) -> Ending:
         return Ending(**json.loads((run_dir / END).read_text()))
     metrics = run_dir / "metrics.jsonl"
     changed = (metrics if metrics.exists() else run_dir / "config.yaml").stat().st_mtime
-    return Ending("running" if _running(run_dir) else "killed", -1, "", changed)
+    return Ending("running" if is_running(run_dir) else "killed", -1, "", changed)
 
 
-def _running(run_dir: Path) -> bool:
+def is_running(run_dir: Path) -> bool:
     """True if a launcher holds the run directory."""
     try:
         with open(run_dir / "lock") as file:

@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from evolver_async.metrics.alarms import firing
 from evolver_async.metrics.lineages import RowKey, key_of, supersedes
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.watch import throughput
@@ -51,6 +52,7 @@ class View:
         self.stalled = ""  # the longest stall
         self.waiting: list[str] = []
         self.url: str | None = None  # page at W&B
+        self.alarms: dict[str, RowKey] = {}  # that fire, and the row in which they began
         self.failures: list[FailureTotal] = []  # the newest first
         # count and time by kind and name
         self._printed: dict[tuple[str, str], tuple[int, float]] = {}
@@ -105,6 +107,19 @@ class View:
         self.stalled = longest_stall(status)
         self.waiting = waits_of(status)
 
+    def feed_alarms(self, row: dict[str, Any]) -> list[str]:
+        """Add the alarms of a row. Return a line for each that begins to fire."""
+        new = key_of(row)
+        if new.kind != "take":
+            return []
+        held = {name: at for name, at in self.alarms.items() if not supersedes(new, at)}
+        self.alarms = {name: held.get(name, new) for name in firing(row)}
+        return [
+            f"step {new.step}  alarm {name} fires; remedies: docs/alarms.md"
+            for name in self.alarms
+            if name not in held
+        ]
+
     def feed_failures(self, status: dict[str, Any], now: float) -> list[str]:
         """Add the failures of the buffer's STATUS. Return the lines to print for them.
 
@@ -141,6 +156,8 @@ class View:
             grid.add_row("W&B", self.url)
         if self.stalled:
             grid.add_row("stalled", self.stalled)
+        for name, at in self.alarms.items():
+            grid.add_row("alarm", Text(f"{name} fires since step {at.step}", "yellow"))
         for failure in self.failures[:SHOWN]:
             grid.add_row("failures", Text(str(failure), "red"))
         for text in self.waiting[:SHOWN]:

@@ -116,16 +116,16 @@ def _pair(
 
 
 def comparison(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
-    """Return a table of means over the steps and of the last step, of the run and of the rerun."""
-    titles = [*(f"mean {name}" for name in ("run", "rerun", "change"))]
-    titles += [f"last {name}" for name in ("run", "rerun", "change")]
-    lines = [f"{'':22}" + "".join(f"{title:>13}" for title in titles)]
-    for name, title in TABLE.items():
-        both = np.array([*_both(pairs, name)])
-        if len(both):
-            (old, new), (last, again) = both.mean(axis=0), both[-1]
-            numbers = (old, new, new - old, last, again, again - last)
-            lines.append(f"{title:22}" + "".join(f"{number:>13.5g}" for number in numbers))
+    """Return two tables of the run and the rerun: means over the steps, and the last step."""
+    lines = []
+    for title, last in (("mean over the steps", False), ("last step", True)):
+        lines.append(f"{title:22}{'run':>13}{'rerun':>13}{'change':>13}")
+        for name, metric in TABLE.items():
+            both = np.array([*_both(pairs, name)])
+            if len(both):
+                run, rerun = both[-1] if last else both.mean(axis=0)
+                numbers = (run, rerun, rerun - run)
+                lines.append(f"{metric:22}" + "".join(f"{number:>13.5g}" for number in numbers))
     return lines
 
 

@@ -34,6 +34,12 @@ def test_an_environment_of_a_set_is_checked_by_its_key(arguments: list[str], mes
         configuration.check(load(None, [STAGE, *arguments]))
 
 
+def test_a_key_of_the_stages_is_not_reported_as_a_key_of_a_set() -> None:
+    for arguments in (["env.params.foo=1"], ["env.params.foo=1", "eval.sets.a.split=train"]):
+        with pytest.raises(ValueError, match=r"^env\.params\.foo: frozen_lake has"):
+            configuration.check(load(None, [STAGE, *arguments]))
+
+
 def policy(directory: Path, max_length: int) -> str:
     make_tokenizer(max_length).save_pretrained(directory)
     return f"policy={{path: {directory}, max_length: {max_length}}}"

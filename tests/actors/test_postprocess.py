@@ -187,3 +187,15 @@ def test_no_evaluation_waits_for_an_endpoint_that_explores(run: Callable[..., No
     buffer = Buffer((0.0, granted({"kind": "explore"})), (1.0, evaluation))
     run(buffer, Walker(), 60.0, ActorComponents(questioner=Slow()), questioning="llm")  # type: ignore[arg-type]
     assert [push.trajectory.group_id for push in buffer.seen(messages.Push)] == [1, 1]
+
+
+def test_a_failing_reward_term_is_named_as_such(run: Callable[..., None]) -> None:
+    def broken(episode: JudgedEpisode) -> float:
+        raise KeyError("turns")
+
+    buffer, components = Buffer((0.0, granted())), ActorComponents(reward_terms={"mine:f": broken})
+    run(buffer, Walker(), 60.0, components)
+    assert not buffer.seen(messages.Push)
+    (total,) = components.failures.totals()
+    assert (total.kind, total.name) == ("reward", "rollout.reward_terms")
+    assert str(total).endswith("last: rollout.reward_terms: mine:f failed: KeyError: 'turns'")

@@ -18,11 +18,13 @@ from serial_recipe import RECIPE as SERIAL
 from evolver_async.checkpoint.directory import save
 from evolver_async.cli import main
 from evolver_async.commands import training
-from evolver_async.config import Config, ConfigError, StageConfig
+from evolver_async.config import Config, ConfigError, LaunchConfig, StageConfig
 from evolver_async.config.load import dump, load
 from evolver_async.launch.creation import create
 from evolver_async.launch.resumption import FinishedRun, resume
 from evolver_async.launch.run_directory import announce, locked
+from evolver_async.metrics.launches import record
+from evolver_async.watch.runs import end
 
 RECIPE = "stages: [{kind: rl, steps: 5}]\n"
 Refused = Callable[..., str]
@@ -397,7 +399,34 @@ def test_status_says_that_no_buffer_answers(
     assert "was never launched" in capsys.readouterr().err
     announce(run_dir, f"ipc://{run_dir}/nobody")
     assert main(["status", str(run_dir)]) == 1
-    assert f"no buffer answers at ipc://{run_dir}/nobody" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"no buffer answers at ipc://{run_dir}/nobody; the run has ended: killed" in said
+    with locked(run_dir):
+        assert main(["status", str(run_dir)]) == 1
+    assert "nobody; see the run's logs/buffer.log" in capsys.readouterr().err
+
+
+def test_status_of_a_run_without_a_buffer_says_why(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said() -> str:
+        assert main(["status", str(run_dir)]) == 1
+        return capsys.readouterr().err
+
+    with locked(run_dir):
+        assert "is starting and has no buffer yet" in said()
+    serial = Config(stages=[StageConfig(steps=5)], launch=LaunchConfig(kind="serial"))
+    dump(serial, run_dir / "config.yaml")
+    watched = f"its steps: evolver-async watch --once {run_dir}"
+    with locked(run_dir):
+        assert f"has no buffer to ask, as launch.kind=serial; {watched}" in said()
+    record(run_dir, None, [], {})
+    assert "the run has ended: killed" in said()
+    for code, text in ((0, "finished"), (3, "failed with exit code 3: it fell apart")):
+        end(run_dir, code, "it fell apart")
+        assert f"the run has ended: {text}; {watched}" in said()
+    announce(run_dir, f"ipc://{run_dir}/nobody")
+    assert "the run has ended: failed" in said(), "its buffer is not asked"
 
 
 def test_watch_shows_what_a_run_wrote(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The commands about recipes and runs: what they list, print, guess and say at the end."""
 
 import json
+import os
 from importlib.metadata import version
 from pathlib import Path
 
@@ -102,13 +103,30 @@ def test_runs_are_listed_with_how_they_ended(
         if code is not None:
             runs.end(run_dir, code, "it fell apart")
         assert main(["runs", str(run_dir.parent)]) == 0
-        words = capsys.readouterr().out.split()[:7]
-        assert words == ["earlier", state, "step", "3", "0.500", "7", "distinct"]
+        head, line = capsys.readouterr().out.splitlines()
+        assert head.split() == ["name", "state", "step", "success", "distinct", "changed"]
+        assert line.split()[:5] == ["earlier", state, "3", "0.500", "7"]
     with locked(run_dir):
         assert main(["runs", str(run_dir.parent)]) == 0
         assert "running" in capsys.readouterr().out
     assert main(["runs", str(run_dir / "nowhere")]) == 2
     assert "is not a directory" in capsys.readouterr().err
+
+
+def test_the_list_of_runs_fits_a_terminal(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = run_dir.rename(run_dir.with_name("frozen_lake-20261125-153924"))
+    row = {"lineage": 1, "step": 123456, "eval/success": 0.5, "eval/episodes": 8}
+    (named / "metrics.jsonl").write_text(f"{json.dumps(row | {'eval/distinct': 255})}\n")
+    (named.with_name("empty")).mkdir()
+    (named.with_name("empty") / "config.yaml").touch()
+    os.utime(named.with_name("empty") / "config.yaml", (1e8, 1e8))
+    assert main(["runs", str(named.parent)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and all(len(line) <= 80 for line in lines), lines
+    assert lines[1].split()[:5] == ["empty", "killed", "0", "–", "–"]
+    assert lines[1].split()[5].startswith("1973-03-")
 
 
 def test_a_run_whose_files_are_damaged_hides_no_other(
@@ -119,7 +137,7 @@ def test_a_run_whose_files_are_damaged_hides_no_other(
     (other / "config.yaml").touch()
     (other / "metrics.jsonl").write_text('{"step": 3}\n')  # of which lineage it does not say
     assert main(["runs", str(run_dir.parent)]) == 0
-    states = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines())
+    states = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:])
     assert states == {"earlier": "killed", "other": "unreadable"}
 
 
@@ -161,6 +179,22 @@ def test_the_last_lines_say_how_it_ended_and_what_comes_next(run_dir: Path) -> N
         )
     assert runs.end(run_dir, 1).reason == "actor-0 is not started again:\n  line 3\nKeyError: 'x'"
     assert said[-1] == f"continue: evolver-async train --resume {run_dir}"
+
+
+def test_the_last_lines_name_the_alarms_and_their_steps(run_dir: Path) -> None:
+    fired = {"alarm/entropy": (2, 4, 5, 7), "alarm/reward_spread": (3,)}
+    rows = [
+        {"lineage": 1, "step": step, "stage_kind": "rl", "time_s": float(step)}
+        | {name: float(step in steps) for name, steps in fired.items()}
+        for step in range(1, 9)
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    steps = "entropy at steps 2 and 4 and 1 more, reward_spread at step 3"
+    line = f"alarms: {steps}; remedies: docs/alarms.md"
+    for code in (0, 130, 3):
+        assert line in runs.summary(run_dir, runs.end(run_dir, code, "reason"))
+    (run_dir / "metrics.jsonl").write_text(f"{json.dumps(rows[0])}\n")
+    assert "alarm" not in "".join(runs.summary(run_dir, runs.end(run_dir, 0)))
 
 
 def test_a_recipe_is_found_by_name_and_by_path(recipe: Path) -> None:

@@ -14,6 +14,7 @@ PEERS = 4096  # past it the process that was silent for longest is forgotten
 METRICS = 256  # names that are counted; later ones are left out
 NAME_CHARS = 100  # of a metric
 REASON_CHARS = 500
+PAUSE = "pause"  # name under which a paused learner waits
 LARGEST, LARGEST_COUNT = sys.float_info.max, 2**63 - 1  # what a reply can carry
 
 

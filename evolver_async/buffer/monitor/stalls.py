@@ -1,7 +1,7 @@
 """Stalls: processes without progress, their reasons and durations, for STATUS, log and metrics.
 
 Pure: time is an argument. Members, actors, weights and the learner are examined; a process that is
-not listed either makes progress or waits for one that is.
+not listed makes progress, waits for one that is, or is paused.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from evolver_async.buffer.monitor.peers import GONE_S, Activity
+from evolver_async.buffer.monitor.peers import GONE_S, PAUSE, Activity
 from evolver_async.buffer.state.leases import Leases
 from evolver_async.buffer.state.replay import Replay
 
@@ -78,6 +78,8 @@ def _learner(replay: Replay, activity: Activity, now: float, warn_s: float) -> I
         seen, waits = activity.peers[name].seen, activity.peers[name].waits
     if now - seen <= warn_s:
         for about, (reason, since) in waits.items():
+            if about == PAUSE:  # it is intended
+                continue
             yield Stall(name, about, f"{WAITS.get(about, '')}{reason}", now - since)
         return
     taken = at.takes.get(at.next_take - 1)

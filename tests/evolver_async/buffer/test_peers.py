@@ -26,6 +26,7 @@ from evolver_async.protocol.messages import (
     StatusRequest,
 )
 from evolver_async.transport.router import RequestRouter
+from evolver_async.watch.status import waits_of
 
 
 def test_who_has_no_part_in_the_run_is_forgotten_after_a_minute(tmp_path):
@@ -172,3 +173,19 @@ def test_a_stall_is_told_once_when_it_begins(tmp_path: Path) -> None:
         world.pass_time(10.0)
     titles = [row["title"] for row in Tail(tmp_path / ALERTS).rows()]
     assert titles and len(titles) == len({*titles})
+
+
+def test_a_paused_learner_waits_and_is_no_stall(tmp_path: Path) -> None:
+    world = World(tmp_path / "journal", config(warn_s=5.0, lease_s=1000.0, stall_s=1000.0))
+    world.service.run_dir = tmp_path
+    world.resume()
+    for _ in range(20):
+        world.one("learner", Kept(take=0, paused="an alarm; to go on: evolver-async unpause RUN"))
+        world.pass_time(4.0)
+    status = world.service.status(world.now)
+    assert status["stalled"] == [] and not (tmp_path / ALERTS).exists()
+    assert waits_of(status) == [
+        "learner waits 80 s: paused: an alarm; to go on: evolver-async unpause RUN"
+    ]
+    world.pass_time(40.0)
+    assert [stall["who"] for stall in world.service.status(world.now)["stalled"]] == ["learner"]

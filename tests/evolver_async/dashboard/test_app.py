@@ -178,7 +178,7 @@ async def test_a_live_run_is_followed(made: MadeRun, size: tuple[int, int]) -> N
             await pilot.press("5")
             await shown(pilot, "learner waits", "agent my:play, 7 times", "fire now: entropy_low")
             pause(made.run_dir, "alarm of the test")
-            await shown(pilot, "paused  s: each step", "paused: alarm of the test")
+            await shown(pilot, "paused  s: each step", "paused: alarm of the test; to go on:")
             end(made.run_dir, 3, "the policy fell apart")
             await shown(
                 pilot, "failed  s: each step", "failed with exit code 3: the policy fell apart"

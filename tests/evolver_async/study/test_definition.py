@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from evolver_async.config import ConfigError
+from evolver_async.metrics.families import EVAL_METRICS
 from evolver_async.study import definition as definitions
 from evolver_async.study.cells import cells_of, cold_stages, configs_of, short_names
 from evolver_async.study.definition import (
@@ -188,6 +189,20 @@ def test_a_recipe_is_no_study(tmp_path: Path) -> None:
 def test_other_thresholds_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="threshold: "):
         parse_threshold(text)
+
+
+@pytest.mark.parametrize(
+    "metric", [*EVAL_METRICS, "eval/own/avg@8", "eval/own/reward_best@2", "eval/own/distinct"]
+)
+def test_every_metric_of_evaluations_can_be_a_threshold(metric: str) -> None:
+    assert parse_threshold(f"{metric}=0.5") == Threshold(metric, 0.5)
+    with pytest.raises(ConfigError, match=f"no metric {metric}s"):
+        parse_threshold(f"{metric}s=0.5")
+
+
+def test_the_metrics_of_evaluations_are_those_of_the_documentation() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert f"| {', '.join(f'`{name}`' for name in EVAL_METRICS)} |" in text
 
 
 @pytest.mark.parametrize(

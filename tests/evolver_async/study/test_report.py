@@ -103,6 +103,14 @@ def test_a_censored_run_is_never_left_out_of_a_mean_silently(study: Study) -> No
     assert "| `weight_lag-0` | 3 ± 0 |" in said
 
 
+def test_a_metric_that_no_run_has_is_named(study: Study) -> None:
+    definition = Definition("recipe", (0, 1, 2), LAGS.grid, threshold=Threshold("train/succes", 1))
+    again = made_study(study.out, definition)
+    said = text(again, results_of(again))
+    assert said.count("metric train/succes occurs in no finished run") == 2 * 3
+    assert "not reached" not in said
+
+
 def test_the_median_is_shown_if_most_runs_reach_the_threshold() -> None:
     assert shown_reach(Reach((10, 30), 1)) == "not reached (1 of 3 seeds), median 30"
     assert shown_reach(Reach((10,), 1)) == "not reached (1 of 2 seeds)"

@@ -67,6 +67,10 @@ def ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ended:
         (["learner.lr=1,2", "--tie", "learner.lr"], "--tie learner.lr: must be written --tie key="),
         (["--seeds", "4..1"], "seeds: 4..1 ends before it begins"),
         (["--threshold", "high"], "threshold: must be metric=number"),
+        (
+            ["--threshold", "eval/succes=0.5"],
+            "threshold: evaluations have no metric eval/succes",
+        ),
         (["--equivalence", "-1"], "equivalence: must be a number of at least 0"),
         (["--jobs", "0"], "--jobs: must be at least 1, is 0"),
         (["run.seed=1,2"], "run.seed: is set by the study itself"),

@@ -211,3 +211,25 @@ def test_further_sets_of_evaluations_are_shown_beside_the_deciding_one() -> None
     assert "eval swapped  avg@1 0.250 (1 distinct)" in text_of(view)
     view.feed(row(5, 1.0) | {"lineage": 2})  # a resume from before the evaluation
     assert "swapped" not in text_of(view) and view.evals == []
+
+
+def test_an_alarm_is_printed_when_it_begins_and_shown_while_it_fires() -> None:
+    view = View("run", 20)
+    quiet, loud = {"alarm/entropy": 0.0}, {"alarm/entropy": 1.0}
+    line = "step 3  alarm entropy fires; remedies: docs/alarms.md"
+    assert view.feed_alarms(row(2, 2.0) | quiet) == []
+    assert view.feed_alarms(row(3, 3.0) | loud) == [line]
+    assert view.feed_alarms(row(4, 4.0) | loud) == [], "it has been told"
+    assert view.feed_alarms({"lineage": 1, "step": 4, "eval/success": 0.5, **PLAYED}) == []
+    assert "entropy fires since step 3" in text_of(view)
+    assert view.feed_alarms(row(4, 4.0) | loud | {"lineage": 2}) == [], "it fires on"
+    assert view.feed_alarms(row(3, 3.0) | loud | {"lineage": 3}) == [line], "step 3 is repeated"
+    assert view.feed_alarms(row(5, 5.0) | quiet | {"lineage": 3}) == []
+    assert "entropy" not in text_of(view)
+
+
+def test_lines_of_a_run_name_its_alarms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row(step, float(step)) | {"alarm/entropy": float(step > 1)} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
+    watch(tmp_path, Config(), follow=False)
+    assert capsys.readouterr().err == "step 2  alarm entropy fires; remedies: docs/alarms.md\n"

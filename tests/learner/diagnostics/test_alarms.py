@@ -513,6 +513,7 @@ def test_a_paused_learner_says_why_and_goes_on_when_told(tmp_path: Path) -> None
         thread, ends = paused_learner(run)
         waits = run.world.service.status(run.world.now)["waiting"]["learner"]
         assert "paused: take 4: reward_spread" in waits["pause"]["reason"]
+        assert waits["pause"]["reason"].endswith(f"evolver-async unpause {run.run_dir}")
         assert max(run.trained) == 4
         (run.run_dir / PAUSED).unlink()
         thread.join(60)

@@ -240,6 +240,9 @@ def test_other_settings_train_other_weights_on_the_same_data(
     assert main(["rerun", str(base.run_dir), "learner.lr=1e-4", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "effective sample size" in printed and "of the" in printed
+    head, *table = printed[printed.index("mean over the steps") :].splitlines()
+    assert head.split()[-3:] == ["run", "rerun", "change"] and "last step" in printed
+    assert all(len(line) <= 80 for line in table if not line.startswith("/"))
     results = load_run(out)
     theirs, ours = load_run(base.run_dir).steps, results.steps
     assert list(ours["step"]) == list(range(1, 23)) == list(theirs["step"])
