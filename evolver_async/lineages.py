@@ -1,8 +1,10 @@
 """Lineages of weights: their forks, and the distance between two versions."""
 
+from itertools import groupby
+
 import msgspec
 
-from evolver_async.schema import WeightId
+from evolver_async.schema import Trajectory, WeightId
 
 
 class Fork(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -27,3 +29,18 @@ def version_lag(head: WeightId, sampled: WeightId, forks: dict[int, Fork]) -> in
         ancestor = min(ancestor, fork.step)
         ours, theirs = (fork.parent, theirs) if ours > theirs else (ours, fork.parent)
     return (head.step - ancestor) + (sampled.step - ancestor)
+
+
+def ends(trajectory: Trajectory) -> list[WeightId]:
+    """Return the oldest and newest weights of the ACTION tokens in each lineage, ascending.
+
+    Past a fork it is the newest ones that are the furthest from the head.
+    """
+    sampled = {run.weights for sequence in trajectory.sequences for run in sequence.versions}
+    if len(sampled) < 2:
+        return [*sampled]
+    found: list[WeightId] = []
+    for _, own in groupby(sorted(sampled), lambda weights: weights.lineage):
+        oldest, *later = own
+        found += [oldest, *later[-1:]]
+    return found

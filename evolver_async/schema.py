@@ -9,7 +9,6 @@ I/O. `protocol/messages.py` has the requests and replies that carry these types,
 
 import enum
 import math
-from itertools import groupby
 from typing import Any, Literal
 
 import msgspec
@@ -259,21 +258,6 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
         """Oldest weights of the ACTION tokens, None for a scripted policy."""
         sampled = [run.weights for sequence in self.sequences for run in sequence.versions]
         return min(sampled, default=None)
-
-    @property
-    def ends(self) -> list[WeightId]:
-        """Oldest and newest weights of the ACTION tokens in each lineage, ascending.
-
-        Past a fork it is the newest ones that are the furthest from the head.
-        """
-        sampled = {run.weights for sequence in self.sequences for run in sequence.versions}
-        if len(sampled) < 2:
-            return [*sampled]
-        ends: list[WeightId] = []
-        for _, own in groupby(sorted(sampled), lambda weights: weights.lineage):
-            oldest, *later = own
-            ends += [oldest, *later[-1:]]
-        return ends
 
 
 class Group(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):

@@ -10,6 +10,7 @@ from evolver_async.buffer.state import records
 from evolver_async.buffer.state.censoring import Sums
 from evolver_async.buffer.state.groups import UNTRAINED, ZERO_SPREAD, HeldGroup
 from evolver_async.buffer.state.ledger import Amount
+from evolver_async.lineages import ends
 from evolver_async.protocol import messages
 from evolver_async.protocol.messages import Reply
 from evolver_async.schema import SCRIPTED, Trajectory
@@ -105,5 +106,5 @@ def _arrival(trajectory: Trajectory, tokens: int) -> records.Arrived:
         success=trajectory.success,
         guided=guided,
         turns=len(trajectory.turn_rewards),
-        sampled=trajectory.ends,
+        sampled=ends(trajectory),
     )
