@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.config import ConfigError
+from evolver_async.metrics.launches import LAUNCHES
+from evolver_async.metrics.tail import Tail
 
 EXACT = "exact.json"
 PAUSED = "PAUSED"
@@ -48,11 +50,22 @@ def locked(run_dir: Path) -> Iterator[None]:
 def announce(run_dir: Path, address: str) -> int:
     """Record the address of the buffer; return the number of this launch, from 1."""
     path = run_dir / RUN
-    launches = json.loads(path.read_text())["launches"] + 1 if path.exists() else 1
-    part = run_dir / ".run.json"
-    part.write_text(json.dumps({"address": address, "pid": os.getpid(), "launches": launches}))
-    part.replace(path)
+    try:
+        launches = json.loads(path.read_text())["launches"] + 1 if path.exists() else 1
+    except (ValueError, KeyError, TypeError):  # numbers of launches must not come twice
+        launches = 1 + len(Tail(run_dir / LAUNCHES).rows())
+    _write(path, json.dumps({"address": address, "pid": os.getpid(), "launches": launches}))
     return launches
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that exists completely or, after a power cut too, as it was before."""
+    part = path.with_name(f".{path.name}")
+    with open(part, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
 
 
 def address_of(run_dir: Path) -> str:
@@ -67,33 +80,31 @@ def address_of(run_dir: Path) -> str:
                 f" its steps: evolver-async watch --once {run_dir}"
             ) from None
         raise ConfigError(f"{run_dir}: has no run.json: it was never launched") from None
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{run_dir}: run.json cannot be read; a launch writes it anew") from None
 
 
 def record_origin(run_dir: Path, **facts: object) -> None:
     """Record the run that this one began from: `kind` fork or rerun, its path, and more."""
-    (run_dir / ORIGIN).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    _write(run_dir / ORIGIN, json.dumps(facts, indent=1))
 
 
 def origin_of(run_dir: Path) -> dict[str, Any] | None:
     """Return the record of the run that this one began from, None if it began by itself."""
     try:
         return json.loads((run_dir / ORIGIN).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return None
 
 
 def pause(run_dir: Path, reason: str) -> None:
     """Stop the learner before its next take until `unpause`, also across restarts."""
-    part = run_dir / f".{PAUSED}"
-    part.write_text(reason, encoding="utf-8")
-    part.replace(run_dir / PAUSED)
+    _write(run_dir / PAUSED, reason)
 
 
 def scale(run_dir: Path, actors: str) -> None:
     """Ask the running launcher for a number of actors; `auto` gives it back to its controller."""
-    part = run_dir / f".{ACTORS}"
-    part.write_text(actors, encoding="utf-8")
-    part.replace(run_dir / ACTORS)
+    _write(run_dir / ACTORS, actors)
 
 
 def pause_reason(run_dir: Path) -> str | None:

@@ -3,11 +3,10 @@
 Any process of the run's host appends to the file. The upload of the run sends each alert once.
 """
 
-import json
 from pathlib import Path
 from typing import Literal
 
-from evolver_async.metrics.tail import Tail
+from evolver_async.metrics.tail import Tail, append_row
 
 ALERTS = "alerts.jsonl"
 TITLE_CHARS = 63  # W&B refuses longer titles
@@ -19,8 +18,7 @@ Level = Literal["INFO", "WARN", "ERROR"]
 def alert(directory: Path, title: str, text: str, level: Level = "WARN") -> None:
     """Append an alert by one write, so that those of several processes stay whole lines."""
     row = {"title": title[:TITLE_CHARS], "text": text[:TEXT_CHARS], "level": level}
-    with open(directory / ALERTS, "ab", buffering=0) as file:
-        file.write(json.dumps(row).encode() + b"\n")
+    append_row(directory / ALERTS, row)
 
 
 def count(directory: Path) -> int:

@@ -5,7 +5,6 @@ to the buffer instead, because it can be on another host. The upload joins the l
 period to one row, whose axis is `clock_s`.
 """
 
-import json
 import logging
 import math
 import socket
@@ -18,6 +17,7 @@ from typing import Any
 import psutil
 
 from evolver_async.metrics.families import CLOCK
+from evolver_async.metrics.tail import append_row
 
 SYSTEM = "system.jsonl"
 PERIOD_S = 15.0  # between two samples of a process
@@ -62,8 +62,7 @@ def append(run_dir: Path, name: str, host: str, gauges: Mapping[str, float]) -> 
     """Append the gauges of a process, without those of unknown names and those not finite."""
     values = {k: v for k, v in gauges.items() if k in NAMES and math.isfinite(v)}
     line = {"time": round(time.time(), 2), "process": name, "host": host, **values}
-    with open(run_dir / SYSTEM, "ab", buffering=0) as file:
-        file.write(json.dumps(line).encode() + b"\n")
+    append_row(run_dir / SYSTEM, line)
 
 
 class GaugeThread(threading.Thread):

@@ -1,6 +1,5 @@
 """Launches of a run, <run>/launches.jsonl: recipe, command line and versions of each."""
 
-import json
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.config.secrets import looks_secret, mask
-from evolver_async.metrics.tail import Tail
+from evolver_async.metrics.tail import Tail, append_row
 
 LAUNCHES = "launches.jsonl"
 
@@ -24,8 +23,7 @@ def record(
         "command": mask(shlex.join(["evolver-async", *map(_shown, arguments)])),
         "versions": dict(versions),
     }
-    with open(run_dir / LAUNCHES, "ab", buffering=0) as file:
-        file.write(json.dumps(row).encode() + b"\n")
+    append_row(run_dir / LAUNCHES, row)
     return before
 
 

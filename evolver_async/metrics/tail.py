@@ -1,9 +1,15 @@
-"""Reader of a JSONL file that another process appends to."""
+"""JSONL files that one process appends to and others read. A line that cannot be read, as a full
+disk or a power cut leaves one, costs no other line."""
 
 import json
+import logging
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -14,12 +20,33 @@ class Tail:
     offset: int = 0
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the complete rows that were written since the last call."""
+        """Return the complete rows that were written since the last call; warn of unreadable
+        ones."""
         if not self.path.exists():
             return []
         with open(self.path, "rb") as file:
             file.seek(self.offset)
             content = file.read()
         complete = content[: content.rfind(b"\n") + 1]
+        found = [_row(line) for line in complete.splitlines()]
+        if missing := sum(row is None for row in found):
+            log.warning("%s: %d lines cannot be read and are left out", self.path, missing)
         self.offset += len(complete)
-        return [json.loads(line) for line in complete.splitlines()]
+        return [row for row in found if row is not None]
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Append a row as a line of its own, also behind a torn one."""
+    with open(path, "ab+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        torn = size > 0 and file.read(1) != b"\n"
+        file.write(b"\n" * torn + json.dumps(row).encode() + b"\n")
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

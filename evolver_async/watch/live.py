@@ -135,7 +135,10 @@ def _print(lines: list[str], live: Live | None, stream: TextIO | None = None) ->
 def exact_values(run_dir: Path) -> dict[str, float] | None:
     """Read the success of the random and of the optimal policy; None if it is unknown."""
     path = run_dir / EXACT
-    return json.loads(path.read_text()) if path.exists() else None
+    try:
+        return json.loads(path.read_text()) if path.exists() else None
+    except ValueError:
+        return None
 
 
 def steps_of(config: Config, run_dir: Path) -> int:

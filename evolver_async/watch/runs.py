@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import itertools
 import json
+import logging
 import re
 import shlex
 import signal
@@ -21,6 +22,8 @@ from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import url_of
 from evolver_async.watch.cells import played
 from evolver_async.watch.throughput import time_lines
+
+log = logging.getLogger(__name__)
 
 END = "end.json"  # end of the newest launch
 SEARCHED_LINES = 100  # of the launcher's log, for the reason of a failure
@@ -75,7 +78,12 @@ def end(run_dir: Path, code: int, reason: str = "") -> Ending:
     else:
         state, reason = "failed", reason or _logged_reason(run_dir)
     ending = Ending(state, code, reason, time.time())
-    (run_dir / END).write_text(json.dumps(asdict(ending)))
+    part = run_dir / f".{END}"
+    try:
+        part.write_text(json.dumps(asdict(ending)))
+        part.replace(run_dir / END)
+    except OSError as error:  # a full disk must not hide how the run ended
+        log.warning("%s is not written: %s", run_dir / END, error.strerror)
     return ending
 
 
@@ -173,7 +181,7 @@ def ending_of(run_dir: Path) -> Ending:
     Its state is "running" or "killed" if no end is recorded; its time is that of the last metric
     then. The lock of a run with a recorded end is not touched.
     """
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
         return Ending(**json.loads((run_dir / END).read_text()))
     metrics = run_dir / "metrics.jsonl"
     changed = (metrics if metrics.exists() else run_dir / "config.yaml").stat().st_mtime
