@@ -30,6 +30,12 @@ def gained(rows: Rows) -> float:
     return final(rows) - next(row["eval/success"] for row in rows if "eval/success" in row)
 
 
+def survived(rows: Rows) -> float:
+    """How much more succeeds in training in the last ten RL steps than in the first ten."""
+    shares = [row["train/success"] for row in rows if "train/success" in row and row["stage"] > 0]
+    return statistics.fmean(shares[-10:]) - statistics.fmean(shares[:10])
+
+
 def fewest_tool_errors(rows: Rows) -> float:
     """1 less the share of turns with a tool error in the last ten RL steps."""
     shares = [row["train/tool_errors"] for row in rows if "train/tool_errors" in row]
@@ -84,8 +90,8 @@ MARKS = (
     Mark("grpo_roc", 0.97),
     Mark("grpo_roc", 0.95, fewest_tool_errors),
     Mark("echo_trap", 1.0, warned, each=True),
-    Mark("echo_trap_rollback", 0.0, gained, each=True),
-    Mark("echo_trap_starpo_s", 0.0, gained),
+    Mark("echo_trap_rollback", 0.0, survived, each=True),
+    Mark("echo_trap_starpo_s", 0.0, survived),
     Mark("imitation"),
     Mark("early_experience"),
     Mark("self_reflection"),
