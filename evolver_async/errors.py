@@ -10,9 +10,5 @@ class Unrecoverable(Exception):
     """An error that a restart would repeat. The message names the key, file or peer to change."""
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM came; everything ends as after Ctrl-C."""
-
-
 class TrainingError(RuntimeError):
     """Training cannot usefully continue, even after a restart. The message says why."""

@@ -12,13 +12,7 @@ from evolver_async.commands.checked import as_config_errors, run_directory
 from evolver_async.commands.recipes import recipe_path
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
-from evolver_async.errors import (
-    TRAINING_ERROR,
-    USER_ERROR,
-    Terminated,
-    TrainingError,
-    Unrecoverable,
-)
+from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
 from evolver_async.launch import forking
 from evolver_async.launch.creation import create
 from evolver_async.launch.registry import LAUNCHERS, resolve
@@ -70,8 +64,8 @@ def train(args: argparse.Namespace) -> int:
             code, reason = TRAINING_ERROR, str(error)
         except Unrecoverable as error:
             code, reason = USER_ERROR, str(error)
-        except KeyboardInterrupt as error:
-            code = 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
         except Exception as error:
             _alert_of_end(config, run_dir, runs.end(run_dir, 1, f"{type(error).__name__}: {error}"))
             raise

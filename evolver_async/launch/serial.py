@@ -7,7 +7,6 @@ does: environment latency, leases and deadlines behave as always and cost no rea
 
 import asyncio
 import selectors
-import signal
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any, TypeVar
 
 from evolver_async.buffer.service import BufferService
 from evolver_async.config import Config
-from evolver_async.errors import Terminated
 from evolver_async.launch.registry import resolve
 from evolver_async.model.tokenizer import tokenizer_hash
 from evolver_async.process.addresses import make_weights_dir
@@ -100,16 +98,10 @@ def run(config: Config, run_dir: Path) -> int:
     """Train in this process, in a run directory made by `creation.create`; return the exit code."""
     sweep(Path(config.weights.dir))
     claimed = claim(make_weights_dir(config, run_dir))
-    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         return _train(config, run_dir)
     finally:
-        signal.signal(signal.SIGTERM, before)
         claimed.remove()
-
-
-def _terminate(*_: object) -> None:
-    raise Terminated
 
 
 def _train(config: Config, run_dir: Path) -> int:

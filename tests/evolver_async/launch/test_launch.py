@@ -23,7 +23,6 @@ from evolver_async.launch.supervisor import RunFailed, Supervisor
 from evolver_async.metrics.alerts import ALERTS
 from evolver_async.metrics.tail import Tail
 from evolver_async.process.addresses import make_weights_dir, weights_dir
-from evolver_async.watch.runs import ending_of
 
 pytestmark = pytest.mark.process
 
@@ -82,22 +81,6 @@ def test_a_dead_actor_is_replaced_until_its_budget_is_spent(
     steps = [row["step"] for row in Tail(run_dir / "metrics.jsonl").rows() if "stage_kind" in row]
     assert valid(run_dir / "checkpoints")[-1][1].step == steps[-1], "a last one was written"
     assert not any(alive(child) for child in [*first.values(), second])
-
-
-def test_a_serial_run_ends_by_sigterm_as_by_ctrl_c(
-    tmp_path: Path, launch: Callable[..., Launch]
-) -> None:
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    run_dir, place = tmp_path / "run", [f"run.dir={tmp_path}", "run.name=run"]
-    steps = "stages=[{kind: rl, steps: 1000000}]"
-    run = launch(run_dir, tmp_path / "recipe.yaml", *place, "launch.kind=serial", steps)
-    run.wait_for_steps(1)
-    weights = weights_dir(load(run_dir / "config.yaml"), run_dir)
-    assert weights.is_dir()
-    run.process.send_signal(signal.SIGTERM)
-    code, errors = run.end()
-    assert code == 128 + signal.SIGTERM and "Traceback" not in errors
-    assert ending_of(run_dir).state == "stopped" and not weights.exists()
 
 
 def test_sigterm_leaves_a_checkpoint_and_nothing_else(
