@@ -54,11 +54,11 @@ def announce(run_dir: Path, address: str) -> int:
         launches = json.loads(path.read_text())["launches"] + 1 if path.exists() else 1
     except (ValueError, KeyError, TypeError):  # numbers of launches must not come twice
         launches = 1 + len(Tail(run_dir / LAUNCHES).rows())
-    _write(path, json.dumps({"address": address, "pid": os.getpid(), "launches": launches}))
+    write_whole(path, json.dumps({"address": address, "pid": os.getpid(), "launches": launches}))
     return launches
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file that exists completely or, after a power cut too, as it was before."""
     part = path.with_name(f".{path.name}")
     with open(part, "w", encoding="utf-8") as file:
@@ -86,7 +86,7 @@ def address_of(run_dir: Path) -> str:
 
 def record_origin(run_dir: Path, **facts: object) -> None:
     """Record the run that this one began from: `kind` fork or rerun, its path, and more."""
-    _write(run_dir / ORIGIN, json.dumps(facts, indent=1))
+    write_whole(run_dir / ORIGIN, json.dumps(facts, indent=1))
 
 
 def origin_of(run_dir: Path) -> dict[str, Any] | None:
@@ -99,12 +99,12 @@ def origin_of(run_dir: Path) -> dict[str, Any] | None:
 
 def pause(run_dir: Path, reason: str) -> None:
     """Stop the learner before its next take until `unpause`, also across restarts."""
-    _write(run_dir / PAUSED, reason)
+    write_whole(run_dir / PAUSED, reason)
 
 
 def scale(run_dir: Path, actors: str) -> None:
     """Ask the running launcher for a number of actors; `auto` gives it back to its controller."""
-    _write(run_dir / ACTORS, actors)
+    write_whole(run_dir / ACTORS, actors)
 
 
 def pause_reason(run_dir: Path) -> str | None:
