@@ -52,7 +52,7 @@ def announce(run_dir: Path, address: str) -> int:
     path = run_dir / RUN
     try:
         launches = json.loads(path.read_text())["launches"] + 1 if path.exists() else 1
-    except (ValueError, KeyError, TypeError):  # numbers of launches must not come twice
+    except (OSError, ValueError, KeyError, TypeError):  # numbers of launches must not come twice
         launches = 1 + len(Tail(run_dir / LAUNCHES).rows())
     write_whole(path, json.dumps({"address": address, "pid": os.getpid(), "launches": launches}))
     return launches
@@ -71,7 +71,7 @@ def write_whole(path: Path, text: str) -> None:
 def address_of(run_dir: Path) -> str:
     """Return the recorded address of the buffer. Raises ConfigError if there is none."""
     try:
-        return json.loads((run_dir / RUN).read_text())["address"]
+        return str(json.loads((run_dir / RUN).read_text())["address"])
     except FileNotFoundError:
         origin = origin_of(run_dir)
         if origin is not None and origin["kind"] == "rerun":
@@ -80,7 +80,7 @@ def address_of(run_dir: Path) -> str:
                 f" its steps: evolver-async watch --once {run_dir}"
             ) from None
         raise ConfigError(f"{run_dir}: has no run.json: it was never launched") from None
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"{run_dir}: run.json cannot be read; a launch writes it anew") from None
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from evolver_async.config import Config
-from evolver_async.launch.run_directory import EXACT, origin_of
+from evolver_async.launch.run_directory import EXACT, address_of, origin_of
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import url_of
@@ -114,8 +114,7 @@ def _show(
 def _feed_status(view: View, run_dir: Path, config: Config, quiet: bool) -> list[str] | None:
     """Add the buffer's STATUS to the view; return the lines to print, None without an answer."""
     try:
-        address = json.loads((run_dir / "run.json").read_text())["address"]
-        status = asyncio.run(ask(address, keys_of(config)))
+        status = asyncio.run(ask(address_of(run_dir), keys_of(config)))
     except (OSError, TimeoutError, ValueError, Rejected):
         return None
     lines = view.feed_failures(status, time.monotonic())

@@ -13,7 +13,9 @@ from evolver_async.metrics import launches
 from evolver_async.metrics.alerts import ALERTS
 from evolver_async.study.directory import ended
 from evolver_async.watch import runs
-from evolver_async.watch.live import EXACT, exact_values
+from evolver_async.watch.live import EXACT, _feed_status, exact_values
+from evolver_async.watch.throughput import Setup
+from evolver_async.watch.view import View
 
 
 @pytest.fixture
@@ -33,6 +35,20 @@ def test_a_launch_goes_on_counting_where_its_record_is_lost(run_dir: Path, conte
     launches.record(run_dir, None, [], {})
     assert run_directory.announce(run_dir, "ipc://b") >= 3
     assert run_directory.address_of(run_dir) == "ipc://b"
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}"])
+def test_a_display_goes_on_without_the_address_of_the_buffer(run_dir: Path, content: str) -> None:
+    config = Config()
+    view = View(run_dir.name, 0, None, Setup.of(config))
+    (run_dir / run_directory.RUN).write_text(content)
+    assert _feed_status(view, run_dir, config, True) is None
+
+
+def test_an_address_that_the_disk_does_not_give_is_an_error_of_its_file(run_dir: Path) -> None:
+    (run_dir / run_directory.RUN).mkdir()
+    with pytest.raises(ConfigError, match=r"run\.json cannot be read"):
+        run_directory.address_of(run_dir)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", None])
