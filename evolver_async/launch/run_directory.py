@@ -68,6 +68,15 @@ def write_whole(path: Path, text: str) -> None:
     part.replace(path)
 
 
+def facts_of(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file, None if there is no file or if it is torn."""
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return facts if isinstance(facts, dict) else None
+
+
 def address_of(run_dir: Path) -> str:
     """Return the recorded address of the buffer. Raises ConfigError if there is none."""
     try:
@@ -91,10 +100,7 @@ def record_origin(run_dir: Path, **facts: object) -> None:
 
 def origin_of(run_dir: Path) -> dict[str, Any] | None:
     """Return the record of the run that this one began from, None if it began by itself."""
-    try:
-        return json.loads((run_dir / ORIGIN).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
+    return facts_of(run_dir / ORIGIN)
 
 
 def pause(run_dir: Path, reason: str) -> None:

@@ -1,14 +1,14 @@
 """Files of a run directory that a power cut or a full disk has emptied or torn."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
 from evolver_async.commands.training import _alert_of_end
-from evolver_async.config import Config, ConfigError
+from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.launch import run_directory
+from evolver_async.launch.creation import measure
 from evolver_async.metrics import launches
 from evolver_async.metrics.alerts import ALERTS
 from evolver_async.study.directory import ended
@@ -91,13 +91,16 @@ def test_facts_of_a_run_are_on_the_disk_before_they_replace_the_old_ones(
     runs.end(run_dir, 0)
     run_directory.announce(run_dir, "ipc://a")
     run_directory.record_origin(run_dir, kind="fork", run="a")
-    assert synced == [".end.json", ".run.json", ".origin.json"]
+    measure(Config(stages=[StageConfig(steps=1)]), run_dir)
+    assert synced == [".end.json", ".run.json", ".origin.json", ".exact.json"]
+    assert exact_values(run_dir) is not None
 
 
-def test_torn_facts_count_as_unknown(run_dir: Path) -> None:
+@pytest.mark.parametrize("content", ["", '{"kind": "fo', "[1]", "null"])
+def test_torn_facts_count_as_unknown(run_dir: Path, content: str) -> None:
     run_directory.record_origin(run_dir, kind="fork", run="a")
     assert run_directory.origin_of(run_dir) == {"kind": "fork", "run": "a"}
     for name in (run_directory.ORIGIN, EXACT):
-        (run_dir / name).write_text(json.dumps({"kind": "fork"})[:-3])
+        (run_dir / name).write_text(content)
     assert run_directory.origin_of(run_dir) is None
     assert exact_values(run_dir) is None
