@@ -90,9 +90,15 @@ def _announce(run_dir: Path, args: argparse.Namespace) -> None:
 
 def _alert_of_end(config: Config, run_dir: Path, ending: runs.Ending) -> None:
     """Alert of a failure that the learner could not report; send what its upload has left."""
-    if ending.state == "failed" and last_title(run_dir) != FAILED:
-        alert(run_dir, FAILED, ending.reason, "ERROR")
-    if config.metrics.wandb != "disabled" and not send_rest(run_dir, config.metrics.wandb):
+    wandb = config.metrics.wandb
+    try:
+        if ending.state == "failed" and last_title(run_dir) != FAILED:
+            alert(run_dir, FAILED, ending.reason, "ERROR")
+        sent = wandb == "disabled" or send_rest(run_dir, wandb)
+    except OSError as error:  # a full disk must not change the exit code
+        log.warning("%s: the alert of the end is not written: %s", run_dir, error.strerror)
+        return
+    if not sent:
         log.warning("W&B lacks the last alerts; send them with: evolver-async wandb %s", run_dir)
 
 

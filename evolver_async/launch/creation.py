@@ -24,7 +24,14 @@ from evolver_async.config.load import dump, stage_config
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.errors import USER_ERROR
 from evolver_async.launch.registry import resolve
-from evolver_async.launch.run_directory import CREATING, EXACT, LOCK, last_lines, locked
+from evolver_async.launch.run_directory import (
+    CREATING,
+    EXACT,
+    LOCK,
+    last_lines,
+    locked,
+    write_whole,
+)
 from evolver_async.launch.start_checks import check_start
 
 
@@ -147,7 +154,7 @@ def measure(config: Config, run_dir: Path) -> None:
         if values.random_return is not None and values.optimal_return is not None:
             content["random_return"] = values.random_return
             content["optimal_return"] = values.optimal_return
-        (run_dir / EXACT).write_text(json.dumps(content))
+        write_whole(run_dir / EXACT, json.dumps(content))
 
 
 def _prepare_policy(run_dir: Path) -> None:

@@ -52,13 +52,13 @@ def announce(run_dir: Path, address: str) -> int:
     path = run_dir / RUN
     try:
         launches = json.loads(path.read_text())["launches"] + 1 if path.exists() else 1
-    except (ValueError, KeyError, TypeError):  # numbers of launches must not come twice
+    except (OSError, ValueError, KeyError, TypeError):  # numbers of launches must not come twice
         launches = 1 + len(Tail(run_dir / LAUNCHES).rows())
-    _write(path, json.dumps({"address": address, "pid": os.getpid(), "launches": launches}))
+    write_whole(path, json.dumps({"address": address, "pid": os.getpid(), "launches": launches}))
     return launches
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file that exists completely or, after a power cut too, as it was before."""
     part = path.with_name(f".{path.name}")
     with open(part, "w", encoding="utf-8") as file:
@@ -68,10 +68,19 @@ def _write(path: Path, text: str) -> None:
     part.replace(path)
 
 
+def facts_of(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file, None if there is no file or if it is torn."""
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return facts if isinstance(facts, dict) else None
+
+
 def address_of(run_dir: Path) -> str:
     """Return the recorded address of the buffer. Raises ConfigError if there is none."""
     try:
-        return json.loads((run_dir / RUN).read_text())["address"]
+        return str(json.loads((run_dir / RUN).read_text())["address"])
     except FileNotFoundError:
         origin = origin_of(run_dir)
         if origin is not None and origin["kind"] == "rerun":
@@ -80,31 +89,28 @@ def address_of(run_dir: Path) -> str:
                 f" its steps: evolver-async watch --once {run_dir}"
             ) from None
         raise ConfigError(f"{run_dir}: has no run.json: it was never launched") from None
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"{run_dir}: run.json cannot be read; a launch writes it anew") from None
 
 
 def record_origin(run_dir: Path, **facts: object) -> None:
     """Record the run that this one began from: `kind` fork or rerun, its path, and more."""
-    _write(run_dir / ORIGIN, json.dumps(facts, indent=1))
+    write_whole(run_dir / ORIGIN, json.dumps(facts, indent=1))
 
 
 def origin_of(run_dir: Path) -> dict[str, Any] | None:
     """Return the record of the run that this one began from, None if it began by itself."""
-    try:
-        return json.loads((run_dir / ORIGIN).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
+    return facts_of(run_dir / ORIGIN)
 
 
 def pause(run_dir: Path, reason: str) -> None:
     """Stop the learner before its next take until `unpause`, also across restarts."""
-    _write(run_dir / PAUSED, reason)
+    write_whole(run_dir / PAUSED, reason)
 
 
 def scale(run_dir: Path, actors: str) -> None:
     """Ask the running launcher for a number of actors; `auto` gives it back to its controller."""
-    _write(run_dir / ACTORS, actors)
+    write_whole(run_dir / ACTORS, actors)
 
 
 def pause_reason(run_dir: Path) -> str | None:

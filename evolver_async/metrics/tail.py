@@ -18,6 +18,7 @@ class Tail:
 
     path: Path
     offset: int = 0
+    lines: int = 0  # before the offset
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the complete rows that were written since the last call; warn of unreadable
@@ -28,11 +29,19 @@ class Tail:
             file.seek(self.offset)
             content = file.read()
         complete = content[: content.rfind(b"\n") + 1]
-        found = [_row(line) for line in complete.splitlines()]
-        if missing := sum(row is None for row in found):
-            log.warning("%s: %d lines cannot be read and are left out", self.path, missing)
+        found = [_row(line) for line in complete.split(b"\n")[:-1]]
+        if missing := [number for number, row in enumerate(found, self.lines + 1) if row is None]:
+            words = "%s: %d lines cannot be read and are left out, the first is line %d"
+            log.warning(words, self.path, len(missing), missing[0])
         self.offset += len(complete)
+        self.lines += len(found)
         return [row for row in found if row is not None]
+
+
+def count_rows(content: bytes) -> int:
+    """Return the number of rows that a `Tail` returns for a file with this content."""
+    complete = content.split(b"\n")[:-1]
+    return sum(_row(line) is not None for line in complete)
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:

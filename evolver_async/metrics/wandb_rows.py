@@ -4,7 +4,6 @@ The learner writes the histograms and the samples of a step before the step's ro
 so that they are there when the row is read.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,10 +44,9 @@ class StepExtras:
     def trajectories(self, key: RowKey) -> list[list[Any]]:
         """Return the turns of the sampled trajectories of a row, by COLUMNS."""
         path = self._samples / f"step_{key.step:06d}.jsonl"
-        if key.kind != "take" or not path.exists():
+        if key.kind != "take":
             return []
-        lines = path.read_text(encoding="utf-8").splitlines()
-        rows = [row for line in lines for row in _turns(key.step, json.loads(line))]
+        rows = [row for sample in Tail(path).rows() for row in _turns(key.step, sample)]
         return rows[:TURNS]
 
     def gauges(self, last: bool) -> list[dict[str, float]]:

@@ -17,13 +17,15 @@ from evolver_async.metrics.activity import LEARNER_LEVELS, ActivityClock, shares
 from evolver_async.metrics.alerts import Level, alert
 from evolver_async.metrics.histograms import HISTOGRAMS, Histogram
 from evolver_async.metrics.sinks import Sinks
+from evolver_async.metrics.tail import count_rows
 from evolver_async.metrics.wandb_process import UploadSupervisor
 
 
 class JsonlWriter:
     """Writer of one JSON object per line, flushed; opening cuts off a line torn by a kill.
 
-    `count` is the number of rows in the file.
+    `count` is the number of rows in the file, without the lines that cannot be read: W&B gets no
+    row for these, so that they must not count as missing there.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,7 +33,7 @@ class JsonlWriter:
         self.file.seek(0)
         content = self.file.read()
         self.file.truncate(content.rfind(b"\n") + 1)
-        self.count = content.count(b"\n")
+        self.count = count_rows(content)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Write one row of numbers and strings.

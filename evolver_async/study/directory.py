@@ -176,9 +176,9 @@ def ended(run_dir: Path) -> tuple[str, str]:
     """Return the state and the reason of a launch's end; empty texts if none is recorded."""
     try:
         ending = json.loads((run_dir / END).read_text())
-    except (FileNotFoundError, ValueError):
+        return ending["state"], ending["reason"]
+    except (OSError, ValueError, KeyError, TypeError):
         return "", ""
-    return ending["state"], ending["reason"]
 
 
 def read_failures(out: Path) -> dict[str, str]:

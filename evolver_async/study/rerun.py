@@ -5,6 +5,7 @@ initial policy. This module decides and checks; the learner trains (role `rerun`
 the run is only read.
 """
 
+import json
 import shutil
 import time
 from collections.abc import Sequence
@@ -23,7 +24,13 @@ from evolver_async.config.rerun_changes import (
     changes_stage,
     refuse_data_changes,
 )
-from evolver_async.launch.run_directory import EXACT, origin_of, record_origin
+from evolver_async.launch.run_directory import (
+    EXACT,
+    facts_of,
+    origin_of,
+    record_origin,
+    write_whole,
+)
 from evolver_async.results.run import RunResults
 from evolver_async.results.takes import RecordedTakes
 
@@ -132,8 +139,8 @@ def make_directory(made: RerunPlan) -> None:
     own = made.changed.policy.path == str(source / "policy")
     if own:
         shutil.copytree(source / "policy", out / "policy")
-    if (source / EXACT).exists():
-        shutil.copyfile(source / EXACT, out / EXACT)
+    if (exact := facts_of(source / EXACT)) is not None:
+        write_whole(out / EXACT, json.dumps(exact))
     run = replace(made.changed.run, name=out.name, dir=str(out.parent))
     path = str(out / "policy") if own else made.changed.policy.path
     dump(

@@ -6,7 +6,6 @@ the failures, and while no new step comes also the stalls and the waiting proces
 
 import asyncio
 import contextlib
-import json
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 
 from evolver_async.config import Config
-from evolver_async.launch.run_directory import EXACT, origin_of
+from evolver_async.launch.run_directory import EXACT, address_of, facts_of, origin_of
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import url_of
@@ -114,8 +113,7 @@ def _show(
 def _feed_status(view: View, run_dir: Path, config: Config, quiet: bool) -> list[str] | None:
     """Add the buffer's STATUS to the view; return the lines to print, None without an answer."""
     try:
-        address = json.loads((run_dir / "run.json").read_text())["address"]
-        status = asyncio.run(ask(address, keys_of(config)))
+        status = asyncio.run(ask(address_of(run_dir), keys_of(config)))
     except (OSError, TimeoutError, ValueError, Rejected):
         return None
     lines = view.feed_failures(status, time.monotonic())
@@ -134,11 +132,7 @@ def _print(lines: list[str], live: Live | None, stream: TextIO | None = None) ->
 
 def exact_values(run_dir: Path) -> dict[str, float] | None:
     """Read the success of the random and of the optimal policy; None if it is unknown."""
-    path = run_dir / EXACT
-    try:
-        return json.loads(path.read_text()) if path.exists() else None
-    except ValueError:
-        return None
+    return facts_of(run_dir / EXACT)
 
 
 def steps_of(config: Config, run_dir: Path) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from evolver_async.checkpoint.directory import CheckpointError, load_newest
 from evolver_async.config.load import load
-from evolver_async.launch.run_directory import last_lines
+from evolver_async.launch.run_directory import last_lines, write_whole
 from evolver_async.metrics.alarms import alarms_line
 from evolver_async.metrics.lineages import current_rows, key_of
 from evolver_async.metrics.tail import Tail
@@ -78,10 +78,8 @@ def end(run_dir: Path, code: int, reason: str = "") -> Ending:
     else:
         state, reason = "failed", reason or _logged_reason(run_dir)
     ending = Ending(state, code, reason, time.time())
-    part = run_dir / f".{END}"
     try:
-        part.write_text(json.dumps(asdict(ending)))
-        part.replace(run_dir / END)
+        write_whole(run_dir / END, json.dumps(asdict(ending)))
     except OSError as error:  # a full disk must not hide how the run ended
         log.warning("%s is not written: %s", run_dir / END, error.strerror)
     return ending
@@ -181,7 +179,7 @@ def ending_of(run_dir: Path) -> Ending:
     Its state is "running" or "killed" if no end is recorded; its time is that of the last metric
     then. The lock of a run with a recorded end is not touched.
     """
-    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+    with contextlib.suppress(OSError, ValueError, TypeError):
         return Ending(**json.loads((run_dir / END).read_text()))
     metrics = run_dir / "metrics.jsonl"
     changed = (metrics if metrics.exists() else run_dir / "config.yaml").stat().st_mtime

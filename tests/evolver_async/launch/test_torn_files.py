@@ -1,16 +1,21 @@
 """Files of a run directory that a power cut or a full disk has emptied or torn."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
-from evolver_async.config import ConfigError
+from evolver_async.commands.training import _alert_of_end
+from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.launch import run_directory
+from evolver_async.launch.creation import measure
 from evolver_async.metrics import launches
+from evolver_async.metrics.alerts import ALERTS
+from evolver_async.study.directory import ended
 from evolver_async.watch import runs
-from evolver_async.watch.live import EXACT, exact_values
+from evolver_async.watch.live import EXACT, _feed_status, exact_values
+from evolver_async.watch.throughput import Setup
+from evolver_async.watch.view import View
 
 
 @pytest.fixture
@@ -32,28 +37,70 @@ def test_a_launch_goes_on_counting_where_its_record_is_lost(run_dir: Path, conte
     assert run_directory.address_of(run_dir) == "ipc://b"
 
 
-def test_an_end_that_is_not_written_whole_is_none(run_dir: Path) -> None:
+@pytest.mark.parametrize("content", ["", "[]", "{}"])
+def test_a_display_goes_on_without_the_address_of_the_buffer(run_dir: Path, content: str) -> None:
+    config = Config()
+    view = View(run_dir.name, 0, None, Setup.of(config))
+    (run_dir / run_directory.RUN).write_text(content)
+    assert _feed_status(view, run_dir, config, True) is None
+
+
+def test_an_address_that_the_disk_does_not_give_is_an_error_of_its_file(run_dir: Path) -> None:
+    (run_dir / run_directory.RUN).mkdir()
+    with pytest.raises(ConfigError, match=r"run\.json cannot be read"):
+        run_directory.address_of(run_dir)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", None])
+def test_an_end_that_cannot_be_read_is_none(run_dir: Path, content: str | None) -> None:
     assert runs.end(run_dir, 0).state == "finished"
     assert runs.ending_of(run_dir).state == "finished"
-    (run_dir / runs.END).write_text("")
+    assert ended(run_dir) == ("finished", "")
+    (run_dir / runs.END).unlink()
+    if content is None:
+        (run_dir / runs.END).mkdir()
+    else:
+        (run_dir / runs.END).write_text(content)
     assert runs.ending_of(run_dir).state == "killed"
+    assert ended(run_dir) == ("", "")
 
 
 def test_an_end_for_which_there_is_no_room_is_told_nevertheless(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*_: object, **__: object) -> int:
-        raise OSError(28, os.strerror(28))
+    (run_dir / f".{runs.END}").symlink_to("/dev/full")
+    (run_dir / ALERTS).mkdir()
+    ending = runs.end(run_dir, 3, "no reward")
+    assert ending.code == 3
+    assert "end.json is not written: No space left on device" in caplog.text
+    _alert_of_end(Config(), run_dir, ending)
+    assert "the alert of the end is not written: Is a directory" in caplog.text
 
-    monkeypatch.setattr(Path, "write_text", full)
-    assert runs.end(run_dir, 130).code == 130
-    assert "is not written: No space left on device" in caplog.text
+
+def test_facts_of_a_run_are_on_the_disk_before_they_replace_the_old_ones(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    runs.end(run_dir, 0)
+    run_directory.announce(run_dir, "ipc://a")
+    run_directory.record_origin(run_dir, kind="fork", run="a")
+    measure(Config(stages=[StageConfig(steps=1)]), run_dir)
+    assert synced == [".end.json", ".run.json", ".origin.json", ".exact.json"]
+    assert exact_values(run_dir) is not None
 
 
-def test_torn_facts_count_as_unknown(run_dir: Path) -> None:
+@pytest.mark.parametrize("content", ["", '{"kind": "fo', "[1]", "null"])
+def test_torn_facts_count_as_unknown(run_dir: Path, content: str) -> None:
     run_directory.record_origin(run_dir, kind="fork", run="a")
     assert run_directory.origin_of(run_dir) == {"kind": "fork", "run": "a"}
     for name in (run_directory.ORIGIN, EXACT):
-        (run_dir / name).write_text(json.dumps({"kind": "fork"})[:-3])
+        (run_dir / name).write_text(content)
     assert run_directory.origin_of(run_dir) is None
     assert exact_values(run_dir) is None

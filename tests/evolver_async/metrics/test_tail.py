@@ -1,10 +1,14 @@
 """A torn line costs no other line, and no row is written behind one as if it were whole."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from evolver_async.metrics.lineages import key_of
 from evolver_async.metrics.tail import Tail, append_row
+from evolver_async.metrics.wandb_rows import StepExtras
+from evolver_async.metrics.writer import JsonlWriter
 
 
 def test_lines_that_cannot_be_read_are_left_out_and_named(
@@ -14,10 +18,34 @@ def test_lines_that_cannot_be_read_are_left_out_and_named(
     path.write_bytes(b'{"step": 1}\n{"step": 2, "lo\n\0\0\0\n3\n{"step": 4}\n{"step"')
     tail = Tail(path)
     assert tail.rows() == [{"step": 1}, {"step": 4}]
-    assert f"{path}: 3 lines cannot be read" in caplog.text
+    assert f"{path}: 3 lines cannot be read and are left out, the first is line 2" in caplog.text
     with open(path, "ab") as file:
-        file.write(b": 5}\n")
+        file.write(b": 5}\n\0\n")
     assert tail.rows() == [{"step": 5}]
+    assert f"{path}: 1 lines cannot be read and are left out, the first is line 7" in caplog.text
+
+
+def test_the_upload_waits_for_no_row_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n{"step": 4')
+    writer = JsonlWriter(path)
+    writer.write({"step": 5})
+    writer.close()
+    assert writer.count == len(Tail(path).rows()) == 3
+
+
+def test_a_torn_sample_costs_no_other_trajectory(tmp_path: Path) -> None:
+    sample = {
+        **{"trajectory": "t", "task": "a", "actor": "b", "reward": 1.0, "success": 1.0},
+        **{"turn_rewards": [1.0], "turn_versions": [["1:0"]], "labels": []},
+        **{"text": [["ACTION", "left"]], "text_turns": [0]},
+    }
+    path = tmp_path / "samples" / "step_000001.jsonl"
+    path.parent.mkdir()
+    path.write_text(f'{json.dumps(sample)[:40]}\n{json.dumps(sample)}\n{{"traj')
+    key = key_of({"step": 1, "lineage": 0, "version": 1, "stage_kind": "rl"})
+    assert key.kind == "take"
+    assert len(StepExtras(tmp_path).trajectories(key)) == 1
 
 
 def test_a_row_is_a_line_of_its_own_also_behind_a_torn_one(tmp_path: Path) -> None:

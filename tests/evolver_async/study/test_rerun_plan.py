@@ -9,7 +9,8 @@ from evolver_async.config import Config, ConfigError
 from evolver_async.config.rerun_changes import changed_keys
 from evolver_async.protocol.messages import Kept
 from evolver_async.results.run import load_run
-from evolver_async.study.rerun import plan
+from evolver_async.study.rerun import make_directory, plan
+from evolver_async.watch.live import EXACT, exact_values
 
 
 def test_data_that_is_gone_is_named_with_the_way_to_keep_it(tmp_path: Path) -> None:
@@ -49,6 +50,18 @@ def test_takes_are_those_of_the_line_that_counts_in_their_order(tmp_path: Path) 
     head = groups[0].head
     assert head is not None and (head.lineage, head.step) == (1, 1), "lags are those of then"
     assert made.takes.trained(1) == set(takes[1])
+
+
+def test_the_success_of_the_optimal_policy_is_copied_unless_it_is_torn(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / "run")
+    run.step()
+    run.close()
+    for name, content in (("whole", '{"random": 0.1, "optimal": 1.0}'), ("torn", '{"random": 0')):
+        (run.run_dir / EXACT).write_text(content)
+        out = tmp_path / name
+        make_directory(plan(load_run(run.run_dir), ["learner.lr=0.1"], None, out))
+        assert (out / EXACT).exists() == (name == "whole")
+    assert exact_values(tmp_path / "whole") == {"random": 0.1, "optimal": 1.0}
 
 
 def test_a_run_without_a_complete_step_has_nothing_to_rerun(tmp_path: Path) -> None:
