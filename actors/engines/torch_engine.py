@@ -11,7 +11,6 @@ prefilled, the others copy its KV one step later.
 
 import asyncio
 import math
-import random
 import time
 from collections import deque
 
@@ -91,8 +90,7 @@ class TorchEngine:
         if limit <= 0:
             return Generation(finish="length")
         completers = self._stops.completers(request.stop_strings)
-        generator = random.Random(request.seed)
-        draws = [generator.random() for _ in range(limit)]
+        draws = np.random.Generator(np.random.Philox(key=request.seed)).random(limit).tolist()
         future = asyncio.get_running_loop().create_future()
         run = RunningRequest(request, context, limit, completers, draws, future)
         if self._loop is None:

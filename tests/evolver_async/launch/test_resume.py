@@ -136,6 +136,6 @@ def test_the_learner_writes_the_checkpoint_that_the_buffer_asks_for(tmp_path: Pa
         kept = [one for one in run.asked if isinstance(one, messages.Kept)]
         assert len(kept) == 3 and all(one.bytes > 10_000 for one in kept)
         names = sorted(path.name for path in (run.run_dir / "checkpoints").iterdir())
-        assert names == ["000001-step-0", "000002-step-4", "000003-step-10", "000004-step-10"]
+        assert names == ["000001-step-0", "000002-step-4", "000004-step-10"], "no copy"
     finally:
         run.close()

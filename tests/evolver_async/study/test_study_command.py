@@ -200,7 +200,8 @@ def test_an_interrupted_study_goes_on_where_it_was_and_lists_what_failed(
     while "[1/4] lr-5e-3-s0 finished" not in said:
         said += process.stdout.readline() or pytest.fail(said)
     wait_for(lambda: (out / "logs" / "lr-1e30-s0.log").exists(), "the second run")
-    children = psutil.Process(process.pid).children(recursive=True)
+    study = psutil.Process(process.pid)  # it makes the log a moment before the process
+    children = wait_for(lambda: study.children(recursive=True), "its process")
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130, said + rest
