@@ -5,10 +5,10 @@ from numbers import Real
 from evolver_async.env import Info, Step
 
 
-def text(value: object, what: str) -> str:
+def checked_observation(value: object) -> str:
     """Return `value`; TypeError if it is no text."""
     if not isinstance(value, str):
-        raise TypeError(f"{what} must be a text, is {_described(value)}")
+        raise TypeError(f"an observation must be a text, is {_described(value)}")
     return value
 
 
@@ -16,7 +16,7 @@ def checked_step(value: object) -> Step:
     """Return `value`; TypeError, which names the field, if it is not a Step of the right types."""
     if not isinstance(value, Step):
         raise TypeError(f"step must return a Step, returned {_described(value)}")
-    text(value.observation, "observation of the Step")
+    checked_observation(value.observation)
     if not isinstance(value.reward, Real):
         raise TypeError(f"reward of the Step must be a number, is {_described(value.reward)}")
     if not isinstance(value.info, Info):

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
 from actors.envs.base import Env, EnvironmentFailure, blocks, env_class, make_env, settled
-from actors.envs.results import checked_step, text
+from actors.envs.results import checked_observation, checked_step
 from actors.progress import TicketProgress
 from evolver_async.env import Step
 from evolver_async.metrics.activity import BLOCKING, STEPPING
@@ -79,16 +79,16 @@ class TimedEnvironment:
     async def reset(self, task: Task, dynamics_seed: int) -> str:
         """Return the first observation."""
         seen = await self.call("reset", self.env.reset, task, dynamics_seed)
-        return self._checked("reset", lambda: text(seen, "reset"))
+        return self._checked("reset", checked_observation, seen)
 
     async def step(self, action: str, latency_s: float = 0, doing: str = "step") -> Step:
         """Return the result of an action."""
         found = await self.call(doing, self.env.step, action, latency_s=latency_s)
-        return self._checked(doing, lambda: checked_step(found))
+        return self._checked(doing, checked_step, found)
 
-    def _checked(self, doing: str, check: Callable[[], R]) -> R:
+    def _checked(self, doing: str, check: Callable[[object], R], found: object) -> R:
         try:
-            return check()
+            return check(found)
         except TypeError as error:
             raise self.failure(doing, 0.0, error) from error
 
@@ -97,11 +97,9 @@ class TimedEnvironment:
     ) -> Any:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
-        found = None
-        blocks = self._thread is None and latency_s <= 0
-        if blocks:
-            found = self._blocking(function, args)
-        if not blocks or inspect.isawaitable(found):
+        at_once = self._thread is None and latency_s <= 0
+        found = self._blocking(function, args) if at_once else None
+        if not at_once or inspect.isawaitable(found):  # else no timer could cut it short
             try:
                 async with asyncio.timeout_at(deadline) as limit:
                     if latency_s > 0:
@@ -109,7 +107,7 @@ class TimedEnvironment:
                     if self._thread is not None:
                         self._last = self._thread.call(function, *args)
                         return await settled(await asyncio.wrap_future(self._last))
-                    found = await settled(found if blocks else self._blocking(function, args))
+                    found = await settled(found if at_once else self._blocking(function, args))
             except TimeoutError:
                 if limit.expired():
                     raise self._missed() from None

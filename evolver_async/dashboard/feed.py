@@ -116,12 +116,9 @@ class RunFeed:
         self.snapshot = replace(self.snapshot, **changes)
 
     def _read(self) -> dict[str, Any]:
-        problem, rows = "", []
-        try:
-            rows = self._tail.rows()
-        except ValueError as error:
-            problem = f"metrics.jsonl: some of it is not readable: {error}"
-        changes: dict[str, Any] = {"problem": problem or self.snapshot.problem}
+        rows, changes = self._tail.rows(), dict[str, Any]()
+        if lost := self._tail.unreadable:
+            changes["problem"] = f"metrics.jsonl: some of it is not readable: {lost} lines"
         restarted = self._read_log()
         if rows or restarted:
             changes |= self._add(rows)

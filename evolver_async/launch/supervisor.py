@@ -92,7 +92,7 @@ class Supervisor:
             if code is not None and code < 0:
                 self.supervise(buffer, time.monotonic())  # a killed buffer is restarted
             elif code is not None:
-                cause = self.spawner.log_tail(buffer, 1)
+                cause = self.spawner.last_line(buffer)
                 raise RunFailed(f"the buffer did not start: {cause}", USER_ERROR)
             if time.monotonic() > deadline:
                 raise RunFailed(

@@ -14,11 +14,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Tail:
-    """Position in a JSONL file; the file may not exist yet."""
+    """Position in a JSONL file; the file may not exist yet. `lines`: those before the offset;
+    `unreadable`: how many of them were left out."""
 
     path: Path
     offset: int = 0
-    lines: int = 0  # before the offset
+    lines: int = 0
+    unreadable: int = 0
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the complete rows that were written since the last call; warn of unreadable
@@ -35,6 +37,7 @@ class Tail:
             log.warning(words, self.path, len(missing), missing[0])
         self.offset += len(complete)
         self.lines += len(found)
+        self.unreadable += len(missing)
         return [row for row in found if row is not None]
 
 

@@ -64,10 +64,7 @@ class RunResults:
     @cached_property
     def all_rows(self) -> list[dict[str, Any]]:
         """Every row of metrics.jsonl, those of abandoned lineages included."""
-        try:
-            return Tail(self.path / "metrics.jsonl").rows()
-        except ValueError as error:
-            raise ConfigError(f"{self.path}/metrics.jsonl: not readable: {error}") from error
+        return Tail(self.path / "metrics.jsonl").rows()
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
