@@ -23,6 +23,7 @@ def test_lines_that_cannot_be_read_are_left_out_and_named(
         file.write(b": 5}\n\0\n")
     assert tail.rows() == [{"step": 5}]
     assert f"{path}: 1 lines cannot be read and are left out, the first is line 7" in caplog.text
+    assert tail.unreadable == 3 + 1
 
 
 def test_the_upload_waits_for_no_row_that_cannot_be_read(tmp_path: Path) -> None:
