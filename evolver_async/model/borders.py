@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 SIMILAR = 0.75  # least length in a block, as a fraction of its longest segment
-LEAST_SAVED = 16  # tokens that a shared segment must save; a shorter one is repeated
-DONE = -1  # mark of an entry of the stack in `merge`
 
 Array = np.ndarray[Any, Any]
 
@@ -81,13 +79,13 @@ class Borders:
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "Borders":
         """Make the borders of consecutive sequences of these lengths; at least one, none empty."""
-        return cls._of([(length, 0) for length in lengths], (), device)
+        return cls.trees([(length, 0) for length in lengths], (), device)
 
     @classmethod
-    def _of(
+    def trees(
         cls, segments: Sequence[tuple[int, int]], branches: Sequence[Branch], device: torch.device
     ) -> "Borders":
-        """Make the borders of segments given by length and first position."""
+        """Make the borders of consecutive segments given by length and first position."""
         lengths = [length for length, _ in segments]
         starts = list(itertools.accumulate(lengths, initial=0))
         positions = [np.arange(first, first + length) for length, first in segments]
@@ -132,65 +130,3 @@ def _block(
         index_T=tensor(np.flatnonzero(real_SL)),
         fill_T=tensor(np.where(real_SL, place_SL, 0).ravel()),
     )
-
-
-@dataclass(frozen=True)
-class Merged:
-    """Rows merged into trees: token i of the packed row is token source_T[i] of the rows laid end
-    to end; place_A: place in the packed row of every token of these."""
-
-    source_T: Array
-    place_A: Array
-    borders: Borders
-
-
-def common_prefix(first: Array, second: Array) -> int:
-    """Return the number of tokens with which both begin."""
-    shorter = min(len(first), len(second))
-    differ = np.flatnonzero(first[:shorter] != second[:shorter])
-    return int(differ[0]) if len(differ) else shorter
-
-
-def in_order(rows: Sequence[Array]) -> list[int]:
-    """Sort rows of tokens by their beginnings: rows that share one become neighbours."""
-    return sorted(range(len(rows)), key=lambda one: rows[one].astype(">u4").tobytes())
-
-
-def merge(rows: Sequence[Array], device: torch.device) -> Merged:
-    """Merge what rows of tokens have in common at their beginning, if it saves `LEAST_SAVED`.
-
-    At least one row, none empty.
-    """
-    starts = list(itertools.accumulate((len(row) for row in rows), initial=0))
-    order = in_order(rows)
-    shared = [common_prefix(rows[a], rows[b]) for a, b in itertools.pairwise(order)]
-    segments: list[tuple[int, int]] = []
-    branches: list[Branch] = []
-    sources: list[Array] = []
-    place_A = np.zeros(starts[-1], np.int64)
-    total = 0
-    # Rows order[low:high] agree in their first tokens, of which `depth` are laid out already; or
-    # (start, end, DONE): all rows below the segment start:end are laid out.
-    todo = [(0, len(rows), 0)]
-    while todo:
-        low, high, depth = todo.pop()
-        if depth == DONE:
-            if total > high:
-                branches.append(Branch(low, high, total))
-            continue
-        several = high - low > 1
-        common = min(shared[low : high - 1]) if several else len(rows[order[low]])
-        if common > depth and (not several or (common - depth) * (high - low - 1) >= LEAST_SAVED):
-            start, total = total, total + common - depth
-            segments.append((common - depth, depth))
-            sources.append(starts[order[low]] + np.arange(depth, common))
-            for one in order[low:high]:
-                place_A[starts[one] + depth : starts[one] + common] = np.arange(start, total)
-            depth = common
-            if several:
-                todo.append((start, total, DONE))
-        if several:
-            cuts = [at + 1 for at in range(low, high - 1) if shared[at] == common]
-            parts = list(itertools.pairwise([low, *cuts, high]))
-            todo += [(first, last, depth) for first, last in reversed(parts)]
-    return Merged(np.concatenate(sources), place_A, Borders._of(segments, branches, device))

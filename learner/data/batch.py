@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from evolver_async.model.borders import Borders
+from evolver_async.model.prefix_trees import Beginnings
 from evolver_async.schema import Array
-from learner.data.layout import Layout, by_beginning, place, shared
+from learner.data.layout import Layout, cut_trees, place
 
 
 @dataclass(frozen=True)
@@ -172,10 +173,15 @@ class Minibatch:
         return int(self.batch.length_P[self.members].sum())
 
     @property
-    def row_lengths(self) -> Array:
-        """Tokens of each of its rows, prompts included."""
-        batch = self.batch
-        return np.diff(batch.row_start_R)[np.isin(batch.trajectory_R, self.members)]
+    def rows(self) -> Array:
+        """The batch's numbers of its rows, ascending."""
+        return np.flatnonzero(np.isin(self.batch.trajectory_R, self.members))
+
+    def laid_lengths(self, layout: Layout) -> Array:
+        """Return the tokens that each of its rows, prompts included, adds to a forward pass."""
+        if layout == "tree" and len(self.rows):
+            return Beginnings([_row(self.batch, row) for row in self.rows.tolist()]).new_R()
+        return np.diff(self.batch.row_start_R)[self.rows]
 
     @property
     def groups(self) -> set[int]:
@@ -215,36 +221,41 @@ class Minibatch:
         """Yield micro-batches of at most `token_budget` tokens, padding included.
 
         Padded and packed, the longest rows come first, so that a budget beyond the memory fails at
-        once. Trees take rows that begin alike together; tokens that neighbours share count once.
+        once. Trees take rows that begin alike together; tokens that rows share count once.
         A trajectory is never split (trajectory-level weights need all its tokens), nor a group with
         `whole_groups`: one whose rows alone exceed the budget gets a micro-batch of its own.
         """
         batch = self.batch
         unit_P = batch.group_P if batch.whole_groups else np.arange(len(batch.group_P))
         rows_of: dict[int, list[int]] = {int(unit): [] for unit in unit_P[self.members]}
-        for row in np.flatnonzero(np.isin(batch.trajectory_R, self.members)):
-            rows_of[int(unit_P[batch.trajectory_R[row]])].append(int(row))
-        lengths_R = np.diff(batch.row_start_R)
+        for row in self.rows.tolist():
+            rows_of[int(unit_P[batch.trajectory_R[row]])].append(row)
         units = list(rows_of.values())
         if layout == "tree":
-            units = by_beginning(units, lambda row: _row(batch, row))
+            tokens = {row: _row(batch, row) for unit in units for row in unit}
+            parts = cut_trees(units, tokens, token_budget)
         else:
-            units.sort(key=lambda rows: -max(int(lengths_R[row]) for row in rows))
-        pending: list[int] = []
-        tokens = width = 0
-        for rows in units:
-            more, longest = int(lengths_R[rows].sum()), int(lengths_R[rows].max())
-            if layout == "tree" and pending:
-                more -= shared([_row(batch, row) for row in (pending[-1], *rows)])
-            padded = (len(pending) + len(rows)) * max(width, longest)
-            if pending and (padded if layout == "padded" else tokens + more) > token_budget:
-                yield lay_out(batch, np.array(pending), device, layout)
-                pending, tokens, width = [], 0, 0
-                more = int(lengths_R[rows].sum())
-            pending += rows
-            tokens, width = tokens + more, max(width, longest)
-        if pending:
-            yield lay_out(batch, np.array(pending), device, layout)
+            parts = _cut(units, np.diff(batch.row_start_R), token_budget, layout)
+        for part in parts:
+            yield lay_out(batch, np.array(part), device, layout)
+
+
+def _cut(
+    units: list[list[int]], length_R: Array, token_budget: int, layout: Layout
+) -> Iterator[list[int]]:
+    """Cut units of rows, longest rows first, into parts within the budget, padding included."""
+    pending: list[int] = []
+    tokens = width = 0
+    for rows in sorted(units, key=lambda rows: -length_R[rows].max()):
+        more, longest = int(length_R[rows].sum()), int(length_R[rows].max())
+        padded = (len(pending) + len(rows)) * max(width, longest)
+        if pending and (padded if layout == "padded" else tokens + more) > token_budget:
+            yield pending
+            pending, tokens, width = [], 0, 0
+        pending = pending + rows
+        tokens, width = tokens + more, max(width, longest)
+    if pending:
+        yield pending
 
 
 def _row(batch: Batch, row: int) -> Array:

@@ -1,14 +1,14 @@
 """Layouts of rows as the input of a forward pass. Pure."""
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 
-from evolver_async.model.borders import LEAST_SAVED, Borders, common_prefix, in_order, merge
+from evolver_async.model.borders import Borders
+from evolver_async.model.prefix_trees import Beginnings, merge
 from evolver_async.schema import Array
 
 # Padded on the right, packed into one row, or packed with what rows share at their beginnings
@@ -47,19 +47,29 @@ def place(rows: Sequence[Array], device: torch.device, layout: Layout) -> Placed
     return Placed(tokens_1T, np.ones_like(tokens_1T, bool), place_A, borders)
 
 
-def by_beginning(units: list[list[int]], row: Callable[[int], Array]) -> list[list[int]]:
-    """Sort units of rows, and the rows of each: those that begin alike become neighbours."""
-    rows = [index for unit in units for index in unit]
-    order = in_order([row(index) for index in rows])
-    rank = {rows[index]: place for place, index in enumerate(order)}
-    units = [sorted(unit, key=rank.__getitem__) for unit in units]
-    return sorted(units, key=lambda unit: rank[unit[0]])
+def cut_trees(
+    units: Sequence[list[int]], rows: dict[int, Array], token_budget: int
+) -> Iterator[list[int]]:
+    """Cut units of rows, at least one, into parts whose trees have at most `token_budget` tokens.
 
-
-def shared(rows: Sequence[Array]) -> int:
-    """Estimate how many tokens of rows a tree saves: those in common with the row before.
-
-    Less what it repeats because sharing would not pay.
+    `rows`: the tokens of every row. Units that begin alike come together; one that exceeds the
+    budget alone is a part of its own.
     """
-    pairs = itertools.pairwise(rows)
-    return sum(max(0, common_prefix(*pair) - LEAST_SAVED) for pair in pairs)
+    place = {row: index for index, row in enumerate(rows)}
+    order = Beginnings(list(rows.values()))
+    places = [np.array([place[row] for row in unit]) for unit in units]
+    first_U = np.array([order.rank_R[one].min() for one in places])
+    units_U = np.argsort(first_U, kind="stable")
+    start = 0
+    while start < len(units):
+        least, most, tried = start + 1, len(units), len(units)
+        while least < most:
+            chosen = np.concatenate([places[unit] for unit in units_U[start:tried]])
+            if order.size(chosen) <= token_budget:
+                least = tried
+            else:
+                most = tried - 1
+            tried = (least + most + 1) // 2
+        part = [row for unit in units_U[start:least] for row in units[unit]]
+        yield sorted(part, key=lambda row: order.rank_R[place[row]])
+        start = least

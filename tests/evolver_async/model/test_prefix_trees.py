@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from evolver_async.model import lean, lora, policy, row_checks
-from evolver_async.model.borders import LEAST_SAVED, Borders, merge
+from evolver_async.model.borders import Borders
+from evolver_async.model.prefix_trees import LEAST_SAVED, merge
 from evolver_async.model.tokenizer import ModelError
 
 CPU = torch.device("cpu")

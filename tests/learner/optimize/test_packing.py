@@ -189,7 +189,7 @@ def test_rounding_of_a_short_type_is_not_taken_for_mixing(monkeypatch):
     monkeypatch.setattr(attention, "_by_blocks", rounded)
     row_checks.check_packing(model)
     monkeypatch.setattr(  # all sequences as one
-        policy.Borders, "of", lambda _, device: Borders._of([(9, 0)], (), device)
+        policy.Borders, "of", lambda _, device: Borders.trees([(9, 0)], (), device)
     )
     with pytest.raises(ModelError, match=r"learner\.packing"):
         row_checks.check_packing(model)
