@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from evolver_async.model import lean, lora, policy, row_checks
 from evolver_async.model.borders import Borders
-from evolver_async.model.prefix_trees import LEAST_SAVED, merge
+from evolver_async.model.prefix_trees import LEAST_SAVED, Beginnings, merge
 from evolver_async.model.tokenizer import ModelError
 
 CPU = torch.device("cpu")
@@ -121,7 +121,18 @@ def test_a_tree_holds_every_row_once_and_shares_what_pays(rows):
     assert set(merged.place_A.tolist()) == set(range(len(tokens_T)))
     for branch in merged.borders.branches:
         assert branch.start < branch.end < branch.last <= len(tokens_T)
-    assert len(tokens_T) <= len(laid_A)
+    assert len(tokens_T) <= sum(map(len, {row.tobytes(): row for row in rows}.values()))
+
+
+@settings(max_examples=examples(100))
+@given(forests(), st.integers(1, 255))
+def test_the_size_of_a_tree_is_known_before_it_is_made(rows, drawn):
+    order = Beginnings(rows)
+    chosen = [index for index in range(len(rows)) if drawn >> index & 1] or [0]
+    merged = merge([rows[index] for index in chosen], CPU)
+    assert order.size(np.array(chosen)) == len(merged.source_T)
+    prefixes = {row[: end + 1].tobytes() for row in rows for end in range(len(row))}
+    assert order.new_R().sum() == len(prefixes)
 
 
 def test_members_share_their_prompt_and_contexts_their_history():

@@ -1,5 +1,6 @@
 """Minibatches and micro-batches against the batches they are cut from."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -86,6 +87,38 @@ def test_micro_batches_fit_the_budget_and_hold_every_token_once(seed, budget):
         assert micro.stripped_N.tolist() == batch.stripped_P[batch.trajectory_N[at]].tolist()
         assert micro.length_N.tolist() == batch.length_P[batch.trajectory_N[at]].tolist()
         assert sorted(own) == torch.tensor(sorted(own))[micro.trajectory_N.unique()].tolist()
+
+
+@settings(max_examples=examples(50))
+@given(st.integers(0, 10**6), st.integers(1, 200), st.booleans())
+def test_trees_fit_the_budget_and_as_few_passes_as_it_allows(seed, budget, whole_groups):
+    groups = make_groups(seed, 3, 3)
+    rng = np.random.default_rng(seed)
+    for group in groups:
+        for trajectory in group.trajectories:
+            for sequence in trajectory.sequences:  # some share their beginning, some are equal
+                sequence.tokens[:] = rng.integers(2) + np.arange(len(sequence.tokens)) // 9
+    batch = replace(collated(groups), whole_groups=whole_groups)
+    whole = batch.whole()
+    found = list(whole.micro_batches(budget, CPU, "tree"))
+    index = torch.cat([micro.index_N for micro in found]).numpy()
+    assert sorted(index) == list(range(len(batch.mu_N)))
+    unit_P = batch.group_P if whole_groups else np.arange(len(batch.group_P))
+    seen: set[int] = set()
+    for micro in found:
+        at = micro.index_N.numpy()
+        own = set(unit_P[batch.trajectory_N[at]].tolist())
+        assert not own & seen
+        seen |= own
+        assert micro.tokens_BT.numel() <= budget or len(own) == 1
+        tokens_N = micro.tokens_BT.view(-1)[micro.read_K[micro.source_N]]
+        before = batch.tokens[np.flatnonzero(batch.action)[at] - 1]
+        assert tokens_N.tolist() == before.tolist()
+        assert micro.target_N.tolist() == batch.tokens[batch.action][at].tolist()
+    (everything,) = whole.micro_batches(1 << 20, CPU, "tree")
+    laid = everything.tokens_BT.numel()
+    assert laid >= whole.laid_lengths("tree").sum()
+    assert len(list(whole.micro_batches(laid, CPU, "tree"))) == 1
 
 
 class Bigram(torch.nn.Module):
