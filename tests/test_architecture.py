@@ -72,6 +72,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "msgpack": ("evolver_async.protocol.bounded",),
     "torch": (
         "evolver_async.model.policy",
+        "evolver_async.model.prefix_trees",
         "evolver_async.model.row_checks",
         "evolver_async.model.attention",
         "evolver_async.model.borders",

@@ -1,6 +1,7 @@
 """Checks before a start that need more than the configuration: paths, wings, addresses, GPUs."""
 
 import os
+import socket
 from pathlib import Path
 
 from evolver_async.buffer.state.sampling import sampler_of
@@ -47,6 +48,20 @@ def _check_wandb(config: Config) -> None:
         raise ConfigError("metrics.wandb: online needs a key; set WANDB_API_KEY or run wandb login")
 
 
+def _check_prometheus(config: Config) -> None:
+    if not (address := config.metrics.prometheus):
+        return
+    host, port = host_and_port(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        cause = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise ConfigError(f"metrics.prometheus: {address}: {cause}") from None
+    except OverflowError as error:
+        raise ConfigError(f"metrics.prometheus: {address}: {error}") from None
+
+
 def check_addresses(config: Config) -> None:
     """Raise ConfigError for invalid keys, and for an address that is open to others or in use."""
     if config.launch.kind != "local":
@@ -90,6 +105,6 @@ def _check_own(config: Config) -> None:
 
 
 CHECKS = (
-    *(check_paths, check_wings, _check_own, check_addresses),
+    *(check_paths, check_wings, _check_own, check_addresses, _check_prometheus),
     *(_check_gpus, _check_wandb, check_memory, check_gpu_memory),
 )

@@ -16,7 +16,7 @@ import torch
 from evolver_async.model.borders import Borders
 from evolver_async.model.prefix_trees import Beginnings
 from evolver_async.schema import Array
-from learner.data.layout import Layout, cut_trees, place
+from learner.data.layout import Layout, cut_rows, cut_trees, place
 
 
 @dataclass(frozen=True)
@@ -235,27 +235,9 @@ class Minibatch:
             tokens = {row: _row(batch, row) for unit in units for row in unit}
             parts = cut_trees(units, tokens, token_budget)
         else:
-            parts = _cut(units, np.diff(batch.row_start_R), token_budget, layout)
+            parts = cut_rows(units, np.diff(batch.row_start_R), token_budget, layout)
         for part in parts:
             yield lay_out(batch, np.array(part), device, layout)
-
-
-def _cut(
-    units: list[list[int]], length_R: Array, token_budget: int, layout: Layout
-) -> Iterator[list[int]]:
-    """Cut units of rows, longest rows first, into parts within the budget, padding included."""
-    pending: list[int] = []
-    tokens = width = 0
-    for rows in sorted(units, key=lambda rows: -length_R[rows].max()):
-        more, longest = int(length_R[rows].sum()), int(length_R[rows].max())
-        padded = (len(pending) + len(rows)) * max(width, longest)
-        if pending and (padded if layout == "padded" else tokens + more) > token_budget:
-            yield pending
-            pending, tokens, width = [], 0, 0
-        pending = pending + rows
-        tokens, width = tokens + more, max(width, longest)
-    if pending:
-        yield pending
 
 
 def _row(batch: Batch, row: int) -> Array:

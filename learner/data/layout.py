@@ -47,6 +47,24 @@ def place(rows: Sequence[Array], device: torch.device, layout: Layout) -> Placed
     return Placed(tokens_1T, np.ones_like(tokens_1T, bool), place_A, borders)
 
 
+def cut_rows(
+    units: list[list[int]], length_R: Array, token_budget: int, layout: Layout
+) -> Iterator[list[int]]:
+    """Cut units of rows, longest rows first, into parts within the budget, padding included."""
+    pending: list[int] = []
+    tokens = width = 0
+    for rows in sorted(units, key=lambda rows: -length_R[rows].max()):
+        more, longest = int(length_R[rows].sum()), int(length_R[rows].max())
+        padded = (len(pending) + len(rows)) * max(width, longest)
+        if pending and (padded if layout == "padded" else tokens + more) > token_budget:
+            yield pending
+            pending, tokens, width = [], 0, 0
+        pending = pending + rows
+        tokens, width = tokens + more, max(width, longest)
+    if pending:
+        yield pending
+
+
 def cut_trees(
     units: Sequence[list[int]], rows: dict[int, Array], token_budget: int
 ) -> Iterator[list[int]]:

@@ -1,6 +1,7 @@
 """What Prometheus reads of a run, over its own protocol."""
 
 import json
+import re
 import socket
 import urllib.request
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from evolver_async.config import Config, ConfigError
+from evolver_async.launch.start_checks import problems_of
 from evolver_async.watch import prometheus
 
 AMOUNT = {"groups": 2, "trajectories": 8, "tokens": 80}
@@ -118,3 +120,15 @@ def test_an_address_that_is_taken_is_named(tmp_path: Path, config: Config) -> No
         prometheus.served(tmp_path, config),
     ):
         pass
+
+
+def test_a_start_finds_that_an_address_is_taken_before_it_makes_a_directory(
+    tmp_path: Path, config: Config
+) -> None:
+    config.launch.kind = "serial"
+    assert not [one for one in problems_of(config) if "prometheus" in one]
+    with prometheus.served(tmp_path, config):
+        (problem,) = (one for one in problems_of(config) if "prometheus" in one)
+        assert re.fullmatch(r"metrics.prometheus: 127.0.0.1:\d+: Address already in use", problem)
+    config.metrics.prometheus = "127.0.0.1:99999"
+    assert any(one.startswith("metrics.prometheus: 127.0.0.1:99999") for one in problems_of(config))
