@@ -17,7 +17,7 @@ LEAST_SAVED = 16  # tokens that a shared segment must save; a shorter one is rep
 
 
 @dataclass(frozen=True)
-class Piece:
+class TreeSegment:
     """Tokens depth:end of the rows at places low:high of an order, which agree up to there."""
 
     low: int
@@ -79,7 +79,7 @@ def common_prefix(first: Array, second: Array) -> int:
     return int(differ[0]) if len(differ) else shorter
 
 
-def _segments(length_Q: Array, common_Q: Array) -> Iterator[Piece]:
+def _segments(length_Q: Array, common_Q: Array) -> Iterator[TreeSegment]:
     """Yield the segments of different rows in depth-first order."""
     lengths, common = length_Q.tolist(), common_Q.tolist()
     todo = [(0, len(lengths), 0)]
@@ -88,12 +88,12 @@ def _segments(length_Q: Array, common_Q: Array) -> Iterator[Piece]:
         low, high, depth = todo.pop()
         if high - low == 1:
             if lengths[low] > depth:
-                yield Piece(low, high, depth, lengths[low])
+                yield TreeSegment(low, high, depth, lengths[low])
             continue
         shared = min(common[low + 1 : high])
         cuts = [place for place in range(low + 1, high) if common[place] == shared]
         if (shared - depth) * (high - low - 1) >= LEAST_SAVED:
-            yield Piece(low, high, depth, shared)
+            yield TreeSegment(low, high, depth, shared)
             depth = shared
         parts = list(itertools.pairwise([low, *cuts, high]))
         todo += [(first, last, depth) for first, last in reversed(parts)]
@@ -124,7 +124,7 @@ def merge(rows: Sequence[Array], device: torch.device) -> Merged:
     )
 
 
-def _branches(segments: Sequence[Piece], laid: Sequence[int]) -> list[Branch]:
+def _branches(segments: Sequence[TreeSegment], laid: Sequence[int]) -> list[Branch]:
     """Return the branches of segments in depth-first order, which start at `laid`."""
     found: list[Branch] = []
     above: list[int] = []
