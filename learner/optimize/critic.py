@@ -97,7 +97,7 @@ class Critic:
         value_N = np.zeros_like(batch.mu_N)
         end_value_R = np.zeros(len(batch.trajectory_R), np.float32)
         whole = batch.whole()
-        budget = ranks.budget(whole.laid_lengths(layout), token_budget)
+        budget = ranks.budget(token_budget, partial(whole.laid_lengths, layout))
         for micro in ranks.share(whole.micro_batches(budget, ranks.device, layout)):
             if micro is None:
                 within(model, partial(self._idle, model, ranks.device, layout != "padded"))

@@ -46,7 +46,7 @@ class Distillation:
         members = minibatch.members[self.taught.length_P[minibatch.members] > 0]
         guided = Minibatch(self.taught.sampled, members)
         total, sum_kl = 0.0, 0.0
-        budget = ranks.budget(guided.laid_lengths(self.layout), token_budget)
+        budget = ranks.budget(token_budget, partial(guided.laid_lengths, self.layout))
         micros = guided.micro_batches(budget, ranks.device, self.layout)
         for teacher in ranks.share(micros):
             if teacher is None:

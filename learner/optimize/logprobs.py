@@ -38,7 +38,7 @@ class Scorer:
     def __call__(self, model: torch.nn.Module, minibatch: Minibatch) -> Array:
         """Return log-probs under `model`, float32[N] of the batch, 0 outside of the minibatch."""
         logprobs_N = np.zeros_like(minibatch.batch.mu_N)
-        budget = self.ranks.budget(minibatch.laid_lengths(self.layout), self.token_budget)
+        budget = self.ranks.budget(self.token_budget, partial(minibatch.laid_lengths, self.layout))
         micros = minibatch.micro_batches(budget, self.ranks.device, self.layout)
         for micro in self.ranks.share(micros):
             if micro is None:

@@ -145,7 +145,7 @@ class Stepper:
         """
         total, terms_of, layout = 0.0, dict[str, float](), self.models.layout
         limit = self.token_budget(stage, critic.critic if critic else None)
-        budget = self.ranks.budget(minibatch.laid_lengths(layout), limit)
+        budget = self.ranks.budget(limit, partial(minibatch.laid_lengths, layout))
         micros = minibatch.micro_batches(budget, self.device, layout)
         for micro in self.ranks.share(micros):
             with self.timers("forward"):

@@ -96,12 +96,15 @@ class Ranks:
         while taken := [part for _, part in zip(range(self.count), parts, strict=False)]:
             yield taken[self.rank] if self.rank < len(taken) else None
 
-    def budget(self, length_R: Array, limit: int) -> int:
-        """Return tokens of a forward pass over such rows, so that every rank gets some.
+    def budget(self, limit: int, lengths: Callable[[], Array]) -> int:
+        """Return tokens of a forward pass, `limit` at most, so that every rank gets some.
 
-        It is `limit` at most, unless a row is longer.
+        lengths: returns the tokens that each row adds to a pass; called with several ranks only.
         """
-        if self.count == 1 or not len(length_R):
+        if self.count == 1:
+            return limit
+        length_R = lengths()
+        if not len(length_R):
             return limit
         return min(limit, int(length_R.sum()) // self.count + int(length_R.max()) // 2)
 
