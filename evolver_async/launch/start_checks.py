@@ -1,7 +1,6 @@
 """Checks before a start that need more than the configuration: paths, wings, addresses, GPUs."""
 
 import os
-import socket
 from pathlib import Path
 
 from evolver_async.buffer.state.sampling import sampler_of
@@ -17,6 +16,7 @@ from evolver_async.memory.host import check_memory
 from evolver_async.metrics.sinks import sink_of
 from evolver_async.metrics.wandb_process import has_key
 from evolver_async.process.addresses import keys_of
+from evolver_async.process.http_address import check_free
 from evolver_async.transport.keys import KeysError, check_keys
 from evolver_async.transport.server import check_address
 from evolver_async.weights.channel.base import listen
@@ -49,17 +49,8 @@ def _check_wandb(config: Config) -> None:
 
 
 def _check_prometheus(config: Config) -> None:
-    if not (address := config.metrics.prometheus):
-        return
-    host, port = host_and_port(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        cause = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        raise ConfigError(f"metrics.prometheus: {address}: {cause}") from None
-    except OverflowError as error:
-        raise ConfigError(f"metrics.prometheus: {address}: {error}") from None
+    if config.metrics.prometheus:
+        check_free("metrics.prometheus", config.metrics.prometheus)
 
 
 def check_addresses(config: Config) -> None:

@@ -36,8 +36,8 @@ class Merged:
     borders: Borders
 
 
-class Beginnings:
-    """Order of rows of tokens in which those that begin alike are neighbours.
+class SortedRows:
+    """Rows of tokens in an order in which those that begin alike are neighbours.
 
     rank_R int64: place of every row among the different ones; equal rows have the same. length_Q
     int64, and common_Q int64: tokens in common with the row before; first_Q int64: a row of each.
@@ -105,7 +105,7 @@ def merge(rows: Sequence[Array], device: torch.device) -> Merged:
     At least one row, none empty. Equal rows are one.
     """
     starts = list(itertools.accumulate((len(row) for row in rows), initial=0))
-    order = Beginnings(rows)
+    order = SortedRows(rows)
     segments = list(_segments(order.length_Q, order.common_Q))
     laid = list(itertools.accumulate((one.end - one.depth for one in segments), initial=0))
     sources: list[Array] = []

@@ -28,6 +28,7 @@ from evolver_async.launch.run_directory import address_of
 from evolver_async.launch.scaling import waited
 from evolver_async.metrics.tail import Tail
 from evolver_async.process.addresses import keys_of
+from evolver_async.process.http_address import host_and_port, naming
 from evolver_async.transport.client import Rejected
 from evolver_async.watch.status import ask
 
@@ -44,14 +45,12 @@ def served(run_dir: Path, config: Config) -> Iterator[None]:
 
     Raise ConfigError if the address cannot be used.
     """
-    host, _, port = config.metrics.prometheus.rpartition(":")
+    address = config.metrics.prometheus
     registry = CollectorRegistry()
     registry.register(RunMetrics(run_dir, config))
-    try:
-        server, thread = start_http_server(int(port), host.strip("[]"), registry)
-    except (OSError, OverflowError) as error:
-        cause = getattr(error, "strerror", None) or error
-        raise ConfigError(f"metrics.prometheus: {config.metrics.prometheus}: {cause}") from None
+    with naming("metrics.prometheus", address):
+        host, port = host_and_port(address)
+        server, thread = start_http_server(port, host, registry)
     try:
         yield
     finally:

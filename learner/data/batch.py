@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from evolver_async.model.borders import Borders
-from evolver_async.model.prefix_trees import Beginnings
+from evolver_async.model.prefix_trees import SortedRows
 from evolver_async.schema import Array
 from learner.data.layout import Layout, cut_rows, cut_trees, place
 
@@ -178,10 +178,15 @@ class Minibatch:
         return np.flatnonzero(np.isin(self.batch.trajectory_R, self.members))
 
     def laid_lengths(self, layout: Layout) -> Array:
-        """Return the tokens that each of its rows, prompts included, adds to a forward pass."""
-        if layout == "tree" and len(self.rows):
-            return Beginnings([_row(self.batch, row) for row in self.rows.tolist()]).new_R()
-        return np.diff(self.batch.row_start_R)[self.rows]
+        """Return the tokens, prompts included, that each of its rows adds to one pass over all.
+
+        In a tree that is what no row before it in their order has; beginnings that are too short
+        to be shared come on top.
+        """
+        rows = self.rows
+        if layout == "tree" and len(rows):
+            return SortedRows([_row(self.batch, row) for row in rows.tolist()]).new_R()
+        return np.diff(self.batch.row_start_R)[rows]
 
     @property
     def groups(self) -> set[int]:

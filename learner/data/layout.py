@@ -1,6 +1,6 @@
 """Layouts of rows as the input of a forward pass. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from evolver_async.model.borders import Borders
-from evolver_async.model.prefix_trees import Beginnings, merge
+from evolver_async.model.prefix_trees import SortedRows, merge
 from evolver_async.schema import Array
 
 # Padded on the right, packed into one row, or packed with what rows share at their beginnings
@@ -59,7 +59,7 @@ def cut_rows(
         if pending and (padded if layout == "padded" else tokens + more) > token_budget:
             yield pending
             pending, tokens, width = [], 0, 0
-        pending = pending + rows
+        pending += rows
         tokens, width = tokens + more, max(width, longest)
     if pending:
         yield pending
@@ -68,26 +68,45 @@ def cut_rows(
 def cut_trees(
     units: Sequence[list[int]], rows: dict[int, Array], token_budget: int
 ) -> Iterator[list[int]]:
-    """Cut units of rows, at least one, into parts whose trees have at most `token_budget` tokens.
+    """Cut units of rows into parts whose trees have at most `token_budget` tokens.
 
-    `rows`: the tokens of every row. Units that begin alike come together; one that exceeds the
-    budget alone is a part of its own.
+    `rows`: the tokens of every row. Units that begin alike come together, as many as fit; one that
+    exceeds the budget alone is a part of its own. No units have no parts.
     """
+    if not units:
+        return
     place = {row: index for index, row in enumerate(rows)}
-    order = Beginnings(list(rows.values()))
+    order = SortedRows(list(rows.values()))
     places = [np.array([place[row] for row in unit]) for unit in units]
-    first_U = np.array([order.rank_R[one].min() for one in places])
-    units_U = np.argsort(first_U, kind="stable")
+    units_U = np.argsort([order.rank_R[one].min() for one in places], kind="stable")
+
+    def fits(start: int, end: int) -> bool:
+        chosen = np.concatenate([places[unit] for unit in units_U[start:end]])
+        return order.size(chosen) <= token_budget
+
     start = 0
     while start < len(units):
-        least, most, tried = start + 1, len(units), len(units)
-        while least < most:
-            chosen = np.concatenate([places[unit] for unit in units_U[start:tried]])
-            if order.size(chosen) <= token_budget:
-                least = tried
-            else:
-                most = tried - 1
-            tried = (least + most + 1) // 2
-        part = [row for unit in units_U[start:least] for row in units[unit]]
+        end = len(units) if not start and fits(0, len(units)) else _furthest(fits, start, units)
+        part = [row for unit in units_U[start:end] for row in units[unit]]
         yield sorted(part, key=lambda row: order.rank_R[place[row]])
-        start = least
+        start = end
+
+
+def _furthest(fits: Callable[[int, int], bool], start: int, units: Sequence[list[int]]) -> int:
+    """Return an end so that the units from `start` to it fit, or `start + 1`.
+
+    It doubles their number while they fit, and halves what is left: its cost is that of one part.
+    """
+    fitting, beyond, step = start + 1, len(units) + 1, 2
+    while start + step < beyond:
+        if fits(start, start + step):
+            fitting, step = start + step, 2 * step
+        else:
+            beyond = start + step
+    while beyond - fitting > 1:
+        middle = (fitting + beyond) // 2
+        if fits(start, middle):
+            fitting = middle
+        else:
+            beyond = middle
+    return fitting

@@ -24,8 +24,8 @@ from learner.ranks.process_group import Ranks, idle, within
 class Scorer:
     """Log-probs of ACTION tokens at a temperature.
 
-    token_budget: tokens of one forward pass, padding included; `chunk`: tokens of one chunk of the
-    vocabulary projection.
+    token_budget: tokens of one forward pass, as they are laid out; `chunk`: tokens of one chunk of
+    the vocabulary projection.
     """
 
     temperature: float

@@ -97,16 +97,19 @@ class Ranks:
             yield taken[self.rank] if self.rank < len(taken) else None
 
     def budget(self, limit: int, lengths: Callable[[], Array]) -> int:
-        """Return tokens of a forward pass, `limit` at most, so that every rank gets some.
+        """Return tokens of a forward pass, `limit` at most, so that every rank gets some of them.
 
-        lengths: returns the tokens that each row adds to a pass; called with several ranks only.
+        lengths: returns the tokens that each row adds to those before it, the longest row whole;
+        called with several ranks only. What rows share is laid out again in every pass.
         """
         if self.count == 1:
             return limit
         length_R = lengths()
         if not len(length_R):
             return limit
-        return min(limit, int(length_R.sum()) // self.count + int(length_R.max()) // 2)
+        total, longest = int(length_R.sum()), int(length_R.max())
+        whole = longest + (total - longest) // self.count
+        return min(limit, max(total // self.count + longest // 2, whole))
 
     def sum(self, *arrays: Array) -> None:
         """Replace arrays by their sums over ranks."""

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from evolver_async.model import lean, lora, policy, row_checks
 from evolver_async.model.borders import Borders
-from evolver_async.model.prefix_trees import LEAST_SAVED, Beginnings, merge
+from evolver_async.model.prefix_trees import LEAST_SAVED, SortedRows, merge
 from evolver_async.model.tokenizer import ModelError
 
 CPU = torch.device("cpu")
@@ -127,7 +127,7 @@ def test_a_tree_holds_every_row_once_and_shares_what_pays(rows):
 @settings(max_examples=examples(100))
 @given(forests(), st.integers(1, 255))
 def test_the_size_of_a_tree_is_known_before_it_is_made(rows, drawn):
-    order = Beginnings(rows)
+    order = SortedRows(rows)
     chosen = [index for index in range(len(rows)) if drawn >> index & 1] or [0]
     merged = merge([rows[index] for index in chosen], CPU)
     assert order.size(np.array(chosen)) == len(merged.source_T)

@@ -1,7 +1,6 @@
 """What Prometheus reads of a run, over its own protocol."""
 
 import json
-import re
 import socket
 import urllib.request
 from pathlib import Path
@@ -11,7 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from evolver_async.config import Config, ConfigError
-from evolver_async.launch.start_checks import problems_of
+from evolver_async.launch.creation import create
+from evolver_async.process.http_address import check_free
 from evolver_async.watch import prometheus
 
 AMOUNT = {"groups": 2, "trajectories": 8, "tokens": 80}
@@ -122,13 +122,23 @@ def test_an_address_that_is_taken_is_named(tmp_path: Path, config: Config) -> No
         pass
 
 
-def test_a_start_finds_that_an_address_is_taken_before_it_makes_a_directory(
-    tmp_path: Path, config: Config
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::]"])
+def test_a_run_is_not_made_if_its_address_is_taken(
+    tmp_path: Path, config: Config, host: str
 ) -> None:
-    config.launch.kind = "serial"
-    assert not [one for one in problems_of(config) if "prometheus" in one]
-    with prometheus.served(tmp_path, config):
-        (problem,) = (one for one in problems_of(config) if "prometheus" in one)
-        assert re.fullmatch(r"metrics.prometheus: 127.0.0.1:\d+: Address already in use", problem)
-    config.metrics.prometheus = "127.0.0.1:99999"
-    assert any(one.startswith("metrics.prometheus: 127.0.0.1:99999") for one in problems_of(config))
+    config.metrics.prometheus = f"{host}:{config.metrics.prometheus.rpartition(':')[2]}"
+    config.launch.kind, config.run.dir = "serial", str(tmp_path / "runs")
+    config.stages[0].steps = 1
+    check_free("metrics.prometheus", config.metrics.prometheus)
+    with (
+        prometheus.served(tmp_path, config),
+        pytest.raises(ConfigError, match=r"metrics.prometheus: \S+:\d+: Address already in use$"),
+    ):
+        create(config, None)
+    assert not [*tmp_path.glob("runs/*")]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "nowhere.invalid:80", "tcp://127.0.0.1:80"])
+def test_an_address_that_is_none_is_refused_before_a_start(address: str) -> None:
+    with pytest.raises(ConfigError, match=f"metrics.prometheus: {address}: "):
+        check_free("metrics.prometheus", address)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from micro_batches import actions
 
 from evolver_async.config import CorrectionConfig
-from evolver_async.schema import Role
+from evolver_async.model import prefix_trees
+from evolver_async.schema import Group, Role
 from learner.data.batch import Batch
 from learner.loss.correction import ActionTokens, decoupled
 from learner.loss.policy import clipped_objective, policy_loss, token_scale
@@ -89,16 +90,21 @@ def test_micro_batches_fit_the_budget_and_hold_every_token_once(seed, budget):
         assert sorted(own) == torch.tensor(sorted(own))[micro.trajectory_N.unique()].tolist()
 
 
-@settings(max_examples=examples(50))
-@given(st.integers(0, 10**6), st.integers(1, 200), st.booleans())
-def test_trees_fit_the_budget_and_as_few_passes_as_it_allows(seed, budget, whole_groups):
+def sharing_groups(seed: int) -> list[Group]:
+    """Groups whose sequences share beginnings; some are equal."""
     groups = make_groups(seed, 3, 3)
     rng = np.random.default_rng(seed)
     for group in groups:
         for trajectory in group.trajectories:
-            for sequence in trajectory.sequences:  # some share their beginning, some are equal
+            for sequence in trajectory.sequences:
                 sequence.tokens[:] = rng.integers(2) + np.arange(len(sequence.tokens)) // 9
-    batch = replace(collated(groups), whole_groups=whole_groups)
+    return groups
+
+
+@settings(max_examples=examples(50))
+@given(st.integers(0, 10**6), st.integers(1, 200), st.booleans())
+def test_trees_fit_the_budget_and_as_few_passes_as_it_allows(seed, budget, whole_groups):
+    batch = replace(collated(sharing_groups(seed)), whole_groups=whole_groups)
     whole = batch.whole()
     found = list(whole.micro_batches(budget, CPU, "tree"))
     index = torch.cat([micro.index_N for micro in found]).numpy()
@@ -119,6 +125,23 @@ def test_trees_fit_the_budget_and_as_few_passes_as_it_allows(seed, budget, whole
     laid = everything.tokens_BT.numel()
     assert laid >= whole.laid_lengths("tree").sum()
     assert len(list(whole.micro_batches(laid, CPU, "tree"))) == 1
+
+
+@settings(max_examples=examples(50))
+@given(st.integers(0, 10**6), st.integers(1, 60))
+def test_a_pass_takes_all_rows_of_a_tree_that_fit(seed, budget):
+    batch = collated(sharing_groups(seed))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_trees, "LEAST_SAVED", 1)  # then more rows never need fewer tokens
+        found = list(batch.whole().micro_batches(budget, CPU, "tree"))
+    for one, following in pairwise(found):
+        first = batch.trajectory_R[following.row_B[0]]
+        more = [row for row in following.row_B.tolist() if batch.trajectory_R[row] == first]
+        rows = [
+            batch.tokens[batch.row_start_R[row] : batch.row_start_R[row + 1]].tolist()
+            for row in [*one.row_B.tolist(), *more]
+        ]
+        assert len({tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}) > budget
 
 
 class Bigram(torch.nn.Module):

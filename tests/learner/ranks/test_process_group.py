@@ -286,14 +286,19 @@ def test_every_rank_gets_as_many_shares_and_each_part_goes_to_one():
 
 def test_a_budget_leaves_no_rank_idle_and_is_the_limit_alone():
     one = alone("cpu")
-
-    def lengths() -> np.ndarray:
-        return np.array([10, 9, 9, 9])
-
-    assert one.budget(1000, lengths) == 1000
     two = type(one)(one.device, 0, 2)
-    assert 19 <= two.budget(1000, lengths) < 37
-    assert two.budget(12, lengths) == 12
+    four = type(one)(one.device, 0, 4)
+
+    def never() -> np.ndarray:
+        raise AssertionError("one rank needs no lengths")
+
+    assert one.budget(1000, never) == 1000
+    assert 19 <= two.budget(1000, lambda: np.array([10, 9, 9, 9])) < 37
+    assert two.budget(12, lambda: np.array([10, 9, 9, 9])) == 12
+    assert two.budget(1000, lambda: np.zeros(0, np.int64)) == 1000
+    # Rows of a tree, which add what is their own: a pass holds at least one row whole.
+    assert four.budget(1000, lambda: np.array([101, 0, 0, 0, 0])) == 101
+    assert 4200 <= four.budget(10**6, lambda: np.array([4200, *[200] * 7])) <= 4600
 
 
 # ---- deaths and deadlines
