@@ -229,6 +229,8 @@ class BufferService:
     def _record_gauges(self, name: str, gauges: dict[str, float], now: float) -> None:
         """Append the gauges of a process, at most twice in the period in which they are due."""
         peer = self.activity.peers[name]
+        if 0 <= (share := gauges.get("host_cpu_share", -1.0)) <= 1:
+            peer.host_cpu_share = share
         if gauges and self.run_dir is not None and now >= peer.gauges_due:
             peer.gauges_due = now + PERIOD_S / 2
             append(self.run_dir, name, peer.host, gauges)

@@ -43,6 +43,7 @@ LEARNER_LEVELS = {
 }
 ACTOR = (ENGINE, *dict.fromkeys(ACTOR_LEVELS.values()), OTHER)
 LEARNER = tuple(dict.fromkeys(LEARNER_LEVELS.values()))
+HOST_CPU_SHARE = "throughput/actor/host_cpu_share"
 TOTALS = "throughput/actor_s/"  # seconds of all actors, from the buffer to the learner
 
 

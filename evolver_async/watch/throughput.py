@@ -6,10 +6,12 @@ from itertools import dropwhile
 from typing import Any
 
 from evolver_async.config import Config
-from evolver_async.metrics.activity import ACTOR, LEARNER, OTHER
+from evolver_async.metrics.activity import ACTOR, HOST_CPU_SHARE, LEARNER, OTHER
 
 WAITS = 0.25  # share of its time from which on a side waits for the other
 FULL, EMPTY = 0.8, 0.5  # shares of the slots in use
+BUSY = 0.9  # share of the processors from which on more actors only share them
+COMPUTES = ("engine", "rollout", "environment", OTHER)  # activities that can need a processor
 GENERATIONS = "throughput/actor/generations"
 FIXED = ("optimizer", "publish", "report", "checkpoint")  # cost the same for larger steps
 SLOWS = {  # what to change if this activity of the actors holds up the learner
@@ -50,7 +52,7 @@ class TimeBudget:
     """Shares by activity, over some rows, of all actors and of the learner; empty if unknown.
 
     `actor_s`, `learner_s`: the seconds that they divide. `generations`: mean number of turns that
-    one actor generates at a time.
+    one actor generates at a time. `busy`: processors in use of the actors' least busy host, 0 to 1.
     """
 
     actor: dict[str, float]
@@ -58,6 +60,7 @@ class TimeBudget:
     actor_s: float = 0.0
     learner_s: float = 0.0
     generations: float = 0.0
+    busy: float = 0.0
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> "TimeBudget":
@@ -73,7 +76,16 @@ class TimeBudget:
             for row in kept
             if row.get(GENERATIONS)
         )
-        return cls(actor, learner, actor_s, learner_s, generations / actor_s if actor_s else 0.0)
+        if not actor_s:
+            return cls(actor, learner, actor_s, learner_s)
+        busy = [
+            (row[HOST_CPU_SHARE], row["throughput/actor/seconds"])
+            for row in kept
+            if row.get("throughput/actor/seconds") and row.get(HOST_CPU_SHARE) is not None
+        ]
+        gauged_s = sum(seconds for _, seconds in busy) or 1.0
+        mean = sum(share * seconds for share, seconds in busy) / gauged_s
+        return cls(actor, learner, actor_s, learner_s, generations / actor_s, mean)
 
 
 def _means(
@@ -145,15 +157,24 @@ def advice(budget: TimeBudget, setup: Setup) -> str:
     if tickets >= WAITS:
         change = _learner(budget)
         return f"The learner holds up the actors, which wait {tickets:.0%} of their time; {change}."
-    return (
+    short = (
         f"Neither side waits long: the learner {data:.0%} of its time, the actors {tickets:.0%}."
-        " More speed needs both more actors and a faster learner."
     )
+    if budget.busy >= BUSY:
+        return (
+            f"{short} The processors are {budget.busy:.0%} in use: more speed needs more of them."
+        )
+    return f"{short} More speed needs both more actors and a faster learner."
 
 
 def _actors(budget: TimeBudget, setup: Setup) -> str:
     """Say what makes the actors faster, by what they spend most time on besides waiting."""
     slowest = max((one for one in budget.actor if one != "tickets"), key=budget.actor.__getitem__)
+    if budget.busy >= BUSY and slowest in COMPUTES:
+        return (
+            f"{slowest} takes most of their time, and the processors are {budget.busy:.0%} in use:"
+            " more actors would only share them; more speed needs more processors, or hosts"
+        )
     if slowest != "engine":
         return SLOWS[slowest]
     used = f"with {budget.generations:.0f} turns at a time in {setup.slots} slots"

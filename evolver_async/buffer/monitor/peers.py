@@ -5,7 +5,7 @@ from collections import deque
 
 import msgspec
 
-from evolver_async.metrics.activity import ACTOR, GENERATIONS, TOTALS
+from evolver_async.metrics.activity import ACTOR, GENERATIONS, HOST_CPU_SHARE, TOTALS
 from evolver_async.schema import WeightId
 
 WINDOW_S = 60.0
@@ -45,6 +45,7 @@ class Peer(msgspec.Struct):
     counters: dict[str, float] = {}  # its last report, by metric name
     seconds: dict[str, float] = {}  # of its process by activity, by metric name
     host: str = ""
+    host_cpu_share: float | None = None  # of its newest gauges
     gauges_due: float = 0.0  # time from which its next gauges are recorded
 
     def count(self, tokens: int, now: float) -> None:
@@ -219,6 +220,12 @@ class Activity:
             for name, value in (peer.counters | peer.seconds).items():
                 sums[name] = _sum(sums.get(name, 0.0), value)
         return sums
+
+    def host_cpu_share(self) -> dict[str, float]:
+        """Processors in use of the actors' least busy host, by metric name; empty if unknown."""
+        present = (self.peers[name] for name in self.actors)
+        known = [one.host_cpu_share for one in present if one.host_cpu_share is not None]
+        return {HOST_CPU_SHARE: min(known)} if known else {}
 
     def learner_waits(self, now: float) -> str:
         """Describe the learner and the time since its last request."""

@@ -95,6 +95,31 @@ def test_a_waiting_learner_asks_for_what_slows_the_actors(
     assert said.startswith("The actors hold up the learner, which waits 50%") and change in said
 
 
+@pytest.mark.parametrize("slowest", ["engine", "rollout"])
+def test_where_all_processors_are_in_use_more_actors_are_no_advice(slowest: str) -> None:
+    actor = {slowest: 0.9} if slowest != "engine" else {}
+    found = budget(actor=actor, learner={"data": 0.5}, busy=0.97)
+    said = advice(found, SETUP)
+    assert said.startswith(
+        f"The actors hold up the learner, which waits 50% of its time; {slowest}"
+    )
+    assert "97% in use" in said and "actors.count" not in said
+    assert "actors.count" in advice(dataclasses.replace(found, busy=0.5), SETUP)
+    balanced = budget(learner={"data": 0.1}, busy=0.95)
+    assert "95% in use" in advice(balanced, SETUP) and "more actors" not in advice(balanced, SETUP)
+
+
+def test_processors_in_use_count_by_the_seconds_of_the_rows_that_know_them() -> None:
+    rows = [row(30.0, 10.0), row(10.0, 10.0), row(50.0, 10.0), row(0.0, 10.0)]
+    rows[3]["throughput/actor/host_cpu_share"] = 0.1  # between two reports of the actors
+    rows[0]["throughput/actor/host_cpu_share"], rows[1]["throughput/actor/host_cpu_share"] = (
+        1.0,
+        0.6,
+    )
+    assert TimeBudget.of(rows).busy == pytest.approx(0.9)
+    assert TimeBudget.of(rows[2:3]).busy == 0.0
+
+
 def test_every_activity_of_the_actors_has_a_change() -> None:
     assert set(SLOWS) | {"engine", "tickets"} == set(ACTOR)
 
