@@ -46,9 +46,7 @@ class SortedRows:
     def __init__(self, rows: Sequence[Array]) -> None:
         """Sort rows, at least one, none empty."""
         keys = [row.astype(">u4").tobytes() for row in rows]
-        places = dict.fromkeys(keys)
-        ordered = sorted(places)
-        rank = {one: place for place, one in enumerate(ordered)}
+        rank = {one: place for place, one in enumerate(sorted(set(keys)))}
         self.rank_R = np.array([rank[one] for one in keys])
         self.first_Q = np.unique(self.rank_R, return_index=True)[1]
         different = [rows[first] for first in self.first_Q]

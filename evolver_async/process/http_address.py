@@ -5,12 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from evolver_async.config import ConfigError
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """Split host:port, where an IPv6 host is in brackets."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+from evolver_async.config.sections.channel import host_and_port
 
 
 @contextmanager

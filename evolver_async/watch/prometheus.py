@@ -24,11 +24,12 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 
 from evolver_async.config import Config, ConfigError
+from evolver_async.config.sections.channel import host_and_port
 from evolver_async.launch.run_directory import address_of
 from evolver_async.launch.scaling import waited
 from evolver_async.metrics.tail import Tail
 from evolver_async.process.addresses import keys_of
-from evolver_async.process.http_address import host_and_port, naming
+from evolver_async.process.http_address import naming
 from evolver_async.transport.client import Rejected
 from evolver_async.watch.status import ask
 

@@ -71,21 +71,16 @@ class TimeBudget:
         kept = list(dropwhile(lambda row: "throughput/actor/seconds" not in row, rows))
         actor_s, actor = _means(kept, "actor", ACTOR)
         learner_s, learner = _means(kept, "learner", LEARNER)
-        generations = sum(
-            row[GENERATIONS] * row["throughput/actor/seconds"]
-            for row in kept
-            if row.get(GENERATIONS)
-        )
-        if not actor_s:
-            return cls(actor, learner, actor_s, learner_s)
-        busy = [
-            (row[HOST_CPU_SHARE], row["throughput/actor/seconds"])
-            for row in kept
-            if row.get("throughput/actor/seconds") and row.get(HOST_CPU_SHARE) is not None
-        ]
-        gauged_s = sum(seconds for _, seconds in busy) or 1.0
-        mean = sum(share * seconds for share, seconds in busy) / gauged_s
-        return cls(actor, learner, actor_s, learner_s, generations / actor_s, mean)
+        means = (_mean(kept, name) for name in (GENERATIONS, HOST_CPU_SHARE))
+        return cls(actor, learner, actor_s, learner_s, *means)
+
+
+def _mean(rows: Iterable[Mapping[str, Any]], name: str) -> float:
+    """Return the mean of a metric over the actors' seconds in rows that have both; 0 without."""
+    both = [(row.get(name), row.get("throughput/actor/seconds")) for row in rows]
+    known = [(value, seconds) for value, seconds in both if value is not None and seconds]
+    whole = sum(seconds for _, seconds in known)
+    return sum(value * seconds for value, seconds in known) / whole if whole else 0.0
 
 
 def _means(

@@ -13,7 +13,7 @@ import numpy as np
 
 from evolver_async.lineages import Fork, version_lag
 from evolver_async.randomness import uniform
-from evolver_async.schema import Array, Group, Role, Sequence, Trajectory, VersionRun, WeightId
+from evolver_async.schema import Array, Group, Role, Sequence, Trajectory, WeightId
 from learner.data.batch import Batch
 
 
@@ -169,12 +169,12 @@ def _row(
     trained = sequence.stripped() if strip else sequence
     action = trained.roles == Role.ACTION if strip else written
     if sequence.versions:
-        runs = sequence.versions
-        found = [lags[run.weights] for run in runs]
-        first = runs[0].weights
-        lag_N = _spread([lag.versions for lag in found], runs, np.int64)
-        abandoned_N = _spread([lag.abandoned for lag in found], runs, bool)
-        swapped_N = _spread([run.weights != first for run in runs], runs, bool)
+        tokens = [run.tokens for run in sequence.versions]
+        found = [lags[run.weights] for run in sequence.versions]
+        lag_N = np.repeat(np.array([lag.versions for lag in found], np.int64), tokens)
+        abandoned_N = np.repeat(np.array([lag.abandoned for lag in found], bool), tokens)
+        first = sequence.versions[0].weights
+        swapped_N = np.repeat([run.weights != first for run in sequence.versions], tokens)
     else:
         lag_N = np.zeros(int(action.sum()), np.int64)
         abandoned_N = swapped_N = np.zeros(len(lag_N), bool)
@@ -197,13 +197,6 @@ def _row(
     if strip:
         row.sampled = replace(row, tokens=sequence.tokens, action=written)
     return row
-
-
-def _spread(values: list[Any], runs: list[VersionRun], dtype: type) -> Array:
-    """Give every token of the runs the value of its run."""
-    if len(runs) == 1:
-        return np.full(runs[0].tokens, values[0], dtype)
-    return np.repeat(np.array(values, dtype), [run.tokens for run in runs])
 
 
 def _layout(rows: list[_Row], trajectories: int) -> dict[str, Array]:

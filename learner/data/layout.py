@@ -86,18 +86,20 @@ def cut_trees(
 
     start = 0
     while start < len(units):
-        end = len(units) if not start and fits(0, len(units)) else _furthest(fits, start, units)
+        end = (
+            len(units) if not start and fits(0, len(units)) else _furthest(fits, start, len(units))
+        )
         part = [row for unit in units_U[start:end] for row in units[unit]]
         yield sorted(part, key=lambda row: order.rank_R[place[row]])
         start = end
 
 
-def _furthest(fits: Callable[[int, int], bool], start: int, units: Sequence[list[int]]) -> int:
-    """Return an end so that the units from `start` to it fit, or `start + 1`.
+def _furthest(fits: Callable[[int, int], bool], start: int, count: int) -> int:
+    """Return an end so that the units from `start` to it, of `count`, fit; or `start + 1`.
 
     It doubles their number while they fit, and halves what is left: its cost is that of one part.
     """
-    fitting, beyond, step = start + 1, len(units) + 1, 2
+    fitting, beyond, step = start + 1, count + 1, 2
     while start + step < beyond:
         if fits(start, start + step):
             fitting, step = start + step, 2 * step

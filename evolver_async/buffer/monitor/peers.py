@@ -221,10 +221,10 @@ class Activity:
                 sums[name] = _sum(sums.get(name, 0.0), value)
         return sums
 
-    def host_cpu_share(self) -> dict[str, float]:
-        """Processors in use of the actors' least busy host, by metric name; empty if unknown."""
-        present = (self.peers[name] for name in self.actors)
-        known = [one.host_cpu_share for one in present if one.host_cpu_share is not None]
+    def host_cpu_share(self, now: float, within_s: float) -> dict[str, float]:
+        """Processors in use of the least busy host of living actors; empty if unknown."""
+        living = (self.peers[name] for name in self.actors if self._here(name, now, within_s))
+        known = [one.host_cpu_share for one in living if one.host_cpu_share is not None]
         return {HOST_CPU_SHARE: min(known)} if known else {}
 
     def learner_waits(self, now: float) -> str:

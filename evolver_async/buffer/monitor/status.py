@@ -211,7 +211,7 @@ class StatusReport:
         if "explore" in ledger.received or self.state.tasks.known:
             values = self._questioning()
             counters |= {f"questioning/{name}": value for name, value in values.items()}
-        counters |= self.activity.host_cpu_share()
+        counters |= self.activity.host_cpu_share(now, self.lease_s)
         reported = self.activity.counters()  # must not replace the buffer's own
         counters |= self.failures.counters()
         return reported | counters | self.censoring.counters() | self.stalls.counters(now)

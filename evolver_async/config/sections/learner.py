@@ -200,7 +200,9 @@ class LearnerConfig:
 
     groups_per_step: Count = 32  # B: groups of one step
     minibatches: Count = 4  # optimizer updates of one step
-    token_budget: int = 16384  # tokens of a pass, with padding, shared ones once; 0: all that fit
+    token_budget: int = (
+        16384  # tokens of a pass, with padding, shared ones once; 0: what a GPU holds
+    )
     packing: bool = True  # rows one behind the other in a single one, instead of padded
     # what packed rows share at their beginnings is computed once: auto where it can be (float32 on
     # a CPU, no sliding window); always refuses a model or device where it cannot

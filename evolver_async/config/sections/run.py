@@ -162,4 +162,4 @@ class MetricsConfig:
     # auto: a live panel on a terminal, else lines
     panel: Literal["auto", "panel", "lines", "none"] = "auto"
     # host:port at which the launcher serves STATUS and the newest metrics to Prometheus
-    prometheus: Annotated[str, Pattern(r"|\S+:\d{1,5}", "host:port")] = ""
+    prometheus: Annotated[str, Pattern(r"|[^\s/]+:\d{1,5}", "host:port")] = ""

@@ -165,15 +165,25 @@ def test_gauges_of_actors_are_recorded_by_host_and_not_too_often(tmp_path: Path)
 
 
 def test_the_least_busy_host_of_the_actors_is_a_metric(tmp_path: Path) -> None:
-    world, name = World(tmp_path / "journal", config()), "throughput/actor/host_cpu_share"
-    status = world.service.learner_requests.status
-    for actor, share in (("actor-0", 0.9), ("actor-1", 0.4), ("actor-2", float("nan"))):
+    world = World(tmp_path / "journal", config())
+
+    def share() -> float | None:
+        counters = world.service.learner_requests.status.counters(world.now)
+        return counters.get("throughput/actor/host_cpu_share")
+
+    def report(actor: str, value: float) -> None:
+        world.one(actor, Counters(values={}, gauges={"host_cpu_share": value}))
+
+    for actor in ("actor-0", "actor-1", "actor-2"):
         world.one(actor, Hello(role="actor", schema_hash=SCHEMA_HASH, host=actor, pid=1))
-        assert name not in status.counters(0.0) or actor != "actor-0"
-        world.one(actor, Counters(values={}, gauges={"host_cpu_share": share}))
-    assert status.counters(0.0)[name] == 0.4
-    world.one("actor-1", Counters(values={}, gauges={"host_cpu_share": 1.0}))
-    assert status.counters(0.0)[name] == 0.9
+    assert share() is None
+    report("actor-2", float("nan"))
+    assert share() is None
+    report("actor-0", 0.9)
+    report("actor-1", 0.4)
+    assert share() == 0.4
+    world.one("actor-1", Lease(credit=0))
+    assert share() == 0.9, "one that has left is idle for another reason"
 
 
 def test_a_stall_is_told_once_when_it_begins(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from evolver_async.config import Config, ConfigError
+from evolver_async.config.load import load
 from evolver_async.launch.creation import create
 from evolver_async.process.http_address import check_free
 from evolver_async.watch import prometheus
@@ -138,7 +139,12 @@ def test_a_run_is_not_made_if_its_address_is_taken(
     assert not [*tmp_path.glob("runs/*")]
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:99999", "nowhere.invalid:80", "tcp://127.0.0.1:80"])
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "nowhere.invalid:80"])
 def test_an_address_that_is_none_is_refused_before_a_start(address: str) -> None:
     with pytest.raises(ConfigError, match=f"metrics.prometheus: {address}: "):
         check_free("metrics.prometheus", address)
+
+
+def test_an_address_is_no_url() -> None:
+    with pytest.raises(ConfigError, match=r"metrics.prometheus: .*host:port"):
+        load(None, ["metrics.prometheus=tcp://127.0.0.1:80"])
