@@ -96,7 +96,10 @@ class InterpreterConfig:
         return Path(os.path.realpath(self.python or getattr(sys, "_base_executable", "")))
 
     def paths(self) -> list[list[str]]:
-        """Return pairs of source and target of everything visible inside."""
+        """Return pairs of source and target of everything visible inside.
+
+        Sources are free of symbolic links, which would lead elsewhere once the root is another one.
+        """
         executable = self.executable()
         prefix = executable.parent.parent
         pairs = [(path, path) for path in LIBRARIES]
@@ -105,7 +108,9 @@ class InterpreterConfig:
         if self.packages:
             pairs.append((sysconfig.get_path("purelib"), PACKAGES))
         pairs += [(str(Path(__file__).with_name(name)), f"/{name}") for name in GUEST_FILES]
-        return [list(pair) for pair in pairs if os.path.exists(pair[0])]
+        return [
+            [os.path.realpath(source), target] for source, target in pairs if os.path.exists(source)
+        ]
 
 
 class ConfinedInterpreter:

@@ -261,6 +261,20 @@ def test_modules_are_warm_and_packages_are_there_when_asked_for(patient: Sandbox
     warm.close()
 
 
+def test_packages_behind_a_link_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient: SandboxPool
+) -> None:
+    """A virtual environment can be a link; inside, its target is nowhere."""
+    packages = tmp_path / "kept" / "packages"
+    packages.mkdir(parents=True)
+    (packages / "linked.py").write_text("name = 'there'\n")
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path / "link" / "packages"))
+    pool = SandboxPool(patient.limits, size=1, interior=InterpreterConfig(packages=True))
+    assert pool.run("import linked\nprint(linked.name)").stdout == "there\n"
+    pool.close()
+
+
 def test_a_program_that_is_too_long_is_not_run() -> None:
     pool = SandboxPool(SandboxLimits(source_bytes=10), size=1)
     assert pool.run("print('01234567890')").status == "error"
