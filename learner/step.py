@@ -34,7 +34,7 @@ from learner.data.selection import select
 from learner.diagnostics.histograms import step_histograms
 from learner.diagnostics.offpolicy import trajectory_metrics
 from learner.diagnostics.rollouts import copied_metrics, taken_metrics
-from learner.diagnostics.step_result import NON_FINITE, StepResult, Trained
+from learner.diagnostics.step_result import StepResult, Trained
 from learner.loss.correction import scales_lr
 from learner.loss.dpo import PreferenceLoss, pair_signs, pairs
 from learner.loss.objective import Objective
@@ -219,6 +219,7 @@ class Updater(Models):
             steps=steps,
             scales_lr=isinstance(loss, Objective) and scales_lr(stage.correction),
             max_cosine=stage.correction.max_cosine if isinstance(loss, Objective) else 1.0,
+            target_kl=stage.loss.target_kl if isinstance(loss, Objective) else math.inf,
         )
 
     def _check_finite(self, state: LearnerState, applied: Applied, *values: object) -> None:
@@ -286,12 +287,12 @@ def _result(
     unfit: Collection[int] = (),
     data: Trained | None = None,
 ) -> StepResult:
-    """Sum up a step; groups without an applied update, and `unfit` ones, count as non-finite."""
-    lost = {groups[index].group_id for index in applied.left_out.union(unfit)}
-    left_out = [group.group_id for group in groups if group.group_id in lost]
+    """Sum up a step; groups without an applied update do not train, and `unfit` ones neither."""
+    lost = applied.lost(groups, unfit)
+    gone = set[int]().union(*lost.values())
     return StepResult(
-        trained=[group.group_id for group in groups if group.group_id not in lost],
-        filtered=filtered | ({NON_FINITE: left_out} if left_out else {}),
+        trained=[group.group_id for group in groups if group.group_id not in gone],
+        filtered=filtered | lost,
         updates=len(applied.minibatches),
         tokens=sum(minibatch.tokens for minibatch in applied.minibatches),
         metrics=metrics,

@@ -88,6 +88,11 @@ class Accounting:
         weight_P = np.exp(log_weight_P - log_weight_P.max())
         return float(weight_P.sum() ** 2 / (len(weight_P) * (weight_P**2).sum()))
 
+    def kl(self) -> float:
+        """Return KL(mu || theta) over all tokens so far, in nats per token; 0 without tokens."""
+        log_rho_N = self.column("log_rho")
+        return _kl(log_rho_N) if len(log_rho_N) else 0.0
+
     def merge(self, other: "Accounting") -> None:
         """Add the tokens of another accounting."""
         self.tokens += other.tokens
@@ -174,13 +179,18 @@ def _named(family: str, statistics: dict[str, float]) -> dict[str, float]:
     return {f"{family}/{name}": value for name, value in statistics.items()}
 
 
+def _kl(log_rho_N: Array) -> float:
+    """Return k3 = mean(rho - 1 - ln rho)."""
+    return float((np.expm1(log_rho_N) - log_rho_N).mean())
+
+
 def _token_statistics(tokens: dict[str, Array]) -> dict[str, float]:
     """Return ess = (Σw)²/(nΣw²), kl = mean(rho - 1 - ln rho), shares and quantiles."""
     w, log_rho = tokens["w"], tokens["log_rho"]
     statistics = {
         "tokens": float(len(w)),
         "ess": float(w.sum() ** 2 / (len(w) * (w**2).sum())),
-        "kl": float((np.expm1(log_rho) - log_rho).mean()),
+        "kl": _kl(log_rho),
     }
     for name in ("clip_low", "clip_high", "masked", "swapped"):
         statistics[name] = float(tokens[name].mean())

@@ -7,6 +7,7 @@ from evolver_async.schema import Array, Group
 from learner.data.batch import Batch, LogProbs
 
 NON_FINITE = "non_finite"  # reason of groups whose update could not be applied
+TARGET_KL = "target_kl"  # reason of groups whose update `loss.target_kl` left out
 
 
 @dataclass(frozen=True)

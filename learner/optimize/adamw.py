@@ -121,5 +121,11 @@ def update(
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    clear(moves)
     return [Update(applied, norm) for norm in norms]
+
+
+def clear(moves: Sequence[tuple[torch.optim.Optimizer, float]]) -> None:
+    """Clear the gradients of each optimizer's weights."""
+    for optimizer, _ in moves:
+        optimizer.zero_grad(set_to_none=True)

@@ -4,7 +4,8 @@ Weights change here alone; `step` decides on the loss and on the data.
 """
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,9 +17,11 @@ from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
 from evolver_async.model.borders import Borders
 from evolver_async.randomness import key
+from evolver_async.schema import Group
 from learner.data.batch import MicroBatch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
-from learner.optimize.adamw import lr_at, update
+from learner.diagnostics.step_result import NON_FINITE, TARGET_KL
+from learner.optimize.adamw import clear, lr_at, update
 from learner.optimize.alignment import align, remember
 from learner.optimize.critic import Critic, CriticTraining
 from learner.optimize.distill import Distillation
@@ -48,14 +51,23 @@ class Failure:
 class Applied:
     """Minibatches whose updates were applied; `failure` of the update that ended them, if any.
 
-    left_out: indices of the groups that are in no applied minibatch.
+    left_out: indices of the groups that are in no applied minibatch. far: the data of the first of
+    these updates were further from the policy than `target_kl`.
     """
 
     minibatches: list[Minibatch]
     left_out: set[int]
     failure: Failure | None
+    far: bool
     metrics: dict[str, float]
     accounting: Accounting
+
+    def lost(self, groups: list[Group], unfit: Collection[int]) -> dict[str, list[int]]:
+        """Return the ids of the groups that did not train, by reason; indices `unfit` are some."""
+        lost = {NON_FINITE: set(unfit), TARGET_KL: set[int]()}
+        lost[TARGET_KL if self.far else NON_FINITE] |= self.left_out
+        found = lost.items()
+        return {why: [groups[i].group_id for i in sorted(who)] for why, who in found if who}
 
 
 class Stepper:
@@ -81,12 +93,14 @@ class Stepper:
         steps: int,
         scales_lr: bool = False,
         max_cosine: float = 1.0,
+        target_kl: float = math.inf,
     ) -> Applied:
         """Cut `data` into minibatches and apply one update each, until one is not finite.
 
         Only applied updates are measured. step: of the stage, which has `steps`. scales_lr: the
         learning rate of an update is multiplied by the square root of its `Accounting.ess_share`.
         max_cosine: the bound on the cosine of consecutive gradients (`align`), 1 for none.
+        target_kl: the bound on `Accounting.kl` of every update but the first, which ends the step.
         """
         learner = stage.learner
         rate = lr_at(step, learner, steps=steps)
@@ -95,7 +109,7 @@ class Stepper:
             others.append((critic.critic.optimizer, critic.settings.lr))
         sums: dict[str, float] = {}
         applied: list[Minibatch] = []
-        accounting, failure = Accounting(), None
+        accounting, failure, far = Accounting(), None, False
         for minibatch in self.cut(stage, data, take):
             found = Accounting()
             total, terms_of = self._gradients(stage, minibatch, loss, found, critic, distillation)
@@ -103,6 +117,9 @@ class Stepper:
             if scales_lr:
                 terms_of["learner/lr_scale"] = scale = self._collected(found).ess_share() ** 0.5
             moves = [(self.models.optimizer, rate * scale), *others]
+            if applied and (far := self._beyond(target_kl, found)):
+                clear(moves)
+                break
             with self.timers("optimizer"):
                 if max_cosine < 1:
                     terms_of["loss/grad_cosine"], grads = align(self.models.optimizer, max_cosine)
@@ -120,10 +137,9 @@ class Stepper:
             accounting.merge(found)
         means = {name: value / len(applied) for name, value in sums.items()}
         means |= {"learner/lr": rate, "learner/updates": float(len(applied))}
-        budget = self.token_budget(stage, critic.critic if critic else None)
-        means["learner/token_budget"] = float(budget)
+        means["learner/token_budget"] = self.token_budget(stage, critic and critic.critic)
         left_out = data.groups.difference(*(minibatch.groups for minibatch in applied))
-        return Applied(applied, left_out, failure, means, self._collected(accounting))
+        return Applied(applied, left_out, failure, far, means, self._collected(accounting))
 
     def cut(self, stage: Config, data: Minibatch, take: int) -> list[Minibatch]:
         """Cut the data of a take into its minibatches, in the order of their updates."""
@@ -182,6 +198,10 @@ class Stepper:
         if critic is not None:
             value = value + 0 * critic.critic.values(hidden_BTD, tokens_BT, borders).sum()
         return value, {}
+
+    def _beyond(self, target_kl: float, accounting: Accounting) -> bool:
+        """Return True if the data of an update are further from the policy than a bound."""
+        return math.isfinite(target_kl) and self._collected(accounting).kl() > target_kl
 
     def _collected(self, accounting: Accounting) -> Accounting:
         """Return the measured tokens of all ranks."""

@@ -1,5 +1,6 @@
 """One step on a tiny model: the KL reference, non-finite updates, the optimizer and its state."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,39 @@ def test_when_nothing_is_applied_everything_is_left_out(tiny, tmp_path):
     assert (outcome.trained, outcome.tokens, outcome.updates) == ([], 0, 0)
     assert outcome.filtered == {"non_finite": [10, 11]}
     assert "loss/policy" not in outcome.metrics and "offpolicy/ess" not in outcome.metrics
+
+
+def test_a_target_kl_ends_a_step_after_its_first_update(tiny, tmp_path):
+    """The groups that it leaves out say so, are not measured, and leave no gradient behind."""
+    outcomes, weights = [], []
+    for target_kl in (math.inf, 1e-9):
+        settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=4)
+        settings.loss.target_kl = target_kl
+        made = updater(settings, tmp_path)
+        state = LearnerState(lineage=1)
+        outcomes.append(made.rl(stage_config(settings, 0), groups(4), state, FORKS, 1))
+        assert all(parameter.grad is None for parameter in made.model.parameters())
+        assert state.bad_steps == 0
+        weights.append(made)
+    whole, cut = outcomes
+    assert (whole.updates, whole.filtered) == (4, {})
+    assert cut.updates == 1 and cut.metrics["learner/updates"] == 1
+    assert len(cut.trained) == 1 and cut.filtered.keys() == {"target_kl"}
+    assert sorted(cut.trained + cut.filtered["target_kl"]) == whole.trained
+    assert cut.tokens == cut.metrics["offpolicy/tokens"] == whole.tokens / 4
+    assert cut.metrics["offpolicy/kl"] > 1e-9  # the data of the first update are far, too
+    assert not same(weights[0].model, weights[1].model)
+
+
+def test_a_target_kl_beyond_the_data_changes_nothing(tiny, tmp_path):
+    found = []
+    for target_kl in (math.inf, 1e6):
+        settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=4)
+        settings.loss.target_kl = target_kl
+        made = updater(settings, tmp_path)
+        made.rl(stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1)
+        found.append(made.model)
+    assert same(*found)
 
 
 def test_a_checkpoint_gives_back_numbers_and_moments(tiny, tmp_path):
