@@ -65,7 +65,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "wandb": ("evolver_async.metrics.wandb_upload",),
     "prometheus_client": ("evolver_async.watch.prometheus",),
     "matplotlib": ("evolver_async.study.plots",),
-    "scipy": ("evolver_async.study.statistics",),
+    "mpmath": ("evolver_async.study.statistics",),
     "textual": ("evolver_async.dashboard.app",),
     "bokeh": ("evolver_async.report.plots",),
     "omegaconf": ("evolver_async.config",),

@@ -71,8 +71,8 @@ def report(args: argparse.Namespace) -> int:
 
 def _study_report(study: Study, page: Path | None) -> int:
     """Write the page of a study and print its path."""
-    if importlib.util.find_spec("scipy") is None:
-        raise ConfigError("report: a study needs scipy: pip install 'evolver-async[study]'")
+    if importlib.util.find_spec("mpmath") is None:
+        raise ConfigError("report: a study needs mpmath: pip install 'evolver-async[study]'")
     if page is not None and page.suffix not in (".html", ".htm"):
         raise ConfigError(f"{page}: the report of a study is one page; name a .html file")
     from evolver_async.report.study_page import write_study

@@ -20,7 +20,7 @@ from evolver_async.study.directory import Study, runs_of, state_of
 from evolver_async.study.estimate import RunEstimate
 from evolver_async.study.scheduler import Scheduler, forget_failures
 
-NEEDED = ("scipy", "matplotlib")
+NEEDED = ("mpmath", "matplotlib")
 FAILED = 1  # exit code if a run failed
 
 

@@ -7,10 +7,11 @@ silently.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from scipy.stats import t as student
+import mpmath
 
 CONFIDENCE = 0.95
 
@@ -40,8 +41,32 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interva
         return Interval(math.nan, None, 0)
     if count == 1:
         return Interval(values[0], None, 1)
-    quantile = float(student.ppf((1 + confidence) / 2, count - 1))
+    quantile = student_quantile((1 - confidence) / 2, count - 1)
     return Interval(fmean(values), quantile * stdev(values) / math.sqrt(count), count)
+
+
+def student_tail(value: float, degrees: int) -> float:
+    """Return the probability that a variable of Student's t distribution is above `value`."""
+    square = value * value
+    outside = mpmath.betainc(degrees / 2, 0.5, 0, degrees / (degrees + square), regularized=True)
+    return float(outside / 2 if value >= 0 else 1 - outside / 2)
+
+
+@cache
+def student_quantile(tail: float, degrees: int) -> float:
+    """Return the value that Student's t distribution exceeds with probability `tail` below 0.5."""
+    high = 1.0
+    while student_tail(high, degrees) > tail:
+        high *= 2
+    return float(
+        mpmath.findroot(
+            lambda value: student_tail(value, degrees) - tail,
+            (0.0, high),
+            solver="bisect",
+            maxsteps=200,
+            tol=1e-26,
+        )
+    )
 
 
 def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
@@ -60,8 +85,8 @@ def equivalence(differences: Sequence[float], margin: float) -> float | None:
     mean, error = fmean(differences), stdev(differences) / math.sqrt(count)
     if error == 0:
         return 0.0 if abs(mean) < margin else 1.0
-    above = float(student.sf((mean + margin) / error, count - 1))  # H0: mean <= -margin
-    below = float(student.cdf((mean - margin) / error, count - 1))  # H0: mean >= margin
+    above = student_tail((mean + margin) / error, count - 1)  # H0: mean <= -margin
+    below = student_tail((margin - mean) / error, count - 1)  # H0: mean >= margin
     return max(above, below)
 
 
