@@ -31,7 +31,8 @@ test-adapters: $(ADAPTERS_INSTALLED)
 	OMP_NUM_THREADS=1 $(ADAPTERS)/bin/python -m pytest tests/actors/envs/test_adapters.py -rs $(ARGS)
 
 faults: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults --durations=20 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults --numprocesses 2 --dist loadfile \
+		--no-loadscope-reorder --durations=20 $(ARGS)
 
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/soak.py $(ARGS)

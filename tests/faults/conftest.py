@@ -13,7 +13,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+# in the environment, so that the workers of a parallel run share it
 SEED = int(os.environ.get("FAULT_SEED") or random.randrange(1 << 16))
+os.environ["FAULT_SEED"] = str(SEED)
 
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(

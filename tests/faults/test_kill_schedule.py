@@ -1,6 +1,6 @@
 """Forty kills over four minutes, the launcher and the experience service among the victims.
 
-    KILL_SEEDS=3 make faults ARGS=tests/faults/test_kill_schedule.py    three schedules, not one
+    KILL_SEEDS=3 make faults ARGS=-kkill_schedule    three schedules, not one
 
 Nothing acknowledged is lost, nothing is trained twice, every repeated take gives bitwise the same
 losses, and no process or file is left.

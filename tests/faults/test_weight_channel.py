@@ -1,6 +1,6 @@
 """Fault 28: whoever dies around the weights, nobody ever holds a mixture of two versions.
 
-    KILL_SEEDS=4 make faults ARGS=tests/faults/test_weight_channel.py    40 kills in broadcasts
+    KILL_SEEDS=4 make faults ARGS=-kweight_channel    40 kills in broadcasts
 
 Whole versions under a racing publisher and damaged files are in `test_weights`; here processes die.
 In the last test the receivers are workers of two engines, as in vLLM's processes, which

@@ -66,11 +66,13 @@ def make_policies(directory: Path) -> None:
 def settings_of(name: str, directory: Path) -> tuple[Config, str, list[Group]]:
     """A training's configuration, the updater's method, and what it takes each time."""
     plain = directory / "plain"
-    if name in ("rl", "bf16", "poisoned"):
+    if name in ("rl", "bounded", "bf16", "poisoned"):
         settings = guided_config(plain, "strip", kind="decoupled")
         settings.loss.kl_coef = 0.1
         settings.policy.dtype = "bfloat16" if name == "bf16" else "float32"
         settings.learner.max_bad_steps = 99
+        if name == "bounded":  # the data of some updates are further away, of others not
+            settings.learner.minibatches, settings.loss.target_kl = 4, 4.472
         return settings, "rl", guided_groups(5)
     if name == "distill":
         settings = guided_config(plain, "distill", kind="decoupled")

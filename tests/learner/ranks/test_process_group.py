@@ -27,7 +27,7 @@ from learner.run.rank_server import meeting
 
 pytestmark = pytest.mark.process
 
-KINDS = ("rl", "distill", "aligned", "sft", "dpo", "ppo", "apart", "apart_lora")
+KINDS = ("rl", "bounded", "distill", "aligned", "sft", "dpo", "ppo", "apart", "apart_lora")
 SHORT = ("bf16", "apart_bf16")
 RESUMED = ("rl", "aligned", "ppo", "apart", "apart_lora")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -60,6 +60,14 @@ def test_two_ranks_have_the_losses_and_weights_of_one(name, world):
     for key, tensor in single[name].weights.items():
         # Adam's first steps are of size lr whatever the gradient: rounding may turn one around.
         torch.testing.assert_close(both.weights[key], tensor, atol=1e-3, rtol=1e-3)
+
+
+def test_two_ranks_end_a_step_at_the_same_update(world):
+    """Each sees the tokens of its own micro-batches; the bound is on those of both."""
+    directory, single = world
+    both = read(directory / "bounded-whole-0")
+    assert both.filtered == single["bounded"].filtered
+    assert {row["learner/updates"] for row in both.rows} >= {1.0, 4.0}
 
 
 @pytest.mark.parametrize("name", RESUMED)
