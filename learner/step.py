@@ -125,12 +125,12 @@ class Updater(Models):
         state.critic_steps += critic is not None and bool(applied.minibatches)
         metrics |= penalties | advantages.metrics | _batch_metrics(stage, batch)
         metrics |= applied.metrics | applied.accounting.metrics()
-        metrics |= trajectory_metrics(batch, advantages.finite_P)
+        metrics |= trajectory_metrics(batch, applied.trained_P(batch))
         data = Trained(chosen.groups, batch, logprobs, advantages.advantage_N)
         result = _result(
             applied, chosen.groups, chosen.filtered, metrics, advantages.left_out, data
         )
-        histograms = step_histograms(batch, advantages.finite_P, applied.accounting)
+        histograms = step_histograms(batch, applied.trained_P(batch), applied.accounting)
         return replace(result, histograms=histograms)
 
     def sft(

@@ -78,9 +78,6 @@ def build(paths: list[list[str]], owner: int, temporary_bytes: int) -> None:
     must(libc.syscall(PIVOT_ROOT[machine], b"/proc", b"/proc/old"), "pivot_root")
     os.chdir("/")
     for path, seen in paths:
-        if os.path.islink(f"/old{path}"):
-            os.symlink(os.readlink(f"/old{path}"), seen)
-            continue
         bind(f"/old{path}", seen)
         restrict(seen, ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV, recursive=True)
     for device in DEVICES:
@@ -128,10 +125,7 @@ def bubblewrap(spec: dict[str, Any]) -> list[str]:
     ]
     command += ["--hostname", NAME, "--uid", str(NOBODY), "--gid", str(NOBODY)]
     for path, seen in spec["paths"]:
-        if os.path.islink(path):
-            command += ["--symlink", os.readlink(path), seen]
-        else:
-            command += ["--ro-bind", path, seen]
+        command += ["--ro-bind", path, seen]
     for device in DEVICES:
         command += ["--dev-bind", device, device]
     for name, value in spec["variables"].items():

@@ -122,7 +122,7 @@ class Sample(Message, tag="sample"):
 class Done(Message, tag="done"):
     """Report of a take as trained or skipped, with the new version.
 
-    `filtered`: group ids left out by selection, by reason. `skipped`: no weights were published.
+    `filtered`: ids of groups that did not train, by reason. `skipped`: no weights were published.
     `episodes` > 0: evaluate exactly this version on so many held-out episodes, and on those of
     `sets`, names of `eval.sets`.
     """

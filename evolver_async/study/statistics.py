@@ -47,6 +47,7 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interva
 
 def student_tail(value: float, degrees: int) -> float:
     """Return the probability that a variable of Student's t distribution is above `value`."""
+    assert not math.isnan(value)
     square = value * value
     outside = mpmath.betainc(degrees / 2, 0.5, 0, degrees / (degrees + square), regularized=True)
     return float(outside / 2 if value >= 0 else 1 - outside / 2)
@@ -61,7 +62,7 @@ def student_quantile(tail: float, degrees: int) -> float:
     return float(
         mpmath.findroot(
             lambda value: student_tail(value, degrees) - tail,
-            (0.0, high),
+            (0.0, 2 * high),
             solver="bisect",
             maxsteps=200,
             tol=1e-26,

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 JUDGE_SIGNALS = {"judge_agreement": "judge/agreement", "judge_praise": "judge/praise_bias"}
 MASKED_STEPS = 5  # consecutive ones end the run
+CUT_STEPS = 5  # consecutive ones are told
 
 
 class Guard:
@@ -31,6 +32,7 @@ class Guard:
         self.run_dir = run_dir
         self.metrics = metrics
         self.reported: set[tuple[str, str]] = set()  # kinds and names of failures
+        self.cut_steps = 0  # consecutive steps of which `loss.target_kl` left one update
 
     def watch(
         self, stage: Config, state: LearnerState, groups: list[Group], outcome: StepResult
@@ -114,6 +116,7 @@ class Guard:
                 f"{state.empty_steps} steps in a row had nothing to train on"
                 f" ({', '.join(outcome.filtered) or 'no ACTION tokens'})"
             )
+        self._tell_cuts(stage, state, outcome)
         masked = outcome.metrics.get("offpolicy/masked", 0.0)
         if state.masked_steps:
             log.warning("%.0f %% of the tokens are masked", 100 * masked)
@@ -121,6 +124,19 @@ class Guard:
             raise TrainingError(
                 f"{MASKED_STEPS} steps in a row had {masked:.0%} of their tokens masked"
             )
+
+    def _tell_cuts(self, stage: Config, state: LearnerState, outcome: StepResult) -> None:
+        """Alert of a `loss.target_kl` that leaves most of the data out."""
+        beyond = outcome.metrics.get("offpolicy/kl_beyond")
+        self.cut_steps = self.cut_steps + 1 if beyond is not None and outcome.updates == 1 else 0
+        if self.cut_steps == CUT_STEPS:
+            text = (
+                f"{CUT_STEPS} steps in a row ended after one update; the data of the next one were"
+                f" {beyond:.3g} nats a token from the policy, loss.target_kl is"
+                f" {stage.loss.target_kl:g}"
+            )
+            log.warning("take %d: %s", state.take, text)
+            self.metrics.alert("target_kl", f"take {state.take}: {text}")
 
     def count(self, stage: Config, state: LearnerState, outcome: StepResult) -> None:
         """Count consecutive steps with nothing, or nearly nothing, to train."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import msgspec
+import numpy as np
 import torch
 
 from evolver_async.config import Config
@@ -17,8 +18,8 @@ from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
 from evolver_async.model.borders import Borders
 from evolver_async.randomness import key
-from evolver_async.schema import Group
-from learner.data.batch import MicroBatch, Minibatch
+from evolver_async.schema import Array, Group
+from learner.data.batch import Batch, MicroBatch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
 from learner.diagnostics.step_result import NON_FINITE, TARGET_KL
 from learner.optimize.adamw import clear, lr_at, update
@@ -51,23 +52,27 @@ class Failure:
 class Applied:
     """Minibatches whose updates were applied; `failure` of the update that ended them, if any.
 
-    left_out: indices of the groups that are in no applied minibatch. far: the data of the first of
-    these updates were further from the policy than `target_kl`.
+    left_out: indices of the groups that are in no applied minibatch. beyond: KL of the data of the
+    update that ended the step, where it was above `target_kl`.
     """
 
     minibatches: list[Minibatch]
     left_out: set[int]
     failure: Failure | None
-    far: bool
+    beyond: float | None
     metrics: dict[str, float]
     accounting: Accounting
 
     def lost(self, groups: list[Group], unfit: Collection[int]) -> dict[str, list[int]]:
         """Return the ids of the groups that did not train, by reason; indices `unfit` are some."""
         lost = {NON_FINITE: set(unfit), TARGET_KL: set[int]()}
-        lost[TARGET_KL if self.far else NON_FINITE] |= self.left_out
-        found = lost.items()
-        return {why: [groups[i].group_id for i in sorted(who)] for why, who in found if who}
+        lost[NON_FINITE if self.beyond is None else TARGET_KL] |= self.left_out
+        return {why: [groups[i].group_id for i in sorted(lost[why])] for why in lost if lost[why]}
+
+    def trained_P(self, batch: Batch) -> Array:
+        """Return which trajectories of the batch are in an applied minibatch, bool[P]."""
+        members = [minibatch.members for minibatch in self.minibatches]
+        return np.isin(np.arange(len(batch.group_P)), [i for part in members for i in part])
 
 
 class Stepper:
@@ -100,16 +105,15 @@ class Stepper:
         Only applied updates are measured. step: of the stage, which has `steps`. scales_lr: the
         learning rate of an update is multiplied by the square root of its `Accounting.ess_share`.
         max_cosine: the bound on the cosine of consecutive gradients (`align`), 1 for none.
-        target_kl: the bound on `Accounting.kl` of every update but the first, which ends the step.
+        target_kl: the bound on `Accounting.kl` of every update but the first, which ends the step;
+        none while the critic warms up, as the policy does not move.
         """
-        learner = stage.learner
-        rate = lr_at(step, learner, steps=steps)
-        others: list[tuple[torch.optim.Optimizer, float]] = []
-        if critic is not None:
-            others.append((critic.critic.optimizer, critic.settings.lr))
+        rate = lr_at(step, stage.learner, steps=steps)
+        others = [] if critic is None else [(critic.critic.optimizer, critic.settings.lr)]
         sums: dict[str, float] = {}
         applied: list[Minibatch] = []
-        accounting, failure, far = Accounting(), None, False
+        accounting, failure, beyond = Accounting(), None, None
+        bound = math.inf if critic is not None and critic.warms_up else target_kl
         for minibatch in self.cut(stage, data, take):
             found = Accounting()
             total, terms_of = self._gradients(stage, minibatch, loss, found, critic, distillation)
@@ -117,13 +121,13 @@ class Stepper:
             if scales_lr:
                 terms_of["learner/lr_scale"] = scale = self._collected(found).ess_share() ** 0.5
             moves = [(self.models.optimizer, rate * scale), *others]
-            if applied and (far := self._beyond(target_kl, found)):
+            if applied and math.isfinite(total) and (beyond := self._beyond(bound, found)):
                 clear(moves)
                 break
             with self.timers("optimizer"):
                 if max_cosine < 1:
                     terms_of["loss/grad_cosine"], grads = align(self.models.optimizer, max_cosine)
-                done, *rest = update(moves, loss=total, grad_clip=learner.grad_clip)
+                done, *rest = update(moves, loss=total, grad_clip=stage.learner.grad_clip)
                 if max_cosine < 1 and done.applied:
                     remember(self.models.optimizer, grads)
             if not done.applied:
@@ -139,7 +143,8 @@ class Stepper:
         means |= {"learner/lr": rate, "learner/updates": float(len(applied))}
         means["learner/token_budget"] = self.token_budget(stage, critic and critic.critic)
         left_out = data.groups.difference(*(minibatch.groups for minibatch in applied))
-        return Applied(applied, left_out, failure, far, means, self._collected(accounting))
+        means |= {} if beyond is None else {"offpolicy/kl_beyond": beyond}
+        return Applied(applied, left_out, failure, beyond, means, self._collected(accounting))
 
     def cut(self, stage: Config, data: Minibatch, take: int) -> list[Minibatch]:
         """Cut the data of a take into its minibatches, in the order of their updates."""
@@ -199,9 +204,12 @@ class Stepper:
             value = value + 0 * critic.critic.values(hidden_BTD, tokens_BT, borders).sum()
         return value, {}
 
-    def _beyond(self, target_kl: float, accounting: Accounting) -> bool:
-        """Return True if the data of an update are further from the policy than a bound."""
-        return math.isfinite(target_kl) and self._collected(accounting).kl() > target_kl
+    def _beyond(self, target_kl: float, accounting: Accounting) -> float | None:
+        """Return the KL of an update's data if it is above the bound."""
+        if math.isinf(target_kl):
+            return None
+        kl = self._collected(accounting).kl()
+        return kl if kl > target_kl else None
 
     def _collected(self, accounting: Accounting) -> Accounting:
         """Return the measured tokens of all ranks."""

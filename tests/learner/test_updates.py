@@ -122,16 +122,19 @@ def test_when_nothing_is_applied_everything_is_left_out(tiny, tmp_path):
     assert "loss/policy" not in outcome.metrics and "offpolicy/ess" not in outcome.metrics
 
 
-def test_a_target_kl_ends_a_step_after_its_first_update(tiny, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_target_kl_ends_a_step_after_its_first_update(tiny, tmp_path, dtype):
     """The groups that it leaves out say so, are not measured, and leave no gradient behind."""
     outcomes, weights = [], []
     for target_kl in (math.inf, 1e-9):
         settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=4)
+        settings.policy.dtype = dtype
         settings.loss.target_kl = target_kl
         made = updater(settings, tmp_path)
         state = LearnerState(lineage=1)
         outcomes.append(made.rl(stage_config(settings, 0), groups(4), state, FORKS, 1))
-        assert all(parameter.grad is None for parameter in made.model.parameters())
+        optimized = [p for group in made.optimizer.param_groups for p in group["params"]]
+        assert all(one.grad is None for one in (*optimized, *made.model.parameters()))
         assert state.bad_steps == 0
         weights.append(made)
     whole, cut = outcomes
@@ -140,8 +143,24 @@ def test_a_target_kl_ends_a_step_after_its_first_update(tiny, tmp_path):
     assert len(cut.trained) == 1 and cut.filtered.keys() == {"target_kl"}
     assert sorted(cut.trained + cut.filtered["target_kl"]) == whole.trained
     assert cut.tokens == cut.metrics["offpolicy/tokens"] == whole.tokens / 4
+    assert cut.metrics["offpolicy/trajectories"] == whole.metrics["offpolicy/trajectories"] / 4
     assert cut.metrics["offpolicy/kl"] > 1e-9  # the data of the first update are far, too
+    assert cut.metrics["offpolicy/kl_beyond"] > 1e-9
+    assert "offpolicy/kl_beyond" not in whole.metrics
     assert not same(weights[0].model, weights[1].model)
+
+
+def test_an_update_that_is_not_finite_is_one_however_far_its_data_are(tiny, tmp_path, monkeypatch):
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=2)
+    settings.loss.target_kl = 1e-9
+    made = updater(settings, tmp_path)
+    gradients, losses = made.stepper._gradients, iter((1.0, math.nan))
+    monkeypatch.setattr(
+        made.stepper, "_gradients", lambda *given: (next(losses), gradients(*given)[1])
+    )
+    state = LearnerState(lineage=1)
+    outcome = made.rl(stage_config(settings, 0), groups(4), state, FORKS, 1)
+    assert state.bad_steps == 1 and outcome.filtered.keys() == {"non_finite"}
 
 
 def test_a_target_kl_beyond_the_data_changes_nothing(tiny, tmp_path):

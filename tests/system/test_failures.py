@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,16 @@ from rich.console import Console
 from actors.failures import MOST_NAMES, FailureCounts
 from evolver_async.buffer.monitor import failures as module
 from evolver_async.buffer.monitor.failures import MOST_KEPT, PATIENCE_S, Failures
+from evolver_async.config import Config
 from evolver_async.metrics.writer import Metrics
 from evolver_async.process.logs import FIRST, WINDOW_S, RepeatFilter
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.protocol.failures import ERROR_CHARS, FailureKind, FailureTotal
 from evolver_async.watch.view import REPEAT_S, View
+from learner.diagnostics.step_result import StepResult
 from learner.diagnostics.stop_rules import Guard
+from learner.state import LearnerState
 
 MOST = 3  # lost episodes beyond those being played
 
@@ -272,6 +276,24 @@ def test_people_and_metrics_are_told_once_of_each_thing_that_fails(tmp_path: Pat
         {"step": 7, "lineage": 0, "failures/agent": 1.0},
         {"step": 7, "lineage": 0, "failures/agent": 501.0, "failures/judge": 2.0},
     ]
+
+
+def test_people_are_told_of_a_target_kl_that_leaves_most_data_out(tmp_path: Path) -> None:
+    told, stage, state = Told(tmp_path), Config(), LearnerState(lineage=1)
+    guard = Guard(tmp_path, told)
+    stage.loss.target_kl = 0.1
+    cut = StepResult([1], {"target_kl": [2]}, 1, 9, {"offpolicy/kl_beyond": 0.25})
+    later = replace(cut, updates=2)
+    for outcome in (*[cut] * 4, later, *[cut] * 4):
+        guard.check(stage, state, outcome)
+    assert told.alerts == []
+    for _ in range(3):
+        guard.check(stage, state, cut)
+    text = (
+        "take 0: 5 steps in a row ended after one update; the data of the next one were 0.25 nats"
+        " a token from the policy, loss.target_kl is 0.1"
+    )
+    assert told.alerts == [("target_kl", text)]
 
 
 def status(*failures: FailureTotal) -> dict[str, object]:

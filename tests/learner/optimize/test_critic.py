@@ -209,6 +209,20 @@ def test_while_the_critic_warms_up_the_policy_stays(tiny, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_target_kl_bounds_the_policy_and_not_the_critic_that_warms_up(tiny, tmp_path, kind):
+    settings = ppo(tiny, kind, warmup=1)
+    settings.loss.target_kl = 1e-9
+    made_, state = updater(settings, tmp_path), LearnerState(lineage=1)
+    assert take(made_, state)["learner/updates"] == settings.learner.minibatches == 2
+    outcome = made_.rl(stage_config(settings, 0), data(), state, FORKS, 9)
+    assert outcome.updates == 1 and outcome.filtered.keys() == {"target_kl"}
+    assert made_.critic is not None
+    moved = (made_.optimizer, made_.critic.optimizer)
+    left = [p.grad for one in moved for group in one.param_groups for p in group["params"]]
+    assert left and all(grad is None for grad in left)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_critic_learns_what_a_context_is_worth(tiny, tmp_path, kind):
     made_, state = updater(ppo(tiny, kind, lr=3e-2, clip=1.0), tmp_path), LearnerState(lineage=1)
     found = []
