@@ -22,7 +22,7 @@ from evolver_async.checkpoint.directory import exists
 from evolver_async.config import Config
 from evolver_async.config.load import dump, stage_config
 from evolver_async.config.values.errors import ConfigError
-from evolver_async.errors import USER_ERROR
+from evolver_async.errors import USER_ERROR, Unrecoverable
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.run_directory import (
     CREATING,
@@ -33,6 +33,7 @@ from evolver_async.launch.run_directory import (
     write_whole,
 )
 from evolver_async.launch.start_checks import check_start
+from evolver_async.process.setup import RoleArgs
 
 
 def create(
@@ -99,7 +100,10 @@ def complete(config: Config, run_dir: Path) -> None:
     copied = exists(run_dir / "checkpoints")
     if config.policy.path == str(own) and own.exists() and not copied:
         shutil.rmtree(own)  # perhaps incomplete: its creation was interrupted
-    _prepare_policy(run_dir)
+    if config.launch.kind == "serial":
+        _prepare_here(run_dir)
+    else:
+        _prepare_policy(run_dir)
     measure(config, run_dir)
     (run_dir / CREATING).unlink()
 
@@ -155,6 +159,20 @@ def measure(config: Config, run_dir: Path) -> None:
             content["random_return"] = values.random_return
             content["optimal_return"] = values.optimal_return
         write_whole(run_dir / EXACT, json.dumps(content))
+
+
+def _prepare_here(run_dir: Path) -> None:
+    """Make or check the policy in this process, which is to become the whole serial run.
+
+    Raises ConfigError as `_prepare_policy` does.
+    """
+    arguments = RoleArgs(address="", name="prepare", incarnation=0, run_dir=run_dir)
+    try:
+        resolve("prepare")(arguments)
+    except Unrecoverable as error:
+        raise ConfigError(str(error)) from error
+    except Exception as error:
+        raise ConfigError(f"policy.path: {type(error).__name__}: {error}") from error
 
 
 def _prepare_policy(run_dir: Path) -> None:
