@@ -5,6 +5,7 @@ the next one, or completed by a resume.
 """
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -168,11 +169,25 @@ def _prepare_here(run_dir: Path) -> None:
     """
     arguments = RoleArgs(address="", name="prepare", incarnation=0, run_dir=run_dir)
     try:
-        resolve("prepare")(arguments)
+        prepare = resolve("prepare")
+        with _errors_alone("transformers"):  # the import sets its level
+            prepare(arguments)
     except Unrecoverable as error:
         raise ConfigError(str(error)) from error
     except Exception as error:
         raise ConfigError(f"policy.path: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _errors_alone(library: str) -> Iterator[None]:
+    """Keep a library's warnings from the console; another process has a log file for them."""
+    logger = logging.getLogger(library)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _prepare_policy(run_dir: Path) -> None:

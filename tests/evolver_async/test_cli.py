@@ -130,15 +130,18 @@ def test_a_model_without_tokenizer_starts_nothing(
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("kind", ["local", "serial"])
 def test_a_broken_model_leaves_no_run_directory(
-    refused: Refused, recipe: Path, tmp_path: Path
+    refused: Refused, recipe: Path, tmp_path: Path, kind: str
 ) -> None:
+    """A serial run prepares its policy in its own process."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
     (model / "tokenizer.json").write_text("not json")
     runs = tmp_path / "runs"
-    said = refused("train", recipe, f"policy.path={model}", f"run.dir={runs}", "run.name=x")
+    broken = f"policy.path={model}"
+    said = refused("train", recipe, broken, f"launch.kind={kind}", f"run.dir={runs}", "run.name=x")
     assert said.startswith("policy.path: ")
     assert not (runs / "x").exists()
 
@@ -276,11 +279,13 @@ def test_a_broken_environment_module_is_one_sentence(
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("kind", ["local", "serial"])
 def test_a_context_shorter_than_the_first_prompt_is_refused(
-    refused: Refused, recipe: Path, tmp_path: Path
+    refused: Refused, recipe: Path, tmp_path: Path, kind: str
 ) -> None:
     runs = tmp_path / "runs"
-    said = refused("train", recipe, f"run.dir={runs}", "policy.max_length=20", "run.name=x")
+    short = ("policy.max_length=20", f"launch.kind={kind}")
+    said = refused("train", recipe, f"run.dir={runs}", *short, "run.name=x")
     assert said.startswith("policy.max_length: 20 is too short for a first prompt of ")
     assert not (runs / "x").exists()
 
