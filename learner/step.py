@@ -124,13 +124,13 @@ class Updater(Models):
         state.baseline = advantages.baseline
         state.critic_steps += critic is not None and bool(applied.minibatches)
         metrics |= penalties | advantages.metrics | _batch_metrics(stage, batch)
+        trained_P = applied.trained_P(batch)
         metrics |= applied.metrics | applied.accounting.metrics()
-        metrics |= trajectory_metrics(batch, applied.trained_P(batch))
+        metrics |= trajectory_metrics(batch, trained_P)
         data = Trained(chosen.groups, batch, logprobs, advantages.advantage_N)
-        result = _result(
-            applied, chosen.groups, chosen.filtered, metrics, advantages.left_out, data
-        )
-        histograms = step_histograms(batch, applied.trained_P(batch), applied.accounting)
+        unfit_groups = advantages.left_out
+        result = _result(applied, chosen.groups, chosen.filtered, metrics, unfit_groups, data)
+        histograms = step_histograms(batch, trained_P, applied.accounting)
         return replace(result, histograms=histograms)
 
     def sft(
@@ -289,7 +289,7 @@ def _result(
 ) -> StepResult:
     """Sum up a step; groups without an applied update do not train, and `unfit` ones neither."""
     lost = applied.lost(groups, unfit)
-    gone = set[int]().union(*lost.values())
+    gone = {group_id for ids in lost.values() for group_id in ids}
     return StepResult(
         trained=[group.group_id for group in groups if group.group_id not in gone],
         filtered=filtered | lost,

@@ -41,11 +41,11 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interva
         return Interval(math.nan, None, 0)
     if count == 1:
         return Interval(values[0], None, 1)
-    quantile = student_quantile((1 - confidence) / 2, count - 1)
+    quantile = _student_quantile((1 - confidence) / 2, count - 1)
     return Interval(fmean(values), quantile * stdev(values) / math.sqrt(count), count)
 
 
-def student_tail(value: float, degrees: int) -> float:
+def _student_tail(value: float, degrees: int) -> float:
     """Return the probability that a variable of Student's t distribution is above `value`."""
     assert not math.isnan(value)
     square = value * value
@@ -54,14 +54,14 @@ def student_tail(value: float, degrees: int) -> float:
 
 
 @cache
-def student_quantile(tail: float, degrees: int) -> float:
+def _student_quantile(tail: float, degrees: int) -> float:
     """Return the value that Student's t distribution exceeds with probability `tail` below 0.5."""
     high = 1.0
-    while student_tail(high, degrees) > tail:
+    while _student_tail(high, degrees) > tail:
         high *= 2
     return float(
         mpmath.findroot(
-            lambda value: student_tail(value, degrees) - tail,
+            lambda value: _student_tail(value, degrees) - tail,
             (0.0, 2 * high),
             solver="bisect",
             maxsteps=200,
@@ -86,8 +86,8 @@ def equivalence(differences: Sequence[float], margin: float) -> float | None:
     mean, error = fmean(differences), stdev(differences) / math.sqrt(count)
     if error == 0:
         return 0.0 if abs(mean) < margin else 1.0
-    above = student_tail((mean + margin) / error, count - 1)  # H0: mean <= -margin
-    below = student_tail((margin - mean) / error, count - 1)  # H0: mean >= margin
+    above = _student_tail((mean + margin) / error, count - 1)  # H0: mean <= -margin
+    below = _student_tail((margin - mean) / error, count - 1)  # H0: mean >= margin
     return max(above, below)
 
 

@@ -26,7 +26,7 @@ CUT_STEPS = 5  # consecutive ones are told
 
 
 class Guard:
-    """Checks of every step of rl and dpo stages; their memory is in `LearnerState`."""
+    """Checks of every step of rl and dpo stages; what they decide by is in `LearnerState`."""
 
     def __init__(self, run_dir: Path, metrics: Metrics) -> None:
         self.run_dir = run_dir

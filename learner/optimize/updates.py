@@ -71,8 +71,10 @@ class Applied:
 
     def trained_P(self, batch: Batch) -> Array:
         """Return which trajectories of the batch are in an applied minibatch, bool[P]."""
-        members = [minibatch.members for minibatch in self.minibatches]
-        return np.isin(np.arange(len(batch.group_P)), [i for part in members for i in part])
+        found_P = np.zeros(len(batch.group_P), bool)
+        for minibatch in self.minibatches:
+            found_P[minibatch.members] = True
+        return found_P
 
 
 class Stepper:
