@@ -22,7 +22,8 @@ from evolver_async.config.load import from_dict, stage_config
 from evolver_async.config.secrets import reveal
 from evolver_async.errors import USER_ERROR
 from evolver_async.model import policy
-from evolver_async.process.setup import RoleArgs, collect_rarely
+from evolver_async.process.garbage import collect_rarely
+from evolver_async.process.setup import RoleArgs
 from evolver_async.process.versions import versions
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH

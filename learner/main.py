@@ -14,7 +14,8 @@ from evolver_async.errors import TrainingError
 from evolver_async.metrics.alerts import FAILED
 from evolver_async.metrics.writer import Metrics
 from evolver_async.process.addresses import weights_address
-from evolver_async.process.setup import RoleArgs, collect_rarely
+from evolver_async.process.garbage import collect_rarely
+from evolver_async.process.setup import RoleArgs
 from evolver_async.transport.client import Client
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.weights import factory as channel

@@ -5,6 +5,8 @@ the mark of tests that start processes in `process_mark.py`.
 make test ARGS=--hypothesis-profile=random    draws anew, and two and a half times as often
 """
 
+import gc
+
 from hypothesis import HealthCheck, settings
 from process_mark import (
     pytest_collection_modifyitems,
@@ -13,8 +15,18 @@ from process_mark import (
 )
 from time_limit import pytest_runtest_protocol
 
+gc.disable()  # while the tests are collected, which imports all of the product
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector look at what the tests make, and at nothing before."""
+    gc.freeze()
+    gc.enable()
+
+
 # the hooks
 __all__ = [
+    "pytest_collection_finish",
     "pytest_collection_modifyitems",
     "pytest_runtest_call",
     "pytest_runtest_protocol",

@@ -30,7 +30,8 @@ from actors.llm.client import Endpoint
 from evolver_async.config import Config, ExperienceConfig
 from evolver_async.config.load import load
 from evolver_async.process.addresses import experience_address
-from evolver_async.process.setup import RoleArgs, collect_rarely
+from evolver_async.process.garbage import collect_rarely
+from evolver_async.process.setup import RoleArgs
 from evolver_async.protocol import messages
 from evolver_async.protocol.messages import Reply, Request
 from evolver_async.protocol.transcripts import Transcript

@@ -40,7 +40,8 @@ from evolver_async.metrics.alerts import alert
 from evolver_async.metrics.gauges import PERIOD_S, append
 from evolver_async.model.tokenizer import tokenizer_hash
 from evolver_async.process.addresses import experience_address, weights_address
-from evolver_async.process.setup import RoleArgs, collect_rarely
+from evolver_async.process.garbage import collect_rarely
+from evolver_async.process.setup import RoleArgs
 from evolver_async.process.versions import differences, versions
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH

@@ -4,8 +4,11 @@ A name is resolved where a process starts, so that nothing in `evolver_async` im
 """
 
 import importlib
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from evolver_async.process.garbage import permanent_imports
 
 if TYPE_CHECKING:  # the command line imports this module and must start fast
     from evolver_async.config import Config
@@ -43,8 +46,11 @@ CHECKS = ("actors.checks.config:check", "learner.checks:check")
 
 def resolve(entry_point: str) -> Callable[..., Any]:
     """Import and return the function of a role's name, or of `module:function`."""
-    module, _, function = ROLES.get(entry_point, entry_point).partition(":")
-    return getattr(importlib.import_module(module), function)
+    name, _, function = ROLES.get(entry_point, entry_point).partition(":")
+    if name not in sys.modules:
+        with permanent_imports():
+            importlib.import_module(name)
+    return getattr(sys.modules[name], function)
 
 
 def check_wings(config: "Config") -> None:

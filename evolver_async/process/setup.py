@@ -1,7 +1,6 @@
-"""Set-up of a process: arguments, logging, garbage collection, death with the parent."""
+"""Set-up of a process: arguments, logging, death with the parent."""
 
 import ctypes
-import gc
 import logging
 import os
 import signal
@@ -58,16 +57,6 @@ def run_process(
     except Exception:
         log.exception("%s failed", args.name)
         return 1
-
-
-def collect_rarely() -> None:
-    """Let the cyclic garbage collector of this process run seldom, after its set-up.
-
-    Trajectories are many small objects without cycles, and models are permanent: repeated
-    traversals cost a fifth of the buffer's time and a tenth of the learner's.
-    """
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 def die_with(parent_pid: int) -> None:

@@ -30,7 +30,7 @@ from producers import BYTES_PER_TOKEN, IN_FLIGHT, Context, Crowd, config
 
 from evolver_async.buffer.service import BufferService
 from evolver_async.config import Config
-from evolver_async.process.setup import collect_rarely
+from evolver_async.process.garbage import collect_rarely
 from evolver_async.protocol.messages import Welcome
 from evolver_async.transport.server import Server
 

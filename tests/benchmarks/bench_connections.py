@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 
 from evolver_async.buffer.service import BufferService
-from evolver_async.process.setup import collect_rarely
+from evolver_async.process.garbage import collect_rarely
 from evolver_async.protocol.messages import Lease, Release, Renew, Tickets, Welcome
 from evolver_async.schema import Ticket
 from evolver_async.transport.dealer import DealerClient

@@ -46,7 +46,7 @@ from evolver_async.config import (
 )
 from evolver_async.config.load import dump
 from evolver_async.model.tiny import make_tokenizer
-from evolver_async.process.setup import collect_rarely
+from evolver_async.process.garbage import collect_rarely
 from evolver_async.protocol import messages
 from evolver_async.schema import Sampling, Task, Ticket, WeightId
 from evolver_async.transport.dealer import DealerClient

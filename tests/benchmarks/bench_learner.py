@@ -27,7 +27,7 @@ from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump, load
 from evolver_async.model import policy
 from evolver_async.process.addresses import weights_dir
-from evolver_async.process.setup import collect_rarely
+from evolver_async.process.garbage import collect_rarely
 from evolver_async.protocol.messages import Ack, Lease, Push, Tickets
 from evolver_async.randomness import key
 from evolver_async.schema import Role, Sequence, Ticket, Trajectory, VersionRun
