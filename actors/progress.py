@@ -1,8 +1,6 @@
 """Progress of a ticket, and the current activity of each of its members."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from evolver_async.metrics.activity import ACTOR_LEVELS, ActivityClock
@@ -27,20 +25,9 @@ class TicketProgress:
     clock: ActivityClock = field(default_factory=lambda: ActivityClock(ACTOR_LEVELS))
     _doing: dict[int | None, tuple[str, float]] = field(default_factory=dict)
 
-    @contextmanager
-    def during(self, member: int | None, what: str) -> Iterator[None]:
-        """Record an activity of a member, or of all members if None, while it lasts."""
-        before = self._doing.get(member)
-        began = asyncio.get_running_loop().time()
-        self._doing[member] = (what, began)
-        try:
-            yield
-        finally:
-            if member is not None:
-                self.last[member] = (what, asyncio.get_running_loop().time() - began)
-            del self._doing[member]
-            if before is not None:
-                self._doing[member] = before
+    def during(self, member: int | None, what: str) -> "_Activity":
+        """Record an activity of a member, or of all members if None, while the block runs."""
+        return _Activity(self.last, self._doing, member, what)
 
     def slowest(self) -> tuple[str, float]:
         """Describe the activity that has lasted longest, with its member; also its seconds."""
@@ -50,6 +37,36 @@ class TicketProgress:
         seconds = asyncio.get_running_loop().time() - since
         whose = "" if member is None else f"member {member}: "
         return f"{whose}{what} for {seconds:.1f} s", seconds
+
+
+class _Activity:
+    """Block during which a member, or all, do something; see `TicketProgress.during`."""
+
+    __slots__ = ("_before", "_doing", "_last", "_member", "_now", "_what")
+
+    def __init__(
+        self,
+        last: dict[int, tuple[str, float]],
+        doing: dict[int | None, tuple[str, float]],
+        member: int | None,
+        what: str,
+    ) -> None:
+        self._last = last
+        self._doing = doing
+        self._member = member
+        self._what = what
+
+    def __enter__(self) -> None:
+        self._now = asyncio.get_running_loop().time
+        self._before = self._doing.get(self._member)
+        self._doing[self._member] = (self._what, self._now())
+
+    def __exit__(self, *_: object) -> None:
+        began = self._doing.pop(self._member)[1]
+        if self._member is not None:
+            self._last[self._member] = (self._what, self._now() - began)
+        if self._before is not None:
+            self._doing[self._member] = self._before
 
 
 def renewal(

@@ -4,9 +4,10 @@ One step is one forward: either the pending context of some requests (prefill; f
 rows decode together) or one token of every running request (decode). The loop yields between two
 steps. Only then do requests start and end and weights change, never during a step.
 
-Requests get slots in the order of arrival. If no slot is free, the least recently used one of an
-idle session is taken. Members of a group that arrive together share their prompt: the first one is
-prefilled, the others copy its KV one step later.
+Requests get slots in the order of arrival; if none is free, the least recently used one of an idle
+session is taken. Equal contexts are one row of a forward: members of a group often stand in the
+same state, at their prompt at least. If contexts only begin alike, the first one is prefilled, and
+the others copy its KV one step later.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from actors.engines.decoding.adoption import adopt
 from actors.engines.decoding.forward import SlotModel
 from actors.engines.decoding.kv_slots import Slots, check_attention
 from actors.engines.decoding.prefill import choose_prefill
-from actors.engines.decoding.sampling import sample
+from actors.engines.decoding.sampling import Draws, sample
 from actors.engines.decoding.stops import StopStrings
 from evolver_async.model.policy import pair_state
 from evolver_async.schema import WeightId
@@ -54,6 +55,7 @@ class TorchEngine:
         self._model = model
         self._forward_pass = SlotModel(model, max_length)
         self._stops = StopStrings(tokenizer)
+        self._draws = Draws()
         self._slots = Slots(slots, max_length, model.dtype, model.device, in_flight == "keep_kv")
         self._prefill_tokens = prefill_tokens
         self._waits_for_drain = in_flight == "wait"
@@ -90,7 +92,7 @@ class TorchEngine:
         if limit <= 0:
             return Generation(finish="length")
         completers = self._stops.completers(request.stop_strings)
-        draws = np.random.Generator(np.random.Philox(key=request.seed)).random(limit).tolist()
+        draws = self._draws.of(request.seed, limit)
         future = asyncio.get_running_loop().create_future()
         run = RunningRequest(request, context, limit, completers, draws, future)
         if self._loop is None:
@@ -196,8 +198,7 @@ class TorchEngine:
                 slot = self._vacant()
                 if slot is None:
                     return
-                evicted = self._owner[slot]
-                if evicted is not None:
+                if (evicted := self._owner[slot]) is not None:
                     del self._slot_of[evicted]
                 self._owner[slot] = run.request.session
                 self._slots.oldest[slot] = self._slots.epoch
@@ -242,22 +243,25 @@ class TorchEngine:
             slots = np.flatnonzero(self._active)
             return slots, np.ones(len(slots), np.int64)
         known = behind, self._order, self._searching
-        chosen = choose_prefill(self._slots, *known, self._prefill_tokens)
-        self._searching[chosen] = False
-        slots = np.array(sorted(chosen))
-        counts = np.minimum(pending[slots], self._prefill_tokens)
-        self._stats["prefilled"] += float(counts.sum())
-        return slots, counts
+        slots = choose_prefill(self._slots, *known, self._prefill_tokens)
+        self._searching[slots] = False
+        return slots, np.minimum(pending[slots], self._prefill_tokens)
 
     def _forward(self, slots: np.ndarray, counts: np.ndarray) -> Tensor:
-        """Run the next `counts` tokens of each slot; return logits float32[B, V] after them."""
+        """Run the next `counts` tokens of the slots, equal ones once; return logits [B, V]."""
         start = time.perf_counter()
-        inputs = self._slots.batch(slots, counts)
-        rows = inputs.pop("rows")
+        firsts, same_B = self._slots.distinct(slots, counts)
+        ran = counts[firsts]
+        if counts.max() > 1:
+            self._stats["prefilled"] += float(ran.sum())
+            self._stats["reused"] += float(counts.sum() - ran.sum())
+        inputs = self._slots.batch(slots[firsts], ran)
+        ends = inputs.pop("rows"), torch.from_numpy(ran - 1).to(self._model.device)
         hidden_BQD = self._forward_pass(self._slots, inputs)
-        last = torch.from_numpy(counts - 1).to(hidden_BQD.device)
-        logits_BV = self._forward_pass.head(hidden_BQD[rows, last]).float()
-        self._slots.cached[slots] += counts
+        logits_BV = self._forward_pass.head(hidden_BQD[ends]).float()
+        self._slots.write(slots, counts, firsts, same_B)
+        if len(firsts) < len(slots):
+            logits_BV = logits_BV[torch.from_numpy(same_B).to(logits_BV.device)]
         self._stats["forward_s"] += time.perf_counter() - start
         return logits_BV
 

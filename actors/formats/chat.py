@@ -9,6 +9,8 @@ What an environment or the experience pool says is data: where it spells a speci
 marker of experience, it is written so that no tokenizer takes it for one.
 """
 
+from array import array
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +23,7 @@ ASSISTANT, USER = "assistant-sentinel", "user-sentinel"
 OPENING, CLOSING = "<experience>", "</experience>"
 REMEMBERED = 4096  # texts whose tokens are kept: observations repeat, and members share a prompt
 LONGEST = 1000  # characters of a text whose tokens are kept
+LONGEST_TURN = 32  # tokens of a turn whose text is kept: short ones repeat
 
 
 class Chat:
@@ -36,6 +39,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._remembered = lru_cache(REMEMBERED)(self._encode)
         self._openings = lru_cache(REMEMBERED)(self._rendered_opening)
+        self._texts = lru_cache(REMEMBERED)(self._decode)
         added = tokenizer.added_tokens_decoder.values()
         self._reserved = [token.content for token in added if token.special]
         self._reserved += [OPENING.removesuffix(">"), CLOSING.removesuffix(">")]
@@ -144,7 +148,11 @@ class Chat:
         """Decode sampled tokens, without a stop token at their end."""
         if tokens and tokens[-1] in self.stop_tokens:
             tokens = tokens[:-1]
-        return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        short = len(tokens) <= LONGEST_TURN
+        return self._texts(tuple(tokens)) if short else self._decode(tokens)
+
+    def _decode(self, tokens: Iterable[int]) -> str:
+        return self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
 
     def said(self, tokens: list[int], prefix: str) -> str:
         """Return the last message of the user in the result of `first` or `next`."""
@@ -171,30 +179,30 @@ class Stream:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self._roles: list[int] = []
-        self._turns: list[int] = []
-        self._logprobs: list[float] = []
+        # Arrays of C numbers, which numpy takes over at once.
+        self._roles, self._turns, self._logprobs = array("B"), array("h"), array("f")
         self._weights: list[tuple[WeightId, int]] = []
 
     def read(self, tokens: list[int], role: Role) -> None:
         """Append tokens that the policy is shown."""
         self.tokens += tokens
-        self._roles += [role] * len(tokens)
-        self._turns += [-1] * len(tokens)
-        self._logprobs += [0.0] * len(tokens)
+        self._note(len(tokens), role, -1)
+        self._logprobs.frombytes(bytes(4 * len(tokens)))
 
     def write(self, generation: Generation, turn: int) -> None:
         """Append tokens that the policy sampled."""
-        count = len(generation.tokens)
         self.tokens += generation.tokens
-        self._roles += [Role.ACTION] * count
-        self._turns += [turn] * count
-        self._logprobs += generation.logprobs
+        self._note(len(generation.tokens), Role.ACTION, turn)
+        self._logprobs.extend(generation.logprobs)
         for weights in generation.weights:
             if self._weights and self._weights[-1][0] == weights:
                 self._weights[-1] = (weights, self._weights[-1][1] + 1)
             else:
                 self._weights.append((weights, 1))
+
+    def _note(self, count: int, role: Role, turn: int) -> None:
+        self._roles.frombytes(bytes([role]) * count)
+        self._turns.extend((turn,) * count)
 
     def sequence(self) -> Sequence:
         return Sequence(

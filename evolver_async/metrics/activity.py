@@ -6,8 +6,7 @@ of all conditions that hold at a moment, the first in the order of its levels co
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 OTHER = "other"
 ENGINE = "engine"
@@ -58,9 +57,10 @@ class ActivityClock:
         self.seconds = dict.fromkeys((*levels.values(), OTHER), 0.0)
         if busy is not None:
             self.seconds[ENGINE] = 0.0
-        self.generation_s = 0.0
         self._levels = levels
         self._held = dict.fromkeys(levels, 0)
+        self._blocks = {condition: _Block(self._change, condition) for condition in levels}
+        self._generated_s = 0.0  # of generations that have ended, less the beginnings of the others
         self._activity = OTHER
         self._busy = busy
         self._busy_s = 0.0
@@ -71,16 +71,12 @@ class ActivityClock:
         """Start to measure by the monotonic clock `now`."""
         self._now = now
         self._since = now()
+        self._generated_s = -self._held.get(GENERATING, 0) * self._since
         self._busy_s = self._busy() if self._busy is not None else 0.0
 
-    @contextmanager
-    def during(self, condition: str) -> Iterator[None]:
+    def during(self, condition: str) -> "_Block":
         """Hold a condition while the block runs; blocks may overlap in any order."""
-        self._change(condition, 1)
-        try:
-            yield
-        finally:
-            self._change(condition, -1)
+        return self._blocks[condition]
 
     def settle(self) -> dict[str, float]:
         """Add the seconds until now to their activity; return the totals."""
@@ -88,7 +84,6 @@ class ActivityClock:
             return self.seconds
         now = self._now()
         passed, self._since = now - self._since, now
-        self.generation_s += passed * self._held.get(GENERATING, 0)
         if self._busy is not None:
             busy_s = self._busy()
             computed, self._busy_s = min(passed, busy_s - self._busy_s), busy_s
@@ -98,9 +93,11 @@ class ActivityClock:
         return self.seconds
 
     def skip(self) -> None:
-        """Leave out the time since the last event."""
+        """Leave out the time since the last settlement."""
         if self._since is not None:
-            self._since = self._now()
+            now = self._now()
+            self._generated_s -= (now - self._since) * self._held.get(GENERATING, 0)
+            self._since = now
 
     def drain(self) -> dict[str, float]:
         """Return the seconds since the last call, and start from 0."""
@@ -110,21 +107,43 @@ class ActivityClock:
 
     def totals(self) -> dict[str, float]:
         """Return an actor's totals as it reports them to the buffer."""
-        return self.settle() | {GENERATIONS: self.generation_s}
+        seconds = self.settle()
+        running_s = self._held[GENERATING] * (self._since or 0.0)
+        return seconds | {GENERATIONS: self._generated_s + running_s}
 
     def _change(self, condition: str, by: int) -> None:
         """Count a block that holds a condition; settle only if that changes what is measured."""
-        if condition == GENERATING:
-            self.settle()
-        before = self._held[condition]
-        self._held[condition] = before + by
+        if condition == GENERATING and self._since is not None:
+            self._generated_s -= by * self._now()
+        held = self._held
+        before = held[condition]
+        held[condition] = before + by
         if before and before + by:
             return
-        held = (self._levels[one] for one, count in self._held.items() if count)
-        activity = next(held, OTHER)
+        activity = OTHER
+        for one, count in held.items():
+            if count:
+                activity = self._levels[one]
+                break
         if activity != self._activity:
             self.settle()
             self._activity = activity
+
+
+class _Block:
+    """Block that holds a condition of a clock; it may be entered again while it runs."""
+
+    __slots__ = ("_change", "_condition")
+
+    def __init__(self, change: Callable[[str, int], None], condition: str) -> None:
+        self._change = change
+        self._condition = condition
+
+    def __enter__(self) -> None:
+        self._change(self._condition, 1)
+
+    def __exit__(self, *_: object) -> None:
+        self._change(self._condition, -1)
 
 
 def wall_clock() -> Callable[[], float]:

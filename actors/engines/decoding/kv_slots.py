@@ -89,11 +89,19 @@ class Slots(Cache):
         shared_KS = np.minimum(shared_KS, usable_KS)
         source_K, new_K = shared_KS.argmax(1), shared_KS.max(1)
         count_K = np.maximum(new_K - self.cached[slots_K], 0)
-        ends_K = count_K.cumsum()
-        if not (total := int(ends_K[-1])):
+        if not (total := int(count_K.sum())):
             return 0
-        columns = np.arange(total) + np.repeat(new_K - ends_K, count_K)
-        read, written = np.repeat(source_K, count_K), np.repeat(slots_K, count_K)
+        self._copy(source_K, slots_K, new_K - count_K, count_K)
+        self.cached[slots_K] += count_K
+        return total
+
+    def _copy(
+        self, from_K: np.ndarray, to_K: np.ndarray, first_K: np.ndarray, count_K: np.ndarray
+    ) -> None:
+        """Copy the KV of `count_K` tokens from the columns `first_K` on to other slots."""
+        ends_K = count_K.cumsum()
+        columns = np.arange(int(ends_K[-1])) + np.repeat(first_K + count_K - ends_K, count_K)
+        read, written = np.repeat(from_K, count_K), np.repeat(to_K, count_K)
         if self._keep:
             self.epochs[written, columns] = self.epochs[read, columns]
         read_index, write_index = (
@@ -103,8 +111,32 @@ class Slots(Cache):
         for pool in (pool for pair in self._pools for pool in pair):
             flat = pool.flatten(0, 1)
             flat.index_copy_(0, write_index, flat.index_select(0, read_index))
-        self.cached[slots_K] += count_K
-        return total
+
+    def distinct(self, slots: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the places of the slots whose next `counts` tokens have to be computed, and for
+        every slot the one among them that computes the same."""
+        known: dict[tuple[int, bytes, bytes], int] = {}
+        firsts, same_B = list[int](), np.empty(len(slots), np.int64)
+        sizes = zip(slots.tolist(), counts.tolist(), self.cached[slots].tolist(), strict=True)
+        for place, (slot, count, cached) in enumerate(sizes):
+            epochs = self.epochs[slot, :cached].tobytes() if self._keep else b""
+            content = count, self.tokens[slot, : cached + count].tobytes(), epochs
+            same_B[place] = known.setdefault(content, len(firsts))
+            if same_B[place] == len(firsts):
+                firsts.append(place)
+        return np.array(firsts), same_B
+
+    def write(
+        self, slots: np.ndarray, counts: np.ndarray, firsts: np.ndarray, same_B: np.ndarray
+    ) -> None:
+        """Note the KV of the slots' next `counts` tokens, which the first of `distinct` slots have
+        computed; the others copy it."""
+        from_B = slots[firsts][same_B]
+        copies = np.flatnonzero(from_B != slots)
+        if len(copies):
+            to_K = slots[copies]
+            self._copy(from_B[copies], to_K, self.cached[to_K], counts[copies])
+        self.cached[slots] += counts
 
     def _usable(self, slots_K: np.ndarray, others_O: np.ndarray, length: int) -> np.ndarray:
         """Return how many [K, O] of the first `length` tokens of other slots have KV that slots may

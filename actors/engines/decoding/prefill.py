@@ -9,19 +9,22 @@ MIN_SHARED = 8  # tokens; a shorter common prefix is not worth waiting for a cop
 
 def choose_prefill(
     slots: Slots, behind: np.ndarray, order: np.ndarray, searching: np.ndarray, max_tokens: int
-) -> list[int]:
-    """Choose slots among `behind`, those with pending context.
+) -> np.ndarray:
+    """Choose slots among `behind`, those with pending context; return them in ascending order.
 
     `order`: clock at which each slot was taken; `searching`: slots that can still copy KV;
-    `max_tokens`: tokens of the step, padding included. The slot that waits longest comes first,
-    followed by those with the most similar lengths, which need the least padding.
+    `max_tokens`: tokens of the step, padding included, where equal slots count once. The slot that
+    waits longest comes first, followed by those with the most similar lengths, which need the
+    least padding.
     """
     pending = slots.total - slots.cached
-    oldest = behind[order[behind].argmin()]
-    behind = behind[np.lexsort((order[behind], abs(pending[behind] - pending[oldest])))]
+    behind = behind[order[behind].argsort()]
+    firsts, same = slots.distinct(behind, pending[behind])
+    rows = behind[firsts]
+    nearest = rows[np.lexsort((order[rows], abs(pending[rows] - pending[rows[0]])))]
     chosen: list[int] = []
     longest = 1
-    for slot in behind:
+    for slot in nearest:
         padded = max(longest, min(int(pending[slot]), max_tokens))
         if chosen and padded * (len(chosen) + 1) > max_tokens:
             break
@@ -29,7 +32,7 @@ def choose_prefill(
             continue
         chosen.append(int(slot))
         longest = padded
-    return chosen
+    return np.sort(behind[np.isin(rows, chosen)[same]])
 
 
 def _can_copy_next(slots: Slots, slot: int, chosen: list[int]) -> bool:

@@ -1,8 +1,18 @@
 """The torch engine keeps what `engine_conformance` asks, on several architectures, and its own."""
 
+import numpy as np
 import pytest
 import torch
-from engine_conformance import CONFORMANCE, V0, Setting, setting
+from engine_conformance import (
+    CONFORMANCE,
+    V0,
+    V1,
+    Setting,
+    generate_all,
+    request,
+    run,
+    setting,
+)
 from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
@@ -13,8 +23,10 @@ from transformers import (
 )
 from transformers.models.auto import AutoModelForCausalLM
 
+from actors.engines.base import Generation
 from actors.engines.decoding.fused import FusedDecoder
-from actors.engines.decoding.sampling import sample
+from actors.engines.decoding.kv_slots import Slots
+from actors.engines.decoding.sampling import Draws, sample
 from actors.engines.torch_engine import TorchEngine
 from evolver_async.model.tiny import make_tokenizer
 
@@ -85,3 +97,76 @@ def test_draws_follow_the_distribution():
     assert torch.equal(logprobs, expected[tokens])
     last, _ = sample(logits[None], [1.0], [1 - 2**-53])
     assert last.item() == 3
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rows of every forward."""
+    found: list[int] = []
+    batch = Slots.batch
+
+    def counted(slots: Slots, chosen: np.ndarray, counts: np.ndarray) -> dict[str, torch.Tensor]:
+        found.append(len(chosen))
+        return batch(slots, chosen, counts)
+
+    monkeypatch.setattr(Slots, "batch", counted)
+    return found
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "keep_kv"])
+def test_equal_contexts_are_one_row(rows: list[int], in_flight: str) -> None:
+    s = settings("qwen3")
+    engine, prompt = s.engine(in_flight=in_flight), s.prompt(60, 5)
+    many = [request(prompt, str(member)) for member in range(6)]
+    outs = run(engine, generate_all(engine, many))
+    for one, out in zip(many, outs, strict=True):
+        s.check(one, out)
+        assert out.tokens == outs[0].tokens
+    assert rows == [1] * len(outs[0].tokens)
+    assert engine.stats()["prefilled"] == 60
+    assert engine.stats()["reused"] == 5 * 60
+
+
+def test_contexts_that_part_and_meet_again_are_rows_of_their_own_between(rows: list[int]) -> None:
+    s = settings("qwen3")
+    engine, prompt, after = s.engine(), s.prompt(60, 5), s.prompt(20, 6)
+    many = [request(prompt, str(member), seed=member, max_tokens=4) for member in range(6)]
+    later = [request(after, str(member), seed=3, max_tokens=4) for member in range(6)]
+
+    async def scenario() -> tuple[list[Generation], list[Generation]]:
+        return await generate_all(engine, many), await generate_all(engine, later)
+
+    for asked, outs in zip((many, later), run(engine, scenario()), strict=True):
+        for one, out in zip(asked, outs, strict=True):
+            s.check(one, out)
+        begun = [len({tuple(out.tokens[:count]) for out in outs}) for count in range(4)]
+        assert rows[:4] == begun
+        del rows[:4]
+    assert not rows
+
+
+def test_contexts_over_kv_of_different_weights_are_not_one_row(rows: list[int]) -> None:
+    s = settings("qwen3")
+    engine, context = s.engine(in_flight="keep_kv"), s.prompt(40, 5)
+    later = [request(context + s.prompt(10, 6), name) for name in ("old", "new")]
+
+    async def scenario() -> list[Generation]:
+        await engine.generate(request(context, "old", max_tokens=1))
+        await engine.update(V1, s.versions[V1])
+        await engine.generate(request(context, "new", max_tokens=1))
+        rows.clear()
+        return await generate_all(engine, later)
+
+    old, new = run(engine, scenario())
+    assert rows[0] == 2
+    s.check(later[1], new)
+    with pytest.raises(AssertionError, match="differ"):
+        s.check(later[0], old)
+
+
+def test_draws_are_those_of_a_generator_of_their_own() -> None:
+    draws = Draws()
+    for seed in (0, 7, 2**63 - 1, 2**64 - 1, 7):
+        for count in (1, 3, 40):
+            expected = np.random.Generator(np.random.Philox(key=seed)).random(count)
+            assert draws.of(seed, count) == expected.tolist()
