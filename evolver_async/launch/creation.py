@@ -36,6 +36,8 @@ from evolver_async.launch.run_directory import (
 from evolver_async.launch.start_checks import check_start
 from evolver_async.process.setup import RoleArgs
 
+UNPREPARED = "the policy could not be prepared"
+
 
 def create(
     config: Config, recipe: Path | None, fill: Callable[[Path], None] = lambda _: None
@@ -175,7 +177,7 @@ def _prepare_here(run_dir: Path) -> None:
     except Unrecoverable as error:
         raise ConfigError(str(error)) from error
     except Exception as error:
-        raise ConfigError(f"policy.path: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{UNPREPARED}: {type(error).__name__}: {error}") from error
 
 
 @contextmanager
@@ -214,4 +216,4 @@ def _prepare_policy(run_dir: Path) -> None:
         _, _, sentence = last_lines(log_file, 1).partition(": ")  # after time, level and logger
         raise ConfigError(sentence)
     if done.returncode != 0:
-        raise ConfigError(f"policy.path: {last_lines(log_file, 1)}")
+        raise ConfigError(f"{UNPREPARED}: {last_lines(log_file, 1)}")

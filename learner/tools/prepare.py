@@ -1,8 +1,10 @@
 """Preparation of a run's policy directory, before any other process is started."""
 
+from pathlib import Path
+
 import torch
 
-from evolver_async.config import ConfigError
+from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch.registry import resolve
 from evolver_async.model import policy
@@ -21,7 +23,19 @@ def main(args: RoleArgs) -> int:
         raise ConfigError(
             "learner.token_budget: there is no GPU to measure; set a number of tokens"
         )
-    directory = args.run_dir / "policy"
+    try:
+        _make(config, args.run_dir / "policy")
+        _load(config)
+    except policy.ModelError as error:
+        said = " ".join(str(error).split())
+        named = said.startswith(("policy.", "learner."))
+        raise ConfigError(said if named else f"policy.path: {said}") from error
+    resolve("check_prompts")(config)
+    return 0
+
+
+def _make(config: Config, directory: Path) -> None:
+    """Write the tiny preset to the run's own policy directory, unless it is there."""
     if config.policy.path == str(directory) and not directory.exists():
         policy.make_tiny(
             directory,
@@ -32,7 +46,14 @@ def main(args: RoleArgs) -> int:
             intermediate_size=config.policy.intermediate_size,
             max_length=config.policy.max_length,
         )
-    policy.load_tokenizer(config.policy.path)
-    model.load(config, "cpu")
-    resolve("check_prompts")(config)
-    return 0
+
+
+def _load(config: Config) -> None:
+    """Load tokenizer and model once. ModelError whatever a library raises about their files."""
+    try:
+        policy.load_tokenizer(config.policy.path)
+        model.load(config, "cpu")
+    except policy.ModelError:
+        raise
+    except Exception as error:
+        raise policy.ModelError(f"{type(error).__name__}: {error}") from error

@@ -1,6 +1,7 @@
 """The command line: what it refuses, in one sentence, before anything is started or overwritten."""
 
 import contextlib
+import errno
 import json
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -21,6 +23,7 @@ from evolver_async.commands import training
 from evolver_async.config import Config, ConfigError, LaunchConfig, StageConfig
 from evolver_async.config.load import dump, load
 from evolver_async.launch.creation import create
+from evolver_async.launch.registry import resolve
 from evolver_async.launch.resumption import FinishedRun, resume
 from evolver_async.launch.run_directory import announce, locked
 from evolver_async.metrics.launches import record
@@ -158,6 +161,34 @@ def test_a_broken_model_leaves_no_run_directory(
     broken = f"policy.path={model}"
     said = refused("train", recipe, broken, f"launch.kind={kind}", f"run.dir={runs}", "run.name=x")
     assert said.startswith("policy.path: ")
+    assert not (runs / "x").exists()
+
+
+@pytest.mark.parametrize("kind", ["local", "serial"])
+def test_a_fault_that_is_not_the_models_is_not_laid_to_it(
+    refused: Refused,
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    """As where the disk is full when the policy is written."""
+    fault = OSError(errno.ENOSPC, "No space left on device")
+
+    def prepare(_: object) -> int:
+        raise fault
+
+    def process(*_: object, stdout: IO[bytes], **__: object) -> subprocess.CompletedProcess[bytes]:
+        stdout.write(f"Traceback (most recent call last):\nOSError: {fault}\n".encode())
+        return subprocess.CompletedProcess([], 1)
+
+    at = "evolver_async.launch.creation"
+    found = lambda name: prepare if name == "prepare" else resolve(name)  # noqa: E731
+    monkeypatch.setattr(f"{at}.resolve", found)
+    monkeypatch.setattr(f"{at}.subprocess.run", process)
+    runs = tmp_path / "runs"
+    said = refused("train", recipe, f"launch.kind={kind}", f"run.dir={runs}", "run.name=x")
+    assert said == f"the policy could not be prepared: OSError: {fault}"
     assert not (runs / "x").exists()
 
 

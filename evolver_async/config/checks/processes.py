@@ -126,7 +126,7 @@ def timeouts(config: Config) -> Iterator[tuple[str, str]]:
         if buffer.max_ready < 1:
             yield "buffer.max_ready", f"must be 0 or at least 1, is {buffer.max_ready:g}"
         elif buffer.max_ready >= most:
-            problem = f"must be less than {rule} ({most:g}), which bounds ready groups already"
+            problem = f"must be 0 or less than {rule} ({most:g}), which bounds ready groups already"
             yield "buffer.max_ready", f"{problem}; is {buffer.max_ready:g}"
     if step >= buffer.stall_s:
         limit = f"less than buffer.stall_s ({buffer.stall_s:g})"

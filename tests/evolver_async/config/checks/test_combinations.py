@@ -27,8 +27,11 @@ from learner.data.selection import spread
         (["buffer.reuse=6"], "buffer.reuse: must be at most buffer.max_staleness + 1"),
         (["buffer.max_staleness=2", "actors.weight_lag=2", "buffer.reuse=2"], "buffer.reuse: "),
         (["buffer.max_ready=0.5"], "buffer.max_ready: must be 0 or at least 1, is 0.5"),
-        (["buffer.max_ready=5"], "buffer.max_ready: must be less than (buffer.max_staleness + 1"),
-        (["buffer.max_ready=2", "buffer.reuse=3"], "buffer.max_ready: must be less than "),
+        (
+            ["buffer.max_ready=5"],
+            "buffer.max_ready: must be 0 or less than (buffer.max_staleness + 1",
+        ),
+        (["buffer.max_ready=2", "buffer.reuse=3"], "buffer.max_ready: must be 0 or less than "),
         (["actors.weight_lag=5"], "actors.weight_lag: must be at most buffer.max_staleness"),
         (["actors.weight_lag=1", "actors.weight_lag_low=2"], "actors.weight_lag_low: "),
         (["rollout.group_size=1"], "rollout.group_size: must be at least 2: advantage.kind=grpo"),
