@@ -14,8 +14,6 @@ from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unre
 from evolver_async.launch.registry import PROCESSES, resolve
 from evolver_async.splits import SPLITS
 
-INTERRUPTED = 130  # exit code after Ctrl-C, as of every program
-
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -41,11 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"evolver-async: {error}", file=sys.stderr)
         return USER_ERROR if isinstance(error, Unrecoverable) else TRAINING_ERROR
     except KeyboardInterrupt:
-        return INTERRUPTED
-    except RuntimeError as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):  # Ctrl-C while Python made a class
-            return INTERRUPTED
-        raise
+        return 130
 
 
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:

@@ -7,6 +7,7 @@ make test ARGS=--hypothesis-profile=random    draws anew, and two and a half tim
 
 import gc
 
+import pytest
 from hypothesis import HealthCheck, settings
 from process_mark import (
     pytest_collection_modifyitems,
@@ -18,7 +19,8 @@ from time_limit import pytest_runtest_protocol
 gc.disable()  # while the tests are collected, which imports all of the product
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
     """Let the garbage collector look at what the tests make, and at nothing before."""
     gc.freeze()
     gc.enable()
@@ -26,11 +28,11 @@ def pytest_collection_finish() -> None:
 
 # the hooks
 __all__ = [
-    "pytest_collection_finish",
     "pytest_collection_modifyitems",
     "pytest_runtest_call",
     "pytest_runtest_protocol",
     "pytest_runtest_setup",
+    "pytest_runtestloop",
 ]
 
 settings.register_profile(

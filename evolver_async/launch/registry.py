@@ -45,12 +45,23 @@ CHECKS = ("actors.checks.config:check", "learner.checks:check")
 
 
 def resolve(entry_point: str) -> Callable[..., Any]:
-    """Import and return the function of a role's name, or of `module:function`."""
+    """Import and return the function of a role's name, or of `module:function`.
+
+    Ctrl-C meanwhile is KeyboardInterrupt, whatever an imported module makes of it.
+    """
     name, _, function = ROLES.get(entry_point, entry_point).partition(":")
-    if name not in sys.modules:
+    if name in sys.modules:
+        return getattr(importlib.import_module(name), function)
+    try:
         with permanent_imports():
-            importlib.import_module(name)
-    return getattr(sys.modules[name], function)
+            return getattr(importlib.import_module(name), function)
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, KeyboardInterrupt):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None:
+            raise cause from None
+        raise
 
 
 def check_wings(config: "Config") -> None:

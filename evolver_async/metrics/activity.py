@@ -93,11 +93,9 @@ class ActivityClock:
         return self.seconds
 
     def skip(self) -> None:
-        """Leave out the time since the last settlement."""
+        """Leave out the time since the last settlement; not while a generation runs."""
         if self._since is not None:
-            now = self._now()
-            self._generated_s -= (now - self._since) * self._held.get(GENERATING, 0)
-            self._since = now
+            self._since = self._now()
 
     def drain(self) -> dict[str, float]:
         """Return the seconds since the last call, and start from 0."""

@@ -165,8 +165,7 @@ class Scheduler:
             state, error = ("finished", "") if code == 0 else ("failed", "")
             if code == 0 and ended(run.directory)[0] != "finished":
                 runs.end(run.directory, 0)  # it was complete, but its end was not recorded
-            if code in STOPPED or (code != 0 and self.signals):
-                # Who is interrupted while it imports a library can end as that makes of it.
+            if code in STOPPED:
                 state = "stopped"
                 self.stopped.add(run.name)
             elif code != 0:

@@ -1,5 +1,6 @@
 """Preparation of a run's policy directory, before any other process is started."""
 
+import re
 from pathlib import Path
 
 import torch
@@ -10,6 +11,8 @@ from evolver_async.launch.registry import resolve
 from evolver_async.model import policy
 from evolver_async.process.setup import RoleArgs
 from learner.optimize import model
+
+NAMES_KEY = re.compile(r"(policy|learner)\.[a-z_.]+: ")
 
 
 def main(args: RoleArgs) -> int:
@@ -28,7 +31,7 @@ def main(args: RoleArgs) -> int:
         _load(config)
     except policy.ModelError as error:
         said = " ".join(str(error).split())
-        named = said.startswith(("policy.", "learner."))
+        named = NAMES_KEY.match(said)
         raise ConfigError(said if named else f"policy.path: {said}") from error
     resolve("check_prompts")(config)
     return 0
@@ -49,11 +52,12 @@ def _make(config: Config, directory: Path) -> None:
 
 
 def _load(config: Config) -> None:
-    """Load tokenizer and model once. ModelError whatever a library raises about their files."""
+    """Load tokenizer and model once. ModelError whatever a library raises about their files;
+    memory that does not suffice is no fault of theirs."""
     try:
         policy.load_tokenizer(config.policy.path)
         model.load(config, "cpu")
-    except policy.ModelError:
+    except (policy.ModelError, ConfigError, MemoryError):
         raise
     except Exception as error:
         raise policy.ModelError(f"{type(error).__name__}: {error}") from error

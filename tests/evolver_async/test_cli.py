@@ -110,21 +110,6 @@ def test_a_bad_configuration_starts_nothing(
     assert not (tmp_path / "runs").exists()
 
 
-def test_ctrl_c_while_a_class_is_made_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python 3.11 makes a RuntimeError of whatever `__set_name__` raises."""
-    cause: BaseException
-
-    def importing(_: str) -> None:
-        raise RuntimeError("Error calling __set_name__") from cause
-
-    monkeypatch.setattr("evolver_async.cli.resolve", importing)
-    cause = KeyboardInterrupt()
-    assert main(["recipes"]) == 130
-    cause = ValueError()
-    with pytest.raises(RuntimeError, match="__set_name__"):
-        main(["recipes"])
-
-
 def test_a_missing_recipe_is_named(refused: Refused, tmp_path: Path) -> None:
     assert "no.yaml" in refused("train", tmp_path / "no.yaml")
     assert "needs a recipe" in refused("train")

@@ -27,8 +27,8 @@ class Slots(Cache):
     size]; padding is written to the last column, which is never read.
 
     `keep`: KV stays valid over weight updates. epoch: number of updates so far; epochs int32[S,
-    max_length]: the epoch in which the KV of each token was computed; oldest[S]: the least epoch
-    whose KV the slot may use.
+    max_length]: the least epoch that the KV of the slot up to each token depends on; oldest[S]: the
+    least epoch whose KV the slot may use.
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class Slots(Cache):
         columns = np.arange(int(ends_K[-1])) + np.repeat(first_K + count_K - ends_K, count_K)
         read, written = np.repeat(from_K, count_K), np.repeat(to_K, count_K)
         if self._keep:
-            self.epochs[written, columns] = self.epochs[read, columns]
+            oldest = np.repeat(self._oldest_before(to_K, first_K), count_K)
+            self.epochs[written, columns] = np.minimum(self.epochs[read, columns], oldest)
         read_index, write_index = (
             torch.from_numpy(rows * (self.max_length + 1) + columns).to(self._device)
             for rows in (read, written)
@@ -114,13 +115,19 @@ class Slots(Cache):
 
     def distinct(self, slots: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of the slots whose next `counts` tokens have to be computed, and for
-        every slot the one among them that computes the same."""
-        known: dict[tuple[int, bytes, bytes], int] = {}
+        every slot the one among them that computes the same.
+
+        The same is what reads the same tokens over KV of the present weights alone.
+        """
+        known: dict[tuple[int, bytes, int], int] = {}
         firsts, same_B = list[int](), np.empty(len(slots), np.int64)
-        sizes = zip(slots.tolist(), counts.tolist(), self.cached[slots].tolist(), strict=True)
-        for place, (slot, count, cached) in enumerate(sizes):
-            epochs = self.epochs[slot, :cached].tobytes() if self._keep else b""
-            content = count, self.tokens[slot, : cached + count].tobytes(), epochs
+        cached_B, mixed_B = self.cached[slots], np.full(len(slots), -1)
+        if self._keep:
+            older_B = self._oldest_before(slots, cached_B) < self.epoch
+            mixed_B = np.where(older_B, slots, mixed_B)
+        sizes = zip(*(one.tolist() for one in (slots, counts, cached_B, mixed_B)), strict=True)
+        for place, (slot, count, cached, mixed) in enumerate(sizes):
+            content = count, self.tokens[slot, : cached + count].tobytes(), mixed
             same_B[place] = known.setdefault(content, len(firsts))
             if same_B[place] == len(firsts):
                 firsts.append(place)
@@ -145,6 +152,10 @@ class Slots(Cache):
             return np.full((len(slots_K), len(others_O)), length)
         stale_KOT = self.epochs[others_O, :length] < self.oldest[slots_K, None, None]
         return np.where(stale_KOT.any(2), stale_KOT.argmax(2), length)
+
+    def _oldest_before(self, slots: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Return the least epoch of the KV in the slots before these columns."""
+        return np.where(columns > 0, self.epochs[slots, columns - 1], self.epoch)
 
     def stale(self, slots: np.ndarray) -> int:
         """Count the slots that attend to KV of an earlier epoch."""
@@ -190,7 +201,8 @@ class Slots(Cache):
         positions_BQ = self.cached[rows, None] + offsets_Q
         fresh_BQ = offsets_Q < new[:, None]
         if self._keep:
-            self.epochs[np.repeat(rows, new), positions_BQ[fresh_BQ]] = self.epoch
+            oldest = np.repeat(self._oldest_before(rows, self.cached[rows]), new)
+            self.epochs[np.repeat(rows, new), positions_BQ[fresh_BQ]] = oldest
         columns_BQ = np.where(fresh_BQ, positions_BQ, self.max_length)
         positions_BQ = np.minimum(positions_BQ, self.max_length - 1)
         write_BQ = rows[:, None] * (self.max_length + 1) + columns_BQ

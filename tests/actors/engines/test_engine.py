@@ -1,5 +1,7 @@
 """The torch engine keeps what `engine_conformance` asks, on several architectures, and its own."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 import torch
@@ -162,6 +164,37 @@ def test_contexts_over_kv_of_different_weights_are_not_one_row(rows: list[int]) 
     s.check(later[1], new)
     with pytest.raises(AssertionError, match="differ"):
         s.check(later[0], old)
+
+
+def test_kv_over_older_kv_is_older_kv() -> None:
+    """A new session takes nothing from a slot whose own tokens are new and whose prefix is old."""
+    s = settings("qwen3")
+    engine, prompt, other = s.engine(in_flight="keep_kv", slots=4), s.prompt(40, 5), s.prompt(30, 9)
+    middle, end, last = s.prompt(10, 6), s.prompt(10, 8), s.prompt(10, 10)
+
+    async def scenario() -> list[Generation]:
+        async def turn(session: str, *parts: list[int]) -> Generation:
+            return await engine.generate(request([*chain(*parts)], session, max_tokens=3))
+
+        await turn("gone", other)
+        await turn("mixed", prompt)
+        await turn("old", other)
+        engine.release("gone")
+        await engine.update(V1, s.versions[V1])
+        await turn("between", other[::-1])
+        await turn("new", prompt)  # in the slot of "gone"
+        await turn("mixed", prompt, middle, end)  # over its KV of the older weights
+        await turn("old", prompt, s.prompt(10, 7))  # its context is rewritten: it borrows of "new"
+        engine.release("between")
+        newest = [await turn("newest", prompt, middle, end)]
+        await turn("old", prompt, middle, end)  # borrows of "mixed"
+        contexts = [prompt + middle + end + last]
+        asked = [request(*contexts, name, max_tokens=3) for name in ("old", "newest")]
+        return newest + (await generate_all(engine, asked))[1:]
+
+    before, after = run(engine, scenario())
+    s.check(request(prompt + middle + end, "newest"), before)
+    s.check(request(prompt + middle + end + last, "newest"), after)
 
 
 def test_draws_are_those_of_a_generator_of_their_own() -> None:

@@ -3,7 +3,6 @@
 import csv
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from studies import made_study, run_of, write_cold, write_run
 from evolver_async.cli import main
 from evolver_async.config.load import load
 from evolver_async.study.definition import Definition
-from evolver_async.study.directory import cold_run, command_of, runs_of, state_of
-from evolver_async.study.scheduler import EndedRun, RunningCell, Scheduler, forget_failures
+from evolver_async.study.directory import cold_run, command_of, state_of
+from evolver_async.study.scheduler import EndedRun, Scheduler, forget_failures
 
 RECIPE = """
 env: {name: bandit, params: {high_probability: 0.5}}
@@ -165,25 +164,6 @@ def test_a_cold_start_comes_before_the_cells_of_its_seed(tmp_path: Path) -> None
     assert names() == ["cold-s0", "cold-s1"]
     write_cold(study, 0, 0.3)
     assert names() == ["lr-1e-3-s0", "lr-1e-4-s0", "cold-s1"]
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(("interrupted", "state"), [(True, "stopped"), (False, "failed")])
-def test_a_run_that_an_interrupt_ends_by_an_error_is_tried_again(
-    tmp_path: Path, interrupted: bool, state: str
-) -> None:
-    """As an import does that turns the interrupt into an error of its own."""
-    study = made_study(tmp_path / "study", Definition("r", seeds=(0,), grid={}))
-    (run,) = runs_of(study)
-    found: list[EndedRun] = []
-    scheduler = Scheduler(study, 1, lambda end, _: found.append(end))
-    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
-    process.wait()
-    scheduler.children.append(RunningCell(run, process, 0.0))
-    scheduler.signals += [signal.SIGINT] * interrupted
-    scheduler._collect()
-    assert [end.state for end in found] == [state]
-    assert (state_of(study, run)[0] == "failed") != interrupted
 
 
 def test_a_fork_gets_what_differs_from_the_first_cell(recipe: Path, tmp_path: Path) -> None:
