@@ -219,7 +219,7 @@ def test_a_bad_target_is_refused_before_anything_starts(tiny: Path, tmp_path: Pa
     changes = ["policy.lora.rank=2", "policy.lora.targets=[nobody]", "stages.0.steps=1"]
     dump(load(None, [*changes, f"policy.path={tiny}"]), tmp_path / "config.yaml")
     args = RoleArgs(address="", name="prepare", incarnation=0, run_dir=tmp_path)
-    with pytest.raises(policy.ModelError, match=r"policy\.lora\.targets: .*nobody"):
+    with pytest.raises(ConfigError, match=r"^policy\.lora\.targets: .*nobody"):
         prepare.main(args)
     load(None, ["policy.lora.rank=2", "learner.ranks=2", "stages.0.steps=1"])  # go together
     for wrong in ("rank=-1", "alpha=0"):
