@@ -25,7 +25,7 @@ def fork(
 
     It starts with the chosen checkpoint, the policy, the tasks and the experience of the old run.
     Its journal is new: takes, versions and lineages count from 0 again; stages continue where they
-    were. Raises ConfigError or CheckpointError.
+    were, and the pool of synthetic tasks is empty. Raises ConfigError or CheckpointError.
     """
     before = load(run_dir / "config.yaml")
     config = load(run_dir / "config.yaml", [f"run.dir={run_dir.parent}", *dotlist])
