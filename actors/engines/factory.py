@@ -11,8 +11,8 @@ from actors.engines.base import Engine
 from actors.engines.torch_engine import TorchEngine
 from actors.weights.source import FetchedWeights, VersionSource
 from evolver_async.config import Config
+from evolver_async.launch.registry import resolve
 from evolver_async.model import policy
-from evolver_async.process.garbage import permanent_imports
 from evolver_async.schema import WeightId
 from evolver_async.weights.factory import ReceiverSettings, receiver, receiver_settings
 from evolver_async.weights.lora_receiver import whole
@@ -83,11 +83,11 @@ def _vllm_engine(
     settings: ReceiverSettings | None = None,
     name: str = "engine",
 ) -> "VllmEngine":
-    with permanent_imports():
-        from actors.engines.vllm_core import VllmCore
-        from actors.engines.vllm_engine import VllmEngine
-        from actors.engines.vllm_lora import adapter_of
-        from actors.engines.vllm_start import Settings, set_environment
+    resolve("actors.engines.vllm_core:VllmCore")  # the first import, without garbage collections
+    from actors.engines.vllm_core import VllmCore
+    from actors.engines.vllm_engine import VllmEngine
+    from actors.engines.vllm_lora import adapter_of
+    from actors.engines.vllm_start import Settings, set_environment
 
     set_environment()
     adapter = adapter_of(config)

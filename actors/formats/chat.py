@@ -156,7 +156,7 @@ class Chat:
 
     def said(self, tokens: list[int], prefix: str) -> str:
         """Return the last message of the user in the result of `first` or `next`."""
-        text = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        text = self._decode(tokens)
         text = text.removesuffix(prefix).removesuffix(self.opening)
         return text.rpartition(self.between)[2]
 

@@ -52,12 +52,11 @@ def _make(config: Config, directory: Path) -> None:
 
 
 def _load(config: Config) -> None:
-    """Load tokenizer and model once. ModelError whatever a library raises about their files;
-    memory that does not suffice is no fault of theirs."""
+    """Load tokenizer and model once. ModelError whatever a library raises meanwhile."""
     try:
         policy.load_tokenizer(config.policy.path)
         model.load(config, "cpu")
-    except (policy.ModelError, ConfigError, MemoryError):
+    except policy.ModelError:
         raise
     except Exception as error:
         raise policy.ModelError(f"{type(error).__name__}: {error}") from error
