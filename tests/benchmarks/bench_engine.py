@@ -94,7 +94,7 @@ async def episodes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
                 max_tokens=2 + (index + turn) % 2,
                 temperature=1.0,
                 session=f"{round_}/{index}",
-                seed=turn,
+                seed=index * TURNS + turn,  # members part, as in training
             )
             context = context + (await engine.generate(request)).tokens
             start = FIRST_PROMPT + turn * TURN_TOKENS
