@@ -43,7 +43,8 @@ from learner.optimize.critic import CriticTraining
 from learner.optimize.distill import Distillation, distillation_of
 from learner.optimize.logprobs import Scorer, comes_late, late_anchor, step_logprobs
 from learner.optimize.model import Models
-from learner.optimize.updates import Applied, Failure, MicroLoss, Stepper
+from learner.optimize.passes import MicroLoss
+from learner.optimize.updates import Applied, Failure, Stepper
 from learner.ranks.process_group import Ranks, alone
 from learner.state import LearnerState
 
@@ -184,7 +185,7 @@ class Updater(Models):
             return None
         critic = self.ensure_critic()
         with self.timers("value"):
-            budget = self.stepper.token_budget(stage, critic)
+            budget = self.stepper.passes.token_budget(stage, critic)
             return critic.score(self.model, batch, budget, self.ranks, self.layout)
 
     def _critic_training(
@@ -243,8 +244,7 @@ class Updater(Models):
 
     def _internalise(self, stage: Config) -> Internalise:
         experience = stage.experience
-        none = experience.internalise == "none"
-        copied = None
+        none, copied = experience.internalise == "none", None
         if experience.keep_copied and not none:
             copied = partial(copies, decode=self._decode, least=experience.keep_copied)
         return Internalise(
@@ -262,7 +262,7 @@ class Updater(Models):
     def _scorer(self, stage: Config) -> Scorer:
         return Scorer(
             stage.rollout.temperature,
-            self.stepper.token_budget(stage, self.critic),
+            self.stepper.passes.token_budget(stage, self.critic),
             stage.learner.logprob_chunk,
             self.ranks,
             self.layout,

@@ -15,7 +15,7 @@ from evolver_async.schema import Group
 from learner.diagnostics.alarms import Alarm, judge
 from learner.diagnostics.group_signals import group_signals
 from learner.diagnostics.judge_rates import judge_rates
-from learner.diagnostics.step_result import NON_FINITE, StepResult
+from learner.diagnostics.step_result import NON_FINITE, TARGET_KL, StepResult
 from learner.state import LearnerState
 
 log = logging.getLogger(__name__)
@@ -128,10 +128,10 @@ class Guard:
     def _tell_cuts(self, stage: Config, state: LearnerState, outcome: StepResult) -> None:
         """Alert of a `loss.target_kl` that leaves most of the data out."""
         beyond = outcome.metrics.get("offpolicy/kl_beyond")
-        self.cut_steps = self.cut_steps + 1 if beyond is not None and outcome.updates == 1 else 0
+        self.cut_steps = self.cut_steps + 1 if beyond is not None and outcome.updates <= 1 else 0
         if self.cut_steps == CUT_STEPS:
             text = (
-                f"{CUT_STEPS} steps in a row ended after one update; the data of the next one were"
+                f"{CUT_STEPS} steps in a row ended after one update or none; data were"
                 f" {beyond:.3g} nats a token from the policy, loss.target_kl is"
                 f" {stage.loss.target_kl:g}"
             )
@@ -140,7 +140,7 @@ class Guard:
 
     def count(self, stage: Config, state: LearnerState, outcome: StepResult) -> None:
         """Count consecutive steps with nothing, or nearly nothing, to train."""
-        empty = not outcome.trained and NON_FINITE not in outcome.filtered
+        empty = not outcome.trained and not {NON_FINITE, TARGET_KL} & outcome.filtered.keys()
         masked = outcome.metrics.get("offpolicy/masked", 0.0) > stage.correction.max_masked
         state.empty_steps = state.empty_steps + 1 if empty else 0
         state.masked_steps = state.masked_steps + 1 if masked else 0

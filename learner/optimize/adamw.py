@@ -125,6 +125,33 @@ def update(
     return [Update(applied, norm) for norm in norms]
 
 
+def with_gradient(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the weights that the next update moves."""
+    weights = (weight for group in optimizer.param_groups for weight in group["params"])
+    return [weight for weight in weights if weight.grad is not None]
+
+
+@torch.no_grad()
+def take_back(optimizer: torch.optim.Optimizer, moved: list[torch.Tensor], lr: float) -> None:
+    """Undo the last update of an AdamW, which moved the weights `moved` at `lr`, up to rounding.
+
+    The moments tell how far each weight went, so no copy of the weights is needed. The first ones
+    become 0: the next update would go on in the direction that is taken back. The second ones stay.
+    """
+    wanted = set(moved)
+    for group in optimizer.param_groups:
+        beta_1, beta_2 = group["betas"]
+        for weight in group["params"]:
+            if weight not in wanted:
+                continue
+            state = optimizer.state[weight]
+            step, first, second = float(state["step"]), state["exp_avg"], state["exp_avg_sq"]
+            scale = (second / (1 - beta_2**step)).sqrt_().add_(group["eps"])
+            weight.addcdiv_(first, scale, value=lr / (1 - beta_1**step))
+            weight.div_(1 - lr * group["weight_decay"])
+            first.zero_()
+
+
 def clear(moves: Sequence[tuple[torch.optim.Optimizer, float]]) -> None:
     """Clear the gradients of each optimizer's weights."""
     for optimizer, _ in moves:

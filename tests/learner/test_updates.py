@@ -21,6 +21,7 @@ from evolver_async.schema import (
     Group,
     Role,
 )
+from learner.diagnostics.offpolicy import Accounting
 from learner.optimize import updates as under_test
 from learner.optimize.tensors import load_optimizer, save_tensors
 from learner.state import LearnerState, PendingEvaluation
@@ -123,7 +124,7 @@ def test_when_nothing_is_applied_everything_is_left_out(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_target_kl_ends_a_step_after_its_first_update(tiny, tmp_path, dtype):
+def test_data_beyond_the_target_kl_end_a_step_after_its_first_update(tiny, tmp_path, dtype):
     """The groups that it leaves out say so, are not measured, and leave no gradient behind."""
     outcomes, weights = [], []
     for target_kl in (math.inf, 1e-9):
@@ -154,13 +155,73 @@ def test_an_update_that_is_not_finite_is_one_however_far_its_data_are(tiny, tmp_
     settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=2)
     settings.loss.target_kl = 1e-9
     made = updater(settings, tmp_path)
-    gradients, losses = made.stepper._gradients, iter((1.0, math.nan))
+    gradients, losses = made.stepper.passes.gradients, iter((1.0, math.nan))
     monkeypatch.setattr(
-        made.stepper, "_gradients", lambda *given: (next(losses), gradients(*given)[1])
+        made.stepper.passes, "gradients", lambda *given: (next(losses), gradients(*given)[1])
     )
     state = LearnerState(lineage=1)
     outcome = made.rl(stage_config(settings, 0), groups(4), state, FORKS, 1)
     assert state.bad_steps == 1 and outcome.filtered.keys() == {"non_finite"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_update_that_moves_the_policy_beyond_the_target_kl_is_taken_back(
+    tiny, tmp_path, monkeypatch, dtype
+):
+    """What comes before it stays; its groups are left out like those after it."""
+    outcomes, models = [], []
+    # beyond the bound from the beginning: one update, which is not taken back
+    for kls in ((0.3, 0.3), (0.1, 0.1, 0.5)):
+        settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=4)
+        settings.policy.dtype, settings.loss.target_kl = dtype, 0.2
+        made, told = updater(settings, tmp_path), iter(kls)
+        monkeypatch.setattr(under_test.Accounting, "kl", lambda _, told=told: next(told))
+        outcomes.append(
+            made.rl(stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1)
+        )
+        assert next(told, None) is None
+        models.append(made)
+    one, cut = outcomes
+    assert one.metrics["learner/taken_back"] == 0 and cut.metrics["learner/taken_back"] == 1
+    assert one.metrics["offpolicy/kl_beyond"] == 0.3 and cut.metrics["offpolicy/kl_beyond"] == 0.5
+    assert one.updates == cut.updates == 1
+    assert cut.trained == one.trained and cut.filtered == one.filtered
+    assert cut.metrics["loss/policy"] == one.metrics["loss/policy"]
+    assert cut.metrics["offpolicy/tokens"] == one.metrics["offpolicy/tokens"]
+    for left, right in zip(*(made.model.parameters() for made in models), strict=True):
+        # bfloat16 rounds the masters, which differ by their own rounding
+        tolerance = 1e-6 if dtype == "float32" else 1e-2
+        torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_the_last_update_of_a_step_is_taken_back_by_its_own_data(
+    tiny, tmp_path, monkeypatch, minibatches
+):
+    """A policy whose only update is taken back is where it was: no version is published."""
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=minibatches)
+    settings.loss.target_kl = 0.2
+    begin, made = updater(settings, tmp_path).model, updater(settings, tmp_path)
+    told, measured = iter([*[0.1] * minibatches, 0.5]), []
+
+    def kl(found: Accounting) -> float:
+        measured.append(found.column("log_rho"))
+        return next(told)
+
+    monkeypatch.setattr(under_test.Accounting, "kl", kl)
+    outcome = made.rl(stage_config(settings, 0), groups(2), LearnerState(lineage=1), FORKS, 1)
+    assert next(told, None) is None
+    assert outcome.metrics["offpolicy/kl_beyond"] == 0.5
+    assert outcome.metrics["learner/taken_back"] == 1
+    assert outcome.updates == minibatches - 1 == len(outcome.trained)
+    assert len(outcome.filtered["target_kl"]) == 2 // minibatches
+    before, after = measured[-2:]
+    assert len(before) == len(after) and not np.allclose(before, after), "of the moved policy"
+    moved = [
+        float((left - right).detach().abs().max())
+        for left, right in zip(made.model.parameters(), begin.parameters(), strict=True)
+    ]
+    assert max(moved) < 1e-6 if minibatches == 1 else max(moved) > 1e-4
 
 
 def test_a_target_kl_beyond_the_data_changes_nothing(tiny, tmp_path):

@@ -9,7 +9,7 @@ from itertools import chain
 
 from evolver_async.config.checks.addresses import buffer_address, weight_channel
 from evolver_async.config.checks.agentevolver import agent, guidance, mechanisms
-from evolver_async.config.checks.learner import cut, demonstrated, groups, guided, learner
+from evolver_async.config.checks.learner import demonstrated, groups, guided, learner
 from evolver_async.config.checks.processes import cluster, engine, gpus, policy, scaling, timeouts
 from evolver_async.config.checks.stages import eval_sets, limits, stages, tasks
 from evolver_async.config.sections import Config
@@ -44,7 +44,7 @@ def check_stage(config: Config, index: int) -> None:
     if config.stages[index].kind not in SUPERVISED:
         _refuse(guidance(config))
     if config.stages[index].kind == "rl":
-        _refuse(chain(groups(config), guided(config), cut(config)))
+        _refuse(chain(groups(config), guided(config)))
     else:
         _refuse(demonstrated(config))
 

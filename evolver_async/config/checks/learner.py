@@ -1,6 +1,5 @@
 """Checks of the learner's sections: selection, advantage, correction, loss, ranks, rollbacks."""
 
-import math
 from collections.abc import Iterator
 
 from evolver_async.config.sections import Config
@@ -68,12 +67,6 @@ def groups(config: Config) -> Iterator[tuple[str, str]]:
         yield "advantage.overlong_cache", "must be set together with advantage.overlong_limit"
     if advantage.overlong_cache > (limit := advantage.overlong_limit):
         yield "advantage.overlong_cache", f"must be at most advantage.overlong_limit ({limit})"
-
-
-def cut(config: Config) -> Iterator[tuple[str, str]]:
-    """Refuse a bound on the KL in an rl stage whose steps have a single update."""
-    if math.isfinite(config.loss.target_kl) and config.learner.minibatches == 1:
-        yield "loss.target_kl", "must be inf: with learner.minibatches=1 it leaves no update out"
 
 
 def demonstrated(config: Config) -> Iterator[tuple[str, str]]:

@@ -148,8 +148,8 @@ class LossConfig:
     # updates of one step move tokens beyond clip_high
     boost: Annotated[float, Range(infinite=True)] = 0.0
     dual_clip: Annotated[float, Range(ge=1, infinite=True)] = 3.0
-    # KL(mu || theta) in nats per token, over the data of an update, above which it and the later
-    # ones of its step are left out; the first of a step is always applied
+    # KL(mu || theta) in nats per token, over the data of an update. Data beyond it end their step,
+    # and the update that moved the policy there is taken back
     target_kl: PositiveOrInfinite = math.inf
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_norm"] = "token_mean"
     norm_tokens: Count = 1024  # sequence_sum_norm: the constant length

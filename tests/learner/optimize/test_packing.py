@@ -42,7 +42,7 @@ from evolver_async.model import attention, policy, row_checks
 from evolver_async.model.borders import SIMILAR, Borders
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.process.setup import RoleArgs
-from learner.optimize import token_budget, updates
+from learner.optimize import passes, token_budget
 from learner.optimize.logprobs import Scorer
 from learner.ranks.process_group import Ranks, alone
 from learner.state import LearnerState
@@ -482,7 +482,7 @@ def test_ranks_on_one_gpu_share_what_is_free_there(monkeypatch):
 
 def test_a_budget_is_measured_again_when_a_critic_has_come(paths, tmp_path, monkeypatch):
     room = iter([512, 256, 128])
-    monkeypatch.setattr(updates, "measured", lambda *_: next(room))
+    monkeypatch.setattr(passes, "measured", lambda *_: next(room))
     settings = config(paths["tiny"], [StageConfig(kind="rl", steps=1)])
     settings.learner.token_budget = 0
     settings.advantage = AdvantageConfig(kind="gae")
@@ -490,13 +490,15 @@ def test_a_budget_is_measured_again_when_a_critic_has_come(paths, tmp_path, monk
     stage = stage_config(settings, 0)
     made.begin_stage(stage, 0)
     made.rl(stage, make_groups(2, 2, 2), LearnerState(**STATE), FORKS, 1)
-    assert made.critic is not None and made.stepper.token_budget(stage, made.critic) == 256
-    assert made.stepper.token_budget(stage, None) == 128, "less than before there was a critic"
+    assert made.critic is not None and made.stepper.passes.token_budget(stage, made.critic) == 256
+    assert made.stepper.passes.token_budget(stage, None) == 128, (
+        "less than before there was a critic"
+    )
 
 
 def test_a_budget_is_measured_again_when_a_reference_has_come(paths, tmp_path, monkeypatch):
     room = iter([512, 256])
-    monkeypatch.setattr(updates, "measured", lambda *_: next(room))
+    monkeypatch.setattr(passes, "measured", lambda *_: next(room))
     settings = config(
         paths["tiny"], [StageConfig(kind="sft", steps=1), StageConfig(kind="dpo", steps=1)]
     )
@@ -506,7 +508,7 @@ def test_a_budget_is_measured_again_when_a_reference_has_come(paths, tmp_path, m
         stage = stage_config(settings, index)
         made.begin_stage(stage, index)
         for _ in range(2):
-            assert made.stepper.token_budget(stage, None) == expected
+            assert made.stepper.passes.token_budget(stage, None) == expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about hosts without a GPU")
@@ -528,7 +530,7 @@ def test_the_probe_of_a_budget_reaches_all_that_trains(paths, tmp_path):
         policy.split_model(made.model)[0].embed_tokens.register_forward_hook(
             lambda module, given, out, seen=seen: seen.append(out.shape[:-1])
         )
-        made.stepper._probe(settings, made.critic, 2 * 64)
+        made.stepper.passes._probe(settings, made.critic, 2 * 64)
         assert seen == [(128,) if packing else (2, 64)]
         gradients(made.model)
         gradients(made.critic.module)

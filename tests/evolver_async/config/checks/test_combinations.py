@@ -70,10 +70,6 @@ from learner.data.selection import spread
         (["critic.lr=0"], "critic.lr: must be greater than 0"),
         (["loss.dpo_beta=0"], "loss.dpo_beta: must be greater than 0"),
         (["loss.kl=k1"], "loss.kl: k1 has no gradient"),
-        (
-            ["loss.target_kl=0.1", "learner.minibatches=1"],
-            "loss.target_kl: must be inf: with learner.minibatches=1",
-        ),
         (["loss.target_kl=0"], "loss.target_kl: must be greater than 0"),
         (
             ["tasks={train: 0, solved: 0.5, failed: 1}"],

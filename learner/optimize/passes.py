@@ -1,0 +1,198 @@
+"""Forward and backward passes over a minibatch, cut into micro-batches and shared by the ranks."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+import torch
+
+from evolver_async.config import Config
+from evolver_async.metrics.writer import Timers
+from evolver_async.model import policy
+from evolver_async.model.borders import Borders
+from learner.data.batch import MicroBatch, Minibatch
+from learner.diagnostics.offpolicy import Accounting
+from learner.optimize.critic import Critic, CriticTraining
+from learner.optimize.distill import Distillation
+from learner.optimize.model import Models
+from learner.optimize.token_budget import measured
+from learner.ranks.process_group import nothing, within
+
+log = logging.getLogger(__name__)
+
+# The loss of a micro-batch and its terms, of theta_N, entropy_N, the micro-batch, its update and
+# the accounting to measure into.
+MicroLoss = Callable[
+    [torch.Tensor, torch.Tensor, MicroBatch, Minibatch, Accounting],
+    tuple[torch.Tensor, dict[str, torch.Tensor]],
+]
+
+
+class Passes:
+    """Passes of `models` over minibatches."""
+
+    def __init__(self, models: Models, config: Config, timers: Timers) -> None:
+        self.models = models
+        self.config = config
+        self.timers = timers
+        self.ranks = models.ranks
+        self.device = models.ranks.device
+
+    def gradients(
+        self,
+        stage: Config,
+        minibatch: Minibatch,
+        loss: MicroLoss,
+        accounting: Accounting,
+        critic: CriticTraining | None,
+        distillation: Distillation | None,
+    ) -> tuple[float, dict[str, float]]:
+        """Accumulate gradients of a minibatch; return its loss and the terms, over all ranks.
+
+        Only this rank's tokens are measured into `accounting`.
+        """
+        total, terms_of, layout = 0.0, dict[str, float](), self.models.layout
+        limit = self.token_budget(stage, critic.critic if critic else None)
+        budget = self.ranks.budget(limit, partial(minibatch.laid_lengths, layout))
+        micros = minibatch.micro_batches(budget, self.device, layout)
+        for micro in self.ranks.share(micros):
+            with self.timers("forward"):
+                compute = partial(self._idle, critic, layout != "padded")
+                if micro is not None:
+                    compute = partial(self._loss, stage, micro, minibatch, loss, accounting, critic)
+                value, terms = within(self.models.model, compute)
+            with self.timers("backward"):
+                value.backward()
+            total += float(value.detach())
+            _add(terms_of, {name: float(term) for name, term in terms.items()})
+        if distillation is not None:
+            with self.timers("distill"):
+                loss_part, more = distillation(self.models.model, minibatch, self.ranks, limit)
+            total += loss_part
+            _add(terms_of, more)
+        if self.ranks.count == 1:
+            return total, terms_of
+        parts = self.ranks.gather(msgspec.msgpack.encode([total, terms_of]))
+        total, terms_of = 0.0, {}
+        for part in parts:
+            value, terms = msgspec.msgpack.decode(part, type=tuple[float, dict[str, float]])
+            total += value
+            _add(terms_of, terms)
+        return total, terms_of
+
+    @torch.no_grad()
+    def measure(self, stage: Config, minibatch: Minibatch, loss: MicroLoss) -> Accounting:
+        """Return the measured tokens of a minibatch, of all ranks, for the weights as they are."""
+        accounting, layout = Accounting(), self.models.layout
+        limit = self.token_budget(stage, None)
+        budget = self.ranks.budget(limit, partial(minibatch.laid_lengths, layout))
+        for micro in self.ranks.share(minibatch.micro_batches(budget, self.device, layout)):
+            with self.timers("forward"):
+                compute = partial(self._idle, None, layout != "padded")
+                if micro is not None:
+                    compute = partial(self._loss, stage, micro, minibatch, loss, accounting, None)
+                within(self.models.model, compute)
+        return self.collected(accounting)
+
+    def _idle(
+        self, critic: CriticTraining | None, packed: bool
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return a loss of 0 that reaches all weights: other ranks have more micro-batches."""
+        with torch.set_grad_enabled(_moves(critic)):
+            tokens_BT, hidden_BTD, borders = nothing(self.models.model, self.device, packed=packed)
+            value = 0 * hidden_BTD.sum()
+        if critic is not None:
+            value = value + 0 * critic.critic.values(hidden_BTD, tokens_BT, borders).sum()
+        return value, {}
+
+    def collected(self, accounting: Accounting) -> Accounting:
+        """Return the measured tokens of all ranks."""
+        if self.ranks.count == 1:
+            return accounting
+        collected = Accounting()
+        for part in self.ranks.gather(accounting.packed()):
+            collected.merge(Accounting.unpacked(part))
+        return collected
+
+    def token_budget(self, stage: Config, critic: Critic | None) -> int:
+        """Return the tokens of one forward pass; with a setting of 0 they are measured once."""
+        if stage.learner.token_budget:
+            return stage.learner.token_budget
+        budgets, trained = self.models.token_budgets, critic is not None
+        if trained not in budgets:
+            moved = [self.models.optimizer] + ([critic.optimizer] if critic else [])
+            probe = partial(self._probe, stage, critic)
+            try:
+                budgets[trained] = measured(probe, moved, self.ranks, self.config.policy.max_length)
+            finally:
+                for optimizer in moved:
+                    optimizer.zero_grad(set_to_none=True)
+            log.info("%d tokens per forward pass fit the GPU", budgets[trained])
+        return budgets[trained]
+
+    def _probe(self, stage: Config, critic: Critic | None, tokens: int) -> None:
+        """Run a forward and backward pass like a step's, over whole contexts of `tokens` in all."""
+        length = self.config.policy.max_length
+        tokens_BT = torch.zeros(tokens // length, length, dtype=torch.long, device=self.device)
+        borders = None
+        if self.models.layout != "padded":
+            borders = Borders.of([length] * len(tokens_BT), self.device)
+            tokens_BT = tokens_BT.view(1, -1)
+
+        def compute() -> torch.Tensor:
+            hidden_BTD = policy.hidden_states(self.models.model, tokens_BT, borders)
+            hidden_ND, target_N = hidden_BTD[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten()
+            logprobs_N, entropy_N = self._logprobs(stage, hidden_ND, target_N)
+            value = (logprobs_N + entropy_N).sum()
+            if critic is not None:
+                value = value + critic.values(hidden_BTD, tokens_BT, borders).sum()
+            return value
+
+        within(self.models.model, compute).backward()
+
+    def _loss(
+        self,
+        stage: Config,
+        micro: MicroBatch,
+        minibatch: Minibatch,
+        loss: MicroLoss,
+        accounting: Accounting,
+        critic: CriticTraining | None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss of a micro-batch, the critic's included, with gradient; its terms."""
+        with torch.set_grad_enabled(_moves(critic)):
+            hidden_KD = policy.hidden_states(
+                self.models.model, micro.tokens_BT, micro.borders, micro.read_K
+            )
+            hidden_ND = hidden_KD.index_select(0, micro.source_N)
+            theta_N, entropy_N = self._logprobs(stage, hidden_ND, micro.target_N)
+            value, terms = loss(theta_N, entropy_N, micro, minibatch, accounting)
+        if critic is None:
+            return value, terms
+        values, more = critic(hidden_KD, micro, minibatch)
+        return value + values, terms | more
+
+    def _logprobs(
+        self, stage: Config, hidden_ND: torch.Tensor, target_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probs, with gradient, and entropies of targets behind hidden states."""
+        return policy.target_logprobs(
+            self.models.model,
+            hidden_ND,
+            target_N,
+            stage.rollout.temperature,
+            stage.learner.logprob_chunk,
+            with_entropy=True,
+            entropy_top_k=stage.loss.entropy_top_k,
+        )
+
+
+def _moves(critic: CriticTraining | None) -> bool:
+    """Return whether the passes are to have gradients of the policy."""
+    return torch.is_grad_enabled() and (critic is None or not critic.warms_up)
+
+
+def _add(sums: dict[str, float], terms: dict[str, float]) -> None:
+    for name, term in terms.items():
+        sums[name] = sums.get(name, 0.0) + term
