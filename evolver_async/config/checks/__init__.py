@@ -46,7 +46,7 @@ def check_stage(config: Config, index: int) -> None:
     if config.stages[index].kind == "rl":
         _refuse(chain(groups(config), guided(config)))
     else:
-        _refuse(demonstrated(config))
+        _refuse(demonstrated(config, config.stages[index].kind))
 
 
 def _refuse(problems: Iterator[tuple[str, str]]) -> None:

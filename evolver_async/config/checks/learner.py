@@ -69,12 +69,16 @@ def groups(config: Config) -> Iterator[tuple[str, str]]:
         yield "advantage.overlong_cache", f"must be at most advantage.overlong_limit ({limit})"
 
 
-def demonstrated(config: Config) -> Iterator[tuple[str, str]]:
-    """Refuse distillation in a stage that trains without advantages."""
+def demonstrated(config: Config, kind: str) -> Iterator[tuple[str, str]]:
+    """Refuse ways to internalise that a stage of a `kind` other than rl cannot take."""
     experience = config.experience
-    given = experience.kind != "none" and config.rollout.guided_fraction
-    if given and experience.internalise == "distill":
+    if experience.kind == "none" or not config.rollout.guided_fraction:
+        return
+    if experience.internalise == "distill":
         yield "experience.internalise", "must be none or strip: distill belongs to rl stages"
+    if kind == "sft" and experience.internalise != "none":
+        follows = "a guided demonstration follows what its experience says"
+        yield "experience.internalise", f"must be none, or rollout.guided_fraction 0: {follows}"
 
 
 def guided(config: Config) -> Iterator[tuple[str, str]]:

@@ -183,6 +183,10 @@ from learner.data.selection import spread
             ],
             "experience.internalise: must be none or strip: distill belongs to rl stages",
         ),
+        (
+            ["experience.kind=contrast", "stages=[{kind: sft, steps: 1}]"],
+            "experience.internalise: must be none, or rollout.guided_fraction 0",
+        ),
         (["policy.hidden_size=60"], "policy.hidden_size: "),
         (["rollout.max_tokens=1024"], "rollout.max_tokens: "),
         (["learner.token_budget=100"], "learner.token_budget: "),
