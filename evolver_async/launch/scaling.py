@@ -88,7 +88,4 @@ class WaitController:
 
 def waited(row: dict[str, float]) -> float | None:
     """Return the share of a step in which the learner waited for groups."""
-    if "time/wait_s" not in row:
-        return None
-    total = sum(value for name, value in row.items() if name.startswith("time/"))
-    return row["time/wait_s"] / total if total > 0 else None
+    return row.get("throughput/learner/data")

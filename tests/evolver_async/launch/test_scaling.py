@@ -38,7 +38,9 @@ def controller(
     def steps(waits: float, count: int = 5) -> None:
         with open(path, "a") as file:
             for _ in range(count):
-                file.write(json.dumps({"time/wait_s": waits, "time/train_s": 1 - waits}) + "\n")
+                file.write(
+                    json.dumps({"time/wait_s": 1.0, "throughput/learner/data": waits}) + "\n"
+                )
 
     actors = ActorsConfig(count=low, min=low, max=high, target=target, scale_s=30.0)
     return WaitController(actors, Tail(path)), steps

@@ -45,7 +45,7 @@ ROWS = [
         "offpolicy/ess": float("nan"),
         "buffer/limit": 9,
         "time/wait_s": 1.0,
-        "time/train_s": 3.0,
+        "throughput/learner/data": 0.25,
     },
     {"step": 7, "lineage": 1, "eval/episodes": 64, "eval/success": 0.75},
 ]
