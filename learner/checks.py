@@ -29,6 +29,9 @@ def _problems(config: Config) -> Iterator[str]:
         if is_own(config.correction.kind):
             from learner.loss.correction import correction_of
 
-            correction_of(config.correction)
+            needs = getattr(correction_of(config.correction), "prepare", None)
+            if needs is not None and config.correction.anchor == "interpolate":
+                why = f"{config.correction.kind} prepares its numbers before the step"
+                yield f"correction.anchor: must be recompute: {why}"
     except ValueError as error:
         yield str(error)

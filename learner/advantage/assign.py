@@ -16,11 +16,11 @@ from learner.advantage.gae import (
     whitened,
 )
 from learner.advantage.group_relative import (
-    READS_ANCHOR,
     EstimatorInput,
     alpha_at,
     estimator_of,
     finite_groups,
+    reads_anchor,
     unlabelled_groups,
 )
 from learner.advantage.rewards import Rewards
@@ -65,7 +65,7 @@ def assign(
     if values is None:
         alpha = alpha_at(step, alpha=settings.alpha, alpha_final=settings.alpha_final, steps=steps)
         log_w_N = np.clip(logprobs.anchor_N - logprobs.old_N, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        if settings.kind not in READS_ANCHOR:
+        if not reads_anchor(settings):
             log_w_N = np.zeros_like(log_w_N)
         log_weight_P = np.bincount(
             batch.trajectory_N, weights=log_w_N, minlength=len(batch.length_P)

@@ -8,11 +8,12 @@ algorithms §3.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
 from evolver_async.config import AdvantageConfig
-from evolver_async.extension import implementation
+from evolver_async.extension import implementation, is_own
 from evolver_async.schema import Array
 from learner.advantage.rewards import Rewards
 
@@ -25,7 +26,7 @@ class EstimatorInput:
 
     alpha: the weight of labels at this step; baseline: the running mean of earlier rewards;
     log_weight_P: the log of exp(anchor - old) over all tokens of each trajectory, bounded, 0 for
-    estimators that do not declare `reads_anchor`; length_P: the ACTION tokens of each.
+    functions without `@reads_log_weights`; length_P: the ACTION tokens of each.
     """
 
     alpha: float
@@ -40,6 +41,21 @@ class EstimatorInput:
 
 # The advantage of every turn, float[U], and the running baseline for the next step.
 Estimator = Callable[[Rewards, EstimatorInput, AdvantageConfig], tuple[Array, float]]
+
+
+Declared = TypeVar("Declared", bound=Estimator)
+
+
+def reads_log_weights(function: Declared) -> Declared:
+    """Declare that an estimator reads `EstimatorInput.log_weight_P`, which takes a forward pass."""
+    vars(function)["reads_anchor"] = True
+    return function
+
+
+def reads_anchor(settings: AdvantageConfig) -> bool:
+    """Return True if the estimator of `advantage.kind` reads the weights of trajectories."""
+    grouped = settings.kind in ESTIMATORS or is_own(settings.kind)
+    return grouped and getattr(estimator_of(settings), "reads_anchor", False)
 
 
 def estimator_of(settings: AdvantageConfig) -> Estimator:
@@ -81,6 +97,7 @@ def _reinforce(
     return advantage_P[rewards.trajectory_U], baseline
 
 
+@reads_log_weights
 def _opob(
     rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig
 ) -> tuple[Array, float]:
@@ -98,7 +115,6 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce": _reinforce,
     "opob": _opob,
 }
-READS_ANCHOR = ("opob",)
 
 
 def finite_groups(rewards: Rewards, advantage_U: Array | None = None) -> Array:

@@ -21,6 +21,8 @@ from learner.loss.policy import token_scale
 from learner.optimize.critic import CriticTraining
 from learner.ranks.process_group import Ranks, idle, nothing, within
 
+DISTILL_KL, DISTILL_TOKENS = "experience/distill_kl", "experience/distill_tokens"
+
 
 @dataclass(frozen=True)
 class Distillation:
@@ -41,7 +43,10 @@ class Distillation:
     def __call__(
         self, model: torch.nn.Module, minibatch: Minibatch, ranks: Ranks, token_budget: int
     ) -> tuple[float, dict[str, float]]:
-        """Accumulate the gradients of an update; return this rank's loss and its terms."""
+        """Accumulate the gradients of an update; return this rank's loss and its terms.
+
+        `DISTILL_KL` is a sum over the rank's tokens, `DISTILL_TOKENS` its share of their number.
+        """
         assert self.taught.sampled is not None
         members = minibatch.members[self.taught.length_P[minibatch.members] > 0]
         guided = Minibatch(self.taught.sampled, members)
@@ -62,7 +67,8 @@ class Distillation:
             sum_kl += float(kl)
         return total, {
             "loss/distill": total / self.coef,
-            "experience/distill_kl": sum_kl / max(guided.tokens, 1),
+            DISTILL_KL: sum_kl,
+            DISTILL_TOKENS: guided.tokens / ranks.count,
         }
 
     def _loss(

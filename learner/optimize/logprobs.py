@@ -10,7 +10,7 @@ from evolver_async.config import Config
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
 from evolver_async.schema import Array
-from learner.advantage.group_relative import READS_ANCHOR
+from learner.advantage import group_relative
 from learner.advantage.rewards import penalises
 from learner.data.batch import Batch, LogProbs, MicroBatch, Minibatch
 from learner.data.layout import Layout
@@ -80,7 +80,7 @@ def step_logprobs(
         batch,
         everywhere=shown(stage, take)
         or penalises(stage.loss)
-        or stage.advantage.kind in READS_ANCHOR
+        or group_relative.reads_anchor(stage.advantage)
         or (reads and not interpolates),
         guided=correction.guided,
         leans=leans,
@@ -118,7 +118,8 @@ def comes_late(stage: Config, batch: Batch, interpolates: bool) -> bool:
         and batch.sampled is None
         and stage.experience.reliance_coef == 0
         and not penalises(stage.loss)
-        and stage.advantage.kind not in (*READS_ANCHOR, "vtrace")
+        and not group_relative.reads_anchor(stage.advantage)
+        and stage.advantage.kind != "vtrace"
     )
 
 

@@ -22,7 +22,7 @@ from learner.diagnostics.step_result import NON_FINITE, TARGET_KL
 from learner.optimize.adamw import clear, follow, lr_at, take_back, update, with_gradient
 from learner.optimize.alignment import align, remember
 from learner.optimize.critic import CriticTraining
-from learner.optimize.distill import Distillation
+from learner.optimize.distill import DISTILL_KL, DISTILL_TOKENS, Distillation
 from learner.optimize.model import Models
 from learner.optimize.passes import MicroLoss, Passes
 
@@ -178,6 +178,8 @@ class Stepper:
         for one in done:
             sums.update(one.terms)
             accounting.merge(one.accounting)
+        if taught := sums.pop(DISTILL_TOKENS, 0):
+            means[DISTILL_KL] = sums.pop(DISTILL_KL) / taught
         means |= {name: value / len(done) for name, value in sums.items()}
         means["learner/updates"] = float(len(done))
         means |= {} if beyond is None else {"offpolicy/kl_beyond": beyond}

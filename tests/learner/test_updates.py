@@ -396,21 +396,32 @@ def test_unguided_data_costs_no_pass_beside_the_updates(tiny, tmp_path):
     assert rows_scored(guided_groups(4), anchor="interpolate") == 16 + 8
 
 
-def test_demonstrations_lose_their_experience_unless_told_otherwise(tiny, tmp_path):
-    def trained(internalise: str, data: list[Group]) -> Updater:
-        settings = guided_config(tiny, internalise)
-        settings.stages = [StageConfig(kind="sft", steps=3)]
+def test_an_own_estimator_gets_the_log_weights_that_it_declares(tiny, tmp_path):
+    models = []
+    for kind in ("opob", "learner.advantage.group_relative:_opob"):
+        settings = config(tiny, [StageConfig(kind="rl", steps=1)])
+        settings.advantage = AdvantageConfig(kind=kind, std="none")
+        settings.correction.kind = "ppo"  # which reads no anchor
         made = updater(settings, tmp_path)
-        outcome = made.sft(stage_config(settings, 0), data, LearnerState(lineage=1), 3)
-        assert outcome.updates == 2
-        return made
+        drift(made.model)
+        assert step(made, groups(4)).updates
+        models.append(made.model)
+    assert same(*models)
 
-    def demos() -> list[Group]:
-        return guided_groups(4, policy_kind="scripted")
 
-    by_hand = trained("strip", stripped_by_hand(demos()))
-    assert same(trained("strip", demos()).model, by_hand.model)
-    assert not same(trained("none", demos()).model, by_hand.model)
+def test_the_kl_of_distillation_is_the_mean_over_what_is_taught(tiny, tmp_path):
+    """Updates without guided members count for nothing."""
+
+    def distilled(minibatches: int) -> float:
+        settings = guided_config(tiny, "distill", minibatches=minibatches)
+        settings.learner.lr = 1e-12
+        data = guided_groups(4)
+        data[1:] = stripped_by_hand(data[1:])
+        return step(updater(settings, tmp_path), data).metrics["experience/distill_kl"]
+
+    whole = distilled(1)
+    assert whole > 0
+    assert distilled(4) == pytest.approx(whole, rel=1e-4)
 
 
 def test_labels_and_their_outage_are_measured_and_alpha_falls(tiny, tmp_path):

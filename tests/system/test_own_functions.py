@@ -101,6 +101,15 @@ def test_an_unfit_function_is_refused_before_the_start(tmp_path, key, name, prob
     assert problem in str(refused.value)
 
 
+def test_numbers_that_are_prepared_before_the_step_need_an_anchor_then(tmp_path) -> None:
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(RECIPE)
+    own = "{kind: learner.loss.correction:m2po, anchor: interpolate}"
+    config = load(recipe, [f"correction={own}", f"run.dir={tmp_path}"])
+    with pytest.raises(ValueError, match=r"correction\.anchor: must be recompute: .*m2po prepares"):
+        check_start(config)
+
+
 @pytest.mark.parametrize("key", [key for key in KEYS if not key.endswith("s")])
 def test_what_is_neither_built_in_nor_a_path_is_refused(tmp_path, key) -> None:
     recipe = tmp_path / "own.yaml"
