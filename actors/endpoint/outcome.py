@@ -8,7 +8,10 @@ import importlib
 import inspect
 import math
 from collections.abc import Awaitable, Callable
+from numbers import Real
 from typing import NamedTuple
+
+from actors.envs.results import number, truth
 
 
 class AgentOutcome(NamedTuple):
@@ -44,9 +47,14 @@ def load_agent(path: str) -> Agent:
 def outcome_of(returned: object) -> AgentOutcome:
     """Convert an agent's return value; a number of at least 1 is a success. Raise ValueError."""
     if isinstance(returned, AgentOutcome):
-        outcome = returned
-    elif isinstance(returned, int | float):
-        outcome = AgentOutcome(float(returned), returned >= 1)
+        try:
+            reward = number("reward of the AgentOutcome", returned.reward)
+            outcome = AgentOutcome(reward, truth("success of the AgentOutcome", returned.success))
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+    elif isinstance(returned, Real):
+        reward = float(returned)
+        outcome = AgentOutcome(reward, reward >= 1)
     else:
         kind = type(returned).__name__
         raise ValueError(f"it returned {kind}; rollout.agent_reward=returned needs a number")

@@ -22,7 +22,7 @@ from actors.llm.client import Endpoint
 from actors.progress import TicketProgress
 from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import Setting
-from actors.rollout.finished import Deliver, Finished, assembled
+from actors.rollout.finished import Deliver, Finished, RewardTooLarge, assembled
 from actors.rollout.group import side_by_side
 from evolver_async.config import Config
 from evolver_async.randomness import key
@@ -96,7 +96,13 @@ class AgentRunner:
             if played.outcome is None:
                 waiting.append(played)
             else:
-                deliver(self._finished(ticket, setting, played, played.outcome))
+                try:
+                    finished = self._finished(ticket, setting, played, played.outcome)
+                except RewardTooLarge as error:
+                    self._counts["no_reward"] += 1
+                    where = f"task {ticket.task.task_id}, member {member}"
+                    raise AgentFailure(self.path, where, "", error) from None
+                deliver(finished)
 
         failure = await side_by_side(ticket, setting, progress, play)
         if waiting:

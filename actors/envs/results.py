@@ -1,6 +1,11 @@
-"""Checks of what an environment returns, so that a wrong type is its failure and names it."""
+"""Checks of what an environment returns, so that a wrong type is its failure and names it.
+
+Numbers and truth values of numpy become Python's own: the wire takes no others.
+"""
 
 from numbers import Real
+
+import numpy as np
 
 from evolver_async.env import Info, Step
 
@@ -17,11 +22,40 @@ def checked_step(value: object) -> Step:
     if not isinstance(value, Step):
         raise TypeError(f"step must return a Step, returned {_described(value)}")
     checked_observation(value.observation)
-    if not isinstance(value.reward, Real):
-        raise TypeError(f"reward of the Step must be a number, is {_described(value.reward)}")
+    reward = number("reward of the Step", value.reward)
+    terminated = truth("terminated of the Step", value.terminated)
+    truncated = truth("truncated of the Step", value.truncated)
     if not isinstance(value.info, Info):
         raise TypeError(f"info of the Step must be an Info, is {_described(value.info)}")
-    return value
+    facts = zip(Info._fields, value.info, strict=True)
+    info = Info(*(truth(f"{name} of the Info", fact) for name, fact in facts))
+    return Step(value.observation, reward, terminated, truncated, info)
+
+
+def checked_verdict(value: object) -> tuple[float, bool]:
+    """Return reward and success; TypeError, which names the wrong one."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise TypeError(f"verdict must return (reward, success), returned {_described(value)}")
+    return number("reward of the verdict", value[0]), truth("success of the verdict", value[1])
+
+
+def checked_score(value: object) -> float:
+    """Return the score; TypeError if it is no number."""
+    return number("a score", value)
+
+
+def number(name: str, value: object) -> float:
+    """Return a number as a float; TypeError, which names it, for anything else."""
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, is {_described(value)}")
+    return float(value)
+
+
+def truth(name: str, value: object) -> bool:
+    """Return a truth value as a bool; TypeError, which names it, for anything else."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, is {_described(value)}")
+    return bool(value)
 
 
 def _described(value: object) -> str:

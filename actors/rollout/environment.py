@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
 from actors.envs.base import Env, EnvironmentFailure, blocks, env_class, make_env, settled
-from actors.envs.results import checked_observation, checked_step
+from actors.envs.results import checked_observation, checked_score, checked_step, checked_verdict
 from actors.progress import TicketProgress
 from evolver_async.env import Step
 from evolver_async.metrics.activity import BLOCKING, STEPPING
@@ -85,6 +85,14 @@ class TimedEnvironment:
         """Return the result of an action."""
         found = await self.call(doing, self.env.step, action, latency_s=latency_s)
         return self._checked(doing, checked_step, found)
+
+    async def verdict(self, verdict: Callable[[], Any]) -> tuple[float, bool]:
+        """Return reward and success of an episode that the rollout ends."""
+        return self._checked("verdict", checked_verdict, await self.call("verdict", verdict))
+
+    async def score(self, score: Callable[[], Any]) -> float:
+        """Return the environment's score of its current state."""
+        return self._checked("score", checked_score, await self.call("score", score))
 
     def _checked(self, doing: str, check: Callable[[object], R], found: object) -> R:
         try:

@@ -19,7 +19,7 @@ from actors.progress import TicketProgress
 from actors.rollout.conversation import Conversation, system_message, tool_names
 from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode_config import Setting, reads_scores, step_latency_s
-from actors.rollout.finished import Finished, assembled
+from actors.rollout.finished import Finished, RewardTooLarge, assembled
 from actors.rollout.policy import Advice, EpisodePolicy
 from evolver_async.metrics.activity import GENERATING
 from evolver_async.protocol.failures import FailureKind
@@ -90,16 +90,23 @@ class Episode:
                 break
         if not (self.terminated or self.truncated) and isinstance(self.environment.env, Concluding):
             verdict = self.environment.env.verdict
-            reward, self.success = await self.environment.call("verdict", verdict)
+            reward, self.success = await self.environment.verdict(verdict)
             self.rewards[-1] += self._finite("verdict", reward)
         if not self.terminated:
             self.rewards[-1] += setting.truncated_reward
+        try:
+            return self._assembled(policy, loop.time() - began)
+        except RewardTooLarge as error:
+            raise self.environment.failure("rewards", 0.0, error) from None
+
+    def _assembled(self, policy: EpisodePolicy, total_s: float) -> Finished:
         return assembled(
-            *(self.ticket, self.member, setting, policy.kind, self.conversation.sequences()),
+            *(self.ticket, self.member, self.setting, policy.kind),
+            self.conversation.sequences(),
             rewards=self.rewards,
             flags=self.flags,
             outcome=(self.success, self.terminated),
-            seconds=(self.environment.spent_s, self.generate_s, loop.time() - began),
+            seconds=(self.environment.spent_s, self.generate_s, total_s),
             experience_ids=list(self.advice.ids),
             turns=self.turns,
             query=self.query,
@@ -154,7 +161,7 @@ class Episode:
     async def _score(self) -> None:
         env = self.environment.env
         if reads_scores(self.setting, self.ticket, self.member) and isinstance(env, Scored):
-            self.scores.append(await self.environment.call("score", env.score))
+            self.scores.append(await self.environment.score(env.score))
 
     async def _act(self, actions: list[str | InvalidCall] | None) -> str:
         """Carry out one turn's actions; return the text that the policy reads after it."""

@@ -1,5 +1,6 @@
 """Settings that all episodes of a stage share."""
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Literal
@@ -40,6 +41,7 @@ class Setting:
     truncated_reward: float = 0.0  # added where an episode ends without its environment's end
     recorded: bool = False  # whether episodes are kept in words as well
     hints: int = 5  # entries that guide a scripted episode at most
+    max_reward: float = math.inf  # of either sign; the buffer refuses a larger one
     scored: float = 0.0  # share of episodes in which the environment's score is read every turn
     format_name: str = "think_answer"  # of the turn format in the configuration
     failures: FailureCounts = field(default_factory=FailureCounts)
@@ -73,6 +75,7 @@ def setting_of(
         context=rollout.context,
         window=rollout.window,
         truncated_reward=rollout.truncated_reward,
+        max_reward=config.safety.max_reward,
         recorded=config.experience.kind != "none"
         or config.judge.kind not in ("none", "rule")
         or bool(rollout.reward_terms)

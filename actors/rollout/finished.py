@@ -31,6 +31,10 @@ class Finished:
 Deliver = Callable[[Finished], None]
 
 
+class RewardTooLarge(ValueError):
+    """Reward that the buffer would refuse."""
+
+
 def assembled(
     ticket: Ticket,
     member: int,
@@ -51,8 +55,13 @@ def assembled(
 ) -> Finished:
     """Assemble a finished episode of K turns without labels. `rewards`, `flags`: K each;
     `content`: the text that tells its task; `outcome`: success and termination; `seconds`: in the
-    environment, of generation, in all."""
+    environment, of generation, in all. Raises RewardTooLarge."""
+    reward = math.fsum(rewards)
     turn_rewards = np.fromiter(rewards, np.float32)
+    largest = max(map(abs, (reward, *turn_rewards.tolist())))
+    if largest > setting.max_reward:
+        limit = f"the largest that safety.max_reward allows is {setting.max_reward:g}"
+        raise RewardTooLarge(f"a reward of {largest:g}, {limit}")
     trajectory = Trajectory(
         group_id=ticket.group_id,
         member=member,
@@ -61,7 +70,7 @@ def assembled(
         incarnation=setting.incarnation,
         content=key(0, "content", ticket.task.env, content),
         sequences=sequences,
-        reward=math.fsum(rewards),
+        reward=reward,
         success=outcome[0],
         terminated=outcome[1],
         truncated=not outcome[1],

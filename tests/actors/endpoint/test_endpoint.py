@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import episodes
+import numpy as np
 import openai
 import pytest
 import torch
@@ -509,10 +510,18 @@ def test_what_an_agent_raises_is_counted_and_costs_nobody_else_anything() -> Non
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"), [(None, "NoneType"), (float("nan"), "nan"), ("1", "str")]
+    ("returned", "said"),
+    [
+        (None, "NoneType"),
+        (float("nan"), "nan"),
+        ("1", "str"),
+        (AgentOutcome("1", True), "reward of the AgentOutcome"),  # type: ignore[arg-type]
+        (AgentOutcome(1.0, "yes"), "success of the AgentOutcome"),  # type: ignore[arg-type]
+        (1e7, "safety.max_reward"),
+    ],
 )
 def test_no_reward_is_never_a_silent_zero(returned: Any, said: str) -> None:
-    ran = run(returning(returned), Scripted("a"))
+    ran = run(returning(returned), Scripted("a"), max_reward=1e6)
     assert isinstance(ran.error, EnvironmentFailure) and said in str(ran.error)
     assert ran.finished == [] and ran.counts["agent/no_reward"] == 1
 
@@ -793,6 +802,9 @@ def test_a_return_value_is_an_outcome() -> None:
     assert outcome_of(1) == AgentOutcome(1.0, True)
     assert outcome_of(0.75) == AgentOutcome(0.75, False)
     assert outcome_of(AgentOutcome(0.2, True)) == AgentOutcome(0.2, True)
+    for computed in (np.float32(1), np.int64(1), AgentOutcome(np.float32(1), np.True_)):  # type: ignore[arg-type]
+        outcome = outcome_of(computed)
+        assert outcome == AgentOutcome(1.0, True) and [*map(type, outcome)] == [float, bool]
 
 
 def conversation(*said: str) -> tuple[ChatMessage, ...]:

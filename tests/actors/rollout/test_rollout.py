@@ -42,6 +42,7 @@ from actors.rollout.finished import Finished
 from actors.rollout.group import run_group, run_members
 from actors.scripted.expert import demonstrate_group
 from evolver_async.env import Info, Step
+from evolver_async.protocol.trajectories import unwrap, wrap
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.schema import Kind, Role, Task, Trajectory, TurnFlag
 
@@ -212,6 +213,9 @@ class Sloppy(Corridor):
         ({"result": Step(None, 1.0, False, False, Info())}, "an observation must be a"),  # pyright: ignore
         ({"result": Step("done", "1", False, False, Info())}, "reward of the Step must be a"),  # pyright: ignore
         ({"result": Step("done", 1.0, False, False, {})}, "info of the Step must be an Info"),  # pyright: ignore
+        ({"result": Step("done", 1.0, None, False, Info())}, "terminated of the Step must be"),  # pyright: ignore
+        ({"result": Step("done", 1.0, True, 0.5, Info())}, "truncated of the Step must be"),  # pyright: ignore
+        ({"result": Step("done", 1.0, True, False, Info(success=2))}, "success of the Info must"),  # pyright: ignore
         ({"leaves": True}, "SystemExit: 3"),
     ],
 )
@@ -221,6 +225,41 @@ def test_what_a_step_must_not_do_is_the_environments_failure(
     monkeypatch.setattr(Sloppy, "blocking", blocking, raising=False)
     with pytest.raises(EnvironmentFailure, match=f"Sloppy.*{named}"):
         roll_out(corridor(env=Sloppy, **params), setting(), FakeEngine({"0/0/0": say(RIGHT)}))
+
+
+class Numeric(Corridor):
+    """Computes with numpy, also its verdict and its score; `reward` is that of the last step."""
+
+    def __init__(self, *, length: int = 2, reward: float = 1.0) -> None:
+        super().__init__(length=length)
+        self.reward = reward
+
+    def step(self, action: str) -> Step:
+        step = super().step(action)
+        done = np.bool_(step.terminated)
+        info: Any = Info(np.True_, done, np.False_)  # type: ignore[arg-type]
+        return Step(step.observation, np.float32(self.reward), done, np.False_, info)  # type: ignore[arg-type]
+
+    def verdict(self) -> tuple[float, bool]:
+        return np.float32(0.5), np.True_  # type: ignore[return-value]
+
+    def score(self) -> float:
+        return np.float32(self.position)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("turns", "reward"), [(2, 2.0), (1, 1.5)], ids=["its end", "a limit"])
+def test_what_numpy_computes_travels_as_plain_values(turns: int, reward: float) -> None:
+    how = setting(max_turns=turns, scored=1.0)
+    (finished,) = play(corridor(env=Numeric), how, FakeEngine({"0/0/0": say(RIGHT, RIGHT)}))
+    trajectory = unwrap(wrap(finished.trajectory))
+    assert (trajectory.reward, trajectory.success) == (reward, True)
+    assert trajectory.terminated is (turns == 2) and {*map(type, finished.scores)} == {float}
+
+
+def test_a_reward_that_the_buffer_refuses_is_the_environments_failure() -> None:
+    said = FakeEngine({"0/0/0": say(RIGHT, RIGHT)})
+    with pytest.raises(EnvironmentFailure, match=r"Numeric.*reward of 6.*safety\.max_reward.* 2"):
+        roll_out(corridor(env=Numeric, reward=3.0), setting(max_reward=2.0), said)
 
 
 def test_text_that_no_tokenizer_reads_is_shown_without_it() -> None:
