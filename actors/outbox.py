@@ -5,34 +5,52 @@ import logging
 from functools import partial
 from typing import Any
 
+from actors.envs.base import EnvironmentFailure
+from actors.failures import FailureCounts
 from evolver_async.metrics.activity import DELIVERING, ActivityClock
 from evolver_async.protocol import messages
-from evolver_async.schema import Trajectory
+from evolver_async.protocol.bounded import WireError
+from evolver_async.schema import Ticket, Trajectory
 from evolver_async.transport.client import Client
 
 log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Finished trajectories of one ticket. `delivered`: members whose delivery is acknowledged."""
+    """Finished trajectories of one ticket. `delivered`: members whose delivery is acknowledged.
 
-    def __init__(self, client: Client, clock: ActivityClock) -> None:
+    `failures` counts trajectories that cannot be sent.
+    """
+
+    def __init__(
+        self, client: Client, clock: ActivityClock, ticket: Ticket, failures: FailureCounts
+    ) -> None:
         self.delivered: set[int] = set()
         self._client = client
         self._clock = clock
+        self._task = ticket.task
+        self._failures = failures
         self._sending: set[asyncio.Task[Any]] = set()
 
     def send(self, trajectory: Trajectory) -> "asyncio.Task[Any]":
-        """Send a trajectory; the task ends when the buffer has stored it, and may raise
-        Rejected."""
+        """Send a trajectory; the task ends when the buffer has stored it.
+
+        It may raise Rejected, or EnvironmentFailure if the trajectory is too large to send.
+        """
         task = asyncio.create_task(self._push(trajectory), name=trajectory.trajectory_id)
         self._sending.add(task)
         task.add_done_callback(partial(self._sent, trajectory.member))
         return task
 
     async def _push(self, trajectory: Trajectory) -> Any:
-        with self._clock.during(DELIVERING):
-            return await self._client.request(messages.Push(trajectory=trajectory))
+        try:
+            with self._clock.during(DELIVERING):
+                return await self._client.request(messages.Push(trajectory=trajectory))
+        except WireError as error:
+            where = f"task {self._task.task_id}, member {trajectory.member}"
+            failure = EnvironmentFailure(self._task.env, where, "sending the episode", error)
+            self._failures.note(failure.kind, failure.name, failure.error)
+            raise failure from error
 
     async def settle(self, within_s: float) -> None:
         """Wait at most `within_s` for outstanding replies, then cancel them."""

@@ -191,7 +191,7 @@ class Worker:
 
     async def work(self, ticket: Ticket, progress: TicketProgress) -> None:
         """Run one ticket to its end; release undelivered members with the reason."""
-        outbox = Outbox(self.client, self.clock)
+        outbox = Outbox(self.client, self.clock, ticket, self.components.failures)
         reason = "drain"
         try:
             if ticket.kind == "explore":

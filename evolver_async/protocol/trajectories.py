@@ -9,7 +9,9 @@ A parcel has no checksum inside: its CRC32 stands beside it, in the header of a 
 record of the journal. So one checksum, computed by the actor, guards the same bytes
 on the wire, on the disk and on the wire again.
 
-Decoding is bounded by the size of the header and by the types: every field is typed at once.
+Decoding is bounded by the size of the header and by the types: every field is typed at once. A
+header of more than `HEADER_BYTES` may take one in `HEADER_SHARE` bytes: it grows with the number of
+sequences, and so do the arrays.
 """
 
 import operator
@@ -25,6 +27,8 @@ from evolver_async.protocol.bounded import NOT_PLAIN, REASON, WireError
 from evolver_async.schema import Array, Sequence, Trajectory
 
 HEADER_BYTES = 64 << 10
+HEADER_SHARE = 4  # a context of 128 bytes in the header has about 1 KB of arrays
+MOST_HEADER_BYTES = 6 << 20  # for a context in each of the 32,767 turns that can be numbered
 PARCEL_BYTES = 64 << 20
 ALIGNMENT = 8
 DTYPES = {name: np.dtype(name) for name in ("int8", "uint8", "int16", "int32", "float32")}
@@ -186,8 +190,9 @@ def _header_end(data: bytes | memoryview) -> int:
     if not 4 <= len(data) <= PARCEL_BYTES:
         raise WireError(f"trajectory: {len(data)} bytes, the limit is {PARCEL_BYTES}")
     size = struct.unpack_from("<I", data)[0]
-    if size > min(HEADER_BYTES, len(data) - 4):
-        raise WireError(f"header: {size} bytes of {len(data)}, the limit is {HEADER_BYTES}")
+    limit = min(max(HEADER_BYTES, len(data) // HEADER_SHARE), MOST_HEADER_BYTES)
+    if size > min(limit, len(data) - 4):
+        raise WireError(f"header: {size} bytes of {len(data)}, the limit is {limit}")
     return 4 + size
 
 

@@ -12,7 +12,7 @@ from actors.judge.judge import JudgedEpisode
 from actors.postprocess import ActorComponents
 from actors.questioning.grade import Grade
 from actors.rollout.group import run_group
-from evolver_async.protocol import messages
+from evolver_async.protocol import messages, trajectories
 from evolver_async.schema import Task
 
 __all__ = ["run"]  # the fixture
@@ -105,6 +105,21 @@ def test_what_is_being_judged_when_the_actor_leaves_is_handed_in(run: Callable[.
     assert sorted(trajectory.member for trajectory in pushed) == [0, 1]
     assert all(trajectory.label_source == "" for trajectory in pushed)
     assert buffer.seen(messages.Release) == []
+
+
+def test_an_episode_too_large_to_send_is_a_failure_of_its_task(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The actor goes on: a next one would be granted the same task, and end as well."""
+    monkeypatch.setattr(trajectories, "PARCEL_BYTES", 100)
+    buffer = Buffer((0.0, granted()))
+    run(buffer, Walker(), 60.0)
+    assert buffer.seen(messages.Push) == []
+    (release,) = buffer.seen(messages.Release)
+    assert (release.reason, release.members) == ("environment", [0, 1])
+    (failure,) = buffer.seen(messages.Counters)[-1].failures
+    assert (failure.kind, failure.count) == ("environment", 2)
+    assert "Corridor" in failure.name and "the limit is 100" in failure.error
 
 
 def test_a_graded_episode_is_worth_its_grade_wherever_it_goes(run: Callable[..., None]) -> None:

@@ -16,6 +16,7 @@ from budget import examples
 from episodes import episode
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from evolver_async.lineages import Fork
 from evolver_async.protocol.envelope import (
@@ -386,6 +387,31 @@ def test_parcel_round_trip_and_truncation(trajectory: Trajectory) -> None:
             unwrap(Parcel(parcel.data[:-cut], 0))
     with pytest.raises(WireError):
         unwrap(Parcel(parcel.data + bytes(8), 0))
+
+
+def test_a_context_in_every_turn_has_room() -> None:
+    """Every context takes about 128 bytes of the header, which the header's limit must follow."""
+    context = Sequence(
+        tokens=np.full(48, 1 << 16, np.int32),
+        roles=np.full(48, Role.ACTION, np.uint8),
+        turns=np.zeros(48, np.int16),
+        logprobs=np.full(48, -1, np.float32),
+        versions=[VersionRun(weights=WeightId(lineage=300, step=1 << 17), tokens=48)],
+    )
+    for turns in (800, 32767):
+        long = replace(trajectory(), sequences=[context] * turns)
+        assert len(unwrap(wrap(long)).sequences) == turns
+
+
+def test_no_header_may_exceed_its_share_of_a_trajectory() -> None:
+    (one,) = trajectory().sequences
+    for size, tokens in ((100_000, 24_000), (7 << 20, 5 << 20)):
+        array = np.zeros(tokens, np.int32)
+        roles, turns = np.zeros(tokens, np.uint8), np.full(tokens, -1, np.int16)
+        logprobs = np.zeros(tokens, np.float32)
+        large = replace(one, tokens=array, roles=roles, turns=turns, logprobs=logprobs, versions=[])
+        with pytest.raises(WireError, match=f"header: {size // 1000}.*the limit is"):
+            wrap(replace(trajectory(), sequences=[large], label_source="x" * size))
 
 
 def test_arrays_are_read_only_views_on_the_frames() -> None:
