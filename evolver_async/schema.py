@@ -44,10 +44,12 @@ _LEAST, _GREATEST = np.array(LEAST_LOGPROB, _FLOAT32), np.array(GREATEST_LOGPROB
 
 
 class TurnFlag(enum.IntFlag):
-    """Errors of a turn."""
+    """Facts about a turn."""
 
-    FORMAT_ERROR = 1
-    TOOL_ERROR = 2
+    FORMAT_ERROR = 1  # it could not be parsed
+    TOOL_ERROR = 2  # of a TOOL_CALL
+    INVALID_ACTION = 4  # an action did not exist
+    TOOL_CALL = 8
 
 
 class WeightId(msgspec.Struct, kw_only=True, frozen=True, order=True, forbid_unknown_fields=True):

@@ -139,7 +139,8 @@ class EndpointSession:
         prompt_tokens = len(pending.context)
         message = ChatMessage("assistant", parsed.content.strip(), parsed.calls)
         self.recorder.finish(pending, generation, message)
-        self.flags.append(TurnFlag(0) if parsed.readable else TurnFlag.FORMAT_ERROR)
+        called = TurnFlag.TOOL_CALL if parsed.calls else TurnFlag(0)
+        self.flags.append(called if parsed.readable else TurnFlag.FORMAT_ERROR)
         if self.setting.recorded:
             observation = request.messages[-1].content
             action = " ".join(f"{name}({arguments})" for name, arguments in parsed.calls)

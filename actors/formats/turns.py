@@ -46,7 +46,7 @@ class TurnFormat(Protocol):
         """Return the text that the policy reads after its turn.
 
         `outputs`: what every action led to, complaints included; `valid`: the whole turn could be
-        read; `last`: what was observed before it.
+        read and its actions exist; `last`: what was observed before it.
         """
         ...
 

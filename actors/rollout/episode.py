@@ -27,6 +27,8 @@ from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
 from evolver_async.schema import SCRIPTED, Ticket, TurnFlag
 
+FAILED_CALL = TurnFlag.TOOL_CALL | TurnFlag.TOOL_ERROR
+
 log = logging.getLogger(__name__)
 
 
@@ -169,11 +171,11 @@ class Episode:
         flags = TurnFlag.FORMAT_ERROR if actions is None else TurnFlag(0)
         for action in actions or []:
             if isinstance(action, InvalidCall):
-                flags |= TurnFlag.FORMAT_ERROR | TurnFlag.TOOL_ERROR
+                flags |= TurnFlag.FORMAT_ERROR | FAILED_CALL
                 outputs.append(action.complaint)
                 continue
             if (unknown := self._unknown(action)) is not None:
-                flags |= TurnFlag.TOOL_ERROR
+                flags |= FAILED_CALL
                 outputs.append(unknown)
                 continue
             latency_s = step_latency_s(self.setting, self.ticket, self.member, self.steps)
@@ -182,13 +184,15 @@ class Episode:
             self.progress.count += 1
             outputs.append(encodable(step.observation))
             reward += self._finite("step", step.reward)
-            flags |= TurnFlag(0) if step.info.valid else TurnFlag.FORMAT_ERROR
-            flags |= TurnFlag.TOOL_ERROR if step.info.tool_error else TurnFlag(0)
+            if self.tools is not None and called(action).name != ANSWER_TOOL:
+                flags |= TurnFlag.TOOL_CALL
+            flags |= TurnFlag(0) if step.info.valid else TurnFlag.INVALID_ACTION
+            flags |= FAILED_CALL if step.info.tool_error else TurnFlag(0)
             self.success = step.info.success
             self.terminated, self.truncated = step.terminated, step.truncated
             if step.terminated or step.truncated:
                 break
-        valid = not flags & TurnFlag.FORMAT_ERROR
+        valid = not flags & (TurnFlag.FORMAT_ERROR | TurnFlag.INVALID_ACTION)
         self.rewards.append(reward + (0.0 if valid else self.setting.format_penalty))
         self.flags.append(flags)
         told = self.setting.format.shown(outputs, valid, self.observation)

@@ -28,7 +28,7 @@ class Setting:
     max_turns: int
     max_length: int
     format_penalty: float
-    format_errors: int  # turns that cannot be read after which an episode ends; 0: none ends it
+    format_errors: int  # turns that cannot be parsed after which an episode ends; 0: never
     step_timeout_s: float
     episode_timeout_s: float
     latency: str  # of every step: none, fixed or lognormal

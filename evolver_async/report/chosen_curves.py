@@ -14,7 +14,14 @@ LEARNING = (
     Curve("KL to the reference", {"loss/kl": "KL"}),
     Curve("Value loss", {"loss/value": "value loss"}),
     Curve("Turns per episode", {"train/turns_mean": "training"}, {"eval/turns_mean": "evaluation"}),
-    Curve("Errors", {"train/format_errors": "format errors", "train/tool_errors": "tool errors"}),
+    Curve(
+        "Errors",
+        {
+            "train/format_errors": "format errors",
+            "train/invalid_actions": "invalid actions",
+            "train/tool_errors": "tool errors",
+        },
+    ),
 )
 OFFPOLICY = (
     Curve("Staleness in versions", {"staleness/mean": "mean", "staleness/max": "maximum"}),

@@ -67,11 +67,9 @@ def penalty(trajectory: Trajectory) -> float:
 
 
 def tool_calls(trajectory: Trajectory) -> Array:
-    """Return the flags of the turns that called a tool.
-
-    These are all turns, except for the last of a terminated episode, which is its answer.
-    """
-    return trajectory.turn_flags[:-1] if trajectory.terminated else trajectory.turn_flags
+    """Return the flags of the turns that called a tool."""
+    flags = trajectory.turn_flags
+    return flags[(flags & TurnFlag.TOOL_CALL) != 0]
 
 
 def flagged(flags: Array, flag: TurnFlag) -> float:

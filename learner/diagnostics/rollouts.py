@@ -32,6 +32,7 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         "train/success": float(np.mean([trajectory.success for trajectory in trajectories])),
         "train/turns_mean": float(turns.mean()),
         "train/format_errors": flagged(flags, TurnFlag.FORMAT_ERROR),
+        "train/invalid_actions": flagged(flags, TurnFlag.INVALID_ACTION),
         "train/tool_errors": flagged(calls, TurnFlag.TOOL_ERROR),
         "train/zero_spread": sum(map(_members_alike, groups)) / len(rewards),
     }

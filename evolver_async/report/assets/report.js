@@ -3,7 +3,7 @@
 
 const ROLES = ["PROMPT", "EXPERIENCE", "ACTION", "OBSERVATION"];
 const EXPERIENCE = 1, ACTION = 2, ROWS = 50;
-const FORMAT_ERROR = 1, TOOL_ERROR = 2;
+const FORMAT_ERROR = 1, TOOL_ERROR = 2, INVALID_ACTION = 4;
 const byId = (id) => document.getElementById(id);
 const embedded = (id) => JSON.parse(byId(id).textContent);
 
@@ -255,6 +255,7 @@ function turnHead(body, turn) {
   if (mark > 0) badge("GOOD", "good");
   if (mark < 0) badge("BAD", "bad");
   if (flag & FORMAT_ERROR) badge("format error", "error");
+  if (flag & INVALID_ACTION) badge("invalid action", "error");
   if (flag & TOOL_ERROR) badge("tool error", "error");
   return head;
 }

@@ -162,7 +162,7 @@ def test_an_experts_episode_is_right_in_every_format_with_tools(style: Any, kind
     how = setting(format=style(think=False, actions_per_turn=1))
     for trajectory in demonstrated(asked, how, 1.0):
         assert trajectory.success and trajectory.terminated and trajectory.reward == 1.0
-        assert len(trajectory.turn_flags) == 2 and not trajectory.turn_flags.any()
+        assert trajectory.turn_flags.tolist() == [TurnFlag.TOOL_CALL, 0]
         (sequence,) = trajectory.sequences
         seen = TOKENIZER.decode(sequence.tokens[sequence.roles == Role.OBSERVATION].tolist())
         written = TOKENIZER.decode(sequence.tokens[sequence.roles == Role.ACTION].tolist())
@@ -185,8 +185,8 @@ def test_random_episodes_succeed_as_often_as_they_use_the_tool_and_their_errors_
     assert not any(t.success for t in done if len(t.turn_flags) == 1)
     assert 0.15 < len(tooled) / len(done) < 0.45  # 0.3 of 96: 0.047 is one standard deviation
     flags = [flag for trajectory in tooled for flag in trajectory.turn_flags[:-1]]
-    assert set(flags) == {0, TurnFlag.TOOL_ERROR}
-    assert 0.15 < sum(map(bool, flags)) / len(flags) < 0.65
+    assert set(flags) == {TurnFlag.TOOL_CALL, TurnFlag.TOOL_CALL | TurnFlag.TOOL_ERROR}
+    assert 0.15 < sum(bool(flag & TurnFlag.TOOL_ERROR) for flag in flags) / len(flags) < 0.65
 
 
 # ---- bad input

@@ -34,7 +34,8 @@ from evolver_async.config.load import load
 from evolver_async.schema import Role, TurnFlag
 
 CALL = '<tool_call>{"name": "python", "arguments": {"code": "3 + 4"}}</tool_call>'
-FORMAT, TOOL = TurnFlag.FORMAT_ERROR, TurnFlag.TOOL_ERROR
+FORMAT, CALLED = TurnFlag.FORMAT_ERROR, TurnFlag.TOOL_CALL
+TOOL = CALLED | TurnFlag.TOOL_ERROR
 
 
 def prompt(system: str, *said: str, prefix: str = "<answer>") -> list[int]:
@@ -148,7 +149,7 @@ def test_tools_are_listed_called_and_answered_in_messages() -> None:
     (finished,) = play(abacus(), styled("tool_call", recorded=True), engine, Adviser())
     trajectory = finished.trajectory
     assert trajectory.success and trajectory.terminated and trajectory.reward == 1.0
-    assert trajectory.turn_flags.tolist() == [0, 0]
+    assert trajectory.turn_flags.tolist() == [CALLED, 0]
     first, second = (TOKENIZER.decode(request.tokens) for request in engine.requests)
     assert '<tools>\n{"name": "python", ' in first and f"user\n{QUESTION}" in first
     told = "<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n"
@@ -166,7 +167,7 @@ def test_what_goes_wrong_with_a_call_is_told_flagged_and_counted() -> None:
     said = ["hm", "<tool_call>{</tool_call>", unknown, failing, CALL]
     engine = FakeEngine({"0/0/0": say(*said)})
     (trajectory,) = roll_out(abacus(), styled("tool_call", max_turns=5), engine)
-    assert trajectory.turn_flags.tolist() == [FORMAT, FORMAT | TOOL, TOOL, TOOL, 0]
+    assert trajectory.turn_flags.tolist() == [FORMAT, FORMAT | TOOL, TOOL, TOOL, CALLED]
     assert trajectory.turn_rewards.tolist() == pytest.approx([-0.1, -0.1, 0, 0, 0])
     text = TOKENIZER.decode(engine.requests[-1].tokens)
     for told in (
@@ -208,7 +209,7 @@ def test_code_is_run_where_it_stands() -> None:
         part in said for part in (said[0], outputs[0], said[1], outputs[1], said[2]) for _ in part
     ]
     assert (sequence.roles[start:][~action[start:]] == Role.OBSERVATION).all()
-    assert trajectory.turn_flags.tolist() == [0, TOOL, 0] and trajectory.success
+    assert trajectory.turn_flags.tolist() == [CALLED, TOOL, 0] and trajectory.success
 
 
 def test_a_message_that_ends_without_an_answer_ends_its_episode() -> None:
@@ -216,7 +217,7 @@ def test_a_message_that_ends_without_an_answer_ends_its_episode() -> None:
     how = styled("interleaved", truncated_reward=-1.0)
     (trajectory,) = roll_out(abacus(), how, FakeEngine({"0/0/0": script}))
     assert (trajectory.truncated, trajectory.terminated) == (True, False)
-    assert trajectory.turn_flags.tolist() == [0, FORMAT]
+    assert trajectory.turn_flags.tolist() == [CALLED, FORMAT]
     assert trajectory.reward == pytest.approx(-1.1)
     script = say("cut short", "<answer>\\boxed{7}</answer>")
     (trajectory,) = roll_out(abacus(), how, FakeEngine({"0/0/0": script}))
@@ -236,7 +237,7 @@ def test_demonstrations_call_tools_and_end_their_turns(name: str, count: int) ->
     stops = [CHAT.tokens_of(text)[-1] for text in how.format.stop_strings]
     for finished in done:
         trajectory = finished.trajectory
-        assert trajectory.success and not trajectory.turn_flags.any()
+        assert trajectory.success and {*trajectory.turn_flags.tolist()} <= {0, CALLED}
         for sequence in trajectory.sequences:
             for turn in range(len(trajectory.turn_rewards)):
                 assert sequence.tokens[sequence.turns == turn][-1] in {*stops, CHAT.end_of_turn}

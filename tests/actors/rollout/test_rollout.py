@@ -113,8 +113,8 @@ def test_rewards_flags_and_success_line_up() -> None:
     engine = FakeEngine({"0/0/0": say(RIGHT, "huh", " fly</answer>", RIGHT)})
     (trajectory,) = roll_out(corridor(length=2), setting(), engine)
     assert trajectory.turn_rewards.tolist() == pytest.approx([0, -0.1, -0.1, 1])
-    error = TurnFlag.FORMAT_ERROR
-    assert trajectory.turn_flags.tolist() == [0, error, error, 0]
+    flags = [0, TurnFlag.FORMAT_ERROR, TurnFlag.INVALID_ACTION, 0]
+    assert trajectory.turn_flags.tolist() == flags
     assert trajectory.reward == pytest.approx(0.8)
     assert (trajectory.success, trajectory.terminated, trajectory.truncated) == (True, True, False)
     assert set(trajectory.timing) == {"env_s", "generate_s", "total_s"}
@@ -128,6 +128,15 @@ def test_so_many_format_errors_end_an_episode() -> None:
         (trajectory,) = roll_out(corridor(length=5), limited, engine)
         assert len(trajectory.turn_rewards) == turns
         assert (trajectory.truncated, trajectory.terminated) == (True, False)
+
+
+def test_an_action_that_does_not_exist_is_no_format_error() -> None:
+    """It costs the penalty and is told, but ends nothing."""
+    engine = FakeEngine({"0/0/0": say(" fly</answer>", " fly</answer>", RIGHT, RIGHT)})
+    (trajectory,) = roll_out(corridor(length=2), setting(format_errors=1), engine)
+    assert trajectory.success and len(trajectory.turn_flags) == 4
+    assert trajectory.turn_rewards.tolist() == pytest.approx([-0.1, -0.1, 0, 1])
+    assert "invalid answer\nat 0" in TOKENIZER.decode(engine.requests[-1].tokens)
 
 
 def test_several_actions_of_a_turn_stop_at_the_end() -> None:

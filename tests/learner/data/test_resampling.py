@@ -10,7 +10,8 @@ from selectable_groups import SEQUENCE, make_group
 from evolver_async.schema import Group, TurnFlag
 from learner.data.resampling import LEAST, counts, penalty, resampled
 
-CLEAN, FORMAT, TOOL = 0, int(TurnFlag.FORMAT_ERROR), int(TurnFlag.TOOL_ERROR)
+CLEAN, FORMAT, INVALID = 0, int(TurnFlag.FORMAT_ERROR), int(TurnFlag.INVALID_ACTION)
+CALL, TOOL = int(TurnFlag.TOOL_CALL), int(TurnFlag.TOOL_CALL | TurnFlag.TOOL_ERROR)
 sizes = st.integers(0, 40)
 
 
@@ -73,14 +74,17 @@ def test_counts_of_all_members_are_all():
     ("flags", "terminated", "expected"),
     [
         ([CLEAN], True, 0.5),  # an answer at once: no tool was called
-        ([CLEAN, CLEAN], True, 0.0),
-        ([TOOL, CLEAN, CLEAN], True, 0.5),
+        ([CALL, CLEAN], True, 0.0),
+        ([CALL], True, 0.0),  # the call was what the task asked for
+        ([TOOL, CALL], True, 0.5),
+        ([TOOL, CALL, CLEAN], True, 0.5),
         ([TOOL, TOOL, CLEAN], True, 1.0),
-        ([TOOL | FORMAT, CLEAN, CLEAN, CLEAN], True, 1 / 3),  # counted once, as an error
-        ([FORMAT, CLEAN], True, 0.5),
-        ([CLEAN, FORMAT], True, 0.5),
-        ([CLEAN, TOOL], False, 1.5),  # never answered
-        ([FORMAT], False, 1.0),
+        ([TOOL | FORMAT, CALL, CALL, CLEAN], True, 1 / 3),  # counted once, as an error
+        ([FORMAT, CLEAN], True, 1.0),
+        ([CALL, FORMAT], True, 0.5),
+        ([CALL, TOOL], False, 1.5),  # never answered
+        ([FORMAT], False, 1.5),
+        ([INVALID, CLEAN], True, 0.5),  # of a game without tools
         ([], False, 1.5),
         ([], True, 1.5),
     ],
@@ -92,7 +96,7 @@ def test_penalties_by_hand(flags, terminated, expected):
 
 
 def test_the_lowest_penalties_are_kept_earlier_ones_first_among_equals():
-    clean, bad, worse = [CLEAN, CLEAN], [TOOL, CLEAN, CLEAN], [TOOL, CLEAN]
+    clean, bad, worse = [CALL, CLEAN], [TOOL, CALL, CLEAN], [TOOL, CLEAN]
     group = flagged_group(
         [worse, clean, bad, clean, bad, worse, worse, worse], [1, 1, 0, 1, 1, 1, 0, 0]
     )
@@ -108,7 +112,7 @@ def test_the_lowest_penalties_are_kept_earlier_ones_first_among_equals():
     st.sampled_from([0, *range(4, 13)]),
 )
 def test_what_is_kept_are_members_in_their_order(kinds, draw, members):
-    flags = [[TOOL] * errors + [CLEAN] * (4 - errors) for _, errors in kinds]
+    flags = [[TOOL] * errors + [CALL] * (3 - errors) + [CLEAN] for _, errors in kinds]
     group = flagged_group(flags, [1.0 if correct else -1.0 for correct, _ in kinds])
     kept = resampled(group, members=members, draw=draw, seed=3)
     ids = members_of(kept)
@@ -145,7 +149,7 @@ def test_draws_belong_to_the_group_and_its_use():
 
 def test_inverse_draws_follow_one_over_the_penalty():
     """Of penalties 0.2, 0.5, 1 the first draw goes 5:2:1; who has no penalty comes before."""
-    fifth, half, whole = [TOOL] + [CLEAN] * 5, [TOOL, CLEAN, CLEAN], [TOOL, CLEAN]
+    fifth, half, whole = [TOOL] + [CALL] * 4 + [CLEAN], [TOOL, CALL, CLEAN], [TOOL, CLEAN]
     first = np.zeros(3)
     for group_id in range(2000):
         group = flagged_group([fifth, half, whole, [CLEAN]], [1.0, 1.0, 1.0, 0.0], group_id)
@@ -156,6 +160,6 @@ def test_inverse_draws_follow_one_over_the_penalty():
     np.testing.assert_allclose(first / first.sum(), np.array([5, 2, 1]) / 8, atol=0.04)
     for group_id in range(200):
         group = flagged_group(
-            [fifth, [CLEAN, CLEAN], whole, [CLEAN]], [1.0, 1.0, 1.0, 0.0], group_id
+            [fifth, [CALL, CLEAN], whole, [CLEAN]], [1.0, 1.0, 1.0, 0.0], group_id
         )
         assert 1 in members_of(resampled(group, members=2, draw="inverse", seed=1))

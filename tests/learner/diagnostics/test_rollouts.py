@@ -48,8 +48,9 @@ def test_the_gain_of_guidance_is_that_within_groups_that_have_both_kinds(seed, c
 def test_tool_errors_are_a_share_of_the_turns_that_called_a_tool():
     """Two calls and an answer, an answer alone, and two calls without an answer: 2 of 4 failed."""
     (group,) = make_groups(0, 1, 3)
-    tool, both = TurnFlag.TOOL_ERROR, TurnFlag.TOOL_ERROR | TurnFlag.FORMAT_ERROR
-    rows = [([tool, 0, 0], True), ([0], True), ([0, both], False)]
+    call = TurnFlag.TOOL_CALL
+    tool, both = call | TurnFlag.TOOL_ERROR, call | TurnFlag.TOOL_ERROR | TurnFlag.FORMAT_ERROR
+    rows = [([tool, call, 0], True), ([0], True), ([call, both], False)]
     for one, (flags, terminated) in zip(group.trajectories, rows, strict=True):
         one.turn_flags = np.array(flags, np.uint8)
         one.terminated = terminated
@@ -57,6 +58,18 @@ def test_tool_errors_are_a_share_of_the_turns_that_called_a_tool():
     found = rollout_metrics([group])
     assert found["train/tool_errors"] == 0.5
     assert found["train/format_errors"] == pytest.approx(1 / 6)
+
+
+def test_the_call_that_ends_an_episode_is_one() -> None:
+    """A booking that was refused and then made: one of two calls failed."""
+    (group,) = make_groups(0, 1, 1)
+    (one,) = group.trajectories
+    refused = TurnFlag.TOOL_CALL | TurnFlag.TOOL_ERROR | TurnFlag.INVALID_ACTION
+    one.turn_flags = np.array([refused, TurnFlag.TOOL_CALL], np.uint8)
+    one.terminated, one.turn_rewards = True, np.zeros(2, np.float32)
+    found = rollout_metrics([group])
+    assert found["train/tool_errors"] == found["train/invalid_actions"] == 0.5
+    assert found["train/format_errors"] == 0.0
 
 
 def test_success_is_told_by_environment():
