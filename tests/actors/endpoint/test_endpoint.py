@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import copy
 import json
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers import Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
 from actors.endpoint import server as server_module
-from actors.endpoint.group_judge import GroupJudge, question
+from actors.endpoint.group_judge import SYSTEM, GroupJudge, question
 from actors.endpoint.group_judge import parse as parse_scores
 from actors.endpoint.outcome import AgentOutcome, load_agent, outcome_of
 from actors.endpoint.request import ChatMessage, RequestRefused, decode
@@ -276,6 +277,7 @@ def test_a_tool_loop_is_one_sequence_of_what_the_model_saw_and_wrote(kind: str) 
     assert [run.weights for run in sequence.versions] == [OLD, NEW] * 3
     assert (trajectory.reward, trajectory.success, trajectory.truncated) == (1.0, True, False)
     assert trajectory.turn_rewards.tolist() == [0.0, 0.0, 1.0]
+    assert trajectory.turn_flags.tolist() == [TurnFlag.TOOL_CALL, TurnFlag.TOOL_CALL, 0]
     assert ran.counts["agent/merged"] == 2 and ran.counts["agent/sequences"] == 1
     assert len(set(engine.released)) == 1 and engine.requests[0].session in engine.released
     assert len({request.seed for request in engine.requests}) == 3
@@ -818,13 +820,26 @@ def test_the_judge_reads_the_common_beginning_once_and_texts_stay_in_their_place
         [conversation("the task", "the plan", "stop", "another"), conversation("aside", "noise")],
     ]
     asked = question(members)
-    assert asked.count("the task") == asked.count("the plan") == 1
+    assert asked.count("the task") == 1 and asked.count("the plan") == 2
     assert [line for line in asked.splitlines() if line.startswith("Attempt ")] == [
         "Attempt 1 goes on with:",
         "Attempt 2 goes on with:",
         "Attempt 2 also has a conversation:",
     ]
     assert asked.index("go on") < asked.index("stop") < asked.index("noise")
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_every_attempt_keeps_its_own_turns(members: int) -> None:
+    """Also one that is scored alone, as in an evaluation, and attempts that are equal."""
+    asked = question([[conversation("the task", "the plan", "go on", "the end")]] * members)
+    beginning, *attempts = re.split(r"\nAttempt \d goes on with:\n", asked)
+    assert "the task" in beginning and "the plan" not in beginning and len(attempts) == members
+    assert all("the plan" in attempt and "the end" in attempt for attempt in attempts)
+
+
+def test_the_judge_is_told_the_order_of_its_scores() -> None:
+    assert "for each attempt, in the order shown, a number" in SYSTEM
 
 
 @pytest.mark.parametrize(
