@@ -34,10 +34,11 @@ log = logging.getLogger(__name__)
 
 
 class JudgedEpisode(NamedTuple):
-    """Finished episode of K turns, for the judge.
+    """Finished episode of K turns, for judges and reward terms.
 
     `query`: its task; turns[K]: observations and actions; scores[K+1]: the environment's scores
-    before the first turn and after each. The rule uses only the scores, a model all other fields.
+    before the first turn and after each, empty if it has none. The rule uses only the scores, a
+    model all other fields; if only a model judges, most episodes come without scores.
     """
 
     query: str

@@ -8,7 +8,7 @@ from typing import Literal
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.formats.turns import TurnFormat, turn_format
-from evolver_async.config import Config, JudgeConfig
+from evolver_async.config import Config
 from evolver_async.randomness import key, uniform
 from evolver_async.schema import Ticket
 
@@ -81,14 +81,16 @@ def setting_of(
         or bool(rollout.reward_terms)
         or config.questioning.kind == "llm",
         hints=config.experience.top_k,
-        scored=_scored_share(config.judge),
+        scored=_scored_share(config),
         failures=failures or FailureCounts(),
     )
 
 
-def _scored_share(judge: JudgeConfig) -> float:
-    """Return the share of episodes whose scores the judge needs, or is compared with."""
-    if judge.kind == "rule":
+def _scored_share(config: Config) -> float:
+    """Return the share of episodes whose scores are read: all if the rule, a judge of one's own or
+    a reward term may use them, else the share in which a model judge is compared with them."""
+    judge = config.judge
+    if config.rollout.reward_terms or judge.kind not in ("none", "self", "llm"):
         return 1.0
     return 0.0 if judge.kind == "none" else judge.probes
 

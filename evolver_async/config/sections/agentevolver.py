@@ -93,8 +93,9 @@ class JudgeConfig:
     max_tokens: Count = 1024  # self: of its answer
     timeout_s: Positive = 90.0  # of the labels of one trajectory, retries and waiting included
     cache: int = 4096  # cached judgements
-    # self, llm and own judges: probes with known labels per judged episode; also the share of
-    # episodes whose turns are compared with the environment's score, where it has one
+    # self, llm and own judges: probes with known labels per judged episode; for self and llm also
+    # the share of episodes whose turns are compared with the environment's score, if it has one
+    # (all of them for own judges and beside rollout.reward_terms)
     probes: Fraction = 0.02
     llm: LlmConfig = field(default_factory=LlmConfig)
 

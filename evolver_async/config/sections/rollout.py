@@ -57,8 +57,10 @@ class RolloutConfig:
     max_tokens: Count = 16  # per turn
     # training needs the log-probs of the sampled tokens, so it cannot be 0
     temperature: Positive = 1.0
-    format_penalty: Signed = -0.1  # added to the reward for every turn that cannot be parsed
-    # functions of one's own, whose sum is added to the reward of every finished episode
+    # added to the reward for every turn that cannot be parsed or has an action that does not exist
+    format_penalty: Signed = -0.1
+    # functions of one's own, whose sum is added to the reward of every finished episode that is
+    # made for training; evaluations measure the environment's reward
     reward_terms: list[ImportPath] = field(default_factory=list)
     truncated_reward: Signed = 0.0  # added unless the environment terminates the episode
     guided_fraction: Fraction = 0.5  # share of a group's members that experience guides

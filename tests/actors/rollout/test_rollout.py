@@ -38,9 +38,11 @@ from actors.envs.base import EnvironmentFailure
 from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode import EpisodeLate
+from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Finished
 from actors.rollout.group import run_group, run_members
 from actors.scripted.expert import demonstrate_group
+from evolver_async.config.load import load
 from evolver_async.env import Info, Step
 from evolver_async.protocol.trajectories import unwrap, wrap
 from evolver_async.protocol.transcripts import Turn
@@ -709,3 +711,21 @@ def test_what_is_wanted_of_an_episode_is_kept_in_words_and_scores() -> None:
     script = {"0/0/0": say(RIGHT, RIGHT, RIGHT)}
     (bare,) = play(one, setting(), FakeEngine(script), Adviser())
     assert bare.transcript.turns == [] and bare.scores == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        ([], 0.0),
+        (["judge.kind=self"], 0.02),
+        (["judge.kind=rule"], 1.0),
+        (["judge.kind=own_functions:praise"], 1.0),
+        (["rollout.reward_terms=[own_functions:bonus]"], 1.0),
+        (["rollout.reward_terms=[own_functions:bonus]", "judge.kind=self"], 1.0),
+    ],
+)
+def test_scores_are_read_wherever_somebodys_own_function_may_use_them(
+    changes: list[str], share: float
+) -> None:
+    config = load(None, ["stages.0.steps=1", *changes])
+    assert setting_of(config, CHAT, "actor-0", 0).scored == share
