@@ -58,8 +58,13 @@ class ServiceGuide:
             request = self._requests[query] = asyncio.create_task(self._ask(query))
             request.add_done_callback(lambda _: self._requests.pop(query))
         advice = await asyncio.shield(request)
-        self._counts["unguided"] += advice is None
+        if advice is None:
+            self.count_unguided()
         return advice or Advice()
+
+    def count_unguided(self) -> None:
+        """Count an episode that should have been guided and is not."""
+        self._counts["unguided"] += 1
 
     def contribute(self, task: Task, query: str, transcripts: list[Transcript]) -> None:
         """Send the episodes of one group in the background; drop them if the queue is full."""

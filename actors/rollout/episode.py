@@ -141,10 +141,21 @@ class Episode:
         if self.member in self.ticket.guided:
             with self.progress.during(self.member, "asking for experience"):
                 self.advice = await policy.advise(environment, self.query)
-            text = self.advice.text
-            if not text or not talk.guide(self.setting.chat.experience(text)):
-                self.advice = Advice()
+            self._guide(policy)
         await self._score()
+
+    def _guide(self, policy: EpisodePolicy) -> None:
+        """Show the advice; drop and count it if it leaves no room for a turn."""
+        if not self.advice.text:
+            self.advice = Advice()
+            return
+        guidance = self.setting.chat.experience(self.advice.text)
+        if not self.conversation.guide(guidance):
+            limit = f"{self.setting.max_length} tokens of policy.max_length"
+            cause = f"guidance of {len(guidance)} tokens leaves no room for a turn in {limit}"
+            self.setting.failures.note("experience", "guidance", cause)
+            policy.count_unguided()
+            self.advice = Advice()
 
     async def _turn(self, text: str) -> str:
         """Carry out one turn; return the text that the policy reads after it."""

@@ -37,6 +37,10 @@ class LearnedPolicy(EpisodePolicy):
     async def advise(self, world: TimedEnvironment, query: str) -> Advice:
         return Advice() if self.guide is None else await self.guide.advise(query)
 
+    def count_unguided(self) -> None:
+        if self.guide is not None:
+            self.guide.count_unguided()
+
     async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
         sampling, setting = self.ticket.sampling, self.setting
         request = Request(

@@ -18,6 +18,10 @@ class Guide(Protocol):
 
     async def advise(self, query: str) -> Advice: ...
 
+    def count_unguided(self) -> None:
+        """Count an episode whose experience does not fit."""
+        ...
+
 
 class EpisodePolicy(Protocol):
     """Author of the ACTION tokens of one episode."""
@@ -27,6 +31,9 @@ class EpisodePolicy(Protocol):
     async def advise(self, world: TimedEnvironment, query: str, /) -> Advice:
         """Return experience for an episode of the task that `query` describes."""
         return Advice()
+
+    def count_unguided(self) -> None:
+        """Count an episode whose experience does not fit."""
 
     async def write(self, world: TimedEnvironment, context: list[int], turn: int, /) -> Generation:
         """Return the turn that follows `context`; a scripted policy gives no `weights` and

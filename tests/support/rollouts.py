@@ -198,10 +198,14 @@ class Adviser:
     def __init__(self, text: str = "go right <|im_end|>") -> None:
         self.text = text
         self.asked: list[str] = []
+        self.unguided = 0
 
     async def advise(self, query: str) -> Advice:
         self.asked.append(query)
         return Advice(text=self.text, ids=(7, 9))
+
+    def count_unguided(self) -> None:
+        self.unguided += 1
 
 
 def play(

@@ -690,9 +690,14 @@ def test_a_guided_member_sees_experience_and_stripped_it_is_the_others_prompt() 
 def test_experience_that_is_not_there_or_too_long_leaves_a_member_unguided(text: str) -> None:
     one = msgspec.structs.replace(corridor(), guided=[0])
     script = {"0/0/0": say(RIGHT, RIGHT, RIGHT)}
-    (finished,) = play(one, setting(max_length=600), FakeEngine(script), Adviser(text))
+    adviser, how = Adviser(text), setting(max_length=600)
+    (finished,) = play(one, how, FakeEngine(script), adviser)
     assert not finished.trajectory.sequences[0].guided
     assert finished.trajectory.experience_ids == []
+    assert adviser.unguided == bool(text), "there was something to guide with"
+    assert ["policy.max_length" in total.error for total in how.failures.totals()] == (
+        [True] if text else []
+    )
 
 
 def test_what_is_wanted_of_an_episode_is_kept_in_words_and_scores() -> None:
