@@ -7,7 +7,6 @@ text. The Content-Security-Policy allows the page's own scripts by their hashes 
 import base64
 import hashlib
 import json
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -16,12 +15,15 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from evolver_async.config import ConfigError
 from evolver_async.report.browser import TrajectoryPages
 from evolver_async.report.plots import document
 from evolver_async.report.sections import PageSection
 from evolver_async.report.tables import Table
 
 PARTS = "trajectories"  # the folder of script files beside a page
+MARK = b'<meta name="generator" content="evolver_async report">'  # in the head of every page
+HEAD_BYTES = 1000  # of a page, with the mark
 CUT = 300  # characters of a cell
 
 
@@ -114,15 +116,36 @@ def write_page(path: Path, page: str) -> None:
 
 
 def write_folder(directory: Path, content: PageContent) -> Path:
-    """Write a page and its trajectories as script files beside it; return the page."""
-    shutil.rmtree(directory / PARTS, ignore_errors=True)  # of an earlier report
-    (directory / PARTS).mkdir(parents=True)
+    """Write a page and its trajectories as script files beside it; return the page.
+
+    They replace those of an earlier report. ConfigError for a folder with other files.
+    """
+    if not is_report(directory):
+        raise ConfigError(f"{directory}: is not empty and no earlier report; choose another folder")
+    page, parts = directory / "index.html", directory / PARTS
+    parts.mkdir(parents=True, exist_ok=True)
+    for script in parts.iterdir():
+        script.unlink()
+    write_page(page, html(content, beside=True))  # first: its mark tells a report that was cut off
     for index, part in enumerate(content.pages.parts):
         script = f'receiveTrajectories({index}, "{part}");\n'
-        (directory / PARTS / f"{index}.js").write_text(script, encoding="ascii")
-    page = directory / "index.html"
-    page.write_text(html(content, beside=True), encoding="utf-8")
+        (parts / f"{index}.js").write_text(script, encoding="ascii")
     return page
+
+
+def is_report(directory: Path) -> bool:
+    """True if a folder is absent, empty, or an earlier report with nothing else in its PARTS."""
+    if not directory.exists() or not any(directory.iterdir()):
+        return True
+    page, parts = directory / "index.html", directory / PARTS
+    if not page.is_file():
+        return False
+    with page.open("rb") as file:
+        marked = MARK in file.read(HEAD_BYTES)
+    scripts = parts.iterdir() if parts.exists() else ()
+    return marked and all(
+        one.is_file() and one.suffix == ".js" and one.stem.isdecimal() for one in scripts
+    )
 
 
 def asset(name: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 from reported_runs import HOSTILE, SEGMENT_BYTES, MadeRun
 
 from evolver_async.cli import main
-from evolver_async.config import Config, StageConfig
+from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.load import dump
 from evolver_async.protocol.messages import Kept
 from evolver_async.report import browser, write
@@ -183,6 +183,39 @@ def test_too_many_trajectories_become_a_folder(
     assert "This page has 6 of the 12 trajectories" in Reading(one.page).text
     groups = unpack(Reading(one.page).data["index"])["columns"]["group"]
     assert sorted(set(groups)) == [0, 2, 4], "whole groups, spread over the run"
+
+
+@pytest.mark.parametrize("foreign", ["index.html", "trajectories/mine.npy", "notes.txt"])
+def test_a_folder_of_other_files_is_left_as_it_is(
+    run: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], foreign: str
+) -> None:
+    run.step()
+    run.close()
+    path = tmp_path / "out" / foreign
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    assert main(["report", str(run.run_dir), "--out", str(tmp_path / "out")]) == 2
+    assert f"{tmp_path}/out: is not empty and no earlier report" in capsys.readouterr().err
+    assert [one for one in (tmp_path / "out").rglob("*") if one.is_file()] == [path]
+    assert path.read_text() == "mine"
+
+
+def test_a_folder_report_replaces_an_earlier_one_and_nothing_else(
+    run: MadeRun, tmp_path: Path
+) -> None:
+    run.step()
+    run.close()
+    out = tmp_path / "out"
+    write.write(load_run(run.run_dir), out)
+    (out / "trajectories" / "9.js").touch()
+    (out / "notes.txt").write_text("mine")
+    write.write(load_run(run.run_dir), out)
+    assert [path.name for path in (out / "trajectories").iterdir()] == ["0.js"]
+    assert (out / "notes.txt").read_text() == "mine"
+    (out / "trajectories" / "mine.npy").touch()
+    with pytest.raises(ConfigError, match="choose another folder"):
+        write.write(load_run(run.run_dir), out)
+    assert (out / "trajectories" / "mine.npy").exists()
 
 
 def test_a_run_that_has_not_kept_its_samples_says_so(
