@@ -169,8 +169,20 @@ def differences(before: Config, after: Config) -> Iterator[tuple[str, Any, Any]]
             yield key, old, new
 
 
-def as_argument(key: str, value: Any) -> str:
-    """Return a key and its value in a configuration as an argument."""
-    if isinstance(value, list):
-        value = [asdict(item) if is_dataclass(item) else item for item in value]  # pyright: ignore
-    return f"{key}={flow(value)}"
+def as_arguments(key: str, value: Any) -> list[str]:
+    """Return the arguments that give a key its value in a configuration.
+
+    A mapping is emptied first, because an argument is merged into the one that is there.
+    """
+    plain = _plain(value)
+    emptied = [f"{key}={{}}"] if isinstance(plain, dict) and plain else []
+    return [*emptied, f"{key}={flow(plain)}"]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a configuration with its dataclasses as mappings."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value

@@ -15,7 +15,7 @@ from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import dump, load
 from evolver_async.config.secrets import mask
 from evolver_async.study import definition as definitions
-from evolver_async.study.cells import Cell, as_argument, cells_of, cold_stages, differences
+from evolver_async.study.cells import Cell, as_arguments, cells_of, cold_stages, differences
 from evolver_async.study.definition import Definition, flow
 from evolver_async.watch.runs import END
 
@@ -143,15 +143,15 @@ def command_of(study: Study, run: CellRun) -> list[str]:
     if run.cell is None:
         config = study.configs[first]
         stages = config.stages[: cold_stages(study.configs)]
-        cut = as_argument("stages", stages)
-        return ["train", str(recipe), "--resume", "auto", *own, *place, cut]
+        cut = as_arguments("stages", stages)
+        return ["train", str(recipe), "--resume", "auto", *own, *place, *cut]
     begun = (run.directory / "config.yaml").exists()
     if begun or not study.definition.cold_start:
         return ["train", str(recipe), "--resume", "auto", *own, *place]
     config, cold = study.configs[run.cell.name], cold_run(study, run.seed)
     changed = differences(study.configs[first], config)
-    changes = [as_argument(key, new) for key, _, new in changed if key != "stages"]
-    changes.append(as_argument("stages", config.stages))
+    values = {key: new for key, _, new in changed if key != "stages"} | {"stages": config.stages}
+    changes = [text for key, value in values.items() for text in as_arguments(key, value)]
     return ["train", "--resume", str(cold.directory), "--fork", run.name, *place, *changes]
 
 

@@ -4,6 +4,7 @@ import csv
 import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -12,7 +13,8 @@ from launches import COMMAND, DEADLINE_S, alive, wait_for
 from studies import made_study, run_of, write_cold, write_run
 
 from evolver_async.cli import main
-from evolver_async.config.load import load
+from evolver_async.config.load import dump, load
+from evolver_async.study.cells import configs_of
 from evolver_async.study.definition import Definition
 from evolver_async.study.directory import cold_run, command_of, state_of
 from evolver_async.study.scheduler import EndedRun, Scheduler, forget_failures
@@ -178,6 +180,32 @@ def test_a_fork_gets_what_differs_from_the_first_cell(recipe: Path, tmp_path: Pa
     fork = command_of(study, run_of(study, "lr-1e-4", 0))
     assert fork[1:5] == ["--resume", str(cold_run(study, 0).directory), "--fork", "lr-1e-4-s0"]
     assert load(recipe, fork[-2:]) == second, "learner.lr and all stages"
+
+
+def test_the_mappings_of_a_fork_are_those_of_its_cell_alone(recipe: Path, tmp_path: Path) -> None:
+    """Arguments are merged over the first cell's configuration, which the cold start has."""
+    variants = {
+        "one": {
+            "safety.rollback": "{learner: {lr: 1e-5}}",
+            "eval.sets": "{hard: {tasks: 4, env: {params: {high_probability: 0.4}}}}",
+        },
+        "other": {
+            "safety.rollback": "{loss: {entropy_coef: 0.1}}",
+            "eval.sets": "{hard: {tasks: 8}, easy: {tasks: 4}}",
+        },
+        "none": {},
+    }
+    common = {"safety.action": "rollback"}
+    definition = Definition("r", seeds=(0,), variants=variants, overrides=common, cold_start=True)
+    study = made_study(tmp_path / "study", definition)
+    configs = configs_of(definition, recipe, study.cells)
+    study = replace(study, configs=configs)
+    dump(configs["one"], tmp_path / "one.yaml")
+    for name in ("other", "none"):
+        command = command_of(study, run_of(study, name, 0))
+        made = load(tmp_path / "one.yaml", command[5:])
+        same = {"run": configs[name].run, "metrics": configs[name].metrics}
+        assert replace(made, **same) == configs[name]
 
 
 def read_cells(out: Path) -> dict[tuple[str, str], dict[str, str]]:
