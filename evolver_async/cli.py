@@ -200,7 +200,7 @@ def _add_results(commands: Commands) -> None:
     """Add the commands that take results out of a run."""
     command = _add(commands, "eval", "results:evaluate", "evaluate a checkpoint on held-out tasks")
     _add_run(command)
-    command.add_argument("--episodes", type=int, default=0, help="default: eval.final_episodes")
+    command.add_argument("--episodes", type=int, metavar="N", help="default: eval.final_episodes")
     command.add_argument("--split", choices=SPLITS, help="default: eval.split")
     _add_step(command, "default: the newest")
 

@@ -19,8 +19,11 @@ from evolver_async.study.directory import Study, existing
 def evaluate(args: argparse.Namespace) -> int:
     """Evaluate a checkpoint on held-out tasks and print the result."""
     run_dir = run_directory(args.run_dir)
+    if args.episodes is not None and args.episodes < 1:
+        raise ConfigError(f"--episodes: must be at least 1, is {args.episodes}")
     with as_config_errors():
-        episodes = args.episodes or load(run_dir / "config.yaml").eval.final_episodes
+        eval_ = load(run_dir / "config.yaml").eval
+        episodes = args.episodes or eval_.final_episodes or eval_.episodes
         print(resolve("eval")(run_dir, episodes, args.step, args.split))
     return 0
 

@@ -98,7 +98,7 @@ async def fill(client: DealerClient, groups: int, size: int, vocabulary: int) ->
 
 
 def make_run(directory: Path) -> tuple[Config, Path]:
-    """A run directory of the recipe's RL stage, without evaluation, with room for all groups."""
+    """A run directory of the recipe's RL stage, with hardly an evaluation and room for all groups."""
     config = load(RECIPE, [])
     run_dir = directory / "bench"
     run_dir.mkdir()
@@ -108,7 +108,7 @@ def make_run(directory: Path) -> tuple[Config, Path]:
         policy=replace(config.policy, path=str(run_dir / "policy")),
         stages=[StageConfig(kind="rl", steps=STEPS)],
         buffer=replace(config.buffer, max_staleness=STEPS, max_ready=0.0),
-        eval=replace(config.eval, every=0, final_episodes=0),
+        eval=replace(config.eval, every=0, final_episodes=1),
     )
     dump(config, run_dir / "config.yaml")
     policy.make_tiny(

@@ -50,7 +50,7 @@ def cold_start(config: Config, directory: Path) -> Path:
     cold = replace(
         config,
         run=replace(config.run, name="cold", dir=str(directory)),
-        eval=replace(config.eval, every=0),
+        eval=replace(config.eval, every=0, final_episodes=1),
         stages=config.stages[:1],
     )
     dump(cold, directory / "cold.yaml")

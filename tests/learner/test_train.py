@@ -233,6 +233,8 @@ def test_when_evaluations_are_due(bench: Bench) -> None:
     assert due(2, over=False, last=False, changed=False) == 0
     assert due(3, over=True, last=False, changed=False) == 4
     assert due(3, over=True, last=True, changed=True) == 8
+    bench.evaluations.config.final_episodes = 0
+    assert due(3, over=True, last=True, changed=True) == 4, "as many as episodes"
 
 
 def test_weights_change_only_once_the_version_before_is_copied(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class Run:
             "policy": PolicyConfig(path=str(tmp_path / "policy"), max_length=64),
             "weights": WeightsConfig(dir=str(tmp_path)),
             "stages": [StageConfig(kind="rl", steps=STEPS)],
-            "eval": EvalConfig(every=0, final_episodes=0),
+            "eval": EvalConfig(every=0, episodes=1, final_episodes=1),
             "checkpoint": CheckpointConfig(every=2),
             "safety": SafetyConfig(warmup=2, patience=1),
             "launch": LaunchConfig(kind="serial"),
@@ -118,6 +118,9 @@ class Run:
             case messages.Resume():
                 self.trained = {t: ids for t, ids in self.trained.items() if t < message.take}
         replies = self.world.ask("learner", message)
+        if isinstance(message, messages.Done) and message.episodes:
+            self._finish(*self.world.lease(credit=1))
+            replies = self.world.ask("learner", message)  # with the result, so that none waits
         if isinstance(replies[0], messages.Reject):
             raise Rejected(replies[0].reason)
         if not isinstance(message, messages.Sample) or isinstance(replies[0], messages.Fenced):
@@ -131,6 +134,11 @@ class Run:
         """Make what the next take lacks, no more: what is sampled earlier is old after a fork."""
         while len(self.world.replay.by_state["ready"]) < GROUPS:
             (ticket,) = self.world.lease(credit=1)
+            self._finish(ticket)
+
+    def _finish(self, *tickets: Ticket) -> None:
+        """Push every member of these tickets."""
+        for ticket in tickets:
             for member in ticket.members:
                 push = messages.Push(trajectory=self.episode(ticket, member))
                 assert isinstance(self.world.one("actor-0", push), messages.Ack)
@@ -155,9 +163,9 @@ class Run:
         }
 
     def all_rows(self) -> list[dict[str, Any]]:
-        """Every row, those that a resumed learner repeated included."""
+        """Every row of a step, those that a resumed learner repeated included."""
         lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return [row for row in map(json.loads, lines) if "stage_kind" in row]
 
     def newest(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """The newest checkpoint's numbers and tensors, but for what depends on clocks and forks."""

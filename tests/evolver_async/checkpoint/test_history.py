@@ -21,6 +21,7 @@ from evolver_async.checkpoint.directory import (
 )
 from evolver_async.checkpoint.history import CheckpointEvaluation
 from evolver_async.cli import main
+from evolver_async.config.load import dump, load
 from evolver_async.launch.forking import _start_anew, fork
 
 pytestmark = pytest.mark.process
@@ -205,6 +206,18 @@ def test_a_checkpoint_is_evaluated_and_exported_by_its_step(
         capsys, "export", finished, tmp_path / "no", "--step", "4"
     )
     assert not (tmp_path / "no").exists()
+
+
+def test_as_many_episodes_are_evaluated_as_the_run_says(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = shutil.copytree(finished, tmp_path / finished.name)
+    dump(load(finished / "config.yaml", ["eval.final_episodes=0"]), same / "config.yaml")
+    assert main(["eval", str(same)]) == 0
+    assert "over 4 test episodes" in capsys.readouterr().out, "eval.episodes"
+    assert "--episodes: must be at least 1, is 0" in refused(
+        capsys, "eval", finished, "--episodes", 0
+    )
 
 
 def test_a_finished_run_says_how_it_can_go_on(
