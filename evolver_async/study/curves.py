@@ -29,10 +29,10 @@ class StudyCurve:
 
 
 def mean_curve(cell: CellSummary, axis: Axis) -> StudyCurve | None:
-    """Return the mean curve of a cell's finished runs, None without any.
+    """Return the mean curve of a cell's finished runs, None without a range that all of them cover.
 
-    By step it has the steps that all seeds have. By another axis the curves are interpolated over
-    the range that all of them cover.
+    The curves are interpolated over that range: by step at the steps of any seed, by another axis
+    at GRID_POINTS places.
     """
     curves = [
         [(_at(point, axis), point.value) for point in one.points]
@@ -41,15 +41,16 @@ def mean_curve(cell: CellSummary, axis: Axis) -> StudyCurve | None:
     ]
     if not curves:
         return None
-    if axis == "step":
-        known = [dict(curve) for curve in curves]
-        places = sorted(set.intersection(*(set(one) for one in known)))
-        columns = [[one[place] for one in known] for place in places]
+    low, high = max(one[0][0] for one in curves), min(one[-1][0] for one in curves)
+    if high < low:
+        return None
+    if axis == "step" or low == high:
+        known = {place for curve in curves for place, _ in curve}
+        places = sorted(place for place in known if low <= place <= high)
     else:
-        low, high = max(one[0][0] for one in curves), min(one[-1][0] for one in curves)
-        width = max(0.0, high - low)
-        places = [low + width * index / (GRID_POINTS - 1) for index in range(GRID_POINTS)]
-        columns = [[height(one, place) for one in curves] for place in places]
+        step = (high - low) / (GRID_POINTS - 1)
+        places = [low + step * index for index in range(GRID_POINTS)]
+    columns = [[height(one, place) for one in curves] for place in places]
     return StudyCurve(cell.cell.name, places, [interval(column) for column in columns])
 
 

@@ -97,7 +97,8 @@ def _file_name(key: str) -> str:
 def _band(axes: Any, curve: StudyCurve) -> None:
     """Draw means with their intervals, if there are any."""
     means = [one.mean for one in curve.values]
-    (line,) = axes.plot(curve.places, means, label=curve.label, linewidth=1.5)
+    mark = "o" if len(means) == 1 else ""  # a line of one point is invisible
+    (line,) = axes.plot(curve.places, means, label=curve.label, linewidth=1.5, marker=mark)
     halves = [one.half or 0.0 for one in curve.values]
     if any(halves):
         low = [mean - half for mean, half in zip(means, halves, strict=True)]

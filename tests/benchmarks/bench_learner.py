@@ -98,7 +98,7 @@ async def fill(client: DealerClient, groups: int, size: int, vocabulary: int) ->
 
 
 def make_run(directory: Path) -> tuple[Config, Path]:
-    """A run directory of the recipe's RL stage, with hardly an evaluation and room for all groups."""
+    """A run directory of the recipe's RL stage, with one evaluated episode, with room for all."""
     config = load(RECIPE, [])
     run_dir = directory / "bench"
     run_dir.mkdir()

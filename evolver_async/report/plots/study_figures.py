@@ -23,6 +23,10 @@ def bands(title: str, axis: str, curves: Sequence[StudyCurve]) -> figure:
                 x="place", y1="low", y2="high", source=source, fill_color=color, fill_alpha=0.15,
                 legend_label=curve.label,
             )  # fmt: skip
+        if len(curve.places) == 1:  # a line of one point is invisible
+            made.scatter(
+                "place", "mean", source=source, color=color, size=8, legend_label=curve.label
+            )
         dash = "solid" if index < len(PALETTE) else "dashed"
         line = made.line(
             "place", "mean", source=source, color=color, line_width=2, line_dash=dash,

@@ -1,14 +1,17 @@
 """Tables, summary and plots of studies whose runs were made from numbers."""
 
 import csv
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from studies import EPISODES, STEP_S, TURNS, made_study, run_of, write_cold, write_run
 
 from evolver_async.config import ConfigError
-from evolver_async.study import directory, report
-from evolver_async.study.curves import StudyCurve, height, reached
+from evolver_async.report.plots.study_figures import bands
+from evolver_async.study import directory, plots, report
+from evolver_async.study.curves import StudyCurve, height, mean_curve, reached
 from evolver_async.study.definition import Definition, Threshold
 from evolver_async.study.directory import Study, difference_of, existing, record_failure, state_of
 from evolver_async.study.results import results_of
@@ -150,6 +153,49 @@ def test_a_mean_curve_reaches_a_level_between_its_places(level: float, place: fl
     found = reached(curve, level)
     assert found is None if place is None else found == pytest.approx(place)
     assert reached(StudyCurve("", [], []), level) is None
+
+
+def curve_of(tmp_path: Path, *seeds: dict[int, float]) -> StudyCurve | None:
+    """The mean curve by step of runs with these values by step."""
+    definition = Definition("r", seeds=tuple(range(len(seeds))))
+    study = made_study(tmp_path / "study", definition)
+    for seed, values in enumerate(seeds):
+        run = run_of(study, "base", seed)
+        write_run(run, [0.0])
+        rows = [{"step": step, "lineage": 1, "eval/success": v} for step, v in values.items()]
+        (run.directory / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in rows))
+    (cell,) = cells_summary(study, results_of(study))
+    return mean_curve(cell, "step")
+
+
+def test_seeds_with_other_steps_have_a_curve_where_all_of_them_are(tmp_path: Path) -> None:
+    curve = curve_of(tmp_path, {2: 0.0, 6: 0.4, 9: 0.4}, {3: 0.1, 5: 0.3, 8: 0.6})
+    assert curve is not None
+    found = [(place, one.mean) for place, one in zip(curve.places, curve.values, strict=True)]
+    assert found == [
+        (3, pytest.approx(0.1)),
+        (5, pytest.approx(0.3)),
+        (6, pytest.approx(0.4)),
+        (8, pytest.approx(0.5)),
+    ]
+
+
+def test_one_common_step_is_a_point_and_none_is_no_curve(tmp_path: Path) -> None:
+    curve = curve_of(tmp_path / "one", {4: 0.5}, {4: 0.7})
+    assert curve is not None and curve.places == [4]
+    (line,) = _drawn(curve)
+    assert line.get_marker() == "o"
+    assert [one.glyph.__class__.__name__ for one in bands("", "", [curve]).renderers].count(
+        "Scatter"
+    )
+    assert curve_of(tmp_path / "none", {4: 0.5}, {5: 0.7}) is None
+
+
+def _drawn(curve: StudyCurve) -> list[Any]:
+    _, axes = plots.plt.subplots()
+    plots._band(axes, curve)
+    plots.plt.close()
+    return axes.get_lines()
 
 
 def test_a_forked_run_begins_with_the_end_of_its_cold_start(tmp_path: Path) -> None:
