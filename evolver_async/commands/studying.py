@@ -42,9 +42,8 @@ def study(args: argparse.Namespace) -> int:
             cold_stages(chosen.configs)
     if args.dry_run:
         before = directory.existing(chosen.out)
-        difference = directory.difference_of(before, chosen) if before is not None else ""
-        if difference:
-            raise ConfigError(f"{chosen.out}: holds another study: {difference}")
+        if before is not None:
+            directory.refuse_another(before, chosen)
         for cell in chosen.cells:
             print(f"{cell.name}: {' '.join(cell.changes) or 'the recipe as it is'}")
         _print_plan(chosen, args.jobs)
@@ -110,6 +109,7 @@ def _summarize(chosen: Study) -> int:
     before = directory.existing(chosen.out)
     if before is None:
         raise ConfigError(f"{chosen.out}: holds no study (no {directory.DEFINITION})")
+    directory.refuse_another(before, chosen)
     report.write(replace(before, definition=chosen.definition))
     print(f"written: {chosen.out / 'summary.md'}, cells.csv, curves.csv, plots/")
     return 0

@@ -81,10 +81,7 @@ def begin(study: Study) -> None:
     """Write the definition and the recipe of every cell, or refuse another study's directory."""
     before = existing(study.out)
     if before is not None:
-        if difference := difference_of(before, study):
-            raise ConfigError(
-                f"{study.out}: holds another study: {mask(difference)}; choose another --out"
-            )
+        refuse_another(before, study)
     elif (study.out / "runs").exists():
         raise ConfigError(f"{study.out}: has runs of no study (no {DEFINITION}); choose another")
     else:
@@ -92,6 +89,14 @@ def begin(study: Study) -> None:
         for name, config in study.configs.items():
             dump(config, _frozen(study.out, name))
     _replace(study.out / DEFINITION, definitions.dump(study.definition))
+
+
+def refuse_another(before: Study, after: Study) -> None:
+    """Raise ConfigError if a directory holds a study with other runs."""
+    if difference := difference_of(before, after):
+        raise ConfigError(
+            f"{after.out}: holds another study: {mask(difference)}; choose another --out"
+        )
 
 
 def difference_of(before: Study, after: Study) -> str:

@@ -142,6 +142,23 @@ def test_a_summary_is_rebuilt_without_running(ended: Ended, tmp_path: Path) -> N
     assert not (study.out / "logs").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "difference"),
+    [
+        (["--seeds", "0..1"], "seeds: was 0,1,2, is 0,1"),
+        (["--cold-start"], "cold_start: was false, is true"),
+        (["starpo_s", "learner.lr=1e-3,1e-4"], "cell lr-1e-3: "),
+    ],
+)
+def test_a_summary_of_another_study_is_refused(
+    ended: Ended, tmp_path: Path, arguments: list[str], difference: str
+) -> None:
+    made_study(tmp_path / "study", Definition("r", grid={"learner.lr": ("1e-3", "1e-4")}))
+    code, said = ended("--summary", *arguments)
+    assert code == 2 and f"holds another study: {difference}" in said
+    assert not (tmp_path / "study" / "summary.md").exists()
+
+
 def test_finished_and_failed_runs_are_not_started_again(ended: Ended, tmp_path: Path) -> None:
     grid = {"learner.lr": ("1e-3", "1e-4")}
     study = made_study(tmp_path / "study", Definition("r", seeds=(0,), grid=grid))
