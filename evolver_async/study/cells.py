@@ -77,12 +77,13 @@ def _name(swept: Mapping[str, str], number: int) -> str:
 def configs_of(definition: Definition, recipe: Path, cells: Sequence[Cell]) -> dict[str, Config]:
     """Return the checked configuration of every cell by its name. Raises ConfigError.
 
-    The journals of a study keep everything unless the recipe or an argument says otherwise.
+    The journals of a study keep everything unless the recipe or an argument says otherwise. The
+    argument of a whole mapping or list comes before those of its parts, whichever axis they are of.
     """
     common = [f"{key}={value}" for key, value in definition.overrides.items()]
     configs = {}
     for cell in cells:
-        texts = [*common, *cell.changes]
+        texts = sorted([*common, *cell.changes], key=_depth)
         for text in texts:
             if text.startswith(tuple(f"{key}=" for key in OWN_KEYS)) or text.startswith("run="):
                 raise ConfigError(f"{text.partition('=')[0]}: is set by the study itself")
@@ -93,6 +94,12 @@ def configs_of(definition: Definition, recipe: Path, cells: Sequence[Cell]) -> d
                 config = replace(config, buffer=replace(config.buffer, archive="all"))
         configs[cell.name] = config
     return configs
+
+
+def _depth(text: str) -> tuple[int, bool]:
+    """Return the order of an argument: the parts of its key, then if it appends to a list."""
+    key = text.partition("=")[0]
+    return key.count(".") + key.count("["), key.endswith("+")
 
 
 @contextlib.contextmanager

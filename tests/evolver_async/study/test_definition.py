@@ -96,6 +96,25 @@ def test_variants_are_the_first_axis() -> None:
     assert names == ["sync_lr-1e-3", "sync_lr-1e-4", "async_lr-1e-3", "async_lr-1e-4"]
 
 
+def test_a_part_of_what_a_variant_sets_as_a_whole_is_set_in_all_cells() -> None:
+    definition = Definition(
+        "bandit",
+        variants={
+            "long": {"stages": "[{kind: rl, steps: 9}]", "eval": "{every: 7}"},
+            "short": {"stages": "[{kind: rl, steps: 3}]"},
+        },
+        grid={"stages.0.reset_optimizer": ("true", "false")},
+        overrides={"stages.0.override.learner.lr": "0.5", "stages+": "{steps: 1}"},
+    )
+    definition = with_arguments(definition, ["eval.every=5"])
+    configs = configs_of(definition, ROOT / "configs" / "bandit.yaml", cells_of(definition))
+    assert [config.stages[0].steps for config in configs.values()] == [9, 9, 3, 3]
+    for config in configs.values():
+        assert config.stages[0].override == {"learner": {"lr": 0.5}}
+        assert [stage.steps for stage in config.stages[1:]] == [1]
+        assert config.eval.every == 5
+
+
 def test_names_are_plain_directory_names_and_differ() -> None:
     values = ("[a, b]", "a/b", "a b")
     names = [cell.name for cell in cells_of(Definition("r", grid={"tasks.path": values}))]
