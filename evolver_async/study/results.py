@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple
 
-from evolver_async.config import StageConfig
+from evolver_async.buffer.stages import TICKETS
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.metrics.tail import Tail
 from evolver_async.study.directory import CellRun, RunState, Study, cold_run, runs_of, state_of
@@ -19,7 +19,6 @@ from evolver_async.study.statistics import area, first_reach, weighted_mean
 
 EXPLORED_TURNS = "questioning/explored_turns"
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # of version lag, in the order of an axis
-STAGE_KINDS: tuple[str, ...] = get_args(get_type_hints(StageConfig)["kind"])
 BY_LAG = ("ess", "kl", "clip")
 LABELS = {"ess": "effective sample size", "kl": "KL(behaviour ‖ policy)", "clip": "share clipped"}
 OFFPOLICY = ("offpolicy/ess", "offpolicy/kl", "offpolicy/clip_low", "offpolicy/clip_high")
@@ -140,14 +139,15 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
 def progress_of(rows: Sequence[dict[str, Any]], before_s: float = 0.0) -> dict[float, Point]:
     """Return environment steps and seconds by learner step.
 
-    The ledger counts the received episodes of the present kind of stage, explorations apart.
+    The ledger counts the received episodes of the kind of ticket of the present stage, explorations
+    apart.
     """
     progress: dict[float, Point] = {}
-    env_steps, explored, received = 0.0, 0.0, dict.fromkeys(STAGE_KINDS, 0.0)
+    env_steps, explored, received = 0.0, 0.0, dict.fromkeys(TICKETS.values(), 0.0)
     for row in rows:
         if "stage_kind" not in row:
             continue
-        kind, now = row["stage_kind"], row.get("ledger/received") or 0.0
+        kind, now = TICKETS[row["stage_kind"]], row.get("ledger/received") or 0.0
         played = max(0.0, now - received[kind])
         env_steps += played * (row.get("train/turns_mean") or 0.0)
         received[kind] += played

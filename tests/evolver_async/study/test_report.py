@@ -14,7 +14,7 @@ from evolver_async.study import directory, plots, report
 from evolver_async.study.curves import StudyCurve, height, mean_curve, reached
 from evolver_async.study.definition import Definition, Threshold
 from evolver_async.study.directory import Study, difference_of, existing, record_failure, state_of
-from evolver_async.study.results import results_of
+from evolver_async.study.results import progress_of, results_of
 from evolver_async.study.statistics import Interval, Reach
 from evolver_async.study.summary import cells_summary, shown_reach, text
 
@@ -69,6 +69,17 @@ def test_turns_of_explorations_are_environment_steps(tmp_path: Path) -> None:
     (one, *_) = results_of(study)
     played = EPISODES * TURNS
     assert [point.env_steps for point in one.points] == [played + 5, 2 * played + 9]
+
+
+def test_stages_of_one_kind_of_ticket_share_their_environment_steps() -> None:
+    """The ledger counts by ticket: world_model and reflect have branches, dpo and rl rollouts."""
+    received = [("world_model", 8), ("reflect", 16), ("dpo", 8), ("rl", 24), ("sft", 4)]
+    rows = [
+        {"step": step, "time_s": 1.0, "stage_kind": kind, "ledger/received": count}
+        | {"train/turns_mean": 1.0}
+        for step, (kind, count) in enumerate(received, start=1)
+    ]
+    assert [point.env_steps for point in progress_of(rows).values()] == [8, 16, 24, 40, 44]
 
 
 def test_the_summary_says_of_how_many_tasks_a_success_is(study: Study) -> None:
