@@ -50,15 +50,19 @@ def cells_of(definition: Definition) -> list[Cell]:
     ]
 
 
-def short_names(axes: Sequence[str]) -> dict[str, str]:
-    """Return the shortest last parts of keys that tell them apart, by key."""
+def short_names(axes: Sequence[str], taken: Sequence[str] = ()) -> dict[str, str]:
+    """Return the shortest last parts of keys that tell them apart and from `taken`, by key."""
     short = {}
     for axis in axes:
         parts = axis.split(".")
         tails = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
         others = [other for other in axes if other != axis]
         short[axis] = next(
-            (tail for tail in tails if not any(f".{one}".endswith(f".{tail}") for one in others)),
+            (
+                tail
+                for tail in tails
+                if tail not in taken and not any(f".{one}".endswith(f".{tail}") for one in others)
+            ),
             axis,
         )
     return short

@@ -11,11 +11,18 @@ from evolver_async.study.results import CURVES, MEANS, CurveReader, RunResult
 
 AMOUNTS = {"step": "steps", "env_steps": "env_steps", "seconds": "seconds"}
 
+OF_CELLS = (  # columns behind those of the swept keys
+    *("state", "error", *AMOUNTS.values(), "final", "best", "best_step", "area"),
+    *(f"{name}_to_threshold" for name in AMOUNTS.values()),
+    *(name.replace("offpolicy/", "").replace("/", "_") for name in MEANS),
+)
+OF_CURVES = (*AMOUNTS, "metric", "value")
+
 
 def write(study: Study, results: Sequence[RunResult]) -> None:
     """Write both tables; each file is replaced at once."""
     axes = list(study.cells[0].swept)
-    columns = list(short_names(axes).values())
+    columns = list(short_names(axes, ("cell", "seed", *OF_CELLS, *OF_CURVES)).values())
     _write(study.out / "cells.csv", _cell_rows(study, results, axes, columns))
     _write(study.out / "curves.csv", _curve_rows(study, results, axes, columns))
 
@@ -23,10 +30,7 @@ def write(study: Study, results: Sequence[RunResult]) -> None:
 def _cell_rows(
     study: Study, results: Sequence[RunResult], axes: Sequence[str], columns: Sequence[str]
 ) -> Iterable[Sequence[object]]:
-    reached = [f"{name}_to_threshold" for name in AMOUNTS.values()]
-    means = [name.replace("offpolicy/", "").replace("/", "_") for name in MEANS]
-    summary = ["final", "best", "best_step", "area", *reached]
-    yield ["cell", "seed", *columns, "state", "error", *AMOUNTS.values(), *summary, *means]
+    yield ["cell", "seed", *columns, *OF_CELLS]
     for result in results:
         run, last, best = result.run, result.last, result.best
         assert run.cell is not None
@@ -45,7 +49,7 @@ def _curve_rows(
     study: Study, results: Sequence[RunResult], axes: Sequence[str], columns: Sequence[str]
 ) -> Iterable[Sequence[object]]:
     metrics = dict.fromkeys((study.definition.threshold.metric, *CURVES))
-    yield ["cell", "seed", *columns, *AMOUNTS, "metric", "value"]
+    yield ["cell", "seed", *columns, *OF_CURVES]
     for result in results:
         run = result.run
         assert run.cell is not None

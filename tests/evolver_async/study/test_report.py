@@ -99,6 +99,17 @@ def test_curves_are_in_long_form(study: Study) -> None:
     assert {"train/success", "offpolicy/ess", "offpolicy/kl"} <= {row["metric"] for row in found}
 
 
+def test_a_swept_key_has_a_column_of_its_own(tmp_path: Path) -> None:
+    grid = {"stages.0.steps": ("3", "4"), "learner.value": ("1", "2")}
+    study = made_study(tmp_path / "study", Definition("r", seeds=(0,), grid=grid))
+    report.write(study)
+    for name in ("cells.csv", "curves.csv"):
+        head, *_ = (study.out / name).read_text().splitlines()
+        columns = head.split(",")
+        assert columns[2:4] == ["0.steps", "learner.value"]
+        assert len(set(columns)) == len(columns)
+
+
 def test_a_failed_run_is_listed_and_in_no_mean(study: Study) -> None:
     said = text(study, results_of(study))
     assert "- `weight_lag-4-s2`: weights are nan" in said
