@@ -6,6 +6,8 @@ A mistake of the user is one sentence on stderr and exit code 2, before anything
 import argparse
 import difflib
 import os
+import select
+import signal
 import sys
 from pathlib import Path
 from typing import TypeAlias
@@ -34,12 +36,28 @@ def main(arguments: list[str] | None = None) -> int:
     if takes_changes:
         args.positional += changes  # those after an option
     try:
-        return resolve(f"evolver_async.commands.{args.function}")(args)
+        code = resolve(f"evolver_async.commands.{args.function}")(args)
+        sys.stdout.flush()
+        return code
     except (Unrecoverable, TrainingError) as error:
         print(f"evolver-async: {error}", file=sys.stderr)
         return USER_ERROR if isinstance(error, Unrecoverable) else TRAINING_ERROR
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        if not _reader_has_gone():
+            raise
+        return 128 + signal.SIGPIPE
+
+
+def _reader_has_gone() -> bool:
+    """True if stdout is a pipe that nobody reads, as behind `| head`; then it becomes /dev/null."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # errors alone
+    gone = bool(poll.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return gone
 
 
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:

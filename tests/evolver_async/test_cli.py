@@ -82,6 +82,18 @@ def test_help_imports_no_heavy_library_and_takes_half_a_second_of_processor_time
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.process
+def test_a_reader_that_has_gone_ends_a_command_quietly() -> None:
+    """As `head -1` does, which ends after the first line."""
+    process = subprocess.Popen(
+        [*COMMAND, "config", "frozen_lake"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert errors == b"" and process.returncode == 128 + signal.SIGPIPE
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
