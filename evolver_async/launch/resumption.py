@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from evolver_async.buffer.log.quarantine import JournalError
+from evolver_async.buffer.log.reader import JournalReader
 from evolver_async.checkpoint import history
 from evolver_async.checkpoint.directory import exists
 from evolver_async.config import Config
@@ -32,6 +34,8 @@ def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None)
     check_start(replace(config, policy=replace(config.policy, path="")) if no_policy else config)
     before = load(run_dir / "config.yaml")
     _refuse_changed_data(before, config)
+    if config != before:
+        _refuse_changed_replay(before, config, run_dir / "journal")
     checkpoints = run_dir / "checkpoints"
     chosen = None
     if step is not None or exists(checkpoints):
@@ -101,3 +105,43 @@ def _refuse_changed_data(before: Config, after: Config) -> None:
             raise ConfigError(
                 f"{name}: cannot change on resume: the run was started with {old}, got {new}"
             )
+
+
+def _refuse_changed_replay(before: Config, after: Config, journal: Path) -> None:
+    """Raise ConfigError for a change of a key by which the buffer replays the journal.
+
+    Only stages of which the journal has records have begun. A damaged journal refuses nothing: the
+    buffer reports the damage.
+    """
+    try:
+        begun = 1 + JournalReader(journal).newest_stage()
+    except JournalError:
+        return
+    if begun > len(after.stages):
+        raise ConfigError(
+            f"stages: cannot be less than {begun} on resume: the journal has records of so many,"
+            f" got {len(after.stages)}; a fork (--step N --fork NAME) can drop them"
+        )
+    for index in range(min(begun, len(before.stages))):
+        old, new = _replayed(before, index), _replayed(after, index)
+        for name, value in old.items():
+            if value != new[name]:
+                raise ConfigError(
+                    f"{name}: cannot change on resume, as stage {index} has begun with {value}, got"
+                    f" {new[name]}; a fork (--fork NAME) can change it"
+                )
+
+
+def _replayed(config: Config, index: int) -> dict[str, Any]:
+    """Return the keys of a stage by which the buffer replays its records.
+
+    A change of `rollout.guided` matters only to or from the rule that queues failed tasks again.
+    """
+    stage = stage_config(config, index)
+    guided = stage.rollout.guided
+    return {
+        f"stages[{index}].kind": config.stages[index].kind,
+        "env.name": stage.env.name,
+        "buffer.reuse": stage.buffer.reuse,
+        "rollout.guided": guided if guided == "failed" else "fixed or adaptive",
+    }

@@ -14,6 +14,7 @@ from typing import IO
 
 import psutil
 import pytest
+from buffer_world import World
 from launches import COMMAND, DEADLINE_S, alive, wait_for
 from serial_recipe import RECIPE as SERIAL
 
@@ -244,6 +245,35 @@ def test_a_run_that_has_begun_keeps_what_made_its_data(
         f"{change.rpartition('=')[0].removeprefix(OVERRIDE)}: cannot change on resume: "
     )
     assert (run_dir / "config.yaml").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        (["stages.0.override.env.name=bandit"], "env.name"),
+        (["stages.0.override.buffer.reuse=2"], "buffer.reuse"),
+        (["stages.0.kind=sft"], "stages[0].kind"),
+        (["experience.kind=contrast", "stages.0.override.rollout.guided=failed"], "rollout.guided"),
+    ],
+)
+def test_a_stage_that_has_begun_keeps_what_its_replay_depends_on(
+    refused: Refused, run_dir: Path, changes: list[str], key: str
+) -> None:
+    config = Config(stages=[StageConfig(steps=5), StageConfig(steps=5)])
+    config.eval.final_episodes = 2
+    dump(config, run_dir / "config.yaml")
+    resume(run_dir, changes)  # nothing has begun
+    dump(config, run_dir / "config.yaml")
+    world = World(run_dir / "journal", config)
+    world.resume()
+    assert world.lease()
+    world.store.journal.close()
+    before = (run_dir / "config.yaml").read_text()
+    assert refused("train", "--resume", run_dir, *changes).startswith(
+        f"{key}: cannot change on resume, as stage 0 has begun with "
+    )
+    assert (run_dir / "config.yaml").read_text() == before
+    resume(run_dir, [change.replace("stages.0", "stages.1") for change in changes])
 
 
 def test_a_finished_run_is_not_resumed(refused: Refused, run_dir: Path) -> None:

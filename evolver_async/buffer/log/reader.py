@@ -40,22 +40,18 @@ class JournalReader:
     def read(self) -> Iterator[tuple[records.AnyRecord, Location]]:
         """Yield every record with the place of its body. Raises JournalError for damage."""
         for number in self.numbers:
-            data = self._segment(number)
-            if data is None:
-                continue
-            offset = 0
-            while offset < len(data):
-                try:
-                    end = segment.payload_end(data, offset)
-                except segment.SegmentDamage as damage:
-                    path = self._paths(number)[0]
-                    raise JournalError(f"{path} at {damage.offset}: {damage}") from None
-                if end is None:
-                    break
-                start = offset + segment.COMMIT.size
-                for head, place in segment.records(data, start, end):
-                    yield self._decoded(number, head), (number, *place)
-                offset = end + segment.END.size
+            yield from self._read(number)
+
+    def newest_stage(self) -> int:
+        """Return the largest stage in the records that a start replays, -1 without any.
+
+        A start replays the newest segment that has records. Raises JournalError for damage.
+        """
+        for number in reversed(self.numbers):
+            stages = [stage for record, _ in self._read(number) for stage in _stages_in(record)]
+            if stages:
+                return max(stages)
+        return -1
 
     def trajectory(self, location: Location) -> Trajectory | None:
         """Return the trajectory at `location`, None if the run has not kept its segment.
@@ -77,6 +73,23 @@ class JournalReader:
     def kept(self, location: Location) -> bool:
         """True if the segment of `location` is among those that exist."""
         return bool(location[2]) and location[0] in self.numbers
+
+    def _read(self, number: int) -> Iterator[tuple[records.AnyRecord, Location]]:
+        """Yield the records of one segment; none if it is gone."""
+        data = self._segment(number)
+        offset = 0
+        while data is not None and offset < len(data):
+            try:
+                end = segment.payload_end(data, offset)
+            except segment.SegmentDamage as damage:
+                path = self._paths(number)[0]
+                raise JournalError(f"{path} at {damage.offset}: {damage}") from None
+            if end is None:
+                break
+            start = offset + segment.COMMIT.size
+            for head, place in segment.records(data, start, end):
+                yield self._decoded(number, head), (number, *place)
+            offset = end + segment.END.size
 
     def _segment(self, number: int) -> memoryview | None:
         for path in self._paths(number):
@@ -107,3 +120,16 @@ class JournalReader:
             return records.decode(head)
         except msgspec.DecodeError as error:
             raise JournalError(f"{self._paths(number)[0]}: {error}") from error
+
+
+def _stages_in(record: records.AnyRecord) -> list[int]:
+    """Return the stages that a record names."""
+    match record:
+        case records.StateSnapshot():
+            at = record.position
+            held = [*at.groups.values(), *at.takes.values()]
+            return [at.stage, *(one.stage for one in held)]
+        case records.Switched() | records.GroupsTaken() | records.LineageStarted():
+            return [record.stage]
+        case _:
+            return []

@@ -48,7 +48,10 @@ class BufferStore:
         if not journal.sizes:
             journal.roll(records.encode(state.snapshot()))
         journal.check_sealed(self._needed())
-        state.check()
+        try:
+            state.check()
+        except AssertionError as error:
+            raise JournalError(f"{journal.end()}: the ledger does not close: {error}") from error
         for held in self.replay.by_state["open"].values():
             self._lease_again(held, now)
 

@@ -804,6 +804,18 @@ def test_a_flipped_bit_stops_the_start_and_names_file_and_offset(world):
         world.kill()
 
 
+def test_a_ledger_that_does_not_close_after_a_replay_is_an_error_of_the_journal(tmp_path):
+    world = World(tmp_path, config(reuse=2))
+    world.resume()
+    world.finish(world.lease(2))
+    for take in range(2):
+        taken = [group.group_id for group in world.sample(take)]
+        world.done(take, taken, version=take + 1)
+    world.settings = config(reuse=1)
+    with pytest.raises(JournalError, match=r"00000001\.log .*: the ledger does not close"):
+        world.kill()
+
+
 def test_the_journal_of_another_run_is_refused(world):
     welcome = messages.Welcome(run_id="other", config={}, weights_address="")
     with pytest.raises(JournalError, match="belongs to run 'run'"):
