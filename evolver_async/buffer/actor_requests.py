@@ -1,4 +1,4 @@
-"""Requests of actors: tickets are granted, renewed and released; synthetic tasks are offered.
+"""Requests of actors for tickets, which are granted, renewed and released.
 
 Order of tickets: evaluation episodes, then missing members of groups that were granted before, then
 exploration that is due, then new groups as far as admission has room.
@@ -15,13 +15,12 @@ from evolver_async.buffer.state import records
 from evolver_async.buffer.state.evaluations import DECIDING, SetEpisode
 from evolver_async.buffer.tasks.source import EvalSet, held_out_task
 from evolver_async.buffer.tasks.stream import Queued
-from evolver_async.buffer.tickets import guided_members, ticket_of
+from evolver_async.buffer.tickets import REPLY_BYTES, encoded_bytes, guided_members, ticket_of
 from evolver_async.config import Config
 from evolver_async.protocol.messages import (
     LOSING,
     Fenced,
     Lease,
-    Offer,
     Ok,
     Reject,
     Release,
@@ -40,7 +39,7 @@ def share(room: int, asking: int) -> int:
 
 @dataclass
 class ActorRequests:
-    """Answers LEASE, RENEW, RELEASE and OFFER. `stages`: the configuration of every stage;
+    """Answers LEASE, RENEW and RELEASE. `stages`: the configuration of every stage;
     `eval_sets`: the sets of every stage by name."""
 
     store: BufferStore
@@ -61,7 +60,7 @@ class ActorRequests:
         """Grant tickets with at most `credit` members.
 
         New groups are shared with the other actors that wait; a single actor gets the rest with its
-        next LEASE. Without credit the actor leaves: the members that it still holds are vacant.
+        next LEASE, as it gets tickets for which the reply has no room. Without credit the actor leaves: the members that it still holds are vacant.
         """
         if request.credit < 0 or request.generated < 0:
             return Reject(reason=f"credit, generated: {request.credit}, {request.generated}")
@@ -76,8 +75,8 @@ class ActorRequests:
         if fresh:
             asking = {peer, *self.activity.asking(now, self.config.buffer.lease_s)}
             fresh = share(fresh, len(asking))
-        tickets = []
-        while room > 0:
+        tickets, size = [], 0
+        while room > 0 and size < REPLY_BYTES:
             ticket = self._evaluate(peer) or self._reissue(peer, room) or self._explore(peer, room)
             if ticket is None and fresh > 0:
                 ticket = self._new(peer, room)
@@ -87,6 +86,7 @@ class ActorRequests:
             self.store.leases.grant(peer, ticket.group_id, ticket.attempt, ticket.members, now)
             tickets.append(ticket)
             room -= len(ticket.members)
+            size += encoded_bytes(ticket)
         if tickets:
             self.activity.served(peer, "lease")
             return Tickets(tickets=tickets)
@@ -132,22 +132,6 @@ class ActorRequests:
                     task_id = held.task.task_id
                     self.store.record(records.Quarantined(task_id=task_id, reason=request.reason))
                 self.store.evict([held.group_id], request.reason)
-        return Ok()
-
-    def offer(self, request: Offer) -> Reply:
-        for task in request.tasks:
-            name = f"tasks: {task.task_id}"
-            if task.origin != "synthetic" or task.split != "train":
-                return Reject(reason=f"{name} is not a synthetic task of the train split")
-            if task.task_id.startswith(f"{task.env}/train/"):
-                return Reject(reason=f"{name} is the name of a numbered task")
-        tasks = self.store.state.tasks
-        offered = {task.task_id: task for task in request.tasks}
-        new = [task for task_id, task in offered.items() if task_id not in tasks.known]
-        if request.tasks:
-            duplicates = len(request.tasks) - len(new)
-            room = max(0, self.config.questioning.max_tasks - tasks.pool_size())
-            self.store.record(records.Offered(tasks=new[:room], duplicates=duplicates))
         return Ok()
 
     def _evaluate(self, peer: str) -> Ticket | None:

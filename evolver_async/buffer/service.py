@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from evolver_async.buffer import offers
 from evolver_async.buffer.actor_requests import ActorRequests
 from evolver_async.buffer.arrivals import Arrivals
 from evolver_async.buffer.learner_requests import LearnerRequests
@@ -153,7 +154,8 @@ class BufferService:
             case messages.Release():
                 return [self.actor_requests.release(peer, request, now)]
             case messages.Offer():
-                return [self.actor_requests.offer(request)]
+                max_tasks = self.actor_requests.config.questioning.max_tasks
+                return [offers.take_in(self.store, max_tasks, request)]
             case messages.Sample():
                 return self.learner_requests.sample(peer, request, now)
             case messages.Done():

@@ -2,10 +2,15 @@
 
 import random
 
+import msgspec
+
 from evolver_async.buffer.state.groups import HeldGroup
 from evolver_async.config import Config
+from evolver_async.protocol.envelope import LIMITS
 from evolver_async.randomness import key
 from evolver_async.schema import Sampling, Ticket, WeightId
+
+REPLY_BYTES = LIMITS.header_bytes // 2  # of tickets in a reply, to which one more may be added
 
 
 def ticket_of(
@@ -36,6 +41,11 @@ def ticket_of(
             max_tokens=config.rollout.max_tokens,
         ),
     )
+
+
+def encoded_bytes(ticket: Ticket) -> int:
+    """Return the size of a ticket in the head of a message, most of which is its task."""
+    return len(msgspec.msgpack.encode(ticket))
 
 
 def guided_members(seed: int, group_id: int, size: int, fraction: float) -> list[int]:

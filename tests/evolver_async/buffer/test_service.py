@@ -1,5 +1,6 @@
 """The promises of the buffer towards actors and learner, each request of the wire, and restarts."""
 
+import json
 import os
 from typing import Any
 
@@ -11,7 +12,7 @@ from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.config import QuestioningConfig
 from evolver_async.process.versions import versions
 from evolver_async.protocol import messages
-from evolver_async.protocol.envelope import SCHEMA_HASH
+from evolver_async.protocol.envelope import SCHEMA_HASH, Envelope, pack
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.schema import Ticket, WeightId
 from evolver_async.watch.status import status_lines
@@ -779,6 +780,36 @@ def test_leases_start_anew_after_a_kill(world):
     assert isinstance(reply, messages.Ok)
     world.pass_time(10.0)
     assert world.lease(peer="actor-1")[0].group_id == ticket.group_id
+
+
+def test_tickets_fill_a_reply_and_the_next_lease_gets_the_rest(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    queries = [{"query": f"{number} " + "x" * 20_000} for number in range(200)]
+    path.write_text("\n".join(map(json.dumps, queries)))
+    settings = config(group_size=1, max_staleness=99)
+    settings.tasks.path = str(path)
+    world = World(tmp_path / "journal", settings)
+    world.resume()
+    ask = messages.Resume(lineage=1, take=0, version=0, episodes=70, process="again")
+    assert isinstance(world.one("learner", ask), messages.Resumed)
+
+    def lease(peer: str, members: int) -> list[Ticket]:
+        """Lease until so many members are there; every reply can be sent."""
+        tickets: list[Ticket] = []
+        while (room := members - len(tickets)) > 0:
+            head = world.replay.at.head
+            request = messages.Lease(credit=room, weights=head, visible=head)
+            reply = world.one(peer, request)
+            assert isinstance(reply, messages.Tickets), reply
+            pack(Envelope("run", "buffer", 0, 0, reply))
+            tickets += reply.tickets
+        return tickets
+
+    first = lease("actor-0", 140)
+    assert {ticket.kind for ticket in first} == {"eval", "rollout"}
+    world.one("actor-0", messages.Lease(credit=0))
+    again = lease("actor-1", 140)
+    assert {one.group_id for one in again} == {one.group_id for one in first}
 
 
 def test_every_torn_tail_loses_only_the_last_commit(world):
