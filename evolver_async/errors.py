@@ -1,5 +1,7 @@
 """Exit codes of a process, and the errors after which it is not restarted."""
 
+STOPPED = 5  # a learner that was asked to stop and saved what it has: it can be started again
+
 # Exit codes of errors that a restart would repeat.
 USER_ERROR = 2
 TRAINING_ERROR = 3

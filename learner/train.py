@@ -14,7 +14,7 @@ from typing import Any
 
 from evolver_async.checkpoint.directory import CheckpointError
 from evolver_async.config import Config
-from evolver_async.errors import EVALUATION_LOST, TrainingError
+from evolver_async.errors import EVALUATION_LOST, STOPPED, TrainingError
 from evolver_async.launch import run_directory
 from evolver_async.lineages import Fork
 from evolver_async.metrics.writer import Metrics, Timers
@@ -74,7 +74,7 @@ class Learner:
         self.clock = Clock()
 
     def run(self) -> int:
-        """Train through all stages; return 0, also if `requests.stopping` ended it early.
+        """Train through all stages; return 0, or STOPPED if `requests.stopping` ended it early.
 
         EVALUATION_LOST if training finished, but an evaluation made no progress.
         """
@@ -88,6 +88,7 @@ class Learner:
             code = self.await_evaluations()
         except Stopping as stopping:
             log.info("stopped while it waited for %s", stopping)
+            code = STOPPED
         self.write_checkpoint()
         self.guard.report_end(self.state, self.evaluations.newest)
         if isinstance(self.updater, Leader):
@@ -269,7 +270,7 @@ class Learner:
                 self.evaluations.report_lost(self.state, timeout_s, self.run_dir)
                 return EVALUATION_LOST
             self.requests.sleep(POLL_S)
-        return 0
+        return STOPPED if self.state.pending else 0
 
     def save(self) -> None:
         """Write a checkpoint, drop old ones, and tell the buffer the oldest take still needed."""

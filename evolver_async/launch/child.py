@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from evolver_async.config import Config
-from evolver_async.errors import EVALUATION_LOST, TRAINING_ERROR, USER_ERROR
+from evolver_async.errors import EVALUATION_LOST, STOPPED, TRAINING_ERROR, USER_ERROR
 from evolver_async.launch.gpus import VISIBLE, index_of, visible_gpus
 from evolver_async.launch.run_directory import last_lines
 from evolver_async.process.addresses import keys_of
@@ -84,6 +84,8 @@ class Child:
                 return codes[0]
             # A code that names the cause comes first; a rank that lost another one only says that.
             self.failed_rank = min(bad, key=lambda i: (codes[i] not in FINAL, (codes[i] or 0) > 0))
+            if codes[0] == STOPPED:  # it has saved, and the others only exit
+                self.failed_rank = 0
             for process in self.processes:
                 process.kill()
                 process.wait()
@@ -210,4 +212,6 @@ def ending(code: int) -> str:
     """Describe the end of a process by its exit code, as a predicate of its name."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
+    if code == STOPPED:
+        return f"was stopped before it had finished (exit code {code})"
     return f"ended with exit code {code}" if code else "left the running job (exit code 0)"

@@ -108,11 +108,11 @@ class Supervisor:
         self.scale(time.monotonic())
 
     def watch(self) -> None:
-        """Return when the learner is done or a signal came. Raises RunFailed."""
+        """Return when the learner has finished or a signal came. Raises RunFailed."""
         while not self.signals:
             for child in list(self.children):
                 if child.role == "learner" and child.poll() == 0:
-                    return
+                    return  # a stopped one has another exit code, and is started again
                 self.supervise(child, time.monotonic())
             self.scale(time.monotonic())
             time.sleep(POLL_S)

@@ -16,7 +16,7 @@ from evolver_async.checkpoint.directory import load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import dump, load
 from evolver_async.config.sections.run import EvalConfig
-from evolver_async.errors import EVALUATION_LOST, TrainingError
+from evolver_async.errors import EVALUATION_LOST, STOPPED, TrainingError
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.serial import VirtualLoop, run
 from evolver_async.metrics.writer import Metrics
@@ -133,7 +133,7 @@ def test_told_to_end_without_a_buffer_it_leaves_a_checkpoint(tmp_path: Path) -> 
     learner = build(config, run_dir, client, loop.run_until_complete)
     try:
         loop.call_later(0.1, setattr, learner.requests, "stopping", True)
-        assert learner.run() == 0
+        assert learner.run() == STOPPED
     finally:
         learner.close()
         client.close()

@@ -14,7 +14,7 @@ from launches import COMMAND, DEADLINE_S, Launch, alive, launching, wait_for
 from evolver_async.checkpoint.directory import load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import load
-from evolver_async.errors import EVALUATION_LOST, TRAINING_ERROR, USER_ERROR
+from evolver_async.errors import EVALUATION_LOST, STOPPED, TRAINING_ERROR, USER_ERROR
 from evolver_async.launch.child import Child, LocalSpawner
 from evolver_async.launch.local import run
 from evolver_async.launch.registry import CHECKS, PROCESSES, ROLES, resolve
@@ -261,6 +261,23 @@ def test_a_run_whose_actors_all_leave_ends_with_an_error(
     assert valid(run_dir / "checkpoints")
 
 
+def test_a_learner_that_is_stopped_alone_is_started_again(
+    recipe: Path, launch: Callable[..., Launch]
+) -> None:
+    run_dir = recipe.parent / "stopped"
+    run = launch(run_dir, recipe, "run.name=stopped", "actors.count=1", "checkpoint.every=1000000")
+    run.wait_for_steps(1)
+    first = run.children()["learner"]
+    first.terminate()
+    wait_for(lambda: (found := run.children().get("learner")) and found != first, "a new learner")
+    run.rows()
+    run.wait_for_steps(1)
+    run.process.send_signal(signal.SIGTERM)
+    code, errors = run.end()
+    assert code == 128 + signal.SIGTERM
+    assert f"learner was stopped before it had finished (exit code {STOPPED}), restart 1" in errors
+
+
 @pytest.mark.parametrize("exit_code", [7, USER_ERROR])
 def test_a_run_goes_on_without_an_experience_service_that_cannot_be_kept_alive(
     tmp_path: Path, exit_code: int, caplog: pytest.LogCaptureFixture
@@ -384,6 +401,13 @@ def test_a_rank_that_stumbles_on_its_way_out_undoes_no_finished_run() -> None:
     for rank in ranks:
         rank.wait(DEADLINE_S)
     assert Child("learner", "learner", ranks[0], 0, others=ranks[1:]).poll() == 0
+
+
+def test_a_first_rank_that_has_stopped_is_not_blamed_on_another() -> None:
+    ranks = [python(f"raise SystemExit({code})") for code in (STOPPED, USER_ERROR)]
+    for rank in ranks:
+        rank.wait(DEADLINE_S)
+    assert Child("learner", "learner", ranks[0], 0, others=ranks[1:]).poll() == STOPPED
 
 
 @pytest.mark.parametrize(("dying", "blamed"), [(0, "learner"), (1, "learner-1")])

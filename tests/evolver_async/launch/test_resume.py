@@ -18,6 +18,7 @@ from evolver_async.config import (
     CriticConfig,
     SafetyConfig,
 )
+from evolver_async.errors import STOPPED
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.protocol import messages
 from learner.train import Learner
@@ -102,7 +103,7 @@ def test_told_to_end_and_resumed_gives_bitwise_the_same(
 
         learner.updater.rl = last
 
-    assert run.train(end_after_take) == 0
+    assert run.train(end_after_take) == STOPPED
     assert run.newest()[0]["take"] == KILLED_AT + 1
     assert run.train() == 0
     compare(run, undisturbed)

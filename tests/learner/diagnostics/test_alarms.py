@@ -20,7 +20,7 @@ from evolver_async import cli
 from evolver_async.checkpoint.directory import valid
 from evolver_async.config import CheckpointConfig, LaunchConfig, SafetyConfig, StageConfig
 from evolver_async.config.load import dump
-from evolver_async.errors import TrainingError
+from evolver_async.errors import STOPPED, TrainingError
 from evolver_async.launch.run_directory import PAUSED, pause_reason
 from evolver_async.protocol import messages
 from learner.diagnostics.alarms import Alarm, judge
@@ -526,5 +526,5 @@ def test_a_paused_learner_still_ends_when_told(tmp_path: Path) -> None:
         thread, ends = paused_learner(run)
         run.told.requests.stopping = True  # pyright: ignore[reportAttributeAccessIssue]
         thread.join(60)
-        assert ends == [0] and max(run.trained) == 4
+        assert ends == [STOPPED] and max(run.trained) == 4
         assert pause_reason(run.run_dir) is not None, "the next launch is paused as well"
