@@ -116,7 +116,8 @@ class Learner:
             version=state.version,
             episodes=again.episodes,
             sets=again.sets,
-            stage=again.stage,
+            eval_stage=again.stage,
+            stage=state.stage,
             discard=state.discard,
             process=secrets.token_hex(8),  # the same in a repeated request
             incarnation=self.requests.client.incarnation,

@@ -40,7 +40,8 @@ def share(room: int, asking: int) -> int:
 @dataclass
 class ActorRequests:
     """Answers LEASE, RENEW and RELEASE. `stages`: the configuration of every stage;
-    `eval_sets`: the sets of every stage by name."""
+    `eval_sets`: the sets of every stage by name; `forked`: the run begins with a checkpoint of
+    another one, in a stage that only its learner's first RESUME tells."""
 
     store: BufferStore
     disk: DiskCapacity
@@ -48,6 +49,7 @@ class ActorRequests:
     status: StatusReport
     stages: list[Config]
     eval_sets: list[dict[str, EvalSet]]
+    forked: bool = False
 
     def __post_init__(self) -> None:
         self.weights = ActorWeights(self.store, self.activity)
@@ -60,7 +62,8 @@ class ActorRequests:
         """Grant tickets with at most `credit` members.
 
         New groups are shared with the other actors that wait; a single actor gets the rest with its
-        next LEASE, as it gets tickets for which the reply has no room. Without credit the actor leaves: the members that it still holds are vacant.
+        next LEASE, as it gets tickets for which the reply has no room. Without credit the actor
+        leaves: the members that it still holds are vacant.
         """
         if request.credit < 0 or request.generated < 0:
             return Reject(reason=f"credit, generated: {request.credit}, {request.generated}")
@@ -236,6 +239,8 @@ class ActorRequests:
         obstacle = self.disk.obstacle()
         if obstacle:
             return obstacle
+        if self.forked and not self.store.replay.at.lineage:
+            return "the learner has not told yet in which stage this fork begins"
         buffer, replay = self.config.buffer, self.store.replay
         ready, step = len(replay.by_state["ready"]), replay.numbers.groups_per_step
         if replay.numbers.kind == "rollout" and 0 < buffer.max_ready * step <= ready:

@@ -152,9 +152,10 @@ class LearnerRequests:
         for name, number in (("version", request.version), ("episodes", request.episodes)):
             if number < 0:
                 return Reject(reason=f"{name}: {number}")
-        if not 0 <= request.stage < len(self.eval_sets):
-            return Reject(reason=f"stage: {request.stage} of {len(self.eval_sets)}")
-        if problem := self._unknown_set(request.stage, request.sets):
+        for name, stage in (("stage", request.stage), ("eval_stage", request.eval_stage)):
+            if not 0 <= stage < len(self.eval_sets):
+                return Reject(reason=f"{name}: {stage} of {len(self.eval_sets)}")
+        if problem := self._unknown_set(request.eval_stage, request.sets):
             return Reject(reason=problem)
         later = [taken.groups for number, taken in at.takes.items() if number >= request.take]
         undone = sorted(set().union(*later))
@@ -165,13 +166,15 @@ class LearnerRequests:
                 take=request.take,
                 version=request.version,
                 episodes=request.episodes,
-                sets=self._sizes(request.stage, request.sets),
-                stage=request.stage,
+                sets=self._sizes(request.eval_stage, request.sets),
+                stage=request.eval_stage,
                 discard=request.discard,
                 process=request.process,
                 incarnation=request.incarnation,
             )
         )
+        if request.stage != at.stage:
+            self.store.record(records.Switched(stage=request.stage))
         self.store.evict(undone if request.discard else [], ROLLED_BACK)
         self._delivered.clear()
         self.store.forget_gone()

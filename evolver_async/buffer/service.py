@@ -129,12 +129,14 @@ class BufferService:
     def check_end(self, checkpoints: Path) -> None:
         """Raise JournalError if the newest checkpoint is newer than the journal's end.
 
+        A checkpoint of no lineage is the one with which a fork begins.
         A segment that was cut after a whole commit looks intact.
         """
         for path, _ in checkpoint.resumable(checkpoints)[-1:]:
             found = history.numbers(path)
             if not found:
                 return  # damaged: the learner reports it, and resumes from the one before
+            self.actor_requests.forked = not found["lineage"]
             take = 0 if found["discard"] else found["take"]
             if gap := self.learner_requests.gap(found["lineage"], take):
                 raise JournalError(f"{gap}, but {path} is newer; put an intact copy there")

@@ -140,8 +140,9 @@ class Done(Message, tag="done"):
 class Resume(Message, tag="resume"):
     """Start of a learner: the takes from `take` on are repeated, older lineages are fenced.
 
-    A fresh run resumes from lineage 0, take 0, version 0. Evaluations of older lineages are
-    abandoned; `episodes` > 0 asks for one of this version in the new lineage, as DONE of `stage`.
+    A fresh run resumes from lineage 0, take 0, version 0. `stage`: of the next take; grants of
+    another one end. Evaluations of older lineages are abandoned; `episodes` > 0 asks for one of
+    this version in the new lineage, as DONE of `eval_stage`.
     `discard`: no take is repeated; the groups that had been handed out since then are evicted.
 
     `process` (random) and `incarnation` are the learner's. They are kept in the journal: a process
@@ -153,6 +154,7 @@ class Resume(Message, tag="resume"):
     version: int
     episodes: int = 0
     sets: list[str] = []
+    eval_stage: int = 0
     stage: int = 0
     discard: bool = False
     process: str = ""

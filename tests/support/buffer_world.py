@@ -150,11 +150,14 @@ class World:
         version: int = 0,
         process: str = "",
         *,
+        stage: int | None = None,
         discard: bool = False,
     ) -> int:
+        """Begin a lineage in `stage`, by default the present one."""
         request = messages.Resume(
             lineage=lineage, take=take, version=version, process=process, discard=discard
         )
+        request.stage = self.replay.at.stage if stage is None else stage
         reply = self.one("learner", request)
         assert isinstance(reply, messages.Resumed), reply
         return reply.lineage

@@ -128,7 +128,10 @@ class Reported(Record, tag="reported"):
 
 
 class LineageStarted(Record, tag="resumed"):
-    """Start of a lineage before this take. `discard`: the takes since then are not repeated."""
+    """Start of a lineage before this take. `discard`: the takes since then are not repeated.
+
+    `stage`: of the evaluation that `episodes` asks for.
+    """
 
     lineage: int
     parent: int

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 from buffer_world import HEAD, World, config, synthetic, trajectory
 
 from evolver_async.buffer.log.quarantine import JournalError
+from evolver_async.checkpoint.directory import save
 from evolver_async.config import QuestioningConfig
 from evolver_async.process.versions import versions
 from evolver_async.protocol import messages
@@ -606,6 +608,34 @@ def test_a_resume_abandons_evaluations_and_asks_for_its_own(tmp_path):
         assert [(r.weights, r.step) for r in reply.evals] == [(weights(1, lineage=2), 0)]
     bad = messages.Resume(lineage=2, take=1, version=1, episodes=2, stage=2)
     assert isinstance(world.one("learner", bad), messages.Reject)
+
+
+def test_a_fork_grants_nothing_before_its_learner_names_the_stage(tmp_path):
+    def write(directory: Path) -> None:
+        state = {"lineage": 0, "take": 0, "stage": 1, "discard": False}
+        (directory / "state.json").write_text(json.dumps(state))
+
+    save(tmp_path / "checkpoints", 0, write, run_id="run", keep=2)
+    world = World(tmp_path / "journal", config(stages=["sft", "rl"], max_staleness=1))
+    world.service.check_end(tmp_path / "checkpoints")
+    request = messages.Lease(credit=2)
+    reply = world.one("actor-0", request)
+    assert isinstance(reply, messages.Wait) and "in which stage this fork begins" in reply.reason
+    world.resume(stage=1)
+    (ticket,) = world.lease()
+    assert (ticket.kind, ticket.stage, ticket.task.map_seed) == ("rollout", 1, 0)
+
+
+def test_a_resume_begins_its_stage_at_once(tmp_path):
+    world = World(tmp_path, config(stages=["sft", "rl"], max_staleness=1))
+    world.resume()
+    (demo,) = world.lease()
+    assert demo.kind == "demo"
+    world.resume(lineage=1, process="second", stage=1)
+    assert demo.group_id not in world.replay.at.groups
+    assert [ticket.stage for ticket in world.lease()] == [1]
+    world.kill()
+    assert world.replay.at.stage == 1
 
 
 def test_a_stage_is_evaluated_with_its_own_tasks_after_the_switch(tmp_path):
