@@ -85,9 +85,13 @@ def scale(args: argparse.Namespace) -> int:
         held.enter_context(directory.locked(run_dir))
         raise ConfigError(f"{run_dir}: is not running; set actors.count when you resume it")
     directory.scale(run_dir, wanted)
-    print(
-        f"{run_dir}: {'the controller chooses the number' if wanted == AUTO else wanted} of actors"
-    )
+    if wanted == AUTO and config.actors.adjustable:
+        print(f"{run_dir}: the controller chooses the number of actors")
+    elif wanted == AUTO:
+        count = config.actors.count
+        print(f"{run_dir}: {count} actors again (actors.count): no actors.min or actors.max is set")
+    else:
+        print(f"{run_dir}: {wanted} actors")
     return 0
 
 

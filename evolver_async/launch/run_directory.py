@@ -109,7 +109,7 @@ def pause(run_dir: Path, reason: str) -> None:
 
 
 def scale(run_dir: Path, actors: str) -> None:
-    """Ask the running launcher for a number of actors; `auto` gives it back to its controller."""
+    """Ask the running launcher for a number of actors; `auto` undoes it: see ActorScaling."""
     write_whole(run_dir / ACTORS, actors)
 
 

@@ -26,6 +26,7 @@ class ActorScaling:
     def __init__(self, config: Config, run_dir: Path) -> None:
         self.file = run_dir / ACTORS
         self.file.unlink(missing_ok=True)
+        self.actors = config.actors
         self.controller = WaitController(config.actors, Tail(run_dir / "metrics.jsonl"))
         self.count = config.actors.count
         self.said = AUTO
@@ -35,8 +36,10 @@ class ActorScaling:
         said = self.file.read_text(encoding="utf-8") if self.file.exists() else AUTO
         if said != AUTO:
             count = int(said)
-        elif self.said != AUTO:
+        elif self.said != AUTO and self.actors.adjustable:
             count, self.controller.since = self.count, now  # the controller goes on from there
+        elif self.said != AUTO:
+            count, self.controller.cause = self.actors.count, "actors.count"
         else:
             count = self.controller.wanted(self.count, now)
         if count != self.count:
@@ -65,9 +68,9 @@ class WaitController:
 
     def wanted(self, count: int, now: float) -> int:
         """Return the wanted number where `count` is the present one."""
-        low, high = self.actors.bounds()
-        if low == high:
+        if not self.actors.adjustable:
             return count
+        low, high = self.actors.bounds()
         if self.since is None or now - self.since < self.actors.scale_s:
             self.since = now if self.since is None else self.since
             return count

@@ -117,3 +117,9 @@ class ActorsConfig:
     def bounds(self) -> tuple[int, int]:
         """Return the least and the largest number of actors."""
         return self.min or self.count, self.max or self.count
+
+    @property
+    def adjustable(self) -> bool:
+        """True if the bounds leave the launcher a choice of their number."""
+        low, high = self.bounds()
+        return low != high

@@ -12,7 +12,7 @@ from launches import Launch, launching, wait_for
 from evolver_async.cli import main
 from evolver_async.config import ActorsConfig, Config
 from evolver_async.config.load import dump, load
-from evolver_async.launch.run_directory import ACTORS, scale
+from evolver_async.launch.run_directory import ACTORS, locked, scale
 from evolver_async.launch.scaling import ActorScaling, WaitController
 from evolver_async.metrics.tail import Tail
 
@@ -97,7 +97,13 @@ def test_what_scale_asks_for_holds_until_it_is_given_back(tmp_path: Path) -> Non
     scale(tmp_path, "5")
     assert scaling.wanted(1.0) == 5
     scale(tmp_path, "auto")
-    assert scaling.wanted(2.0) == 5, "the controller, which has no bounds, goes on from there"
+    assert scaling.wanted(2.0) == 2 == scaling.wanted(3.0), "no bounds, so no controller"
+    config = Config(actors=ActorsConfig(max=8))
+    scaling = ActorScaling(config, tmp_path)
+    scale(tmp_path, "5")
+    assert scaling.wanted(4.0) == 5
+    scale(tmp_path, "auto")
+    assert scaling.wanted(5.0) == 5, "the controller goes on from there"
 
 
 @pytest.mark.parametrize(
@@ -121,6 +127,24 @@ def test_a_number_that_cannot_be_is_refused_by_name(
     said = capsys.readouterr().err
     assert re.search(message, said), said
     assert not (run_dir / ACTORS).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([], r"2 actors again \(actors\.count\)"),
+        (["actors.max=4"], "the controller chooses the number of actors"),
+    ],
+)
+def test_scale_auto_says_what_determines_the_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: list[str], message: str
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    dump(load(None, ["stages=[{steps: 1}]", *changes]), run_dir / "config.yaml")
+    with locked(run_dir):
+        assert main(["scale", str(run_dir), "auto"]) == 0
+    assert re.search(message, capsys.readouterr().out)
 
 
 @pytest.fixture
