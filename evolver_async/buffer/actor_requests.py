@@ -157,6 +157,9 @@ class ActorRequests:
         return self._grant(peer, task, "eval", [sample], evaluation.weights, episode=episode)
 
     def _reissue(self, peer: str, room: int) -> Ticket | None:
+        """Grant missing members again, unless the disk has no room for what they would bring."""
+        if self.disk.full():
+            return None
         for group_id, vacant in self.store.leases.vacant.items():
             # an actor has at most one ticket of a group
             if len(vacant) > room or self.store.leases.held(peer, group_id) is not None:

@@ -37,7 +37,8 @@ class MemberLease(msgspec.Struct):
 class Leases:
     """All leases and all vacant members.
 
-    A lease lasts `lease_s`; it is renewed only if its progress counter has moved within `stall_s`.
+    A lease lasts `lease_s`; it is renewed only if its progress counter has moved within `stall_s`,
+    or a finished member was turned away because the disk is full.
     `playing`: leased members.
     """
 
@@ -111,6 +112,12 @@ class Leases:
             lease = self.held(peer, group_id)
             if lease is not None:
                 lease.doing, lease.doing_since = words, now - still_s.get(group_id, 0.0)
+
+    def note_arrival(self, peer: str, group_id: int, now: float) -> None:
+        """Count an arrival that could not be stored yet as progress of its ticket."""
+        lease = self.held(peer, group_id)
+        if lease is not None:
+            lease.progress_at, lease.deadline = now, now + self.lease_s
 
     def release(self, peer: str, group_id: int, members: list[int]) -> list[int]:
         """Make members vacant that the actor gives back; return those that it held."""

@@ -265,6 +265,27 @@ def test_a_full_disk_stops_grants_and_pushes_are_retried(world):
     assert isinstance(world.push(ticket, 0), messages.Ack)
 
 
+def test_a_finished_member_keeps_its_lease_while_the_disk_is_full(world):
+    (ticket,) = world.lease()
+    for _ in range(12):  # of 5 s, longer than buffer.stall_s
+        world.pass_time(5.0)
+        world.store.journal.free = 0
+        assert isinstance(world.push(ticket, 0), messages.Retry)
+        renewed = world.one("actor-0", messages.Renew(progress={ticket.group_id: 7}))
+        assert isinstance(renewed, messages.Ok)
+    world.pass_time(0.1)
+    assert isinstance(world.push(ticket, 0), messages.Ack)
+
+
+def test_vacant_members_are_not_granted_again_while_the_disk_is_full(world):
+    (ticket,) = world.lease()
+    world.one("actor-0", messages.Lease(credit=0))
+    world.store.journal.free = 0
+    assert world.lease(peer="actor-1") == []
+    world.pass_time(0.1)
+    assert [again.group_id for again in world.lease(peer="actor-1")] == [ticket.group_id]
+
+
 def test_the_journals_limit_stops_grants_until_a_checkpoint_lets_it_go(tmp_path):
     world = World(tmp_path, config(max_staleness=1), segment_bytes=1 << 13)
     world.service.disk.limit_bytes = limit = 1 << 16
