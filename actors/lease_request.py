@@ -14,17 +14,22 @@ from evolver_async.transport.client import Client
 
 
 class ActorReplaced(RuntimeError):
-    """Another process holds the name of this actor; the message names it."""
+    """Another process holds the name of this actor, or the run has been launched anew since it
+    joined; the message says which."""
 
 
 @dataclass(eq=False)
 class LeaseRequest:
-    """Sender of LEASE, and of a RENEW without tickets when weights change meanwhile."""
+    """Sender of LEASE, and of a RENEW without tickets when weights change meanwhile.
+
+    `launch`: number of the launch that the actor has joined.
+    """
 
     client: Client
     adoption: WeightSync
     clock: ActivityClock
     poll_s: float
+    launch: int = 0
     _parked: bool = False
     _told: tuple[WeightId | None, WeightId | None] = None, None
 
@@ -37,6 +42,7 @@ class LeaseRequest:
             visible=visible,
             generated=generated,
             seconds=self.clock.totals(),
+            launch=self.launch,
         )
         with self.clock.during(LEASING):
             self._parked = True
@@ -54,7 +60,7 @@ class LeaseRequest:
                 continue
             self._told = weights, visible = self.adoption.seen
             news = messages.Renew(progress={}, weights=weights, visible=visible)
-            news.seconds = self.clock.totals()
+            news.seconds, news.launch = self.clock.totals(), self.launch
             reply = await self.client.request(news)
             if isinstance(reply, messages.Fenced):
                 raise ActorReplaced(reply.reason)

@@ -96,6 +96,7 @@ async def serve(args: RoleArgs) -> None:
         experience = connect(address, welcome.run_id) if address else None
         identity = args.name, args.incarnation
         worker = build(config, client, welcome.weights_address, *identity, experience)
+        worker.tickets.launch = welcome.launch
         collect_rarely()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -106,7 +107,8 @@ async def serve(args: RoleArgs) -> None:
 
 
 def main(args: RoleArgs) -> int:
-    """Run the role `actor`. An actor that lost its name ends; only a launcher restarts its own."""
+    """Run the role `actor`. An actor that lost its name, or whose run has been launched anew with
+    other settings and addresses, ends; only a launcher restarts its own."""
     try:
         asyncio.run(serve(args))
     except ActorReplaced as error:

@@ -74,6 +74,7 @@ def renewal(
     weights: WeightId | None,
     visible: WeightId | None,
     clock: ActivityClock,
+    launch: int,
 ) -> messages.Renew:
     """Report the progress and the slowest activity of an actor's tickets, by group."""
     total = sum(progress.count for progress in progresses.values())
@@ -85,4 +86,5 @@ def renewal(
         weights=weights,
         visible=visible,
         seconds=clock.totals(),
+        launch=launch,
     )

@@ -180,7 +180,7 @@ class Worker:
                 continue
             reported = set(self.running)
             progresses = {one[0]: progress for one, (_, progress, _) in self.running.items()}
-            request = renewal(progresses, *self.adoption.seen, self.clock)
+            request = renewal(progresses, *self.adoption.seen, self.clock, self.tickets.launch)
             reply = await self.client.request(request)
             if isinstance(reply, messages.Fenced):
                 if not reply.groups:

@@ -42,7 +42,7 @@ from evolver_async.metrics.gauges import PERIOD_S, append
 from evolver_async.model.tokenizer import tokenizer_hash
 from evolver_async.process.addresses import experience_address, weights_address
 from evolver_async.process.garbage import collect_rarely
-from evolver_async.process.setup import RoleArgs
+from evolver_async.process.setup import INCARNATIONS, RoleArgs
 from evolver_async.process.versions import differences, versions
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
@@ -109,13 +109,15 @@ class BufferService:
         tokenizer_hash: str | None,
         now: float,
         experience_address: str = "",
+        launch: int = 0,
     ) -> "BufferService":
-        """Make the buffer of the run in `run_dir`, with its journal there."""
+        """Make the buffer of a launch of the run in `run_dir`, with its journal there."""
         welcome = messages.Welcome(
             run_id=run_dir.name,
             config=to_dict(config),
             weights_address=weights_address(config, run_dir),
             experience_address=experience_address,
+            launch=launch,
         )
         service = cls(config, run_dir.name, run_dir / "journal", welcome, tokenizer_hash, now)
         service.run_dir = run_dir
@@ -145,6 +147,9 @@ class BufferService:
         """Answer one request; the replies may be sent after the next `commit`."""
         self.activity.seen(peer, now)
         self.store.now = now
+        if isinstance(request, messages.Lease | messages.Renew) and self._outdated(request):
+            launch = f"launch {request.launch}, the run is in launch {self.welcome.launch} now"
+            return [messages.Fenced(reason=f"{peer} has joined {launch}: start it again")]
         match request:
             case messages.Push():
                 return [self.arrivals.push(peer, request.trajectory, now)]
@@ -240,6 +245,11 @@ class BufferService:
             peer.gauges_due = now + PERIOD_S / 2
             append(self.run_dir, name, peer.host, gauges)
 
+    def _outdated(self, request: messages.Lease | messages.Renew) -> bool:
+        """True if the sender has the settings of another launch, and is not about to leave."""
+        leaves = isinstance(request, messages.Lease) and request.credit == 0
+        return request.launch != self.welcome.launch and not leaves
+
     def _hello(self, peer: str, request: messages.Hello) -> Reply:
         if request.schema_hash != SCHEMA_HASH:
             reason = f"schema: {peer} has {request.schema_hash}, the buffer {SCHEMA_HASH}"
@@ -276,7 +286,8 @@ def main(args: RoleArgs) -> int:
     # leases are measured with the server's clock, which is the monotonic one
     tokenizer = tokenizer_hash(config.policy.path)
     experience = experience_address(config, args.address)
-    service = BufferService.of_run(config, args.run_dir, tokenizer, time.monotonic(), experience)
+    now, launch = time.monotonic(), args.incarnation // INCARNATIONS
+    service = BufferService.of_run(config, args.run_dir, tokenizer, now, experience, launch)
     run_id, lease_s = service.welcome.run_id, config.buffer.lease_s
     server = Server(service, args.address, run_id, keys=args.keys, silent_s=lease_s)
     try:

@@ -27,13 +27,13 @@ from evolver_async.launch.child import FINAL, Child, Handle, Spawner, ending
 from evolver_async.launch.run_directory import announce
 from evolver_async.launch.scaling import ActorScaling
 from evolver_async.metrics.alerts import alert
+from evolver_async.process.setup import INCARNATIONS
 from evolver_async.protocol.messages import StatusRequest
 from evolver_async.transport.client import Rejected
 from evolver_async.transport.dealer import DealerClient
 
 POLL_S = 0.1
 START_S = 60.0  # until the buffer must answer
-INCARNATIONS = 1000  # of one process in one launch; those of the next launch are higher
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unre
 from evolver_async.process.logs import RepeatFilter
 
 SET_PDEATHSIG = 1  # of prctl
+INCARNATIONS = 1000  # of one process in one launch; those of the next launch are higher
 
 log = logging.getLogger(__name__)
 

@@ -48,6 +48,7 @@ class Lease(Message, tag="lease"):
     visible: WeightId | None = None  # the newest that it can fetch
     generated: int = 0  # tokens that this incarnation has sampled so far
     seconds: dict[str, float] = {}  # of this incarnation by activity (`metrics.activity`)
+    launch: int = 0  # of the WELCOME that the sender got; another one fences it
 
 
 class Renew(Message, tag="renew"):
@@ -62,6 +63,7 @@ class Renew(Message, tag="renew"):
     weights: WeightId | None = None
     visible: WeightId | None = None
     seconds: dict[str, float] = {}
+    launch: int = 0
 
 
 class Release(Message, tag="release"):
@@ -191,6 +193,7 @@ class Welcome(Message, tag="welcome"):
     config: dict[str, Any]
     weights_address: str
     experience_address: str = ""  # "" where the run has no experience service
+    launch: int = 0  # number of the launch, for which the config and the addresses hold
 
 
 class Tickets(Message, tag="tickets"):

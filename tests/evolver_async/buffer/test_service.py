@@ -59,6 +59,24 @@ def test_hello_refuses_another_schema_or_tokenizer_and_names_both(world):
         assert all(word in reply.reason for word in words)
 
 
+def test_an_actor_of_an_earlier_launch_is_told_to_start_again(tmp_path):
+    world = World(tmp_path, config(max_staleness=1))
+    world.resume()
+    (ticket,) = world.lease()
+    world.service.welcome.launch = 2
+    lease = messages.Lease(credit=2, weights=HEAD, visible=HEAD, launch=1)
+    renewal = messages.Renew(progress={ticket.group_id: 1}, launch=1)
+    for request in (lease, renewal):
+        reply = world.one("actor-0", request)
+        assert isinstance(reply, messages.Fenced) and reply.groups == []
+        assert reply.reason == (
+            "actor-0 has joined launch 1, the run is in launch 2 now: start it again"
+        )
+    assert isinstance(world.one("actor-0", messages.Lease(credit=0, launch=1)), messages.Ok)
+    lease.launch = 2
+    assert isinstance(world.one("actor-1", lease), messages.Tickets)
+
+
 @pytest.mark.parametrize("role", ["actor", "learner"])
 def test_a_host_with_other_versions_is_named_on_the_console(world, role):
     hello = messages.Hello(role=role, schema_hash=SCHEMA_HASH, host="node-b")
