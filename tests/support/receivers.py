@@ -28,6 +28,9 @@ if damage == "damage":  # one bit of the first bucket that arrives
         return complete
 
     Broadcast.done = damaged
+if damage == "filtered":  # as if its data ports were: it answers, and enters no group
+    from evolver_async.weights.collective.receiver import BroadcastReceiver
+    BroadcastReceiver._enter = lambda self, event: None
 receiver = CollectiveReceiver(address, deadline_s=float(deadline_s), name=name)
 print("ready", flush=True)
 shown = None
@@ -46,9 +49,9 @@ while True:
 class Remote:
     """A receiver in a process of its own; `seen` are the versions it held, in order."""
 
-    def __init__(self, address: str, name: str, deadline_s: float, damage: bool) -> None:
+    def __init__(self, address: str, name: str, deadline_s: float, damage: str) -> None:
         self.seen: list[str] = []
-        arguments = [address, name, str(deadline_s), "damage" if damage else ""]
+        arguments = [address, name, str(deadline_s), damage]
         self.process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, text=True
         )
@@ -76,13 +79,16 @@ class Remote:
 
 @contextlib.contextmanager
 def remotes(
-    address: str, count: int, *, deadline_s: float = 30.0, damage: bool = False
+    address: str, count: int, *, deadline_s: float = 30.0, damage: str = ""
 ) -> Iterator[list[Remote]]:
-    """Receivers at `address`; none outlives its test, and none may have seen mixed weights."""
+    """Receivers at `address`; none outlives its test, and none may have seen mixed weights.
+
+    `damage`: "damage" of arriving bytes, or "filtered" ports.
+    """
     started: list[Remote] = []
     try:
         for number in range(count):
-            started.append(Remote(address, f"remote-{number}", deadline_s, damage))
+            started.append(Remote(address, f"{damage or 'remote'}-{number}", deadline_s, damage))
         yield started
     finally:
         for remote in started:

@@ -95,7 +95,8 @@ class CollectivePublisher(StagedPublisher[WeightSnapshot]):
                     self._take()
                 for snapshot in self._held.values():
                     snapshot.finish_copies()
-                if self._busy or (self._held and self._sender.newcomers()):
+                late = self._sender.due() or self._sender.newcomers()
+                if self._busy or (self._held and late):
                     self._sender.send(dict(self._held), list(self._held)[-1])
                 sweep()
                 with self._changed:

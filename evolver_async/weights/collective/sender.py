@@ -11,11 +11,14 @@ all call the same collectives in one order:
 
 An epoch begins after a join or a failed cast, with a cast of every version that is kept: so late
 and failed receivers catch up. No end waits longer than `deadline_s` for a peer that makes no
-progress, and a roll call lasts ROLL_S: a silent receiver is left out.
+progress, and a roll call lasts ROLL_S: a silent receiver is left out. So is one, for PAUSE_S, with
+which not even a group of two can be built: groups connect all members with each other, and one
+whose ports are filtered would keep the versions from all.
 """
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +43,8 @@ from evolver_async.weights.collective.process_group import (
 )
 
 ROLL_S = 3.0  # of the 5 s that a lost actor may cost beside the deadline
-ATTEMPTS = 4  # epochs for one version, before it is left to the next one
+ATTEMPTS = 4  # epochs for one version, before it is left to a later attempt
+PAUSE_S = 60.0  # before members that lack the newest version are tried again
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +65,8 @@ class BroadcastSender:
         self._members: dict[int, dict[str, str]] = {}
         self._numbers = 0  # the highest number that a receiver took
         self._newcomers: set[int] = set()
+        self._unreachable: dict[int, dict[str, str]] = {}
+        self._again_at = math.inf  # the time at which members that lack a version are tried again
         self._rolls = self._epochs = 0
         self.casts = 0
         self._group: BroadcastGroup | None = None
@@ -74,8 +80,17 @@ class BroadcastSender:
             number for number in self._newcomers if self.served.store.check([f"member/{number}"])
         ]
 
+    def due(self) -> bool:
+        """True if it is time to try members again that lack the newest version."""
+        return time.monotonic() >= self._again_at
+
     def send(self, held: dict[WeightId, WeightSnapshot], head: WeightId) -> None:
         """Cast `head` to every member, and all versions of `held` to newcomers."""
+        if self.due():
+            self._again_at = math.inf
+            self._members |= self._unreachable
+            self._unreachable.clear()
+            self._abandon_group()
         for _ in range(ATTEMPTS):
             if self.closing():
                 return
@@ -88,8 +103,12 @@ class BroadcastSender:
                 return
             except CastFailed as failure:
                 log.warning("weights %s did not reach every actor: %s", head, failure)
+                if self._group is None:
+                    self._leave_out_unreachable()
                 self._abandon_group()
-        log.error("weights %s are given up after %d attempts", head, ATTEMPTS)
+        again = f"they are tried again in {PAUSE_S:g} s"
+        log.error("weights %s are given up after %d attempts; %s", head, ATTEMPTS, again)
+        self._again_at = time.monotonic() + PAUSE_S
 
     def close(self) -> None:
         self._abandon_group()
@@ -108,26 +127,52 @@ class BroadcastSender:
         self._members = self._roll_call(asked)
         devices = [member["device"] for member in self._members.values()]
         nccl = on_distinct_gpus([gpu_id(self.device), *devices])
-        self._epochs += 1
-        numbers = list(self._members)
-        epoch = {"number": self._epochs, "members": numbers, "asked": list(asked), "nccl": nccl}
-        self._log.write({"kind": "epoch"} | epoch)
-        if not numbers:
-            return False
-        log.info("weights go to %s", ", ".join(one["name"] for one in self._members.values()))
+        if names := ", ".join(one["name"] for one in self._members.values()):
+            log.info("weights go to %s", names)
         try:
-            self._group = BroadcastGroup(
-                self.served.store,
-                self._epochs,
-                0,
-                1 + len(numbers),
-                host=self.served.host,
-                device=self.device if nccl else "",
-                deadline_s=self.deadline_s,
-            )
+            self._group = self._build(list(self._members), list(asked), nccl)
         except RuntimeError as error:
             raise CastFailed(f"the group could not be built: {first_line(error)}") from None
-        return True
+        return self._group is not None
+
+    def _build(self, numbers: list[int], asked: list[int], nccl: bool) -> BroadcastGroup | None:
+        """Build a group of these receivers, None without any. Raises RuntimeError."""
+        self._epochs += 1
+        epoch = {"number": self._epochs, "members": numbers, "asked": asked, "nccl": nccl}
+        self._log.write({"kind": "epoch"} | epoch)
+        if not numbers:
+            return None
+        return BroadcastGroup(
+            self.served.store,
+            self._epochs,
+            0,
+            1 + len(numbers),
+            host=self.served.host,
+            device=self.device if nccl else "",
+            deadline_s=self.deadline_s,
+        )
+
+    def _leave_out_unreachable(self) -> None:
+        """Leave out members for a while with which not even a group of two can be built."""
+        if len(self._members) < 2:
+            return
+        self._members = self._roll_call(self._members)  # they have left the group that failed
+        for number, member in list(self._members.items()):
+            if self.closing():
+                return
+            try:
+                group = self._build([number], [], nccl=False)
+            except RuntimeError as error:
+                self._unreachable[number] = self._members.pop(number)
+                self._again_at = time.monotonic() + PAUSE_S
+                log.warning(
+                    "%s cannot be reached at its data ports: it gets no weights, and is tried again"
+                    " in %g s: %s",
+                    *(member["name"], PAUSE_S, first_line(error)),
+                )
+            else:
+                assert group is not None
+                group.abandon()
 
     def _asked(self) -> dict[int, dict[str, str]]:
         """Members and newcomers."""

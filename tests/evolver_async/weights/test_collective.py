@@ -15,6 +15,7 @@ from receivers import filled, remotes
 
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.base import WeightsGone
+from evolver_async.weights.collective import sender
 from evolver_async.weights.collective.channel import (
     RETRY_S,
     CollectivePublisher,
@@ -162,11 +163,47 @@ def test_damaged_bytes_are_not_taken_in_and_are_sent_again(
     publish_at: Callable[..., CollectivePublisher], caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher = publish_at()
-    with remotes(publisher.address, 1, deadline_s=DEADLINE_S, damage=True) as (one,):
+    with remotes(publisher.address, 1, deadline_s=DEADLINE_S, damage="damage") as (one,):
         publisher.publish(version(1), filled(1, 1000))
         wait_for(lambda: one.holds(version(1)), "the version to come again")
         assert one.seen == ["1.1"]
-    assert "remote-0 received other bytes" in caplog.text
+    assert "damage-0 received other bytes" in caplog.text
+
+
+@pytest.mark.process
+def test_an_actor_with_filtered_ports_is_left_out_and_named_and_tried_again(
+    publish_at: Callable[..., CollectivePublisher],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sender, "PAUSE_S", 1.0)
+    publisher = publish_at()
+    named = "filtered-0 cannot be reached at its data ports"
+    with (
+        remotes(publisher.address, 1, deadline_s=DEADLINE_S, damage="filtered") as (filtered,),
+        remotes(publisher.address, 1, deadline_s=DEADLINE_S) as (one,),
+    ):
+        publisher.publish(version(1), filled(1, 1000))
+        wait_for(lambda: one.holds(version(1)), "the version to reach the other one")
+        wait_for(lambda: caplog.text.count(named) > 1, "another attempt without a new version")
+        publisher.publish(version(2), filled(2, 1000))
+        wait_for(lambda: one.holds(version(2)), "the next version")
+        assert filtered.seen == []
+
+
+@pytest.mark.process
+def test_a_version_that_was_given_up_is_tried_again(
+    publish_at: Callable[..., CollectivePublisher],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sender, "PAUSE_S", 0.1)
+    monkeypatch.setattr(sender, "ATTEMPTS", 1)
+    publisher = publish_at()
+    with remotes(publisher.address, 1, deadline_s=DEADLINE_S, damage="damage") as (one,):
+        publisher.publish(version(1), filled(1, 1000))
+        wait_for(lambda: one.holds(version(1)), "the version to come again")
+    assert "weights 1.1 are given up after 1 attempts" in caplog.text
 
 
 @pytest.mark.process
