@@ -19,7 +19,8 @@ from evolver_async.buffer.stages import eval_sets_of, source_of
 from evolver_async.buffer.tasks.source import EvalSet, held_out_task
 from evolver_async.checkpoint import history, shards
 from evolver_async.config import Config
-from evolver_async.config.load import load, stage_config
+from evolver_async.config.load import stage_config
+from evolver_async.launch.run_directory import config_of
 from evolver_async.randomness import key
 from evolver_async.schema import Sampling, Task, Ticket, Trajectory, WeightId
 from evolver_async.splits import Split
@@ -34,8 +35,10 @@ def evaluate(
     Return a line for each. ValueError where an episode fails: an average over the others would be
     of other tasks.
     """
-    config = load(run_dir / "config.yaml", [f"eval.split={split}"] if split else [])
-    chosen, manifest = history.choose(run_dir / "checkpoints", run_dir.name, step)
+    config = config_of(run_dir, [f"eval.split={split}"] if split else [])
+    chosen, manifest = history.choose(
+        run_dir / "checkpoints", config.run.name or run_dir.name, step
+    )
     last = len(config.stages) - 1
     staged = stage_config(config, last)
     source = source_of(staged)

@@ -13,12 +13,14 @@ import json
 import os
 import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from evolver_async.config import ConfigError
+from evolver_async.config import Config, ConfigError
+from evolver_async.config.load import load
 from evolver_async.metrics.launches import LAUNCHES
 from evolver_async.metrics.tail import Tail
 
@@ -34,6 +36,28 @@ NOTICE_CHARS = 300  # of a reason in the notice of a pause: STATUS cuts longer t
 
 class Locked(ConfigError):
     """Another process holds the run directory."""
+
+
+def config_of(run_dir: Path, changes: Sequence[str] = ()) -> Config:
+    """Load the configuration of a run, with its own policy and tasks where they are now.
+
+    `config.yaml` has absolute paths, which are gone after the run was moved or renamed.
+    """
+    config = load(run_dir / "config.yaml", changes)
+
+    def now(path: str) -> str:
+        own = run_dir / Path(path).name
+        return str(own) if path and not Path(path).exists() and own.exists() else path
+
+    stages = []
+    for stage in config.stages:
+        override = dict(stage.override)
+        if "path" in override.get("tasks", {}):
+            override["tasks"] = {**override["tasks"], "path": now(override["tasks"]["path"])}
+        stages.append(replace(stage, override=override))
+    policy = replace(config.policy, path=now(config.policy.path))
+    tasks = replace(config.tasks, path=now(config.tasks.path))
+    return replace(config, policy=policy, tasks=tasks, stages=stages)
 
 
 @contextmanager

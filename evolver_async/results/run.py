@@ -15,7 +15,7 @@ from evolver_async.buffer.log.reader import JournalReader
 from evolver_async.checkpoint.directory import is_left, valid
 from evolver_async.checkpoint.history import evaluation_of
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.load import load
+from evolver_async.launch.run_directory import config_of
 from evolver_async.metrics.lineages import current_rows, key_of
 from evolver_async.metrics.tail import Tail
 from evolver_async.results.events import RunEvent, events, restarts_logged
@@ -53,8 +53,8 @@ class RunResults:
 
     @cached_property
     def config(self) -> Config:
-        """The resolved configuration."""
-        return load(self.path / "config.yaml")
+        """The resolved configuration; paths into the run are those of its directory now."""
+        return config_of(self.path)
 
     @cached_property
     def end(self) -> Ending:
@@ -150,8 +150,6 @@ class RunResults:
     def tokenizer(self) -> Tokenizer | None:
         """Tokenizer of the policy, None if its directory is gone."""
         path = Path(self.config.policy.path or self.path / "policy") / "tokenizer.json"
-        if not path.is_file():
-            path = self.path / "policy" / "tokenizer.json"  # the directory was moved
         return Tokenizer.from_file(str(path)) if path.is_file() else None
 
     def text(self, sequences: Iterable[Sequence]) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from typing import Any
 from evolver_async.buffer.state.groups import Take
 from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.load import dump, load
+from evolver_async.config.load import dump
 from evolver_async.config.rerun_changes import (
     changed_keys,
     changes_beginning,
@@ -26,6 +26,7 @@ from evolver_async.config.rerun_changes import (
 )
 from evolver_async.launch.run_directory import (
     EXACT,
+    config_of,
     facts_of,
     origin_of,
     record_origin,
@@ -54,13 +55,10 @@ class RerunPlan:
     changed: Config | None
     out: Path | None
 
-    @cached_property
+    @property
     def config(self) -> Config:
-        """The configuration of the run; its policy where it is now, if the run was moved."""
-        config, own = self.results.config, self.results.path / "policy"
-        if own.is_dir() and not Path(config.policy.path).exists():
-            return replace(config, policy=replace(config.policy, path=str(own)))
-        return config
+        """The configuration of the run."""
+        return self.results.config
 
     @cached_property
     def takes(self) -> RecordedTakes:
@@ -219,9 +217,8 @@ def _alternative(whole: RerunPlan, gone: int) -> str:
 def _changed(made: RerunPlan, changes: Sequence[str]) -> Config:
     """Return the configuration with the changes. ConfigError for one that cannot act."""
     before = made.config
-    after = load(made.results.path / "config.yaml", changes)
-    refuse_data_changes(made.results.config, after)
-    after = replace(after, policy=before.policy)
+    after = config_of(made.results.path, changes)
+    refuse_data_changes(before, after)
     numbers = range(made.first, made.last + 1)
     stages = {(made.line[number].stage, made.rollbacks(number)) for number in numbers}
     begun = {made.line[number].stage for number in numbers if made.begins_stage(number)}

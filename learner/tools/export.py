@@ -7,8 +7,9 @@ README.
 from pathlib import Path
 
 from evolver_async.checkpoint import history, shards
-from evolver_async.config.load import load, stage_config
+from evolver_async.config.load import stage_config
 from evolver_async.launch.registry import resolve
+from evolver_async.launch.run_directory import config_of
 from evolver_async.model import lora, policy
 from evolver_async.weights.lora_receiver import whole
 
@@ -21,9 +22,11 @@ def export(run_dir: Path, out: Path, step: int | str | None = None) -> str:
     """
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out}: directory is not empty; choose another one")
-    config = load(run_dir / "config.yaml", [])
+    config = config_of(run_dir)
     settings = config.policy
-    chosen, manifest = history.choose(run_dir / "checkpoints", run_dir.name, step)
+    chosen, manifest = history.choose(
+        run_dir / "checkpoints", config.run.name or run_dir.name, step
+    )
     model = policy.load_model(settings.path, dtype=settings.dtype, device="cpu")
     tensors = shards.read(chosen, "model")
     policy.load_state(model, whole(tensors, settings))

@@ -23,6 +23,7 @@ from evolver_async.checkpoint.history import CheckpointEvaluation
 from evolver_async.cli import main
 from evolver_async.config.load import dump, load
 from evolver_async.launch.forking import _start_anew, fork
+from evolver_async.launch.run_directory import config_of
 
 pytestmark = pytest.mark.process
 
@@ -206,6 +207,22 @@ def test_a_checkpoint_is_evaluated_and_exported_by_its_step(
         capsys, "export", finished, tmp_path / "no", "--step", "4"
     )
     assert not (tmp_path / "no").exists()
+
+
+def test_a_run_that_was_moved_and_renamed_is_evaluated_and_exported(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = shutil.copytree(finished, tmp_path / "renamed")
+    text = (moved / "config.yaml").read_text()
+    text = text.replace(str(finished), str(tmp_path / "gone"))
+    (moved / "config.yaml").write_text(text)
+    (moved / "tasks_0.jsonl").touch()
+    changes = [f"tasks.path={tmp_path}/gone/tasks_0.jsonl"]
+    assert config_of(moved, changes).tasks.path == str(moved / "tasks_0.jsonl")
+    assert config_of(moved).policy.path == str(moved / "policy")
+    assert main(["eval", str(moved), "--episodes", "2"]) == 0
+    assert main(["export", str(moved), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "config.json").is_file(), capsys.readouterr()
 
 
 def test_as_many_episodes_are_evaluated_as_the_run_says(
