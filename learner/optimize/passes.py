@@ -82,10 +82,15 @@ class Passes:
         return total, terms_of
 
     @torch.no_grad()
-    def measure(self, stage: Config, minibatch: Minibatch, loss: MicroLoss) -> Accounting:
-        """Return the measured tokens of a minibatch, of all ranks, for the weights as they are."""
+    def measure(
+        self, stage: Config, minibatch: Minibatch, loss: MicroLoss, critic: Critic | None
+    ) -> Accounting:
+        """Return the measured tokens of a minibatch, of all ranks, for the weights as they are.
+
+        `critic`: of the gradients before, whose budget of tokens is known by now.
+        """
         accounting, layout = Accounting(), self.models.layout
-        limit = self.token_budget(stage, None)
+        limit = self.token_budget(stage, critic)
         budget = self.ranks.budget(limit, partial(minibatch.laid_lengths, layout))
         for micro in self.ranks.share(minibatch.micro_batches(budget, self.device, layout)):
             with self.timers("forward"):

@@ -20,8 +20,8 @@ from learner.data.batch import Batch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
 from learner.diagnostics.step_result import NON_FINITE, TARGET_KL
 from learner.optimize.adamw import clear, follow, lr_at, take_back, update, with_gradient
-from learner.optimize.alignment import align, remember
-from learner.optimize.critic import CriticTraining
+from learner.optimize.alignment import align, forget, remember
+from learner.optimize.critic import Critic, CriticTraining
 from learner.optimize.distill import DISTILL_KL, DISTILL_TOKENS, Distillation
 from learner.optimize.model import Models
 from learner.optimize.passes import MicroLoss, Passes
@@ -143,17 +143,19 @@ class Stepper:
         means = {"learner/lr": rate}
         if math.isfinite(bound):
             if beyond is None and failure is None:
-                beyond = self._beyond(stage, done[-1], loss, bound)
+                beyond = self._beyond(stage, done[-1], loss, bound, critic and critic.critic)
             means["learner/taken_back"] = float(beyond is not None and self._undo(done, bound))
         means["learner/token_budget"] = self.passes.token_budget(stage, critic and critic.critic)
         return self._applied(data, done, failure, beyond, means)
 
-    def _beyond(self, stage: Config, last: _Update, loss: MicroLoss, bound: float) -> float | None:
+    def _beyond(
+        self, stage: Config, last: _Update, loss: MicroLoss, bound: float, critic: Critic | None
+    ) -> float | None:
         """Return the KL of the data of the last update after it, if it went beyond the bound."""
         if last.kl > bound:
             return None
-        kl = self.passes.measure(stage, last.minibatch, loss).kl()
-        return kl if kl > bound else None
+        kl = self.passes.measure(stage, last.minibatch, loss, critic).kl()
+        return None if kl <= bound else kl  # one that is no number is beyond any bound
 
     def _undo(self, done: list[_Update], bound: float) -> bool:
         """Take back the last update, unless its data were beyond the bound already before it."""
@@ -163,6 +165,7 @@ class Stepper:
             last = done.pop()
             take_back(self.models.optimizer, last.moved, last.lr)
             follow(self.models.model.parameters())
+            forget(self.models.optimizer)
         return True
 
     def _applied(

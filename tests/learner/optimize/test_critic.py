@@ -26,6 +26,7 @@ from learner.advantage.rewards import rewards_of
 from learner.data.batch import Batch, LogProbs, Values
 from learner.data.collate import Lag, collate
 from learner.loss.value import value_loss
+from learner.optimize import passes
 from learner.optimize.critic import Critic
 from learner.ranks.process_group import alone
 from learner.state import LearnerState
@@ -220,6 +221,20 @@ def test_a_target_kl_bounds_the_policy_and_not_the_critic_that_warms_up(tiny, tm
     moved = (made_.optimizer, made_.critic.optimizer)
     left = [p.grad for one in moved for group in one.param_groups for p in group["params"]]
     assert left and all(grad is None for grad in left)
+
+
+def test_the_last_update_is_checked_within_the_measured_budget(tiny, tmp_path, monkeypatch):
+    """The probe of a budget needs gradients, the check of an update has none."""
+
+    def probed(probe, moved, ranks, most) -> int:
+        probe(most)
+        return 4096
+
+    monkeypatch.setattr(passes, "measured", probed)
+    settings = ppo(tiny, "separate")
+    settings.learner.token_budget, settings.loss.target_kl = 0, 1e6
+    made_, state = updater(settings, tmp_path), LearnerState(lineage=1)
+    assert take(made_, state)["learner/updates"] == settings.learner.minibatches
 
 
 @pytest.mark.parametrize("kind", KINDS)
