@@ -34,13 +34,13 @@ def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None)
     check_start(replace(config, policy=replace(config.policy, path="")) if no_policy else config)
     before = load(run_dir / "config.yaml")
     _refuse_changed_data(before, config)
-    if config != before:
-        _refuse_changed_replay(before, config, run_dir / "journal")
     checkpoints = run_dir / "checkpoints"
     chosen = None
     if step is not None or exists(checkpoints):
         chosen, _ = history.choose(checkpoints, run_dir.name, step)
         check_continues(run_dir, before, config, history.numbers(chosen))
+    if config != before:
+        _refuse_changed_replay(before, config, run_dir / "journal")
     if not incomplete:
         measure(config, run_dir)
     if dotlist:

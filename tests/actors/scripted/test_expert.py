@@ -152,7 +152,8 @@ def test_a_synthetic_task_is_guided_by_states_of_its_own() -> None:
 
 
 def test_guided_demonstrations_need_an_environment_that_can_be_rewound() -> None:
-    sft = ["env.name=bandit", "experience.kind=contrast", "stages=[{kind: sft, steps: 1}]"]
+    sft = ["env.name=bandit", "experience={kind: contrast, internalise: none}"]
+    sft.append("stages=[{kind: sft, steps: 1}]")
     with pytest.raises(ValueError, match=r"^rollout\.guided_fraction: bandit has no"):
         check(load(None, sft))
     check(load(None, [*sft, "rollout.guided_fraction=0"]))

@@ -31,6 +31,7 @@ def world_of(
 ) -> World:
     made = config(group_size=SIZE, max_staleness=1, stages=stages, **buffer)
     made.experience.kind = "contrast"
+    made.experience.internalise = "none" if stages == ["sft"] else "strip"
     made.loss.boost = 0.0  # needs several minibatches
     made.rollout.guided = rule
     world = World(directory, made)

@@ -5,7 +5,6 @@ stale, and stop where admission stops them.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,10 +54,7 @@ class Ahead(Run):
             tickets = self.world.lease(credit=1)
             if not tickets:
                 return
-            for ticket in tickets:
-                for member in ticket.members:
-                    push = messages.Push(trajectory=self.episode(ticket, member))
-                    assert isinstance(self.world.one("actor-0", push), messages.Ack)
+            self._finish(*tickets)
 
     async def request(self, message: messages.Request, timeout_s: float | None = None) -> Any:
         reply = await super().request(message, timeout_s)
@@ -80,10 +76,9 @@ class Ahead(Run):
 
     def losses(self) -> dict[tuple[int, int], tuple[float, float]]:
         """Loss and gradient norm by lineage and step."""
-        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
         return {
             (int(row["lineage"]), row["step"]): (row["loss/policy"], row["loss/grad_norm"])
-            for row in map(json.loads, lines)
+            for row in self.all_rows()
         }
 
     def check_repeats(self, before: int, lineage: int) -> int:
@@ -178,7 +173,7 @@ def test_takes_sampled_past_the_fork_are_repeated_and_the_run_goes_on(
         run.train(lambda one: kill_after(one, one.rows, "write", 10))  # the checkpoint is of take 5
     assert run.train() == 0
     assert run.check_repeats(1, 2) == 5 and run.world.replay.at.repeats == {"same": 5}
-    rows = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = run.all_rows()
     assert max(row["staleness/max"] for row in rows if row["lineage"] == 1) == 2
     trained = [group for take in run.trained.values() for group in take]
     assert len(trained) == len(set(trained)) == STEPS * GROUPS
