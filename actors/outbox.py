@@ -28,9 +28,14 @@ class Outbox:
         self.delivered: set[int] = set()
         self._client = client
         self._clock = clock
-        self._task = ticket.task
+        self._ticket = ticket
         self._failures = failures
         self._sending: set[asyncio.Task[Any]] = set()
+
+    @property
+    def missing(self) -> list[int]:
+        """Members of the ticket that are not delivered."""
+        return sorted(set(self._ticket.members) - self.delivered)
 
     def send(self, trajectory: Trajectory) -> "asyncio.Task[Any]":
         """Send a trajectory; the task ends when the buffer has stored it.
@@ -47,8 +52,9 @@ class Outbox:
             with self._clock.during(DELIVERING):
                 return await self._client.request(messages.Push(trajectory=trajectory))
         except WireError as error:
-            where = f"task {self._task.task_id}, member {trajectory.member}"
-            failure = EnvironmentFailure(self._task.env, where, "sending the episode", error)
+            task = self._ticket.task
+            where = f"task {task.task_id}, member {trajectory.member}"
+            failure = EnvironmentFailure(task.env, where, "sending the episode", error)
             self._failures.note(failure.kind, failure.name, failure.error)
             raise failure from error
 

@@ -66,6 +66,7 @@ class TicketPostprocessing:
     """Postprocessing of one ticket's finished episodes."""
 
     ticket: Ticket
+    setting: Setting
     progress: TicketProgress
     outbox: Outbox
     components: ActorComponents
@@ -101,7 +102,7 @@ class TicketPostprocessing:
             if error is not None:
                 raise error
 
-    def note_unread(self, setting: Setting, agent: str) -> None:
+    def note_unread(self, agent: str) -> None:
         """Count a group without a readable turn as a failure of the policy.
 
         A single member of a repeated attempt does not count: it may well be unreadable.
@@ -109,9 +110,11 @@ class TicketPostprocessing:
         ticket, begun = self.ticket, self.begun
         if ticket.kind != "rollout" or (len(begun) == 1 and ticket.attempt > 0):
             return
-        if error := unread([one.trajectory for one in begun], setting.chat):
+        if error := unread([one.trajectory for one in begun], self.setting.chat):
             log.warning("group %d: %s", ticket.group_id, error)
-            name = f"rollout.agent={agent}" if agent else f"rollout.format={setting.format_name}"
+            name = (
+                f"rollout.agent={agent}" if agent else f"rollout.format={self.setting.format_name}"
+            )
             self.components.failures.note("policy", name, error)
 
     async def _process(self, finished: Finished) -> None:
@@ -143,8 +146,9 @@ class TicketPostprocessing:
 
     def _add_terms(self, finished: Finished) -> None:
         """Add a user's own terms to the reward. Raises Ungraded."""
+        terms = self.components.reward_terms
         try:
-            add_terms(finished.trajectory, _judged(finished), self.components.reward_terms)
+            add_terms(finished.trajectory, _judged(finished), terms, self.setting.max_reward)
         except UnusableTerm as error:
             self.components.failures.note("reward", "rollout.reward_terms", str(error))
             raise Ungraded(self.ticket.task.task_id) from error

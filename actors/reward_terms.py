@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from actors.judge.judge import JudgedEpisode
+from actors.rollout.finished import RewardTooLarge, refuse_large
 from evolver_async.extension import implementation
 from evolver_async.schema import Trajectory
 
@@ -25,10 +26,13 @@ def reward_terms(names: Sequence[str]) -> dict[str, RewardTerm]:
     return {name: implementation("rollout.reward_terms", name, builtin) for name in names}
 
 
-def add_terms(trajectory: Trajectory, episode: JudgedEpisode, terms: dict[str, RewardTerm]) -> None:
+def add_terms(
+    trajectory: Trajectory, episode: JudgedEpisode, terms: dict[str, RewardTerm], largest: float
+) -> None:
     """Add the sum of all terms to the outcome and to the reward of the last turn.
 
-    Raises UnusableTerm, which names the term, and leaves the trajectory as it was.
+    Raises UnusableTerm, which names the term, or a reward beyond `largest`, and leaves the
+    trajectory as it was.
     """
     total = 0.0
     for name, term in terms.items():
@@ -40,5 +44,10 @@ def add_terms(trajectory: Trajectory, episode: JudgedEpisode, terms: dict[str, R
         if not math.isfinite(value):
             raise UnusableTerm(f"rollout.reward_terms: {name} returned {value}")
         total += value
-    trajectory.reward += total
-    trajectory.turn_rewards[-1:] += total
+    reward, turn_rewards = trajectory.reward + total, trajectory.turn_rewards.copy()
+    turn_rewards[-1:] += total
+    try:
+        refuse_large(largest, reward, turn_rewards)
+    except RewardTooLarge as error:
+        raise UnusableTerm(f"rollout.reward_terms: {', '.join(terms)} led to {error}") from error
+    trajectory.reward, trajectory.turn_rewards = reward, turn_rewards

@@ -205,9 +205,8 @@ class Worker:
         finally:
             await outbox.settle(self.reply_timeout_s)
             self.running.pop(_id(ticket), None)
-            missing = sorted(set(ticket.members) - outbox.delivered)
-            if missing and _id(ticket) not in self.fenced:
-                await self.release(ticket.group_id, missing, reason)
+            if outbox.missing and _id(ticket) not in self.fenced:
+                await self.release(ticket.group_id, outbox.missing, reason)
             self.fenced.discard(_id(ticket))
             failed = reason in messages.LOSING and not outbox.delivered
             await self.backoff.after(len(ticket.members), failed)
@@ -215,11 +214,12 @@ class Worker:
 
     async def play(self, ticket: Ticket, progress: TicketProgress, outbox: Outbox) -> None:
         """Run a ticket's episodes and their postprocessing; an error loses no finished episode."""
-        postprocessing = TicketPostprocessing(ticket, progress, outbox, self.components)
+        setting = self.settings[ticket.stage]
+        postprocessing = TicketPostprocessing(ticket, setting, progress, outbox, self.components)
         try:
             async with self.adoption.weights_for(ticket, progress):
                 await self.roll_out(ticket, progress, postprocessing.begin)
-            postprocessing.note_unread(self.settings[ticket.stage], self.config.rollout.agent)
+            postprocessing.note_unread(self.config.rollout.agent)
         except asyncio.CancelledError:
             postprocessing.cancel()
             raise

@@ -96,13 +96,7 @@ class AgentRunner:
             if played.outcome is None:
                 waiting.append(played)
             else:
-                try:
-                    finished = self._finished(ticket, setting, played, played.outcome)
-                except RewardTooLarge as error:
-                    self._counts["no_reward"] += 1
-                    where = f"task {ticket.task.task_id}, member {member}"
-                    raise AgentFailure(self.path, where, "", error) from None
-                deliver(finished)
+                deliver(self._finished(ticket, setting, played, played.outcome))
 
         failure = await side_by_side(ticket, setting, progress, play)
         if waiting:
@@ -198,6 +192,7 @@ class AgentRunner:
     def _finished(
         self, ticket: Ticket, setting: Setting, played: _EpisodeRun, outcome: AgentOutcome
     ) -> Finished:
+        """Raise AgentFailure for a reward that the buffer would refuse."""
         session = played.session
         rewards, flags = session.arrays()
         rewards[-1] += outcome.reward + (setting.truncated_reward if session.limited else 0.0)
@@ -210,22 +205,27 @@ class AgentRunner:
         self._counts["limited"] += session.limited
         history, task = session.recorder.histories()[0], ticket.task
         first = next((m.content for m in history if m.role == "user"), "")
-        return assembled(
-            *(ticket, played.member, setting, "learned", sequences),
-            rewards=rewards,
-            flags=flags,
-            outcome=(outcome.success, not session.limited),
-            seconds=(
-                *(max(0.0, played.total_s - session.generate_s), session.generate_s),
-                played.total_s,
-            ),
-            turns=session.turns,
-            query=task.query or first,
-            content=f"{task.query}\n{first}",
-            ending=history[-1].content,
-            experience_ids=[],
-            scores=[],
-        )
+        try:
+            return assembled(
+                *(ticket, played.member, setting, "learned", sequences),
+                rewards=rewards,
+                flags=flags,
+                outcome=(outcome.success, not session.limited),
+                seconds=(
+                    *(max(0.0, played.total_s - session.generate_s), session.generate_s),
+                    played.total_s,
+                ),
+                turns=session.turns,
+                query=task.query or first,
+                content=f"{task.query}\n{first}",
+                ending=history[-1].content,
+                experience_ids=[],
+                scores=[],
+            )
+        except RewardTooLarge as error:
+            self._counts["no_reward"] += 1
+            where = f"task {task.task_id}, member {played.member}"
+            raise AgentFailure(self.path, where, "", error) from None
 
 
 def make_agents(

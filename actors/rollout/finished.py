@@ -35,6 +35,14 @@ class RewardTooLarge(ValueError):
     """Reward that the buffer would refuse."""
 
 
+def refuse_large(largest: float, reward: float, turn_rewards: np.ndarray) -> None:
+    """Raise RewardTooLarge if the outcome or a turn has a reward beyond `largest`, of any sign."""
+    found = max(map(abs, (reward, *turn_rewards.tolist())))
+    if found > largest:
+        limit = f"the largest that safety.max_reward allows is {largest:g}"
+        raise RewardTooLarge(f"a reward of {found:g}, {limit}")
+
+
 def assembled(
     ticket: Ticket,
     member: int,
@@ -58,10 +66,7 @@ def assembled(
     environment, of generation, in all. Raises RewardTooLarge."""
     reward = math.fsum(rewards)
     turn_rewards = np.fromiter(rewards, np.float32)
-    largest = max(map(abs, (reward, *turn_rewards.tolist())))
-    if largest > setting.max_reward:
-        limit = f"the largest that safety.max_reward allows is {setting.max_reward:g}"
-        raise RewardTooLarge(f"a reward of {largest:g}, {limit}")
+    refuse_large(setting.max_reward, reward, turn_rewards)
     trajectory = Trajectory(
         group_id=ticket.group_id,
         member=member,

@@ -42,9 +42,7 @@ class Arrivals:
         if problem:
             return self._refuse("rejected", tokens, messages.Reject(reason=problem))
         if self.disk.full():
-            store.leases.note_arrival(
-                peer, group_id, now
-            )  # it waits for the disk, not stands still
+            store.leases.note_arrival(peer, group_id, now)  # its ticket waits, it does not stall
             return messages.Retry(seconds=RETRY_S)
         self.activity.peers[peer].count(tokens, now)
         record = _arrival(trajectory, tokens)

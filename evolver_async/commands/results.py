@@ -23,7 +23,7 @@ def evaluate(args: argparse.Namespace) -> int:
         raise ConfigError(f"--episodes: must be at least 1, is {args.episodes}")
     with as_config_errors():
         eval_ = load(run_dir / "config.yaml").eval
-        episodes = args.episodes or eval_.final_episodes or eval_.episodes
+        episodes = args.episodes or eval_.at_the_end
         print(resolve("eval")(run_dir, episodes, args.step, args.split))
     return 0
 

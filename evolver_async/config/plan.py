@@ -27,7 +27,7 @@ def plan(config: Config) -> list[str]:
         f"steps: {total}, each of {learner.groups_per_step} groups (of {size} in rl stages)",
         f"weights: {channel(config)} by {config.weights.address or config.weights.dir}",
         f"evaluations: {every}over {eval_.episodes} episodes, after the last stage"
-        f" {eval_.final_episodes or eval_.episodes}",
+        f" {eval_.at_the_end}",
         f"checkpoints: every {config.checkpoint.every} steps",
         f"W&B: {config.metrics.wandb}",
         f"run directory: {config.run.dir}/{config.run.name or '<recipe>-<time>'}",

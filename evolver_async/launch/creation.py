@@ -151,7 +151,7 @@ def measure(config: Config, run_dir: Path) -> None:
     """
     last = stage_config(config, len(config.stages) - 1)
     source = source_of(last)
-    episodes = config.eval.final_episodes or config.eval.episodes
+    episodes = config.eval.at_the_end
     tasks = [held_out_task(source, number) for number in range(episodes)]
     rollout = last.rollout
     values = resolve("exact")(tasks, rollout.max_turns * rollout.actions_per_turn)

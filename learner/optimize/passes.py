@@ -1,7 +1,7 @@
 """Forward and backward passes over a minibatch, cut into micro-batches and shared by the ranks."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import msgspec
@@ -52,16 +52,9 @@ class Passes:
 
         Only this rank's tokens are measured into `accounting`.
         """
-        total, terms_of, layout = 0.0, dict[str, float](), self.models.layout
-        limit = self.token_budget(stage, critic.critic if critic else None)
-        budget = self.ranks.budget(limit, partial(minibatch.laid_lengths, layout))
-        micros = minibatch.micro_batches(budget, self.device, layout)
-        for micro in self.ranks.share(micros):
-            with self.timers("forward"):
-                compute = partial(self._idle, critic, layout != "padded")
-                if micro is not None:
-                    compute = partial(self._loss, stage, micro, minibatch, loss, accounting, critic)
-                value, terms = within(self.models.model, compute)
+        total, terms_of = 0.0, dict[str, float]()
+        limit = self.token_budget(stage, critic and critic.critic)
+        for value, terms in self._forward(stage, minibatch, loss, accounting, critic, limit):
             with self.timers("backward"):
                 value.backward()
             total += float(value.detach())
@@ -89,16 +82,30 @@ class Passes:
 
         `critic`: of the gradients before, whose budget of tokens is known by now.
         """
-        accounting, layout = Accounting(), self.models.layout
-        limit = self.token_budget(stage, critic)
+        accounting, limit = Accounting(), self.token_budget(stage, critic)
+        for _ in self._forward(stage, minibatch, loss, accounting, None, limit):
+            pass
+        return self.collected(accounting)
+
+    def _forward(
+        self,
+        stage: Config,
+        minibatch: Minibatch,
+        loss: MicroLoss,
+        accounting: Accounting,
+        critic: CriticTraining | None,
+        limit: int,
+    ) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        """Yield the loss and the terms of this rank's micro-batches of at most `limit` tokens."""
+        layout = self.models.layout
         budget = self.ranks.budget(limit, partial(minibatch.laid_lengths, layout))
         for micro in self.ranks.share(minibatch.micro_batches(budget, self.device, layout)):
             with self.timers("forward"):
-                compute = partial(self._idle, None, layout != "padded")
+                compute = partial(self._idle, critic, layout != "padded")
                 if micro is not None:
-                    compute = partial(self._loss, stage, micro, minibatch, loss, accounting, None)
-                within(self.models.model, compute)
-        return self.collected(accounting)
+                    compute = partial(self._loss, stage, micro, minibatch, loss, accounting, critic)
+                found = within(self.models.model, compute)
+            yield found
 
     def _idle(
         self, critic: CriticTraining | None, packed: bool

@@ -116,13 +116,12 @@ class Stepper:
         done, failure, beyond = list[_Update](), None, None
         bound = math.inf if critic is not None and critic.warms_up else target_kl
         for minibatch in self.cut(stage, data, take):
-            found, scale = Accounting(), 1.0
+            found = Accounting()
             given = stage, minibatch, loss, found, critic, distillation
             total, terms = self.passes.gradients(*given)
-            if scales_lr:
-                terms["learner/lr_scale"] = scale = self.passes.collected(found).ess_share() ** 0.5
+            scale, kl = self._measured(found, scales_lr=scales_lr, bound=bound)
+            terms |= {"learner/lr_scale": scale} if scales_lr else {}
             moves = [(self.models.optimizer, rate * scale), *others]
-            kl = self.passes.collected(found).kl() if math.isfinite(bound) else 0.0
             if done and math.isfinite(total) and kl > bound:
                 beyond = kl
                 clear(moves)
@@ -147,6 +146,13 @@ class Stepper:
             means["learner/taken_back"] = float(beyond is not None and self._undo(done, bound))
         means["learner/token_budget"] = self.passes.token_budget(stage, critic and critic.critic)
         return self._applied(data, done, failure, beyond, means)
+
+    def _measured(self, found: Accounting, *, scales_lr: bool, bound: float) -> tuple[float, float]:
+        """Return the factor on the learning rate of an update and the KL of its data, if wanted."""
+        if not scales_lr and math.isinf(bound):
+            return 1.0, 0.0
+        known = self.passes.collected(found)
+        return known.ess_share() ** 0.5 if scales_lr else 1.0, known.kl()
 
     def _beyond(
         self, stage: Config, last: _Update, loss: MicroLoss, bound: float, critic: Critic | None

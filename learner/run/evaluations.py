@@ -53,7 +53,7 @@ class EvaluationTracker:
     def due(self, version: int, *, over: bool, last: bool, changed: bool) -> int:
         """Return the episodes to ask for after a step; `over`: it ends its stage, `last`: all."""
         if over and last:
-            return self.config.final_episodes or self.config.episodes
+            return self.config.at_the_end
         due = self.config.every > 0 and changed and version % self.config.every == 0
         return self.config.episodes if over or due else 0
 

@@ -214,3 +214,15 @@ def test_a_failing_reward_term_is_named_as_such(run: Callable[..., None]) -> Non
     (total,) = components.failures.totals()
     assert (total.kind, total.name) == ("reward", "rollout.reward_terms")
     assert str(total).endswith("last: rollout.reward_terms: mine:f failed: KeyError: 'turns'")
+
+
+def test_a_reward_term_that_leads_beyond_the_largest_reward_does_not_end_the_actor(
+    run: Callable[..., None],
+) -> None:
+    terms = {"mine:f": lambda episode: 1e9}
+    buffer, components = Buffer((0.0, granted())), ActorComponents(reward_terms=terms)
+    run(buffer, Walker(), 60.0, components)
+    assert not buffer.seen(messages.Push)
+    (total,) = components.failures.totals()
+    assert (total.kind, total.name) == ("reward", "rollout.reward_terms")
+    assert "mine:f led to a reward of 1e+09, the largest that safety.max_reward" in str(total)

@@ -129,6 +129,11 @@ class EvalConfig:
     # further sets by name; their results are eval/<name>/… and decide nothing
     sets: dict[str, EvalSetConfig] = field(default_factory=dict)
 
+    @property
+    def at_the_end(self) -> int:
+        """Episodes after the last stage."""
+        return self.final_episodes or self.episodes
+
 
 @dataclass
 class CheckpointConfig:
