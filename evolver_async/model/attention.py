@@ -105,8 +105,8 @@ def _by_blocks(
     """Compute one attention per block, whose sequences are padded to its longest."""
     outs = []
     for block in borders.blocks:
-        query, key, value = (block.take(one_THD) for one_THD in parts_THD)
-        outs.append(block.real(_causal(query, key, value, scaling, window)))
+        query, key, value = (block.queries.take(one_THD) for one_THD in parts_THD)
+        outs.append(block.queries.real(_causal(query, key, value, scaling, window)))
     return torch.cat(outs).index_select(0, borders.order_T)
 
 

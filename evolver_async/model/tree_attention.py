@@ -1,11 +1,12 @@
 """Attention over packed rows on a CPU, trees of sequences with a common beginning included.
 
-torch's flash kernel computes every segment's attention to itself, and that of all tokens below a
-segment to the segment. Softmax parts over different keys are merged by their normalisers; given the
-merged output and normaliser, the kernel's backward pass of each part returns its share of the
-gradient. So neither keys nor scores of a shared segment exist more than once.
+torch's flash kernel computes the attention of every span of short segments to itself and to what is
+near above it, and that of all tokens below a far segment to the segment. Softmax parts over
+different keys are merged by their normalisers; given the merged output and normaliser, the kernel's
+backward pass of each part returns its share of the gradient. So scores exist for no longer than a
+call of the kernel, and keys of what is near alone more than once.
 
-Shapes: `T` tokens of a packed row, `S` rows of a block, `L` their length, `H` heads (`K` of keys
+Shapes: `T` tokens of a packed row, `R` rows of a block, `L` their length, `H` heads (`K` of keys
 and values), `D` head size.
 """
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from evolver_async.model.borders import Borders
+from evolver_async.model.borders import Block, Borders
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -57,10 +58,10 @@ class TreeAttention(torch.autograd.Function):
         out_THD = query_THD.new_empty(query_THD.shape)
         norm_TH = query_THD.new_empty(query_THD.shape[:2], dtype=torch.float32)
         for block in borders.blocks:
-            taken = (block.take(part) for part in parts)
-            out_SHLD, norm_SHL = _forward(*taken, 0.0, True, scale=scaling)
-            out_THD.index_copy_(0, block.source_T, block.real(out_SHLD))
-            norm_TH.index_copy_(0, block.source_T, block.real(norm_SHL[..., None])[..., 0])
+            rows = block.queries
+            out_RHLD, norm_RHL = _forward(*_taken(block, parts), **_masked(block), scale=scaling)
+            out_THD.index_copy_(0, rows.source_T, rows.real(out_RHLD))
+            norm_TH.index_copy_(0, rows.source_T, rows.real(norm_RHL[..., None])[..., 0])
         for below, *taken in _branches(parts, borders):
             out_1HLD, norm_1HL = _forward(*taken, 0.0, False, scale=scaling)
             _merge(out_THD[below], norm_TH[below], out_1HLD[0].transpose(0, 1), norm_1HL[0].T)
@@ -74,17 +75,20 @@ class TreeAttention(torch.autograd.Function):
         query_THD, key_THD, value_THD, out_THD, norm_TH = ctx.saved_tensors
         parts = query_THD, key_THD, value_THD
         grad_THD = gradients[0]
-        found = [torch.empty(part.shape, dtype=part.dtype) for part in parts]
+        found = [torch.zeros(part.shape, dtype=part.dtype) for part in parts]
         for block in ctx.borders.blocks:
-            taken = [block.take(part) for part in (*parts, out_THD)]
+            rows = block.queries
             # Padding has no gradient, and an infinite norm: its probabilities are 0.
-            grad_SHLD = block.spread(grad_THD, 0.0)
-            norm_SHL = block.spread(norm_TH[..., None], math.inf)[..., 0]
-            shares = _backward(grad_SHLD, *taken, norm_SHL, 0.0, True, scale=ctx.scaling)
-            for whole, share_SHLD in zip(found, shares, strict=True):
-                whole.index_copy_(0, block.source_T, block.real(share_SHLD))
+            grad_RHLD = rows.spread(grad_THD, 0.0)
+            norm_RHL = rows.spread(norm_TH[..., None], math.inf)[..., 0]
+            taken = grad_RHLD, *_taken(block, parts), rows.take(out_THD), norm_RHL
+            shares = _backward(*taken, **_masked(block), scale=ctx.scaling)
+            for whole, of, share_RHLD in zip(
+                found, (rows, block.keys, block.keys), shares, strict=True
+            ):
+                whole.index_add_(0, of.source_T, of.real(share_RHLD))
         for branch, (below, *taken) in zip(
-            ctx.borders.branches, _branches(parts, ctx.borders), strict=True
+            ctx.borders.far, _branches(parts, ctx.borders), strict=True
         ):
             grad_1HLD, out_1HLD = _heads(grad_THD[below]), _heads(out_THD[below])
             norm_1HL = norm_TH[below].T[None]
@@ -95,12 +99,22 @@ class TreeAttention(torch.autograd.Function):
         return *found, None, None
 
 
+def _taken(block: Block, parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the queries, keys and values of a block's rows, [R, H, L, D]."""
+    query, key, value = parts
+    return block.queries.take(query), block.keys.take(key), block.keys.take(value)
+
+
+def _masked(block: Block) -> dict[str, Any]:
+    return {"dropout_p": 0.0, "is_causal": block.mask is None, "attn_mask": block.mask}
+
+
 def _branches(
     parts: tuple[Tensor, ...], borders: Borders
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Yield the range of the tokens below each branch, their queries, its keys and values."""
+    """Yield the range of the tokens below each far branch, their queries, its keys and values."""
     query, key, value = parts
-    for branch in borders.branches:
+    for branch in borders.far:
         below, above = slice(branch.end, branch.last), slice(branch.start, branch.end)
         yield below, _heads(query[below]), _heads(key[above]), _heads(value[above])
 

@@ -16,7 +16,7 @@ import torch
 from evolver_async.model.borders import Borders
 from evolver_async.model.prefix_trees import SortedRows
 from evolver_async.schema import Array
-from learner.data.layout import Layout, cut_rows, cut_trees, place
+from learner.data.layout import Layout, cut_rows, cut_trees, place, ranges
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,22 @@ class MicroBatch:
     is 1 for all but row_B and end_B. Rows can share tokens at their beginnings (`branches`).
 
     tokens_BT int64, attention_BT bool (False on padding). read_K int64: ascending places in the
-    flattened tokens_BT whose hidden states are read. The `_N` tensors hold one entry per ACTION
-    token that has a context to be predicted from, row by row: target_N int64 (the token), source_N
-    int64 (index into read_K of the token before it), index_N int64 (place in the batch's `_N`
-    arrays, in host memory), mu_N float32, lag_N int64, abandoned_N bool, swapped_N bool,
-    stripped_N bool, trajectory_N int64 (0..trajectories-1 within this micro-batch), length_N int64
-    (ACTION tokens of the token's whole trajectory). row_B int64: the batch's number of each row;
-    end_B int64: the index into read_K of its last token.
+    flattened tokens_BT whose hidden states are read. Predictions (`_Q`) are the different pairs of
+    a token and its context: target_Q int64 (the token), source_Q int64 (index into read_K of the
+    token before it). The `_N` tensors hold one entry per ACTION token that has a context to be
+    predicted from, row by row: prediction_N int64 (index into `_Q`), index_N int64 (place in the
+    batch's `_N` arrays, in host memory), mu_N float32, lag_N int64, abandoned_N bool, swapped_N
+    bool, stripped_N bool, trajectory_N int64 (0..trajectories-1 within this micro-batch), length_N
+    int64 (ACTION tokens of the token's whole trajectory). row_B int64: the batch's number of each
+    row; end_B int64: the index into read_K of its last token.
     """
 
     tokens_BT: torch.Tensor
     attention_BT: torch.Tensor
     read_K: torch.Tensor
-    target_N: torch.Tensor
-    source_N: torch.Tensor
+    target_Q: torch.Tensor
+    source_Q: torch.Tensor
+    prediction_N: torch.Tensor
     index_N: torch.Tensor
     mu_N: torch.Tensor
     lag_N: torch.Tensor
@@ -52,6 +54,11 @@ class MicroBatch:
     row_B: torch.Tensor
     end_B: torch.Tensor
     borders: Borders | None
+
+    @property
+    def source_N(self) -> torch.Tensor:
+        """Index into read_K of the token before every ACTION token."""
+        return self.source_Q[self.prediction_N]
 
     def of(self, array_N: Array) -> torch.Tensor:
         """Return the entries of a whole batch's array that belong to these tokens."""
@@ -256,14 +263,17 @@ def lay_out(batch: Batch, rows_B: Array, device: torch.device, layout: Layout) -
     """
     starts_B, ends_B = batch.row_start_R[rows_B], batch.row_start_R[rows_B + 1]
     lengths_B = ends_B - starts_B
-    index_A = _ranges(starts_B, ends_B)
+    index_A = ranges(starts_B, ends_B)
     tokens_A = batch.tokens[index_A].astype(np.int64)
     placed = place(np.split(tokens_A, np.cumsum(lengths_B)[:-1]), device, layout)
     place_A = placed.place_A
     acts_N = np.flatnonzero(batch.action[index_A])
     read = np.concatenate([place_A[acts_N - 1], place_A[np.cumsum(lengths_B) - 1]])
     read_K, found = np.unique(read, return_inverse=True)
-    index_N = _ranges(batch.action_start_R[rows_B], batch.action_start_R[rows_B + 1])
+    target_N, source_N = tokens_A[acts_N], found[: len(acts_N)]
+    pair_N = source_N * (1 + tokens_A.max()) + target_N
+    _, first_Q, prediction_N = np.unique(pair_N, return_index=True, return_inverse=True)
+    index_N = ranges(batch.action_start_R[rows_B], batch.action_start_R[rows_B + 1])
     trajectory_N = batch.trajectory_N[index_N]
 
     def tensor(array: Array) -> torch.Tensor:
@@ -273,8 +283,9 @@ def lay_out(batch: Batch, rows_B: Array, device: torch.device, layout: Layout) -
         tokens_BT=tensor(placed.tokens_BT),
         attention_BT=tensor(placed.real_BT),
         read_K=tensor(read_K),
-        target_N=tensor(tokens_A[acts_N]),
-        source_N=tensor(found[: len(acts_N)]),
+        target_Q=tensor(target_N[first_Q]),
+        source_Q=tensor(source_N[first_Q]),
+        prediction_N=tensor(prediction_N),
         index_N=torch.from_numpy(index_N),
         mu_N=tensor(batch.mu_N[index_N]),
         lag_N=tensor(batch.lag_N[index_N]),
@@ -287,8 +298,3 @@ def lay_out(batch: Batch, rows_B: Array, device: torch.device, layout: Layout) -
         end_B=tensor(found[len(acts_N) :]),
         borders=placed.borders,
     )
-
-
-def _ranges(starts: Array, ends: Array) -> Array:
-    """Concatenate the integers of the half-open ranges starts[i]:ends[i]."""
-    return np.concatenate([np.arange(s, e) for s, e in zip(starts, ends, strict=True)])

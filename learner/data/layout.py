@@ -112,3 +112,8 @@ def _furthest(fits: Callable[[int, int], bool], start: int, count: int) -> int:
         else:
             beyond = middle
     return fitting
+
+
+def ranges(starts: Array, ends: Array) -> Array:
+    """Concatenate the integers of the half-open ranges starts[i]:ends[i]."""
+    return np.concatenate([np.arange(s, e) for s, e in zip(starts, ends, strict=True)])

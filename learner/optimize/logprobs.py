@@ -51,11 +51,11 @@ class Scorer:
 
     def _logprobs(self, model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
         hidden_KD = policy.hidden_states(model, micro.tokens_BT, micro.borders, micro.read_K)
-        hidden_ND = hidden_KD.index_select(0, micro.source_N)
+        hidden_QD = hidden_KD.index_select(0, micro.source_Q)
         found = policy.target_logprobs(
-            model, hidden_ND, micro.target_N, self.temperature, self.chunk
+            model, hidden_QD, micro.target_Q, self.temperature, self.chunk
         )
-        return found[0]
+        return found[0].index_select(0, micro.prediction_N)
 
 
 def step_logprobs(

@@ -177,8 +177,9 @@ class Passes:
             hidden_KD = policy.hidden_states(
                 self.models.model, micro.tokens_BT, micro.borders, micro.read_K
             )
-            hidden_ND = hidden_KD.index_select(0, micro.source_N)
-            theta_N, entropy_N = self._logprobs(stage, hidden_ND, micro.target_N)
+            hidden_QD = hidden_KD.index_select(0, micro.source_Q)
+            found_Q = self._logprobs(stage, hidden_QD, micro.target_Q)
+            theta_N, entropy_N = (one.index_select(0, micro.prediction_N) for one in found_Q)
             value, terms = loss(theta_N, entropy_N, micro, minibatch, accounting)
         if critic is None:
             return value, terms

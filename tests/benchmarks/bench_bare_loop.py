@@ -95,8 +95,8 @@ class BareLoop:
             passes = []
             for micro in minibatch.micro_batches(config.learner.token_budget, CPU, "padded"):
                 labels = torch.full_like(micro.tokens_BT, -100)
-                places = micro.read_K[micro.source_N]
-                labels.view(-1)[places] = micro.target_N
+                places = micro.read_K[micro.source_Q]
+                labels.view(-1)[places] = micro.target_Q
                 passes.append((micro.tokens_BT, labels))
             self.updates.append((passes, minibatch.tokens))
 

@@ -66,8 +66,9 @@ def passed(model: torch.nn.Module, batch: Batch, layout: Layout) -> tuple[float,
     total, tokens, start = 0.0, 0, time.process_time()
     for micro in batch.whole().micro_batches(BUDGET, torch.device("cpu"), layout):
         hidden_KD = policy.hidden_states(model, micro.tokens_BT, micro.borders, micro.read_K)
-        hidden_ND = hidden_KD.index_select(0, micro.source_N)
-        logprobs_N, _ = policy.target_logprobs(model, hidden_ND, micro.target_N, 1.0, 4096)
+        hidden_QD = hidden_KD.index_select(0, micro.source_Q)
+        found_Q, _ = policy.target_logprobs(model, hidden_QD, micro.target_Q, 1.0, 4096)
+        logprobs_N = found_Q.index_select(0, micro.prediction_N)
         loss = -logprobs_N.sum() / len(batch.mu_N)
         loss.backward()
         total, tokens = total + float(loss.detach()), tokens + micro.tokens_BT.numel()

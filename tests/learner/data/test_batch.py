@@ -120,7 +120,8 @@ def test_trees_fit_the_budget_and_as_few_passes_as_it_allows(seed, budget, whole
         tokens_N = micro.tokens_BT.view(-1)[micro.read_K[micro.source_N]]
         before = batch.tokens[np.flatnonzero(batch.action)[at] - 1]
         assert tokens_N.tolist() == before.tolist()
-        assert micro.target_N.tolist() == batch.tokens[batch.action][at].tolist()
+        target_N = micro.target_Q[micro.prediction_N]
+        assert target_N.tolist() == batch.tokens[batch.action][at].tolist()
     (everything,) = whole.micro_batches(1 << 20, CPU, "tree")
     laid = everything.tokens_BT.numel()
     assert laid >= whole.laid_lengths("tree").sum()

@@ -151,8 +151,10 @@ def test_other_sequences_of_a_row_are_out_of_sight(paths):
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
 def test_attention_pads_no_sequence_by_much(lengths):
     borders = Borders.of(lengths, CPU)
-    assert sum(block.rows * block.longest for block in borders.blocks) * SIMILAR <= sum(lengths)
-    assert sum(len(block.source_T) for block in borders.blocks) == sum(lengths)
+    assert sum(
+        block.queries.rows * block.queries.longest for block in borders.blocks
+    ) * SIMILAR <= sum(lengths)
+    assert sum(len(block.queries.source_T) for block in borders.blocks) == sum(lengths)
     assert borders.starts_S1.diff().tolist() == lengths and borders.starts_S1[0] == 0
     assert borders.longest == max(lengths)
     expected = [position for length in lengths for position in range(length)]

@@ -1,0 +1,75 @@
+"""Spans of a packed row: which of its tokens attend in one go, and to which tokens above them.
+
+A call of the attention's kernel costs as much as the attention of many tokens. So short segments
+attend together, and what is above them is copied to be keys of their own; only what is long, or has
+long segments below it, attends by itself, and all that is below it attends to it in one call.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SPAN = 64  # tokens of a span of several segments
+NEAR = 256  # tokens above a span that are copied for it
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Segment with others below it, which follow it: tokens start:end, and all below end:last."""
+
+    start: int
+    end: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens start:end of a packed row, which attend to each other and to the branches `above`.
+
+    causal: it is one segment with nothing above it, so that every token attends to all before it.
+    """
+
+    start: int
+    end: int
+    above: tuple[Branch, ...]
+    causal: bool
+
+
+def far_branches(starts: Sequence[int], branches: Sequence[Branch]) -> list[Branch]:
+    """Return the branches to which all tokens below attend in one call; no span copies them.
+
+    starts: of the segments in depth-first order, and the end of the last one.
+    """
+    index = {start: place for place, start in enumerate(starts)}
+    far, above = list[Branch](), list[Branch]()
+    for branch in sorted(branches, key=lambda one: one.start):
+        above = [one for one in above if branch.start < one.last]
+        copied = sum(one.end - one.start for one in [*above, branch])
+        below = range(index[branch.end], index[branch.last])
+        longest = max(starts[place + 1] - starts[place] for place in below)
+        if branch.last - branch.start <= SPAN or (copied <= NEAR and longest <= SPAN):
+            above.append(branch)
+        else:
+            far.append(branch)
+    return far
+
+
+def spans(starts: Sequence[int], branches: Sequence[Branch], far: Sequence[Branch]) -> list[Span]:
+    """Cut a packed row into spans, in order; `far` of its branches are above none."""
+    ends = dict(itertools.pairwise(starts))  # of the segments, by their starts
+    branch_at = {one.start: one for one in branches}
+    last_of = ends | {one.start: one.last for one in branches}
+    found, over, start = list[Span](), list[Branch](), starts[0]
+    while start < starts[-1]:
+        over = [one for one in over if start < one.last]
+        above = tuple(one for one in over if one not in far)
+        end = last_of[start]
+        if end - start > SPAN:
+            end = ends[start]
+            over += [branch_at[start]] if start in branch_at else []
+        elif above:  # the segments beside it attend to the same
+            while end < over[-1].last and last_of[end] - start <= SPAN:
+                end = last_of[end]
+        found.append(Span(start, end, above, causal=not above and end == ends[start]))
+        start = end
+    return found
