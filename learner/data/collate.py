@@ -6,7 +6,8 @@ keeps the rows and has the stripped ones beside them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ class Internalise:
 
     def __call__(self, trajectory: Trajectory) -> bool:
         """Draw for one trajectory, whatever it copies."""
-        if not guided(trajectory):
+        if not self.fraction or not guided(trajectory):
             return False
         draw = uniform(self.seed, "strip", trajectory.group_id, trajectory.member)
         return draw < self.fraction
@@ -99,15 +100,12 @@ def collate(
     drawn_P = np.array([internalise(trajectory) for trajectory in trajectories], bool) & ~copied_P
     stripped_P = drawn_P & (not internalise.teaches)
 
-    def rows_of(wanted_P: Array, stripped_P: Array) -> list[_Row]:
-        return [
-            row
-            for index in np.flatnonzero(wanted_P).tolist()
-            for sequence in trajectories[index].sequences
-            if (row := _row(sequence, lags, index, bool(stripped_P[index]))) is not None
-        ]
+    def rows_of(wanted_P: Array, stripped_P: Array) -> _Rows:
+        wanted = np.flatnonzero(wanted_P).tolist()
+        sequences = [trajectories[index].sequences for index in wanted]
+        trajectory_S = np.repeat(wanted, [len(some) for some in sequences])
+        return _Rows([*chain(*sequences)], lags, trajectory_S, stripped_P[trajectory_S])
 
-    rows = rows_of(np.ones_like(guided_P), stripped_P)
     facts = {
         "group_P": group_P,
         # Contexts with and without experience are two policies, unless training makes them one.
@@ -122,105 +120,108 @@ def collate(
         "label_U": _joined([trajectory.labels for trajectory in trajectories], np.int8),
     }
     taught = None
-    if internalise.teaches and (bare := rows_of(drawn_P, drawn_P)):
-        stripped = {**facts, "stripped_P": drawn_P}
-        taught = _batch(bare, stripped, sampled=_sampled(bare, stripped))
-    return _batch(
-        rows, facts, sampled=_sampled(rows, facts), taught=taught, whole_groups=whole_groups
-    )
+    if internalise.teaches and drawn_P.any():
+        bare = rows_of(drawn_P, drawn_P)
+        if bare.count_S.any():
+            taught = bare.batch({**facts, "stripped_P": drawn_P})
+    rows = rows_of(np.ones_like(guided_P), stripped_P)
+    return rows.batch(facts, taught=taught, whole_groups=whole_groups)
 
 
-def _batch(rows: "list[_Row]", facts: dict[str, Array], **others: Any) -> Batch:
-    return Batch(**_layout(rows, len(facts["group_P"])), **facts, **others)
+class _Rows:
+    """Rows of sequences `S`, whose tokens `T` are laid end to end.
 
-
-def _sampled(rows: "list[_Row]", facts: dict[str, Array]) -> Batch | None:
-    """Return the stripped ones of `rows` in the contexts that they were sampled in, if any."""
-    contexts = [row.sampled for row in rows if row.sampled is not None]
-    return _batch(contexts, facts) if contexts else None
-
-
-@dataclass
-class _Row:
-    """One sequence: tokens[L], action[L], and mu, lag, abandoned, swapped and turn of its N ACTION
-    tokens.
-
-    `sampled`: the row before it was stripped; None if it was not.
+    trained_T: ACTION tokens that have a context to be predicted from. kept_T: tokens of the rows as
+    they train, those of `stripped_S` without EXPERIENCE. count_S: the trained tokens `N` of each.
     """
 
-    tokens: Array
-    action: Array
-    mu_N: Array
-    lag_N: Array
-    abandoned_N: Array
-    swapped_N: Array
-    turn_N: Array
-    trajectory: int
-    sampled: "_Row | None" = None
+    def __init__(
+        self,
+        sequences: list[Sequence],
+        lags: dict[WeightId, Lag],
+        trajectory_S: Array,
+        stripped_S: Array,
+    ) -> None:
+        self.trajectory_S, self.stripped_S = trajectory_S, stripped_S
+        self.length_S = np.array([len(one) for one in sequences], np.int64)
+        role_T = _joined([one.roles for one in sequences], np.uint8)
+        action_T = role_T == Role.ACTION
+        self.kept_T = ~np.repeat(stripped_S, self.length_S) | (role_T != Role.EXPERIENCE)
+        self.trained_T = action_T.copy()
+        self.trained_T[self._firsts()] = False
+        self.count_S = self._sums(self.trained_T)
+        self.token_T = _joined([one.tokens for one in sequences], np.int32)
+        joined = {
+            "mu_N": _joined([one.logprobs for one in sequences], np.float32),
+            "turn_N": _joined([one.turns for one in sequences], np.int64),
+        }
+        self.of_N = {name: array_T[self.trained_T] for name, array_T in joined.items()}
+        trained_A = self.trained_T[action_T]
+        sampled = _sampled(sequences, lags, self._sums(action_T).tolist())
+        self.of_N |= {name: array_A[trained_A] for name, array_A in sampled.items()}
+        self.of_N["trajectory_N"] = np.repeat(trajectory_S, self.count_S)
+
+    def batch(self, facts: dict[str, Array], **others: Any) -> Batch:
+        """Make the batch of the rows that train, with `sampled` if some are stripped."""
+        some_S = self.count_S > 0
+        whole = self._layout(some_S, self.kept_T, facts)
+        stripped_S, sampled = some_S & self.stripped_S, None
+        if stripped_S.any():
+            everything_T = np.ones_like(self.kept_T)
+            sampled = Batch(**self._layout(stripped_S, everything_T, facts), **facts)
+        return Batch(**whole, **facts, **others, sampled=sampled)
+
+    def _layout(
+        self, wanted_S: Array, within_T: Array, facts: dict[str, Array]
+    ) -> dict[str, Array]:
+        """Return the arrays of a `Batch` that follow from the sequences wanted."""
+        tokens_T = within_T & np.repeat(wanted_S, self.length_S)
+        wanted_N = np.repeat(wanted_S, self.count_S)
+        of_N = {name: array_N[wanted_N] for name, array_N in self.of_N.items()}
+        trajectories, trajectory_N = len(facts["group_P"]), of_N["trajectory_N"]
+        lag_P = np.zeros(trajectories, np.int64)
+        np.maximum.at(lag_P, trajectory_N, of_N["lag_N"])
+        return {
+            "tokens": self.token_T[tokens_T],
+            "action": self.trained_T[tokens_T],
+            "row_start_R": _starts(self._sums(tokens_T)[wanted_S]),
+            "action_start_R": _starts(self.count_S[wanted_S]),
+            "trajectory_R": self.trajectory_S[wanted_S],
+            **of_N,
+            "length_P": np.bincount(trajectory_N, minlength=trajectories),
+            "lag_P": lag_P,
+        }
+
+    def _sums(self, wanted_T: Array) -> Array:
+        """Count the wanted tokens of every sequence."""
+        return np.add.reduceat(wanted_T, _starts(self.length_S)[:-1], dtype=np.int64)
+
+    def _firsts(self) -> Array:
+        """Return the places of the first tokens of the rows."""
+        kept_S = self._sums(self.kept_T)
+        return np.flatnonzero(self.kept_T)[_starts(kept_S)[:-1][kept_S > 0]]
 
 
-def _row(
-    sequence: Sequence, lags: dict[WeightId, Lag], trajectory: int, strip: bool
-) -> _Row | None:
-    """Make the row of a sequence; None if it has no token to train."""
-    written = sequence.roles == Role.ACTION
-    if not written.any():
-        return None
-    trained = sequence.stripped() if strip else sequence
-    action = trained.roles == Role.ACTION if strip else written
-    if sequence.versions:
-        tokens = [run.tokens for run in sequence.versions]
-        found = [lags[run.weights] for run in sequence.versions]
-        lag_N = np.repeat(np.array([lag.versions for lag in found], np.int64), tokens)
-        abandoned_N = np.repeat(np.array([lag.abandoned for lag in found], bool), tokens)
+def _sampled(
+    sequences: list[Sequence], lags: dict[WeightId, Lag], counts: list[int]
+) -> dict[str, Array]:
+    """Return the lag of every ACTION token, and whether newer weights than its sequence's first
+    ones, or those of an abandoned lineage, sampled it.
+    """
+    runs: list[tuple[int, int, bool, bool]] = []
+    for sequence, count in zip(sequences, counts, strict=True):
+        if not sequence.versions:  # a scripted policy's
+            runs.append((count, 0, False, False))
+            continue
         first = sequence.versions[0].weights
-        swapped_N = np.repeat([run.weights != first for run in sequence.versions], tokens)
-    else:
-        lag_N = np.zeros(int(action.sum()), np.int64)
-        abandoned_N = swapped_N = np.zeros(len(lag_N), bool)
-    if action[0]:  # it has no context to be predicted from
-        written[written.argmax()] = False
-        action[0] = False
-        lag_N, abandoned_N, swapped_N = lag_N[1:], abandoned_N[1:], swapped_N[1:]
-        if not len(lag_N):
-            return None
-    row = _Row(
-        tokens=trained.tokens,
-        action=action,
-        mu_N=trained.logprobs[action],
-        lag_N=lag_N,
-        abandoned_N=abandoned_N,
-        swapped_N=swapped_N,
-        turn_N=trained.turns[action].astype(np.int64),
-        trajectory=trajectory,
-    )
-    if strip:
-        row.sampled = replace(row, tokens=sequence.tokens, action=written)
-    return row
-
-
-def _layout(rows: list[_Row], trajectories: int) -> dict[str, Array]:
-    """Return the arrays of a `Batch` that follow from its rows."""
-    counts_R = np.array([len(row.mu_N) for row in rows], np.int64)
-    trajectory_R = np.array([row.trajectory for row in rows], np.int64)
-    trajectory_N = np.repeat(trajectory_R, counts_R)
-    lag_N = _joined([row.lag_N for row in rows], np.int64)
-    lag_P = np.zeros(trajectories, np.int64)
-    np.maximum.at(lag_P, trajectory_N, lag_N)
+        for run in sequence.versions:
+            lag = lags[run.weights]
+            runs.append((run.tokens, lag.versions, lag.abandoned, run.weights != first))
+    tokens, *values = zip(*runs, strict=True)
+    names = {"lag_N": np.int64, "abandoned_N": np.bool_, "swapped_N": np.bool_}
     return {
-        "tokens": _joined([row.tokens for row in rows], np.int32),
-        "action": _joined([row.action for row in rows], np.bool_),
-        "row_start_R": _starts([len(row.tokens) for row in rows]),
-        "action_start_R": _starts(counts_R.tolist()),
-        "trajectory_R": trajectory_R,
-        "mu_N": _joined([row.mu_N for row in rows], np.float32),
-        "lag_N": lag_N,
-        "abandoned_N": _joined([row.abandoned_N for row in rows], np.bool_),
-        "swapped_N": _joined([row.swapped_N for row in rows], np.bool_),
-        "turn_N": _joined([row.turn_N for row in rows], np.int64),
-        "trajectory_N": trajectory_N,
-        "length_P": np.bincount(trajectory_N, minlength=trajectories),
-        "lag_P": lag_P,
+        name: np.repeat(np.array(value, dtype), tokens)
+        for (name, dtype), value in zip(names.items(), values, strict=True)
     }
 
 
@@ -228,5 +229,5 @@ def _joined(arrays: list[Array], dtype: type) -> Array:
     return np.concatenate([*arrays, np.zeros(0, dtype)]).astype(dtype)
 
 
-def _starts(lengths: list[int]) -> Array:
+def _starts(lengths: list[int] | Array) -> Array:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
