@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from evolver_async.model import lean, lora, policy, row_checks
+from evolver_async.model import lean, lora, policy, row_checks, tree_spans
 from evolver_async.model.borders import Borders
-from evolver_async.model.prefix_trees import LEAST_SAVED, SortedRows, merge
+from evolver_async.model.prefix_trees import LEAST_SAVED, Merged, SortedRows, merge
 from evolver_async.model.tokenizer import ModelError
 
 CPU = torch.device("cpu")
+SPANS = st.sampled_from([(tree_spans.SPAN, tree_spans.NEAR), (24, 60), (10, 20), (1, 0)])
 SHAPE: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -88,10 +89,18 @@ def compare(model: Any, rows: list[np.ndarray], borders: Borders, tokens_T: Any,
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
-@settings(max_examples=examples(25))
-@given(forests(), st.sampled_from(sorted(CONFIGS)))
-def test_rows_of_a_tree_have_the_states_and_gradients_of_each_alone(rows, name):
-    model, merged = made(CONFIGS[name]), merge(rows, CPU)
+def merged_by(rows: list[np.ndarray], span: int, near: int) -> Merged:
+    """Merge rows with other bounds of a span."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_spans, "SPAN", span)
+        patch.setattr(tree_spans, "NEAR", near)
+        return merge(rows, CPU)
+
+
+@settings(max_examples=examples(40))
+@given(forests(), st.sampled_from(sorted(CONFIGS)), SPANS)
+def test_rows_of_a_tree_have_the_states_and_gradients_of_each_alone(rows, name, bounds):
+    model, merged = made(CONFIGS[name]), merged_by(rows, *bounds)
     assert lean.acts(policy.split_model(model)[0])
     tokens_T = np.concatenate(rows)[merged.source_T]
     compare(model, rows, merged.borders, tokens_T, merged.place_A)
@@ -122,6 +131,33 @@ def test_a_tree_holds_every_row_once_and_shares_what_pays(rows):
     for branch in merged.borders.branches:
         assert branch.start < branch.end < branch.last <= len(tokens_T)
     assert len(tokens_T) <= sum(map(len, {row.tobytes(): row for row in rows}.values()))
+
+
+@settings(max_examples=examples(100))
+@given(forests(), SPANS)
+def test_a_token_attends_once_to_each_token_before_it_in_its_rows(rows, bounds):
+    merged = merged_by(rows, *bounds)
+    borders, tokens = merged.borders, len(merged.source_T)
+    found = np.zeros((tokens, tokens), int)
+    for block in borders.blocks:
+        query_RL, key_RL = (
+            one.fill_T.view(one.rows, one.longest).numpy() for one in (block.queries, block.keys)
+        )
+        causal = np.tri(block.queries.longest, block.keys.longest, dtype=bool)
+        allowed = causal[None] if block.mask is None else block.mask[:, 0].isfinite().numpy()
+        real_RL = np.zeros(query_RL.size, bool)
+        real_RL[block.queries.index_T.numpy()] = True
+        for row in range(block.queries.rows):
+            for at in np.flatnonzero(real_RL.reshape(query_RL.shape)[row]):
+                keys = key_RL[row][allowed[row % len(allowed)][at]]
+                np.add.at(found, (query_RL[row, at], keys), 1)
+    for branch in borders.far:
+        found[branch.end : branch.last, branch.start : branch.end] += 1
+    expected = np.zeros_like(found)
+    for row_L in np.split(merged.place_A, np.cumsum([len(row) for row in rows])[:-1]):
+        for end, place in enumerate(row_L.tolist()):
+            expected[place, row_L[: end + 1]] = 1
+    assert (found == expected).all()
 
 
 @settings(max_examples=examples(100))
