@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evolver_async.model.tree_spans import Branch, Span, far_branches, spans
+from evolver_async.model.tree_spans import Branch, Span, cut_spans, far_branches
 
 SIMILAR = 0.75  # least length in a block, as a fraction of its longest row
-SHORT = 8  # tokens of a row that goes with all shorter ones
+SHORT = 8  # tokens of a row that shares a block with all shorter ones
 
 Array = np.ndarray[Any, Any]
 
@@ -57,7 +57,7 @@ class PaddedRows:
 
 @dataclass(frozen=True)
 class Block:
-    """Spans of similar length: the rows `queries`, which attend to the rows `keys`.
+    """Spans of similar length, or short ones: the rows `queries`, which attend to the rows `keys`.
 
     mask float32 [R, 1, L, L of the keys]: what is added to the scores, -inf where a token does not
     attend. Without one the keys are the queries, and a token attends to those before it.
@@ -101,26 +101,29 @@ class Borders:
         last_T = np.repeat(np.array(starts[1:], np.int32), lengths)
         for branch in branches:
             last_T[branch.start : branch.end] = branch.last
-        similar = _similar(spans(starts, branches, far))
+        similar = _similar(cut_spans(starts, branches, far))
         blocks = tuple(_block(some, last_T, device) for some in similar)
         return cls(
             starts_S1=torch.tensor(starts, dtype=torch.int32).to(device),
             position_1T=torch.from_numpy(np.concatenate(positions))[None].to(device),
             longest=max(lengths),
             branches=tuple(branches),
-            far=tuple(far),
+            far=tuple(one for one in branches if one in far),
             blocks=blocks,
             order_T=torch.cat([block.queries.source_T for block in blocks]).argsort(),
         )
 
 
-def _similar(whole: Sequence[Span]) -> list[list[Span]]:
-    """Split spans, longest first, into blocks: the shortest is `SIMILAR` times the longest."""
+def _similar(spans: Sequence[Span]) -> list[list[Span]]:
+    """Split spans, longest first, into blocks: the shortest is `SIMILAR` times the longest, or that
+    has at most `SHORT` tokens. Where keys are copied, the longest are less than twice the shortest.
+    """
     blocks: list[list[Span]] = []
-    for one in sorted(whole, key=lambda one: (one.causal, one.start - one.end)):
-        if blocks and one.causal == blocks[-1][0].causal:
-            longest = blocks[-1][0].end - blocks[-1][0].start
-            if longest <= SHORT or one.end - one.start >= SIMILAR * longest:
+    kind_of = {one.start: 0 if one.causal else one.keys.bit_length() for one in spans}
+    for one in sorted(spans, key=lambda one: (kind_of[one.start], -one.tokens)):
+        if blocks and kind_of[one.start] == kind_of[blocks[-1][0].start]:
+            longest = blocks[-1][0].tokens
+            if longest <= SHORT or one.tokens >= SIMILAR * longest:
                 blocks[-1].append(one)
                 continue
         blocks.append([one])
@@ -141,7 +144,7 @@ def _block(some: Sequence[Span], last_T: Array, device: torch.device) -> Block:
     attends_RLL = key_RL[:, None] <= query_RL[:, :, None]
     attends_RLL &= query_RL[:, :, None] < below_RL[:, None]
     mask_RLL = np.where(attends_RLL, np.float32(0), np.float32("-inf"))
-    mask_RLL[query_RL < 0, 0] = 0  # a query without any key would give no number
+    mask_RLL[query_RL < 0, 0] = 0  # a query without any key would give NaN
     mask = torch.from_numpy(mask_RLL[:, None]).to(device)
     return Block(queries, _rows(key_RL, device), mask)
 

@@ -1,10 +1,10 @@
 """Attention over packed rows on a CPU, trees of sequences with a common beginning included.
 
-torch's flash kernel computes the attention of every span of short segments to itself and to what is
-near above it, and that of all tokens below a far segment to the segment. Softmax parts over
-different keys are merged by their normalisers; given the merged output and normaliser, the kernel's
-backward pass of each part returns its share of the gradient. So scores exist for no longer than a
-call of the kernel, and keys of what is near alone more than once.
+torch's flash kernel computes the attention of every span to itself and to the branches above it
+that are copied for it, and the attention of all tokens below a far branch to that branch. Softmax
+parts over different keys are merged by their normalisers; given the merged output and normaliser,
+the kernel's backward pass of each part returns its share of the gradient. Scores exist within a
+call of the kernel alone.
 
 Shapes: `T` tokens of a packed row, `R` rows of a block, `L` their length, `H` heads (`K` of keys
 and values), `D` head size.

@@ -1,8 +1,8 @@
-"""Spans of a packed row: which of its tokens attend in one go, and to which tokens above them.
+"""Spans of a packed row: which of its tokens attend in one call, and to which tokens above them.
 
 A call of the attention's kernel costs as much as the attention of many tokens. So short segments
-attend together, and what is above them is copied to be keys of their own; only what is long, or has
-long segments below it, attends by itself, and all that is below it attends to it in one call.
+attend together, and what is above them is copied to be keys of their own. What is too long to be
+copied for all that is below it is attended to in a call of its own.
 """
 
 import itertools
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 SPAN = 64  # tokens of a span of several segments
 NEAR = 256  # tokens above a span that are copied for it
+CALL = 512  # tokens whose copies cost as much as a call
 
 
 @dataclass(frozen=True)
@@ -34,27 +35,38 @@ class Span:
     above: tuple[Branch, ...]
     causal: bool
 
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
 
-def far_branches(starts: Sequence[int], branches: Sequence[Branch]) -> list[Branch]:
-    """Return the branches to which all tokens below attend in one call; no span copies them.
+    @property
+    def keys(self) -> int:
+        return self.tokens + sum(one.end - one.start for one in self.above)
+
+
+def far_branches(starts: Sequence[int], branches: Sequence[Branch]) -> set[Branch]:
+    """Return the branches to which all tokens below attend in a call of its own.
 
     starts: of the segments in depth-first order, and the end of the last one.
     """
     index = {start: place for place, start in enumerate(starts)}
-    far, above = list[Branch](), list[Branch]()
+    lengths = [end - start for start, end in itertools.pairwise(starts)]
+    far, above = set[Branch](), list[Branch]()
     for branch in sorted(branches, key=lambda one: one.start):
         above = [one for one in above if branch.start < one.last]
-        copied = sum(one.end - one.start for one in [*above, branch])
-        below = range(index[branch.end], index[branch.last])
-        longest = max(starts[place + 1] - starts[place] for place in below)
-        if branch.last - branch.start <= SPAN or (copied <= NEAR and longest <= SPAN):
+        length, below = branch.end - branch.start, branch.last - branch.end
+        copied = length + sum(one.end - one.start for one in above)
+        longest = max(lengths[index[branch.end] : index[branch.last]])
+        # Spans are at least half full on average, and a call merges its result into all below.
+        cheap = length * below <= SPAN // 2 * (CALL + below)
+        if length + below <= SPAN or (copied <= NEAR and longest <= SPAN and cheap):
             above.append(branch)
         else:
-            far.append(branch)
+            far.add(branch)
     return far
 
 
-def spans(starts: Sequence[int], branches: Sequence[Branch], far: Sequence[Branch]) -> list[Span]:
+def cut_spans(starts: Sequence[int], branches: Sequence[Branch], far: set[Branch]) -> list[Span]:
     """Cut a packed row into spans, in order; `far` of its branches are above none."""
     ends = dict(itertools.pairwise(starts))  # of the segments, by their starts
     branch_at = {one.start: one for one in branches}

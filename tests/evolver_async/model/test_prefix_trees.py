@@ -186,6 +186,38 @@ def test_members_share_their_prompt_and_contexts_their_history():
     assert not merged.borders.branches and len(merged.source_T) == sum(map(len, short))
 
 
+def test_short_segments_attend_in_few_calls_and_long_ones_copy_nothing():
+    """Twenty states of a map, two answers each; a prompt with eight long answers; their mixture."""
+    rng = np.random.default_rng(0)
+
+    def tree(stem: int, branches: int, length: int, answers: int) -> list[np.ndarray]:
+        root = rng.integers(0, 50, stem)
+        states = [np.concatenate([root, rng.integers(0, 50, length)]) for _ in range(branches)]
+        leaves = [np.append(one, [answer, 0]) for one in states for answer in range(answers)]
+        return leaves or states
+
+    short, long = tree(30, 20, 35, 2), tree(256, 8, 64, 0)
+    assert not merge(short, CPU).borders.far and len(merge(short, CPU).borders.blocks) <= 3
+    alone = merge(long, CPU).borders
+    assert len(alone.far) == 1 and all(block.mask is None for block in alone.blocks)
+    both = merge([*short, *tree(230, 2, 20, 0)], CPU).borders
+    for block in both.blocks:
+        keys = (block.keys.index_T // block.keys.longest).bincount()
+        assert block.mask is None or block.keys.longest < 2 * keys.min()
+
+
+def test_contexts_that_grow_by_turns_copy_few_keys():
+    """Contexts of 100 turns, each of which continues the one before."""
+    history, rows = np.zeros(0, np.int64), []
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        history = np.concatenate([history, rng.integers(0, 50, 40)])
+        rows.append(np.concatenate([history, rng.integers(0, 50, 30)]))
+    borders = merge(rows, CPU).borders
+    copied = sum(len(block.keys.source_T) for block in borders.blocks)
+    assert copied <= 3 * borders.position_1T.shape[1]
+
+
 @pytest.mark.parametrize("adapted", [False, True])
 def test_recomputed_layers_and_adapters_change_nothing(adapted):
     rows = [np.arange(30), np.concatenate([np.arange(25), np.arange(9)])]

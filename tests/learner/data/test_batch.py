@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -120,6 +121,8 @@ def test_trees_fit_the_budget_and_as_few_passes_as_it_allows(seed, budget, whole
         tokens_N = micro.tokens_BT.view(-1)[micro.read_K[micro.source_N]]
         before = batch.tokens[np.flatnonzero(batch.action)[at] - 1]
         assert tokens_N.tolist() == before.tolist()
+        pairs = [*zip(micro.source_Q.tolist(), micro.target_Q.tolist(), strict=True)]
+        assert len(set(pairs)) == len(pairs)
         target_N = micro.target_Q[micro.prediction_N]
         assert target_N.tolist() == batch.tokens[batch.action][at].tolist()
     (everything,) = whole.micro_batches(1 << 20, CPU, "tree")
@@ -143,6 +146,20 @@ def test_a_pass_takes_all_rows_of_a_tree_that_fit(seed, budget):
             for row in [*one.row_B.tolist(), *more]
         ]
         assert len({tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}) > budget
+
+
+@settings(max_examples=examples(20))
+@given(st.integers(0, 10**6))
+def test_what_members_predict_from_one_context_is_one_prediction(seed):
+    (group,) = make_groups(seed, 1, 1)
+    twin = msgspec.structs.replace(group.trajectories[0], member=1)
+    twins = msgspec.structs.replace(group, trajectories=[*group.trajectories, twin])
+    alone, both = (
+        [*collated([one]).whole().micro_batches(1 << 20, CPU, "tree")] for one in (group, twins)
+    )
+    for one, two in zip(alone, both, strict=True):
+        assert one.target_Q.tolist() == two.target_Q.tolist()
+        assert len(two.prediction_N) == 2 * len(one.prediction_N) > 0
 
 
 class Bigram(torch.nn.Module):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from budget import examples
 from collated_groups import collated, make_groups
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 from micro_batches import actions
@@ -39,7 +39,7 @@ from evolver_async.config import (
 from evolver_async.config.load import dump, load, stage_config
 from evolver_async.errors import TrainingError
 from evolver_async.model import attention, policy, row_checks
-from evolver_async.model.borders import SIMILAR, Borders
+from evolver_async.model.borders import SHORT, SIMILAR, Borders
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.process.setup import RoleArgs
 from learner.optimize import passes, token_budget
@@ -149,11 +149,14 @@ def test_other_sequences_of_a_row_are_out_of_sight(paths):
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
+@example([3, 1])
+@example([SHORT, 1, 1])
 def test_attention_pads_no_sequence_by_much(lengths):
     borders = Borders.of(lengths, CPU)
-    assert sum(
-        block.queries.rows * block.queries.longest for block in borders.blocks
-    ) * SIMILAR <= sum(lengths)
+    for rows in (block.queries for block in borders.blocks):
+        held = rows.index_T // rows.longest
+        least = int(held.bincount().min())
+        assert rows.longest <= SHORT or least >= SIMILAR * rows.longest
     assert sum(len(block.queries.source_T) for block in borders.blocks) == sum(lengths)
     assert borders.starts_S1.diff().tolist() == lengths and borders.starts_S1[0] == 0
     assert borders.longest == max(lengths)
