@@ -75,8 +75,11 @@ def check(config: Config) -> None:
             )
         if stage.kind == "rl" and staged.judge.kind == "rule" and not isinstance(env, base.Scored):
             raise ValueError(f"judge.kind: rule needs a score, which {name} has not")
-        if staged.questioning.kind == "goals" and not isinstance(env, base.Goals):
-            raise ValueError(f"questioning.kind: {name} makes no goals of its states")
+        if staged.questioning.kind == "goals" and not base.makes_goals(type(env)):
+            raise ValueError(
+                f"questioning.kind: {name} makes no goals of its states, for which it needs goal()"
+                " and a parameter `free`, an episode without goal"
+            )
     _check_eval_sets(config)  # a set repeats what it does not change: a stage's own key comes first
 
 

@@ -279,6 +279,11 @@ def make_env(name: str, params: dict[str, Any]) -> Env:
         raise EnvError(f"env.params.{mask(str(error))}") from error
 
 
+def makes_goals(found: type[Env]) -> bool:
+    """Return True if environments of this class can be explored, and their states made goals."""
+    return hasattr(found, "goal") and "free" in _parameters(found)[0]
+
+
 @lru_cache
 def _parameters(found: type[Env]) -> tuple[Mapping[str, inspect.Parameter], dict[str, Any]]:
     """Return the parameters of a class's constructor, and their types."""

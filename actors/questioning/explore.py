@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from actors.engines.base import Generation
-from actors.envs.base import env_class
+from actors.envs.base import env_class, makes_goals
 from actors.formats.chat import Chat
 from actors.formats.turns import TurnFormat
 from actors.llm.client import Unavailable
@@ -34,7 +34,7 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def has_goals(env: str) -> bool:
     """Return True if states of the environment can be goals. Raise EnvError if it is unknown."""
-    return hasattr(env_class(env), "goal")
+    return makes_goals(env_class(env))
 
 
 def unbound(task: Task) -> Task:

@@ -44,7 +44,7 @@ def rewrite(text: str) -> str:
 
 def _rows(section: Any, prefix: str) -> list[str]:
     """Return one table row a field. A nested section follows with its own prefix, and so do the
-    items of a mapping."""
+    items of a mapping or a list."""
     comments = _comments(type(section))
     rows = []
     for name, annotation in annotations(type(section)).items():
@@ -57,8 +57,9 @@ def _rows(section: Any, prefix: str) -> list[str]:
         cells = (f"`{prefix}{name}`", f"`{shown}`", *map(_escaped, (allowed, comments[name])))
         rows.append(f"| {' | '.join(cells)} |")
         item = item_kind(annotation)
-        if isinstance(item, type) and is_dataclass(item) and isinstance(value, dict):
-            rows += _rows(item(), f"{prefix}{name}.NAME.")
+        if isinstance(item, type) and is_dataclass(item):
+            place = ".NAME" if isinstance(value, dict) else "[i]"
+            rows += _rows(item(), f"{prefix}{name}{place}.")
     return rows
 
 

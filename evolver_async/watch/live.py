@@ -96,7 +96,7 @@ def _show(
             if line:
                 _print([line], live)
             _print(view.feed_alarms(row), live, sys.stderr)
-        if not last and config.launch.kind == "local" and time.monotonic() - asked > ASK_S:
+        if not last and config.launch.kind != "serial" and time.monotonic() - asked > ASK_S:
             quiet = time.monotonic() - quiet_since > QUIET_S
             lines = _feed_status(view, run_dir, config, quiet)
             if quiet and lines is not None:

@@ -164,6 +164,13 @@ class TaskStream:
         self.cursor.queue = [q for q in self.cursor.queue if q.task.task_id != task_id]
         self._next.clear()
 
+    def lift_quarantines(self) -> None:
+        """Let the tasks try again from the beginning: what was wrong may have been mended."""
+        for task_id in self.cursor.quarantined:
+            self.cursor.failures.pop(task_id, None)
+        self.cursor.quarantined = {}
+        self._next.clear()
+
     def offer(self, tasks: list[Task], duplicates: int) -> None:
         """Add new tasks to the pool; `duplicates`: offers of known tasks."""
         self.cursor.pool += tasks

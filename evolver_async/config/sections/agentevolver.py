@@ -35,7 +35,7 @@ class LlmConfig:
     max_bytes: Count = 1 << 20  # of one answer: a longer one is a failure
     breaker_failures: Count = 5  # consecutive failures after which no calls are made ...
     breaker_s: float = 30.0  # ... for this time
-    budget_calls: int = 0  # per process, as are the next two
+    budget_calls: int = 0  # per process, as are the next two; 0 is no limit
     budget_tokens: int = 0  # of prompts and answers
     budget_s: float = 0.0  # seconds of calls
 

@@ -11,7 +11,7 @@ class PartConfig:
     """One environment of a mixture."""
 
     env: str = ""  # a registered name or an import path
-    params: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)  # of its constructor
     weight: Positive = 1.0  # its share of the tasks, relative to the sum of all weights
 
 
@@ -58,6 +58,6 @@ class BufferConfig:
     segment_bytes: Annotated[int, Range(ge=1 << 16)] = 64 << 20  # size of a journal segment
     # old segments that stay in journal/archive: none, all, or at most this many bytes
     archive: Archive = "none"
-    # failed tickets of a task, without a whole episode between them, before it is quarantined
+    # failed tickets of a task, without a complete group between them, before it is quarantined
     max_attempts: Count = 2
     address: str = ""  # ipc:// or tcp:// address; "" makes an ipc socket in a private directory

@@ -60,7 +60,7 @@ class AdvantageConfig:
             "vtrace",
         ),
     ] = "grpo"
-    # grpo, grpo_process, adca: divide by the std of the group or of the batch, or not at all
+    # grpo, grpo_process, adca, opob: divide by the std of the group or of the batch, or not at all
     std: Literal["group", "batch", "none"] = "group"
     baseline_decay: Fraction = 0.9  # reinforce: b <- decay * b + (1 - decay) * mean reward
     alpha: float = 0.1  # adca: weight of the judge's labels beside the outcome
@@ -238,7 +238,7 @@ class SafetyConfig:
     """
 
     # warn logs; checkpoint also writes one; pause also stops until `unpause`; rollback continues
-    # from the last checkpoint before the alarm, with the next three keys
+    # from the best evaluated checkpoint before the alarm, else the last, with the next three keys
     action: Literal["warn", "checkpoint", "pause", "rollback"] = "warn"
     rollbacks: Count = 3  # of a stage; one more alarm ends the run
     rollback_lr: PositiveFraction = 0.5  # factor on learner.lr at every rollback

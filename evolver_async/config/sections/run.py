@@ -162,7 +162,7 @@ class MetricsConfig:
     notes: str = ""  # about the run, for its page at W&B
     # functions package.module:function of one's own, which get every row of metrics.jsonl
     sinks: list[ImportPath] = field(default_factory=list)
-    samples: int = 2  # trajectories written to <run>/samples every `samples_every` steps
+    samples: int = 2  # trajectories written to <run>/samples every `samples_every` rl steps
     samples_every: Count = 10
     # auto: a live panel on a terminal, else lines
     panel: Literal["auto", "panel", "lines", "none"] = "auto"

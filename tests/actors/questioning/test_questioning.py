@@ -112,6 +112,13 @@ class Shop:
     def close(self) -> None: ...
 
 
+class Bazaar(Shop):
+    """A shop whose states could be goals, but which cannot be explored without any."""
+
+    def goal(self) -> dict[str, Any] | None:
+        return {"broken": False}
+
+
 SHOP = f"{__name__}:Shop"
 
 
@@ -755,4 +762,11 @@ def test_what_is_no_profile_is_refused_by_key_and_file(tmp_path: Path, content: 
 def test_goals_need_an_environment_that_makes_them():
     with pytest.raises(ValueError, match=r"questioning\.kind"):
         check(config_of("bandit"))
+    with pytest.raises(ValueError, match=r"questioning\.kind: .* parameter `free`"):
+        check(config_of(f"{__name__}:Bazaar"))
     check(config_of())
+
+
+def test_an_environment_without_free_explorations_keeps_its_goal():
+    ticket = explore_ticket(config_of(f"{__name__}:Bazaar"))
+    assert unbound(ticket.task) == ticket.task

@@ -12,6 +12,7 @@ def test_the_reference_names_every_key_with_default_and_comment() -> None:
     assert '| `policy.path` | `""` |  | a Hugging Face causal-LM directory' in text
     assert "| `loss.kl_place` | `loss` | loss, reward | k1 only as reward |" in text
     assert "`stages[i].until_success`" in text
+    assert "`tasks.mixture[i].weight`" in text
 
 
 def test_rewriting_the_reference_keeps_what_stands_around_it() -> None:

@@ -298,6 +298,13 @@ def test_failures_of_a_task_count_over_groups_and_members_and_restarts(tmp_path:
     fail(world, again)
     reply = world.one("actor-0", messages.Lease(credit=1))
     assert isinstance(reply, messages.Wait) and "every task is quarantined" in reply.reason
+    world.resume(lineage=1)
+    assert quarantined(world) == {}
+    world.kill()
+    (again,) = world.lease()
+    assert again.task == first.task
+    fail(world, again)
+    assert quarantined(world) == {}
 
 
 def test_a_whole_group_shows_that_the_task_can_be_run(tmp_path: Path) -> None:
