@@ -164,17 +164,14 @@ class _Rows:
     def batch(self, facts: dict[str, Array], **others: Any) -> Batch:
         """Make the batch of the rows that train, with `sampled` if some are stripped."""
         some_S = self.count_S > 0
-        whole = self._layout(some_S, self.kept_T, facts)
+        whole = self._arrays(some_S, self.kept_T, facts)
         stripped_S, sampled = some_S & self.stripped_S, None
         if stripped_S.any():
-            everything_T = np.ones_like(self.kept_T)
-            sampled = Batch(**self._layout(stripped_S, everything_T, facts), **facts)
-        return Batch(**whole, **facts, **others, sampled=sampled)
+            sampled = Batch(**self._arrays(stripped_S, np.ones_like(self.kept_T), facts))
+        return Batch(**whole, **others, sampled=sampled)
 
-    def _layout(
-        self, wanted_S: Array, within_T: Array, facts: dict[str, Array]
-    ) -> dict[str, Array]:
-        """Return the arrays of a `Batch` that follow from the sequences wanted."""
+    def _arrays(self, wanted_S: Array, within_T: Array, facts: dict[str, Array]) -> dict[str, Any]:
+        """Return the arrays of a `Batch`: `facts`, and what follows from the sequences wanted."""
         tokens_T = within_T & np.repeat(wanted_S, self.length_S)
         wanted_N = np.repeat(wanted_S, self.count_S)
         of_N = {name: array_N[wanted_N] for name, array_N in self.of_N.items()}
@@ -182,6 +179,7 @@ class _Rows:
         lag_P = np.zeros(trajectories, np.int64)
         np.maximum.at(lag_P, trajectory_N, of_N["lag_N"])
         return {
+            **facts,
             "tokens": self.token_T[tokens_T],
             "action": self.trained_T[tokens_T],
             "row_start_R": _starts(self._sums(tokens_T)[wanted_S]),
