@@ -99,6 +99,7 @@ class Story:
             case records.Reported():
                 self._report(record)
             case records.LineageStarted():
+                self.quarantined.clear()  # what was wrong may have been mended
                 self._resume(record)
             case records.StateSnapshot():
                 self._compare(record)
