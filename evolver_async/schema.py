@@ -184,17 +184,6 @@ class Sequence(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=Tru
         """True if experience was in the context."""
         return _EXPERIENCE_BYTE in self.roles.tobytes()
 
-    def stripped(self) -> "Sequence":
-        """Return the sequence without its EXPERIENCE tokens."""
-        keep = self.roles != Role.EXPERIENCE
-        return Sequence(
-            tokens=self.tokens[keep],
-            roles=self.roles[keep],
-            turns=self.turns[keep],
-            logprobs=self.logprobs[keep],
-            versions=self.versions,
-        )
-
 
 class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unknown_fields=True):
     """One finished episode of one group member.

@@ -157,8 +157,8 @@ class _Rows:
         }
         self.of_N = {name: array_T[self.trained_T] for name, array_T in joined.items()}
         trained_A = self.trained_T[action_T]
-        sampled = _sampled(sequences, lags, self._sums(action_T).tolist())
-        self.of_N |= {name: array_A[trained_A] for name, array_A in sampled.items()}
+        runs = _of_runs(sequences, lags, self._sums(action_T).tolist())
+        self.of_N |= {name: array_A[trained_A] for name, array_A in runs.items()}
         self.of_N["trajectory_N"] = np.repeat(trajectory_S, self.count_S)
 
     def batch(self, facts: dict[str, Array], **others: Any) -> Batch:
@@ -200,7 +200,7 @@ class _Rows:
         return np.flatnonzero(self.kept_T)[_starts(kept_S)[:-1][kept_S > 0]]
 
 
-def _sampled(
+def _of_runs(
     sequences: list[Sequence], lags: dict[WeightId, Lag], counts: list[int]
 ) -> dict[str, Array]:
     """Return the lag of every ACTION token, and whether newer weights than its sequence's first

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from stripping import stripped
 from updates import FORKS, config, groups, guided_config, guided_groups, same, step, tiny, updater
 
 from evolver_async.config import (
@@ -277,7 +278,7 @@ def test_moments_are_restored_to_the_device_of_their_parameter(tmp_path):
 def stripped_by_hand(data: list[Group]) -> list[Group]:
     for group in data:
         for one in group.trajectories:
-            one.sequences = [sequence.stripped() for sequence in one.sequences]
+            one.sequences = [stripped(sequence) for sequence in one.sequences]
     return data
 
 

@@ -24,6 +24,7 @@ from rollouts import (
     say,
     setting,
 )
+from stripping import stripped
 
 from actors.checks.config import check
 from actors.formats.tool_calls import canonical
@@ -139,7 +140,7 @@ def test_experience_is_in_every_context_and_stripped_from_each(context: str) -> 
     assert len(plain.sequences) == len(guided.sequences) > 2
     for bare, shown in zip(plain.sequences, guided.sequences, strict=True):
         assert shown.guided and not bare.guided
-        assert shown.stripped().tokens.tolist() == bare.tokens.tolist()
+        assert stripped(shown).tokens.tolist() == bare.tokens.tolist()
         experience = shown.tokens[shown.roles == Role.EXPERIENCE].tolist()
         assert experience == CHAT.experience("go right <|im_end|>")
 

@@ -32,6 +32,7 @@ from rollouts import (
     say,
     setting,
 )
+from stripping import stripped
 
 from actors.engines.base import Generation, Request
 from actors.envs.base import EnvironmentFailure
@@ -676,8 +677,8 @@ def test_a_guided_member_sees_experience_and_stripped_it_is_the_others_prompt() 
     assert (plain.experience_ids, guided.experience_ids) == ([], [7, 9])
     (unguided,), (shown,) = plain.sequences, guided.sequences
     assert not unguided.guided and shown.guided
-    assert shown.stripped().tokens.tolist() == unguided.tokens.tolist()
-    assert shown.stripped().roles.tolist() == unguided.roles.tolist()
+    assert stripped(shown).tokens.tolist() == unguided.tokens.tolist()
+    assert stripped(shown).roles.tolist() == unguided.roles.tolist()
     experience = shown.tokens[shown.roles == Role.EXPERIENCE].tolist()
     assert experience == CHAT.experience("go right <|im_end|>")
     first = int((shown.roles == Role.EXPERIENCE).argmax())

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from collated_groups import collated, make_groups
+from stripping import stripped
 from transformers import PreTrainedModel
 
 from evolver_async.model import policy
@@ -46,7 +47,7 @@ def naive(model: torch.nn.Module, groups: list[Group], batch: Batch, coef: float
     total, tokens = torch.zeros(()), batch.whole().tokens
     for trajectory in (one for group in groups for one in group.trajectories):
         for sequence in trajectory.sequences if guided(trajectory) else ():
-            bare = sequence.stripped()
+            bare = stripped(sequence)
             with torch.no_grad():
                 p_LV = log_probs(model, sequence.tokens)
             q_LV = log_probs(model, bare.tokens)
@@ -100,7 +101,7 @@ def test_a_batch_without_experience_teaches_nothing():
     groups = make_groups(6, 2, 2)
     for group in groups:
         for trajectory in group.trajectories:
-            trajectory.sequences = [one.stripped() for one in trajectory.sequences]
+            trajectory.sequences = [stripped(one) for one in trajectory.sequences]
     assert collated(groups, TEACHES).taught is None
 
 

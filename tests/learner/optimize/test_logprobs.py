@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from collated_groups import ALWAYS, NEVER, collated, make_groups
+from stripping import stripped
 
 from evolver_async.model import policy
 from evolver_async.schema import Group, Role, Sequence
@@ -46,7 +47,7 @@ def expected(
             for sequence in trajectory.sequences:
                 if not (sequence.roles == Role.ACTION).any():
                     continue
-                trained = sequence.stripped() if strip(trajectory) else sequence
+                trained = stripped(sequence) if strip(trajectory) else sequence
                 skip = int(trained.roles[0] == Role.ACTION)
                 anchor.append(of_actions(model, trained)[skip:])
                 anchor_e.append(of_actions(model, sequence)[skip:])
