@@ -12,14 +12,16 @@ from evolver_async.schema import WeightId
 class TicketProgress:
     """Progress of one ticket. Times are the loop's.
 
-    `count`: tokens and environment steps; the lease is renewed while it grows. `queued`: the ticket
-    waits for others of this actor, so their progress counts as its own. `played`: members whose
-    episode is over. `last`: each member's last activity and its seconds. `clock`: that of the
-    process.
+    `count`: tokens of whole turns and environment steps; the lease is renewed while it grows.
+    `queued`: the ticket waits for others of this actor, so their progress counts as its own.
+    `generating`: members whose turn the engine has, or will have; meanwhile all tokens of the
+    engine count. `played`: members whose episode is over. `last`: each member's last activity and
+    its seconds. `clock`: that of the process.
     """
 
     count: int = 0
     queued: bool = False
+    generating: int = 0
     played: int = 0
     last: dict[int, tuple[str, float]] = field(default_factory=dict)
     clock: ActivityClock = field(default_factory=lambda: ActivityClock(ACTOR_LEVELS))
@@ -71,16 +73,21 @@ class _Activity:
 
 def renewal(
     progresses: dict[int, TicketProgress],
+    generated: int,
     weights: WeightId | None,
     visible: WeightId | None,
     clock: ActivityClock,
     launch: int,
 ) -> messages.Renew:
-    """Report the progress and the slowest activity of an actor's tickets, by group."""
-    total = sum(progress.count for progress in progresses.values())
+    """Report the progress and the slowest activity of an actor's tickets, by group.
+
+    `generated`: tokens of the actor's engine since its start.
+    """
+    own = {g: p.count + generated * (p.generating > 0) for g, p in progresses.items()}
+    total = sum(own.values())
     slowest = {group: progress.slowest() for group, progress in progresses.items()}
     return messages.Renew(
-        progress={g: total if p.queued else p.count for g, p in progresses.items()},
+        progress={g: total if p.queued else own[g] for g, p in progresses.items()},
         doing={group: text for group, (text, _) in slowest.items()},
         still_s={group: seconds for group, (_, seconds) in slowest.items()},
         weights=weights,

@@ -172,16 +172,16 @@ class Worker:
 
     async def renew(self) -> None:
         """Report progress to renew the leases; cancel tickets that the buffer has regranted."""
-        buffer = self.config.buffer
         while True:
-            await asyncio.sleep(min(buffer.lease_s, buffer.warn_s) / 4)
+            await asyncio.sleep(min(self.config.buffer.lease_s, self.config.buffer.warn_s) / 4)
             await self.reporter.send(None)
             if not self.running:
                 continue
             reported = set(self.running)
             progresses = {one[0]: progress for one, (_, progress, _) in self.running.items()}
-            request = renewal(progresses, *self.adoption.seen, self.clock, self.tickets.launch)
-            reply = await self.client.request(request)
+            known = *self.adoption.seen, self.clock, self.tickets.launch
+            generated = int(self.engine.stats().get("generated", 0))
+            reply = await self.client.request(renewal(progresses, generated, *known))
             if isinstance(reply, messages.Fenced):
                 if not reply.groups:
                     raise ActorReplaced(reply.reason)

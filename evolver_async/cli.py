@@ -5,6 +5,7 @@ A mistake of the user is one sentence on stderr and exit code 2, before anything
 
 import argparse
 import difflib
+import importlib
 import os
 import select
 import signal
@@ -21,7 +22,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    sys.path.insert(0, os.getcwd())  # environments and agents of the user are modules there
+    _find_modules()
     parser, public = _parser()
     first = next(iter(sys.argv[1:] if arguments is None else arguments), "-")
     if not first.startswith("-") and first not in (*public, *PROCESSES):
@@ -48,6 +49,17 @@ def main(arguments: list[str] | None = None) -> int:
         if not _reader_has_gone():
             raise
         return 128 + signal.SIGPIPE
+
+
+def _find_modules() -> None:
+    """Let modules of the working directory be imported, as a user's environments and agents are.
+
+    The wings are imported before, so that a file `learner.py` there does not hide them.
+    """
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    for wing in ("actors", "learner"):
+        importlib.import_module(wing)
+    sys.path[0] = os.getcwd()
 
 
 def _reader_has_gone() -> bool:

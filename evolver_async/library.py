@@ -9,9 +9,9 @@ from pathlib import Path
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import dump
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError
+from evolver_async.process.stopping import CODES
 from evolver_async.results.run import RunResults, load_run
 
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 PREFIX = "evolver-async: "
 
 
@@ -54,7 +54,7 @@ def _train(recipe: str, overrides: tuple[str, ...]) -> RunResults:
             print(launcher.stdout.read(), end="", flush=True)
             raise
     code = launcher.returncode
-    if run_dir is not None and (code == 0 or code in STOPPED):
+    if run_dir is not None and (code == 0 or code in CODES):
         return load_run(run_dir)
     sentence = "\n".join(lines[-5:])
     for line in lines:

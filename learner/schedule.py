@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import stage_config
-from evolver_async.config.sections.run import SUPERVISED, limit_reached
+from evolver_async.config.sections.run import SUPERVISED, limits_reached
 from learner.state import LearnerState, Watched
 
 
@@ -53,13 +53,14 @@ class Clock:
 
 def stage_over(stage: StageConfig, state: LearnerState) -> bool:
     """Return True if the first of the stage's limits is reached."""
-    return limit_reached(
+    reached = limits_reached(
         stage,
         steps=state.stage_step,
         tokens=state.stage_tokens,
         seconds=state.stage_seconds,
         success=state.eval_success,
     )
+    return bool(reached)
 
 
 def reopen(stages: list[StageConfig], state: LearnerState) -> None:
@@ -82,5 +83,6 @@ def next_stage(state: LearnerState) -> None:
     state.eval_success = -1.0
     state.empty_steps = 0
     state.masked_steps = 0
+    state.baseline = 0.0
     state.watched = Watched()
     state.rollbacks = 0

@@ -23,7 +23,7 @@ from evolver_async.schema import Group
 from evolver_async.transport.client import Client, Rejected
 from evolver_async.weights.channel.base import Publisher
 from learner.diagnostics.alarms import Alarm
-from learner.diagnostics.judge_rates import note
+from learner.diagnostics.judge_rates import forget_totals, note
 from learner.diagnostics.step_result import StepResult
 from learner.diagnostics.step_rows import StepRows
 from learner.diagnostics.stop_rules import Guard
@@ -106,6 +106,7 @@ class Learner:
         if newest is not None:
             self.await_copy()
             self.state = self.updater.restore(newest)
+            forget_totals(self.state.watched)  # theirs go on, as those who count them do
             log.info("resumed from %s", newest)
         state = self.state
         reopen(self.config.stages, state)

@@ -118,6 +118,7 @@ class EndpointSession:
         if not self._calls:
             self._busy_since = loop.time()
         self._calls.add(task)
+        self.progress.generating += 1
         try:
             with self.progress.clock.during(GENERATING):
                 return await self.engine.generate(call)
@@ -125,6 +126,7 @@ class EndpointSession:
             self.failure = error
             raise
         finally:
+            self.progress.generating -= 1
             self._calls.discard(task)
             if not self._calls:
                 self._generated_s += loop.time() - self._busy_since

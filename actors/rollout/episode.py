@@ -75,12 +75,14 @@ class Episode:
         await self._begin(policy, room)
         for turn in range(setting.max_turns):
             asked = loop.time()
+            self.progress.generating += 1
             try:
                 generating = self.progress.clock.during(GENERATING)
                 with generating, self.progress.during(self.member, f"generation of turn {turn}"):
                     context = self.conversation.tokens
                     generation = await policy.write(self.environment, context, turn)
             finally:
+                self.progress.generating -= 1
                 self.generate_s += loop.time() - asked
             self.progress.count += len(generation.tokens)
             self.conversation.write(generation, turn)

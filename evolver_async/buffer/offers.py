@@ -1,7 +1,10 @@
 """Offers of actors: synthetic tasks that exploration has found, for the pool of the buffer."""
 
+import msgspec
+
 from evolver_async.buffer.log.store import BufferStore
 from evolver_async.buffer.state import records
+from evolver_async.buffer.tasks.jsonl import MAX_BYTES
 from evolver_async.protocol.messages import Offer, Ok, Reject, Reply
 
 
@@ -13,6 +16,8 @@ def take_in(store: BufferStore, max_tasks: int, request: Offer) -> Reply:
             return Reject(reason=f"{name} is not a synthetic task of the train split")
         if task.task_id.startswith(f"{task.env}/train/"):
             return Reject(reason=f"{name} is the name of a numbered task")
+        if (size := len(msgspec.msgpack.encode(task))) > MAX_BYTES:
+            return Reject(reason=f"{name[:100]}: {size} bytes, at most {MAX_BYTES} are allowed")
     tasks = store.state.tasks
     offered = {task.task_id: task for task in request.tasks}
     new = [task for task_id, task in offered.items() if task_id not in tasks.known]

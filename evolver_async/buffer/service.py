@@ -132,13 +132,15 @@ class BufferService:
         """Raise JournalError if the newest checkpoint is newer than the journal's end.
 
         A checkpoint of no lineage is the one with which a fork begins.
-        A segment that was cut after a whole commit looks intact.
+        A segment that was cut after a whole commit looks intact, unless a later lineage began.
         """
         for path, _ in checkpoint.resumable(checkpoints)[-1:]:
             found = history.numbers(path)
             if not found:
                 return  # damaged: the learner reports it, and resumes from the one before
             self.actor_requests.forked = not found["lineage"]
+            if 0 < found["lineage"] < self.store.replay.at.lineage:
+                return  # the learner has resumed since then, without it
             take = 0 if found["discard"] else found["take"]
             if gap := self.learner_requests.gap(found["lineage"], take):
                 raise JournalError(f"{gap}, but {path} is newer; put an intact copy there")

@@ -81,10 +81,11 @@ def scale(args: argparse.Namespace) -> int:
         raise ConfigError("launch.kind: serial has a fixed number of actors")
     if wanted != AUTO:
         _check_count(config, wanted)
-    with contextlib.ExitStack() as held, contextlib.suppress(directory.Locked):
-        held.enter_context(directory.locked(run_dir))
-        raise ConfigError(f"{run_dir}: is not running; set actors.count when you resume it")
-    directory.scale(run_dir, wanted)
+    with as_config_errors():
+        with contextlib.ExitStack() as held, contextlib.suppress(directory.Locked):
+            held.enter_context(directory.locked(run_dir))
+            raise ConfigError(f"{run_dir}: is not running; set actors.count when you resume it")
+        directory.scale(run_dir, wanted)
     if wanted == AUTO and config.actors.adjustable:
         print(f"{run_dir}: the controller chooses the number of actors")
     elif wanted == AUTO:

@@ -80,7 +80,8 @@ def _study_report(study: Study, page: Path | None) -> int:
         raise ConfigError(f"{page}: the report of a study is one page; name a .html file")
     from evolver_async.report.study_page import write_study
 
-    written = write_study(study, page)
+    with as_config_errors():
+        written = write_study(study, page)
     print(written)
     print(f"{written.stat().st_size / 1e6:.1f} MB")
     return 0

@@ -1,6 +1,7 @@
 """`study`: a grid of runs of a recipe, its progress, and its tables and plots."""
 
 import argparse
+import contextlib
 import importlib.util
 import shlex
 import shutil
@@ -48,9 +49,10 @@ def study(args: argparse.Namespace) -> int:
             print(f"{cell.name}: {' '.join(cell.changes) or 'the recipe as it is'}")
         _print_plan(chosen, args.jobs)
         return 0
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    with locked(chosen.out):
+    with contextlib.ExitStack() as held:
         with as_config_errors():
+            chosen.out.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(chosen.out))
             directory.begin(chosen)
         return _run(chosen, args)
 

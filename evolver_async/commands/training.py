@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import logging
-import signal
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +12,7 @@ from evolver_async.commands.checked import as_config_errors, run_directory
 from evolver_async.commands.recipes import recipe_path
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
+from evolver_async.config.paths import with_absolute_paths
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
 from evolver_async.launch import forking
 from evolver_async.launch.creation import create
@@ -23,6 +24,7 @@ from evolver_async.metrics.alerts import FAILED, alert, last_title
 from evolver_async.metrics.gauges import GaugeThread
 from evolver_async.metrics.wandb_process import send_rest
 from evolver_async.process.setup import die_with, set_up_logging
+from evolver_async.process.stopping import StopSignal, handled_by, raise_stop
 from evolver_async.process.versions import versions
 from evolver_async.watch import live, prometheus, runs
 
@@ -31,7 +33,7 @@ log = logging.getLogger(__name__)
 AUTO = Path("auto")  # of --resume
 # Keys whose changes --resume auto applies again: the run may be on other hosts. All others were
 # part of its recipe.
-PLACES = ("launch.", "weights.", "metrics.", "security.", "buffer.address", "experience.address")
+PLACES = ("launch", "weights", "metrics", "security", "buffer.address", "experience.address")
 
 
 def train(args: argparse.Namespace) -> int:
@@ -59,13 +61,14 @@ def train(args: argparse.Namespace) -> int:
         gauges.start()
         reason = ""
         try:
-            code = resolve(LAUNCHERS[config.launch.kind])(config, run_dir)
+            with handled_by(raise_stop):  # until a launcher collects them
+                code = resolve(LAUNCHERS[config.launch.kind])(config, run_dir)
         except TrainingError as error:
             code, reason = TRAINING_ERROR, str(error)
         except Unrecoverable as error:
             code, reason = USER_ERROR, str(error)
-        except KeyboardInterrupt:
-            code = 128 + signal.SIGINT
+        except StopSignal as stop:
+            code = stop.code
         except Exception as error:
             _alert_of_end(config, run_dir, runs.end(run_dir, 1, f"{type(error).__name__}: {error}"))
             raise
@@ -114,7 +117,9 @@ def _prepare(args: argparse.Namespace, held: contextlib.ExitStack) -> tuple[Conf
             held.enter_context(locked(run_dir))
             return config, run_dir
         held.enter_context(locked(begun))
-        return resume(begun, [one for one in dotlist if one.startswith(PLACES)]), begun
+        places = [one for one in dotlist if _names_place(one)]
+        _warn_of_ignored(begun, [one for one in dotlist if one not in places])
+        return resume(begun, places), begun
     run_dir = run_directory(args.resume)
     if args.fork is not None:
         config, run_dir = forking.fork(run_dir, args.fork, dotlist, args.step)
@@ -124,11 +129,41 @@ def _prepare(args: argparse.Namespace, held: contextlib.ExitStack) -> tuple[Conf
     return resume(run_dir, dotlist, args.step), run_dir
 
 
+def _names_place(change: str) -> bool:
+    """True for a change that --resume auto applies again."""
+    key = change.partition("=")[0]
+    return key in PLACES or key.partition(".")[0] in PLACES
+
+
+def _warn_of_ignored(run_dir: Path, changes: Sequence[str]) -> None:
+    """Name the changes that a run which has begun does not have, as they have no effect."""
+    run = load(run_dir / "config.yaml")
+    ignored = [one for one in changes if not _has(run, run_dir, one)]
+    if ignored:
+        print(
+            f"evolver-async: {run_dir.name} has begun and keeps its recipe, without"
+            f" {shlex.join(ignored)}; to change it: evolver-async train --resume"
+            f" {shlex.quote(str(run_dir))} CHANGES",
+            file=sys.stderr,
+        )
+
+
+def _has(run: Config, run_dir: Path, change: str) -> bool:
+    """True if a run's configuration stays the same under a change."""
+    if change.startswith("run."):
+        return True  # by which the run was found; run.seed is refused on resume
+    try:
+        changed = load(run_dir / "config.yaml", [change])
+    except ConfigError:  # as for a stage that the run does not have
+        return False
+    return with_absolute_paths(changed) == with_absolute_paths(run)
+
+
 def _begun(config: Config) -> Path | None:
     """Return the directory of the run that a configuration names, None if it has not begun."""
     if not config.run.name:
         raise ConfigError(f"--resume {AUTO}: needs run.name, by which it finds the run to continue")
-    run_dir = Path(config.run.dir) / config.run.name
+    run_dir = (Path(config.run.dir) / config.run.name).resolve()
     return run_dir if (run_dir / "config.yaml").exists() else None
 
 

@@ -21,11 +21,12 @@ from evolver_async.watch.status import ask, status_lines
 
 
 def watch_run(args: argparse.Namespace) -> int:
-    """Show a run until interrupted: on the full screen of a terminal, else as text."""
+    """Show a run: on the full screen of a terminal, else as text until it ends, and how it did."""
     run_dir = run_directory(args.run_dir)
     config = load(run_dir / "config.yaml")
     if args.once or args.plain or not (sys.stdin.isatty() and sys.stdout.isatty()):
         watch(run_dir, config, follow=not args.once)
+        print(f"{run_dir.name}: {runs.ending_of(run_dir).text}")
         return 0
     from evolver_async.dashboard.app import RunDashboard
     from evolver_async.dashboard.feed import RunFeed

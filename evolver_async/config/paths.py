@@ -1,12 +1,32 @@
-"""Checks of paths and names that a configuration holds. They alone look at the file system."""
+"""Paths and names that a configuration holds. These functions alone look at the file system."""
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import RunName
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.config.values.rules import check_value
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Make the paths absolute that a run reads again later, from another working directory too."""
+
+    def absolute(path: str) -> str:
+        return str(Path(path).expanduser().resolve()) if path else ""
+
+    embedder = config.experience.embedder
+    return replace(
+        config,
+        policy=replace(config.policy, path=absolute(config.policy.path)),
+        experience=replace(
+            config.experience, embedder=embedder if embedder == "hash" else absolute(embedder)
+        ),
+        questioning=replace(config.questioning, profile=absolute(config.questioning.profile)),
+        weights=replace(config.weights, dir=absolute(config.weights.dir)),
+        security=replace(config.security, keys=absolute(config.security.keys)),
+    )
 
 
 def check_paths(config: Config) -> None:

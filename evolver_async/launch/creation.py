@@ -22,6 +22,7 @@ from evolver_async.buffer.tasks.source import held_out_task
 from evolver_async.checkpoint.directory import exists
 from evolver_async.config import Config
 from evolver_async.config.load import dump, stage_config
+from evolver_async.config.paths import with_absolute_paths
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.errors import USER_ERROR, Unrecoverable
 from evolver_async.launch.registry import resolve
@@ -56,14 +57,11 @@ def create(
     except OSError as error:
         raise ConfigError(f"run.dir: cannot make {run_dir}: {error.strerror}") from None
     _refuse_existing(run_dir)
-    keys = config.security.keys
+    resolved = with_absolute_paths(config)
     resolved = replace(
-        config,
+        resolved,
         run=replace(config.run, name=name),
-        policy=replace(config.policy, path=config.policy.path or str(run_dir / "policy")),
-        security=replace(
-            config.security, keys=str(Path(keys).expanduser().resolve()) if keys else ""
-        ),
+        policy=replace(config.policy, path=resolved.policy.path or str(run_dir / "policy")),
     )
     with locked(run_dir), _sigterm_raises():
         _refuse_existing(run_dir)  # another process may have made it before it was locked

@@ -38,7 +38,7 @@ def index_of(name: str) -> int:
 
 def check_visible(config: Config, own: str | None) -> None:
     """Raise ConfigError if `launch.gpus` names a GPU that is not visible to this process."""
-    for index in range(config.actors.count):
+    for index in range(config.actors.bounds()[1]):
         visible_gpus(config, "actor", index, own)
     for index in range(config.learner.ranks):
         visible_gpus(config, "learner", index, own)

@@ -11,7 +11,8 @@ from evolver_async.checkpoint import history
 from evolver_async.checkpoint.directory import exists
 from evolver_async.config import Config
 from evolver_async.config.load import dump, load, stage_config
-from evolver_async.config.sections.run import limit_reached
+from evolver_async.config.paths import with_absolute_paths
+from evolver_async.config.sections.run import limits_reached
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.launch.creation import complete, measure
 from evolver_async.launch.run_directory import CREATING, PAUSED
@@ -28,7 +29,7 @@ def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None)
     A run without a checkpoint starts at its beginning; `step` (or `best`) makes it go back to that
     checkpoint and ends its pause. Raises ConfigError or CheckpointError if the run cannot continue.
     """
-    config = load(run_dir / "config.yaml", dotlist)
+    config = with_absolute_paths(load(run_dir / "config.yaml", dotlist))
     incomplete = (run_dir / CREATING).exists()
     no_policy = incomplete and config.policy.path == str(run_dir / "policy")
     check_start(replace(config, policy=replace(config.policy, path="")) if no_policy else config)
@@ -72,7 +73,7 @@ def check_continues(run_dir: Path, before: Config, after: Config, state: dict[st
         raise ConfigError(
             f"stages: must keep stage {stage}, in which the run is; got {len(after.stages)} stages"
         )
-    over = limit_reached(
+    over = limits_reached(
         after.stages[stage],
         steps=taken,
         tokens=state["stage_tokens"],
@@ -81,9 +82,10 @@ def check_continues(run_dir: Path, before: Config, after: Config, state: dict[st
     )
     last = stage + 1 == len(after.stages)
     if state["finished"] and over and last and not state["pending"]:
+        limits = " and ".join(f"stages.{stage}.{key}=…" for key in over)
         raise FinishedRun(
-            f"{run_dir}: is finished; to continue, lengthen its last stage (stages.{stage}.steps"
-            "=…), append one (stages+={kind: rl, steps: …}) or go back (--step N)"
+            f"{run_dir}: is finished; to continue, lengthen its last stage ({limits}), append one"
+            " (stages+={kind: rl, steps: …}) or go back (--step N)"
         )
 
 

@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 
 from evolver_async.buffer.service import BufferService
 from evolver_async.config import Config
+from evolver_async.errors import STOPPED
 from evolver_async.launch.registry import resolve
 from evolver_async.model.tokenizer import tokenizer_hash
 from evolver_async.process.addresses import make_weights_dir
 from evolver_async.process.private_directories import claim, sweep
+from evolver_async.process.stopping import handled_by, raise_stop
 from evolver_async.protocol.messages import Counters
 from evolver_async.transport.in_process import LocalClient, LocalServer
 
@@ -105,6 +107,7 @@ def run(config: Config, run_dir: Path) -> int:
 
 
 def _train(config: Config, run_dir: Path) -> int:
+    """Train. At the first stop signal the learner saves what it has; the second ends it at once."""
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)
     service = BufferService.of_run(config, run_dir, tokenizer_hash(config.policy.path), now=0.0)
@@ -139,9 +142,19 @@ def _train(config: Config, run_dir: Path) -> int:
     # at least the incarnation of a learner that another launcher started
     client = LocalClient(server, "learner", service.store.replay.at.incarnation)
     learner = resolve("serial_learner")(config, run_dir, client, call)
+    signals: list[int] = []
+
+    def stop(number: int) -> None:
+        signals.append(number)
+        learner.requests.stopping = True
+        if len(signals) > 1:
+            raise_stop(number)
+
     try:
-        tasks += loop.run_until_complete(start())
-        return learner.run()
+        with handled_by(stop):
+            tasks += loop.run_until_complete(start())
+            code = learner.run()
+        return 128 + signals[0] if signals and code == STOPPED else code
     finally:
         for task in tasks:
             task.cancel()

@@ -1,6 +1,7 @@
 """Checks before a start that need more than the configuration: paths, wings, addresses, GPUs."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from evolver_async.buffer.state.sampling import sampler_of
@@ -17,6 +18,7 @@ from evolver_async.metrics.sinks import sink_of
 from evolver_async.metrics.wandb_process import has_key
 from evolver_async.process.addresses import keys_of
 from evolver_async.process.http_address import check_free
+from evolver_async.process.private_directories import sweep
 from evolver_async.transport.keys import KeysError, check_keys
 from evolver_async.transport.server import check_address
 from evolver_async.weights.channel.base import listen
@@ -41,6 +43,12 @@ def problems_of(config: Config) -> list[str]:
 
 def _check_gpus(config: Config) -> None:
     check_visible(config, os.environ.get(VISIBLE))
+
+
+def _sweep(config: Config) -> None:
+    """Remove what killed launches have left where weights go: it would count as used memory."""
+    with suppress(OSError):
+        sweep(Path(config.weights.dir))
 
 
 def _check_wandb(config: Config) -> None:
@@ -97,5 +105,5 @@ def _check_own(config: Config) -> None:
 
 CHECKS = (
     *(check_paths, check_wings, _check_own, check_addresses, _check_prometheus),
-    *(_check_gpus, _check_wandb, check_memory, check_gpu_memory),
+    *(_check_gpus, _check_wandb, _sweep, check_memory, check_gpu_memory),
 )

@@ -16,8 +16,6 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from evolver_async.checkpoint import directory as checkpoint
@@ -28,6 +26,7 @@ from evolver_async.launch.run_directory import announce
 from evolver_async.launch.scaling import ActorScaling
 from evolver_async.metrics.alerts import alert
 from evolver_async.process.setup import INCARNATIONS
+from evolver_async.process.stopping import handled_by
 from evolver_async.protocol.messages import StatusRequest
 from evolver_async.transport.client import Rejected
 from evolver_async.transport.dealer import DealerClient
@@ -59,20 +58,9 @@ class Supervisor:
         self.scaling = ActorScaling(config, run_dir)
         self.incarnations: dict[str, int] = {}  # the newest of every name
 
-    @contextmanager
-    def collecting_signals(self) -> Iterator[None]:
-        """Collect SIGINT and SIGTERM in `signals` instead of ending at once."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = [signal.signal(n, lambda n, _: self.signals.append(n)) for n in numbers]
-        try:
-            yield
-        finally:
-            for number, handler in zip(numbers, before, strict=True):
-                signal.signal(number, handler)
-
     def run(self) -> int:
         """Run to the end; return 0, 128 + the signal that ended it, or the code of a failure."""
-        with self.collecting_signals():
+        with handled_by(self.signals.append):
             try:
                 self.start()
                 self.watch()

@@ -12,24 +12,49 @@ from evolver_async.memory.plan import MemoryPlan, memory_plan
 from evolver_async.memory.shape import shape_of
 from evolver_async.memory.units import gib
 
-CGROUPS = (  # limit and present use, of cgroup 2 and 1
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-    ),
-)
+MEMBERSHIP = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+CACHED = ("active_file", "inactive_file", "total_active_file", "total_inactive_file")
 
 
 def available_bytes() -> int:
-    """Return the memory that new processes can get: of the host, or of this cgroup if less."""
-    free = psutil.virtual_memory().available
-    for limit, used in CGROUPS:
+    """Return the memory that new processes can get: of the host, or of a cgroup if less.
+
+    Pages of files that the kernel can drop count as free.
+    """
+    groups = _memory_groups(MEMBERSHIP, CGROUPS)
+    return min([psutil.virtual_memory().available, *filter(None, map(_left, groups))])
+
+
+def _memory_groups(membership: Path, root: Path) -> set[Path]:
+    """Return the directories of the memory cgroups that hold this process, up to the root's."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return set()
+    groups: set[Path] = set()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root
+        inside = (top / path.lstrip("/")).resolve()  # a namespace can hide what is above
+        groups |= {top, *(one for one in (inside, *inside.parents) if one.is_relative_to(top))}
+    return groups
+
+
+def _left(group: Path) -> int | None:
+    """Return what the limit of a cgroup leaves; None without a limit."""
+    for limit, used in LIMITS:
         try:
-            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+            free = int((group / limit).read_text()) - int((group / used).read_text())
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):  # no such cgroup, or "max"
             continue
-    return free
+        names = CACHED[2:] if CACHED[2] in stat else CACHED[:2]
+        return max(1, free + sum(int(stat.get(name, 0)) for name in names))
+    return None
 
 
 def check_memory(config: Config) -> None:

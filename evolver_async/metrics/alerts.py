@@ -3,6 +3,7 @@
 Any process of the run's host appends to the file. The upload of the run sends each alert once.
 """
 
+import logging
 from pathlib import Path
 from typing import Literal
 
@@ -14,11 +15,19 @@ TEXT_CHARS = 1000
 FAILED = "run failed"  # title of the alert of a run that cannot go on
 Level = Literal["INFO", "WARN", "ERROR"]
 
+log = logging.getLogger(__name__)
+
 
 def alert(directory: Path, title: str, text: str, level: Level = "WARN") -> None:
-    """Append an alert by one write, so that those of several processes stay whole lines."""
+    """Append an alert by one write, so that those of several processes stay whole lines.
+
+    A full disk costs the alert, which is then in the log alone, and not the process.
+    """
     row = {"title": title[:TITLE_CHARS], "text": text[:TEXT_CHARS], "level": level}
-    append_row(directory / ALERTS, row)
+    try:
+        append_row(directory / ALERTS, row)
+    except OSError as error:
+        log.warning("%s: %s; not written: %s: %s", ALERTS, error.strerror, title, text)
 
 
 def count(directory: Path) -> int:

@@ -59,10 +59,16 @@ class ProcessGauges:
 
 
 def append(run_dir: Path, name: str, host: str, gauges: Mapping[str, float]) -> None:
-    """Append the gauges of a process, without those of unknown names and those not finite."""
+    """Append the gauges of a process, without those of unknown names and those not finite.
+
+    On a full disk they are left out, with a warning in the log.
+    """
     values = {k: v for k, v in gauges.items() if k in NAMES and math.isfinite(v)}
     line = {"time": round(time.time(), 2), "process": name, "host": host, **values}
-    append_row(run_dir / SYSTEM, line)
+    try:
+        append_row(run_dir / SYSTEM, line)
+    except OSError as error:
+        log.warning("%s: %s", SYSTEM, error.strerror)
 
 
 class GaugeThread(threading.Thread):
@@ -77,10 +83,7 @@ class GaugeThread(threading.Thread):
     def run(self) -> None:
         gauges, host, pause_s = ProcessGauges(), socket.gethostname(), FIRST_S
         while not self._stop_asked.wait(pause_s):
-            try:
-                append(self._run_dir, self._process_name, host, gauges.sample())
-            except OSError as error:  # a full disk
-                log.warning("%s: %s", SYSTEM, error)
+            append(self._run_dir, self._process_name, host, gauges.sample())
             pause_s = PERIOD_S
 
     def stop(self) -> None:

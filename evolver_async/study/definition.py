@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from evolver_async.config.arguments import APPEND
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.metrics.families import EVAL_METRICS, evaluated
 
@@ -220,6 +221,8 @@ def with_arguments(definition: Definition, changes: Sequence[str]) -> Definition
         key, equals, text = change.partition("=")
         if not equals or not key:
             raise ConfigError(f"{change!r}: arguments are written section.key=value,value")
+        if key == APPEND and key in overrides:
+            raise ConfigError(f"{APPEND}: a study adds one stage; write others into its recipe")
         values = split_values(text)
         if len(values) > 1 and not all(value.strip() for value in values):
             raise ConfigError(f"{key}: an empty value between commas in {text!r}")

@@ -12,14 +12,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from evolver_async.launch.child import ending
 from evolver_async.launch.run_directory import last_lines
+from evolver_async.process.stopping import CODES, SIGNALS, handled_by
 from evolver_async.study.directory import (
     CellRun,
     Study,
@@ -33,7 +33,7 @@ from evolver_async.study.directory import (
 from evolver_async.watch import runs
 
 POLL_S = 0.2
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
+STOPPED = CODES | {-number for number in SIGNALS}
 SEARCHED_LINES = 5  # of a log, for the error of a failed run
 OPEN = ("waiting", "unfinished")
 
@@ -73,7 +73,7 @@ class Scheduler:
 
     def run(self) -> bool:
         """Run everything that is left; return False if a signal stopped it."""
-        with self._collecting_signals():
+        with handled_by(self.signals.append):
             try:
                 self._work()
             finally:
@@ -95,17 +95,6 @@ class Scheduler:
             if not self.children:
                 return
             time.sleep(POLL_S)
-
-    @contextmanager
-    def _collecting_signals(self) -> Iterator[None]:
-        """Collect SIGINT and SIGTERM instead of ending at once."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = [signal.signal(n, lambda n, _: self.signals.append(n)) for n in numbers]
-        try:
-            yield
-        finally:
-            for number, handler in zip(numbers, before, strict=True):
-                signal.signal(number, handler)
 
     def left(self) -> list[CellRun]:
         """Return the runs that are neither finished nor failed, running ones too."""

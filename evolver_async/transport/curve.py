@@ -111,6 +111,7 @@ class Handshake:
         keys = self._keys
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.successes += 1
+            self._refusal = None  # one that was guessed is refuted
             self._unclear.clear()
             return
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:

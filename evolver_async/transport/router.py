@@ -7,7 +7,7 @@ requests are parked, the newest ones.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,6 +23,7 @@ from evolver_async.protocol.messages import (
     Renew,
     Reply,
     Request,
+    Retry,
     Sample,
     StatusRequest,
     Wait,
@@ -174,7 +175,8 @@ class RequestRouter:
         replies: list[Any] = []
         for trajectory in request.trajectories:
             replies += self._service.handle(envelope.sender, Push(trajectory=trajectory), now)
-        self._reply(route, envelope.message_id, [Receipts(ids=request.ids, replies=replies)])
+        receipts = [Receipts(ids=request.ids, replies=replies)]
+        self._reply(route, envelope.message_id, receipts, _promise(replies))
 
     def _handle(self, parked: _Parked, now: float) -> None:
         envelope, request = parked.envelope, parked.envelope.message
@@ -197,13 +199,14 @@ class RequestRouter:
 
     def _answer(self, parked: _Parked, replies: list[Reply]) -> None:
         self._sessions.remember(parked.envelope, replies)
-        promises = not isinstance(parked.envelope.message, StatusRequest | Renew | Counters)
+        telling = isinstance(parked.envelope.message, StatusRequest | Renew | Counters)
+        promises = not telling and _promise(replies)
         self._reply(parked.route, parked.envelope.message_id, replies, promises)
 
     def _answer_wait(self, parked: _Parked) -> None:
         """Answer WAIT to a parked request."""
         self._sessions.remember(parked.envelope, [parked.wait])
-        self._reply(parked.route, parked.envelope.message_id, [parked.wait])
+        self._reply(parked.route, parked.envelope.message_id, [parked.wait], promises=False)
 
     def _reply(
         self, route: Any, message_id: int, replies: list[Reply], promises: bool = True
@@ -219,3 +222,8 @@ class RequestRouter:
                 frames = pack(Envelope(self._run_id, "buffer", 0, message_id, reject))
             messages.append(frames)
         self._outbox[route, message_id] = _PreparedReply(messages, promises)
+
+
+def _promise(replies: Sequence[Reply]) -> bool:
+    """True if replies say that something was done, which must be durable before."""
+    return not all(isinstance(reply, Retry | Wait | Reject) for reply in replies)

@@ -23,6 +23,7 @@ from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import url_of
 from evolver_async.process.addresses import keys_of
 from evolver_async.transport.client import Rejected
+from evolver_async.watch.runs import END
 from evolver_async.watch.status import ask
 from evolver_async.watch.throughput import Setup
 from evolver_async.watch.view import View
@@ -58,7 +59,7 @@ def shown(run_dir: Path, config: Config, mode: str) -> Iterator[None]:
 
 
 def watch(run_dir: Path, config: Config, follow: bool) -> None:
-    """Show a run from its first row on; with `follow` until interrupted."""
+    """Show a run from its first row on; with `follow` until it has recorded its end."""
     stop = threading.Event()
     if not follow:
         stop.set()
@@ -85,7 +86,7 @@ def _show(
     quiet_since = asked = time.monotonic()
     last = False
     while not last:
-        last = stop.wait(POLL_S)
+        last = stop.wait(POLL_S) or (not embedded and (run_dir / END).exists())
         if view.url is None and (url := url_of(run_dir)) is not None:
             view.url = url
             _print([f"W&B: {url}"], live)

@@ -13,13 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from evolver_async.checkpoint.directory import CheckpointError, load_newest
+from evolver_async.checkpoint.directory import resumable
 from evolver_async.config.load import load
 from evolver_async.launch.run_directory import last_lines, write_whole
 from evolver_async.metrics.alarms import alarms_line
 from evolver_async.metrics.lineages import current_rows, key_of
 from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import url_of
+from evolver_async.process.stopping import CODES
 from evolver_async.watch.cells import played
 from evolver_async.watch.throughput import time_lines
 
@@ -73,7 +74,7 @@ def end(run_dir: Path, code: int, reason: str = "") -> Ending:
     """Record the end of the launch: its exit code, and the reason if it failed."""
     if code == 0:
         state = "finished"
-    elif code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+    elif code in CODES:
         state, reason = "stopped", signal.Signals(code - 128).name
     else:
         state, reason = "failed", reason or _logged_reason(run_dir)
@@ -114,17 +115,17 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
         success = f"eval success {last['eval/success']:.3f} over {played(last)} ({best})"
     lines = [f"{ending.state} at step {progress.step}, {success}", *time_lines(rows, config)]
     lines += filter(None, [alarms])
-    with contextlib.suppress(CheckpointError):
-        newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
-        lines.append(f"checkpoint: {_short(newest)}")
+    if saved := resumable(run_dir / "checkpoints"):
+        lines.append(f"checkpoint: {_short(saved[-1][0])}")
     if url := url_of(run_dir):
         lines.append(f"W&B: {url}")
     if ending.state == "stopped":
         return [*lines, resume]
     *others, last = config.stages
-    if last.steps:
-        change = f"stages.{len(others)}.steps={2 * last.steps}"
-        lines.append(f"extend: {resume.partition(': ')[2]} {change}")
+    longer = f"stages.{len(others)}.steps={2 * last.steps}"
+    if not last.steps or last.tokens or last.hours or last.until_success:
+        longer = shlex.quote(f"stages+={{kind: {last.kind}, steps: {last.steps or 100}}}")
+    lines.append(f"extend: {resume.partition(': ')[2]} {longer}")
     return [*lines, f"export: evolver-async export {run} OUT"]
 
 

@@ -28,6 +28,12 @@ def note(watched: Watched, counters: dict[str, float]) -> None:
     del window[: -(WINDOW + 1)]
 
 
+def forget_totals(watched: Watched) -> None:
+    """Begin the windows anew: the totals before a restored checkpoint are older than its steps."""
+    watched.not_arrived.clear()
+    watched.judge_totals.clear()
+
+
 def judge_rates(watched: Watched) -> dict[str, float]:
     """Return the rates of the window that at least `LEAST` turns give, by metric name."""
     window = watched.judge_totals

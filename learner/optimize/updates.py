@@ -55,7 +55,8 @@ class Applied:
     def lost(self, groups: list[Group], unfit: Collection[int]) -> dict[str, list[int]]:
         """Return the ids of the groups that did not train, by reason; indices `unfit` are some."""
         lost = {NON_FINITE: set(unfit), TARGET_KL: set[int]()}
-        lost[NON_FINITE if self.beyond is None else TARGET_KL] |= self.left_out
+        cut = self.beyond is not None and self.failure is None
+        lost[TARGET_KL if cut else NON_FINITE] |= self.left_out
         return {why: [groups[i].group_id for i in sorted(lost[why])] for why in lost if lost[why]}
 
     def trained_P(self, batch: Batch) -> Array:
@@ -141,7 +142,7 @@ class Stepper:
             done.append(_Update(minibatch, found, terms, kl, rate * scale, moved))
         means = {"learner/lr": rate}
         if math.isfinite(bound):
-            if beyond is None and failure is None:
+            if beyond is None and done:
                 beyond = self._beyond(stage, done[-1], loss, bound, critic and critic.critic)
             means["learner/taken_back"] = float(beyond is not None and self._undo(done, bound))
         means["learner/token_budget"] = self.passes.token_budget(stage, critic and critic.critic)

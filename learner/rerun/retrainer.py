@@ -12,12 +12,16 @@ from evolver_async.config import Config
 from evolver_async.metrics.writer import Metrics, Timers
 from evolver_async.schema import Group
 from evolver_async.study.rerun import RerunPlan
+from learner.diagnostics.judge_rates import forget_totals
 from learner.diagnostics.step_result import StepResult
 from learner.diagnostics.stop_rules import Guard
 from learner.schedule import Stages, next_stage, stage_over
 from learner.stage_steps import enter_stage, train_take
 from learner.state import LearnerState
 from learner.step import Updater
+
+# Alarms about totals that the actors report, which a rerun has none of.
+REPORTED = ("alarm/judge", "alarm/judge_praise", "alarm/weights")
 
 
 class Retrainer:
@@ -56,7 +60,10 @@ class Retrainer:
         if learns:
             # The reactions of the run are part of its takes; here alarms are only measured.
             measures = replace(settings, safety=replace(settings.safety, action="warn"))
+            forget_totals(state.watched)  # reports of the actors are not repeated
             self.guard.watch(measures, state, groups, outcome)
+            for name in REPORTED:
+                outcome.metrics.pop(name, None)
             if settings.safety.action == "rollback":
                 outcome.metrics["safety/rollbacks"] = float(state.rollbacks)
         state.count(groups, outcome.tokens)

@@ -21,6 +21,7 @@ from workers import Buffer, Walker, granted, run, version, worker_of
 from actors.engines.base import Generation, Request
 from actors.envs.adapters.service_client import drain
 from actors.postprocess import ActorComponents
+from actors.progress import TicketProgress, renewal
 from actors.worker import ActorReplaced
 from evolver_async.config import StageConfig
 from evolver_async.config.load import dump, load
@@ -268,6 +269,18 @@ def test_renewals_say_what_holds_up_each_ticket(run: Callable[..., None]) -> Non
     shown = [(one.progress[0], one.progress[1]) for one in others]
     assert len(set(shown)) > 2
     assert all(waiting == running for running, waiting in shown), "it moves as they do"
+
+
+def test_a_long_turn_is_progress_while_the_engine_samples() -> None:
+    long, idle = TicketProgress(count=3, generating=1), TicketProgress(count=5)
+
+    async def told(generated: int) -> list[int]:
+        progresses = {0: long, 1: idle, 2: TicketProgress(queued=True)}
+        renewed = renewal(progresses, generated, None, None, long.clock, 0)
+        return [renewed.progress[group] for group in range(3)]
+
+    first, second = asyncio.run(told(100)), asyncio.run(told(160))
+    assert (first, second) == ([103, 5, 108], [163, 5, 168])
 
 
 def test_troubles_with_an_environment_service_are_told(run: Callable[..., None]) -> None:

@@ -3,6 +3,8 @@
 import contextlib
 import errno
 import json
+import os
+import shlex
 import shutil
 import signal
 import socket
@@ -18,6 +20,7 @@ from buffer_world import World
 from launches import COMMAND, DEADLINE_S, alive, wait_for
 from serial_recipe import RECIPE as SERIAL
 
+from evolver_async import cli
 from evolver_async.checkpoint.directory import save
 from evolver_async.cli import main
 from evolver_async.commands import training
@@ -312,7 +315,10 @@ def test_resume_auto_begins_a_run_then_continues_it_then_says_that_it_is_finishe
 
 
 def test_resume_auto_applies_again_where_processes_run_and_nothing_else(
-    run_dir: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path,
+    recipe: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     applied = []
 
@@ -326,6 +332,14 @@ def test_resume_auto_applies_again_where_processes_run_and_nothing_else(
     names = [f"run.dir={run_dir.parent}", f"run.name={run_dir.name}"]
     assert main(["train", str(recipe), *names, *places, *others, "--resume", "auto"]) == 0
     assert applied == places
+    ignored = shlex.join(others)
+    assert f"has begun and keeps its recipe, without {ignored}; to" in capsys.readouterr().err
+    monkeypatch.chdir(run_dir.parent)
+    same = ["run.dir=.", names[1], "launch={drain_s: 9}"]
+    assert main(["train", str(recipe), *same, "--resume", "auto"]) == 0
+    assert applied[len(places) :] == same[2:]
+    said = capsys.readouterr()
+    assert said.err == "" and said.out.startswith(f"{run_dir}: is finished")
 
 
 @pytest.mark.parametrize(
@@ -537,3 +551,23 @@ def test_a_run_directory_that_cannot_be_made_is_named_by_its_key(capsys):
     assert main(["train", recipe, "run.dir=/proc/x", "run.name=y"]) == 2
     said = capsys.readouterr().err
     assert "run.dir: cannot make /proc/x/y: No such file or directory" in said
+
+
+def test_files_of_the_working_directory_do_not_hide_the_wings(tmp_path: Path) -> None:
+    for name in ("learner", "actors"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
+    (tmp_path / "my_task.py").write_text("found = True")
+    script = (
+        "import evolver_async.cli, importlib.util; evolver_async.cli._find_modules(); import my_task;"
+        " assert all(map(importlib.util.find_spec, ('learner.checks', 'actors.worker')))"
+    )
+    root = str(Path(cli.__file__).parents[1])
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": root},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()

@@ -166,6 +166,36 @@ def test_an_update_that_is_not_finite_is_one_however_far_its_data_are(tiny, tmp_
     assert state.bad_steps == 1 and outcome.filtered.keys() == {"non_finite"}
 
 
+def test_an_update_that_breaks_the_policy_is_taken_back_though_the_next_one_is_not_finite(
+    tiny, tmp_path, monkeypatch
+):
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=2)
+    settings.loss.target_kl = 0.2
+    begin, made = updater(settings, tmp_path).model, updater(settings, tmp_path)
+    gradients, losses = made.stepper.passes.gradients, iter((1.0, math.nan))
+    monkeypatch.setattr(
+        made.stepper.passes, "gradients", lambda *given: (next(losses), gradients(*given)[1])
+    )
+    told = iter((0.1, 0.1, math.nan))
+    monkeypatch.setattr(under_test.Accounting, "kl", lambda _: next(told))
+    state = LearnerState(lineage=1)
+    outcome = made.rl(stage_config(settings, 0), groups(4), state, FORKS, 1)
+    assert outcome.metrics["learner/taken_back"] == 1 and outcome.updates == 0
+    assert len(outcome.filtered["non_finite"]) == 4 and state.bad_steps == 1
+    for left, right in zip(made.model.parameters(), begin.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
+
+
+def test_a_step_without_a_finite_advantage_is_counted_under_a_target_kl_too(tiny, tmp_path):
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=2)
+    settings.loss.target_kl = 0.2
+    taken, state = groups(4), LearnerState(lineage=1)
+    for group in taken:
+        group.trajectories[0].reward = math.nan
+    outcome = updater(settings, tmp_path).rl(stage_config(settings, 0), taken, state, FORKS, 1)
+    assert state.bad_steps == 1 and outcome.updates == 0 == outcome.metrics["learner/taken_back"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_update_that_moves_the_policy_beyond_the_target_kl_is_taken_back(
     tiny, tmp_path, monkeypatch, dtype

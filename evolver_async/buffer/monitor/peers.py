@@ -51,6 +51,8 @@ class Peer(msgspec.Struct):
     def count(self, tokens: int, now: float) -> None:
         """Count a trajectory with so many ACTION tokens."""
         second, bins = int(now), self.bins
+        while bins and bins[0][0] < now - WINDOW_S:
+            bins.popleft()
         if not bins or bins[-1][0] != second:
             bins.append([second, 0, 0])
         newest = bins[-1]
@@ -88,13 +90,9 @@ class Peer(msgspec.Struct):
 
     def rates(self, now: float) -> tuple[float, float]:
         """Trajectories and tokens per second over the last minute, or since it was first heard."""
-        while self.bins and self.bins[0][0] < now - WINDOW_S:
-            self.bins.popleft()
+        bins = [one for one in self.bins if one[0] >= now - WINDOW_S]
         window = min(WINDOW_S, max(1.0, now - self.first))
-        return (
-            sum(bin[1] for bin in self.bins) / window,
-            sum(bin[2] for bin in self.bins) / window,
-        )
+        return sum(one[1] for one in bins) / window, sum(one[2] for one in bins) / window
 
 
 class Activity:

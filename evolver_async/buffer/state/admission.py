@@ -72,6 +72,8 @@ class Admission:
         # kept up to date at every change: every waiting actor reads both
         self.uses = {kind: sum(held.uses_left for held in self.live(kind)) for kind in KINDS}
         self.bytes = sum(held.bytes for kind in KINDS for held in self.live(kind))
+        held = at.groups.values()
+        self.waiting = {one.group_id for one in held if one.wait and one.state != "closed"}
 
     @property
     def numbers(self) -> StageNumbers:
@@ -153,6 +155,8 @@ class Admission:
         self.at.next_group = group_id + 1
         self.at.groups[group_id] = self.by_state["open"][group_id] = held
         self.uses[kind] += held.uses_left
+        if held.wait:
+            self.waiting.add(group_id)
 
     def reissue(self, again: Reissued) -> None:
         """Grant missing members again, under a new attempt."""
@@ -206,6 +210,8 @@ class Admission:
         del self.by_state[held.state][held.group_id]
         held.state = state
         self.by_state[state][held.group_id] = held
+        if held.wait:
+            (self.waiting.discard if state == "closed" else self.waiting.add)(held.group_id)
 
     def _close(self, held: HeldGroup) -> None:
         self._enter(held, "closed")

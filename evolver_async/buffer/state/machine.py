@@ -157,19 +157,18 @@ class BufferState:
         Each repeat follows a group without guidance, so at most every second group is one.
         """
         repeats = self.replay.numbers.repeats_failed and held.stage == self.replay.at.stage
-        quarantined = held.task.task_id in self.tasks.cursor.quarantined
-        if repeats and not successes and not held.guided and not quarantined:
+        if repeats and not successes and not held.guided:
             self.tasks.queue_again(held.task, guided=True)
 
     def _evicted(self, group_id: int, reason: str) -> None:
         held = self.replay.evict(group_id, reason)
         fate, why = ending(held, reason)
         self.ledger.close(held.kind, fate, why, _amount(held))
+        guided = bool(held.guided)
         if fate == "evicted" and reason == FORK:
-            self.tasks.queue_again(held.task, guided=bool(held.guided))
+            self.tasks.queue_again(held.task, guided=guided)
         elif fate == "evicted" and reason in ("age", "stale"):
-            complete = reason == "stale"
-            self.tasks.requeue(held.task, complete, guided=bool(held.guided))
+            self.tasks.requeue(held.task, reason == "stale", guided=guided, waited=held.wait)
         if held.pinned is not None and reason != "lineage":
             self.evaluations.lost(held.pinned, held.episode)
 

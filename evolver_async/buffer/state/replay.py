@@ -145,6 +145,7 @@ class Replay(Admission):
             at.takes = {number: taken for number, taken in at.takes.items() if number < take}
         at.next_take = take
         at.zero_spread = 0
+        at.floor = min(at.floor, version)  # a later stage's may be ahead of the head
         return reopened
 
     def keep(self, take: int, checkpoint_bytes: int = 0) -> None:
@@ -196,13 +197,13 @@ class Replay(Admission):
         Earliest deadline first: with B groups a version, at most k·B uses may be due within k
         versions.
         """
-        if not self.numbers.wait:
+        if not self.waiting:
             return True
         due: dict[int, int] = {}
         taken = {held.group_id for held in chosen}
-        for held in (*self.by_state["open"].values(), *self.by_state["ready"].values()):
+        for held in map(self.at.groups.__getitem__, self.waiting):
             uses = held.uses_left - (held.group_id in taken)
-            if held.wait and uses:
+            if held.state in ("open", "ready") and uses:
                 slack = max(0, self._slack(held))
                 due[slack] = due.get(slack, 0) + uses
         total = 0

@@ -123,22 +123,27 @@ class TaskStream:
         self._pass("explore", task)
 
     def requeue(
-        self, task: Task, complete: bool = False, guided: bool = False
+        self, task: Task, complete: bool = False, guided: bool = False, waited: bool = True
     ) -> Literal["again", "wait", "too slow"]:
         """Queue a task whose group became too old: plainly, with waiting, or never again.
 
-        A task with `complete` groups is not too slow, however often they are not taken.
+        A task with `complete` groups is not too slow, however often they are not taken; nor is one
+        whose group was not `waited` for, as several of a task can become too old at once.
         """
+        if task.task_id in self.cursor.quarantined:
+            return "too slow"
         counts = self.cursor.missed if complete else self.cursor.ages
         age = counts[task.task_id] = counts.get(task.task_id, 0) + 1
-        if age > PATIENT_AFTER and not complete:
+        if age > PATIENT_AFTER and waited and not complete:
             self.quarantine(task.task_id, "too slow")
             return "too slow"
         self.queue_again(task, wait=age >= PATIENT_AFTER, guided=guided)
         return "wait" if age >= PATIENT_AFTER else "again"
 
     def queue_again(self, task: Task, wait: bool = False, guided: bool = False) -> None:
-        """Queue the task once more, ahead of the numbered ones."""
+        """Queue the task once more, ahead of the numbered ones, unless it is quarantined."""
+        if task.task_id in self.cursor.quarantined:
+            return
         self.cursor.queue.append(Queued(task, wait, guided))
 
     def taken(self, task: Task) -> None:

@@ -56,6 +56,11 @@ def groups(config: Config) -> Iterator[tuple[str, str]]:
         if size == 1 and kind in kinds:
             reason = f"{section}.kind={kind} compares members of a group"
             yield "rollout.group_size", f"must be at least 2: {reason}"
+    if config.experience.kind != "none" and config.experience.internalise == "distill":
+        guided = round(config.rollout.guided_fraction * size)
+        if advantage.kind in RELATIVE["advantage"] and 1 in (guided, size - guided):
+            reason = "distill compares guided members with each other, and so the others"
+            yield "rollout.guided_fraction", f"leaves one of {size} members alone: {reason}"
     if selection.members > size:
         yield "selection.members", f"must be at most rollout.group_size ({size})"
     if 0 < selection.members < min(4, size):

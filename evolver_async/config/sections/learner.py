@@ -62,7 +62,8 @@ class AdvantageConfig:
     ] = "grpo"
     # grpo, grpo_process, adca, opob: divide by the std of the group or of the batch, or not at all
     std: Literal["group", "batch", "none"] = "group"
-    baseline_decay: Fraction = 0.9  # reinforce: b <- decay * b + (1 - decay) * mean reward
+    # reinforce: b <- decay * b + (1 - decay) * mean reward, from 0 at the beginning of a stage
+    baseline_decay: Fraction = 0.9
     alpha: float = 0.1  # adca: weight of the judge's labels beside the outcome
     # adca: from 0: the end of a cosine of alpha over the stage's steps; -1: alpha is constant
     alpha_final: Annotated[float, Range(ge=-1)] = -1.0

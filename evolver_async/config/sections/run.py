@@ -79,16 +79,17 @@ class StageConfig:
 SUPERVISED = ("sft", "world_model", "reflect")  # kinds that train on scripted episodes
 
 
-def limit_reached(
+def limits_reached(
     stage: StageConfig, *, steps: int, tokens: int, seconds: float, success: float
-) -> bool:
-    """Return True if a stage with these totals has reached the first of its limits."""
-    return (
-        0 < stage.steps <= steps
-        or 0 < stage.tokens <= tokens
-        or 0 < stage.hours * 3600 <= seconds
-        or 0 < stage.until_success <= success
-    )
+) -> list[str]:
+    """Return the keys of the limits that a stage with these totals has reached."""
+    reached = {
+        "steps": 0 < stage.steps <= steps,
+        "tokens": 0 < stage.tokens <= tokens,
+        "hours": 0 < stage.hours * 3600 <= seconds,
+        "until_success": 0 < stage.until_success <= success,
+    }
+    return [key for key, over in reached.items() if over]
 
 
 @dataclass

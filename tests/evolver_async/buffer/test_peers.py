@@ -211,3 +211,14 @@ def test_a_paused_learner_waits_and_is_no_stall(tmp_path: Path) -> None:
     ]
     world.pass_time(40.0)
     assert [stall["who"] for stall in world.service.status(world.now)["stalled"]] == ["learner"]
+
+
+def test_an_actor_is_counted_by_the_seconds_of_the_last_minute_alone(tmp_path):
+    world = World(tmp_path, config())
+    world.resume()
+    world.lease(peer="actor-0")
+    peer = world.service.activity.peers["actor-0"]
+    for second in range(1000):
+        peer.count(3, peer.first + second)
+    assert len(peer.bins) <= WINDOW_S + 1
+    assert peer.rates(peer.first + 999) == (WINDOW_S / WINDOW_S, 3.0) or peer.rates(0.0)[0] > 0

@@ -233,6 +233,29 @@ def test_the_learner_waits_for_a_straggler_before_its_time_runs_out():
     assert buffer.choose() == [slow]
 
 
+def test_a_task_that_was_evicted_before_is_waited_for_beside_others_that_are_not():
+    buffer = replay(groups_per_step=1, max_staleness=1)
+    slow, fast = grant(buffer, wait=True), grant(buffer)
+    arrive(buffer, fast)
+    assert take(buffer, 0) == [fast]
+    report(buffer, 0, 1)
+    arrive(buffer, grant(buffer), step=1)
+    assert buffer.choose() == []
+    arrive(buffer, slow, step=0)
+    assert take(buffer, 1) == [slow]
+    report(buffer, 1, 2)
+    assert len(buffer.choose()) == 1 and not buffer.waiting
+
+
+def test_a_resume_from_before_a_stage_lets_its_actors_lag_again():
+    buffer = replay(max_staleness=3, weight_lag=2)
+    buffer.at.head, buffer.at.floor = WeightId(lineage=1, step=50), 50
+    buffer.resume(lineage=2, parent=1, take=0, version=45)
+    assert buffer.demanded(WeightId(lineage=2, step=45)) is not None
+    buffer.at.head = WeightId(lineage=2, step=47)
+    assert buffer.demanded(WeightId(lineage=2, step=45)) == WeightId(lineage=2, step=45)
+
+
 def test_stragglers_too_many_for_one_version_are_waited_for_in_time():
     buffer = replay(groups_per_step=1, max_staleness=2, wait=True)
     slow = [grant(buffer, wait=True) for _ in range(2)]

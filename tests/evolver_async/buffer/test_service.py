@@ -731,7 +731,7 @@ def test_only_synthetic_tasks_of_the_train_split_can_be_offered(world):
     assert isinstance(world.one("a", messages.Offer(tasks=[synthetic(0)])), messages.Ok)
     assert world.store.state.tasks.pool_size() == 1
     numbered = {"task_id": "frozen_lake/train/1"}
-    for change in ({"split": "test"}, {"origin": "original"}, numbered):
+    for change in ({"split": "test"}, {"origin": "original"}, numbered, {"query": "q" * 40_000}):
         foreign = msgspec.structs.replace(synthetic(1), **change)
         assert isinstance(world.one("a", messages.Offer(tasks=[foreign])), messages.Reject)
     assert world.store.state.tasks.pool_size() == 1

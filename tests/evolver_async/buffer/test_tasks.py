@@ -78,6 +78,15 @@ def test_a_slow_task_is_issued_again_then_with_patience_then_never():
     assert draw(tasks).task_id == "maze/train/1"
 
 
+def test_groups_of_a_task_that_are_evicted_at_once_do_not_quarantine_it():
+    tasks = TaskStream(0, finite(1))
+    task = draw(tasks)
+    assert [tasks.requeue(task, waited=False) for _ in range(4)] == ["again", *["wait"] * 3]
+    assert tasks.requeue(task) == "too slow" == tasks.requeue(task)
+    tasks.queue_again(task)
+    assert tasks.cursor.queue == [] and tasks.exhausted()
+
+
 def test_a_completed_group_clears_the_tasks_age():
     tasks = TaskStream(0, finite(3))
     task = draw(tasks)

@@ -7,7 +7,7 @@ from refusals import STEPS
 
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
-from evolver_async.config.paths import check_paths
+from evolver_async.config.paths import check_paths, with_absolute_paths
 
 
 @pytest.mark.parametrize("key", ["policy.path", "weights.dir"])
@@ -25,3 +25,19 @@ def test_a_model_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
 def test_a_weights_directory_that_cannot_be_written_is_named() -> None:
     with pytest.raises(ConfigError, match=r"weights\.dir: /proc cannot be written to"):
         check_paths(load(None, [STEPS, "weights.dir=/proc"]))
+
+
+def test_paths_are_read_again_from_wherever_a_later_command_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = ("policy.path", "experience.embedder", "questioning.profile", "security.keys")
+    config = load(None, [STEPS, *(f"{key}=models/one" for key in keys), "weights.dir=here"])
+    made = with_absolute_paths(config)
+    one = str(tmp_path / "models" / "one")
+    assert [made.policy.path, made.experience.embedder] == [one, one]
+    assert [made.questioning.profile, made.security.keys] == [one, one]
+    assert made.weights.dir == str(tmp_path / "here")
+    assert with_absolute_paths(made) == made
+    bare = load(None, [STEPS])
+    assert with_absolute_paths(bare) == bare, "what is empty, hash or absolute stays"

@@ -68,6 +68,14 @@ def test_a_gpu_that_is_hidden_cannot_be_given_away(here):
         check_visible(node(actors=[], learner=[3]), here)
 
 
+def test_a_gpu_of_an_actor_that_may_come_later_must_be_visible_too():
+    config = node(actors=[0, 1, 2], learner=[])
+    config.actors.count, config.actors.max = 1, 3
+    check_visible(config, "4,5,6")
+    with pytest.raises(ConfigError, match=r"launch\.gpus\.actors: 2 is not within CUDA_VISIBLE"):
+        check_visible(config, "4,5")
+
+
 def test_numbers_of_names():
     assert [index_of(name) for name in ("learner", "actor-3", "actor-12")] == [0, 3, 12]
 

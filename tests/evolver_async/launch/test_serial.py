@@ -5,7 +5,10 @@ Every run is the whole system, in this process; one is shared by all tests that 
 
 import asyncio
 import math
+import os
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +23,9 @@ from actors.envs.bandit import Bandit
 from actors.evaluate import evaluate
 from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.service import BufferService
+from evolver_async.checkpoint.directory import resumable
 from evolver_async.config.load import dump, load
-from evolver_async.launch.serial import VirtualLoop
+from evolver_async.launch.serial import VirtualLoop, run
 from evolver_async.process.private_directories import PREFIX
 from evolver_async.schema import Task
 
@@ -83,6 +87,24 @@ def test_a_forced_weight_lag_is_exact(train: Callable[..., Finished]) -> None:
     families = {name.split("/")[0] for row in lagged.rows for name in row if "lag_" in name}
     assert families == {"lag_0", "lag_1", "lag_2"}
     assert lagged.rl("ledger/evicted")[-1] == 0
+
+
+def test_a_signal_lets_the_learner_save_and_the_run_goes_on_from_there(
+    tmp_path: Path, plain: Finished
+) -> None:
+    run_dir = shutil.copytree(plain.run_dir, tmp_path / plain.run_dir.name)
+    config = load(run_dir / "config.yaml", ["stages.1.steps=1000", f"weights.dir={tmp_path}"])
+    dump(config, run_dir / "config.yaml")
+    begun = len(resumable(run_dir / "checkpoints"))
+
+    def stop() -> None:
+        while len((run_dir / "metrics.jsonl").read_text().splitlines()) <= len(plain.rows) + 1:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
+    assert run(config, run_dir) == 128 + signal.SIGTERM
+    assert len(resumable(run_dir / "checkpoints")) > begun
 
 
 def test_latency_of_the_environment_costs_no_real_time(train: Callable[..., Finished]) -> None:

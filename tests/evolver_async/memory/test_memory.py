@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from evolver_async.config import Config
 from evolver_async.config.load import load
 from evolver_async.doctor.probes.recipe import model
-from evolver_async.memory.host import available_bytes, check_memory, problem_of
+from evolver_async.memory.host import (
+    _left,
+    _memory_groups,
+    available_bytes,
+    check_memory,
+    problem_of,
+)
 from evolver_async.memory.plan import MemoryPart, MemoryPlan, ProcessPlan, memory_plan
 from evolver_async.memory.shape import DecoderShape, shape_of
 
@@ -115,3 +121,34 @@ def test_what_does_not_fit_names_the_key_that_takes_most() -> None:
 
 def test_this_host_has_memory() -> None:
     assert 0 < available_bytes() < 1 << 50
+
+
+def test_what_a_cgroup_leaves_is_counted_with_its_files_and_all_above_it(tmp_path: Path) -> None:
+    membership, root = tmp_path / "cgroup", tmp_path / "fs"
+    job = root / "slurm" / "job_7"
+    job.mkdir(parents=True)
+    membership.write_text("0::/slurm/job_7\n")
+    groups = _memory_groups(membership, root)
+    assert groups == {root, root / "slurm", job}
+    assert [_left(group) for group in groups] == [None] * 3
+    (job / "memory.max").write_text("1000\n")
+    (job / "memory.current").write_text("900\n")
+    (job / "memory.stat").write_text("anon 200\nactive_file 300\ninactive_file 400\n")
+    (root / "slurm" / "memory.max").write_text("max\n")
+    (root / "slurm" / "memory.current").write_text("900\n")
+    assert [_left(one) for one in (root / "slurm", job)] == [None, 800]
+
+
+def test_the_groups_of_cgroup_1_are_those_of_its_memory_controller(tmp_path: Path) -> None:
+    membership, root = tmp_path / "cgroup", tmp_path / "fs"
+    membership.write_text("5:cpu:/a\n4:memory:/a/b\n")
+    memory = root / "memory"
+    assert _memory_groups(membership, root) == {memory, memory / "a", memory / "a" / "b"}
+    memory.mkdir(parents=True)
+    (memory / "memory.limit_in_bytes").write_text("1000")
+    (memory / "memory.usage_in_bytes").write_text("900")
+    (memory / "memory.stat").write_text(
+        "active_file 1\ntotal_active_file 50\ntotal_inactive_file 7"
+    )
+    assert _left(memory) == 157
+    assert _memory_groups(tmp_path / "none", root) == set()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from evolver_async.metrics import alerts, gauges
 from evolver_async.metrics.lineages import key_of
 from evolver_async.metrics.tail import Tail, append_row
 from evolver_async.metrics.wandb_rows import StepExtras
@@ -57,3 +58,14 @@ def test_a_row_is_a_line_of_its_own_also_behind_a_torn_one(tmp_path: Path) -> No
     append_row(path, {"number": 3})
     append_row(path, {"number": 4})
     assert [row["number"] for row in Tail(path).rows()] == [1, 3, 4]
+
+
+def test_a_full_disk_costs_alerts_and_gauges_and_no_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in (alerts.ALERTS, gauges.SYSTEM):
+        (tmp_path / name).symlink_to("/dev/full")
+    alerts.alert(tmp_path, "stall of actor-0", "it waits")
+    gauges.append(tmp_path, "actor-0", "host", {"rss_bytes": 1.0})
+    assert "not written: stall of actor-0: it waits" in caplog.text
+    assert caplog.text.count("No space left on device") == 2

@@ -312,3 +312,26 @@ def test_a_service_may_answer_a_batch_by_its_commit() -> None:
     service.full = False
     assert settle() == [("a", 3, ["a 3", "a 3"])]
     assert settle() == []
+
+
+class Full:
+    """A service whose disk is full: nothing is done, and what it says of that promises nothing."""
+
+    def handle(self, peer: str, request: messages.Lease, now: float) -> list[messages.Reply]:
+        credit = request.credit
+        return [messages.Retry(seconds=1.0) if credit else messages.Tickets(tickets=[])]
+
+    def commit(self) -> None:
+        raise Postponed
+
+    def tick(self, now: float) -> None: ...
+
+
+def test_what_promises_nothing_is_said_before_there_is_room() -> None:
+    router = RequestRouter(Full(), "run", 5.0)
+    for sender, credit in (("a", 1), ("b", 0)):
+        frames = pack(Envelope("run", sender, 0, 1, messages.Lease(credit=credit), "n"))
+        router.receive(sender, [bytes(frame) for frame in frames], 0.0)
+    told = [(route, unpack(frames).message) for route, frames in router.settle(0.0)]
+    assert [(route, type(message)) for route, message in told] == [("a", messages.Retry)]
+    assert router.settle(0.0) == []

@@ -9,6 +9,7 @@ from rich.console import Console
 from evolver_async.config import Config, StageConfig
 from evolver_async.launch.run_directory import record_origin
 from evolver_async.metrics.tail import Tail
+from evolver_async.watch import runs
 from evolver_async.watch.live import steps_of, watch
 from evolver_async.watch.throughput import Setup
 from evolver_async.watch.view import RECENT, View
@@ -233,3 +234,12 @@ def test_lines_of_a_run_name_its_alarms(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
     watch(tmp_path, Config(), follow=False)
     assert capsys.readouterr().err == "step 2  alarm entropy fires; remedies: docs/alarms.md\n"
+
+
+def test_a_run_is_followed_until_it_has_recorded_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(row(3, 5.0))}\n")
+    runs.end(tmp_path, 0)
+    watch(tmp_path, Config(stages=[StageConfig(steps=3)]), follow=True)
+    assert "step 3/3" in capsys.readouterr().out

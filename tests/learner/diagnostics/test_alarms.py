@@ -223,8 +223,9 @@ def test_a_new_stage_forgets_the_old_one() -> None:
     state = LearnerState()
     steps(state.watched, SAFETY.warmup)
     steps(state.watched, SAFETY.patience, entropy=2.5)
-    state.empty_steps, state.masked_steps = 4, 3
+    state.empty_steps, state.masked_steps, state.baseline = 4, 3, 0.5
     next_stage(state)
+    assert state.baseline == 0
     assert not any(steps(state.watched, 50, entropy=2.5))
     assert state.empty_steps == state.masked_steps == 0
 

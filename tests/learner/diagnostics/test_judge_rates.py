@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.diagnostics.judge_rates import LEAST, TOTALS, WINDOW, judge_rates, note
+from learner.diagnostics.judge_rates import LEAST, TOTALS, WINDOW, forget_totals, judge_rates, note
 from learner.state import LearnerState, Watched
 
 
@@ -77,3 +77,14 @@ def test_a_checkpoint_keeps_the_window(tmp_path: Path) -> None:
     state.write(tmp_path)
     found = LearnerState.read(tmp_path)
     assert asdict(found) == asdict(state) and judge_rates(found.watched) == {"judge/agreement": 0.5}
+
+
+def test_totals_from_before_a_restored_checkpoint_are_forgotten() -> None:
+    watched = Watched()
+    report(watched, known=100, known_right=0)
+    report(watched, known=200, known_right=0)
+    note(watched, {"weights/not_arrived": 1.0})
+    forget_totals(watched)
+    assert judge_rates(watched) == {}
+    note(watched, {"weights/not_arrived": 1.0})
+    assert watched.not_arrived == [1.0], "the event is not a new one"

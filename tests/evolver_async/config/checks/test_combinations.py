@@ -184,6 +184,14 @@ from learner.data.selection import spread
             "experience.internalise: must be none or strip: distill belongs to rl stages",
         ),
         (
+            [
+                "experience={kind: contrast, internalise: distill}",
+                "rollout={group_size: 4, guided_fraction: 0.25}",
+                "stages=[{kind: rl, steps: 1}]",
+            ],
+            "rollout.guided_fraction: leaves one of 4 members alone: distill compares",
+        ),
+        (
             ["experience.kind=contrast", "stages=[{kind: sft, steps: 1}]"],
             "experience.internalise: must be none, or rollout.guided_fraction 0",
         ),

@@ -1,0 +1,34 @@
+"""Signals that stop a launch in order: SIGINT, SIGTERM, and SIGHUP when its terminal closes."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+CODES = frozenset(128 + number for number in SIGNALS)  # exit codes of launches that were stopped
+
+
+class StopSignal(KeyboardInterrupt):
+    """A stop signal, raised where it came; `code`: the exit code of a launch that it ends."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.code = 128 + number
+
+
+def raise_stop(number: int) -> None:
+    """Raise a signal as a StopSignal; for `handled_by`."""
+    raise StopSignal(number)
+
+
+@contextmanager
+def handled_by(handle: Callable[[int], None]) -> Iterator[None]:
+    """Call `handle` with the number of every stop signal. A SIGHUP that nohup ignores stays so."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = SIGNALS[:2] if ignored else SIGNALS
+    before = [signal.signal(number, lambda number, _: handle(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

@@ -1,0 +1,28 @@
+"""Signals that stop a launch."""
+
+import os
+import signal
+
+import pytest
+
+from evolver_async.process.stopping import CODES, SIGNALS, StopSignal, handled_by, raise_stop
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_each_stop_signal_is_handled_and_given_back(number: int) -> None:
+    seen, before = list[int](), signal.getsignal(number)
+    with handled_by(seen.append):
+        os.kill(os.getpid(), number)
+    assert seen == [number] and signal.getsignal(number) == before
+    with pytest.raises(StopSignal) as stopped, handled_by(raise_stop):
+        os.kill(os.getpid(), number)
+    assert stopped.value.code in CODES
+
+
+def test_a_run_under_nohup_ignores_the_end_of_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with handled_by(raise_stop):
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
