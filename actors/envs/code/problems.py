@@ -5,7 +5,7 @@ import re
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-_NUMBER = re.compile(r"([+-]?\d{1,60})(?:\.(\d{1,60}))?(?:/(\d{1,60}))?")
+_NUMBER = re.compile(r"([+-]?(?=\.?\d)\d{0,60})(?:\.(\d{0,60}))?(?:/(\d{1,60}))?")
 HARNESS = """
 
 import json
@@ -58,7 +58,7 @@ def same(text: str, answer: str) -> bool:
 
 
 def number(text: str) -> Fraction | None:
-    """Parse `12`, `-1.50`, `3/4` or `1,000`; None for other text."""
+    """Parse `12`, `-1.50`, `.5`, `5.`, `3/4` or `1,000`; None for other text."""
     found = _NUMBER.fullmatch(re.sub(r",(?=\d{3}(\D|$))", "", text.strip().strip("$ ")))
     if found is None or (found[3] and not int(found[3])):
         return None

@@ -289,6 +289,8 @@ def test_results_are_compared_strictly() -> None:
         *(("Paris ", "paris", True), ("paris  france", "Paris France", True), ("", "0", False)),
         *(("1" * 100, "1", False), ("1e999999999", "1", False), ("nan", "1", False)),
         *(("-1.5", "-1.5", True), ("-0.5", "0.5", False), ("1,2", "12", False)),
+        *((".5", "0.5", True), ("5.", "5", True), ("-.5", "-1/2", True), (".5", "5", False)),
+        *((".", "0", False), ("-", "0", False), ("-.", "0", False), ("/2", "0", False)),
     ],
 )
 def test_answers_are_compared_as_numbers_where_they_are(
