@@ -28,7 +28,7 @@ from actors.questioning.grade import Grade, grade
 from actors.questioning.profile import described, load_profile
 from actors.questioning.replay import ReplayedEpisode, replay
 from actors.questioning.solve import solve_again
-from actors.questioning.synthesize import Candidate, Exploration, task_of
+from actors.questioning.synthesize import Candidate, Exploration, task_of, too_long
 from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Deliver, Finished
@@ -208,9 +208,12 @@ class Questioner:
     async def _accepted(
         self, ticket: Ticket, candidate: Candidate, progress: TicketProgress
     ) -> Task | None:
-        """Return the task, or None if a filter rejects it; with `resolve` its solution is new."""
+        """Return the task; None if a filter rejects it.
+
+        With `resolve` its reference is the new solution if that is short enough and feasible.
+        """
         config, task = self.config, candidate.task
-        checked = has_goals(task.env)
+        checked, replays = has_goals(task.env), (self.config.replays, self.config.replays_kept)
 
         async def play(task: Task, actions: list[str], dynamics_seed: int) -> ReplayedEpisode:
             member, timeout_s = candidate.member, self._timeout_s
@@ -218,12 +221,15 @@ class Questioner:
 
         objection = self._known.objection(task)
         try:
-            replays = config.replays, config.replays_kept
             if objection is None and not await feasible(candidate, play, checked, *replays):
                 objection = "infeasible"
             if objection is None and config.resolve and self._client is not None:
-                task = await self._solved(self._client, ticket, candidate, checked, progress)
-                objection = "unsolved" if task is None else None
+                solved = await self._solved(self._client, ticket, candidate, checked, progress)
+                if solved is None:
+                    objection = "unsolved"
+                elif not too_long(solved.reference or []):
+                    again = candidate._replace(task=solved)
+                    task = solved if await feasible(again, play, checked, *replays) else task
         except EnvironmentFailure as failure:
             self._failed("a candidate", failure)
             objection = "infeasible"

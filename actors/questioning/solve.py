@@ -1,6 +1,7 @@
 """Second solution of a task by a language model, with the reference as an unreliable hint.
 
-An unsolved task is rejected; a solved one gets the found solution as its reference.
+An unsolved task is rejected; a solved one gets the found solution as its reference if that can be
+replayed.
 """
 
 from actors.llm.json_client import JsonClient, as_json, step_records
@@ -22,7 +23,7 @@ async def solve_again(
     max_turns: int,
     checked: bool,
 ) -> list[str] | None:
-    """Return the actions that solved the task in the fresh `world`; None if it was not solved.
+    """Return the valid actions that solved the task in the fresh `world`; None if none did.
 
     `checked`: the environment checks success; otherwise the language model grades it. Raise
     Unavailable or EnvironmentFailure.
@@ -30,6 +31,7 @@ async def solve_again(
     await world.open()
     beginning = seen = await world.reset(task, dynamics_seed)
     turns: list[Turn] = []
+    valid: list[str] = []
     solved = False
     for _ in range(max_turns):
         after = [*(turn.observation for turn in turns[1:]), seen] if turns else []
@@ -46,13 +48,15 @@ async def solve_again(
         step = await world.step(action, doing="solving again")
         turns.append(Turn(observation=seen, state="", action=action))
         progress.count += 1
+        if step.info.valid:
+            valid.append(action)
         seen = step.observation
         solved = step.info.success
         if step.terminated or step.truncated:
             break
-    if not turns:
+    if not valid:
         return None
     if not checked:
         given = await grade(client, task, turns, seen)
         solved = given is not None and given.success
-    return [turn.action for turn in turns] if solved else None
+    return valid if solved else None

@@ -119,12 +119,16 @@ def question(described: str, explored: Exploration, known: list[str], most: int)
     return SYNTHESIS.format(most=most), f"{described}\n\n{as_json(record)}"
 
 
+def too_long(solution: list[str]) -> bool:
+    """Return True if the actions, with a separator after each, exceed SOLUTION_CHARS."""
+    return sum(len(action) + 1 for action in solution) > SOLUTION_CHARS
+
+
 def parse_proposals(answer: str, most: int) -> list[Proposal]:
     """Parse at most `most` proposals, sorted by descending confidence. Raise ValueError."""
     proposals = decode_json(answer, list[Proposal])
     if len(proposals) > most:
         raise ValueError(f"{len(proposals)} tasks instead of at most {most}")
-    longest = max((sum(len(one) + 1 for one in p.action_sequence) for p in proposals), default=0)
-    if longest > SOLUTION_CHARS:
-        raise ValueError(f"a solution of {longest} characters")
+    if any(too_long(one.action_sequence) for one in proposals):
+        raise ValueError(f"a solution of more than {SOLUTION_CHARS} characters")
     return sorted(proposals, key=lambda one: -one.confidence)

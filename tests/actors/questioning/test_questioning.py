@@ -119,6 +119,19 @@ class Bazaar(Shop):
         return {"broken": False}
 
 
+class Stall(Shop):
+    """A shop where one may look in many ways, and grab a pear with the first member's seed."""
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        self.grabbing = dynamics_seed == key(key(7, 0), 0)
+        return super().reset(task, dynamics_seed)
+
+    def step(self, action: str) -> Step:
+        if action == "grab pear" and self.grabbing:
+            action = "buy pear"
+        return super().step("look" if action.startswith("look") else action)
+
+
 SHOP = f"{__name__}:Shop"
 
 
@@ -593,6 +606,40 @@ def test_only_what_is_solved_again_is_kept_with_the_way_that_solved_it():
     assert seen[0]["hint"] == ["look", "buy pear"]
     graded = next(record for record in seen if "agent" in record)
     assert graded["agent"] == [{"did": "buy pear", "saw": "you have pear"}]
+
+
+@pytest.mark.parametrize(
+    ("solution", "reference"),
+    [
+        (["steal pear", "buy pear"], ["buy pear"]),  # the first is no valid action
+        (["buy pear"] * 3, ["buy pear"] * 3),
+        (["grab pear"], ["look", "buy pear"]),  # no replay with another seed allows it
+        (
+            [f"look {n:03}" + " around" * 27 for n in range(21)] + ["buy pear"],
+            ["look", "buy pear"],
+        ),  # too long
+    ],
+)
+def test_a_new_solution_replaces_the_reference_only_if_it_can_be_replayed(
+    solution: list[str], reference: list[str]
+):
+    def reply(body: dict[str, Any]) -> str:
+        system, question = (message["content"] for message in body["messages"])
+        if "You set tasks" in system:
+            return json.dumps([proposal("get a pear", ["look", "buy pear"])])
+        if "You grade" in system:
+            return json.dumps({"relevant": True, "achieved": True, "score": 90})
+        if "You explore" in system:
+            return json.dumps({"action": "look"})
+        done = len(json.loads(question)["so far"])
+        return json.dumps({"action": [*solution, ""][done]})
+
+    with OpenAIServer(otherwise=reply) as server:
+        keys = {"kind": "llm", "max_turns": 30, "resolve": True, "llm": llm(server)}
+        config = config_of(f"{__name__}:Stall", **keys)
+        ((found,), _) = run(config, [explore_ticket(config, members=1)])
+    (task,) = found
+    assert task.reference == reference
 
 
 def test_what_was_seen_reaches_a_language_model_as_data():
