@@ -69,7 +69,7 @@ class Worker:
         self.reporter = Reporter(client, engine, self.components, self.arrival)
         self.clock = ActivityClock(ACTOR_LEVELS, busy=lambda: engine.stats()["busy_s"])
         ends, identity = (source, engine, self.arrival), (config.run.seed, name)
-        self.adoption = WeightSync(*ends, config.actors, *identity, self.clock)
+        self.adoption = WeightSync(*ends, config.actors, *identity, self.clock, failures)
         self.tickets = LeaseRequest(client, self.adoption, self.clock, config.actors.poll_s)
         self.turnover = self.adoption.turnover  # notified whenever a ticket ends
         self.running: dict[TicketId, tuple[Ticket, TicketProgress, asyncio.Task[None]]] = {}

@@ -6,8 +6,10 @@ the weights that they name.
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from actors.engines.base import Engine
 from actors.progress import TicketProgress
@@ -15,13 +17,23 @@ from actors.weights.arrival import ArrivalCheck
 from actors.weights.source import VersionSource
 from evolver_async.config import ActorsConfig
 from evolver_async.metrics.activity import AWAITING, LOADING, ActivityClock
+from evolver_async.model.tokenizer import ModelError
+from evolver_async.protocol.failures import FailureKind
 from evolver_async.randomness import key
 from evolver_async.schema import SCRIPTED, Ticket, WeightId
-from evolver_async.weights.channel.base import WeightsGone
+from evolver_async.weights.channel.base import WeightsCorrupt, WeightsGone
+
+log = logging.getLogger(__name__)
 
 
 class WeightsLate(Exception):
     """Timeout of a ticket that waits for its weights."""
+
+
+class NotedFailures(Protocol):
+    """The part of `actors.failures.FailureCounts` that the synchronisation uses."""
+
+    def note(self, kind: FailureKind, name: str, error: str) -> None: ...
 
 
 @dataclass(eq=False)
@@ -35,10 +47,13 @@ class WeightSync:
     seed: int
     name: str
     clock: ActivityClock
+    failures: NotedFailures
     turnover: asyncio.Condition = field(default_factory=asyncio.Condition)
     visible: WeightId | None = None  # the newest that the source could stage when last asked
     oldest: WeightId | None = None  # maximum over tickets of the oldest weights they allow
     pinned: WeightId | None = None
+    _unusable: WeightId | None = None  # the last that could not be adopted, ...
+    _retry_at: float = 0.0  # ... and the loop's time from which they are tried again
     _adopting: asyncio.Task[None] | None = None
     _checking: asyncio.Task[None] | None = None
     _rollouts: int = 0  # tickets that share the engine
@@ -65,7 +80,8 @@ class WeightSync:
     async def adopt(self) -> None:
         """Load the pinned weights, or else the head minus the configured lag.
 
-        Concurrent calls wait for the same copy, which continues if one call is cancelled.
+        Concurrent calls wait for the same copy, which continues if one call is cancelled. The
+        engine keeps its weights if these are unusable, and tries them again at intervals.
         """
         if self._adopting is not None and self._adopting.done():
             self._adopting.result()  # an error whose only waiter was cancelled
@@ -73,6 +89,8 @@ class WeightSync:
         if self._adopting is None:
             target = self.target()
             if target is None or target == self.engine.weights:
+                return
+            if target == self._unusable and asyncio.get_running_loop().time() < self._retry_at:
                 return
             self._adopting = asyncio.create_task(self._take(target), name="adopt")
         await asyncio.shield(self._adopting)
@@ -112,6 +130,15 @@ class WeightSync:
                 await self.source.adopt(target)
         except WeightsGone:
             return  # replaced by a newer head, which the next call finds
+        except (WeightsCorrupt, ModelError) as error:
+            held = self.engine.weights
+            if held is None:
+                raise  # there are no weights to go on with
+            self._unusable = target
+            self._retry_at = asyncio.get_running_loop().time() + self.actors.weights_timeout_s
+            log.error("weights %s are unusable, the engine keeps %s: %s", target, held, error)
+            self.failures.note("weights", "update", f"{target}: {error}")
+            return
         if probe is not None:
             # Beside generation: tickets do not wait for it.
             check = self.arrival.check(target, probe)

@@ -25,7 +25,8 @@ from actors.progress import TicketProgress, renewal
 from actors.worker import ActorReplaced
 from evolver_async.config import StageConfig
 from evolver_async.config.load import dump, load
-from evolver_async.model.tokenizer import tokenizer_hash
+from evolver_async.launch.serial import VirtualLoop
+from evolver_async.model.tokenizer import ModelError, tokenizer_hash
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.schema import Task, Ticket, WeightId
@@ -33,6 +34,7 @@ from evolver_async.transport.client import Rejected
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.in_process import LocalClient, LocalServer
 from evolver_async.transport.server import Server
+from evolver_async.weights.channel.base import WeightsCorrupt
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 
 __all__ = ["run"]  # the fixture
@@ -179,6 +181,48 @@ def test_an_actor_goes_on_while_new_weights_are_fetched(tmp_path: Path) -> None:
     asyncio.run(play())
     assert worker.engine.weights == version(1)
     publisher.close()
+
+
+@pytest.mark.parametrize("error", [WeightsCorrupt("a tensor differs"), ModelError("no such one")])
+def test_an_engine_keeps_its_weights_if_newer_ones_are_unusable(
+    tmp_path: Path, error: ValueError
+) -> None:
+    publisher = ShmPublisher(tmp_path / "w", background=False)
+    publisher.publish(version(2), {"w": torch.zeros(1)})
+    worker, loop = worker_of(None, Walker(), publisher), VirtualLoop()
+    worker.engine.weights = version(1)
+    adoption, receiver, fetched = worker.adoption, ShmReceiver(publisher.address), []
+    fetch, adoption.source._receiver = receiver.fetch, receiver
+
+    def damaged(weights: WeightId) -> dict[str, torch.Tensor]:
+        fetched.append(weights)
+        if weights == version(2):
+            raise error
+        return fetch(weights)
+
+    receiver.fetch = damaged
+
+    async def play() -> None:
+        following = asyncio.create_task(adoption.follow())
+        await asyncio.sleep(1.0)
+        assert worker.engine.weights == version(1) and fetched == [version(2)]
+        (total,) = worker.components.failures.totals()
+        assert str(total) == f"weights update failed once, last: 1.2: {error}"
+        await asyncio.sleep(worker.config.actors.weights_timeout_s)
+        assert fetched == [version(2)] * 2
+        publisher.publish(version(3), {"w": torch.zeros(1)})
+        await asyncio.sleep(1.0)
+        assert worker.engine.weights == version(3) and fetched[2:] == [version(3)]
+        following.cancel()
+        worker.engine.weights = None
+        publisher.publish(version(2), {"w": torch.zeros(1)})
+        adoption._retry_at = 0.0
+        with pytest.raises(type(error)):
+            await adoption.adopt()
+
+    loop.run_until_complete(play())
+    publisher.close()
+    loop.close()
 
 
 def test_weights_that_a_cancelled_ticket_was_waiting_for_are_fetched_once(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from actors.engines.base import Generation
 from actors.engines.vllm_core import VllmCore
 from actors.engines.vllm_engine import VllmEngine
 from actors.engines.weight_sync import WeightSync
+from actors.failures import FailureCounts
 from actors.weights.arrival import ArrivalCheck
 from evolver_async.config import ActorsConfig
 from evolver_async.metrics.activity import ACTOR_LEVELS, ActivityClock
@@ -73,7 +74,8 @@ class Learner:
 
 def following(engine: VllmEngine) -> WeightSync:
     arrival, clock = ArrivalCheck(engine, "float32"), ActivityClock(ACTOR_LEVELS)
-    return WeightSync(engine, engine, arrival, ActorsConfig(), 0, "actor-0", clock)
+    ends, counts = (engine, engine, arrival), FailureCounts()
+    return WeightSync(*ends, ActorsConfig(), 0, "actor-0", clock, counts)
 
 
 async def reaches(sync: WeightSync, weights: WeightId, deadline_s: float = RESTART_S) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from actors.engines.torch_engine import TorchEngine
 from actors.engines.weight_sync import WeightSync
+from actors.failures import FailureCounts
 from actors.weights.arrival import ArrivalCheck
 from actors.weights.source import FetchedWeights
 from evolver_async.config import ActorsConfig
@@ -91,7 +92,8 @@ def checked(
         arrival = ArrivalCheck(engine, dtype)
         source = FetchedWeights(ShmReceiver(learner.publisher.address), engine)
         clock = ActivityClock(ACTOR_LEVELS)
-        sync = WeightSync(source, engine, arrival, ActorsConfig(), 0, "actor-0", clock)
+        ends, counts = (source, engine, arrival), FailureCounts()
+        sync = WeightSync(*ends, ActorsConfig(), 0, "actor-0", clock, counts)
         for number in range(4):
             learner.step(number, size)
             await sync.adopt()
