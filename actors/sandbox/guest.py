@@ -159,7 +159,7 @@ def cleared(free: int) -> bool:
     `free`: the inodes left where there are no files, 0 if the file system does not count them.
     """
     if free and os.statvfs(HOME).f_ffree == free:
-        os.chmod(HOME, 0o700)
+        restore_home()
         return True
     child = os.fork()
     if child == 0:
@@ -169,6 +169,12 @@ def cleared(free: int) -> bool:
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def restore_home() -> None:
+    """Reset the mode and the times of HOME, which can be empty but changed."""
+    os.chmod(HOME, 0o700)
+    os.utime(HOME, (0, 0))
 
 
 def clear() -> bool:
@@ -181,6 +187,7 @@ def clear() -> bool:
                     shutil.rmtree(entry.path)
                 else:
                     os.unlink(entry.path)
+        restore_home()
     except (OSError, RecursionError):
         return False
     return True
@@ -244,6 +251,7 @@ def main() -> None:
         return
     between = os.pipe()
     setup["free"] = free_inodes()
+    restore_home()
     gc.freeze()
     write_message(answers, {"refused": ""})
     requests = select.poll()

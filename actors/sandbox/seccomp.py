@@ -25,6 +25,9 @@ DENIED = {
     **{"shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180)},
     **{"add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
     **{"memfd_create": (319, 279), "memfd_secret": (447, 447)},
+    **{"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7)},
+    **{"removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16)},
+    **{"setxattrat": (463, 463), "removexattrat": (466, 466)},
     # large parts of the kernel that no program here needs
     **{"bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282)},
     **{"io_uring_setup": (425, 425), "io_uring_enter": (426, 426)},

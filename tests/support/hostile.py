@@ -82,6 +82,11 @@ KILLS = (
     *("resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "os.setpriority(os.PRIO_PROCESS, 1, 9)"),
     *("resource.setrlimit(resource.RLIMIT_NPROC, (-1, -1))", "os.execv('/bin/sh', ['sh'])"),
 )
+ATTRIBUTES = (
+    *("os.setxattr('/tmp', 'user.left', b'x')", "os.removexattr('/tmp', 'user.left')"),
+    "os.setxattr('/tmp', 'system.posix_acl_default', bytes([2, *[0] * 27]))",
+    *("os.setxattr(os.open('/tmp', 0), 'user.left', b'x')", "os.removexattr(0, 'user.left')"),
+)
 
 # Leaves marks of its own in its request, its output and the names of its files.
 EARLIER = "\n".join(
@@ -176,6 +181,10 @@ BATTERY = {
     "more rights": Hostile(
         tries(*KILLS, imports="import os, resource"), ("ok",), all_refused(*KILLS)
     ),
+    "attributes of the home directory": Hostile(
+        tries(*ATTRIBUTES), ("ok",), all_refused(*ATTRIBUTES)
+    ),
+    "times of the home directory": Hostile("import os\nos.utime('/tmp', (123, 456))", ("ok",)),
     "more rights in C": Hostile(
         calls(
             *("unshare(0x10000000)", "unshare(0x00020000)", "setns(0, 0)", "umount2(b'/tmp', 2)"),
@@ -227,7 +236,8 @@ BATTERY = {
     ),
 }
 AFTER = (
-    "import os\nassert os.listdir('/tmp') == []\n"
+    "import os\nassert os.stat('/tmp').st_mtime == os.stat('/tmp').st_atime == 0\n"
+    "assert os.listdir('/tmp') == os.listxattr('/tmp') == []\n"
     "assert not any(os.path.exists(f'/tmp/{n}') for n in ('left', 'later'))\n"
     "try: os.kill(-1, 0); print('company')\n"  # counts oneself too on Linux only where others are
     "except ProcessLookupError: pass\nprint('untouched')"
