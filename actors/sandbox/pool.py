@@ -1,7 +1,7 @@
 """Pool of confined interpreters: every program runs in the next free one.
 
-Threads may call it at once; each waits for an interpreter. One that died, or that a program left
-unclean, is replaced when it is next needed.
+Threads may call it at once; each waits at most WAIT_S for an interpreter. One that died, or that a
+program left unclean, is replaced when it is next needed.
 """
 
 import atexit
@@ -23,6 +23,7 @@ from actors.sandbox.process import (
 
 USUAL, PLAIN = SandboxLimits(), InterpreterConfig()
 KILLED = "the confined interpreter was ended"
+WAIT_S = 10.0  # of a program for an interpreter; its sum with wall_s is to fit a step timeout
 
 
 class SandboxPool:
@@ -55,7 +56,10 @@ class SandboxPool:
         """Run a program; SandboxUnavailable if programs cannot be confined here."""
         if len(source.encode(errors="replace")) > self.limits.source_bytes:
             return Result("", f"longer than {self.limits.source_bytes} bytes", "error", 0.0)
-        cell = self._free.get()
+        try:
+            cell = self._free.get(timeout=WAIT_S)
+        except queue.Empty:
+            return Result("", f"no interpreter was free within {WAIT_S:g} s", "busy", WAIT_S)
         clean = False
         try:
             if cell is not None and not cell.alive():

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from actors.sandbox.seccomp import program
 
 Route = Literal["root", "user", "bwrap"]
-Status = Literal["ok", "error", "timeout", "output", "killed"]
+Status = Literal["ok", "error", "timeout", "output", "killed", "busy"]
 
 START_S = 20.0
 GRACE_S = 1.0  # beyond a program's deadline, for the interpreter to say so
@@ -73,7 +73,8 @@ class Result(NamedTuple):
     """Output of a program, at most `output_bytes` of each stream, its status and duration.
 
     `error`: it raised or exited with a code; `timeout` and `output` name the limit that it broke;
-    `killed`: by a signal, that of the limit on processor time among them.
+    `killed`: by a signal, that of the limit on processor time among them; `busy`: it was not run,
+    as no interpreter was free.
     """
 
     stdout: str

@@ -56,7 +56,9 @@ class Code(Env):
     or with `tests`, pairs of arguments and result for the function `f`. `wrong` is the reward of a
     wrong answer; a right one gives 1. A random player guesses at once with a share of `guess`, and
     its programs end in an error with a share of `broken`. `packages`: whether installed packages
-    can be imported. `workers` interpreters serve a whole process.
+    can be imported. `workers` interpreters serve a whole process: with many concurrent episodes,
+    about one for 16 of them. A program for which none is free in time is not run and counts as a
+    tool error; an answer that hidden tests cannot check for this reason is a failure.
     """
 
     blocking = True
@@ -199,6 +201,7 @@ class Code(Env):
             "timeout": f"no end within {self.limits.wall_s:g} s",
             "output": f"more than {self.limits.output_bytes} bytes of output",
             "killed": "the program was killed",
+            "busy": result.stderr,
         }
         return f"{written}\n{ERROR}{causes[result.status]}".strip()
 
@@ -206,7 +209,10 @@ class Code(Env):
         if not self.problem.tests:
             return same(answer, self.problem.answer)
         examination = self.problem.examination(unfenced(answer))
-        return self.problem.passed(self._pool().run(examination).stdout)
+        result = self._pool().run(examination)
+        if result.status == "busy":
+            raise RuntimeError(f"the hidden tests were not run: {result.stderr}; raise workers")
+        return self.problem.passed(result.stdout)
 
     def _pool(self) -> SandboxPool:
         return shared(self.limits, self.workers, self.interior)

@@ -262,6 +262,23 @@ def test_hidden_tests_cannot_be_talked_into_passing(cheat: str) -> None:
     assert done.terminated and not done.info.success and done.reward == 0.0
 
 
+def test_a_program_without_a_free_interpreter_is_a_tool_error_and_no_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("actors.sandbox.pool.WAIT_S", 0.1)
+    env = begun(kind="programs", workers=1, wall_s=9.0)
+    interpreters = env._pool()._free
+    taken = interpreters.get()
+    step = env.step(python("print(1)"))
+    assert step.observation == "error: no interpreter was free within 0.1 s"
+    assert step.info.tool_error and step.info.valid and not step.terminated
+    with pytest.raises(RuntimeError, match="hidden tests were not run: no interpreter was free"):
+        env.step(answer(env.problem.solution))
+    interpreters.put(taken)
+    assert env.step(python("print(1)")).observation == "1"
+    assert env.step(answer(env.problem.solution)).reward == 1.0
+
+
 def test_a_program_in_a_fence_is_the_program() -> None:
     env = begun(kind="programs")
     assert env.step(answer(f"```python\n{env.problem.solution}\n```")).reward == 1.0
