@@ -1,8 +1,8 @@
 """Strict decoding of chat completion requests, as OpenAI's clients send them.
 
-An unsupported option is refused, never ignored. This includes options that change the sampled
-distribution, as training needs its log-probs. Only `temperature` is ignored, because clients send
-it by default: `rollout.temperature` applies.
+An unsupported option is refused, unknown ones included, never ignored: it could change the sampled
+distribution, of which training needs the log-probs. Ignored are `temperature` and `seed`, because
+clients send them by default and those of the run apply, and options that change no answer.
 """
 
 import json
@@ -14,11 +14,13 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "tool": "to
 _NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys of which only these values are supported
     "n": (None, 1),
     "tool_choice": (None, "auto", "none"),
+    "parallel_tool_calls": (None, True),
     "response_format": (None, {"type": "text"}),
     "functions": (None, []),
     "function_call": (None, "auto", "none"),
     "logit_bias": (None, {}),
     "logprobs": (None, False),
+    "top_logprobs": (None, 0),
     "audio": (None,),
     "modalities": (None, ["text"]),
     "top_p": (None, 1),
@@ -28,6 +30,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys of which only these values are 
     "presence_penalty": (None, 0),
     "repetition_penalty": (None, 1),
 }
+_USED = {"messages", "tools", "max_tokens", "max_completion_tokens", "stop", "model"}
+_USED |= {"stream", "stream_options"}
+_IGNORED = {"temperature", "seed", "user", "metadata", "store", "service_tier"}
+_IGNORED |= {"safety_identifier", "prompt_cache_key"}
+_KNOWN = _USED | _IGNORED | _NEUTRAL.keys()
 MAX_STOPS = 4
 
 
@@ -74,6 +81,8 @@ def decode(body: bytes) -> ChatRequest:
     _require(isinstance(value, dict), "the body must be an object")
     for name, allowed in _NEUTRAL.items():
         _require(value.get(name) in allowed, f"{name}: {value.get(name)!r} is not supported")
+    for name, given in value.items():
+        _require(given is None or name in _KNOWN, f"{name}: this option is not supported")
     messages = tuple(map(_message, _list(value, "messages")))
     _require(bool(messages), "messages: the list is empty")
     _require(messages[-1].role != "assistant", "messages: the last one must not be the assistant's")

@@ -708,6 +708,11 @@ def test_who_says_nothing_is_hung_up_on_and_who_waits_for_an_answer_is_not(
         ({"frequency_penalty": 0.5}, "frequency_penalty: 0.5"),
         ({"presence_penalty": -1}, "presence_penalty: -1"),
         ({"repetition_penalty": 1.1}, "repetition_penalty: 1.1"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls: False is not supported"),
+        ({"min_tokens": 5}, "min_tokens: this option is not supported"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"ignore_eos": True}, "ignore_eos"),
         ({"messages": []}, "messages"),
         ({"messages": {"role": "user"}}, "messages"),
         ({"messages": [{"role": "wizard", "content": ""}]}, "wizard"),
@@ -740,7 +745,8 @@ def test_what_changes_no_distribution_is_taken_and_the_temperature_is_the_run_s(
 
     async def player(client: Client) -> float:
         neutral = {"top_p": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "temperature": 0.1}
-        more = {"top_k": top_k, "min_p": 0.0, "repetition_penalty": 1.0}
+        neutral |= {"parallel_tool_calls": True, "seed": 5, "user": "u", "metadata": {"a": "b"}}
+        more = {"top_k": top_k, "min_p": 0.0, "repetition_penalty": 1.0, "bad_words": None}
         await ask(client, ASK, **neutral, extra_body=more)
         with pytest.raises(openai.BadRequestError, match=r"top_p: 0\.9 is not supported"):
             await ask(client, ASK, top_p=0.9)
