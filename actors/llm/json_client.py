@@ -73,6 +73,17 @@ def truncate(texts: list[str]) -> list[str]:
     return [text if len(text) <= limit else f"{text[:limit]} …" for text in texts]
 
 
+def newest(texts: list[str]) -> list[str]:
+    """Return the last texts that fit a question together, in their order."""
+    room, kept = QUESTION_CHARS, list[str]()
+    for text in reversed(texts):
+        room -= len(text)
+        if room < 0:
+            break
+        kept.append(text)
+    return kept[::-1]
+
+
 def step_records(pairs: list[tuple[str, str]]) -> list[dict[str, str]]:
     """Convert (action, observation after it) pairs for a question."""
     texts = truncate([text for pair in pairs for text in pair])

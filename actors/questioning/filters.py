@@ -44,7 +44,7 @@ class KnownTasks:
     _maps: OrderedDict[tuple[str, str, int], _Map] = field(default_factory=OrderedDict)
 
     def queries(self, task: Task) -> list[str]:
-        """Return the queries of the tasks with the initial state of `task`."""
+        """Return the queries of the tasks with the initial state of `task`, oldest first."""
         return list(self._of(task).queries)
 
     def objection(self, task: Task) -> str | None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from actors.formats.turns import SEPARATOR
-from actors.llm.json_client import as_json, decode_json, step_records, truncate
+from actors.llm.json_client import as_json, decode_json, newest, step_records, truncate
 from actors.questioning.prompts import SYNTHESIS
 from actors.questioning.replay import ReplayedEpisode
 from evolver_async.protocol.transcripts import Turn
@@ -107,14 +107,17 @@ def from_goals(explored: Task, plays: list[tuple[Exploration, ReplayedEpisode]])
 
 
 def question(described: str, explored: Exploration, known: list[str], most: int) -> tuple[str, str]:
-    """Return system message and question that ask for tasks. There must be at least one turn."""
+    """Return system message and question that ask for tasks. There must be at least one turn.
+
+    `known`: queries of existing tasks, oldest first; the newest that fit are shown.
+    """
     turns, ending = explored.turns, explored.ending or "(the exploration ended)"
     after = [*(turn.observation for turn in turns[1:]), ending]
     pairs = [(turn.said, seen) for turn, seen in zip(turns, after, strict=True)]
     record = {
         "beginning": truncate([turns[0].observation])[0],
         "explored": step_records(pairs),
-        "existing tasks": known,
+        "existing tasks": newest(known),
     }
     return SYNTHESIS.format(most=most), f"{described}\n\n{as_json(record)}"
 

@@ -655,6 +655,16 @@ def test_what_was_seen_reaches_a_language_model_as_data():
     assert len(question("a shop", endless, [], 3)[1]) < 40_000
 
 
+def test_only_the_newest_tasks_that_fit_are_shown_as_existing():
+    turns = [Turn(observation="a shop", state="", action="look")]
+    explored = exploration(0)._replace(turns=turns, ending="a shop")
+    known = [f"{n:03}" + "q" * 997 for n in range(100)]
+    _, asked = question("a shop", explored, known, 3)
+    assert json.loads(asked.split("\n\n", 1)[1])["existing tasks"] == known[76:]
+    _, asked = question("a shop", explored, known[:2], 3)
+    assert json.loads(asked.split("\n\n", 1)[1])["existing tasks"] == known[:2]
+
+
 # ---- grades
 
 
