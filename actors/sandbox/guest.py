@@ -9,6 +9,7 @@ Every program runs in a copy of its memory, so nothing of a program ever enters 
 the request, the kernel passes on the output, and another fork cleans up.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -206,7 +207,7 @@ def play(setup: dict[str, Any], control: int, outputs: tuple[int, int], highest:
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
         resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"],) * 2)
         random.seed(0)  # the same program says the same
-        code = execute(source)
+        code = max(execute(source), conclude())
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
@@ -224,6 +225,19 @@ def execute(source: str) -> int:
             return (end.code or 0) & 0xFF
         print(end.code, file=sys.stderr)
         return 1
+    except BaseException as error:
+        trace = error.__traceback__
+        traceback.print_exception(type(error), error, trace and trace.tb_next)
+        return 1
+    return 0
+
+
+def conclude() -> int:
+    """Wait for the program's threads and call its exit handlers, as Python does at its end."""
+    try:
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
+        atexit._run_exitfuncs()
     except BaseException as error:
         trace = error.__traceback__
         traceback.print_exception(type(error), error, trace and trace.tb_next)

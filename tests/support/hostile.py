@@ -143,6 +143,13 @@ BATTERY = {
         "import os\nos.fork(); os.fork()\nwhile True: os.write(2, b'x' * 65536)", ("output",)
     ),
     "endless loop": Hostile("while True: pass", ("timeout",)),
+    "endless thread": Hostile(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()",
+        ("timeout",),
+    ),
+    "endless exit handler": Hostile(
+        "import atexit, time\natexit.register(time.sleep, 99)", ("timeout",)
+    ),
     "deaf endless loop": Hostile(
         "import signal\nfor s in set(signal.valid_signals()) - {9, 19}:\n"
         "    try: signal.signal(s, signal.SIG_IGN)\n    except OSError: pass\nwhile True: pass",

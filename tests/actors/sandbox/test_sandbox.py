@@ -88,6 +88,30 @@ def test_an_error_is_told_as_python_tells_it(
     assert "guest.py" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("ending", "status"), [("", "ok"), ("import sys\nsys.exit(3)", "error"), ("1 / 0", "error")]
+)
+def test_threads_and_exit_handlers_end_as_with_python(
+    patient: SandboxPool, ending: str, status: str
+) -> None:
+    source = (
+        "import atexit, threading, time\n"
+        "def late():\n    time.sleep(0.2)\n    print('thread')\n"
+        "atexit.register(print, 'handler')\nthreading.Thread(target=late).start()\n"
+        "threading.Thread(target=time.sleep, args=(99,), daemon=True).start()\nprint('main')\n"
+    )
+    result = patient.run(source + ending)
+    assert (result.stdout, result.status) == ("main\nthread\nhandler\n", status)
+
+
+def test_an_error_of_an_exit_handler_is_the_programs(patient: SandboxPool) -> None:
+    result = patient.run("import atexit\natexit.register(lambda: 1 / 0)\nprint(1)")
+    assert result.stdout == "1\n" and "ZeroDivisionError" in result.stderr
+    broken = patient.run("import threading\nthreading._shutdown = lambda: 1 / 0\nprint(1)")
+    assert (broken.stdout, broken.status) == ("1\n", "error")
+    assert "ZeroDivisionError" in broken.stderr and "guest.py" not in broken.stderr
+
+
 def test_exit_code_0_is_no_error(patient: SandboxPool) -> None:
     assert patient.run("import sys\nprint(1)\nsys.exit()").status == "ok"
 
