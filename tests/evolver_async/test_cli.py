@@ -558,16 +558,10 @@ def test_files_of_the_working_directory_do_not_hide_the_wings(tmp_path: Path) ->
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
     (tmp_path / "my_task.py").write_text("found = True")
     script = (
-        "import evolver_async.cli, importlib.util; evolver_async.cli._find_modules(); import my_task;"
+        "import evolver_async.cli as cli, importlib.util; cli._find_modules(); import my_task;"
         " assert all(map(importlib.util.find_spec, ('learner.checks', 'actors.worker')))"
     )
-    root = str(Path(cli.__file__).parents[1])
+    variables = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
     command = [sys.executable, "-c", script]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": root},
-        capture_output=True,
-        check=False,
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=variables, stderr=subprocess.PIPE, check=False)
     assert done.returncode == 0, done.stderr.decode()

@@ -155,6 +155,13 @@ def test_arguments_replace_what_the_yaml_says() -> None:
     assert changed.overrides == {"e.f": "4", "a.b": "5"}
 
 
+def test_a_second_added_stage_is_refused() -> None:
+    stages = ["stages+={kind: rl, steps: 5}", "stages+={kind: rl, steps: 6}"]
+    assert with_arguments(Definition("r"), stages[:1]).overrides == {"stages+": stages[0][8:]}
+    with pytest.raises(ConfigError, match=r"stages\+: a study adds one stage"):
+        with_arguments(Definition("r"), stages)
+
+
 @pytest.mark.parametrize("text", ["a.b", "=1", "a.b=1,,2"])
 def test_arguments_that_cannot_be_read_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
