@@ -5,7 +5,6 @@ A mistake of the user is one sentence on stderr and exit code 2, before anything
 
 import argparse
 import difflib
-import importlib
 import os
 import select
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
+from evolver_async.extension import find_modules
 from evolver_async.launch.registry import PROCESSES, resolve
 from evolver_async.splits import SPLITS
 
@@ -22,7 +22,6 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    _find_modules()
     parser, public = _parser()
     first = next(iter(sys.argv[1:] if arguments is None else arguments), "-")
     if not first.startswith("-") and first not in (*public, *PROCESSES):
@@ -36,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if takes_changes:
         args.positional += changes  # those after an option
+    find_modules()
     try:
         code = resolve(f"evolver_async.commands.{args.function}")(args)
         sys.stdout.flush()
@@ -49,17 +49,6 @@ def main(arguments: list[str] | None = None) -> int:
         if not _reader_has_gone():
             raise
         return 128 + signal.SIGPIPE
-
-
-def _find_modules() -> None:
-    """Let modules of the working directory be imported, as a user's environments and agents are.
-
-    The wings are imported before, so that a file `learner.py` there does not hide them.
-    """
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    for wing in ("actors", "learner"):
-        importlib.import_module(wing)
-    sys.path[0] = os.getcwd()
 
 
 def _reader_has_gone() -> bool:

@@ -7,7 +7,10 @@ that works for the built-in ones works for it.
 
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -43,3 +46,14 @@ def implementation(key: str, name: str, registry: Mapping[str, F]) -> F:
         wanted = ", ".join([*placed, *(f"{name}=" for name in named)])
         raise ValueError(f"{key}: {name!r} does not take ({wanted}): {error}") from None
     return found  # pyright: ignore[reportReturnType]
+
+
+def find_modules() -> None:
+    """Let modules of the working directory be imported, as a user's environments and agents are.
+
+    The wings are imported before, so that a file `learner.py` there does not hide them.
+    """
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    for wing in ("actors", "learner"):
+        importlib.import_module(wing)
+    sys.path[0] = os.getcwd()

@@ -7,6 +7,7 @@ the weights that they name.
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -122,10 +123,12 @@ class WeightSync:
         return min((w for w in self.source.available() if oldest <= w <= head), default=None)
 
     async def _take(self, target: WeightId) -> None:
+        fetched = False
         try:
             probe = await self.source.stage(target)
             if self._checking is not None:
                 await self._checking  # of the version before, which the engine still holds
+            fetched = True
             with self.clock.during(LOADING):
                 await self.source.adopt(target)
         except WeightsGone:
@@ -135,7 +138,9 @@ class WeightSync:
             if held is None:
                 raise  # there are no weights to go on with
             self._unusable = target
-            self._retry_at = asyncio.get_running_loop().time() + self.actors.weights_timeout_s
+            # What was damaged on its way may come whole; what the engine rejects stays unfit.
+            now_s = asyncio.get_running_loop().time()
+            self._retry_at = math.inf if fetched else now_s + self.actors.weights_timeout_s
             log.error("weights %s are unusable, the engine keeps %s: %s", target, held, error)
             self.failures.note("weights", "update", f"{target}: {error}")
             return

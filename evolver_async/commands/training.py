@@ -137,8 +137,9 @@ def _names_place(change: str) -> bool:
 
 def _warn_of_ignored(run_dir: Path, changes: Sequence[str]) -> None:
     """Name the changes that a run which has begun does not have, as they have no effect."""
-    run = load(run_dir / "config.yaml")
-    ignored = [one for one in changes if not _has(run, run_dir, one)]
+    run, first = load(run_dir / "config.yaml"), launches.launches(run_dir)[:1]
+    begun = shlex.split(first[0]["command"]) if first else []
+    ignored = [one for one in changes if one not in begun and not _has(run, run_dir, one)]
     if ignored:
         print(
             f"evolver-async: {run_dir.name} has begun and keeps its recipe, without"
@@ -150,8 +151,8 @@ def _warn_of_ignored(run_dir: Path, changes: Sequence[str]) -> None:
 
 def _has(run: Config, run_dir: Path, change: str) -> bool:
     """True if a run's configuration stays the same under a change."""
-    if change.startswith("run."):
-        return True  # by which the run was found; run.seed is refused on resume
+    if change.startswith(("run.name=", "run.dir=")):
+        return True  # by which the run was found
     try:
         changed = load(run_dir / "config.yaml", [change])
     except ConfigError:  # as for a stage that the run does not have

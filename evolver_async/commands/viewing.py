@@ -26,7 +26,8 @@ def watch_run(args: argparse.Namespace) -> int:
     config = load(run_dir / "config.yaml")
     if args.once or args.plain or not (sys.stdin.isatty() and sys.stdout.isatty()):
         watch(run_dir, config, follow=not args.once)
-        print(f"{run_dir.name}: {runs.ending_of(run_dir).text}")
+        running = runs.is_running(run_dir)
+        print(f"{run_dir.name}: {'running' if running else runs.ending_of(run_dir).text}")
         return 0
     from evolver_async.dashboard.app import RunDashboard
     from evolver_async.dashboard.feed import RunFeed

@@ -1,8 +1,10 @@
 """Signals that stop a launch in order: SIGINT, SIGTERM, and SIGHUP when its terminal closes."""
 
+import os
 import signal
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CODES = frozenset(128 + number for number in SIGNALS)  # exit codes of launches that were stopped
@@ -23,12 +25,28 @@ def raise_stop(number: int) -> None:
 
 @contextmanager
 def handled_by(handle: Callable[[int], None]) -> Iterator[None]:
-    """Call `handle` with the number of every stop signal. A SIGHUP that nohup ignores stays so."""
+    """Call `handle` with the number of every stop signal. A SIGHUP that nohup ignores stays so.
+
+    After a SIGHUP what is printed to the terminal goes nowhere, as writing to it would fail.
+    """
+
+    def stop(number: int, _: object) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
+        handle(number)
+
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     numbers = SIGNALS[:2] if ignored else SIGNALS
-    before = [signal.signal(number, lambda number, _: handle(number)) for number in numbers]
+    before = [signal.signal(number, stop) for number in numbers]
     try:
         yield
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+def _leave_terminal() -> None:
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

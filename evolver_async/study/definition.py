@@ -221,7 +221,7 @@ def with_arguments(definition: Definition, changes: Sequence[str]) -> Definition
         key, equals, text = change.partition("=")
         if not equals or not key:
             raise ConfigError(f"{change!r}: arguments are written section.key=value,value")
-        if key == APPEND and key in overrides:
+        if key == APPEND and (key in overrides or key in grid):
             raise ConfigError(f"{APPEND}: a study adds one stage; write others into its recipe")
         values = split_values(text)
         if len(values) > 1 and not all(value.strip() for value in values):

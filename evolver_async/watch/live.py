@@ -23,7 +23,7 @@ from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import url_of
 from evolver_async.process.addresses import keys_of
 from evolver_async.transport.client import Rejected
-from evolver_async.watch.runs import END
+from evolver_async.watch.runs import END, is_running
 from evolver_async.watch.status import ask
 from evolver_async.watch.throughput import Setup
 from evolver_async.watch.view import View
@@ -59,7 +59,7 @@ def shown(run_dir: Path, config: Config, mode: str) -> Iterator[None]:
 
 
 def watch(run_dir: Path, config: Config, follow: bool) -> None:
-    """Show a run from its first row on; with `follow` until it has recorded its end."""
+    """Show a run from its first row on; with `follow` until it ends or nothing is heard of it."""
     stop = threading.Event()
     if not follow:
         stop.set()
@@ -84,9 +84,10 @@ def _show(
             view.feed(row)
             view.feed_alarms(row)
     quiet_since = asked = time.monotonic()
-    last = False
+    last, silent = False, False
     while not last:
-        last = stop.wait(POLL_S) or (not embedded and (run_dir / END).exists())
+        over = (run_dir / END).exists() or silent  # a resumed run has the end of another launch
+        last = stop.wait(POLL_S) or (not embedded and over and not is_running(run_dir))
         if view.url is None and (url := url_of(run_dir)) is not None:
             view.url = url
             _print([f"W&B: {url}"], live)
@@ -97,9 +98,12 @@ def _show(
             if line:
                 _print([line], live)
             _print(view.feed_alarms(row), live, sys.stderr)
-        if not last and config.launch.kind != "serial" and time.monotonic() - asked > ASK_S:
-            quiet = time.monotonic() - quiet_since > QUIET_S
+        quiet = time.monotonic() - quiet_since > QUIET_S
+        if config.launch.kind == "serial":  # there is nobody to ask
+            silent = quiet
+        elif not last and time.monotonic() - asked > ASK_S:
             lines = _feed_status(view, run_dir, config, quiet)
+            silent = quiet and lines is None
             if quiet and lines is not None:
                 quiet_since = time.monotonic()
             asked = time.monotonic()

@@ -122,10 +122,13 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
     if ending.state == "stopped":
         return [*lines, resume]
     *others, last = config.stages
-    longer = f"stages.{len(others)}.steps={2 * last.steps}"
-    if not last.steps or last.tokens or last.hours or last.until_success:
-        longer = shlex.quote(f"stages+={{kind: {last.kind}, steps: {last.steps or 100}}}")
-    lines.append(f"extend: {resume.partition(': ')[2]} {longer}")
+    limits = {key: getattr(last, key) for key in ("steps", "tokens", "hours", "until_success")}
+    longer = [
+        f"stages.{len(others)}.{key}={'…' if key == 'until_success' else 2 * limit}"
+        for key, limit in limits.items()
+        if limit
+    ]
+    lines.append(f"extend: {resume.partition(': ')[2]} {' '.join(longer)}")
     return [*lines, f"export: evolver-async export {run} OUT"]
 
 

@@ -553,12 +553,14 @@ def test_a_run_directory_that_cannot_be_made_is_named_by_its_key(capsys):
     assert "run.dir: cannot make /proc/x/y: No such file or directory" in said
 
 
+@pytest.mark.process
 def test_files_of_the_working_directory_do_not_hide_the_wings(tmp_path: Path) -> None:
     for name in ("learner", "actors"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
     (tmp_path / "my_task.py").write_text("found = True")
     script = (
-        "import evolver_async.cli as cli, importlib.util; cli._find_modules(); import my_task;"
+        "from evolver_async.extension import find_modules; find_modules(); import my_task;"
+        " import importlib.util;"
         " assert all(map(importlib.util.find_spec, ('learner.checks', 'actors.worker')))"
     )
     variables = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}

@@ -163,7 +163,7 @@ def test_the_last_lines_say_how_it_ended_and_what_comes_next(run_dir: Path) -> N
     stage = StageConfig(kind="dpo", steps=5, until_success=0.5)
     dump(Config(stages=[stage]), run_dir / "config.yaml")
     said = runs.summary(run_dir, runs.end(run_dir, 0))
-    assert any(line.endswith("'stages+={kind: dpo, steps: 5}'") for line in said)
+    assert any(line.endswith(" stages.0.steps=10 stages.0.until_success=…") for line in said)
     said = runs.summary(run_dir, runs.end(run_dir, 130))
     assert said[0].startswith("stopped at step 5")
     assert said[-1] == f"continue: evolver-async train --resume {run_dir}"

@@ -1,7 +1,10 @@
 """Signals that stop a launch."""
 
 import os
+import pty
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -26,3 +29,20 @@ def test_a_run_under_nohup_ignores_the_end_of_its_terminal() -> None:
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.process
+def test_what_is_printed_after_the_terminal_has_gone_fails_nothing() -> None:
+    script = (
+        "import os, signal, sys; from evolver_async.process.stopping import handled_by\n"
+        "sys.stdin.read()\n"
+        "with handled_by(print): os.kill(os.getpid(), signal.SIGHUP)\n"
+        "print('the end', flush=True)"
+    )
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=end) as process:
+        os.close(end)
+        os.close(terminal)
+        process.communicate(b"")
+    assert process.returncode == 0

@@ -51,7 +51,7 @@ class Peer(msgspec.Struct):
     def count(self, tokens: int, now: float) -> None:
         """Count a trajectory with so many ACTION tokens."""
         second, bins = int(now), self.bins
-        while bins and bins[0][0] < now - WINDOW_S:
+        while bins and bins[0][0] <= now - WINDOW_S:
             bins.popleft()
         if not bins or bins[-1][0] != second:
             bins.append([second, 0, 0])
@@ -90,7 +90,7 @@ class Peer(msgspec.Struct):
 
     def rates(self, now: float) -> tuple[float, float]:
         """Trajectories and tokens per second over the last minute, or since it was first heard."""
-        bins = [one for one in self.bins if one[0] >= now - WINDOW_S]
+        bins = [one for one in self.bins if one[0] > now - WINDOW_S]
         window = min(WINDOW_S, max(1.0, now - self.first))
         return sum(one[1] for one in bins) / window, sum(one[2] for one in bins) / window
 
