@@ -175,7 +175,7 @@ class RequestRouter:
         replies: list[Any] = []
         for trajectory in request.trajectories:
             replies += self._service.handle(envelope.sender, Push(trajectory=trajectory), now)
-        receipts = [Receipts(ids=request.ids, replies=replies)]
+        receipts: list[Reply] = [Receipts(ids=request.ids, replies=replies)]
         self._reply(route, envelope.message_id, receipts, _promise(replies))
 
     def _handle(self, parked: _Parked, now: float) -> None:

@@ -356,7 +356,7 @@ def test_the_unit_is_valid(tmp_path: Path) -> None:
 def test_the_unit_restarts_what_a_restart_can_mend_and_ends_as_a_launcher_does() -> None:
     service = unit()
     assert {int(code) for code in service["RestartPreventExitStatus"].split()} == {*FINAL}
-    ends = {128 + signal.SIGINT, 128 + signal.SIGTERM}
+    ends = {128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
     assert {int(code) for code in service["SuccessExitStatus"].split()} == ends
     assert service["Restart"] == "on-failure" and service["KillMode"] == "mixed"
     minutes = int(service["TimeoutStopSec"].removesuffix("min"))
