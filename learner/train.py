@@ -154,7 +154,7 @@ class Learner:
         self.state.count(groups, outcome.tokens)
         passed = self.clock.tick(self.state)
         over = stage_over(self.config.stages[stage], self.state)
-        # Other stages publish once, at their end: no actor samples in between.
+        # Other stages publish at their end (and at a restart): no version is made in between.
         changed = outcome.updates > 0 if learns else over
         if changed:
             self.state.version += 1
