@@ -47,7 +47,7 @@ class Arrivals:
         self.activity.peers[peer].count(tokens, now)
         record = _arrival(trajectory, tokens)
         store.record(record, None if held.kind in UNTRAINED else trajectory)
-        store.leases.finish(group_id, member)
+        store.leases.finish(group_id, member, peer)
         if not held.missing:
             self.failures.finish()
         if held.kind == "rollout":

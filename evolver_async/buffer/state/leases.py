@@ -49,6 +49,8 @@ class Leases:
         self.playing = 0
         self._by_group: dict[int, list[MemberLease]] = {}
         self._by_peer: dict[str, set[int]] = {}  # groups in which a peer holds, or held, a lease
+        # Groups of which a peer has sent all: it may not know yet, as its ACK waits for the disk.
+        self._delivered: dict[str, set[int]] = {}
 
     def grant(self, peer: str, group_id: int, attempt: int, members: list[int], now: float) -> None:
         """Lease these members; they are vacant no longer."""
@@ -69,14 +71,16 @@ class Leases:
         self._by_peer.setdefault(peer, set()).add(group_id)
         self.playing += len(lease.members)
 
-    def finish(self, group_id: int, member: int) -> None:
-        """End the lease of a member: it has arrived, from any actor."""
+    def finish(self, group_id: int, member: int, peer: str) -> None:
+        """End the lease of a member: it has arrived from `peer`, whoever held the lease."""
         over = False
         for lease in self.of_group(group_id):
             if member in lease.members:
                 lease.members.remove(member)
                 self.playing -= 1
                 over = over or not lease.members
+                if not lease.members and lease.peer == peer:
+                    self._delivered.setdefault(peer, set()).add(group_id)
         if over:
             self._forget_empty(group_id)
         if group_id in self.vacant:
@@ -90,12 +94,18 @@ class Leases:
         self.vacant.pop(group_id, None)
 
     def renew(self, peer: str, progress: dict[int, int], now: float) -> list[int]:
-        """Extend the leases of `peer`; return the groups in which it holds none."""
-        lost = []
+        """Extend the leases of `peer`; return the groups in which it holds none.
+
+        It has lost none of which it has sent all members.
+        """
+        lost, delivered = [], self._delivered.pop(peer, set()) & progress.keys()
+        if delivered:
+            self._delivered[peer] = delivered
         for group_id, count in progress.items():
             lease = self.held(peer, group_id)
             if lease is None:
-                lost.append(group_id)
+                if group_id not in delivered:
+                    lost.append(group_id)
                 continue
             if count != lease.progress:
                 lease.progress, lease.progress_at = count, now
@@ -143,6 +153,7 @@ class Leases:
 
     def abandon(self, peer: str) -> None:
         """Vacate all leases of `peer`: the process is gone, or a new one has its name."""
+        self._delivered.pop(peer, None)
         for lease in self.of_peer(peer):
             self._vacate(lease)
 

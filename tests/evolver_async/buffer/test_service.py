@@ -295,6 +295,19 @@ def test_a_finished_member_keeps_its_lease_while_the_disk_is_full(world):
     assert isinstance(world.push(ticket, 0), messages.Ack)
 
 
+def test_who_has_sent_all_of_a_group_and_waits_for_its_ack_is_not_fenced(world):
+    """Fenced it would drop the trajectory, which the disk may not have yet."""
+    (ticket,) = world.lease()
+    for member in ticket.members:
+        assert isinstance(world.push(ticket, member), messages.Ack)
+    renewal = messages.Renew(progress={ticket.group_id: 7})
+    assert isinstance(world.one("actor-0", renewal), messages.Ok)
+    assert isinstance(world.one("actor-0", renewal), messages.Ok)
+    assert isinstance(world.one("actor-1", renewal), messages.Fenced)
+    assert isinstance(world.one("actor-0", messages.Renew(progress={})), messages.Ok)
+    assert isinstance(world.one("actor-0", renewal), messages.Fenced), "it has forgotten the ticket"
+
+
 def test_vacant_members_are_not_granted_again_while_the_disk_is_full(world):
     (ticket,) = world.lease()
     world.one("actor-0", messages.Lease(credit=0))
