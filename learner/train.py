@@ -106,7 +106,6 @@ class Learner:
         if newest is not None:
             self.await_copy()
             self.state = self.updater.restore(newest)
-            forget_totals(self.state.watched)  # theirs go on, as those who count them do
             log.info("resumed from %s", newest)
         state = self.state
         reopen(self.config.stages, state)
@@ -198,6 +197,7 @@ class Learner:
         self.checkpoints.go_back(alarmed, max(alarm.steps for alarm in alarms))
         self.evaluations.abandon(self.state)
         self.begin()
+        forget_totals(self.state.watched)  # what was counted in the steps that are left counts on
 
     def heed_pause(self) -> None:
         """Wait while the run is paused; report the pause and log results of evaluations."""

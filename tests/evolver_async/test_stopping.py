@@ -5,12 +5,22 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from evolver_async.process.stopping import CODES, SIGNALS, StopSignal, handled_by, raise_stop
 
 
+@pytest.fixture
+def heeded() -> Iterator[None]:
+    """SIGHUP as in a terminal: the tests themselves may run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("heeded")
 @pytest.mark.parametrize("number", SIGNALS)
 def test_each_stop_signal_is_handled_and_given_back(number: int) -> None:
     seen, before = list[int](), signal.getsignal(number)
@@ -35,6 +45,7 @@ def test_a_run_under_nohup_ignores_the_end_of_its_terminal() -> None:
 def test_what_is_printed_after_the_terminal_has_gone_fails_nothing() -> None:
     script = (
         "import os, signal, sys; from evolver_async.process.stopping import handled_by\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
         "sys.stdin.read()\n"
         "with handled_by(print): os.kill(os.getpid(), signal.SIGHUP)\n"
         "print('the end', flush=True)"
