@@ -83,6 +83,7 @@ class Machine(RuleBasedStateMachine):
         self.groups: dict[int, Entry] = {}
         self.failures: dict[str, int] = {}  # by task, since one of its groups was whole
         self.leases: dict[tuple[int, int], tuple[str, float]] = {}  # peer and deadline
+        self.delivered: set[int] = set()  # groups of which actor-0, who alone pushes, sent all
         self.weights: dict[str, WeightId] = {}  # that an actor has received
         self.pool: set[str] = set()
         self.quarantined: set[str] = set()
@@ -159,6 +160,7 @@ class Machine(RuleBasedStateMachine):
                 place = (ticket.group_id, member)
                 assert place not in self.leases, f"{place} is leased to {self.leases[place]}"
                 self.leases[place] = (peer, self.world.now + LEASE_S)
+            self.delivered -= {ticket.group_id} if peer == "actor-0" else set()
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data(), newest=st.booleans())
@@ -182,7 +184,7 @@ class Machine(RuleBasedStateMachine):
         request = messages.Renew(progress=dict.fromkeys(sorted(groups), count))
         reply = self.world.one(peer, request)
         fenced = set(reply.groups) if isinstance(reply, messages.Fenced) else set()
-        assert fenced == groups - mine
+        assert fenced == groups - mine - (self.delivered if peer == "actor-0" else set())
         for place, (owner, _) in self.leases.items():
             if owner == peer:
                 self.leases[place] = (peer, self.world.now + LEASE_S)
@@ -217,13 +219,15 @@ class Machine(RuleBasedStateMachine):
     def leave(self, peer: str) -> None:
         self.world.one(peer, messages.Lease(credit=0))
         self.leases = {p: lease for p, lease in self.leases.items() if lease[0] != peer}
+        self.delivered -= self.delivered if peer == "actor-0" else set()
 
     # ---- the learner
 
     @rule(again=st.booleans())
     def sample(self, again: bool) -> None:
-        """The next take or, once more, the last one."""
-        take = self.next_take - (again and self.next_take - 1 in self.takes)
+        """The next take or, once more, the last one, unless the learner is done with it."""
+        last = self.next_take - 1
+        take = last if again and last in self.takes and last >= self.kept else self.next_take
         known = self.takes.get(take)
         if known is not None and known.lineage != self.lineage:
             return  # nobody asks for a take of his ancestors
@@ -379,7 +383,10 @@ class Machine(RuleBasedStateMachine):
             assert isinstance(reply, messages.Ack), reply
             entry.rewards[member] = float(reward)
             entry.sampled[member] = (weights.lineage, weights.step)
-            self.leases.pop((group_id, member), None)
+            owner, _ = self.leases.pop((group_id, member), ("", 0.0))
+            left = {peer for (group, _), (peer, _) in self.leases.items() if group == group_id}
+            if owner == "actor-0" and owner not in left:
+                self.delivered.add(group_id)
             if entry.rewards.keys() == entry.heads.keys():
                 self.failures.pop(ticket.task.task_id, None)
             if not entry.uses - self.reported() and self.too_old(group_id):
@@ -393,6 +400,7 @@ class Machine(RuleBasedStateMachine):
 
     def reopen(self) -> None:
         self.world.open()
+        self.delivered = set()
         self.leases = {
             (group_id, member): (owner, self.world.now + LEASE_S)
             for group_id, entry in self.groups.items()

@@ -58,6 +58,7 @@ class Leases:
         self.vacant.pop(group_id, None)
         if left:
             self.vacant[group_id] = left
+        self._delivered.get(peer, set()).discard(group_id)
         lease = MemberLease(
             peer=peer,
             group_id=group_id,
@@ -73,16 +74,17 @@ class Leases:
 
     def finish(self, group_id: int, member: int, peer: str) -> None:
         """End the lease of a member: it has arrived from `peer`, whoever held the lease."""
-        over = False
+        over, own = False, False
         for lease in self.of_group(group_id):
             if member in lease.members:
                 lease.members.remove(member)
                 self.playing -= 1
                 over = over or not lease.members
-                if not lease.members and lease.peer == peer:
-                    self._delivered.setdefault(peer, set()).add(group_id)
+                own = own or lease.peer == peer
         if over:
             self._forget_empty(group_id)
+            if own and self.held(peer, group_id) is None:
+                self._delivered.setdefault(peer, set()).add(group_id)
         if group_id in self.vacant:
             self.vacant[group_id].discard(member)
             if not self.vacant[group_id]:
