@@ -15,6 +15,7 @@ from typing import TypeAlias
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
 from evolver_async.extension import find_modules
 from evolver_async.launch.registry import PROCESSES, resolve
+from evolver_async.process.stopping import StopSignal
 from evolver_async.splits import SPLITS
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -43,8 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (Unrecoverable, TrainingError) as error:
         print(f"evolver-async: {error}", file=sys.stderr)
         return USER_ERROR if isinstance(error, Unrecoverable) else TRAINING_ERROR
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as stop:
+        return stop.code if isinstance(stop, StopSignal) else 130
     except BrokenPipeError:
         if not _reader_has_gone():
             raise

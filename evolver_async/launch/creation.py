@@ -36,6 +36,7 @@ from evolver_async.launch.run_directory import (
 )
 from evolver_async.launch.start_checks import check_start
 from evolver_async.process.setup import RoleArgs
+from evolver_async.process.stopping import handled_by, raise_stop
 
 UNPREPARED = "the policy could not be prepared"
 
@@ -63,7 +64,8 @@ def create(
         run=replace(config.run, name=name),
         policy=replace(config.policy, path=resolved.policy.path or str(run_dir / "policy")),
     )
-    with locked(run_dir), _sigterm_raises():
+    # a signal raises, so that an incomplete directory is removed
+    with locked(run_dir), handled_by(raise_stop):
         _refuse_existing(run_dir)  # another process may have made it before it was locked
         try:
             _clear(run_dir)
@@ -107,20 +109,6 @@ def complete(config: Config, run_dir: Path) -> None:
         _prepare_policy(run_dir)
     measure(config, run_dir)
     (run_dir / CREATING).unlink()
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit, so that an incomplete directory is removed."""
-
-    def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _with_own_tasks(config: Config, run_dir: Path) -> Config:

@@ -15,7 +15,7 @@ from evolver_async.memory.units import gib
 MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
 LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-CACHED = ("active_file", "inactive_file", "total_active_file", "total_inactive_file")
+CACHED = ("active_file", "inactive_file")
 
 
 def available_bytes() -> int:
@@ -52,8 +52,8 @@ def _left(group: Path) -> int | None:
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):  # no such cgroup, or "max"
             continue
-        names = CACHED[2:] if CACHED[2] in stat else CACHED[:2]
-        return max(1, free + sum(int(stat.get(name, 0)) for name in names))
+        whole = "total_" if "total_cache" in stat else ""  # of cgroup 1, with the groups below
+        return max(1, free + sum(int(stat.get(f"{whole}{name}", 0)) for name in CACHED))
     return None
 
 

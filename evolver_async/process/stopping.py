@@ -46,7 +46,8 @@ def handled_by(handle: Callable[[int], None]) -> Iterator[None]:
 
 
 def _leave_terminal() -> None:
-    for descriptor in (1, 2):
-        with suppress(OSError):
-            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    with open(os.devnull, "wb") as nowhere:
+        for descriptor in (1, 2):
+            with suppress(OSError):
+                if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                    os.dup2(nowhere.fileno(), descriptor)

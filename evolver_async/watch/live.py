@@ -86,8 +86,9 @@ def _show(
     quiet_since = asked = time.monotonic()
     last, silent = False, False
     while not last:
-        over = (run_dir / END).exists() or silent  # a resumed run has the end of another launch
-        last = stop.wait(POLL_S) or (not embedded and over and not is_running(run_dir))
+        last = stop.wait(POLL_S)
+        if not embedded and ((run_dir / END).exists() or silent):
+            last = last or not is_running(run_dir)  # a resumed run has the end of another launch
         if view.url is None and (url := url_of(run_dir)) is not None:
             view.url = url
             _print([f"W&B: {url}"], live)

@@ -69,11 +69,12 @@ class Admission:
         self.by_state = {state: {} for state in get_args(GroupState)}
         for held in at.groups.values():
             self.by_state[held.state][held.group_id] = held
-        # kept up to date at every change: every waiting actor reads both
+        # kept up to date at every change: every waiting actor, or every take, reads them
         self.uses = {kind: sum(held.uses_left for held in self.live(kind)) for kind in KINDS}
         self.bytes = sum(held.bytes for kind in KINDS for held in self.live(kind))
-        held = at.groups.values()
-        self.waiting = {one.group_id for one in held if one.wait and one.state != "closed"}
+        self.waiting = {
+            held.group_id for held in at.groups.values() if held.wait and held.state != "closed"
+        }
 
     @property
     def numbers(self) -> StageNumbers:

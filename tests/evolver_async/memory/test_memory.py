@@ -148,7 +148,7 @@ def test_the_groups_of_cgroup_1_are_those_of_its_memory_controller(tmp_path: Pat
     (memory / "memory.limit_in_bytes").write_text("1000")
     (memory / "memory.usage_in_bytes").write_text("900")
     (memory / "memory.stat").write_text(
-        "active_file 1\ntotal_active_file 50\ntotal_inactive_file 7"
+        "active_file 1\ntotal_cache 60\ntotal_active_file 50\ntotal_inactive_file 7"
     )
     assert _left(memory) == 157
     assert _memory_groups(tmp_path / "none", root) == set()
