@@ -162,7 +162,7 @@ class Updater(Models):
         batch = collate(chosen.groups, lags, self._internalise(stage), whole_groups=True)
         assert self.reference is not None, "a dpo stage was entered without a reference"
         reference_N = self._scorer(stage)(self.reference, batch.whole())
-        loss = PreferenceLoss(stage.loss.dpo_beta, pair_signs(batch), reference_N)
+        loss = PreferenceLoss(stage.loss, pair_signs(batch), reference_N)
         applied = self._update(stage, batch.whole(), loss, state, steps)
         self._check_finite(state, applied, batch, loss)
         result = _result(applied, chosen.groups, chosen.filtered, metrics | applied.metrics)

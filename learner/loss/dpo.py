@@ -1,6 +1,7 @@
 """Preferences (DPO): choice of the members that are compared, and the loss of a pair. Pure.
 
-Formulas: algorithms §4.
+Formulas: algorithms §4. The likelihood of the better member beside it: Pang et al. 2024, Iterative
+Reasoning Preference Optimization (arXiv 2404.19733).
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from msgspec.structs import replace
 from torch.nn.functional import logsigmoid
 
+from evolver_async.config import LossConfig
 from evolver_async.schema import Array, Group, Role, Trajectory
 from learner.data.batch import Batch, MicroBatch, Minibatch
 from learner.data.selection import Selected, reward_spread
@@ -59,7 +61,7 @@ class PreferenceLoss:
     sign_N: `pair_signs`; reference_N: log-probs under the reference; of the whole batch.
     """
 
-    beta: float
+    settings: LossConfig
     sign_N: Array
     reference_N: Array
 
@@ -73,19 +75,23 @@ class PreferenceLoss:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss and its terms. The margin is that of better over worse, times beta.
 
-        dpo/better, dpo/worse: gain of each member's log-prob over the reference, in nats.
+        dpo/better, dpo/worse: gain of each member's log-prob over the reference, in nats. dpo/nll:
+        negative log-likelihood of the better member, nats a token.
         """
         sign_N, gained_N = micro.of(self.sign_N), theta_N - micro.of(self.reference_N)
         pair_N = micro.trajectory_N // 2
-        count = int(pair_N.max()) + 1
-        gained_C = torch.zeros(count, device=theta_N.device).index_add(0, pair_N, sign_N * gained_N)
+        zero_C = torch.zeros(int(pair_N.max()) + 1, device=theta_N.device)
         share = 2 / minibatch.trajectories
-        margin_C = self.beta * gained_C
-        loss = share * dpo_loss(margin_C)
+        margin_C = self.settings.dpo_beta * zero_C.index_add(0, pair_N, sign_N * gained_N)
+        better_N = (sign_N > 0).to(theta_N.dtype)
+        tokens_C = zero_C.index_add(0, pair_N, better_N)
+        nll = share * (-zero_C.index_add(0, pair_N, better_N * theta_N) / tokens_C).sum()
+        preference = share * dpo_loss(margin_C)
         held_N = gained_N.detach()
-        return loss, {
-            "loss/policy": loss.detach(),
+        return preference + self.settings.dpo_nll_coef * nll, {
+            "loss/policy": preference.detach(),
             "loss/entropy": entropy_N.detach().sum() / minibatch.tokens,
+            "dpo/nll": nll.detach(),
             "dpo/margin": share * margin_C.detach().sum(),
             "dpo/accuracy": share * (margin_C.detach() > 0).float().sum(),
             "dpo/better": share * held_N[sign_N > 0].sum(),

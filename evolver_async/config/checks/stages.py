@@ -14,6 +14,8 @@ def stages(config: Config) -> Iterator[tuple[str, str]]:
     for index, stage in enumerate(config.stages):
         if not (stage.steps or stage.tokens or stage.hours or stage.until_success):
             yield f"stages[{index}]", "has no limit: set steps, tokens, hours or until_success"
+    if config.loss.dpo_nll_coef and all(stage.kind != "dpo" for stage in config.stages):
+        yield "loss.dpo_nll_coef", "must be 0: no stage is of kind dpo"
 
 
 def limits(config: Config, index: int) -> Iterator[tuple[str, str]]:

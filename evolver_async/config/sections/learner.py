@@ -159,6 +159,9 @@ class LossConfig:
     kl_place: Literal["loss", "reward"] = "loss"  # k1 only as reward
     entropy_coef: float = 0.0
     dpo_beta: Positive = 0.1  # dpo stages: strength of the pull towards the reference
+    # dpo stages: weight of the better member's negative log-likelihood, the mean over its tokens.
+    # It keeps both members of a pair from becoming unlikely together
+    dpo_nll_coef: float = 0.0
     entropy_top_k: int = 0  # the bonus raises entropy among the k likeliest tokens only; 0: all
 
 

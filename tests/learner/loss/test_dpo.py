@@ -14,7 +14,7 @@ from serial_recipe import RECIPE
 from serial_runs import trainer
 from updates import FORKS, config, updater
 
-from evolver_async.config import Config, StageConfig
+from evolver_async.config import Config, LossConfig, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.model import policy
 from evolver_async.schema import Group, Role
@@ -61,12 +61,22 @@ def batch_of(*given_: Group) -> Batch:
     return collate(pairs(list(given_)).groups, {WEIGHTS: Lag(0)}, NEVER, whole_groups=True)
 
 
-@given(number, st.integers(1, 5), st.integers(1, 40), st.floats(0.01, 2), st.integers(1, 4))
-def test_the_loss_is_the_papers_whatever_the_micro_batches(seed, count, budget, beta, updates):
+@given(
+    number,
+    st.integers(1, 5),
+    st.integers(1, 40),
+    st.floats(0.01, 2),
+    st.floats(0, 2),
+    st.integers(1, 4),
+)
+def test_the_loss_is_the_papers_whatever_the_micro_batches(
+    seed, count, budget, beta, nll_coef, updates
+):
     rng = np.random.default_rng(seed)
     batch = batch_of(*(group_of(n, rng.permutation(4).tolist(), seed) for n in range(count)))
     theta_N, reference_N = -rng.random((2, len(batch.mu_N))).astype(np.float32)
-    loss = PreferenceLoss(beta, pair_signs(batch), reference_N)
+    settings = LossConfig(dpo_beta=beta, dpo_nll_coef=nll_coef)
+    loss = PreferenceLoss(settings, pair_signs(batch), reference_N)
     found, margins = [], []
     for minibatch in batch.whole().split(updates, key=seed):
         total, terms = 0.0, {"dpo/margin": 0.0}
@@ -89,6 +99,7 @@ def test_the_loss_is_the_papers_whatever_the_micro_batches(seed, count, budget, 
             ]
             margin = beta * (gained[0] - gained[1])
             expected += -math.log(1 / (1 + math.exp(-margin))) / len(members)
+            expected -= nll_coef * theta_N[batch.trajectory_N == chosen].mean() / len(members)
             expected_margin += margin / len(members)
         found.append((total, expected))
         margins.append((terms["dpo/margin"], expected_margin))
@@ -134,6 +145,20 @@ def test_a_stage_begins_at_log_2_and_comes_to_prefer_the_better(tiny, tmp_path):
     assert last.metrics["dpo/margin"] > 0.1 and last.metrics["loss/policy"] < 0.65
     gap = last.metrics["dpo/better"] - last.metrics["dpo/worse"]
     assert last.metrics["dpo/margin"] == pytest.approx(0.1 * gap, rel=1e-3)
+
+
+def test_with_its_likelihood_in_the_loss_the_better_member_becomes_likelier(tiny, tmp_path):
+    better = {}
+    for nll_coef in (0.0, 1.0):
+        settings, state = settings_of(tiny), LearnerState(lineage=1)
+        settings.loss.dpo_nll_coef = nll_coef
+        made, stage = updater(settings, tmp_path), stage_config(settings, 0)
+        made.begin_stage(stage, 0)
+        for _ in range(9):
+            outcome = made.dpo(stage, data(), state, FORKS, 9)
+            state.take += 1
+        better[nll_coef] = outcome.metrics["dpo/better"]
+    assert better[1.0] > max(better[0.0], 0)
 
 
 def test_more_updates_than_pairs_cut_none(tiny, tmp_path):

@@ -69,6 +69,7 @@ from learner.data.selection import spread
         (["critic.kind=none"], "critic.kind: must be one of shared, separate"),
         (["critic.lr=0"], "critic.lr: must be greater than 0"),
         (["loss.dpo_beta=0"], "loss.dpo_beta: must be greater than 0"),
+        (["loss.dpo_nll_coef=1"], "loss.dpo_nll_coef: must be 0: no stage is of kind dpo"),
         (["loss.kl=k1"], "loss.kl: k1 has no gradient"),
         (["loss.target_kl=0"], "loss.target_kl: must be greater than 0"),
         (
