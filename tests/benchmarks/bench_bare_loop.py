@@ -9,6 +9,7 @@ length, at the same budget of tokens; it runs transformers' model, the cross-ent
 tokens, backward and AdamW. Both alternate; the ratio is that of processor seconds.
 """
 
+import math
 import statistics
 import sys
 import tempfile
@@ -45,6 +46,7 @@ def settings(directory: Path, hidden_size: int, layers: int) -> Config:
         config,
         policy=replace(config.policy, path=str(path)),
         selection=replace(config.selection, kind="all"),
+        loss=replace(config.loss, target_kl=math.inf),  # no step is cut: both loops do equal work
         stages=[StageConfig(kind="rl", steps=100)],
         metrics=replace(config.metrics, samples=0),
     )

@@ -10,6 +10,7 @@ holds is the request, the wire and the unpacking. Time is a share of the wall ti
 
 import asyncio
 import json
+import math
 import multiprocessing
 import shutil
 import sys
@@ -107,6 +108,7 @@ def make_run(directory: Path) -> tuple[Config, Path]:
         run=replace(config.run, name="bench", dir=str(directory)),
         policy=replace(config.policy, path=str(run_dir / "policy")),
         stages=[StageConfig(kind="rl", steps=STEPS)],
+        loss=replace(config.loss, target_kl=math.inf),  # made-up data would cut steps short
         buffer=replace(config.buffer, max_staleness=STEPS, max_ready=0.0),
         eval=replace(config.eval, every=0, final_episodes=1),
     )
