@@ -127,9 +127,10 @@ class VllmEngine:
         scored = None
         while scored is None:
             llm = await self.core.ready()
+            number, adapter = f"{next(self._numbers)}", self.core.lora_request
             try:
                 async for output in llm.generate(
-                    tokens_input(tokens), params, f"{next(self._numbers)}"
+                    tokens_input(tokens), params, number, lora_request=adapter
                 ):
                     scored = output.prompt_logprobs or scored
             except EngineDeadError:

@@ -179,11 +179,12 @@ def _call(found: re.Match[str]) -> str | InvalidCall:
         return InvalidCall(UNCLOSED)
     try:
         call = called(found["call"])
-    except ValueError as error:
+        written = canonical(call.name, call.arguments)
+    except (ValueError, RecursionError) as error:
         return InvalidCall(f"error: {error}")
     if call.name == ANSWER_TOOL:
         return InvalidCall("error: an answer stands between <answer> and </answer>")
-    return canonical(call.name, call.arguments)
+    return written
 
 
 def unfenced(code: str) -> str:

@@ -11,7 +11,6 @@ and the JSON of a request would go. Also `verifiers` needs a version before 3 of
 """
 
 import asyncio
-import json
 import logging
 import math
 import re
@@ -24,6 +23,7 @@ import msgspec
 
 from actors.failures import FailureCounts
 from actors.llm.budget import Breaker, Budget
+from actors.llm.parameters import Parameters
 from evolver_async.config import ConfigError, LlmConfig
 from evolver_async.config.secrets import mask, secret
 from evolver_async.protocol.failures import FailureKind
@@ -92,6 +92,7 @@ class Endpoint:
         self._budget = Budget(llm)
         self._breaker = Breaker(llm.breaker_failures, llm.breaker_s)
         self._counts: Counter[str] = Counter()
+        self._parameters = Parameters()
         self._slots = asyncio.Semaphore(llm.concurrency)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs every call
         self._client = httpx.AsyncClient(
@@ -113,13 +114,7 @@ class Endpoint:
 
         `within_s` limits the total time, including waits and retries.
         """
-        request = {
-            "model": self._llm.model,
-            "messages": messages,
-            "max_tokens": max_tokens or self._llm.max_tokens,
-            "temperature": temperature,
-        }
-        body = json.dumps(request).encode()
+        most = max_tokens or self._llm.max_tokens
         deadline = asyncio.get_running_loop().time() + within_s
         try:
             async with asyncio.timeout_at(deadline if within_s < math.inf else None):
@@ -127,7 +122,15 @@ class Endpoint:
         except TimeoutError:
             raise self._unavailable("timeout", "llm.concurrency other calls are running") from None
         try:
-            return await self._with_retries(body, deadline)
+            while True:
+                given = self._parameters
+                body = given.body(self._llm.model, messages, most, temperature)
+                try:
+                    return await self._with_retries(body, deadline)
+                except Unavailable as failure:
+                    if given.after(str(failure)) == given:
+                        raise
+                    self._parameters = self._parameters.after(str(failure))
         finally:
             self._slots.release()
 

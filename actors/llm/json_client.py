@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ T = TypeVar("T")
 ATTEMPTS = 2  # until an answer can be parsed
 QUESTION_CHARS = 24_000  # of all recorded texts in one question
 TEXT_CHARS = 2_000  # of one of them
+FENCED = re.compile(r"^[ \t]*```(?:json)?[ \t]*\n?(.*?)\n?[ \t]*```[ \t]*$", re.I | re.M | re.S)
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ class JsonClient:
                 problem = f"the answer cannot be parsed: {str(error)[:200]}"
                 self._endpoint.failed(problem)
                 log.info("%s", problem)
+            again = f"{problem}. Answer again, with the JSON alone."
+            chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": again}]
         return None
 
     def counters(self) -> dict[str, float]:
@@ -52,14 +56,22 @@ class JsonClient:
 
 
 def decode_json(answer: str, kind: type[T]) -> T:
-    """Decode an answer, perhaps within a code fence, as a `kind`. Raise ValueError."""
+    """Decode an answer as a `kind`. Raise ValueError.
+
+    Thoughts before it, and text around the last code fence, are left out where they must be.
+    """
     text = answer.strip()
-    if text.startswith("```") and text.endswith("```"):
-        text = text[3:-3].removeprefix("json")
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    after = text.partition("</think>")[2].strip()
+    fenced = [block for whole in (after, text) for block in FENCED.findall(whole)[-1:]]
+    problem = "it is empty"
+    for part in filter(None, (text, after, *fenced)):
+        try:
+            return msgspec.json.decode(part, type=kind)
+        except RecursionError:
+            problem = "nested too deeply"
+        except ValueError as error:
+            problem = str(error)
+    raise ValueError(problem)
 
 
 def as_json(value: Any) -> str:

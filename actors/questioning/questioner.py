@@ -15,7 +15,7 @@ from collections import Counter
 import msgspec
 
 from actors.engines.base import Engine
-from actors.envs.base import EnvironmentFailure, env_class
+from actors.envs.base import Described, EnvironmentFailure, make_env
 from actors.experience.embed import HashEmbedder, load_embedder
 from actors.failures import FailureCounts
 from actors.llm.client import Endpoint, Unavailable
@@ -274,8 +274,10 @@ class Questioner:
 
     def _described(self, task: Task) -> str:
         """Describe the environment by its profile, or else by its instructions in plain English."""
-        env = env_class(task.env)
-        return self._profile or getattr(env, "plain_instructions", env.instructions)
+        if self._profile:
+            return self._profile
+        env = make_env(task.env, task.params)
+        return env.plain_instructions if isinstance(env, Described) else env.instructions
 
     def _outage(self, what: str, error: Unavailable) -> None:
         self._counts["outages"] += 1

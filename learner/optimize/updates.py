@@ -109,8 +109,8 @@ class Stepper:
         learning rate of an update is multiplied by the square root of its `Accounting.ess_share`.
         max_cosine: the bound on the cosine of consecutive gradients (`align`), 1 for none.
         target_kl: the bound on `Accounting.kl`, none while the critic warms up. Data beyond it end
-        the step, and the update that moved the policy there is taken back; the data of the next
-        update tell, after the last one its own.
+        the step. The last update is taken back if it moved its own data beyond the bound; data of
+        the next one can be there by their age alone.
         """
         rate = lr_at(step, stage.learner, steps=steps)
         others = [] if critic is None else [(critic.critic.optimizer, critic.settings.lr)]
@@ -142,9 +142,11 @@ class Stepper:
             done.append(_Update(minibatch, found, terms, kl, rate * scale, moved))
         means = {"learner/lr": rate}
         if math.isfinite(bound):
-            if beyond is None and done:
-                beyond = self._beyond(stage, done[-1], loss, bound, critic and critic.critic)
-            means["learner/taken_back"] = float(beyond is not None and self._undo(done, bound))
+            moved = self._beyond(stage, done, loss, bound, critic and critic.critic)
+            if moved is not None:
+                self._undo(done)
+                beyond = moved if beyond is None else beyond
+            means["learner/taken_back"] = float(moved is not None)
         means["learner/token_budget"] = self.passes.token_budget(stage, critic and critic.critic)
         return self._applied(data, done, failure, beyond, means)
 
@@ -156,24 +158,26 @@ class Stepper:
         return known.ess_share() ** 0.5 if scales_lr else 1.0, known.kl()
 
     def _beyond(
-        self, stage: Config, last: _Update, loss: MicroLoss, bound: float, critic: Critic | None
+        self,
+        stage: Config,
+        done: list[_Update],
+        loss: MicroLoss,
+        bound: float,
+        critic: Critic | None,
     ) -> float | None:
-        """Return the KL of the data of the last update after it, if it went beyond the bound."""
-        if last.kl > bound:
+        """Return the KL of the last update's data after it, if it moved them beyond the bound."""
+        if not done or done[-1].kl > bound:
             return None
-        kl = self.passes.measure(stage, last.minibatch, loss, critic).kl()
+        kl = self.passes.measure(stage, done[-1].minibatch, loss, critic).kl()
         return None if kl <= bound else kl  # one that is no number is beyond any bound
 
-    def _undo(self, done: list[_Update], bound: float) -> bool:
-        """Take back the last update, unless its data were beyond the bound already before it."""
-        if done[-1].kl > bound:
-            return False
+    def _undo(self, done: list[_Update]) -> None:
+        """Take back the last update."""
         with self.timers("optimizer"):
             last = done.pop()
             take_back(self.models.optimizer, last.moved, last.lr)
             follow(self.models.model.parameters())
             forget(self.models.optimizer)
-        return True
 
     def _applied(
         self,

@@ -203,7 +203,7 @@ def test_an_update_that_moves_the_policy_beyond_the_target_kl_is_taken_back(
     """What comes before it stays; its groups are left out like those after it."""
     outcomes, models = [], []
     # beyond the bound from the beginning: one update, which is not taken back
-    for kls in ((0.3, 0.3), (0.1, 0.1, 0.5)):
+    for kls in ((0.3, 0.3), (0.1, 0.1, 0.5, 0.4)):
         settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=4)
         settings.policy.dtype, settings.loss.target_kl = dtype, 0.2
         made, told = updater(settings, tmp_path), iter(kls)
@@ -224,6 +224,20 @@ def test_an_update_that_moves_the_policy_beyond_the_target_kl_is_taken_back(
         # bfloat16 rounds the masters, which differ by their own rounding
         tolerance = 1e-6 if dtype == "float32" else 1e-2
         torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
+
+
+def test_an_update_before_data_that_are_beyond_the_bound_by_their_age_stays(
+    tiny, tmp_path, monkeypatch
+):
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=4)
+    settings.loss.target_kl = 0.2
+    made, told = updater(settings, tmp_path), iter((0.1, 0.1, 0.5, 0.15))
+    monkeypatch.setattr(under_test.Accounting, "kl", lambda _: next(told))
+    outcome = made.rl(stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1)
+    assert next(told, None) is None
+    assert outcome.updates == 2 == len(outcome.trained) == len(outcome.filtered["target_kl"])
+    assert outcome.metrics["learner/taken_back"] == 0
+    assert outcome.metrics["offpolicy/kl_beyond"] == 0.5
 
 
 @pytest.mark.parametrize(("minibatches", "after"), [(1, 0.5), (2, 0.5), (1, math.nan)])

@@ -149,12 +149,12 @@ class LossConfig:
     # updates of one step move tokens beyond clip_high
     boost: Annotated[float, Range(infinite=True)] = 0.0
     dual_clip: Annotated[float, Range(ge=1, infinite=True)] = 3.0
-    # KL(mu || theta) in nats per token, over the data of an update. Data beyond it end their step,
-    # and the update that moved the policy there is taken back
+    # KL(mu || theta) in nats per token, over the data of an update. Data beyond it end their step;
+    # an update that moved its own data there is taken back
     target_kl: PositiveOrInfinite = math.inf
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_norm"] = "token_mean"
     norm_tokens: Count = 1024  # sequence_sum_norm: the constant length
-    kl: Literal["k1", "k2", "k3"] = "k3"
+    kl: Literal["k1", "k2", "k3"] = "k3"  # k3 ends at 10, as in verl: beyond it has no gradient
     kl_coef: float = 0.0  # 0 loads no reference
     kl_place: Literal["loss", "reward"] = "loss"  # k1 only as reward
     entropy_coef: float = 0.0

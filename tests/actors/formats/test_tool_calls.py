@@ -83,6 +83,8 @@ def test_calls_have_one_canonical_text() -> None:
         ('{"name": "f", "arguments": {"x": NaN}}', "JSON is malformed"),
         ('{"name": "f", "arguments": {"x": 1e999}}', "out of range"),
         ('{"name": "f", "arguments": {"x": ' + "[" * 3000 + "]" * 3000 + "}}", "recursion"),
+        # it can be read, but not written again
+        ('{"name": "f", "arguments": {"x": ' + "[" * 994 + "]" * 994 + "}}", "recursion"),
         ('{"name": "answer", "arguments": {"text": "4"}}', "between <answer>"),
     ],
 )

@@ -309,6 +309,20 @@ def test_a_bad_request_says_nothing_about_the_endpoint() -> None:
         assert with_endpoint(settings(server.url, breaker_failures=2), use)[-1] == ""
 
 
+def test_a_parameter_that_a_model_refuses_is_sent_once() -> None:
+    async def use(endpoint: Endpoint) -> list[str]:
+        return [await endpoint.complete(CHAT, max_tokens=7) for _ in range(2)]
+
+    limit = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
+    refused = status(400, limit), status(400, "'temperature' does not support 0.0")
+    with OpenAIServer(*refused, "one", "two") as server:
+        assert with_endpoint(settings(server.url), use) == ["one", "two"]
+    told = [call.body.keys() - {"model", "messages"} for call in server.calls]
+    old, new = {"max_tokens"}, {"max_completion_tokens"}
+    assert told == [old | {"temperature"}, new | {"temperature"}, new, new]
+    assert server.calls[-1].body["max_completion_tokens"] == 7
+
+
 @given(st.lists(st.tuples(st.sampled_from("sfun"), st.floats(0, 3)), max_size=40))
 def test_breaker_against_its_definition(events: list[tuple[str, float]]) -> None:
     """Never more than one call while it rests on failures, none before `rest_s` after the last."""

@@ -478,10 +478,22 @@ def test_an_answer_of_another_form_is_no_list_of_tasks(answer: str):
         parse_proposals(answer, 3)
 
 
-def test_proposals_come_surest_first_also_out_of_a_fence():
-    told = [proposal("a", ["x"], 0.1), proposal("b", ["y"], 1), proposal("c", [], 0.5)]
-    found = parse_proposals(f"```json\n{json.dumps(told)}\n```", 3)
-    assert [one.query for one in found] == ["b", "c", "a"]
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "{}",
+        "```json\n{}\n```",
+        "```JSON\n{}\n```\n",
+        "``` {} ```",
+        "<think>Perhaps [1]?\n```json\n[]\n```</think>\n{}",
+        "the template opened this thought</think>{}",
+        "Here are the tasks:\n\n```json\n{}\n```\nThey are all feasible.",
+    ],
+)
+def test_proposals_come_surest_first_whatever_stands_around_them(answer: str):
+    told = [proposal("a", ["x"], 0.1), proposal("b </think> ```", ["y"], 1), proposal("c", [], 0.5)]
+    found = parse_proposals(answer.replace("{}", json.dumps(told)), 3)
+    assert [one.query for one in found] == ["b </think> ```", "c", "a"]
 
 
 def talk(*proposals: Any, actions: tuple[str, ...] = ("look",)) -> Answer:
@@ -720,6 +732,7 @@ def test_what_is_no_grade_is_asked_for_once_more_and_never_invented(answer: str)
     assert graded(answer, answer)[0] is None
     given, prompts = graded(answer, verdict(80))
     assert given == Grade(0.8, True) and len(prompts) == 2
+    assert prompts[0] != prompts[1]  # at temperature 0 the same question has the same answer
 
 
 def test_an_episode_is_ungraded_where_nobody_answers():
@@ -814,6 +827,22 @@ def test_what_is_no_profile_is_refused_by_key_and_file(tmp_path: Path, content: 
     config.questioning.profile = str(tmp_path / "absent.json")
     with pytest.raises(ConfigError, match=r"questioning\.profile: .*absent"):
         check(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "words"),
+    [
+        ("sokoban", {}, "box"),
+        ("workshop", {"choices": 3}, "workshop"),
+        ("frozen_lake", {"slippery": True}, "slippery"),
+        ("bandit", {}, "arm"),
+    ],
+)
+def test_without_a_profile_an_environment_is_described_by_its_own_words(name, params, words):
+    config = config_of(name, kind="llm", llm=LlmConfig(url="http://127.0.0.1:1/v1", model="m"))
+    questioner = Questioner(config)
+    task = Task(task_id="t", env=name, split="train", map_seed=0, params=params)
+    assert words in questioner._described(task).lower()
 
 
 def test_goals_need_an_environment_that_makes_them():
