@@ -1,7 +1,7 @@
 """Parameters of a chat request, without those that a model refuses. Pure.
 
-Models that reason refuse `max_tokens`, for which they have `max_completion_tokens`, and some take no
-temperature but their own.
+Models that reason refuse `max_tokens`, for which they have `max_completion_tokens`, and some take
+no temperature but their own.
 """
 
 import json

@@ -55,8 +55,9 @@ def counts(wrong: int, correct: int, members: int) -> tuple[int, int]:
 def penalty(trajectory: Trajectory) -> float:
     """Return the tool-error ratio plus the format penalty, 0 to 2.
 
-    Error ratio: the share of tool calls that came back as errors, 0.5 without any. Format penalty:
-    1 without an answer, else the share of turns that were not well-formed and no such errors.
+    Error ratio: of the turns that called tools the share with an error, 0.5 without any such turn.
+    Format penalty: 1 without an answer, else the share of turns that were not well-formed and no
+    such errors.
     """
     called = tool_calls(trajectory)
     errors = flagged(called, TurnFlag.TOOL_ERROR) if len(called) else NO_TOOL
