@@ -19,6 +19,7 @@ from evolver_async.config.arguments import apply_arguments
 from evolver_async.config.checks import check, check_stage
 from evolver_async.config.merge import apply, defaults, to_config
 from evolver_async.config.overrides import refuse_whole_run, refuse_whole_stage
+from evolver_async.config.secrets import escaped
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.learner import by_kind
 from evolver_async.config.values.errors import ConfigError
@@ -93,12 +94,12 @@ def _rolled_back(stage: Config, rollbacks: int) -> Config:
 
 def dump(config: Config, path: Path) -> None:
     """Write the whole configuration as YAML that `load` reads back."""
-    OmegaConf.save(OmegaConf.structured(config), path)
+    path.write_text(to_yaml(config), encoding="utf-8")
 
 
 def to_yaml(config: Config) -> str:
     """Return the whole configuration as YAML. References to the environment stay references."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(merge.structured(config))
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def from_dict(values: dict[str, Any]) -> Config:
     """Invert `to_dict`. Raise ConfigError for values that `to_dict` cannot have written."""
-    return to_config(apply(defaults(), values))
+    return to_config(apply(defaults(), escaped(values)))
 
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:

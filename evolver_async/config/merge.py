@@ -7,14 +7,19 @@ import copy
 import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import is_dataclass, replace
+from dataclasses import asdict, is_dataclass, replace
 from functools import cache
 from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from evolver_async.config.secrets import kept, note_references, refuse_written
+from evolver_async.config.secrets import (
+    escaped,
+    kept,
+    note_references,
+    refuse_written,
+)
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import StageConfig
 from evolver_async.config.values.errors import ConfigError
@@ -72,14 +77,20 @@ def _drop_params_of_sets(resolved: DictConfig, tree: Any) -> None:
             chosen.env.params = {}
 
 
+def structured(config: Config) -> DictConfig:
+    """Return a resolved configuration as a structured one. References stay references."""
+    return apply(defaults(), escaped(asdict(config)))
+
+
 def override(config: Config, tree: dict[str, Any]) -> Config:
     """Return `config` with a tree of sections merged over it; unnamed sections are shared.
 
-    Only the named sections are structured, which takes a twentieth of the time, unless the tree has
-    references or names an environment.
+    Only the named sections are structured, which takes a twentieth of the time, unless a text of
+    the tree or of these sections has `${`, or the tree names an environment.
     """
-    if {"env", "tasks", "stages"} & tree.keys() or "${" in repr(tree):
-        return to_config(apply(OmegaConf.structured(config), tree))
+    named = [vars(config)[name] for name in tree if name in vars(config)]
+    if {"env", "tasks", "stages"} & tree.keys() or "${" in repr((tree, named)):
+        return to_config(apply(structured(config), escaped(tree, ".override")))
     _refuse_unknown(tree, Config, "")
     changed = {}
     for name, values in tree.items():

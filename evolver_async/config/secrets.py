@@ -22,6 +22,7 @@ FREE = ("env.params", "tasks.mixture.params")
 MASK = "***"
 SHORTEST = 8  # characters of a masked text: a shorter one would occur in unrelated words
 REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")
+OPENING = re.compile(r"(\\*)\$\{")  # of an interpolation, with the backslashes before it
 INDEX = re.compile(r"\[\d+\]")
 MENTIONED = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
 SECRET = re.compile(  # the plurals `keys` and `tokens` alone count things
@@ -138,6 +139,21 @@ def kept(params: Any) -> Any:
     if isinstance(params, str) and REFERENCE.search(params):
         return params.replace("${", "\\${")
     return params
+
+
+def escaped(node: Any, key: str = "") -> Any:
+    """Escape `${` in values of a resolved configuration below `key`, so that they read back equal.
+
+    References among parameters, and those in the override of a stage, stay references.
+    """
+    if isinstance(node, dict):
+        return {name: escaped(value, f"{key}.{name}") for name, value in node.items()}
+    if isinstance(node, list):
+        return [escaped(value, key) for value in node]
+    refers = any(f".{path}." in f"{key}." for path in ("override", *FREE))
+    if not isinstance(node, str) or (refers and REFERENCE.search(node)):
+        return node
+    return OPENING.sub(lambda found: found[1] * 2 + r"\${", node)
 
 
 def _texts(node: Any, key: str, free: bool, secret: bool) -> Iterator[tuple[str, str, bool, bool]]:

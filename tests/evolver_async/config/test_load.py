@@ -1,13 +1,17 @@
 """Recipes, bases and arguments: what wins, and mistakes that are named by their key."""
 
 import math
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from refusals import STEPS, refusal
 
-from evolver_async.config import Config, ConfigError, StageConfig
+from evolver_async.config import Config, ConfigError, EnvConfig, StageConfig
 from evolver_async.config.load import dump, from_dict, load, stage_config, to_dict
+from evolver_async.config.sections.rollout import RolloutConfig
 
 
 def test_arguments_win_over_the_recipe_and_the_recipe_over_the_defaults(tmp_path: Path) -> None:
@@ -158,6 +162,40 @@ def test_the_plain_dict_form_is_finite_and_loads_back_equal() -> None:
     restored = from_dict(plain)
     assert restored == config
     assert math.isinf(restored.correction.w_max)
+
+
+TEXTS = st.lists(st.sampled_from(["${", "}", "\\", "$", "{", "oc.env:HOME", "name", " ", "'"]))
+
+
+@given(TEXTS.map("".join), TEXTS.map("".join))
+def test_a_text_with_an_opening_of_a_reference_reads_back_equal(text: str, other: str) -> None:
+    parameter = other.replace("oc.env:", "")  # a reference would stay one
+    config = Config(
+        rollout=RolloutConfig(system_prompt=text),
+        env=EnvConfig(params={"word": [parameter]}),
+        stages=[
+            StageConfig(steps=1, override={"rollout": {"max_turns": 3}}),
+            StageConfig(steps=1, override={"rollout": {"system_prompt": parameter}}),
+        ],
+    )
+    assert from_dict(to_dict(config)) == config
+    with tempfile.TemporaryDirectory() as directory:
+        dump(config, Path(directory) / "config.yaml")
+        assert load(Path(directory) / "config.yaml") == config
+    assert stage_config(config, 0).rollout.system_prompt == text
+    assert stage_config(config, 1).rollout.system_prompt == parameter
+
+
+def test_an_escaped_reference_is_text_in_every_stage(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "rollout: {system_prompt: 'Say \\${name}'}\n"
+        "stages: [{steps: 1, override: {rollout: {max_turns: 3}}}]\n"
+    )
+    config = load(recipe)
+    dump(config, tmp_path / "config.yaml")
+    for one in (config, load(tmp_path / "config.yaml")):
+        assert stage_config(one, 0).rollout.system_prompt == "Say ${name}"
 
 
 def test_a_recipe_says_what_differs_from_its_base(tmp_path):
