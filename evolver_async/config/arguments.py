@@ -1,16 +1,21 @@
 """Arguments of a command line, `section.key=value`, and their application to a configuration."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import is_dataclass
+from typing import Any, Literal, NamedTuple, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from evolver_async.config.merge import apply, environment, environment_name, merge
+from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import StageConfig
 from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.rules import item_kind
 
+QUOTES = ("'", '"')
+NULLS = ("null", "Null", "NULL", "~")  # of YAML
 APPEND = "stages+"  # key of an argument that adds a stage at the end
 
 
@@ -40,21 +45,40 @@ def apply_arguments(resolved: DictConfig, dotlist: Sequence[str]) -> DictConfig:
 
 
 def _argument(entry: str) -> Argument:
-    """Read `key=value`, the value as YAML. An empty value is the empty string."""
+    """Read `key=value`, the value as YAML, or as it is for a key whose values are texts."""
     key, equals, text = entry.partition("=")
     if not equals or not key:
         raise ConfigError(f"{entry!r}: arguments are written section.key=value")
-    try:
-        read: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-        tree: Any = read["value"] if text else ""
-    except (yaml.YAMLError, OmegaConfBaseException):
-        raise ConfigError(f"{key}: cannot read {text!r}") from None
     parts, stage = key.replace("[", ".").replace("]", "").split("."), ""
     if parts[0] == "stages" and len(parts) > 2:
         _, stage, *parts = parts
+    tree = _read(key, text, _is_text(parts, StageConfig if stage else Config))
     for part in reversed(parts):
         tree = {part: tree}
     return Argument(key, stage, tree)
+
+
+def _is_text(parts: Sequence[str], kind: Any) -> bool:
+    """Return True if the values of a key below `kind` are texts."""
+    for part in parts:
+        if is_dataclass(kind):
+            # an override of a stage has the sections of a run
+            whole = kind is StageConfig and part == "override"
+            kind = Config if whole else get_type_hints(kind).get(part)
+        else:
+            kind = item_kind(kind)
+    return kind is str or get_origin(kind) is Literal
+
+
+def _read(key: str, text: str, is_text: bool) -> Any:
+    """Read a value as YAML. A text is kept as it is, unless it is quoted or null."""
+    if not text or (is_text and text[0] not in QUOTES and text.strip() not in NULLS):
+        return text
+    try:
+        read: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    except (yaml.YAMLError, OmegaConfBaseException):
+        raise ConfigError(f"{key}: cannot read {text!r}") from None
+    return read["value"]
 
 
 def _apply_argument(resolved: DictConfig, argument: Argument) -> DictConfig:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass, replace
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -56,8 +56,8 @@ def apply(resolved: DictConfig, tree: dict[str, Any]) -> DictConfig:
     _drop_params_of_sets(resolved, tree)
     rest = {name: value for name, value in tree.items() if name != "stages"}
     merged = merge(resolved, rest, Config, "")
-    stages = tree.get("stages")
-    if stages is not None:
+    if "stages" in tree:
+        stages = tree["stages"]
         items = OmegaConf.to_container(stages) if OmegaConf.is_config(stages) else stages
         if not isinstance(items, list):
             raise ConfigError("stages: must be a list")
@@ -182,6 +182,8 @@ def _refuse_unknown(tree: Any, kind: type, prefix: str) -> None:
     for name, value in tree.items():
         if name not in types:
             raise ConfigError(f"{prefix}{name}: unknown key{_hint(str(name), types, prefix)}")
+        if get_origin(types[name]) is list and isinstance(value, dict | DictConfig):
+            raise ConfigError(f"{prefix}{name}: must be a list, which is given whole, is {value!r}")
         if is_dataclass(types[name]):
             _refuse_unknown(value, types[name], f"{prefix}{name}.")
         item = item_kind(types[name])

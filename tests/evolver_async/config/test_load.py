@@ -1,5 +1,6 @@
 """Recipes, bases and arguments: what wins, and mistakes that are named by their key."""
 
+import json
 import math
 import tempfile
 from pathlib import Path
@@ -116,11 +117,30 @@ def test_an_argument_about_a_stage_leaves_references_in_it(monkeypatch) -> None:
         ("stages+={kind: rl}", "stages[1]: has no limit"),
         ("learner.betas=[a,b]", "learner.betas[0]: "),
         ("learner.lr=[1", "learner.lr: cannot read"),
+        ("run.name='a", "run.name: cannot read"),
+        ("run.name=null", "run.name: "),
+        ("stages=null", "stages: must be a list"),
+        ("tasks.mixture.0.weight=2", "tasks.mixture: must be a list, which is given whole"),
+        ("learner.betas[0]=.5", "learner.betas: must be a list, which is given whole"),
         ("lr", "'lr': arguments are written section.key=value"),
     ],
 )
 def test_unknown_keys_and_wrong_types_are_named(argument: str, message: str) -> None:
     assert refusal(argument).startswith(message)
+
+
+@pytest.mark.parametrize("text", ["0123", "1e5", "on", "/tmp/a #b", "a: b", "{x}", "*a", " a"])
+def test_the_text_of_an_argument_is_kept(text: str) -> None:
+    config = load(None, [STEPS, f"run.dir={text}", f"stages.0.override.env.name={text}"])
+    assert config.run.dir == text
+    assert stage_config(config, 0).env.name == text
+    quoted = load(None, [STEPS, f"run.dir={json.dumps(text)}", f"env.params.word='{text}'"])
+    assert (quoted.run.dir, quoted.env.params) == (text, {"word": text})
+
+
+def test_choices_are_texts_and_parameters_are_yaml() -> None:
+    assert load(None, [STEPS, "env.params.on=on"]).env.params == {"on": True}
+    assert refusal("learner.decay=off").endswith("is 'off'")
 
 
 def test_a_recipe_that_is_no_text_is_named(tmp_path: Path) -> None:
