@@ -12,7 +12,7 @@ from evolver_async.commands.checked import as_config_errors, run_directory
 from evolver_async.commands.recipes import recipe_path
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
-from evolver_async.config.paths import with_absolute_paths
+from evolver_async.config.paths import directory_of, with_absolute_paths
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
 from evolver_async.launch import forking
 from evolver_async.launch.creation import create
@@ -164,7 +164,7 @@ def _begun(config: Config) -> Path | None:
     """Return the directory of the run that a configuration names, None if it has not begun."""
     if not config.run.name:
         raise ConfigError(f"--resume {AUTO}: needs run.name, by which it finds the run to continue")
-    run_dir = (Path(config.run.dir) / config.run.name).resolve()
+    run_dir = directory_of(config, config.run.name)
     return run_dir if (run_dir / "config.yaml").exists() else None
 
 

@@ -1,6 +1,7 @@
 """Paths and names that a configuration holds. These functions alone look at the file system."""
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def with_absolute_paths(config: Config) -> Config:
 
     embedder = config.experience.embedder
     return replace(
-        config,
+        with_task_paths(config, absolute),
         policy=replace(config.policy, path=absolute(config.policy.path)),
         experience=replace(
             config.experience, embedder=embedder if embedder == "hash" else absolute(embedder)
@@ -27,6 +28,22 @@ def with_absolute_paths(config: Config) -> Config:
         weights=replace(config.weights, dir=absolute(config.weights.dir)),
         security=replace(config.security, keys=absolute(config.security.keys)),
     )
+
+
+def with_task_paths(config: Config, change: Callable[[str], str]) -> Config:
+    """Apply `change` to the task file of the run and to those that stages name."""
+    tasks, stages = replace(config.tasks, path=change(config.tasks.path)), []
+    for stage in config.stages:
+        override = dict(stage.override)
+        if "path" in override.get("tasks", {}):
+            override["tasks"] = {**override["tasks"], "path": change(override["tasks"]["path"])}
+        stages.append(replace(stage, override=override))
+    return replace(config, tasks=tasks, stages=stages)
+
+
+def directory_of(config: Config, name: str) -> Path:
+    """Return the absolute path of the directory of a run with this name."""
+    return (Path(config.run.dir).expanduser() / name).resolve()
 
 
 def check_paths(config: Config) -> None:

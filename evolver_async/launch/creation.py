@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 from evolver_async.buffer.stages import source_of
@@ -22,7 +23,7 @@ from evolver_async.buffer.tasks.source import held_out_task
 from evolver_async.checkpoint.directory import exists
 from evolver_async.config import Config
 from evolver_async.config.load import dump, stage_config
-from evolver_async.config.paths import with_absolute_paths
+from evolver_async.config.paths import directory_of, with_absolute_paths, with_task_paths
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.errors import USER_ERROR, Unrecoverable
 from evolver_async.launch.registry import resolve
@@ -52,7 +53,7 @@ def create(
     check_start(config)
     stem = recipe.stem if recipe is not None else "run"
     name = config.run.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = (Path(config.run.dir) / name).resolve()
+    run_dir = directory_of(config, name)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -70,7 +71,7 @@ def create(
         try:
             _clear(run_dir)
             fill(run_dir)
-            resolved = _with_own_tasks(resolved, run_dir)
+            resolved = with_own_tasks(resolved, run_dir)
             dump(resolved, run_dir / "config.yaml")
             complete(resolved, run_dir)
         except BaseException:
@@ -111,23 +112,20 @@ def complete(config: Config, run_dir: Path) -> None:
     (run_dir / CREATING).unlink()
 
 
-def _with_own_tasks(config: Config, run_dir: Path) -> Config:
-    """Copy the task files into the run directory, as a restart must find the same tasks."""
+def with_own_tasks(config: Config, run_dir: Path) -> Config:
+    """Copy task files into the run directory under new names: a restart needs the same tasks."""
     copies: dict[str, str] = {}
 
     def copy_of(path: str) -> str:
-        if path and path not in copies:
-            copies[path] = str(run_dir / f"tasks_{len(copies)}.jsonl")
+        if not path or Path(path).parent == run_dir:
+            return path
+        if path not in copies:
+            names = (run_dir / f"tasks_{number}.jsonl" for number in count())
+            copies[path] = str(next(name for name in names if not name.exists()))
             shutil.copyfile(path, copies[path])
-        return copies.get(path, "")
+        return copies[path]
 
-    tasks, stages = replace(config.tasks, path=copy_of(config.tasks.path)), []
-    for stage in config.stages:
-        override = dict(stage.override)
-        if "path" in override.get("tasks", {}):
-            override["tasks"] = {**override["tasks"], "path": copy_of(override["tasks"]["path"])}
-        stages.append(replace(stage, override=override))
-    return replace(config, tasks=tasks, stages=stages)
+    return with_task_paths(config, copy_of)
 
 
 def measure(config: Config, run_dir: Path) -> None:

@@ -1,5 +1,6 @@
 """Fork: a new run from a checkpoint of another run, which stays as it is."""
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -8,11 +9,11 @@ from typing import Any
 
 from evolver_async.checkpoint import history
 from evolver_async.config import Config, ConfigError, EnvConfig, TasksConfig
-from evolver_async.config.load import load, stage_config
+from evolver_async.config.load import stage_config
 from evolver_async.config.paths import check_name
 from evolver_async.launch.creation import create
 from evolver_async.launch.resumption import check_continues
-from evolver_async.launch.run_directory import record_origin
+from evolver_async.launch.run_directory import config_of, record_origin
 
 # Keys of the policy; the others shape the weights of the checkpoint.
 MAY_CHANGE = ("path", "max_length")
@@ -27,8 +28,9 @@ def fork(
     Its journal is new: takes, versions and lineages count from 0 again; stages continue where they
     were, and the pool of synthetic tasks is empty. Raises ConfigError or CheckpointError.
     """
-    before = load(run_dir / "config.yaml")
-    config = load(run_dir / "config.yaml", [f"run.dir={run_dir.parent}", *dotlist])
+    before = config_of(run_dir)
+    beside = json.dumps(str(run_dir.parent), ensure_ascii=False)  # a quoted scalar of YAML too
+    config = config_of(run_dir, [f"run.dir={beside}", *dotlist])
     check_name("--fork", name)
     if config.run.name != before.run.name:
         raise ConfigError("run.name: cannot be set with --fork, which names the new run")

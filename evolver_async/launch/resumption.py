@@ -14,8 +14,8 @@ from evolver_async.config.load import dump, load, stage_config
 from evolver_async.config.paths import with_absolute_paths
 from evolver_async.config.sections.run import limits_reached
 from evolver_async.config.values.errors import ConfigError
-from evolver_async.launch.creation import complete, measure
-from evolver_async.launch.run_directory import CREATING, PAUSED
+from evolver_async.launch.creation import complete, measure, with_own_tasks
+from evolver_async.launch.run_directory import CREATING, PAUSED, config_of
 from evolver_async.launch.start_checks import check_start
 
 
@@ -27,13 +27,14 @@ def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None)
     """Write the changes of `dotlist` into the configuration of an earlier run and return it.
 
     A run without a checkpoint starts at its beginning; `step` (or `best`) makes it go back to that
-    checkpoint and ends its pause. Raises ConfigError or CheckpointError if the run cannot continue.
+    checkpoint and ends its pause. A run that was moved gets its paths as they are now. Raises
+    ConfigError or CheckpointError if the run cannot continue.
     """
-    config = with_absolute_paths(load(run_dir / "config.yaml", dotlist))
+    config = with_absolute_paths(config_of(run_dir, dotlist))
     incomplete = (run_dir / CREATING).exists()
     no_policy = incomplete and config.policy.path == str(run_dir / "policy")
     check_start(replace(config, policy=replace(config.policy, path="")) if no_policy else config)
-    before = load(run_dir / "config.yaml")
+    before = config_of(run_dir)
     _refuse_changed_data(before, config)
     checkpoints = run_dir / "checkpoints"
     chosen = None
@@ -44,7 +45,8 @@ def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None)
         _refuse_changed_replay(before, config, run_dir / "journal")
     if not incomplete:
         measure(config, run_dir)
-    if dotlist:
+    config = with_own_tasks(config, run_dir)
+    if config != load(run_dir / "config.yaml"):
         part = run_dir / ".config.yaml"
         dump(config, part)
         part.replace(run_dir / "config.yaml")

@@ -21,6 +21,7 @@ from typing import Any
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
+from evolver_async.config.paths import with_task_paths
 from evolver_async.metrics.launches import LAUNCHES
 from evolver_async.metrics.tail import Tail
 
@@ -47,17 +48,11 @@ def config_of(run_dir: Path, changes: Sequence[str] = ()) -> Config:
 
     def now(path: str) -> str:
         own = run_dir / Path(path).name
-        return str(own) if path and not Path(path).exists() and own.exists() else path
+        gone = path and not Path(path).expanduser().exists()
+        return str(own) if gone and own.exists() else path
 
-    stages = []
-    for stage in config.stages:
-        override = dict(stage.override)
-        if "path" in override.get("tasks", {}):
-            override["tasks"] = {**override["tasks"], "path": now(override["tasks"]["path"])}
-        stages.append(replace(stage, override=override))
     policy = replace(config.policy, path=now(config.policy.path))
-    tasks = replace(config.tasks, path=now(config.tasks.path))
-    return replace(config, policy=policy, tasks=tasks, stages=stages)
+    return replace(with_task_paths(config, now), policy=policy)
 
 
 @contextmanager

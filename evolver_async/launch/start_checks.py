@@ -7,7 +7,7 @@ from pathlib import Path
 from evolver_async.buffer.state.sampling import sampler_of
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
-from evolver_async.config.paths import check_paths
+from evolver_async.config.paths import check_paths, with_absolute_paths
 from evolver_async.config.sections.channel import host_and_port
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.launch.gpus import VISIBLE, check_visible
@@ -26,13 +26,14 @@ from evolver_async.weights.channel.base import listen
 
 def check_start(config: Config) -> None:
     """Raise ValueError, naming the key, for the first problem that a start would meet here."""
+    config = with_absolute_paths(config)
     for check in CHECKS:
         check(config)
 
 
 def problems_of(config: Config) -> list[str]:
     """Return all problems that a start would meet here, each naming its key."""
-    problems = []
+    config, problems = with_absolute_paths(config), []
     for check in CHECKS:
         try:
             check(config)

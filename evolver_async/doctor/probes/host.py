@@ -95,7 +95,7 @@ def wandb() -> ProbeResult:
 
 def disk(directory: str = "runs") -> ProbeResult:
     """Measure the free space where runs are written."""
-    existing = Path(directory).resolve()
+    existing = Path(directory).expanduser().resolve()
     while not existing.exists():
         existing = existing.parent
     free = shutil.disk_usage(existing).free

@@ -18,8 +18,9 @@ def recipe(path: str, *dotlist: str) -> ProbeResult:
 def model(path: str, *dotlist: str) -> ProbeResult:
     """Compute the sizes of a recipe's policy from its configuration; read no weights."""
     from evolver_async.config.load import load
+    from evolver_async.config.paths import with_absolute_paths
 
-    policy = load(path, dotlist).policy
+    policy = with_absolute_paths(load(path, dotlist)).policy
     if policy.path and not Path(policy.path).is_dir():
         return ProbeResult(False, f"policy.path: {policy.path} is not a directory")
     import torch

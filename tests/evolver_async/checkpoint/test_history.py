@@ -1,5 +1,6 @@
 """Checkpoints by step and by success; runs that are extended, gone back in, and forked."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
@@ -21,15 +22,25 @@ from evolver_async.checkpoint.directory import (
 )
 from evolver_async.checkpoint.history import CheckpointEvaluation
 from evolver_async.cli import main
+from evolver_async.config import PolicyConfig, TasksConfig
 from evolver_async.config.load import dump, load
 from evolver_async.launch.forking import _start_anew, fork
+from evolver_async.launch.resumption import resume
 from evolver_async.launch.run_directory import config_of
 
 pytestmark = pytest.mark.process
 
+SHAPE = {
+    "max_length": 64,
+    "hidden_size": 16,
+    "layers": 1,
+    "heads": 2,
+    "intermediate_size": 32,
+}
+TASKS = '{"split": "train", "seed": 1}\n{"split": "test", "seed": 2}\n'
 RECIPE = """
 env: {name: bandit}
-policy: {max_length: 64, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 32}
+policy: SHAPE
 rollout: {group_size: 2, max_turns: 1, max_tokens: 2}
 actors: {count: 1, groups: 2}
 advantage: {kind: reinforce}
@@ -143,7 +154,7 @@ def test_the_next_checkpoint_drops_what_was_left_unless_it_is_to_last(checkpoint
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that has come to its end."""
     directory = tmp_path_factory.mktemp("history")
-    (directory / "recipe.yaml").write_text(RECIPE)
+    (directory / "recipe.yaml").write_text(RECIPE.replace("SHAPE", json.dumps(SHAPE)))
     train(directory / "recipe.yaml", f"run.dir={directory}", "run.name=run")
     return directory / "run"
 
@@ -268,6 +279,47 @@ def test_a_longer_stage_and_another_one_go_on_where_the_run_had_ended(run_dir: P
     train("--resume", run_dir, "stages+={kind: sft, steps: 2}")
     assert [(row["step"], row["stage"]) for row in rows(run_dir)][10:] == [(11, 2), (12, 2)]
     assert history.numbers(load_newest(run_dir / "checkpoints", run_dir.name)[0])["finished"]
+
+
+def test_the_task_file_of_an_appended_stage_becomes_part_of_the_run(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "more.jsonl").write_text(TASKS)
+    monkeypatch.chdir(tmp_path)
+    stage = "stages+={kind: sft, steps: 1, override: {tasks: {path: more.jsonl}}}"
+    own = {"path": str(run_dir / "tasks_0.jsonl")}
+    config = resume(run_dir, [stage])
+    assert config == load(run_dir / "config.yaml")
+    assert config.stages[2].override["tasks"] == own
+    (tmp_path / "more.jsonl").rename(tmp_path / "other.jsonl")
+    config = resume(run_dir, [stage.replace("more", "other")])
+    assert config.stages[2].override["tasks"] == own
+    assert config.stages[3].override["tasks"] == {"path": str(run_dir / "tasks_1.jsonl")}
+    assert resume(run_dir, []) == config
+
+
+def test_a_run_that_was_moved_goes_on_and_is_forked(run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "tasks_0.jsonl").write_text(TASKS)
+    text = (run_dir / "config.yaml").read_text()
+    begun = dataclasses.replace(
+        load(run_dir / "config.yaml"),
+        policy=PolicyConfig(**SHAPE, path=str(run_dir / "policy")),
+        tasks=TasksConfig(path=str(run_dir / "tasks_0.jsonl")),
+    )
+    assert str(run_dir) not in text, "the copy still names the run that it was copied from"
+    dump(begun, run_dir / "config.yaml")
+    moved = tmp_path / "a #b" / "run"
+    moved.parent.mkdir()
+    run_dir.rename(moved)
+    config, made = fork(moved, "forked", ["stages.1.steps=7"], None)
+    assert made == moved.parent / "forked"
+    assert config.tasks.path == str(made / "tasks_0.jsonl")
+    config = resume(moved, ["stages.1.steps=7"])
+    assert (config.policy.path, config.tasks.path) == (
+        str(moved / "policy"),
+        str(moved / "tasks_0.jsonl"),
+    )
+    assert load(moved / "config.yaml") == config, "its processes read it there"
 
 
 def test_a_run_that_goes_back_takes_other_groups_from_there(run_dir: Path) -> None:

@@ -7,7 +7,8 @@ from refusals import STEPS
 
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
-from evolver_async.config.paths import check_paths, with_absolute_paths
+from evolver_async.config.paths import check_paths, directory_of, with_absolute_paths
+from evolver_async.launch.start_checks import check_start
 
 
 @pytest.mark.parametrize("key", ["policy.path", "weights.dir"])
@@ -39,5 +40,20 @@ def test_paths_are_read_again_from_wherever_a_later_command_runs(
     assert [made.questioning.profile, made.security.keys] == [one, one]
     assert made.weights.dir == str(tmp_path / "here")
     assert with_absolute_paths(made) == made
+    own = f"stages=[{{steps: 1, override: {{tasks: {{path: {tmp_path}/x/../b.jsonl}}}}}}]"
+    tasks = with_absolute_paths(load(None, ["tasks.path=a.jsonl", own]))
+    assert tasks.tasks.path == str(tmp_path / "a.jsonl")
+    assert tasks.stages[0].override["tasks"]["path"] == str(tmp_path / "b.jsonl")
     bare = load(None, [STEPS])
     assert with_absolute_paths(bare) == bare, "what is empty, hash or absolute stays"
+
+
+def test_the_home_directory_is_that_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load(None, [STEPS, "run.dir=~/runs", "tasks.path=~/a.jsonl"])
+    assert directory_of(config, "one") == tmp_path / "runs" / "one"
+    assert with_absolute_paths(config).tasks.path == str(tmp_path / "a.jsonl")
+    with pytest.raises(ConfigError, match=rf"policy\.path: {tmp_path}/gone is not a directory"):
+        check_start(load(None, [STEPS, "policy.path=~/gone"]))
