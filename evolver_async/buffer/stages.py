@@ -1,8 +1,11 @@
 """Stages of a run as the buffer needs them: their numbers and tasks, from the configuration."""
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from evolver_async.buffer.state.admission import StageNumbers
 from evolver_async.buffer.tasks.jsonl import load_tasks
@@ -58,6 +61,18 @@ def source_of(config: Config) -> TaskSource:
         mixture=tuple(MixturePart(part.env, part.params, part.weight) for part in tasks.mixture),
         given=given,
     )
+
+
+def evaluation_digest(config: Config) -> str:
+    """Return the identity of a stage's evaluations: success is comparable where it is equal.
+
+    It covers the held-out tasks, the length of their episodes and the temperature.
+    """
+    source = source_of(config)
+    tasks = source.parts if source.given is None else source.given[source.evaluated]
+    length = config.rollout.max_turns, config.rollout.actions_per_turn
+    facts = tasks, source.evaluated, length, config.eval.temperature
+    return hashlib.sha256(msgspec.json.encode(facts, order="deterministic")).hexdigest()
 
 
 def eval_sets_of(config: Config) -> dict[str, EvalSet]:

@@ -23,11 +23,11 @@ Found = tuple[Path, Manifest]
 
 
 class CheckpointEvaluation(msgspec.Struct, kw_only=True, frozen=True):
-    """The success of a checkpoint's policy; `tasks` is equal for the same set of tasks."""
+    """The success of a checkpoint's policy; it is comparable where `digest` is equal."""
 
     success: float
     episodes: int
-    tasks: int
+    digest: str  # of the evaluation
 
 
 def numbers(path: Path) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def evaluation_of(path: Path) -> CheckpointEvaluation | None:
 def best(found: Iterable[Found]) -> list[Path]:
     """The evaluated checkpoints, best first, of equal ones the newer; copies count once.
 
-    Only those with the tasks of the newest evaluation: success on other tasks cannot be compared.
+    Only those with the digest of the newest evaluation: success on other tasks cannot be compared.
     """
     listed = list(found)
     notes = {path: note for path, _ in listed if (note := evaluation_of(path)) is not None}
@@ -66,8 +66,8 @@ def best(found: Iterable[Found]) -> list[Path]:
     ]
     if not evaluated:
         return []
-    tasks = evaluated[-1][1].tasks
-    alike = [(path, note.success) for path, note in evaluated if note.tasks == tasks]
+    newest = evaluated[-1][1].digest
+    alike = [(path, note.success) for path, note in evaluated if note.digest == newest]
     alike.reverse()
     return [path for path, _ in sorted(alike, key=lambda one: -one[1])]
 

@@ -7,8 +7,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from evolver_async.buffer.stages import evaluation_digest
 from evolver_async.checkpoint import history
-from evolver_async.config import Config, ConfigError, EnvConfig, TasksConfig
+from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import stage_config
 from evolver_async.config.paths import check_name
 from evolver_async.launch.creation import create
@@ -44,8 +45,8 @@ def fork(
     chosen, manifest = history.choose(run_dir / "checkpoints", run_dir.name, step)
     check_continues(run_dir, before, config, history.numbers(chosen))
     own_policy = config.policy.path == str(run_dir / "policy")
-    pairs = zip(_tasks_of(before), _tasks_of(config), strict=False)
-    same_tasks = all(old == new for old, new in pairs)
+    pairs = zip(_evaluations_of(before), _evaluations_of(config), strict=False)
+    comparable = all(old == new for old, new in pairs)
 
     def fill(made: Path) -> None:
         if own_policy:
@@ -54,17 +55,16 @@ def fork(
         if (run_dir / "experience").is_dir():
             shutil.copytree(run_dir / "experience", made / "experience")
         first = history.copy(chosen, manifest.files, made / "checkpoints", made.name, _start_anew)
-        if not same_tasks:
+        if not comparable:
             (first / history.EVALUATION).unlink(missing_ok=True)
 
     policy = replace(config.policy, path="" if own_policy else config.policy.path)
     return create(replace(config, run=replace(config.run, name=name), policy=policy), None, fill)
 
 
-def _tasks_of(config: Config) -> list[tuple[EnvConfig, TasksConfig]]:
-    """Return environment and tasks of every stage, by which it is evaluated."""
-    stages = [stage_config(config, index) for index in range(len(config.stages))]
-    return [(stage.env, stage.tasks) for stage in stages]
+def _evaluations_of(config: Config) -> list[str]:
+    """Return the identity of every stage's evaluations."""
+    return [evaluation_digest(stage_config(config, i)) for i in range(len(config.stages))]
 
 
 def _start_anew(state: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from evolver_async.buffer.stages import evaluation_digest
 from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.checkpoint import history
 from evolver_async.checkpoint.history import CheckpointEvaluation
@@ -25,8 +26,7 @@ class Checkpoints:
         self.run_id = run_dir.name
         self.settings = config.checkpoint
         stages = [stage_config(config, index) for index in range(len(config.stages))]
-        asked = [(stage.env, stage.tasks) for stage in stages]
-        self._tasks = [asked.index(one) for one in asked]  # by stage, the first with the same tasks
+        self._stages = stages
         self._rolls_back = any(stage.safety.action == "rollback" for stage in stages)
         safeties = [stage.safety for stage in stages]
         self._patience = max(max(one.patience, one.format_patience) for one in safeties)
@@ -66,7 +66,9 @@ class Checkpoints:
     def evaluated(self, result: EvalResult, stage: int) -> None:
         """Note the result of a version on the tasks of `stage` beside its checkpoints."""
         evaluation = CheckpointEvaluation(
-            success=result.success, episodes=result.episodes, tasks=self._tasks[stage]
+            success=result.success,
+            episodes=result.episodes,
+            digest=evaluation_digest(self._stages[stage]),
         )
         for path in self._of_versions({result.weights.step}):
             history.note(path, evaluation)

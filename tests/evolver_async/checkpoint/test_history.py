@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from evolver_async.buffer.log.journal import Journal
+from evolver_async.buffer.stages import evaluation_digest
 from evolver_async.buffer.state import records
 from evolver_async.checkpoint import history
 from evolver_async.checkpoint.directory import (
@@ -76,8 +77,8 @@ def checkpoints(tmp_path: Path) -> Path:
     return tmp_path / "run" / "checkpoints"
 
 
-def evaluated(path: Path, success: float, tasks: int = 0) -> None:
-    history.note(path, CheckpointEvaluation(success=success, episodes=8, tasks=tasks))
+def evaluated(path: Path, success: float, digest: str = "a") -> None:
+    history.note(path, CheckpointEvaluation(success=success, episodes=8, digest=digest))
 
 
 def test_the_best_is_that_of_the_newest_tasks_and_of_equals_the_newer(checkpoints: Path) -> None:
@@ -86,7 +87,7 @@ def test_the_best_is_that_of_the_newest_tasks_and_of_equals_the_newer(checkpoint
     evaluated(one, 0.9)
     assert history.best(valid(checkpoints)) == [one]
     for path, success in ((two, 0.2), (three, 0.5), (four, 0.5)):
-        evaluated(path, success, tasks=1)
+        evaluated(path, success, digest="b")
     assert history.best(valid(checkpoints)) == [four, three, two], "one was asked other tasks"
     (four / history.EVALUATION).write_text("{")
     assert history.best(valid(checkpoints)) == [three, two]
@@ -322,6 +323,29 @@ def test_a_run_that_was_moved_goes_on_and_is_forked(run_dir: Path, tmp_path: Pat
     assert load(moved / "config.yaml") == config, "its processes read it there"
 
 
+def test_an_evaluation_after_a_change_is_not_compared_with_those_before(run_dir: Path) -> None:
+    checkpoints = run_dir / "checkpoints"
+    before = history.best(valid(checkpoints))
+    assert len(before) > 1
+    train("--resume", run_dir, "stages.1.steps=8", "eval.split=validation")
+    after = history.best(valid(checkpoints))
+    assert after and not set(before) & set(after)
+
+
+def test_success_is_comparable_for_the_same_held_out_tasks_alone(tmp_path: Path) -> None:
+    def digest(*changes: str) -> str:
+        return evaluation_digest(load(None, ["stages=[{steps: 1}]", *changes]))
+
+    (tmp_path / "a.jsonl").write_text(TASKS)
+    (tmp_path / "b.jsonl").write_text(TASKS)
+    (tmp_path / "c.jsonl").write_text(TASKS.replace("2", "3"))
+    files = [digest(f"tasks.path={tmp_path}/{name}.jsonl") for name in "abc"]
+    assert files[0] == files[1] != files[2]
+    assert digest() == digest("tasks.train=9", "learner.lr=1e-3", "eval.episodes=3")
+    changes = ("env.params.size=5", "eval.split=validation", "eval.temperature=1")
+    assert len({digest(), files[0], *map(digest, changes)}) == 5
+
+
 def test_a_run_that_goes_back_takes_other_groups_from_there(run_dir: Path) -> None:
     before = taken(run_dir)
     assert [take for take, _ in before] == list(range(8))
@@ -363,7 +387,9 @@ def test_a_fork_with_other_tasks_does_not_compare_itself_with_the_old_ones(
 ) -> None:
     for name, change, noted in (
         ("same", "learner.lr=1e-4", True),
-        ("other", "tasks.train=3", False),
+        ("more", "tasks.train=3", True),
+        ("other", "eval.split=validation", False),
+        ("longer", "rollout.max_turns=2", False),
     ):
         _, made = fork(finished, name, [f"run.dir={tmp_path}", change], "best")
         (checkpoint,) = [path for path, _ in valid(made / "checkpoints")]
