@@ -31,6 +31,9 @@ def limits(config: Config, index: int) -> Iterator[tuple[str, str]]:
         )
     if stage.kind == "dpo" and config.rollout.group_size == 1:
         yield "rollout.group_size", f"must be at least 2: {where} compares members of a group"
+    for name in stage.override.get("loss", {}) if stage.kind in SUPERVISED else ():
+        if name != "entropy_top_k":  # by which entropy is measured, too
+            yield f"loss.{name}", f"has no effect: a stage of kind {stage.kind} has no policy loss"
     if stage.refresh_reference and stage.kind == "dpo":
         problem = "the reference of a dpo stage always is the policy that it begins with"
         yield f"{where}.refresh_reference", problem

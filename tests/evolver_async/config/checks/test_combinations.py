@@ -126,6 +126,17 @@ from learner.data.selection import spread
         (["stages=[{kind: rl}]"], "stages[0]: has no limit"),
         (["stages=[{kind: rl, hours: 1}]"], "stages[0].steps: must be set: learner.decay=linear"),
         (["stages=[{kind: ppo, steps: 1}]"], "stages[0].kind: must be one of sft, world_model,"),
+        *(
+            (
+                [
+                    f"stages=[{{kind: {kind}, steps: 1,"
+                    " override: {loss: {entropy_top_k: 4, aggregation: sequence_mean}}}]",
+                    "learner.minibatches=1",
+                ],
+                f"stages[0].override: loss.aggregation: has no effect: a stage of kind {kind}",
+            )
+            for kind in ("sft", "world_model", "reflect")
+        ),
         (["stages=[{kind: reflect, steps: 1, alternatives: 0}]"], "stages[0].alternatives: "),
         (["stages=[{kind: world_model, steps: 1}]", "buffer.demo_groups=8"], "buffer.demo_groups"),
         (["stages=[{kind: dpo, steps: 1}]", "rollout.group_size=1"], "rollout.group_size: "),
