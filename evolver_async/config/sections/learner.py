@@ -72,7 +72,9 @@ class AdvantageConfig:
     lam: Fraction = 1.0  # with a critic: lambda, from one-step (0) to whole returns (1)
     gamma_turn: Fraction = 0.95  # gae_bilevel: the discount by turn
     whiten: bool = True  # with a critic: mean 0 and std 1 over the step's ACTION tokens
-    bootstrap: bool = True  # with a critic: truncated episodes end with its value; else with 0
+    # with a critic: a truncated episode ends with the value after its last token, a place where the
+    # critic is never trained; false: with 0
+    bootstrap: bool = False
     rho_max: PositiveOrInfinite = 1.0  # vtrace: truncation of a token's own importance weight
     c_max: PositiveOrInfinite = 1.0  # vtrace: truncation of the weights that carry corrections back
     overlong_limit: int = 0  # ACTION tokens at which a trajectory's reward is 1 less; 0: never
