@@ -308,8 +308,8 @@ def test_the_steps_before_the_first_changed_one_are_the_runs_own(
         (["loss.clip=0.1"], "loss.clip: unknown key"),
         (["learner.lr=5e-3"], "learner.lr=5e-3: changes nothing in steps 1 to 22"),
         (
-            ["stages.0.override.loss.boost=0.5", "--steps", "14..20"],
-            "stages.0.override.loss.boost=0.5: changes nothing in steps 14 to 20",
+            ["stages.0.override.learner.grad_clip=0.5", "--steps", "14..20"],
+            "stages.0.override.learner.grad_clip=0.5: changes nothing in steps 14 to 20",
         ),
         (["--out", "somewhere"], "--out: needs changes"),
         (["--steps", "3"], "--steps: must be A..B"),
