@@ -14,7 +14,6 @@ import msgspec
 DEPTH = 32
 # Of maps and lists; one takes some 60 bytes of memory and may take a single byte of the header.
 FREE_CONTAINERS = 4096
-BYTES_EACH = 8  # of a header of ours, at least: its maps and lists come with names
 KEY_TYPES = {str, int}
 PLAIN_TYPES = {str, int, bool, type(None)}
 REASON = 300  # characters of a decoder's message
@@ -27,16 +26,18 @@ class WireError(ValueError):
     message_id = 0
 
 
-def parse_plain(header: bytes | msgspec.Raw, within: str = "") -> dict[Any, Any]:
+def parse_plain(
+    header: bytes | msgspec.Raw, container_bytes: int, within: str = ""
+) -> dict[Any, Any]:
     """Decode a msgpack header to plain values. Raises WireError, with paths from `within` on.
 
     No length may exceed the header's own, and there may be one map or list (or entry of one map)
-    for every `BYTES_EACH` of its bytes: memory stays within a small multiple of the header. Every
+    for every `container_bytes` of its bytes: memory stays within a multiple of the header. Every
     value must have the form that msgpack writes, and no map may hold a key twice.
     """
     header = bytes(header)
     size = len(header)
-    most = left = FREE_CONTAINERS + size // BYTES_EACH
+    most = left = FREE_CONTAINERS + size // container_bytes
 
     def count(container: Any) -> Any:
         nonlocal left

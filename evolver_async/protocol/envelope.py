@@ -32,6 +32,10 @@ class MismatchError(WireError):
     """A message of another protocol version, or of other message types."""
 
 
+class ChecksumError(WireError):
+    """A message whose bytes have changed on their way: sent again, it can arrive whole."""
+
+
 @dataclass(frozen=True)
 class MessageLimits:
     """Limits that are checked before decoding. Sizes in bytes."""
@@ -40,6 +44,7 @@ class MessageLimits:
     parcels: int = 4096
     parcel_bytes: int = PARCEL_BYTES
     message_bytes: int = 256 << 20
+    container_bytes: int = 1  # of the header, for each map and list in it; 1: no limit
 
 
 LIMITS = MessageLimits()
@@ -154,10 +159,10 @@ def unpack(frames: Sequence[Any], limits: MessageLimits = LIMITS) -> Envelope:
     head, *parcels = map(_unchanging, frames)
     head = bytes(head)
     if len(head) < 4 or struct.unpack_from("<I", head)[0] != zlib.crc32(head[4:]):
-        raise WireError("header: the data is damaged")
-    header = _read_header(head[4:])
+        raise ChecksumError("header: the data is damaged")
+    header = _read_header(head[4:], limits)
     try:
-        return _open(header, parcels)
+        return _open(header, parcels, limits)
     except WireError as error:
         error.message_id = header.id  # lets a refusal be matched to its request
         raise
@@ -168,14 +173,15 @@ def _unchanging(frame: Any) -> Any:
     return frame if type(frame) is memoryview and frame.readonly else bytes(frame)
 
 
-def _read_header(data: bytes) -> _Header:
+def _read_header(data: bytes, limits: MessageLimits) -> _Header:
     """Decode a header, typed at once. Raises WireError; MismatchError if the versions differ."""
     try:
         header = _header_decoder.decode(data)
         if _header_encoder.encode(header) != data:
             raise WireError(NOT_PLAIN)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        plain = parse_plain(data)  # finds the damage, or another version, which has other fields
+        # finds the damage, or another version, which has other fields
+        plain = parse_plain(data, limits.container_bytes)
         message_id = plain.get("id")
         found = WireError(str(error)[:REASON])
         for name, ours in (("protocol", PROTOCOL), ("schema", SCHEMA_HASH)):
@@ -235,7 +241,7 @@ def _check_sizes(frames: Sequence[Any], limits: MessageLimits) -> None:
         raise WireError(f"message: {size} bytes, the limit is {limits.message_bytes}")
 
 
-def _open(header: _Header, parcels: list[Any]) -> Envelope:
+def _open(header: _Header, parcels: list[Any], limits: MessageLimits) -> Envelope:
     """Decode the rest of a message. A body of another version must be a mismatch."""
     if header.protocol != PROTOCOL:
         raise _mismatch("protocol", header.protocol, PROTOCOL)
@@ -244,7 +250,7 @@ def _open(header: _Header, parcels: list[Any]) -> Envelope:
     for name in ("run", "sender", "nonce"):
         if len(getattr(header, name).encode()) > NAME_BYTES:
             raise WireError(f"{name}: longer than {NAME_BYTES} bytes")
-    body = parse_plain(header.body, "body")
+    body = parse_plain(header.body, limits.container_bytes, "body")
     name = body.get("type")
     kind = TYPES.get(name) if type(name) is str else None
     if kind is None:
@@ -266,6 +272,6 @@ def _unwrap_all(crcs: list[int], parcels: list[bytes]) -> list[Trajectory]:
     trajectories = []
     for index, (crc, data) in enumerate(zip(crcs, parcels, strict=True)):
         if zlib.crc32(data) != crc:
-            raise WireError(f"parcels[{index}].crc: the data is damaged")
+            raise ChecksumError(f"parcels[{index}].crc: the data is damaged")
         trajectories.append(unwrap(Parcel(data, crc)))
     return trajectories

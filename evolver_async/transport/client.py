@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
-from evolver_async.protocol.envelope import Envelope, MismatchError, WireError, pack, unpack
+from evolver_async.protocol.envelope import ChecksumError, Envelope, WireError, pack, unpack
 from evolver_async.protocol.messages import (
     GroupReply,
     Groups,
@@ -170,14 +170,15 @@ class Client(ABC):
     def _receive(self, frames: list[Any]) -> None:
         try:
             envelope = unpack(frames)
-        except MismatchError as error:
+        except WireError as error:
+            if isinstance(error, ChecksumError) or not error.message_id:
+                log.warning("ignored a garbled reply from %s: %s", self.address, error)
+                return
+            # of another version, or beyond the limits: a resend would bring the same
             for message_id in self._bundles.members(error.message_id):
                 pending = self._pending.get(message_id)
                 if pending and not pending.reply.done():
-                    pending.reply.set_exception(Rejected(str(error)))
-            return
-        except WireError as error:
-            log.warning("ignored a garbled reply from %s: %s", self.address, error)
+                    pending.reply.set_exception(Rejected(f"unreadable reply: {error}"))
             return
         reply = envelope.message
         if isinstance(reply, Receipts):

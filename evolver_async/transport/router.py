@@ -37,7 +37,7 @@ TICK_S = 0.1
 BUNDLE = 16  # members in one message, at most
 # of a request: no more bytes than one large trajectory has
 REQUEST_LIMITS = MessageLimits(
-    parcels=BUNDLE, message_bytes=LIMITS.header_bytes + LIMITS.parcel_bytes
+    parcels=BUNDLE, message_bytes=LIMITS.header_bytes + LIMITS.parcel_bytes, container_bytes=2
 )
 
 log = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import zmq
 from episodes import episode
+from msgspec import structs
 
 from evolver_async.protocol.envelope import LIMITS, Envelope, pack, unpack
 from evolver_async.protocol.messages import (
@@ -30,6 +31,7 @@ from evolver_async.protocol.messages import (
     Hello,
     Kept,
     Lease,
+    Offer,
     Ok,
     Push,
     Reject,
@@ -418,6 +420,58 @@ def test_a_lost_reply_is_asked_for_again(directory: Path) -> None:
     thread.join(10)
     router.close(linger=0)
     assert len(set(ids)) == 1
+
+
+def test_tasks_of_many_short_lists_arrive(directory: Path) -> None:
+    """A list of two takes three bytes: tasks about graphs hold little else."""
+
+    class Graphs(Store):
+        def handle(self, peer: str, request: Any, now: float) -> list[Reply]:
+            if not isinstance(request, Lease):
+                return [Ok()]
+            edges = [[number, number + 1] for number in range(100)] * 2
+            task = structs.replace(TASK, params={"edges": edges, "cells": [[]] * 1000})
+            granted = [episodes.ticket(task, group_id=number) for number in range(64)]
+            return [Tickets(tickets=granted)]
+
+    with serving(Graphs(), f"ipc://{directory}/s") as server, client(server.address) as dealer:
+        granted = asyncio.run(dealer.request(Lease(credit=64), 10)).tickets
+        assert len(granted) == 64
+        tasks = [granted[0].task] * 16
+        tasks = [structs.replace(task, params={"edges": task.params["edges"]}) for task in tasks]
+        assert isinstance(asyncio.run(dealer.request(Offer(tasks=tasks), 10)), Ok)
+
+
+def test_a_reply_that_cannot_be_read_fails_its_request_and_a_damaged_one_is_asked_for_again(
+    directory: Path,
+) -> None:
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    router.bind(f"ipc://{directory}/s")
+
+    def forged(params: dict[str, Any], number: int) -> list[bytes]:
+        task = structs.replace(TASK, params=params)
+        reply = Tickets(tickets=[episodes.ticket(task, group_id=1)])
+        return pack(Envelope("run", "buffer", 0, number, reply))
+
+    def answer() -> None:
+        for _ in range(2):
+            assert router.poll(10_000)
+            identity, *frames = router.recv_multipart()
+            number = unpack(frames).message_id
+            reply = GroupReply(group=group(trajectory(0)))
+            header, parcel = pack(Envelope("run", "buffer", 0, number, reply))
+            router.send_multipart([identity, header, bytes(len(parcel))])
+        router.send_multipart([identity, *forged({"x": {True: 1}}, number)])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with (
+        client(f"ipc://{directory}/s", resend_s=0.05) as dealer,
+        pytest.raises(Rejected, match=r"unreadable reply: .*neither text nor an integer"),
+    ):
+        asyncio.run(dealer.request(StatusRequest(), 10))
+    thread.join(10)
+    router.close(linger=0)
 
 
 def test_a_resent_lease_gets_the_same_tickets(directory: Path) -> None:
