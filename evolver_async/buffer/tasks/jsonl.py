@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from evolver_async.config import ConfigError
-from evolver_async.config.values.rules import check_finite
+from evolver_async.config.values.rules import check_plain
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 from evolver_async.splits import Split, split_of
@@ -73,7 +73,7 @@ def _task(row: Row, env: str, params: dict[str, Any], where: str) -> tuple[Task,
     """Make the task of a line; return it with its content as text."""
     name = row.env or env
     merged = {**params, **row.params} if name == env else row.params
-    check_finite(f"{where}: params", merged)
+    check_plain(f"{where}: params", merged)
     if not 0 <= row.seed < 1 << 63:
         raise ConfigError(f"{where}: seed: {row.seed} is not in 0..2**63 - 1")
     content = json.dumps([name, merged, row.seed, row.query], sort_keys=True)

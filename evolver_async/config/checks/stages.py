@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import SUPERVISED
-from evolver_async.config.values.rules import check_finite
+from evolver_async.config.values.rules import check_plain
 
 
 def stages(config: Config) -> Iterator[tuple[str, str]]:
@@ -53,7 +53,7 @@ def limits(config: Config, index: int) -> Iterator[tuple[str, str]]:
 def tasks(config: Config) -> Iterator[tuple[str, str]]:
     """Refuse keys of `tasks` that exclude each other or have no effect."""
     tasks = config.tasks
-    check_finite("env.params", config.env.params)
+    check_plain("env.params", config.env.params)
     if tasks.path and tasks.mixture:
         yield "tasks.mixture", "must be empty: tasks.path is a file that names the environments"
     if tasks.path and tasks.train:
@@ -65,7 +65,7 @@ def tasks(config: Config) -> Iterator[tuple[str, str]]:
     for index, part in enumerate(tasks.mixture):
         if not part.env:
             yield f"tasks.mixture[{index}].env", "must name an environment"
-        check_finite(f"tasks.mixture[{index}].params", part.params)
+        check_plain(f"tasks.mixture[{index}].params", part.params)
 
 
 def eval_sets(config: Config) -> Iterator[tuple[str, str]]:
@@ -85,4 +85,4 @@ def eval_sets(config: Config) -> Iterator[tuple[str, str]]:
         if chosen.env.params and not chosen.env.name and (tasks.path or tasks.mixture):
             given = "tasks.path" if tasks.path else "tasks.mixture"
             yield f"{key}.env.params", f"need {key}.env.name: {given} has several environments"
-        check_finite(f"{key}.env.params", chosen.env.params)
+        check_plain(f"{key}.env.params", chosen.env.params)

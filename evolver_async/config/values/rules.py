@@ -10,7 +10,12 @@ from dataclasses import dataclass, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+import msgspec
+
 from evolver_async.config.values.errors import ConfigError
+
+PLAIN_BYTES = 32_768  # of free parameters: those of a task travel in the head of a message
+PLAIN_DEPTH = 16  # of maps and lists in them: a message has some around them
 
 
 @dataclass(frozen=True)
@@ -148,15 +153,41 @@ def check_value(key: str, value: Any, annotation: Any) -> None:
         finite = not isinstance(value, float) or math.isfinite(value)
         shown = "" if isinstance(allowed, Pattern) and allowed.hidden else f", is {value!r}"
         raise ConfigError(f"{key}: must be {allowed if finite else 'finite'}{shown}")
+    else:
+        check_plain(key, value, infinite=True)
 
 
-def check_finite(key: str, value: Any) -> None:
-    """Raise ConfigError for a number inside free parameters that the wire does not carry."""
+def check_plain(key: str, value: Any, *, infinite: bool = False) -> None:
+    """Raise ConfigError for a value, or a part of it, that journal and wire do not carry.
+
+    They carry text, booleans, None, numbers and lists and maps of these, of bounded size.
+    `infinite`: infinite numbers are allowed.
+    """
+    _check_part(key, value, infinite, PLAIN_DEPTH)
+    if (size := len(msgspec.msgpack.encode(value))) > PLAIN_BYTES:
+        raise ConfigError(f"{key}: {size} bytes, at most {PLAIN_BYTES} are allowed")
+
+
+def _check_part(key: str, value: Any, infinite: bool, depth: int) -> None:
+    if depth < 0:
+        raise ConfigError(f"{key}: nested deeper than {PLAIN_DEPTH}")
     if isinstance(value, dict):
         for name, item in value.items():
-            check_finite(f"{key}.{name}", item)
+            if type(name) not in (str, int):
+                raise ConfigError(f"{key}: key {name!r}: must be text or an integer")
+            _check_part(f"{key}: key {name!r}", name, infinite, depth)
+            _check_part(f"{key}.{name}", item, infinite, depth - 1)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            check_finite(f"{key}[{index}]", item)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{key}: must be finite, is {value}")
+            _check_part(f"{key}[{index}]", item, infinite, depth - 1)
+    elif isinstance(value, float):
+        if math.isnan(value) or (math.isinf(value) and not infinite):
+            raise ConfigError(f"{key}: must be finite, is {value}")
+    elif isinstance(value, int):
+        if not -(1 << 63) <= value < 1 << 64:
+            raise ConfigError(f"{key}: must be in -2**63..2**64 - 1")
+    elif isinstance(value, str):
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise ConfigError(f"{key}: must be text without surrogates")
+    elif value is not None:
+        raise ConfigError(f"{key}: {type(value).__name__} has no place here")

@@ -62,6 +62,8 @@ def test_a_row_says_what_differs_from_the_configuration(tmp_path):
         ({"seed": -1}, "line 2: seed: -1"),
         ({"seed": 1 << 63}, "line 2: "),
         ('{"params": {"p": 1e999}}', "line 2: "),
+        ({"params": {"n": 1 << 64}}, r"line 2: params\.n: must be in -2\*\*63"),
+        ('{"params": {"n": ' + "[" * 20 + "]" * 20 + "}}", r"line 2: params\.n.*: nested deeper"),
         ({"query": "x" * 40_000}, "line 2: 400.. bytes"),
         ({"query": "a"}, "line 2: the same task as in line 1"),
         ({"query": "a", "split": "test"}, "line 2: the same task as in line 1"),
@@ -76,6 +78,12 @@ def test_a_bad_row_is_named_by_its_line(tmp_path, row, problem):
     path = written(tmp_path / "t", [first, row])
     with pytest.raises(ConfigError, match=rf"^tasks\.path: {path}, {problem}"):
         load_tasks(path, "frozen_lake", {})
+
+
+def test_defaults_count_towards_the_bytes_of_a_row(tmp_path):
+    path = written(tmp_path / "t", [{"query": "a"}])
+    with pytest.raises(ConfigError, match=r"line 1: params: 400.. bytes, at most 32768"):
+        load_tasks(path, "frozen_lake", {"text": "x" * 40_000})
 
 
 def test_a_file_without_tasks_of_a_split_or_none_at_all_is_refused(tmp_path):

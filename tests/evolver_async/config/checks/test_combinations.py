@@ -216,6 +216,12 @@ from learner.data.selection import spread
         (["run.name=a/b"], "run.name: "),
         (["engine.device=tpu"], "engine.device: "),
         (["env.params.x=.nan"], "env.params.x: must be finite"),
+        (["env.params={x: [18446744073709551616]}"], "env.params.x[0]: must be in -2**63..2**64"),
+        (["env.params={x: {1.5: 2}}"], "env.params.x: key 1.5: must be text or an integer"),
+        (["env.params={x: {true: 2}}"], "env.params.x: key True: must be text or an integer"),
+        (["env.params={x: !!binary aGk=}"], "env.params.x: bytes has no place here"),
+        (["judge.params={x: .nan}"], "judge.params.x: must be finite"),
+        (["run.seed=18446744073709551616"], "run.seed: must be in -2**63..2**64 - 1"),
     ],
 )
 def test_impossible_values_and_combinations_are_named(arguments: list[str], message: str) -> None:
