@@ -58,6 +58,7 @@ class SnapshotFile(WeightSnapshot):
         self._gpu = gpu
         self._hidden = self._path = directory / f"{STAGED}{number}"
         self.reusable = in_memory(directory)
+        self._head_N = np.empty(0, np.uint8)  # nothing is mapped yet
         longest = dict.fromkeys(layout.entries, 2**32 - 1)
         self._room = len(_manifest(WeightId(lineage=2**63, step=2**63), layout.entries, longest))
         base = aligned(LENGTH.size + self._room)

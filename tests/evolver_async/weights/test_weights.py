@@ -204,6 +204,22 @@ def test_a_failing_disk_is_reported_to_the_learner(tmp_path: Path) -> None:
     sender.close()
 
 
+def test_a_full_disk_is_reported_to_the_learner_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    sender = publisher(tmp_path, background=False)
+    opened = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=rf"cannot publish weights to {sender.address}: .*No space"):
+        sender.publish(version(1), filled(1))
+    assert not list(Path(sender.address).glob(".staged-*"))
+    assert len(os.listdir("/proc/self/fd")) == opened
+    sender.close()
+
+
 def test_any_failure_of_the_thread_is_reported_to_the_learner(tmp_path: Path) -> None:
     sender = publisher(tmp_path, background=True)
     (Path(sender.address) / "weights-1.1").mkdir()  # the file cannot get this name
