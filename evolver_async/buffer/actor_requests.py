@@ -80,7 +80,11 @@ class ActorRequests:
             fresh = share(fresh, len(asking))
         tickets, size = [], 0
         while room > 0 and size < REPLY_BYTES:
-            ticket = self._evaluate(peer) or self._reissue(peer, room) or self._explore(peer, room)
+            ticket = (
+                self._evaluate(peer)
+                or self._reissue(peer, room, split=not tickets)
+                or self._explore(peer, room)
+            )
             if ticket is None and fresh > 0:
                 ticket = self._new(peer, room)
                 fresh -= 1
@@ -156,15 +160,21 @@ class ActorRequests:
         task = chosen.task(number)
         return self._grant(peer, task, "eval", [sample], evaluation.weights, episode=episode)
 
-    def _reissue(self, peer: str, room: int) -> Ticket | None:
-        """Grant missing members again, unless the disk has no room for what they would bring."""
+    def _reissue(self, peer: str, room: int, split: bool) -> Ticket | None:
+        """Grant missing members again, unless the disk has no room for what they would bring.
+
+        `split`: grant some members of a group that has more than `room`. After a resume with
+        smaller groups no actor has room for all of them.
+        """
         if self.disk.full():
             return None
         for group_id, vacant in self.store.leases.vacant.items():
             # an actor has at most one ticket of a group
-            if len(vacant) > room or self.store.leases.held(peer, group_id) is not None:
+            if self.store.leases.held(peer, group_id) is not None:
                 continue
-            held, members = self.store.replay.at.groups[group_id], sorted(vacant)
+            if len(vacant) > room and not split:
+                continue
+            held, members = self.store.replay.at.groups[group_id], sorted(vacant)[:room]
             weights = held.pinned or self.weights.demanded(peer, held.kind)
             if self.weights.allow(peer, held, weights):
                 again = records.Reissued(

@@ -129,8 +129,8 @@ class Machine(RuleBasedStateMachine):
 
     # ---- actors
 
-    @rule(peer=peers, credit=st.integers(1, 3), newest=st.booleans())
-    def lease(self, peer: str, credit: int, newest: bool) -> None:
+    @rule(peer=peers, credit=st.sampled_from((0.5, 1, 1.5, 2, 3)), newest=st.booleans())
+    def lease(self, peer: str, credit: float, newest: bool) -> None:
         """An actor that has perhaps not received the head yet."""
         if newest or peer not in self.weights:
             self.weights[peer] = WeightId(lineage=self.lineage, step=self.version)

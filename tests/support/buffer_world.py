@@ -163,13 +163,13 @@ class World:
         return reply.lineage
 
     def lease(
-        self, credit: int = 1, peer: str = "actor-0", held: WeightId | None = None
+        self, credit: float = 1, peer: str = "actor-0", held: WeightId | None = None
     ) -> list[Ticket]:
         """Tickets for an actor with `held` or the newest weights; none where it is told to wait.
 
         `credit` is in groups of the present stage.
         """
-        members = credit * self.replay.numbers.group_size
+        members = int(credit * self.replay.numbers.group_size)
         held = held or self.replay.at.head
         reply = self.one(peer, messages.Lease(credit=members, weights=held, visible=held))
         return reply.tickets if isinstance(reply, messages.Tickets) else []

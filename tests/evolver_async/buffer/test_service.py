@@ -177,6 +177,31 @@ def test_no_more_members_are_granted_than_the_credit_also_in_a_stage_of_larger_g
     assert [len(ticket.members) for ticket in reply.tickets] == [8, 8]
 
 
+def test_groups_of_a_run_that_resumes_with_smaller_ones_are_completed(tmp_path):
+    world = World(tmp_path, config(group_size=8, groups_per_step=1, max_staleness=0))
+    world.resume()
+    (ticket,) = world.lease()
+    world.settings = config(group_size=4, groups_per_step=1, max_staleness=0)
+    world.kill()
+    world.resume(lineage=1)
+    world.one("actor-0", messages.Lease(credit=0))
+    for actor, members in (("actor-0", [0, 1, 2, 3]), ("actor-1", [4, 5, 6, 7])):
+        (part,) = world.lease(peer=actor)
+        assert (part.group_id, part.members) == (ticket.group_id, members)
+        assert world.lease(peer=actor) == []
+        world.finish([part])
+    assert list(world.replay.by_state["ready"]) == [ticket.group_id]
+
+
+def test_a_group_is_split_only_if_nothing_else_fits(tmp_path):
+    world = World(tmp_path, config(group_size=2, groups_per_step=2, max_staleness=0))
+    world.resume()
+    assert len(world.lease(credit=2)) == 2
+    world.one("actor-0", messages.Lease(credit=0))
+    assert [ticket.members for ticket in world.lease(credit=1.5)] == [[0, 1]]
+    assert [ticket.members for ticket in world.lease(credit=0.5)] == [[0]]
+
+
 def test_who_asks_for_nothing_more_holds_nothing_more(tmp_path):
     world = World(tmp_path, config(max_staleness=0))
     world.resume()
