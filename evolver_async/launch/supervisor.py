@@ -59,7 +59,10 @@ class Supervisor:
         self.incarnations: dict[str, int] = {}  # the newest of every name
 
     def run(self) -> int:
-        """Run to the end; return 0, 128 + the signal that ended it, or the code of a failure."""
+        """Run to the end; return 0, 128 + the signal that ended it, or the code of a failure.
+
+        A signal does not end a run whose learner has finished.
+        """
         with handled_by(self.signals.append):
             try:
                 self.start()
@@ -69,7 +72,7 @@ class Supervisor:
                 return failure.code
             finally:
                 self.end()
-        return 128 + self.signals[0] if self.signals else 0
+        return 128 + self.signals[0] if self.signals and not self.finished() else 0
 
     def start(self) -> None:
         """Start the buffer, and the other processes once it answers. Raises RunFailed."""
@@ -98,12 +101,16 @@ class Supervisor:
     def watch(self) -> None:
         """Return when the learner has finished or a signal came. Raises RunFailed."""
         while not self.signals:
+            if self.finished():
+                return
             for child in list(self.children):
-                if child.role == "learner" and child.poll() == 0:
-                    return  # a stopped one has another exit code, and is started again
                 self.supervise(child, time.monotonic())
             self.scale(time.monotonic())
             time.sleep(POLL_S)
+
+    def finished(self) -> bool:
+        """True if the learner is done. A stopped one has another exit code."""
+        return any(child.role == "learner" and child.poll() == 0 for child in self.children)
 
     def scale(self, now: float) -> None:
         """Add actors that are wanted and not there; let those go that are not wanted."""

@@ -15,7 +15,7 @@ from evolver_async.checkpoint.directory import load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import load
 from evolver_async.errors import EVALUATION_LOST, STOPPED, TRAINING_ERROR, USER_ERROR
-from evolver_async.launch.child import Child, LocalSpawner
+from evolver_async.launch.child import Child, Handle, LocalSpawner
 from evolver_async.launch.local import run
 from evolver_async.launch.registry import CHECKS, PROCESSES, ROLES, resolve
 from evolver_async.launch.run_directory import address_of, last_lines
@@ -333,6 +333,24 @@ def test_a_lost_evaluation_ends_the_run_with_its_sentence_and_its_own_exit_code(
     with pytest.raises(RunFailed, match=r"training is done, .* \[2\] are lost$") as failure:
         launcher.supervise(child, time.monotonic())
     assert failure.value.code == EVALUATION_LOST and child.restarts == 0
+
+
+@pytest.mark.parametrize(("learner_code", "code"), [(0, 0), (STOPPED, 128 + signal.SIGTERM)])
+def test_a_signal_during_the_drain_does_not_undo_a_finished_run(
+    tmp_path: Path, learner_code: int, code: int
+) -> None:
+    class Interrupted(FailingSupervisor):
+        def start(self) -> None:
+            self.add("learner", "learner")
+            if learner_code:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def wait_for_end(self, role: str, running: list[Handle]) -> None:
+            if role == "actor":
+                os.kill(os.getpid(), signal.SIGTERM)
+            super().wait_for_end(role, running)
+
+    assert Interrupted(tmp_path, exit_code=learner_code).run() == code
 
 
 def test_a_role_that_does_not_end_costs_the_others_none_of_their_time(tmp_path: Path) -> None:
