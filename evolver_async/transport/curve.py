@@ -120,6 +120,8 @@ class Handshake:
             cause = f"the server has no keys, this client has those of {keys}"
             if keys is None:
                 cause = "only clients with keys are let in (security.keys, or --keys DIR)"
+        elif self.successes:  # it is the right server, which is away behind a proxy
+            return
         else:
             self._unclear.append(now)
             if len(self._unclear) <= UNCLEAR_FAILURES or now - self._unclear[0] <= UNCLEAR_S:

@@ -38,7 +38,7 @@ class DealerClient(Client):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections = 0
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        set_options(self._socket)
+        set_options(self._socket, address)
         self._socket.set(zmq.RCVHWM, REPLIES_QUEUED)
         # The same after a reconnect, so that a parked request's reply still finds its way; with the
         # nonce, since a second process of this name would take the connection over.

@@ -210,7 +210,7 @@ def _bind(
     refuse_open_or_served(address, keyed=keys is not None)
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
-    set_options(router)
+    set_options(router, address)
     router.set(zmq.ROUTER_MANDATORY, 1)  # a reply to a missing client is an error
     router.set(zmq.SNDHWM, REPLIES_QUEUED)
     router.set(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects takes its name over

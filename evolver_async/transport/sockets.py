@@ -13,7 +13,10 @@ HEARTBEAT_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 10_000
 
 
-def set_options(zmq_socket: zmq.Socket) -> None:
+def set_options(zmq_socket: zmq.Socket, address: str) -> None:
+    """Set the options of a socket that is about to bind or connect to `address`."""
+    # Elsewhere off: libzmq would resolve names to IPv6 alone, and rewrite IPv4 addresses.
+    zmq_socket.set(zmq.IPV6, address.startswith("tcp://["))
     zmq_socket.set(zmq.MAXMSGSIZE, max(LIMITS.header_bytes, LIMITS.parcel_bytes))
     zmq_socket.set(zmq.LINGER, LINGER_MS)
     zmq_socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)

@@ -56,6 +56,7 @@ from evolver_async.schema import (
     VersionRun,
     WeightId,
 )
+from evolver_async.transport import curve
 from evolver_async.transport.client import Client, Rejected
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.in_process import LocalClient, LocalServer
@@ -592,6 +593,48 @@ def test_clients_survive_a_restart_of_the_server(directory: Path) -> None:
         replies = asyncio.run(ask())
     assert [type(reply) for reply in replies] == [Ack] * 5 + [Tickets]
     assert sorted(second.pushed) == [0, 1, 2, 3, 4]
+
+
+def test_a_proxy_that_cuts_while_the_server_restarts_fails_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(curve, "UNCLEAR_S", 0.0)
+    monkeypatch.setattr(curve, "UNCLEAR_FAILURES", 1)
+
+    def cut(address: str, times: int) -> None:
+        """Accept and close connections at this address, as a proxy without its server does."""
+        with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))) as proxy:
+            proxy.settimeout(10)
+            for _ in range(times):
+                proxy.accept()[0].close()
+
+    with contextlib.ExitStack() as first, asyncio.Runner() as runner:
+        address = first.enter_context(serving(Store(), "tcp://127.0.0.1:*")).address
+        with client(address, resend_s=0.1) as dealer:
+
+            async def during() -> Any:
+                waiting = asyncio.create_task(dealer.request(StatusRequest(), 30))
+                await asyncio.to_thread(cut, address, 4)
+                with serving(Store(), address):
+                    return await waiting
+
+            assert isinstance(runner.run(dealer.request(StatusRequest(), 10)), StatusReply)
+            first.close()
+            assert isinstance(runner.run(during()), StatusReply)
+
+
+def test_an_ipv6_address_is_served(directory: Path) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    for address in ("tcp://[::1]:*", "tcp://127.0.0.1:*"):
+        with serving(Store(), address) as server, client(server.address) as dealer:
+            assert server.address.rpartition(":")[0] == address.rpartition(":")[0]
+            assert isinstance(asyncio.run(dealer.request(StatusRequest(), 10)), StatusReply)
+    name = server.address.replace("127.0.0.1", "localhost")
+    with serving(Store(), server.address), client(name) as dealer:
+        assert isinstance(asyncio.run(dealer.request(StatusRequest(), 10)), StatusReply)
 
 
 def test_malformed_frames_are_rejected_and_harm_nobody_else(directory: Path) -> None:
