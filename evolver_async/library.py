@@ -1,5 +1,6 @@
 """The library for scripts and notebooks: `train` runs a recipe and returns its results."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -47,7 +48,8 @@ def _train(recipe: str, overrides: tuple[str, ...]) -> RunResults:
             for line in launcher.stdout:
                 print(line, end="", flush=True)
                 lines.append(line.rstrip("\n"))
-                if run_dir is None and (Path(lines[-1]) / "config.yaml").is_file():
+                # False for a line that no path can be; Path.is_file raises for a long one
+                if run_dir is None and os.path.isfile(os.path.join(lines[-1], "config.yaml")):
                     run_dir = Path(lines[-1])
         except KeyboardInterrupt:
             launcher.send_signal(signal.SIGINT)

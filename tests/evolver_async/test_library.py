@@ -89,6 +89,8 @@ def test_a_mistake_in_a_recipe_is_a_config_error() -> None:
     started.append("a whole run")
     with pytest.raises(ConfigError, match=r"learner\.rate"):
         train(ROOT / "configs" / "bandit.yaml", "learner.rate=1")
+    with pytest.raises(ConfigError, match=r"learner\.(rate){100}"):
+        train(ROOT / "configs" / "bandit.yaml", f"learner.{'rate' * 100}=1")
     with pytest.raises(ConfigError, match="max_length"):
         broken = Config()
         broken.policy.max_length = 1
