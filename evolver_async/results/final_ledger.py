@@ -1,4 +1,4 @@
-"""Ledger of a run whose buffer has ended, from the journal's newest segment."""
+"""Ledger of a run whose buffer has ended, from the end of its journal."""
 
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,9 @@ class NoLedger(LookupError):
 def final_ledger(run_dir: Path, config: Config) -> tuple[dict[str, int], dict[str, Any]]:
     """Return the number of groups by state, and the ledger as STATUS has it.
 
-    The newest segment begins with a snapshot of the state, so the earlier ones are not needed.
     Raises NoLedger.
     """
     reader = JournalReader(run_dir / "journal")
-    reader.numbers = reader.numbers[-1:]
     if not reader.numbers:
         raise NoLedger(f"{run_dir.name} has no journal, so its ledger is not known")
     try:
@@ -34,7 +32,7 @@ def final_ledger(run_dir: Path, config: Config) -> tuple[dict[str, int], dict[st
             [numbers_of(c, s.kind) for c, s in zip(stages, config.stages, strict=True)],
             [source_of(stage) for stage in stages],
         )
-        for record, location in reader.read():
+        for record, location in reader.replayed():
             state.apply(record, location)
     except (JournalError, OSError, ValueError, LookupError, AssertionError) as error:
         raise NoLedger(f"the ledger is not readable: {error or type(error).__name__}") from error

@@ -42,16 +42,23 @@ class JournalReader:
         for number in self.numbers:
             yield from self._read(number)
 
+    def replayed(self) -> list[tuple[records.AnyRecord, Location]]:
+        """Return what a start replays: the records of the newest segment that has any.
+
+        They begin with a snapshot of the state. Raises JournalError for damage.
+        """
+        for number in reversed(self.numbers):
+            if found := list(self._read(number)):
+                return found
+        return []
+
     def newest_stage(self) -> int:
         """Return the largest stage in the records that a start replays, -1 without any.
 
-        A start replays the newest segment that has records. Raises JournalError for damage.
+        Raises JournalError for damage.
         """
-        for number in reversed(self.numbers):
-            stages = [stage for record, _ in self._read(number) for stage in _stages_in(record)]
-            if stages:
-                return max(stages)
-        return -1
+        stages = [stage for record, _ in self.replayed() for stage in _stages_in(record)]
+        return max(stages, default=-1)
 
     def trajectory(self, location: Location) -> Trajectory | None:
         """Return the trajectory at `location`, None if the run has not kept its segment.

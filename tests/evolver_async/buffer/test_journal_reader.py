@@ -9,6 +9,7 @@ from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.log.reader import JournalReader
 from evolver_async.buffer.state import records
 from evolver_async.protocol.messages import Kept
+from evolver_async.results.final_ledger import final_ledger
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -44,6 +45,19 @@ def test_an_unfinished_commit_at_the_end_is_not_read(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
     assert len(list(JournalReader(path.parent).read())) == len(whole) - 1
     assert path.stat().st_size > 0 and not (path.parent / "quarantine").exists()
+
+
+def test_a_segment_whose_first_commit_is_unfinished_hides_no_ledger(tmp_path: Path) -> None:
+    """A start removes it and replays the segment before; so do the ledger and the newest stage."""
+    run = MadeRun(tmp_path / "run")
+    run.step("left")
+    run.close()
+    whole = final_ledger(run.run_dir, run.config)
+    assert any(whole[1]["received"].values())
+    first = run.run_dir / "journal" / "00000001.log"
+    first.with_name("00000002.log").write_bytes(first.read_bytes()[:40])
+    assert final_ledger(run.run_dir, run.config) == whole
+    assert JournalReader(first.parent).newest_stage() == 0
 
 
 def test_archived_segments_are_read_and_removed_ones_are_gone(tmp_path: Path) -> None:
