@@ -15,7 +15,7 @@ from evolver_async.config.paths import with_absolute_paths
 from evolver_async.config.sections.run import limits_reached
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.launch.creation import complete, measure, with_own_tasks
-from evolver_async.launch.run_directory import CREATING, PAUSED, config_of
+from evolver_async.launch.run_directory import ACTORS, CREATING, PAUSED, config_of
 from evolver_async.launch.start_checks import check_start
 
 
@@ -27,9 +27,12 @@ def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None)
     """Write the changes of `dotlist` into the configuration of an earlier run and return it.
 
     A run without a checkpoint starts at its beginning; `step` (or `best`) makes it go back to that
-    checkpoint and ends its pause. A run that was moved gets its paths as they are now. Raises
-    ConfigError or CheckpointError if the run cannot continue.
+    checkpoint and ends its pause. A run that was moved gets its paths as they are now. The number
+    of actors that `scale` asked the earlier launch for is forgotten. Raises ConfigError or
+    CheckpointError if the run cannot continue.
     """
+    # first of all, as `scale` asks a launch for actors from its lock on
+    (run_dir / ACTORS).unlink(missing_ok=True)
     config = with_absolute_paths(config_of(run_dir, dotlist))
     incomplete = (run_dir / CREATING).exists()
     no_policy = incomplete and config.policy.path == str(run_dir / "policy")

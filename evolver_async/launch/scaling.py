@@ -20,12 +20,11 @@ log = logging.getLogger(__name__)
 class ActorScaling:
     """Wanted number of actors: `evolver-async scale`, else the controller, else `actors.count`.
 
-    `scale` writes the file `ACTORS` of the run directory, which holds for this launch.
+    `scale` writes the file `ACTORS` of the run directory, which `resume` removes.
     """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self.file = run_dir / ACTORS
-        self.file.unlink(missing_ok=True)
         self.actors = config.actors
         self.controller = WaitController(config.actors, Tail(run_dir / "metrics.jsonl"))
         self.count = config.actors.count

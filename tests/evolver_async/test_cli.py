@@ -29,7 +29,7 @@ from evolver_async.config.load import dump, load
 from evolver_async.launch.creation import create
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.resumption import FinishedRun, resume
-from evolver_async.launch.run_directory import announce, locked
+from evolver_async.launch.run_directory import ACTORS, announce, locked, scale
 from evolver_async.metrics.launches import record
 from evolver_async.watch.runs import end
 
@@ -466,6 +466,12 @@ def test_a_run_whose_creation_was_killed_is_resumed_or_taken_over(tmp_path: Path
     assert {path.name for path in (copy / "policy").iterdir()} == made
     with pytest.raises(ConfigError, match=r"run\.name: .* exists"):
         create(config, None)
+
+
+def test_the_actors_that_an_earlier_launch_was_asked_for_are_forgotten(run_dir: Path) -> None:
+    scale(run_dir, "5")
+    resume(run_dir, [])
+    assert not (run_dir / ACTORS).exists()
 
 
 def test_a_run_without_a_checkpoint_starts_at_its_beginning(run_dir: Path) -> None:

@@ -91,11 +91,11 @@ def test_without_bounds_the_number_is_the_configured_one(tmp_path: Path) -> None
 
 
 def test_what_scale_asks_for_holds_until_it_is_given_back(tmp_path: Path) -> None:
-    scale(tmp_path, "5")
     scaling = ActorScaling(Config(), tmp_path)
-    assert scaling.wanted(0.0) == 2, "of an earlier launch"
+    assert scaling.wanted(0.0) == 2
     scale(tmp_path, "5")
     assert scaling.wanted(1.0) == 5
+    assert ActorScaling(Config(), tmp_path).wanted(1.0) == 5, "asked for before it was there"
     scale(tmp_path, "auto")
     assert scaling.wanted(2.0) == 2 == scaling.wanted(3.0), "no bounds, so no controller"
     config = Config(actors=ActorsConfig(max=8))
