@@ -80,11 +80,8 @@ class ActorRequests:
             fresh = share(fresh, len(asking))
         tickets, size = [], 0
         while room > 0 and size < REPLY_BYTES:
-            ticket = (
-                self._evaluate(peer)
-                or self._reissue(peer, room, split=not tickets)
-                or self._explore(peer, room)
-            )
+            again = self._evaluate(peer) or self._reissue(peer, room, split=not tickets)
+            ticket = again or self._explore(peer, room)
             if ticket is None and fresh > 0:
                 ticket = self._new(peer, room)
                 fresh -= 1
