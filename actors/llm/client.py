@@ -130,9 +130,14 @@ class Endpoint:
                 except Unavailable as failure:
                     if given.after(str(failure)) == given:
                         raise
-                    self._parameters = self._parameters.after(str(failure))
+                    self._change(self._parameters.after(str(failure)))
         finally:
             self._slots.release()
+
+    def _change(self, parameters: Parameters) -> None:
+        if parameters != self._parameters:
+            self._parameters = parameters
+            log.warning("%s.llm: from now on with %s", self._section, parameters)
 
     def _unavailable(self, reason: str, text: object) -> Unavailable:
         return Unavailable(reason, f"{self._section}.llm: {text}")

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,7 +14,7 @@ T = TypeVar("T")
 ATTEMPTS = 2  # until an answer can be parsed
 QUESTION_CHARS = 24_000  # of all recorded texts in one question
 TEXT_CHARS = 2_000  # of one of them
-FENCED = re.compile(r"^[ \t]*```(?:json)?[ \t]*\n?(.*?)\n?[ \t]*```[ \t]*$", re.I | re.M | re.S)
+FENCE = "```"
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,9 @@ class JsonClient:
                 self._endpoint.failed(problem)
                 log.info("%s", problem)
             again = f"{problem}. Answer again, with the JSON alone."
-            chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": again}]
+            if said := answer.strip()[:TEXT_CHARS]:
+                chat.append({"role": "assistant", "content": said})
+            chat.append({"role": "user", "content": again})
         return None
 
     def counters(self) -> dict[str, float]:
@@ -62,9 +63,8 @@ def decode_json(answer: str, kind: type[T]) -> T:
     """
     text = answer.strip()
     after = text.partition("</think>")[2].strip()
-    fenced = [block for whole in (after, text) for block in FENCED.findall(whole)[-1:]]
     problem = "it is empty"
-    for part in filter(None, (text, after, *fenced)):
+    for part in filter(None, (text, after, _fenced(after), _fenced(text))):
         try:
             return msgspec.json.decode(part, type=kind)
         except RecursionError:
@@ -72,6 +72,16 @@ def decode_json(answer: str, kind: type[T]) -> T:
         except ValueError as error:
             problem = str(error)
     raise ValueError(problem)
+
+
+def _fenced(text: str) -> str:
+    """Return what stands within the last code fence; nothing without one."""
+    lines = text.split("\n")
+    fences = [number for number, line in enumerate(lines) if line.lstrip().startswith(FENCE)]
+    if len(fences) >= 2:
+        return "\n".join(lines[fences[-2] + 1 : fences[-1]])
+    whole = text.startswith(FENCE) and text.endswith(FENCE)
+    return text.strip("` ").removeprefix("json") if whole else ""
 
 
 def as_json(value: Any) -> str:

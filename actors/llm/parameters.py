@@ -5,9 +5,10 @@ no temperature but their own.
 """
 
 import json
+import re
 from dataclasses import dataclass, replace
 
-REFUSED = "status 400"  # in the message of a refused call
+REFUSED = re.compile(r"status 400\b.*(unsupported|not support)", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Parameters:
 
     def after(self, refusal: str) -> "Parameters":
         """Return the parameters for the next call; the same if the message blames none of them."""
-        if REFUSED not in refusal:
+        if not REFUSED.search(refusal):
             return self
         if self.limit == "max_tokens" and "max_completion_tokens" in refusal:
             return replace(self, limit="max_completion_tokens")

@@ -72,7 +72,8 @@ def evaluation_digest(config: Config) -> str:
     tasks = source.parts if source.given is None else source.given[source.evaluated]
     length = config.rollout.max_turns, config.rollout.actions_per_turn
     facts = tasks, source.evaluated, length, config.eval.temperature
-    return hashlib.sha256(msgspec.json.encode(facts, order="deterministic")).hexdigest()
+    plain = msgspec.to_builtins(facts, str_keys=True)  # parameters may have integers as keys
+    return hashlib.sha256(msgspec.json.encode(plain, order="deterministic")).hexdigest()
 
 
 def eval_sets_of(config: Config) -> dict[str, EvalSet]:

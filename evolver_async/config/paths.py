@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from evolver_async.config.secrets import reveal
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import RunName
 from evolver_async.config.values.errors import ConfigError
@@ -36,7 +37,8 @@ def with_task_paths(config: Config, change: Callable[[str], str]) -> Config:
     for stage in config.stages:
         override = dict(stage.override)
         if "path" in override.get("tasks", {}):
-            override["tasks"] = {**override["tasks"], "path": change(override["tasks"]["path"])}
+            path = change(reveal(str(override["tasks"]["path"])))
+            override["tasks"] = {**override["tasks"], "path": path}
         stages.append(replace(stage, override=override))
     return replace(config, tasks=tasks, stages=stages)
 

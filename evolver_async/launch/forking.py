@@ -11,7 +11,8 @@ from evolver_async.buffer.stages import evaluation_digest
 from evolver_async.checkpoint import history
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import stage_config
-from evolver_async.config.paths import check_name
+from evolver_async.config.paths import check_name, with_absolute_paths
+from evolver_async.config.secrets import escaped
 from evolver_async.launch.creation import create
 from evolver_async.launch.resumption import check_continues
 from evolver_async.launch.run_directory import config_of, record_origin
@@ -29,9 +30,9 @@ def fork(
     Its journal is new: takes, versions and lineages count from 0 again; stages continue where they
     were, and the pool of synthetic tasks is empty. Raises ConfigError or CheckpointError.
     """
-    before = config_of(run_dir)
-    beside = json.dumps(str(run_dir.parent), ensure_ascii=False)  # a quoted scalar of YAML too
-    config = config_of(run_dir, [f"run.dir={beside}", *dotlist])
+    before = with_absolute_paths(config_of(run_dir))
+    beside = json.dumps(escaped(str(run_dir.parent)), ensure_ascii=False)  # quoted for YAML, too
+    config = with_absolute_paths(config_of(run_dir, [f"run.dir={beside}", *dotlist]))
     check_name("--fork", name)
     if config.run.name != before.run.name:
         raise ConfigError("run.name: cannot be set with --fork, which names the new run")

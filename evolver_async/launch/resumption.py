@@ -37,7 +37,7 @@ def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None)
     incomplete = (run_dir / CREATING).exists()
     no_policy = incomplete and config.policy.path == str(run_dir / "policy")
     check_start(replace(config, policy=replace(config.policy, path="")) if no_policy else config)
-    before = config_of(run_dir)
+    before = with_absolute_paths(config_of(run_dir))
     _refuse_changed_data(before, config)
     checkpoints = run_dir / "checkpoints"
     chosen = None

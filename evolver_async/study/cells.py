@@ -10,6 +10,7 @@ from typing import Any
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load, stage_config
+from evolver_async.config.secrets import escaped
 from evolver_async.config.sections.run import SUPERVISED
 from evolver_async.config.values.rules import keys
 from evolver_async.launch.start_checks import check_start
@@ -187,7 +188,7 @@ def as_arguments(key: str, value: Any) -> list[str]:
     """
     plain = _plain(value)
     emptied = [f"{key}={{}}"] if isinstance(plain, dict) and plain else []
-    return [*emptied, f"{key}={flow(plain)}"]
+    return [*emptied, f"{key}={flow(escaped(plain, f'.{key}'))}"]
 
 
 def _plain(value: Any) -> Any:

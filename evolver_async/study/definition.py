@@ -139,7 +139,7 @@ def text_of(value: Any) -> str:
 def flow(value: Any) -> str:
     """Return a value as YAML in one line, which reads back as the same value."""
     if isinstance(value, str):
-        return json.dumps(value)  # a quoted scalar of YAML too
+        return json.dumps(value, ensure_ascii=False)  # a quoted scalar of YAML too
     text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False)
     return text.strip().removesuffix("...").strip()
 

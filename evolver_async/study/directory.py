@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import dump, load
-from evolver_async.config.secrets import mask
+from evolver_async.config.secrets import escaped, mask
 from evolver_async.study import definition as definitions
 from evolver_async.study.cells import Cell, as_arguments, cells_of, cold_stages, differences
 from evolver_async.study.definition import Definition, flow
@@ -138,10 +138,10 @@ def command_of(study: Study, run: CellRun) -> list[str]:
     metrics = study.configs[first if run.cell is None else run.cell.name].metrics
     job = "cold-start" if run.cell is None else run.cell.name
     place = [
-        f"run.dir={flow(str(run.directory.parent))}",
+        f"run.dir={flow(escaped(str(run.directory.parent)))}",
         "metrics.panel=none",
-        f"metrics.group={flow(metrics.group or study.out.resolve().name[:128])}",
-        f"metrics.job_type={flow(metrics.job_type or job[:64])}",
+        f"metrics.group={flow(escaped(metrics.group or study.out.resolve().name[:128]))}",
+        f"metrics.job_type={flow(escaped(metrics.job_type or job[:64]))}",
     ]
     recipe = _frozen(study.out, first if run.cell is None else run.cell.name)
     own = [f"run.seed={run.seed}", f"run.name={flow(run.name)}"]

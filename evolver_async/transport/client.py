@@ -174,7 +174,7 @@ class Client(ABC):
             if isinstance(error, ChecksumError) or not error.message_id:
                 log.warning("ignored a garbled reply from %s: %s", self.address, error)
                 return
-            # of another version, or beyond the limits: a resend would bring the same
+            # of another version, or of too many parts: a resend would bring the same
             for message_id in self._bundles.members(error.message_id):
                 pending = self._pending.get(message_id)
                 if pending and not pending.reply.done():

@@ -154,16 +154,15 @@ def check_value(key: str, value: Any, annotation: Any) -> None:
         shown = "" if isinstance(allowed, Pattern) and allowed.hidden else f", is {value!r}"
         raise ConfigError(f"{key}: must be {allowed if finite else 'finite'}{shown}")
     else:
-        check_plain(key, value, infinite=True)
+        _check_part(key, value, True, PLAIN_DEPTH)
 
 
-def check_plain(key: str, value: Any, *, infinite: bool = False) -> None:
-    """Raise ConfigError for a value, or a part of it, that journal and wire do not carry.
+def check_plain(key: str, value: Any) -> None:
+    """Raise ConfigError for parameters, or a part of them, that journal and wire do not carry.
 
-    They carry text, booleans, None, numbers and lists and maps of these, of bounded size.
-    `infinite`: infinite numbers are allowed.
+    They carry text, booleans, None, finite numbers and lists and maps of these, of bounded size.
     """
-    _check_part(key, value, infinite, PLAIN_DEPTH)
+    _check_part(key, value, False, PLAIN_DEPTH)
     if (size := len(msgspec.msgpack.encode(value))) > PLAIN_BYTES:
         raise ConfigError(f"{key}: {size} bytes, at most {PLAIN_BYTES} are allowed")
 

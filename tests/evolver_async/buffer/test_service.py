@@ -193,7 +193,7 @@ def test_groups_of_a_run_that_resumes_with_smaller_ones_are_completed(tmp_path):
     assert list(world.replay.by_state["ready"]) == [ticket.group_id]
 
 
-def test_a_group_is_split_only_if_nothing_else_fits(tmp_path):
+def test_a_group_is_split_only_if_no_whole_one_was_granted(tmp_path):
     world = World(tmp_path, config(group_size=2, groups_per_step=2, max_staleness=0))
     world.resume()
     assert len(world.lease(credit=2)) == 2

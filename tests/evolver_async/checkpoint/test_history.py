@@ -315,6 +315,7 @@ def test_a_run_that_was_moved_goes_on_and_is_forked(run_dir: Path, tmp_path: Pat
     config, made = fork(moved, "forked", ["stages.1.steps=7"], None)
     assert made == moved.parent / "forked"
     assert config.tasks.path == str(made / "tasks_0.jsonl")
+    run_dir.symlink_to(moved)  # the paths in config.yaml exist, and lead here
     config = resume(moved, ["stages.1.steps=7"])
     assert (config.policy.path, config.tasks.path) == (
         str(moved / "policy"),
@@ -344,6 +345,7 @@ def test_success_is_comparable_for_the_same_held_out_tasks_alone(tmp_path: Path)
     assert digest() == digest("tasks.train=9", "learner.lr=1e-3", "eval.episodes=3")
     changes = ("env.params.size=5", "eval.split=validation", "eval.temperature=1")
     assert len({digest(), files[0], *map(digest, changes)}) == 5
+    assert digest("env.params={x: {1: 2}}") != digest("env.params={x: {2: 2}}")
 
 
 def test_a_run_that_goes_back_takes_other_groups_from_there(run_dir: Path) -> None:

@@ -204,6 +204,8 @@ def test_a_text_with_an_opening_of_a_reference_reads_back_equal(text: str, other
         assert load(Path(directory) / "config.yaml") == config
     assert stage_config(config, 0).rollout.system_prompt == text
     assert stage_config(config, 1).rollout.system_prompt == parameter
+    long = "rules " * 10_000
+    assert load(None, [STEPS, f"rollout.system_prompt={long!r}"]).rollout.system_prompt == long
 
 
 def test_an_escaped_reference_is_text_in_every_stage(tmp_path: Path) -> None:

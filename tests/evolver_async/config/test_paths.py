@@ -44,6 +44,10 @@ def test_paths_are_read_again_from_wherever_a_later_command_runs(
     tasks = with_absolute_paths(load(None, ["tasks.path=a.jsonl", own]))
     assert tasks.tasks.path == str(tmp_path / "a.jsonl")
     assert tasks.stages[0].override["tasks"]["path"] == str(tmp_path / "b.jsonl")
+    refers = "stages.0.override={tasks: {path: '${oc.env:DATA}/c.jsonl'}}"
+    monkeypatch.setenv("DATA", str(tmp_path))
+    override = with_absolute_paths(load(None, [STEPS, refers])).stages[0].override
+    assert override["tasks"]["path"] == str(tmp_path / "c.jsonl")
     bare = load(None, [STEPS])
     assert with_absolute_paths(bare) == bare, "what is empty, hash or absolute stays"
 
