@@ -142,11 +142,10 @@ class Stepper:
             done.append(_Update(minibatch, found, terms, kl, rate * scale, moved))
         means = {"learner/lr": rate}
         if math.isfinite(bound):
-            moved = self._beyond(stage, done, loss, bound, critic and critic.critic)
-            if moved is not None:
+            if (kl := self._beyond(stage, done, loss, bound, critic and critic.critic)) is not None:
                 self._undo(done)
-                beyond = moved if beyond is None else beyond
-            means["learner/taken_back"] = float(moved is not None)
+                beyond = kl if beyond is None else beyond
+            means["learner/taken_back"] = float(kl is not None)
         means["learner/token_budget"] = self.passes.token_budget(stage, critic and critic.critic)
         return self._applied(data, done, failure, beyond, means)
 

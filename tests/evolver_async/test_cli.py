@@ -440,7 +440,8 @@ def test_sigterm_while_a_run_is_created_leaves_nothing(tmp_path: Path) -> None:
     train.terminate()
     train.communicate(timeout=DEADLINE_S)
     assert train.returncode == 128 + signal.SIGTERM
-    assert not alive(prepare)
+    # at the latest it notices by itself that its parent is gone
+    wait_for(lambda: not alive(prepare), "the end of the preparation")
     assert list((tmp_path / "runs").iterdir()) == []
 
 
