@@ -1,13 +1,14 @@
 """vLLM with an adapter on its base weights samples as the adapted model that the learner trains."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from engine_conformance import RUNNER, V0, V1, V2, Setting, generate_all, request
+from engine_conformance import RUNNER, TOLERANCE, V0, V1, V2, Setting, generate_all, request
 from torch import Tensor
 from vllm_engines import SLOTS, TOKENIZER, engine_of, make_model, save, settings
 
@@ -18,7 +19,7 @@ from actors.engines.vllm_lora import Adapter, adapter_of
 from actors.engines.vllm_start import CPU_BLOCK
 from evolver_async.config import Config
 from evolver_async.model import lora
-from evolver_async.model.policy import ModelError, state_tensors
+from evolver_async.model.policy import ModelError, load_state, state_tensors, token_logprobs
 
 pytestmark = pytest.mark.vllm
 ADAPTER = Adapter(name="run-7", rank=4, alpha=8.0)
@@ -59,7 +60,7 @@ def adapted(request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapt
     RUNNER.run(core.close())
 
 
-def run(scenario) -> list[Generation]:
+def run(scenario: Coroutine[Any, Any, Any]) -> Any:
     return RUNNER.run(asyncio.wait_for(scenario, DEADLINE_S))
 
 
@@ -80,6 +81,25 @@ def test_every_version_of_an_adapter_samples_as_the_adapted_model(adapted: Adapt
         s.check(one, out)
     for first, later in zip(outs[:SLOTS], outs[SLOTS : 2 * SLOTS], strict=True):
         assert first.logprobs != later.logprobs, "the adapter changes what is sampled"
+
+
+def test_scores_are_those_of_the_adapted_model(adapted: Adapted) -> None:
+    s, engine = adapted.setting, adapted.engine()
+    tokens = s.prompt(24, 12)
+
+    async def scenario() -> list[list[float]]:
+        found = []
+        for version in (V1, V2):
+            await engine.update(version, s.versions[version])
+            found.append(await engine.score(tokens))
+        return found
+
+    for version, scores in zip((V1, V2), run(scenario()), strict=True):
+        load_state(s.model, s.versions[version])
+        row = torch.tensor([tokens])
+        with torch.no_grad():
+            logprobs, _ = token_logprobs(s.model, row, torch.ones_like(row))
+        assert scores == pytest.approx(logprobs[0, 1:].tolist(), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "keep_kv"])
