@@ -72,7 +72,7 @@ def settings_of(name: str, directory: Path) -> tuple[Config, str, list[Group]]:
         settings.policy.dtype = "bfloat16" if name == "bf16" else "float32"
         settings.learner.max_bad_steps = 99
         if name == "bounded":  # the data of some updates are further away, of others not
-            settings.learner.minibatches, settings.loss.target_kl = 4, 4.52
+            settings.learner.minibatches, settings.loss.target_kl = 4, 4.45
         return settings, "rl", guided_groups(5)
     if name == "distill":
         settings = guided_config(plain, "distill", kind="decoupled")
