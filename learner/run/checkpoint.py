@@ -4,6 +4,7 @@ The newest are kept, from which a crash is resumed, and those that `config.Check
 """
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ class Checkpoints:
         self.run_id = run_dir.name
         self.settings = config.checkpoint
         stages = [stage_config(config, index) for index in range(len(config.stages))]
-        self._stages = stages
+        # computed once for a stage, as a file of tasks is read for it
+        self._digest = cache(lambda stage: evaluation_digest(stages[stage]))
         self._rolls_back = any(stage.safety.action == "rollback" for stage in stages)
         safeties = [stage.safety for stage in stages]
         self._patience = max(max(one.patience, one.format_patience) for one in safeties)
@@ -68,7 +70,7 @@ class Checkpoints:
         evaluation = CheckpointEvaluation(
             success=result.success,
             episodes=result.episodes,
-            digest=evaluation_digest(self._stages[stage]),
+            digest=self._digest(stage),
         )
         for path in self._of_versions({result.weights.step}):
             history.note(path, evaluation)
