@@ -71,8 +71,7 @@ class TorchEngine:
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
         self._updating = asyncio.Lock()
-        self._holding = False
-        self._loading = False  # True while a thread copies weights: no step may run
+        self._holding = self._loading = False  # loading: a thread copies weights, no step may run
         self._loop: asyncio.Task[None] | None = None
         self._stats: dict[str, float] = dict.fromkeys(
             ("generated", "prefilled", "reused", "stale", "steps", "busy_s", "forward_s"), 0.0
@@ -132,6 +131,7 @@ class TorchEngine:
 
     def _renew(self, weights: WeightId) -> None:
         self.weights = weights
+        self._forward_pass.renew()
         self._slots.start_epoch()
         self._searching |= self._active
         self._resume()

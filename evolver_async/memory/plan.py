@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.config.sections.channel import channel, versions_kept
-from evolver_async.memory.bounds import CRITICS
+from evolver_async.memory.bounds import CRITICS, MAX_COPIED
 from evolver_async.memory.shape import DecoderShape
 from evolver_async.memory.units import DTYPE_BYTES, MIB
 
@@ -169,6 +169,8 @@ def _actor(
     # The torch engine adopts files in memory by reference; `shared` has these.
     mapped = not (vllm or gpu) and channel(config) == "shm" and not config.policy.lora.rank
     yield MemoryPart("weights", 0 if mapped else copy, _model_key(config), gpu)
+    if not (vllm or gpu) and shape.parameters <= MAX_COPIED:
+        yield MemoryPart("merged weights", copy, _model_key(config))
     yield MemoryPart("KV cache", kv_bytes(config, shape), _kv_key(config), gpu)
     if vllm and not gpu:  # packed beside those in use
         yield MemoryPart("staged weights", copy, "engine.tensor_parallel")

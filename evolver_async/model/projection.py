@@ -6,11 +6,14 @@ Shapes: `N` positions, `D` hidden size, `V` vocabulary, `K` likeliest tokens.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from evolver_async.model.products import linear
 
 
 class Float32Gradient(torch.autograd.Function):
@@ -46,12 +49,19 @@ class ChunkLinear(torch.autograd.Function):
         return gradient_NV @ weight_VD, None, wide_VD, bias
 
 
+def plain_head(head: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Make a projection for one chunk: the module itself, or the same by faster products."""
+    if type(head) is nn.Linear and type(head.weight) is nn.Parameter:
+        return partial(linear, weight_OI=head.weight, bias_O=head.bias)
+    return head
+
+
 def summing_head(head: nn.Module) -> Callable[[Tensor], Tensor]:
     """Make a projection for many chunks: the sum of their gradients is rounded only once."""
     assert isinstance(head, nn.Linear)
     weight_VD, bias = head.weight, head.bias
     if weight_VD.element_size() >= torch.float32.itemsize or not weight_VD.requires_grad:
-        return head
+        return plain_head(head)
     wide_VD = Float32Gradient.apply(weight_VD)
     return lambda hidden_ND: ChunkLinear.apply(hidden_ND, weight_VD.detach(), wide_VD, bias)
 

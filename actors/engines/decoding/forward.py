@@ -15,7 +15,7 @@ class SlotModel:
 
     def __init__(self, model: PreTrainedModel, max_length: int) -> None:
         self._model = model
-        self._decoder, self.head = split_model(model)
+        self._decoder, self._head = split_model(model)
         self._fused = FusedDecoder(model, max_length) if FusedDecoder.fits(model) else None
 
     def __call__(self, slots: Slots, inputs: dict[str, Tensor]) -> Tensor:
@@ -23,6 +23,15 @@ class SlotModel:
         if self._fused is not None:
             return self._fused(**inputs, slots=slots)
         return self._decoder(**inputs, past_key_values=slots, use_cache=True).last_hidden_state
+
+    def head(self, hidden_ND: Tensor) -> Tensor:
+        """Project hidden states to logits [N, V]."""
+        return self._head(hidden_ND) if self._fused is None else self._fused.head(hidden_ND)
+
+    def renew(self) -> None:
+        """Note that the model has other weights."""
+        if self._fused is not None:
+            self._fused.renew()
 
     @torch.inference_mode()
     def score(self, tokens: list[int]) -> list[float]:

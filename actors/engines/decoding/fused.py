@@ -3,7 +3,8 @@
 On small models the overhead of transformers' modules exceeds the time of their operations. This
 module runs the same operations, fused if torch has a kernel; a conformance test compares the two.
 
-`B` rows, `Q` new tokens a row, `H` heads, `D` head size, `M` hidden size.
+`N` tokens, of `B` rows with `Q` new tokens each, `H` heads, `D` head size, `M` hidden size, `T`
+columns of context.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from actors.engines.decoding.kv_slots import Slots
+from actors.engines.decoding.linears import Linears
+from evolver_async.memory.bounds import MAX_COPIED
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3")  # rotations that depend on positions only
@@ -22,19 +25,15 @@ ROPE_TYPES = ("default", "linear", "llama3")  # rotations that depend on positio
 
 @dataclass
 class _Layer:
-    """Views of one layer's parameters: (weight, bias) or the weight of a norm."""
+    """Parameters of one layer: weights of norms, and linear maps."""
 
     norm: Tensor
-    query: tuple[Tensor, Tensor | None]
-    key: tuple[Tensor, Tensor | None]
-    value: tuple[Tensor, Tensor | None]
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    out: tuple[Tensor, Tensor | None]
+    inner: Linears  # to queries, keys and values
+    head_norms: Tensor | None  # [heads of queries and keys, D]
+    out: Linears
     mlp_norm: Tensor
-    gate: tuple[Tensor, Tensor | None]
-    up: tuple[Tensor, Tensor | None]
-    down: tuple[Tensor, Tensor | None]
+    gates: Linears  # to the gate and what it multiplies
+    down: Linears
 
 
 class FusedDecoder:
@@ -47,16 +46,18 @@ class FusedDecoder:
         if not self.fits(model):
             raise ValueError(f"{type(model).__name__} has no fused forward")
         config = model.config
-        decoder: Any = model.base_model
+        self._decoder: Any = model.base_model
+        self._head_module: Any = model.get_output_embeddings()
         self._eps = torch.tensor(config.rms_norm_eps, device=model.device)
-        self._head_dim = decoder.layers[0].self_attn.head_dim
+        self._head_dim = self._decoder.layers[0].self_attn.head_dim
         self._queries = config.num_attention_heads
-        self._grouped = config.num_key_value_heads != config.num_attention_heads
-        self._embed, self._norm = decoder.embed_tokens.weight, decoder.norm.weight
-        self._layers = [_layer(layer) for layer in decoder.layers]
+        self._keys = config.num_key_value_heads
+        self._grouped = self._queries != self._keys
+        self._embed, self._norm = self._decoder.embed_tokens.weight, self._decoder.norm.weight
+        self.renew()
         positions = torch.arange(max_length, device=model.device)[None]
         with torch.no_grad():
-            cos, sin = decoder.rotary_emb(self._embed, positions)
+            cos, sin = self._decoder.rotary_emb(self._embed, positions)
         # (x rolled by half a head) * self._sin == rotate_half(x) * sin
         first, second = sin[0].chunk(2, -1)
         self._cos, self._sin = cos[0], torch.cat([-first, second], -1)
@@ -68,50 +69,62 @@ class FusedDecoder:
         rope = getattr(model.base_model.rotary_emb, "rope_type", None)
         return rope in ROPE_TYPES and model.config.hidden_act == "silu"
 
+    @torch.inference_mode()
+    def renew(self) -> None:
+        """Read the module's weights, which have changed."""
+        layers, size = self._decoder.layers, self._head_module.weight.numel()
+        size += sum(weight.numel() for weight in layers.parameters())
+        copied = size <= MAX_COPIED and self._embed.device.type == "cpu"
+        self.head = Linears([self._head_module], copied)
+        self._layers = [self._layer(one.self_attn, one.mlp, one, copied) for one in layers]
+
+    def _layer(self, attention: Any, mlp: Any, layer: Any, copied: bool) -> _Layer:
+        return _Layer(
+            norm=layer.input_layernorm.weight,
+            inner=Linears([attention.q_proj, attention.k_proj, attention.v_proj], copied),
+            head_norms=self._head_norms(attention),
+            out=Linears([attention.o_proj], copied),
+            mlp_norm=layer.post_attention_layernorm.weight,
+            gates=Linears([mlp.gate_proj, mlp.up_proj], copied),
+            down=Linears([mlp.down_proj], copied),
+        )
+
+    def _head_norms(self, attention: Any) -> Tensor | None:
+        if not hasattr(attention, "q_norm"):
+            return None
+        of_query, of_key = attention.q_norm.weight, attention.k_norm.weight
+        return torch.stack([of_query] * self._queries + [of_key] * self._keys)
+
     def __call__(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, slots: Slots
     ) -> Tensor:
-        x_BQM = F.embedding(input_ids, self._embed)
-        cos_BQ1D = self._cos[position_ids].unsqueeze(2)
-        sin_BQ1D = self._sin[position_ids].unsqueeze(2)
+        rows, length = input_ids.shape
+        x_NM = F.embedding(input_ids.view(-1), self._embed)
+        cos_N1D = self._cos[position_ids.view(-1)].unsqueeze(1)
+        sin_N1D = self._sin[position_ids.view(-1)].unsqueeze(1)
         for index, layer in enumerate(self._layers):
-            x_BQM = x_BQM + self._attend(
-                index, layer, x_BQM, cos_BQ1D, sin_BQ1D, attention_mask, slots
+            inner_NHD = self._inner(layer, x_NM, cos_N1D, sin_N1D)
+            keys_BHTD, values_BHTD = slots.store(inner_NHD[:, self._queries :], index)
+            query_NHD = inner_NHD[:, : self._queries]
+            query_BHQD = query_NHD.unflatten(0, (rows, length)).transpose(1, 2)
+            mixed_BHQD = F.scaled_dot_product_attention(
+                query_BHQD, keys_BHTD, values_BHTD, attention_mask, enable_gqa=self._grouped
             )
-            h_BQM = _rms_norm(x_BQM, layer.mlp_norm, self._eps)
-            gated = F.silu(F.linear(h_BQM, *layer.gate)).mul_(F.linear(h_BQM, *layer.up))
-            x_BQM = x_BQM + F.linear(gated, *layer.down)
-        return _rms_norm(x_BQM, self._norm, self._eps)
+            x_NM = x_NM + layer.out(mixed_BHQD.transpose(1, 2).flatten(2).flatten(0, 1))
+            gate, up = layer.gates(_rms_norm(x_NM, layer.mlp_norm, self._eps)).chunk(2, 1)
+            x_NM = x_NM + layer.down(F.silu(gate).mul_(up))
+        return _rms_norm(x_NM, self._norm, self._eps).unflatten(0, (rows, length))
 
-    def _attend(
-        self,
-        index: int,
-        layer: _Layer,
-        x_BQM: Tensor,
-        cos_BQ1D: Tensor,
-        sin_BQ1D: Tensor,
-        mask: Tensor,
-        slots: Slots,
-    ) -> Tensor:
-        size = (self._head_dim,)
-        h_BQM = _rms_norm(x_BQM, layer.norm, self._eps)
-        query_BQHD = F.linear(h_BQM, *layer.query).unflatten(-1, (-1, *size))
-        key_BQHD = F.linear(h_BQM, *layer.key).unflatten(-1, (-1, *size))
-        value_BQHD = F.linear(h_BQM, *layer.value).unflatten(-1, (-1, *size))
-        if layer.query_norm is not None:
-            query_BQHD = _rms_norm(query_BQHD, layer.query_norm, self._eps)
-        if layer.key_norm is not None:
-            key_BQHD = _rms_norm(key_BQHD, layer.key_norm, self._eps)
-        both_BQHD = torch.cat([query_BQHD, key_BQHD], 2)
-        rotated_BQHD = both_BQHD.roll(self._head_dim // 2, -1).mul_(sin_BQ1D)
-        both_BHQD = rotated_BQHD.addcmul_(both_BQHD, cos_BQ1D).transpose(1, 2)
-        keys, values = slots.update(
-            both_BHQD[:, self._queries :], value_BQHD.transpose(1, 2), index
-        )
-        out_BHQD = F.scaled_dot_product_attention(
-            both_BHQD[:, : self._queries], keys, values, attn_mask=mask, enable_gqa=self._grouped
-        )
-        return F.linear(out_BHQD.transpose(1, 2).flatten(2), *layer.out)
+    def _inner(self, layer: _Layer, x_NM: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
+        """Return queries and keys, rotated, and values [N, H, D]."""
+        inner_NM = layer.inner(_rms_norm(x_NM, layer.norm, self._eps))
+        inner_NHD = inner_NM.unflatten(1, (-1, self._head_dim))
+        both_NHD = turned_NHD = inner_NHD[:, : self._queries + self._keys]
+        if layer.head_norms is not None:
+            both_NHD = _rms_norm(both_NHD, layer.head_norms, self._eps)
+        rolled_NHD = both_NHD.roll(self._head_dim // 2, -1).mul_(sin_N1D)
+        torch.addcmul(rolled_NHD, both_NHD, cos_N1D, out=turned_NHD)
+        return inner_NHD
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
@@ -120,24 +133,3 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = torch.addcmul(eps, norm, norm, value=1 / size).rsqrt_()
     return (x * scale).mul_(weight).to(x.dtype)
-
-
-def _layer(module: Any) -> _Layer:
-    attention, mlp = module.self_attn, module.mlp
-
-    def linear(part: Any) -> tuple[Tensor, Tensor | None]:
-        return part.weight, part.bias
-
-    return _Layer(
-        norm=module.input_layernorm.weight,
-        query=linear(attention.q_proj),
-        key=linear(attention.k_proj),
-        value=linear(attention.v_proj),
-        query_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
-        key_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
-        out=linear(attention.o_proj),
-        mlp_norm=module.post_attention_layernorm.weight,
-        gate=linear(mlp.gate_proj),
-        up=linear(mlp.up_proj),
-        down=linear(mlp.down_proj),
-    )

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import Cache, PretrainedConfig
 
 COLUMNS = 32  # attended lengths are rounded up to multiples of this
+HIDDEN, SEEN = np.float32(-np.inf), np.float32(0)  # in a mask that is added
 COMPARED = 1 << 22  # tokens of other slots that slots are compared with at once
 
 
@@ -23,8 +24,8 @@ class Slots(Cache):
     """KV of all slots as a transformers cache, with its tokens.
 
     tokens int32[S, max_length]: context of each slot; total[S]: its length; cached[S]: number of
-    its tokens with valid KV. Keys and values of a layer have shape [S, max_length + 1, heads, head
-    size]; padding is written to the last column, which is never read.
+    its tokens with valid KV. A layer has a pool of shape [S, max_length + 1, 2, heads, head size],
+    keys before values; padding is written to the last column, which is never read.
 
     `keep`: KV stays valid over weight updates. epoch: number of updates so far; epochs int32[S,
     max_length]: the least epoch that the KV of the slot up to each token depends on; oldest[S]: the
@@ -43,8 +44,8 @@ class Slots(Cache):
         self.epochs = np.zeros((slots, max_length), np.int32)
         self.oldest = np.zeros(slots, np.int32)
         self._dtype, self._device = dtype, device
-        self._pools: list[tuple[Tensor, Tensor]] = []
-        self._write_BQ = torch.zeros(0, dtype=torch.long)
+        self._pools: list[Tensor] = []
+        self._write_N = torch.zeros(0, dtype=torch.long)  # places of the batch's tokens in a pool
         self._rows: slice | Tensor = slice(0)
         self._columns = 0
 
@@ -109,7 +110,7 @@ class Slots(Cache):
             torch.from_numpy(rows * (self.max_length + 1) + columns).to(self._device)
             for rows in (read, written)
         )
-        for pool in (pool for pair in self._pools for pool in pair):
+        for pool in self._pools:
             flat = pool.flatten(0, 1)
             flat.index_copy_(0, write_index, flat.index_select(0, read_index))
 
@@ -178,7 +179,7 @@ class Slots(Cache):
     def erase(self) -> None:
         """Invalidate and overwrite all KV: a masked NaN still makes attention NaN."""
         self.forget()
-        for pool in (pool for pair in self._pools for pool in pair):
+        for pool in self._pools:
             pool.zero_()
 
     def batch(self, slots: np.ndarray, counts: np.ndarray) -> dict[str, Tensor]:
@@ -206,44 +207,47 @@ class Slots(Cache):
         columns_BQ = np.where(fresh_BQ, positions_BQ, self.max_length)
         positions_BQ = np.minimum(positions_BQ, self.max_length - 1)
         write_BQ = rows[:, None] * (self.max_length + 1) + columns_BQ
-        self._write_BQ = torch.from_numpy(write_BQ.ravel()).to(self._device)
+        self._write_N = torch.from_numpy(write_BQ.ravel()).to(self._device)
         needed = int((self.cached[slots] + counts).max())
         self._columns = min(-(-needed // COLUMNS) * COLUMNS, self.max_length)
         ids_BQ = self.tokens[rows[:, None], positions_BQ].astype(np.int64)
-        hidden_B1QT = torch.from_numpy(np.arange(self._columns) > positions_BQ[:, None, :, None])
-        mask = torch.zeros(hidden_B1QT.shape, dtype=self._dtype)
-        mask.masked_fill_(hidden_B1QT, -torch.inf)
+        hidden_B1QT = np.arange(self._columns) > positions_BQ[:, None, :, None]
+        mask_B1QT = torch.from_numpy(np.where(hidden_B1QT, HIDDEN, SEEN))
         return {
             "rows": torch.from_numpy(index).to(self._device),
             "input_ids": torch.from_numpy(ids_BQ).to(self._device),
             "position_ids": torch.from_numpy(positions_BQ).to(self._device),
-            "attention_mask": mask.to(self._device),
+            "attention_mask": mask_B1QT.to(self._device, self._dtype),
         }
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values and return all to attend to; called by the model."""
-        if layer_idx == len(self._pools):
-            self._pools.append((self._allocate(key_states), self._allocate(value_states)))
-        keys, values = self._pools[layer_idx]
-        return self._exchange(keys, key_states), self._exchange(values, value_states)
+        states_BHQD = torch.cat([key_states, value_states], 1)
+        return self.store(states_BHQD.transpose(1, 2).flatten(0, 1), layer_idx)
+
+    def store(self, states_NHD: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Store the batch's new keys and, in the heads after theirs, values.
+
+        Return all keys and values [B, heads, T, head size] to attend to.
+        """
+        states_N2HD = states_NHD.unflatten(1, (2, -1))
+        if layer == len(self._pools):
+            # zeros, because masked values must be finite too
+            shape = len(self.total), self.max_length + 1, *states_N2HD.shape[1:]
+            self._pools.append(states_NHD.new_zeros(shape))
+        pool = self._pools[layer]
+        pool.flatten(0, 1).index_copy_(0, self._write_N, states_N2HD)
+        if isinstance(self._rows, slice):
+            read = pool[self._rows, : self._columns]
+        else:
+            read = pool[:, : self._columns].index_select(0, self._rows)
+        keys, values = read.permute(2, 0, 3, 1, 4).unbind()
+        return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._columns
-
-    def _allocate(self, states_BHQD: Tensor) -> Tensor:
-        _, heads, _, size = states_BHQD.shape
-        # Zeros, because masked values must be finite too.
-        return states_BHQD.new_zeros((len(self.total), self.max_length + 1, heads, size))
-
-    def _exchange(self, pool: Tensor, new_BHQD: Tensor) -> Tensor:
-        flat = pool.flatten(0, 1)
-        flat.index_copy_(0, self._write_BQ, new_BHQD.transpose(1, 2).flatten(0, 1))
-        rows = pool[:, : self._columns]
-        if not isinstance(self._rows, slice):
-            return rows.index_select(0, self._rows).transpose(1, 2)
-        return rows[self._rows].transpose(1, 2)
 
 
 def check_attention(config: PretrainedConfig, max_length: int) -> None:

@@ -37,12 +37,12 @@ def sample(
     if greedy or set(temperatures) != {1.0}:
         divisors = [temperature or 1.0 for temperature in temperatures]
         logits_BV = logits_BV / torch.tensor(divisors, device=device)[:, None]
-    logps_BV = logits_BV.log_softmax(-1)
-    cdf_BV = logps_BV.exp().cumsum(-1, dtype=torch.float64)
+    probs_BV = logits_BV.softmax(-1)
+    cdf_BV = probs_BV.cumsum(-1, dtype=torch.float64)
     uniforms_B = torch.tensor(uniforms, dtype=torch.float64, device=device)
     targets_B1 = uniforms_B[:, None] * cdf_BV[:, -1:]
     tokens_B1 = torch.searchsorted(cdf_BV, targets_B1, right=True).clamp_(max=cdf_BV.shape[1] - 1)
     if greedy:
         greedy_B1 = torch.tensor(temperatures, device=device)[:, None] == 0
-        tokens_B1 = torch.where(greedy_B1, logps_BV.argmax(-1, keepdim=True), tokens_B1)
-    return tokens_B1[:, 0], logps_BV.gather(-1, tokens_B1)[:, 0]
+        tokens_B1 = torch.where(greedy_B1, logits_BV.argmax(-1, keepdim=True), tokens_B1)
+    return tokens_B1[:, 0], probs_BV.gather(-1, tokens_B1)[:, 0].log()

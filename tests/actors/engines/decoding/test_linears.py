@@ -1,0 +1,23 @@
+"""Merged and packed linear maps give what the modules give, for any number of rows."""
+
+import pytest
+import torch
+from torch import nn
+
+from actors.engines.decoding import linears
+from actors.engines.decoding.linears import Linears
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("biases", [(False, False), (True, True), (True, False)])
+def test_results_are_those_of_the_modules(
+    monkeypatch: pytest.MonkeyPatch, copied: bool, biases: tuple[bool, bool]
+) -> None:
+    monkeypatch.setattr(linears, "MIN_PACKED", 1000)
+    modules = [nn.Linear(32, 48, biases[0]), nn.Linear(32, 16, biases[1])]
+    with torch.inference_mode():
+        joined = Linears(modules, copied)
+        for rows in (1, 16, 4096):
+            x = torch.randn(rows, 32)
+            expected = torch.cat([module(x) for module in modules], 1)
+            assert torch.allclose(joined(x), expected, atol=1e-5)
