@@ -73,7 +73,7 @@ def test_labels_travel_with_the_trajectory(run: Callable[..., None]) -> None:
     assert [trajectory.labels.tolist() for trajectory in pushed] == [[1, -1, 1]] * 2
     assert {trajectory.label_source for trajectory in pushed} == {"rule"}
     assert [episode.success for episode in court.heard] == [True, True]
-    assert buffer.seen(messages.Counters)[-1].values["judge/heard"] == 2.0
+    assert buffer.seen(messages.Counters)[-1].values == {"judge/heard": 2.0}
 
 
 def test_an_episode_that_is_not_judged_has_a_zero_for_every_turn(run: Callable[..., None]) -> None:

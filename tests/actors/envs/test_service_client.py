@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,8 +24,11 @@ from evolver_async.schema import Task
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short pauses; counts stay in their test, as any actor of this process would report them."""
     monkeypatch.setattr(service_client, "PAUSE_S", 0.01)
+    drain()
+    yield
     drain()
 
 
