@@ -22,7 +22,7 @@ from transformers.utils import logging
 from evolver_async.model import lean
 from evolver_async.model.attention import NAME as PACKED
 from evolver_async.model.borders import Borders
-from evolver_async.model.projection import plain_head, project, summing_head
+from evolver_async.model.projection import project, projection_of
 from evolver_async.model.tiny import make_tiny  # noqa: F401 (the wings take it from here)
 from evolver_async.model.tokenizer import (  # noqa: F401 (these, too)
     TOKENIZER_FILES,
@@ -200,8 +200,8 @@ def target_logprobs(
     chunk = max(1, min(chunk, LOGITS // model.config.vocab_size))
     # A single chunk is within the bound of memory; recomputing it would only cost time.
     recompute = torch.is_grad_enabled() and len(targets_N) > chunk
-    head = summing_head(head) if recompute else plain_head(head)
-    project_chunk = partial(project, head, temperature, with_entropy, entropy_top_k)
+    projection = projection_of(head, recompute)
+    project_chunk = partial(project, projection, temperature, with_entropy, entropy_top_k)
     parts = [
         checkpoint(project_chunk, *pieces, use_reentrant=False, preserve_rng_state=False)
         if recompute

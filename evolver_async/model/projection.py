@@ -49,19 +49,18 @@ class ChunkLinear(torch.autograd.Function):
         return gradient_NV @ weight_VD, None, wide_VD, bias
 
 
-def plain_head(head: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Make a projection for one chunk: the module itself, or the same by faster products."""
+def projection_of(head: nn.Module, several: bool) -> Callable[[Tensor], Tensor]:
+    """Make the projection of a chunk; the gradients of `several` chunks are rounded only once."""
     if type(head) is nn.Linear and type(head.weight) is nn.Parameter:
-        return partial(linear, weight_OI=head.weight, bias_O=head.bias)
-    return head
-
-
-def summing_head(head: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Make a projection for many chunks: the sum of their gradients is rounded only once."""
+        project_chunk = partial(linear, weight_OI=head.weight, bias_O=head.bias)
+    else:
+        project_chunk = head
+    if not several:
+        return project_chunk
     assert isinstance(head, nn.Linear)
     weight_VD, bias = head.weight, head.bias
     if weight_VD.element_size() >= torch.float32.itemsize or not weight_VD.requires_grad:
-        return plain_head(head)
+        return project_chunk
     wide_VD = Float32Gradient.apply(weight_VD)
     return lambda hidden_ND: ChunkLinear.apply(hidden_ND, weight_VD.detach(), wide_VD, bias)
 

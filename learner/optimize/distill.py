@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from evolver_async.config import Config
 from evolver_async.model import policy
-from evolver_async.model.projection import summing_head
+from evolver_async.model.projection import projection_of
 from learner.data.batch import Batch, MicroBatch, Minibatch, lay_out
 from learner.data.layout import Layout
 from learner.loss.distill import forward_kl
@@ -101,7 +101,7 @@ class Distillation:
         # Two distributions are held at a time.
         chunk = max(1, min(self.chunk, policy.LOGITS // model.config.vocab_size // 2))
         recompute = len(hidden_ND) > chunk
-        compute = partial(self._chunk, head, summing_head(head) if recompute else head)
+        compute = partial(self._chunk, projection_of(head, False), projection_of(head, recompute))
         pieces = zip(known_ND.split(chunk), hidden_ND.split(chunk), strict=True)
         return torch.cat(
             [
@@ -114,7 +114,7 @@ class Distillation:
 
     def _chunk(
         self,
-        head: torch.nn.Module,
+        head: Callable[[torch.Tensor], torch.Tensor],
         trained_head: Callable[[torch.Tensor], torch.Tensor],
         known_ND: torch.Tensor,
         hidden_ND: torch.Tensor,

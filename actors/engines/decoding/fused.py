@@ -54,6 +54,8 @@ class FusedDecoder:
         self._keys = config.num_key_value_heads
         self._grouped = self._queries != self._keys
         self._embed, self._norm = self._decoder.embed_tokens.weight, self._decoder.norm.weight
+        small = sum(one.numel() for one in model.parameters()) <= MAX_COPIED
+        self._copied = small and model.device.type == "cpu"
         self.renew()
         positions = torch.arange(max_length, device=model.device)[None]
         with torch.no_grad():
@@ -72,21 +74,20 @@ class FusedDecoder:
     @torch.inference_mode()
     def renew(self) -> None:
         """Read the module's weights, which have changed."""
-        layers, size = self._decoder.layers, self._head_module.weight.numel()
-        size += sum(weight.numel() for weight in layers.parameters())
-        copied = size <= MAX_COPIED and self._embed.device.type == "cpu"
-        self.head = Linears([self._head_module], copied)
-        self._layers = [self._layer(one.self_attn, one.mlp, one, copied) for one in layers]
+        self.head = Linears([self._head_module], self._copied)
+        self._layers = [self._layer(layer) for layer in self._decoder.layers]
 
-    def _layer(self, attention: Any, mlp: Any, layer: Any, copied: bool) -> _Layer:
+    def _layer(self, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        inner = [attention.q_proj, attention.k_proj, attention.v_proj]
         return _Layer(
             norm=layer.input_layernorm.weight,
-            inner=Linears([attention.q_proj, attention.k_proj, attention.v_proj], copied),
+            inner=Linears(inner, self._copied),
             head_norms=self._head_norms(attention),
-            out=Linears([attention.o_proj], copied),
+            out=Linears([attention.o_proj], self._copied),
             mlp_norm=layer.post_attention_layernorm.weight,
-            gates=Linears([mlp.gate_proj, mlp.up_proj], copied),
-            down=Linears([mlp.down_proj], copied),
+            gates=Linears([mlp.gate_proj, mlp.up_proj], self._copied),
+            down=Linears([mlp.down_proj], self._copied),
         )
 
     def _head_norms(self, attention: Any) -> Tensor | None:
