@@ -14,11 +14,11 @@ from evolver_async.commands.recipes import recipe_path
 from evolver_async.config import ConfigError
 from evolver_async.launch.run_directory import locked
 from evolver_async.study import definition as definitions
-from evolver_async.study import directory, estimate
+from evolver_async.study import directory
 from evolver_async.study.cells import cells_of, check_starts, cold_stages, configs_of
 from evolver_async.study.definition import Definition
-from evolver_async.study.directory import Study, runs_of, state_of
-from evolver_async.study.estimate import RunEstimate
+from evolver_async.study.directory import OPEN, Study, open_cold_starts, runs_of, state_of
+from evolver_async.study.estimate import StudyEstimate
 from evolver_async.study.scheduler import Scheduler, forget_failures
 
 NEEDED = ("mpmath", "matplotlib")
@@ -117,23 +117,25 @@ def _summarize(chosen: Study) -> int:
     return 0
 
 
-def _print_plan(chosen: Study, jobs: int) -> RunEstimate:
-    """Print the number of runs with the time and disk that they need; return this of one run."""
+def _print_plan(chosen: Study, jobs: int) -> StudyEstimate:
+    """Print the number of runs with the time and disk that they need; return these of one run."""
     from evolver_async.study import report
 
     states = [state_of(chosen, run)[0] for run in runs_of(chosen)]
-    left = sum(state in ("waiting", "unfinished") for state in states)
+    left = sum(state in OPEN for state in states)
     seeds, done = len(chosen.definition.seeds), states.count("finished")
+    colds = open_cold_starts(chosen)
     print(
         f"{len(chosen.cells)} cells x {seeds} seeds = {len(states)} runs, {done} finished,"
         f" {states.count('failed')} failed, {left} to run"
+        + (f" after {colds} cold start{'s' * (colds > 1)}" if colds and left else "")
     )
-    expected = report.measured(chosen) or estimate.rough([*chosen.configs.values()])
+    expected = report.expected(chosen)
     if left == 0:
         return expected
-    print(f"estimate: {estimate.total_text(expected, left, jobs)}", flush=True)
+    print(f"estimate: {expected.text(left, colds, jobs)}", flush=True)
     existing = next(one for one in (chosen.out, *chosen.out.absolute().parents) if one.exists())
-    if shutil.disk_usage(existing).free < left * expected.bytes:
+    if shutil.disk_usage(existing).free < expected.bytes(left, colds):
         print(f"warning: {existing} has less free space than that", file=sys.stderr)
     return expected
 
@@ -146,7 +148,7 @@ def _run(chosen: Study, args: argparse.Namespace) -> int:
     if args.retry:
         forget_failures(chosen)
     expected = _print_plan(chosen, args.jobs)
-    progress = StudyProgress(chosen, args.jobs, expected.seconds)
+    progress = StudyProgress(chosen, args.jobs, expected)
     scheduler = Scheduler(chosen, args.jobs, progress.report)
     complete = scheduler.run()
     report.write(chosen)

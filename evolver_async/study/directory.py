@@ -21,6 +21,7 @@ from evolver_async.watch.runs import END
 
 DEFINITION = "definition.yaml"
 FAILURES = "failures.json"
+OPEN = ("waiting", "unfinished")  # states of runs that are still to be run
 FIXED = ("seeds", "variants", "grid", "tie", "cold_start")  # shape the runs; others their reading
 
 RunState = Literal["waiting", "unfinished", "finished", "failed"]
@@ -175,6 +176,14 @@ def state_of(study: Study, run: CellRun) -> tuple[RunState, str]:
     if state in ("finished", "failed"):
         return state, reason
     return "unfinished", ""
+
+
+def open_cold_starts(study: Study) -> int:
+    """Return the number of cold starts that are neither finished nor failed."""
+    if not study.definition.cold_start:
+        return 0
+    states = [state_of(study, cold_run(study, seed))[0] for seed in study.definition.seeds]
+    return sum(state in OPEN for state in states)
 
 
 def ended(run_dir: Path) -> tuple[str, str]:

@@ -1,7 +1,8 @@
 """Estimate of a study's time and disk: measured by its finished runs, else roughly from sizes.
 
 The rough one knows the policy that a run makes from scratch, on CPU cores; it is right within a
-factor of about three. The time of other policies is unknown until a run is finished.
+factor of about three for a run that has two cores. The time of other policies is unknown until a
+run is finished.
 """
 
 import math
@@ -14,8 +15,8 @@ from evolver_async.config.load import stage_config
 from evolver_async.memory.units import DTYPE_BYTES, gib
 
 START_S = 25.0  # of a run: imports, the policy, the first episodes
-STEP_S = 0.3  # of a learner step beside its tokens
-FLOPS = 3e10  # of one core
+STEP_S = 0.1  # of a learner step beside its tokens
+FLOPS = 6e10  # of one core
 TOKEN_FLOPS = 10  # per parameter: 2 to sample, 2 for the anchor, 6 to train
 TURN_TOKENS = 16  # of an observation
 EPISODE_BYTES = 600  # of a trajectory in the journal beside its tokens
@@ -33,6 +34,37 @@ class RunEstimate:
     source: str
 
 
+@dataclass(frozen=True)
+class StudyEstimate:
+    """Time and disk of a cell's run, and of a cold start if the study has them."""
+
+    run: RunEstimate
+    cold: RunEstimate | None
+
+    def seconds(self, runs: int, colds: int, jobs: int) -> float | None:
+        """Return the time of runs and cold starts, `jobs` at a time; None if it is unknown."""
+        parts = [(self.run.seconds, runs), (self.cold and self.cold.seconds, colds)]
+        total = 0.0
+        for seconds, count in parts:
+            if count and seconds is None:
+                return None
+            total += math.ceil(count / jobs) * (seconds or 0.0)
+        return total
+
+    def bytes(self, runs: int, colds: int) -> float:
+        return runs * self.run.bytes + colds * (self.cold.bytes if self.cold else 0.0)
+
+    def text(self, runs: int, colds: int, jobs: int) -> str:
+        """Return the time and the disk of runs and cold starts in words."""
+        disk = f"{gib(self.bytes(runs, colds))} of disk"
+        source = self.run.source
+        seconds = self.seconds(runs, colds, jobs)
+        if seconds is None:
+            return f"unknown time (until the first run is finished) and {disk} ({source})"
+        at_once = f" with --jobs {jobs}" if jobs > 1 else ""
+        return f"about {duration_text(seconds)}{at_once} and {disk} ({source})"
+
+
 def measured(durations: Sequence[float], directories: Iterable[Path]) -> RunEstimate | None:
     """Return the means of finished runs, None if there are none."""
     if not durations:
@@ -48,20 +80,23 @@ def size_of(directory: Path) -> int:
     return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def rough(configs: Sequence[Config]) -> RunEstimate:
-    """Return the mean over cells, computed from the sizes of their models, stages and episodes."""
-    parts = [_rough(config) for config in configs]
+def rough(configs: Sequence[Config], first: int = 0, end: int | None = None) -> RunEstimate:
+    """Return the mean over cells of stages `first` to `end`, this one left out.
+
+    It is computed from the sizes of models, stages and episodes.
+    """
+    parts = [_rough(config, range(len(config.stages))[first:end]) for config in configs]
     known = [part.seconds for part in parts if part.seconds is not None]
     seconds = sum(known) / len(known) if len(known) == len(parts) else None
     size = sum(part.bytes for part in parts) / len(parts)
     return RunEstimate(seconds, size, "roughly, from the sizes of the recipe")
 
 
-def _rough(config: Config) -> RunEstimate:
+def _rough(config: Config, stages: range) -> RunEstimate:
     parameters = _parameters(config)
     seconds: float | None = START_S
     journal = 0.0
-    for index in range(len(config.stages)):
+    for index in stages:
         stage = stage_config(config, index)
         limits = config.stages[index]
         episodes = limits.steps * stage.learner.groups_per_step * stage.rollout.group_size
@@ -74,7 +109,7 @@ def _rough(config: Config) -> RunEstimate:
         seconds = None
     kept = config.checkpoint.keep + config.checkpoint.keep_best + 1
     if config.checkpoint.keep_every:
-        steps = sum(stage.steps for stage in config.stages)
+        steps = sum(config.stages[index].steps for index in stages)
         kept += steps // config.checkpoint.keep_every
     trained = 0 if config.policy.lora.rank else kept * parameters * TRAINED_BYTES
     own = 0 if config.policy.path else parameters * DTYPE_BYTES[config.policy.dtype]
@@ -90,16 +125,6 @@ def _parameters(config: Config) -> float:
         return sum(file.stat().st_size for file in files) / DTYPE_BYTES[policy.dtype]
     layer = policy.hidden_size * (4 * policy.hidden_size + 3 * policy.intermediate_size)
     return policy.layers * layer + 2 * VOCABULARY * policy.hidden_size
-
-
-def total_text(estimate: RunEstimate, runs: int, jobs: int) -> str:
-    """Return the estimate of `runs` runs, `jobs` at a time, in words."""
-    disk = f"{gib(runs * estimate.bytes)} of disk"
-    if estimate.seconds is None:
-        return f"unknown time (until the first run is finished) and {disk} ({estimate.source})"
-    seconds = math.ceil(runs / jobs) * estimate.seconds
-    at_once = f" with --jobs {jobs}" if jobs > 1 else ""
-    return f"about {duration_text(seconds)}{at_once} and {disk} ({estimate.source})"
 
 
 def duration_text(seconds: float) -> str:

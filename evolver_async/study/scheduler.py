@@ -21,6 +21,7 @@ from evolver_async.launch.child import ending
 from evolver_async.launch.run_directory import last_lines
 from evolver_async.process.stopping import CODES, SIGNALS, handled_by
 from evolver_async.study.directory import (
+    OPEN,
     CellRun,
     Study,
     cold_run,
@@ -35,7 +36,6 @@ from evolver_async.watch import runs
 POLL_S = 0.2
 STOPPED = CODES | {-number for number in SIGNALS}
 SEARCHED_LINES = 5  # of a log, for the error of a failed run
-OPEN = ("waiting", "unfinished")
 
 
 @dataclass

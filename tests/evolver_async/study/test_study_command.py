@@ -17,6 +17,8 @@ from evolver_async.config.load import dump, load
 from evolver_async.study.cells import configs_of
 from evolver_async.study.definition import Definition
 from evolver_async.study.directory import cold_run, command_of, state_of
+from evolver_async.study.estimate import RunEstimate, StudyEstimate
+from evolver_async.study.progress import StudyProgress
 from evolver_async.study.scheduler import EndedRun, Scheduler, forget_failures
 
 RECIPE = """
@@ -109,6 +111,17 @@ def test_a_dry_run_prints_the_cells_and_the_estimate(
     assert not (tmp_path / "study").exists()
 
 
+def test_a_cold_start_counts_once_a_seed_in_the_estimate(ended: Ended, recipe: Path) -> None:
+    def minutes(*options: str) -> int:
+        changes = ["learner.lr=1e-3,1e-4,1e-5,1e-6", "stages.0.steps=6000", "--seeds", "0..1"]
+        said = ended(recipe, *changes, *options, "--dry-run")[1]
+        assert ("8 to run after 2 cold starts\n" in said) == bool(options), said
+        hours, rest = said.split("estimate: about ")[1].split(":")[:2]
+        return 60 * int(hours) + int(rest)
+
+    assert minutes() > 3 * minutes("--cold-start")
+
+
 def test_a_shipped_study_is_found_by_name(ended: Ended) -> None:
     code, said = ended("sync_vs_async", "--seeds", "0,1", "eval.every=5", "--dry-run")
     assert code == 0
@@ -183,6 +196,22 @@ def test_a_cold_start_comes_before_the_cells_of_its_seed(tmp_path: Path) -> None
     assert names() == ["cold-s0", "cold-s1"]
     write_cold(study, 0, 0.3)
     assert names() == ["lr-1e-3-s0", "lr-1e-4-s0", "cold-s1"]
+
+
+def test_what_is_left_follows_the_runs_and_cold_starts_that_have_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = {"learner.lr": ("1e-3", "1e-4")}
+    definition = Definition("r", seeds=(0, 1), grid=grid, cold_start=True)
+    study = made_study(tmp_path / "study", definition)
+    unknown = RunEstimate(None, 0.0, "a guess")
+    progress = StudyProgress(study, 1, StudyEstimate(unknown, RunEstimate(500.0, 0.0, "a guess")))
+    write_cold(study, 0, 0.3)
+    progress.report(EndedRun(cold_run(study, 0), "finished", "", 60.0), 4)
+    assert "left 4 runs\n" in capsys.readouterr().out  # how long a run takes is not known yet
+    write_run(run_of(study, "lr-1e-3", 0), [0.4])
+    progress.report(EndedRun(run_of(study, "lr-1e-3", 0), "finished", "", 20.0), 3)
+    assert "left 0:02:00\n" in capsys.readouterr().out  # three runs of 20 s, a cold start of 60
 
 
 def test_a_fork_gets_what_differs_from_the_first_cell(recipe: Path, tmp_path: Path) -> None:
