@@ -5,9 +5,9 @@ included if the run has recorded them (`EXPLORED_TURNS`). Seconds and environmen
 steps of a run that continues a cold start begin at the fork.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from evolver_async.study.directory import CellRun, RunState, Study, cold_run, ru
 from evolver_async.study.statistics import area, first_reach, weighted_mean
 
 EXPLORED_TURNS = "questioning/explored_turns"
+METRICS = "metrics.jsonl"
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # of version lag, in the order of an axis
 BY_LAG = ("ess", "kl", "clip")
 LABELS = {"ess": "effective sample size", "kl": "KL(behaviour ‖ policy)", "clip": "share clipped"}
@@ -100,32 +101,58 @@ def _result(study: Study, run: CellRun) -> RunResult:
     )
 
 
+@dataclass(frozen=True)
+class ColdEnd:
+    """End of a cold start: its seconds, and the last value of each metric of evaluations."""
+
+    seconds: float
+    evaluations: Mapping[str, float]
+
+
+def cold_end(run_dir: Path) -> ColdEnd:
+    """Return the end of a cold start; its metrics are read once, until they change."""
+    try:
+        state = (run_dir / METRICS).stat()
+    except OSError:
+        return ColdEnd(0.0, {})
+    return _cold_end(run_dir, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache
+def _cold_end(run_dir: Path, *_: int) -> ColdEnd:
+    rows = rows_of(run_dir)
+    evaluations: dict[str, float] = {}
+    for row in rows:
+        numbers = {name: row[name] for name in row if name.startswith("eval/")}
+        evaluations |= {name: float(one) for name, one in numbers.items() if one is not None}
+    return ColdEnd(_last_second(rows), evaluations)
+
+
 class CurveReader:
     """Reader of the curves of one run. A run that was forked begins with its cold start's end."""
 
     def __init__(self, study: Study, run: CellRun) -> None:
         self.rows = rows_of(run.directory)
-        self.before: list[dict[str, Any]] = []
+        self.before = ColdEnd(0.0, {})
         if study.definition.cold_start:
-            self.before = rows_of(cold_run(study, run.seed).directory)
-        self.before_s = _last_second(self.before)
-        self.progress = progress_of(self.rows, self.before_s)
+            self.before = cold_end(cold_run(study, run.seed).directory)
+        self.progress = progress_of(self.rows, self.before.seconds)
 
     def points(self, metric: str) -> list[Point]:
         """Return the points of a metric by step; of several at one step the newest one counts.
 
         Evaluations begin at step 0 with the last one of the cold start.
         """
-        first = [row[metric] for row in self.before if row.get(metric) is not None]
         points: dict[float, Point] = {}
-        if self.rows and first and metric.startswith("eval/"):
-            points[0] = Point(0, 0.0, 0.0, float(first[-1]))
+        if self.rows and metric in self.before.evaluations:
+            points[0] = Point(0, 0.0, 0.0, self.before.evaluations[metric])
         for row in self.rows:
             if row.get(metric) is None:
                 continue
             at = self.progress.get(row["step"])
             if at is None:  # an evaluation before the first step
-                seconds = max(0.0, row.get("time_s", self.before_s) - self.before_s)
+                begin = self.before.seconds
+                seconds = max(0.0, row.get("time_s", begin) - begin)
                 at = Point(row["step"], 0.0, seconds, 0.0)
             points[row["step"]] = at._replace(value=float(row[metric]))
         return [points[step] for step in sorted(points)]
@@ -133,7 +160,7 @@ class CurveReader:
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     """Return the rows of the newest lineage; none if the run has no metrics."""
-    return current_rows(Tail(run_dir / "metrics.jsonl").rows())
+    return current_rows(Tail(run_dir / METRICS).rows())
 
 
 def progress_of(rows: Sequence[dict[str, Any]], before_s: float = 0.0) -> dict[float, Point]:
