@@ -1,6 +1,7 @@
 """Checks before a start that need more than the configuration: paths, wings, addresses, GPUs."""
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from evolver_async.memory.gpus import check_gpu_memory
 from evolver_async.memory.host import check_memory
 from evolver_async.metrics.sinks import sink_of
 from evolver_async.metrics.wandb_process import has_key
-from evolver_async.process.addresses import keys_of
+from evolver_async.process.addresses import experience_address, keys_of
 from evolver_async.process.http_address import check_free
 from evolver_async.process.private_directories import sweep
 from evolver_async.transport.keys import KeysError, check_keys
@@ -67,13 +68,18 @@ def check_addresses(config: Config) -> None:
     if config.launch.kind != "local":
         return
     keys = keys_of(config)
-    addresses = {"buffer.address": config.buffer.address}
-    if config.experience.kind != "none":
-        addresses["experience.address"] = config.experience.address
+    addresses = [("buffer.address", config.buffer.address)]
+    if config.experience.kind != "none" and config.experience.address:
+        addresses.append(("experience.address", config.experience.address))
+    elif config.experience.kind != "none" and config.buffer.address:
+        derived = experience_address(config, config.buffer.address)
+        addresses.append(("buffer.address", derived))
+    others = [("weights.address", config.weights.address)]
+    _refuse_equal([*addresses, *others, ("metrics.prometheus", config.metrics.prometheus)])
     try:
         if keys is not None:
             check_keys(keys)
-        for name, address in addresses.items():
+        for name, address in addresses:
             if address:
                 _check_address(name, address, keys)
     except KeysError as error:
@@ -83,6 +89,16 @@ def check_addresses(config: Config) -> None:
             listen(*host_and_port(config.weights.address)).close()
         except OSError as error:
             raise ConfigError(str(error.strerror)) from None
+
+
+def _refuse_equal(addresses: Sequence[tuple[str, str]]) -> None:
+    """Raise ConfigError for an address that two keys name."""
+    names: dict[str, str] = {}
+    for name, address in addresses:
+        place = address.removeprefix("tcp://")
+        other = names.setdefault(place, name)
+        if place and other != name:
+            raise ConfigError(f"{name}: {address} is the address of {other} as well")
 
 
 def _check_address(name: str, address: str, keys: Path | None) -> None:

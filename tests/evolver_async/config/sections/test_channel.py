@@ -75,3 +75,26 @@ def test_an_address_in_use_is_refused_before_anything_starts() -> None:
         with pytest.raises(ConfigError, match=r"^weights\.address: 127\.0\.0\.1, port .* in use"):
             check_addresses(config)
     check_addresses(config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["buffer.address=tcp://127.0.0.1:7001", "experience.address=tcp://127.0.0.1:7001"],
+            "experience.address: tcp://127.0.0.1:7001 is the address of buffer.address as well",
+        ),
+        (
+            ["weights.address=tcp://127.0.0.1:7001", "metrics.prometheus=127.0.0.1:7001"],
+            "metrics.prometheus: 127.0.0.1:7001 is the address of weights.address as well",
+        ),
+        ([f"buffer.address=ipc:///tmp/{'a' * 92}"], "buffer.address: "),
+    ],
+)
+def test_an_address_that_cannot_be_used_twice_or_is_too_long_is_refused_before_anything_starts(
+    arguments: list[str], message: str
+) -> None:
+    config = load(None, [STEPS, "experience.kind=contrast", *arguments])
+    with pytest.raises(ConfigError) as refused:
+        check_addresses(config)
+    assert str(refused.value).startswith(message)
