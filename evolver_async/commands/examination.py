@@ -2,8 +2,9 @@
 
 import argparse
 
-from evolver_async.commands.recipes import recipe_path
+from evolver_async.commands.recipes import names_file, recipe_path
 from evolver_async.config.load import load, to_yaml
+from evolver_async.config.paths import with_absolute_paths
 from evolver_async.config.plan import plan
 from evolver_async.config.secrets import mask
 from evolver_async.config.values.errors import ConfigError
@@ -14,18 +15,18 @@ def examine(args: argparse.Namespace) -> int:
     """Print what this machine can do, or what a recipe needs; return 1 if it cannot run here."""
     if not args.positional:
         return 0 if report.show_machine(report.screen()) else 1
-    if "=" in args.positional[0]:
+    if not names_file(args.positional[0]):
         raise ConfigError(
             "doctor: changes need a recipe before them: evolver-async doctor RECIPE …"
         )
     recipe, dotlist = recipe_path(args.positional[0]), args.positional[1:]
-    config = load(recipe, dotlist)
+    config = with_absolute_paths(load(recipe, dotlist))
     return 0 if report.show_recipe(report.screen(), config, recipe, dotlist) else 1
 
 
 def show(args: argparse.Namespace) -> int:
     """Print the resolved recipe as YAML, and in comments what it would run."""
-    if not args.positional or "=" in args.positional[0]:
+    if not args.positional or not names_file(args.positional[0]):
         raise ConfigError("config: a recipe must come first: evolver-async config RECIPE …")
     config = load(recipe_path(args.positional[0]), args.positional[1:])
     print(mask(to_yaml(config)), end="")

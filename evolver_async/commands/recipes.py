@@ -34,6 +34,11 @@ def recipe_path(text: str) -> Path:
     )
 
 
+def names_file(text: str) -> bool:
+    """Return True for an argument that names a recipe or a study, False for a change KEY=VALUE."""
+    return "=" not in text or Path(text).is_file()
+
+
 def list_recipes(_: argparse.Namespace) -> int:
     """Print the name of every recipe with the head of its first comment, then their directory."""
     everything = _recipes()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from evolver_async.commands.checked import as_config_errors
-from evolver_async.commands.recipes import recipe_path
+from evolver_async.commands.recipes import names_file, recipe_path
 from evolver_async.config import ConfigError
 from evolver_async.launch.run_directory import locked
 from evolver_async.study import definition as definitions
@@ -61,7 +61,7 @@ def _study_of(args: argparse.Namespace) -> Study:
     """Return the study that the arguments describe, or the one of --out if they name none."""
     before = directory.existing(args.out)
     first = next(iter(args.positional), "=")
-    if "=" not in first:
+    if names_file(first):
         definition, recipe = _written(first)
         changes = args.positional[1:]
     elif before is not None and not args.positional:

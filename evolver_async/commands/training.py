@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evolver_async.commands.checked import as_config_errors, run_directory
-from evolver_async.commands.recipes import recipe_path
+from evolver_async.commands.recipes import names_file, recipe_path
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
 from evolver_async.config.paths import directory_of, with_absolute_paths
@@ -171,7 +171,7 @@ def _begun(config: Config) -> Path | None:
 def _recipe_of(args: argparse.Namespace) -> tuple[Path | None, Sequence[str]]:
     """Return the recipe, None with --resume, and the changes. ConfigError for a wrong mixture."""
     resumes, first = args.resume not in (None, AUTO), next(iter(args.positional), "=")
-    named = "=" not in first
+    named = names_file(first)
     if resumes and named:
         raise ConfigError(f"{first}: --resume continues the run's own recipe; leave this one out")
     for option in ("step", "fork"):

@@ -47,17 +47,13 @@ def create(
 ) -> tuple[Config, Path]:
     """Make a run directory with its configuration and policy; remove it if that fails.
 
-    Without `run.name` its name is that of the recipe and the time. A directory whose creation was
-    interrupted is taken over. `fill` puts into it what comes from another run.
+    Without `run.name` its name is that of the recipe and the time, and a number for a second run
+    of the same second. A named directory whose creation was interrupted is taken over. `fill` puts
+    into it what comes from another run.
     """
     check_start(config)
     stem = recipe.stem if recipe is not None else "run"
-    name = config.run.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = directory_of(config, name)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run.dir: cannot make {run_dir}: {error.strerror}") from None
+    name, run_dir = _made(config, f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     _refuse_existing(run_dir)
     resolved = with_absolute_paths(config)
     resolved = replace(
@@ -78,6 +74,21 @@ def create(
             shutil.rmtree(run_dir)
             raise
     return resolved, run_dir
+
+
+def _made(config: Config, default: str) -> tuple[str, Path]:
+    """Make the directory of a run, a new one if the run has no name; return both."""
+    name, numbers = config.run.name or default, count(2)
+    while True:
+        run_dir = directory_of(config, name)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=bool(config.run.name))
+            return name, run_dir
+        except OSError as error:
+            if config.run.name or not isinstance(error, FileExistsError):
+                message = f"run.dir: cannot make {run_dir}: {error.strerror}"
+                raise ConfigError(message) from None
+        name = f"{default}-{next(numbers)}"
 
 
 def _refuse_existing(run_dir: Path) -> None:

@@ -121,7 +121,8 @@ def check_starts(configs: Mapping[str, Config], jobs: int) -> None:
     for name, config in configs.items():
         with _named(name, len(configs)):
             check_start(config)
-            if config.safety.action == "pause":
+            stages = range(len(config.stages))
+            if any(stage_config(config, index).safety.action == "pause" for index in stages):
                 raise ConfigError("safety.action: pause would hold a study without end")
             if jobs > 1:
                 _refuse_addresses(config)

@@ -105,13 +105,14 @@ def finals(cells: Sequence[CellSummary], key: str) -> list[StudyCurve]:
 
 
 def by_lag(cell: CellSummary, measure: str) -> StudyCurve:
-    """Return a measure by bucket of version lag, over all seeds, weighted by tokens.
+    """Return a measure by bucket of version lag, over the finished seeds, weighted by tokens.
 
     The places are those of `BUCKETS`; the values have no interval.
     """
+    finished = [one for one in cell.results if one.state == "finished"]
     places, values = [], []
     for place, bucket in enumerate(BUCKETS):
-        found = (one.by_lag.get((measure, bucket)) for one in cell.results)
+        found = (one.by_lag.get((measure, bucket)) for one in finished)
         mean = weighted_mean([pair for pair in found if pair is not None])
         if mean is not None:
             places.append(float(place))

@@ -179,7 +179,7 @@ def forget_failures(study: Study) -> None:
     for run in (*map(partial(cold_run, study), study.definition.seeds), *runs_of(study)):
         record_failure(study.out, run.name, None)
         if ended(run.directory)[0] == "failed":
-            runs.begin(run.directory)
+            runs.end(run.directory, 128 + signal.SIGINT)  # as if it had been stopped
 
 
 def log_file(out: Path, run: CellRun) -> Path:

@@ -26,6 +26,7 @@ from evolver_async.cli import main
 from evolver_async.commands import training
 from evolver_async.config import Config, ConfigError, LaunchConfig, StageConfig
 from evolver_async.config.load import dump, load
+from evolver_async.launch import creation
 from evolver_async.launch.creation import create
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.resumption import FinishedRun, resume
@@ -558,6 +559,15 @@ def test_a_run_directory_that_cannot_be_made_is_named_by_its_key(capsys):
     assert main(["train", recipe, "run.dir=/proc/x", "run.name=y"]) == 2
     said = capsys.readouterr().err
     assert "run.dir: cannot make /proc/x/y: No such file or directory" in said
+
+
+def test_runs_without_a_name_that_begin_in_one_second_have_directories_of_their_own(
+    tmp_path: Path,
+) -> None:
+    config = Config(stages=[StageConfig(steps=5)])
+    config.run.dir = str(tmp_path)
+    names = [creation._made(config, "run-1")[0] for _ in range(3)]
+    assert names == ["run-1", "run-1-2", "run-1-3"]
 
 
 @pytest.mark.process

@@ -11,7 +11,7 @@ from studies import EPISODES, STEP_S, TURNS, made_study, run_of, write_cold, wri
 from evolver_async.config import ConfigError
 from evolver_async.report.plots.study_figures import bands
 from evolver_async.study import directory, plots, report
-from evolver_async.study.curves import StudyCurve, height, mean_curve, reached
+from evolver_async.study.curves import StudyCurve, by_lag, height, mean_curve, reached
 from evolver_async.study.definition import Definition, Threshold
 from evolver_async.study.directory import Study, difference_of, existing, record_failure, state_of
 from evolver_async.study.results import progress_of, results_of
@@ -159,6 +159,15 @@ def test_plots_are_drawn_of_what_is_finished(study: Study) -> None:
         *("curve_by_step.png", "curve_by_time.png", "curve_by_env_steps.png"),
         *("final_by_actors.weight_lag.png", "ess_by_lag.png", "kl_by_lag.png", "clip_by_lag.png"),
     }
+
+
+def test_values_by_lag_are_those_of_finished_runs(tmp_path: Path) -> None:
+    study = made_study(tmp_path / "study", LAGS)
+    first, second = run_of(study, "weight_lag-0", 0), run_of(study, "weight_lag-0", 1)
+    write_run(first, [0.5])
+    write_run(second, [0.5], code=3, reason="weights are nan", metrics={"lag_0/ess": [0.1]})
+    cell = cells_summary(study, results_of(study))[0]
+    assert by_lag(cell, "ess").values[0].mean == 1.0
 
 
 def test_curves_are_interpolated_between_their_points() -> None:

@@ -20,6 +20,7 @@ from evolver_async.study.directory import cold_run, command_of, state_of
 from evolver_async.study.estimate import RunEstimate, StudyEstimate
 from evolver_async.study.progress import StudyProgress
 from evolver_async.study.scheduler import EndedRun, Scheduler, forget_failures
+from evolver_async.watch.runs import END
 
 RECIPE = """
 env: {name: bandit, params: {high_probability: 0.5}}
@@ -79,6 +80,10 @@ def ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ended:
         (["--jobs", "0"], "--jobs: must be at least 1, is 0"),
         (["run.seed=1,2"], "run.seed: is set by the study itself"),
         (["safety.action=pause"], "safety.action: pause would hold a study without end"),
+        (
+            ["stages.1.override={safety: {action: pause}}"],
+            "safety.action: pause would hold a study without end",
+        ),
         (["policy.layers=1,2", "--cold-start"], "--cold-start: cells layers-1 and layers-2 differ"),
         (["stages=[{kind: rl, steps: 3}]", "--cold-start"], "--cold-start: the recipe does not "),
         (["--jobs", "2", "metrics.prometheus=127.0.0.1:9000"], "metrics.prometheus: cells that"),
@@ -120,6 +125,16 @@ def test_a_cold_start_counts_once_a_seed_in_the_estimate(ended: Ended, recipe: P
         return 60 * int(hours) + int(rest)
 
     assert minutes() > 3 * minutes("--cold-start")
+
+
+def test_a_path_with_an_equals_sign_is_no_change(ended: Ended, tmp_path: Path) -> None:
+    folder = tmp_path / "lr=1e-3"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(RECIPE)
+    code, said = ended(folder / "recipe.yaml", "learner.lr=1e-3,1e-4", "--dry-run")
+    assert code == 0 and "2 cells" in said, said
+    assert main(["config", str(folder / "recipe.yaml")]) == 0
+    assert main(["train", str(folder / "recipe.yaml"), "run.name=a/b"]) == 2
 
 
 def test_a_shipped_study_is_found_by_name(ended: Ended) -> None:
@@ -182,7 +197,9 @@ def test_finished_and_failed_runs_are_not_started_again(ended: Ended, tmp_path: 
     assert "failed: lr-1e-4-s0: weights are nan" in said and "--retry" in said
     assert not (study.out / "logs").exists(), "nothing was started"
     forget_failures(study)
-    assert state_of(study, run_of(study, "lr-1e-4", 0))[0] == "unfinished"
+    retried = run_of(study, "lr-1e-4", 0)
+    assert state_of(study, retried)[0] == "unfinished"
+    assert (retried.directory / END).exists(), "its launcher was not killed"
 
 
 def test_a_cold_start_comes_before_the_cells_of_its_seed(tmp_path: Path) -> None:
