@@ -38,12 +38,16 @@ class ChecksumError(WireError):
 
 @dataclass(frozen=True)
 class MessageLimits:
-    """Limits that are checked before decoding. Sizes in bytes."""
+    """Limits that are checked before decoding. Sizes in bytes.
+
+    By default a message may be as large as its parcels: a group that the buffer has accepted, one
+    trajectory at a time, must be fit to be sent.
+    """
 
     header_bytes: int = 1 << 20
     parcels: int = 4096
     parcel_bytes: int = PARCEL_BYTES
-    message_bytes: int = 256 << 20
+    message_bytes: int = (1 << 20) + 4096 * PARCEL_BYTES
     container_bytes: int = 1  # of the header, for each map and list in it; 1: no limit
 
 

@@ -20,12 +20,15 @@ from msgspec.structs import replace
 
 from evolver_async.lineages import Fork
 from evolver_async.protocol.envelope import (
+    LIMITS,
+    PARCEL_BYTES,
     SCHEMA_HASH,
     TYPES,
     Envelope,
     MessageLimits,
     MismatchError,
     WireError,
+    _check_sizes,
     pack,
     schema_hash,
     unpack,
@@ -803,3 +806,10 @@ def test_a_pickle_is_never_run(tmp_path) -> None:
         with pytest.raises(WireError):
             unpack(frames)
     assert not target.exists()
+
+
+def test_a_group_of_the_largest_trajectories_is_fit_to_be_sent() -> None:
+    largest = bytes(PARCEL_BYTES)
+    _check_sizes([bytes(LIMITS.header_bytes), *[largest] * LIMITS.parcels], LIMITS)
+    with pytest.raises(WireError, match="trajectory: "):
+        _check_sizes([b"", largest + b"x"], LIMITS)
