@@ -127,7 +127,9 @@ def test_a_cold_start_counts_once_a_seed_in_the_estimate(ended: Ended, recipe: P
     assert minutes() > 3 * minutes("--cold-start")
 
 
-def test_a_path_with_an_equals_sign_is_no_change(ended: Ended, tmp_path: Path) -> None:
+def test_a_path_with_an_equals_sign_is_no_change(
+    ended: Ended, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "lr=1e-3"
     folder.mkdir()
     (folder / "recipe.yaml").write_text(RECIPE)
@@ -135,6 +137,7 @@ def test_a_path_with_an_equals_sign_is_no_change(ended: Ended, tmp_path: Path) -
     assert code == 0 and "2 cells" in said, said
     assert main(["config", str(folder / "recipe.yaml")]) == 0
     assert main(["train", str(folder / "recipe.yaml"), "run.name=a/b"]) == 2
+    assert "run.name" in capsys.readouterr().err
 
 
 def test_a_shipped_study_is_found_by_name(ended: Ended) -> None:
