@@ -17,17 +17,19 @@ FILE = "state.json"
 class PendingEvaluation:
     """An evaluation of `version` on the tasks of `stage` that has no result yet.
 
-    `sets`: those of `eval.sets` that belong to it.
+    `changed_take`: of these weights, as in `LearnerState`. `sets`: those of `eval.sets` that belong
+    to it.
     """
 
     version: int
+    changed_take: int
     stage: int
     episodes: int
     sets: list[str] = field(default_factory=list)
     progress: dict[str, float] = field(default_factory=dict)  # of the run, with these weights
 
 
-NO_EVALUATION = PendingEvaluation(version=-1, stage=0, episodes=0)
+NO_EVALUATION = PendingEvaluation(version=-1, changed_take=-1, stage=0, episodes=0)
 
 
 @dataclass
@@ -62,11 +64,16 @@ class Watched:
 
 @dataclass
 class LearnerState:
-    """Counters of a run: `take` counts SAMPLEs and `version` publishes, over all stages."""
+    """Counters of a run: `take` counts SAMPLEs and `version` publishes, over all stages.
+
+    Stages other than rl change the weights many times within one version. `changed_take`, the take
+    at which the weights last changed, identifies them among the checkpoints of the present line.
+    """
 
     lineage: int = 0
     take: int = 0
     version: int = 0
+    changed_take: int = 0
     stage: int = 0
     stage_take: int = 0  # take at which the stage began
     entered: int = -1  # the stage whose beginning has been carried out
@@ -98,9 +105,11 @@ class LearnerState:
         """Steps of the stage before this one."""
         return self.take - self.stage_take
 
-    def count(self, groups: list[Group], tokens: int) -> None:
-        """Count a take of these groups that trained so many ACTION tokens."""
+    def count(self, groups: list[Group], tokens: int, updates: int) -> None:
+        """Count a take of these groups: its ACTION tokens trained, and updates of the weights."""
         self.take += 1
+        if updates:
+            self.changed_take = self.take
         self.stage_tokens += tokens
         self.tokens += tokens
         played = (group for group in groups if group.use == 0)  # once, however often it is trained

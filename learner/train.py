@@ -150,7 +150,7 @@ class Learner:
         if selects:
             self.guard.count(settings, self.state, outcome)
         alarms = self.guard.watch(settings, self.state, groups, outcome) if learns else []
-        self.state.count(groups, outcome.tokens)
+        self.state.count(groups, outcome.tokens, outcome.updates)
         passed = self.clock.tick(self.state)
         over = stage_over(self.config.stages[stage], self.state)
         # Other stages publish at their end (and at a restart): no version is made in between.
@@ -259,8 +259,8 @@ class Learner:
     def take_in(self, reply: messages.Ok) -> None:
         """Log results of evaluations, and note them beside the checkpoints of these weights."""
         seconds = self.clock.seconds(self.state)
-        for result, stage in self.evaluations.take_in(self.state, reply.evals, seconds):
-            self.checkpoints.evaluated(result, stage)
+        for result, asked in self.evaluations.take_in(self.state, reply.evals, seconds):
+            self.checkpoints.evaluated(result, asked)
 
     def await_evaluations(self) -> int:
         """Repeat KEPT until all evaluations end or make no progress; return the exit code."""

@@ -72,5 +72,5 @@ def _start_anew(state: dict[str, Any]) -> None:
     """Reset a learner's numbers to those of a run that has taken no groups yet."""
     taken = state["take"] - state["stage_take"]
     env_steps = state["env_steps"] + state["explored_turns"]  # a new buffer counts from 0
-    state.update(lineage=0, take=0, version=0, stage_take=-taken, pending=[], rollbacks=0)
-    state.update(env_steps=env_steps, explored_turns=0)
+    state.update(lineage=0, take=0, version=0, pending=[], rollbacks=0)
+    state.update(changed_take=0, stage_take=-taken, env_steps=env_steps, explored_turns=0)

@@ -142,13 +142,22 @@ def _refuse_changed_replay(before: Config, after: Config, journal: Path) -> None
 def _replayed(config: Config, index: int) -> dict[str, Any]:
     """Return the keys of a stage by which the buffer replays its records.
 
-    A change of `rollout.guided` matters only to or from the rule that queues failed tasks again.
+    A change of `rollout.guided` matters only to or from the rule that queues failed tasks again,
+    one of `env.params` only if stages get or lose equal ones: a stage forgets the tasks of others.
     """
     stage = stage_config(config, index)
     guided = stage.rollout.guided
+    tasks = [_tasks(stage_config(config, number)) for number in range(index + 1)]
+    equal = tasks.index(tasks[-1])
     return {
         f"stages[{index}].kind": config.stages[index].kind,
         "env.name": stage.env.name,
+        "env.params": f"the tasks of stage {equal}" if equal < index else "tasks of its own",
         "buffer.reuse": stage.buffer.reuse,
         "rollout.guided": guided if guided == "failed" else "fixed or adaptive",
     }
+
+
+def _tasks(config: Config) -> Any:
+    """Return the environments of a stage's tasks with their parameters, as `TaskSource.parts`."""
+    return config.tasks.mixture or (config.env.name, config.env.params)

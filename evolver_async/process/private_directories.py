@@ -152,8 +152,8 @@ def _check_private(directory: Path) -> None:
 
 
 def _private(found: os.stat_result) -> bool:
-    """True for a directory that its user alone may enter."""
-    return stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o700
+    """True for a directory that its user alone may enter; it may have inherited setgid."""
+    return stat.S_ISDIR(found.st_mode) and found.st_mode & 0o777 == 0o700
 
 
 def _is_claimed(directory: Path) -> bool:

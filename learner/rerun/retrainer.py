@@ -66,7 +66,7 @@ class Retrainer:
                 outcome.metrics.pop(name, None)
             if settings.safety.action == "rollback":
                 outcome.metrics["safety/rollbacks"] = float(state.rollbacks)
-        state.count(groups, outcome.tokens)
+        state.count(groups, outcome.tokens, outcome.updates)
         state.version += outcome.updates > 0 if learns else self._published(number)
         self._end_stage()
         return outcome, groups

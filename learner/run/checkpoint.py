@@ -16,7 +16,7 @@ from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.errors import TrainingError
 from evolver_async.protocol.evaluations import EvalResult
-from learner.state import LearnerState
+from learner.state import LearnerState, PendingEvaluation
 
 
 class Checkpoints:
@@ -65,14 +65,14 @@ class Checkpoints:
         oldest = min(manifest.step for manifest in manifests[-self.settings.keep :])
         return oldest, sum(file.bytes for file in manifests[-1].files.values())
 
-    def evaluated(self, result: EvalResult, stage: int) -> None:
-        """Note the result of a version on the tasks of `stage` beside its checkpoints."""
+    def evaluated(self, result: EvalResult, asked: PendingEvaluation) -> None:
+        """Note the result of an evaluation beside the checkpoints of its weights."""
         evaluation = CheckpointEvaluation(
             success=result.success,
             episodes=result.episodes,
-            digest=self._digest(stage),
+            digest=self._digest(asked.stage),
         )
-        for path in self._of_versions({result.weights.step}):
+        for path in self._with_weights({asked.changed_take}):
             history.note(path, evaluation)
 
     def go_back(self, state: LearnerState, suspicious: int) -> Path:
@@ -99,7 +99,7 @@ class Checkpoints:
         found = checkpoint.valid(self.directory)
         lasting = set(history.best(found)[: self.settings.keep_best])
         if self.settings.keep_best:
-            lasting |= set(self._of_versions({asked.version for asked in state.pending}))
+            lasting |= set(self._with_weights({asked.changed_take for asked in state.pending}))
         if every := self.settings.keep_every:
             steps = [(path, manifest.step) for path, manifest in history.distinct(found)]
             lasting |= {path for path, step in steps if step and step % every == 0}
@@ -108,9 +108,9 @@ class Checkpoints:
             lasting |= set(good[:1] + self._seen(good, state.take - self._patience)[-1:])
         return lasting
 
-    def _of_versions(self, versions: set[int]) -> list[Path]:
-        """Return those of the present line whose policy has one of these versions."""
-        return [path for path, numbers in self._line() if numbers["version"] in versions]
+    def _with_weights(self, takes: set[int]) -> list[Path]:
+        """Return those of the present line whose weights last changed at one of these takes."""
+        return [path for path, numbers in self._line() if numbers["changed_take"] in takes]
 
     def _unsuspected(self, stage: int) -> list[Path]:
         """Return those of the present line and stage without a suspicious alarm, oldest first."""

@@ -75,7 +75,8 @@ class EvaluationTracker:
             for name, chosen in sets.items()
             if over or not chosen.every or state.version % chosen.every == 0
         ]
-        asked = PendingEvaluation(state.version, stage, episodes, due, state.progress())
+        weights = state.version, state.changed_take
+        asked = PendingEvaluation(*weights, stage, episodes, due, state.progress())
         state.pending = [other for other in state.pending if other.version != asked.version]
         state.pending.append(asked)
 
@@ -84,15 +85,19 @@ class EvaluationTracker:
     ) -> PendingEvaluation | None:
         """Return the evaluation to repeat after a resume; the weights of others are gone.
 
+        A resume within a stage other than rl can have the version, but not the weights, of an
+        evaluation that the stage before asked for.
+
         `stages`: the configurations, which a resume can have changed: removed sets are left out.
         """
         again = [
             replace(asked, sets=[one for one in asked.sets if one in known])
             for asked in state.pending
             for known in [stages(asked.stage).eval.sets]
-            if asked.version == state.version
+            if (asked.version, asked.changed_take) == (state.version, state.changed_take)
         ]
-        lost = [asked.version for asked in state.pending if asked.version != state.version]
+        kept = [asked.version for asked in again]
+        lost = [asked.version for asked in state.pending if asked.version not in kept]
         if lost:
             log.warning("outstanding evaluations of versions %s are lost with their weights", lost)
         state.pending = again
@@ -116,10 +121,10 @@ class EvaluationTracker:
 
     def take_in(
         self, state: LearnerState, results: list[EvalResult], seconds: float
-    ) -> list[tuple[EvalResult, int]]:
+    ) -> list[tuple[EvalResult, PendingEvaluation]]:
         """Log results, each once although the buffer repeats them, and release their weights.
 
-        Returns those with episodes, each with its stage.
+        Returns those with episodes, each with what was asked.
         """
         taken_in = []
         outstanding = {WeightId(lineage=state.lineage, step=a.version): a for a in state.pending}
@@ -132,7 +137,7 @@ class EvaluationTracker:
             if result.episodes == 0:
                 log.warning("evaluation of %s: no episode could be run", result.weights)
                 continue
-            taken_in.append((result, asked.stage))
+            taken_in.append((result, asked))
             self.newest = result
             if asked.stage == state.stage and not state.finished:
                 state.eval_success = result.success

@@ -280,6 +280,24 @@ def test_a_stage_that_has_begun_keeps_what_its_replay_depends_on(
     resume(run_dir, [change.replace("stages.0", "stages.1") for change in changes])
 
 
+def test_stages_that_have_begun_keep_which_of_them_have_the_same_tasks(
+    refused: Refused, run_dir: Path
+) -> None:
+    """A stage forgets what was known of other tasks, also when the journal is replayed."""
+    config = Config(stages=[StageConfig(steps=5), StageConfig(steps=5)])
+    dump(config, run_dir / "config.yaml")
+    world = World(run_dir / "journal", config)
+    world.resume(stage=1)
+    world.store.journal.close()
+    assert refused(
+        "train", "--resume", run_dir, "stages.1.override.env.params={hints: false}"
+    ).startswith(
+        "env.params: cannot change on resume, as stage 1 has begun with the tasks of stage 0, got"
+        " tasks of its own; a fork"
+    )
+    resume(run_dir, ["env.params={hints: false}"])  # in both
+
+
 def test_a_finished_run_is_not_resumed(refused: Refused, run_dir: Path) -> None:
     def write(directory: Path) -> None:
         state = {"stage": 0, "stage_take": 0, "take": 5, "stage_tokens": 9, "stage_seconds": 1.0}

@@ -92,7 +92,7 @@ def test_an_evaluation_without_progress_is_an_error_and_a_resume_repeats_it(
         server.start()
 
     learner = build(config, run_dir, LocalClient(server, "learner"), loop.run_until_complete)
-    asked = PendingEvaluation(version=0, stage=0, episodes=6)
+    asked = PendingEvaluation(version=0, changed_take=0, stage=0, episodes=6)
     learner.state = LearnerState(stage_take=-2, finished=True, pending=[asked])
     try:
         loop.run_until_complete(start())
@@ -197,17 +197,28 @@ def test_a_version_is_outstanding_once(bench: Bench) -> None:
     state = LearnerState(version=5)
     bench.evaluations.ask(state, 0, 4)
     bench.evaluations.ask(state, 0, 8)
-    asked = PendingEvaluation(version=5, stage=0, episodes=8, progress=state.progress())
-    assert state.pending == [asked]
+    (asked,) = state.pending
+    assert (asked.version, asked.episodes) == (5, 8)
 
 
 def test_only_the_resumed_version_is_evaluated_again(bench: Bench) -> None:
-    asked = [PendingEvaluation(version=version, stage=0, episodes=4) for version in (3, 5)]
+    asked = [PendingEvaluation(version, 0, stage=0, episodes=4) for version in (3, 5)]
     state = LearnerState(version=5, pending=list(asked))
     stages = Stages(load(None, ["stages=[{kind: rl, steps: 9}]"]))
     assert bench.evaluations.ask_again(state, stages) == asked[1]
     assert state.pending == asked[1:]
     state.version = 6
+    assert bench.evaluations.ask_again(state, stages) is None and state.pending == []
+
+
+def test_weights_that_changed_within_their_version_are_not_evaluated_again(bench: Bench) -> None:
+    """The steps of stages other than rl make no version."""
+    state = LearnerState(take=2, version=1, changed_take=2)
+    bench.evaluations.ask(state, 0, 4)
+    stages = Stages(load(None, ["stages=[{kind: sft, steps: 9}]"]))
+    state.count([], 0, updates=0)
+    assert bench.evaluations.ask_again(state, stages) is not None, "a step without an update"
+    state.count([], 0, updates=1)
     assert bench.evaluations.ask_again(state, stages) is None and state.pending == []
 
 

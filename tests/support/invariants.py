@@ -98,6 +98,8 @@ class Story:
                 self.next_take += 1
             case records.Reported():
                 self._report(record)
+            case records.Switched():
+                self.quarantined.clear()  # the ids can name other tasks in this stage
             case records.LineageStarted():
                 self.quarantined.clear()  # what was wrong may have been mended
                 self._resume(record)

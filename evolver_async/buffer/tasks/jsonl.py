@@ -1,8 +1,9 @@
 """Task files: JSON lines, checked before the run starts; every task has one fixed split.
 
 A line is `{"query", "env", "params", "seed", "split", "reference", "id"}`, every key optional;
-missing keys come from the configuration. A hash of its content decides the split of a task without
-one, so no task is in two splits.
+missing keys come from the configuration. A hash of the line's own environment, parameters, seed and
+query names the task and decides the split of one without. What comes from the configuration has no
+part in it: no task is in two splits, in any stage, and a resume with other parameters changes none.
 """
 
 import json
@@ -70,15 +71,15 @@ def _row(line: bytes, where: str) -> Row:
 
 
 def _task(row: Row, env: str, params: dict[str, Any], where: str) -> tuple[Task, str]:
-    """Make the task of a line; return it with its content as text."""
+    """Make the task of a line; return it with its content, defaults included, as text."""
     name = row.env or env
     merged = {**params, **row.params} if name == env else row.params
     check_plain(f"{where}: params", merged)
     if not 0 <= row.seed < 1 << 63:
         raise ConfigError(f"{where}: seed: {row.seed} is not in 0..2**63 - 1")
-    content = json.dumps([name, merged, row.seed, row.query], sort_keys=True)
-    digest = key(0, "task", content)
-    split = row.split or split_of(content)
+    own = _text(row.env, row.params, row)
+    digest = key(0, "task", own)
+    split = row.split or split_of(own)
     task = Task(
         task_id=f"{name}/{split}/{row.id or f'{digest:016x}'}",
         env=name,
@@ -88,4 +89,8 @@ def _task(row: Row, env: str, params: dict[str, Any], where: str) -> tuple[Task,
         reference=row.reference,
         query=row.query,
     )
-    return task, content
+    return task, _text(name, merged, row)
+
+
+def _text(env: str, params: dict[str, Any], row: Row) -> str:
+    return json.dumps([env, params, row.seed, row.query], sort_keys=True)

@@ -188,7 +188,12 @@ class TaskStream:
         return len(self.known) - sum(task_id in self.known for task_id in self.cursor.quarantined)
 
     def switch(self, source: TaskSource) -> None:
-        """Begin a stage with this source: the queue is emptied, the pool stays."""
+        """Begin a stage with this source: the queue is emptied, the pool stays.
+
+        What is known of its tasks stays as long as the ids name the same tasks.
+        """
+        if source.parts != self.source.parts:
+            self._forget_numbered()
         if source.train != self.source.train:
             for way in ("tasks", "explore"):
                 walk, size = self._walk(way), source.train
@@ -197,6 +202,13 @@ class TaskStream:
         self.source = source
         self.cursor.queue = []
         self._next.clear()
+
+    def _forget_numbered(self) -> None:
+        """Forget what is known of tasks that are not in the pool."""
+        at = self.cursor
+        for known in (at.ages, at.missed, at.failures, at.quarantined, at.success):
+            for task_id in known.keys() - self.known:
+                del known[task_id]
 
     def _walk(self, way: Way) -> Walk:
         return self.cursor.walks.get(way, Walk()).on(self._count(way))

@@ -109,6 +109,33 @@ def test_content_alone_decides_the_split_that_is_not_given(tmp_path):
         assert share == pytest.approx(1 / 8, abs=5 * math.sqrt(1 / 8 * 7 / 8 / 2000))
 
 
+def test_the_configuration_changes_neither_the_id_nor_the_split_of_a_row(tmp_path):
+    rows = [{"query": f"question {number}", "params": {"x": number}} for number in range(50)]
+    path = written(tmp_path / "t", rows)
+
+    def named(env: str, params: dict[str, Any]) -> list[str]:
+        found = load_tasks(path, env, params).values()
+        return [task.task_id.removeprefix(f"{env}/") for tasks in found for task in tasks]
+
+    assert named("maze", {"size": 4}) == named("maze", {"size": 8}) == named("pond", {})
+    doubled = written(tmp_path / "d", [{}, {"params": {"size": 4}}])
+    with pytest.raises(ConfigError, match="line 2: the same task as in line 1"):
+        load_tasks(doubled, "maze", {"size": 4})
+
+
+def test_a_run_with_a_file_of_tasks_is_resumed_with_other_parameters(tmp_path):
+    path = written(tmp_path / "t", [{"seed": n, "split": "train"} for n in range(8)] + [BOTH[1]])
+    settings = dataclasses.replace(config(), tasks=TasksSection(path=str(path)))
+    world = World(tmp_path / "journal", settings)
+    world.resume()
+    world.finish(world.lease(credit=2))
+    world.store.journal.close()
+    env = dataclasses.replace(settings.env, params={"hints": False})
+    world.settings = dataclasses.replace(settings, env=env)
+    world.open()
+    assert len(world.sample(0)) == 2
+
+
 def test_a_stage_meets_every_row_of_its_file_once_a_pass(tmp_path):
     rows = [{"query": f"{n}", "split": "train"} for n in range(5)]
     path = written(tmp_path / "t", [*rows, BOTH[1]])

@@ -715,6 +715,33 @@ def test_a_resume_begins_its_stage_at_once(tmp_path):
     assert world.replay.at.stage == 1
 
 
+def test_a_restart_knows_as_little_of_the_stage_before_as_the_buffer_did(tmp_path):
+    settings = config(stages=["rl", "rl", "rl"], max_staleness=1, train=4, max_attempts=1)
+    for stage in settings.stages[1:]:
+        stage.override = {"env": {"params": {"size": 8}}}
+    world = World(tmp_path, settings)
+    world.resume()
+    (ticket,) = world.lease()
+    failed = messages.Release(
+        group_id=ticket.group_id, members=ticket.members, reason="environment"
+    )
+    world.one("actor-0", failed)
+    learn(world, 0)
+    before = world.store.state.tasks.cursor
+    assert list(before.quarantined) == [ticket.task.task_id] and before.success
+    assert world.sample(1, stage=1) == []  # the switch
+    assert not world.store.state.tasks.cursor.quarantined | world.store.state.tasks.cursor.success
+    world.finish(world.lease(credit=2))
+    groups = [group.group_id for group in world.sample(1, stage=1)]
+    world.done(1, groups, 2)
+    assert world.sample(2, stage=2) == []
+    assert world.store.state.tasks.cursor.success, "of the same tasks"
+    world.finish(world.lease())
+    live = msgspec.to_builtins(world.store.state.tasks.cursor)
+    world.kill()
+    assert msgspec.to_builtins(world.store.state.tasks.cursor) == live
+
+
 def test_a_stage_is_evaluated_with_its_own_tasks_after_the_switch(tmp_path):
     settings = config(stages=["rl", "rl"], max_staleness=1)
     settings.stages[0].override = {"env": {"name": "first"}, "rollout": {"max_tokens": 3}}

@@ -197,6 +197,28 @@ def test_the_pool_outlives_a_stage_and_serves_only_its_environment():
     assert {draw(tasks, 1.0).map_seed for _ in range(4)} == {1}
 
 
+@pytest.mark.parametrize(
+    ("env", "params", "same"),
+    [("maze", {"size": 3}, True), ("maze", {"size": 4}, False), ("pond", {"size": 3}, False)],
+)
+def test_a_stage_knows_nothing_of_other_tasks_with_the_same_ids(env, params, same):
+    tasks = TaskStream(0, ENDLESS)
+    tasks.offer(made(9), 0)
+    for task in (numbered(0), made(9)[0]):
+        tasks.completed(task, 1.0)
+        tasks.requeue(task)
+        tasks.requeue(task, complete=True)
+        tasks.failed(task)
+        tasks.quarantine(task.task_id, "environment")
+        tasks.cursor.ages[task.task_id] = tasks.cursor.missed[task.task_id] = 1
+    tasks.cursor.success[numbered(0).task_id] = 1.0
+    tasks.switch(TaskSource(env=env, params=params, train=5))
+    at = tasks.cursor
+    for known in (at.ages, at.missed, at.failures, at.quarantined, at.success):
+        assert (numbered(0).task_id in known) == same
+        assert made(9)[0].task_id in known, "a task of the pool has its own parameters"
+
+
 def test_exploration_has_its_own_way_through_the_tasks():
     tasks = TaskStream(0, finite(5))
     tasks.quarantine("maze/train/3", "environment")

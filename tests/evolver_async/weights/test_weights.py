@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -233,6 +234,17 @@ def test_a_directory_open_to_others_is_refused(tmp_path: Path) -> None:
     (tmp_path / "w").mkdir(mode=0o755)
     with pytest.raises(PermissionError, match="private"):
         publisher(tmp_path)
+
+
+def test_a_directory_that_inherits_setgid_is_claimed_and_swept(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2700)
+    directory = tmp_path / f"{PREFIX}shared"
+    directory.mkdir(mode=0o700)
+    assert directory.stat().st_mode & stat.S_ISGID, "the file system passes setgid on"
+    claim(directory).release()
+    assert (directory / OWNER).exists()
+    sweep(tmp_path)
+    assert not directory.exists()
 
 
 def claimed_by_another(directory: Path, then: str) -> "subprocess.Popen[str]":

@@ -86,8 +86,8 @@ def test_histograms_count_every_trajectory_and_every_token() -> None:
 
 def test_a_take_counts_its_turns_and_its_trained_tokens() -> None:
     state, groups = LearnerState(), make_groups(0, 3, 4)
-    state.count(groups, 5)
-    state.count(groups, 7)
+    state.count(groups, 5, 1)
+    state.count(groups, 7, 1)
     turns = sum(len(one.turn_rewards) for group in groups for one in group.trajectories)
     assert (state.take, state.stage_tokens) == (2, 12)
     assert state.progress() == {"progress/env_steps": 2.0 * turns, "progress/tokens": 12.0}
@@ -97,5 +97,5 @@ def test_a_take_counts_its_turns_and_its_trained_tokens() -> None:
     assert state.progress()["progress/env_steps"] == 2.0 * turns + 9.0
     for group in groups:
         group.use = 1
-    state.count(groups, 5)
+    state.count(groups, 5, 1)
     assert state.progress()["progress/env_steps"] == 2.0 * turns + 9.0, "they were played once"

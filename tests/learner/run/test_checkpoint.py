@@ -1,0 +1,79 @@
+"""Checkpoints of a run: evaluations are noted beside their own weights alone."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from evolver_async.checkpoint import history
+from evolver_async.checkpoint.directory import valid
+from evolver_async.config.load import load
+from evolver_async.protocol.evaluations import EvalResult
+from evolver_async.schema import WeightId
+from learner.run.checkpoint import Checkpoints
+from learner.state import LearnerState, PendingEvaluation
+
+STAGES = "stages=[{kind: sft, steps: 2}, {kind: sft, steps: 9}]"
+
+
+def checkpoints_of(tmp_path: Path, keep: int) -> Checkpoints:
+    config = load(None, [STAGES, f"checkpoint={{keep: {keep}, keep_best: 1}}"])
+    return Checkpoints(tmp_path / "run", config)
+
+
+def trained(checkpoints: Checkpoints, state: LearnerState, steps: int) -> None:
+    """Train steps of a supervised stage, each with a checkpoint after it."""
+    for _ in range(steps):
+        state.count([], 0, updates=1)
+        write(checkpoints, state)
+
+
+def write(checkpoints: Checkpoints, state: LearnerState) -> None:
+    def fill(path: Path) -> None:
+        (path / "model").write_text(f"weights of take {state.changed_take}")
+        (path / "state.json").write_text(json.dumps(asdict(state)))
+
+    checkpoints.write(state, fill)
+
+
+def success(version: int, success: float) -> EvalResult:
+    return EvalResult(
+        weights=WeightId(lineage=1, step=version),
+        step=1,
+        episodes=4,
+        success=success,
+        reward_mean=0.0,
+        turns_mean=1.0,
+        distinct=4,
+    )
+
+
+def noted(checkpoints: Checkpoints) -> list[str]:
+    found = [path for path, _ in valid(checkpoints.directory)]
+    return [path.name for path in found if history.evaluation_of(path) is not None]
+
+
+def test_a_late_result_is_noted_beside_its_own_weights_alone(tmp_path: Path) -> None:
+    """A following stage that is not rl trains other weights under the same version."""
+    checkpoints, state = checkpoints_of(tmp_path, keep=9), LearnerState(lineage=1)
+    trained(checkpoints, state, 1)
+    state.count([], 0, updates=1)
+    state.version = 1
+    asked = PendingEvaluation(state.version, state.changed_take, stage=0, episodes=4)
+    state.pending = [asked]
+    write(checkpoints, state)
+    state.count([], 0, updates=0)  # the same weights
+    write(checkpoints, state)
+    trained(checkpoints, state, 2)
+    checkpoints.evaluated(success(1, 0.5), asked)
+    assert noted(checkpoints) == ["000002-step-2", "000003-step-3"]
+    best, *_ = history.best(valid(checkpoints.directory))
+    assert (best / "model").read_text() == "weights of take 2"
+
+
+def test_only_the_weights_of_an_outstanding_evaluation_outlast_newer_ones(tmp_path: Path) -> None:
+    checkpoints, state = checkpoints_of(tmp_path, keep=1), LearnerState(lineage=1, version=1)
+    trained(checkpoints, state, 1)
+    state.pending = [PendingEvaluation(1, state.changed_take, stage=0, episodes=4)]
+    trained(checkpoints, state, 3)
+    names = [path.name for path, _ in valid(checkpoints.directory)]
+    assert names == ["000001-step-1", "000004-step-4"]
