@@ -71,9 +71,9 @@ def test_a_late_result_is_noted_beside_its_own_weights_alone(tmp_path: Path) -> 
 
 
 def test_only_the_weights_of_an_outstanding_evaluation_outlast_newer_ones(tmp_path: Path) -> None:
-    checkpoints, state = checkpoints_of(tmp_path, keep=1), LearnerState(lineage=1, version=1)
+    checkpoints, state = checkpoints_of(tmp_path, keep=2), LearnerState(lineage=1, version=1)
     trained(checkpoints, state, 1)
     state.pending = [PendingEvaluation(1, state.changed_take, stage=0, episodes=4)]
     trained(checkpoints, state, 3)
     names = [path.name for path, _ in valid(checkpoints.directory)]
-    assert names == ["000001-step-1", "000004-step-4"]
+    assert names == ["000001-step-1", "000003-step-3", "000004-step-4"]
