@@ -285,9 +285,8 @@ def test_a_target_kl_beyond_the_data_changes_nothing(tiny, tmp_path):
 def test_a_checkpoint_gives_back_numbers_and_moments(tiny, tmp_path):
     settings = config(tiny, [StageConfig(kind="rl", steps=1)])
     made = updater(settings, tmp_path)
-    state = LearnerState(
-        lineage=1, take=3, pending=[PendingEvaluation(version=2, stage=0, episodes=8)]
-    )
+    asked = PendingEvaluation(version=2, changed_take=3, stage=0, episodes=8)
+    state = LearnerState(lineage=1, take=3, changed_take=3, pending=[asked])
     assert made.rl(stage_config(settings, 0), groups(2), state, FORKS, 1).updates == 1
     (tmp_path / "c").mkdir()
     made.save(tmp_path / "c", state)
