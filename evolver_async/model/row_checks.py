@@ -29,10 +29,21 @@ def check_packing(model: PreTrainedModel) -> None:
 
 def check_prefix_trees(model: PreTrainedModel, device: torch.device) -> None:
     """Raise ModelError if prefix trees cannot act: they need float32, a CPU, whole contexts."""
-    layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
-    windowed = any(
-        getattr(part, "sliding_window", None) for layer in layers for part in layer.children()
-    )
+    windowed = _has_window(model)
     if device.type != "cpu" or model.dtype != torch.float32 or windowed:
         why = "the model has a sliding window" if windowed else "they need float32 on a CPU"
         raise ModelError(f"learner.prefix_trees: must not be always, as {why}")
+
+
+def _has_window(model: PreTrainedModel) -> bool:
+    """True if a layer attends through a sliding window.
+
+    Some models keep it in their attention (Qwen), others read it from the configuration (Mistral).
+    """
+    config = model.config.get_text_config()
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        return True
+    layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    return any(
+        getattr(part, "sliding_window", None) for layer in layers for part in layer.children()
+    )

@@ -11,7 +11,14 @@ import torch
 from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from evolver_async.model import lean, lora, policy, row_checks, tree_spans
 from evolver_async.model.borders import Borders
@@ -246,3 +253,23 @@ def test_the_lean_pass_leaves_other_models_alone():
         row_checks.check_prefix_trees(windowed, CPU)
     with pytest.raises(ModelError, match=r"learner\.prefix_trees"):
         row_checks.check_prefix_trees(made(CONFIGS["llama"]), torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "windowed"),
+    [
+        (MistralConfig(**SHAPE, sliding_window=6), True),
+        (MixtralConfig(**SHAPE, sliding_window=6, num_local_experts=2), True),
+        (MistralConfig(**SHAPE, sliding_window=None), False),
+        (Qwen2Config(**SHAPE, use_sliding_window=False, sliding_window=6), False),
+    ],
+)
+def test_a_window_that_a_model_reads_from_its_configuration_forbids_trees(
+    shape: Any, windowed: bool
+) -> None:
+    model = made(shape)
+    if windowed:
+        with pytest.raises(ModelError, match="the model has a sliding window"):
+            row_checks.check_prefix_trees(model, CPU)
+    else:
+        row_checks.check_prefix_trees(model, CPU)
