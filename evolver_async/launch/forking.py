@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,8 @@ from evolver_async.config.load import stage_config
 from evolver_async.config.paths import check_name, with_absolute_paths
 from evolver_async.config.secrets import escaped
 from evolver_async.launch.creation import create
-from evolver_async.launch.resumption import check_continues
+from evolver_async.launch.resumption import check_continues, check_weights
 from evolver_async.launch.run_directory import config_of, record_origin
-
-# Keys of the policy; the others shape the weights of the checkpoint.
-MAY_CHANGE = ("path", "max_length")
 
 
 def fork(
@@ -36,14 +33,8 @@ def fork(
     check_name("--fork", name)
     if config.run.name != before.run.name:
         raise ConfigError("run.name: cannot be set with --fork, which names the new run")
-    old, new = asdict(before.policy), asdict(config.policy)
-    for key in old:
-        if key not in MAY_CHANGE and old[key] != new[key]:
-            raise ConfigError(
-                f"policy.{key}: cannot change in a fork: the run was started with {old[key]},"
-                f" got {new[key]}"
-            )
     chosen, manifest = history.choose(run_dir / "checkpoints", run_dir.name, step)
+    check_weights(before, config, manifest.files, "in a fork")
     check_continues(run_dir, before, config, history.numbers(chosen))
     own_policy = config.policy.path == str(run_dir / "policy")
     pairs = zip(_evaluations_of(before), _evaluations_of(config), strict=False)

@@ -1,7 +1,7 @@
 """Resumption of a run: changes of its configuration, its checkpoint, and what must not change."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from evolver_async.config.values.errors import ConfigError
 from evolver_async.launch.creation import complete, measure, with_own_tasks
 from evolver_async.launch.run_directory import ACTORS, CREATING, PAUSED, config_of
 from evolver_async.launch.start_checks import check_start
+
+MAY_CHANGE = ("path", "max_length")  # of the policy; its other keys shape or scale the weights
+CRITIC = "critic."  # beginning of the names of a critic's files in a checkpoint
 
 
 class FinishedRun(ConfigError):
@@ -42,7 +45,8 @@ def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None)
     checkpoints = run_dir / "checkpoints"
     chosen = None
     if step is not None or exists(checkpoints):
-        chosen, _ = history.choose(checkpoints, run_dir.name, step)
+        chosen, manifest = history.choose(checkpoints, run_dir.name, step)
+        check_weights(before, config, manifest.files, "on resume")
         check_continues(run_dir, before, config, history.numbers(chosen))
     if config != before:
         _refuse_changed_replay(before, config, run_dir / "journal")
@@ -59,6 +63,34 @@ def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None)
     if incomplete:
         complete(config, run_dir)
     return config
+
+
+def check_weights(before: Config, after: Config, files: Iterable[str], where: str) -> None:
+    """Raise ConfigError for a change that the weights of a checkpoint do not permit.
+
+    files: of the checkpoint; only one with a critic determines its kind. where: `on resume` or
+    `in a fork`, for the message.
+    """
+    old, new = _weight_keys(before), _weight_keys(after)
+    if any(name.startswith(CRITIC) for name in files):
+        old["critic.kind"], new["critic.kind"] = before.critic.kind, after.critic.kind
+    _refuse_changes([(name, value, new[name]) for name, value in old.items()], where)
+
+
+def _weight_keys(config: Config) -> dict[str, Any]:
+    """Return the keys of the policy on which the meaning of its weights depends."""
+    policy = asdict(config.policy)
+    lora = policy.pop("lora")
+    named = {f"policy.{key}": value for key, value in policy.items() if key not in MAY_CHANGE}
+    return named | {f"policy.lora.{key}": value for key, value in lora.items()}
+
+
+def _refuse_changes(pairs: Iterable[tuple[str, Any, Any]], where: str) -> None:
+    for name, old, new in pairs:
+        if old != new:
+            raise ConfigError(
+                f"{name}: cannot change {where}: the run was started with {old}, got {new}"
+            )
 
 
 def check_continues(run_dir: Path, before: Config, after: Config, state: dict[str, Any]) -> None:
@@ -107,11 +139,7 @@ def _refuse_changed_data(before: Config, after: Config) -> None:
         tasks = vars(old.tasks).items()
         pairs += [(f"tasks.{key}", value, vars(new.tasks)[key]) for key, value in tasks]
         pairs.append(("rollout.temperature", old.rollout.temperature, new.rollout.temperature))
-    for name, old, new in pairs:
-        if old != new:
-            raise ConfigError(
-                f"{name}: cannot change on resume: the run was started with {old}, got {new}"
-            )
+    _refuse_changes(pairs, "on resume")
 
 
 def _refuse_changed_replay(before: Config, after: Config, journal: Path) -> None:

@@ -308,6 +308,44 @@ def test_a_finished_run_is_not_resumed(refused: Refused, run_dir: Path) -> None:
     assert refused("train", "--resume", run_dir).startswith(f"{run_dir}: is finished")
 
 
+@pytest.mark.parametrize("fork", [(), ("--fork", "other")])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "policy.lora.alpha=32",
+        "policy.lora.rank=8",
+        "policy.lora.targets=[q_proj]",
+        "policy.dtype=bfloat16",
+        "critic.kind=separate",
+    ],
+)
+def test_a_checkpoint_keeps_what_its_weights_depend_on(
+    refused: Refused, run_dir: Path, change: str, fork: tuple[str, ...]
+) -> None:
+    config = Config(stages=[StageConfig(steps=5)])
+    config.policy.lora.rank = 4
+    dump(config, run_dir / "config.yaml")
+    files = ["model.safetensors", "critic.0of2.safetensors"]
+
+    def write(directory: Path) -> None:
+        (directory / "state.json").write_text("{}")
+        for name in files:
+            (directory / name).touch()
+
+    save(run_dir / "checkpoints", 1, write, run_id="earlier", keep=2)
+    before = (run_dir / "config.yaml").read_text()
+    where = "in a fork" if fork else "on resume"
+    said = refused("train", "--resume", run_dir, *fork, change)
+    assert said.startswith(
+        f"{change.partition('=')[0]}: cannot change {where}: the run was started"
+    )
+    assert (run_dir / "config.yaml").read_text() == before
+    files.pop()
+    save(run_dir / "checkpoints", 2, write, run_id="earlier", keep=2)
+    if change.startswith("critic") and not fork:  # no critic has been made yet
+        assert resume(run_dir, [change]).critic.kind == "separate"
+
+
 @pytest.mark.process
 def test_resume_auto_begins_a_run_then_continues_it_then_says_that_it_is_finished(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
