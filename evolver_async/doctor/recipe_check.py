@@ -141,8 +141,6 @@ def _gpu_memory(config: Config, machine: Machine, shape: Shape) -> Iterator[Requ
 def _host_memory(config: Config, machine: Machine, shape: Shape) -> Iterator[Requirement]:
     """Check the host's memory for the roles that compute on the CPU."""
     engines = 0 if machine.engine else config.actors.count
-    if config.launch.kind == "serial":
-        engines = min(engines, 1)
     need = engines * engine_bytes(config, shape)
     if not machine.learner:
         need += training_bytes(config, shape)

@@ -8,7 +8,7 @@ A key in brackets behind a part is the one to change.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
@@ -100,7 +100,8 @@ def memory_plan(
     buffer = [_base("buffer"), MemoryPart("groups", _groups_bytes(stages), "buffer.limit_bytes")]
     others = [ProcessPlan("buffer", 1, tuple(buffer))]
     if config.launch.kind == "serial":
-        parts = [*learner.parts, *actor.parts[1:], *buffer[1:]]
+        engines = [replace(part, size=actors * part.size) for part in actor.parts[1:]]
+        parts = [*learner.parts, *engines, *buffer[1:]]
         return MemoryPlan((ProcessPlan("launcher", 1, tuple(parts)),), _shared(config, shape))
     if config.experience.kind != "none":
         others.append(ProcessPlan("experience", 1, (_base("experience"),)))
@@ -119,7 +120,9 @@ def _copy(config: Config, shape: DecoderShape) -> float:
 
 def _published(config: Config, shape: DecoderShape) -> float:
     """Bytes of one version in a weight channel: of the adapters, else of the policy."""
-    return FLOAT * adapter_parameters(config, shape) or _copy(config, shape)
+    if config.policy.lora.rank:
+        return FLOAT * adapter_parameters(config, shape)
+    return _copy(config, shape)
 
 
 def _learner(
@@ -127,35 +130,51 @@ def _learner(
 ) -> Iterable[MemoryPart]:
     """Parts of one rank; with several, the first one, which also publishes."""
     ranks, copy = config.learner.ranks, _copy(config, shape)
-    adapters = adapter_parameters(config, shape)
-    trained = adapters or shape.parameters
+    adapted = config.policy.lora.rank > 0
+    trained = adapter_parameters(config, shape) if adapted else shape.parameters
     yield _base("learner")
     # Several ranks hold float32 shards; one rank on a short type holds both.
-    short = copy if config.policy.dtype != "float32" and ranks == 1 and not adapters else 0
-    weights = (copy if adapters else FLOAT * shape.parameters) / ranks + short
+    short = copy if config.policy.dtype != "float32" and ranks == 1 and not adapted else 0
+    weights = (copy if adapted else FLOAT * shape.parameters) / ranks + short
     if ranks > 1:
         weights += FLOAT * (shape.layer + shape.embedding)  # gathered for the pass
     yield MemoryPart("weights", weights, _model_key(config), gpu)
     yield MemoryPart("gradients, moments", 3 * FLOAT * trained / ranks, "learner.ranks", gpu)
+    if any(stage.correction.max_cosine < 1 for stage in stages):  # of the step before, and a clone
+        held = 2 * FLOAT * trained / ranks
+        yield MemoryPart("gradients to align", held, "correction.max_cosine", gpu)
     if any(stage.loss.kl_coef > 0 for stage in stages) or "dpo" in _kinds(config):
-        shares = bool(adapters) and ranks == 1
+        shares = adapted and ranks == 1
         yield MemoryPart("KL reference", 0 if shares else copy / ranks, "loss.kl_coef", gpu)
     if any(stage.advantage.kind in CRITICS for stage in stages):
-        separate = config.critic.kind == "separate" and not adapters
-        size = 4 * FLOAT * shape.decoder / ranks if separate else 0
-        yield MemoryPart("critic", size, "critic.kind", gpu)
+        yield MemoryPart("critic", _critic(config, shape), "critic.kind", gpu)
     largest = max(stages, key=lambda stage: stage.learner.token_budget)
     yield MemoryPart("activations", activation_bytes(largest, shape), "learner.token_budget", gpu)
     logits = logits_bytes(config, shape)
     yield MemoryPart("logits", logits, "learner.logprob_chunk", gpu)
     published = _published(config, shape)
-    if channel(config) == "cuda_ipc" and not adapters:
+    if channel(config) == "cuda_ipc" and not adapted:
         held = versions_kept(config) * published
         yield MemoryPart("published weights", held, "weights.kind", gpu)
         return
     kept = versions_kept(config) if channel(config) == "collective" else 0
     gathered = published if ranks > 1 else 0
     yield MemoryPart("published weights", (1 + kept) * published + gathered, "weights.kind")
+
+
+def _critic(config: Config, shape: DecoderShape) -> float:
+    """Bytes of a critic on one rank; its head alone counts as nothing.
+
+    With adapters it trains its own; only a single rank shares the frozen weights with the policy.
+    """
+    if config.critic.kind == "shared":
+        return 0
+    ranks, copy = config.learner.ranks, shape.decoder * DTYPE_BYTES[config.policy.dtype]
+    if config.policy.lora.rank:
+        frozen = copy if ranks > 1 else 0
+        return (frozen + 4 * FLOAT * adapter_parameters(config, shape)) / ranks
+    short = copy if config.policy.dtype != "float32" and ranks == 1 else 0
+    return 4 * FLOAT * shape.decoder / ranks + short
 
 
 def _actor(
@@ -206,7 +225,7 @@ def kv_bytes(config: Config, shape: DecoderShape) -> float:
 
 
 def adapter_parameters(config: Config, shape: DecoderShape) -> int:
-    """Count the parameters of all adapters; 0 without any."""
+    """Count the parameters of all adapters, for targets of unknown names as if all were adapted."""
     sizes = {
         "q_proj": (shape.hidden, shape.queries),
         "k_proj": (shape.hidden, shape.keys),
@@ -217,8 +236,10 @@ def adapter_parameters(config: Config, shape: DecoderShape) -> int:
         "down_proj": (shape.inner, shape.hidden),
     }
     lora = config.policy.lora
-    targets = [sum(sizes[name]) for name in lora.targets or sizes if name in sizes]
-    return lora.rank * shape.layers * sum(targets)
+    named = {target.rpartition(".")[2] for target in lora.targets}
+    if not named or not named <= sizes.keys():
+        named = set(sizes)
+    return lora.rank * shape.layers * sum(sum(sizes[name]) for name in named)
 
 
 def token_activations(shape: DecoderShape) -> int:

@@ -72,6 +72,52 @@ def test_a_reference_is_one_copy_and_a_separate_critic_is_trained_too() -> None:
     assert part(critic, "learner", "critic") == 16 * SHAPE.decoder
 
 
+def test_adapters_count_by_the_last_part_of_their_targets() -> None:
+    def trained(*targets: str) -> float:
+        plan = planned(
+            "policy.lora.rank=8",
+            "learner.minibatches=1",
+            f"policy.lora.targets=[{','.join(targets)}]",
+        )
+        assert plan.shared < planned().shared / 4, "adapters alone are published"
+        return part(plan, "learner", "gradients, moments")
+
+    every = trained()
+    assert 0 < trained("mlp.up_proj") == trained("up_proj") < every
+    assert trained("up_proj", "mlp.up_proj") == trained("up_proj")
+    assert trained("qkv_proj") == trained("q_proj", "qkv_proj") == every, "of another family"
+
+
+def test_aligned_gradients_take_eight_bytes_a_trained_parameter() -> None:
+    assert part(planned(), "learner", "gradients to align") == 0
+    one = "stages=[{kind: rl, steps: 9, override: {correction: {max_cosine: 0.5}}}]"
+    assert part(planned(one), "learner", "gradients to align") == 8 * SHAPE.parameters
+    adapters = planned(one, "policy.lora.rank=8", "learner.minibatches=1")
+    trained = part(adapters, "learner", "gradients, moments") / 12
+    assert part(adapters, "learner", "gradients to align") == 8 * trained
+
+
+def test_a_separate_critic_has_the_copies_that_the_policy_has() -> None:
+    critic = ("advantage={kind: gae}", "critic.kind=separate")
+    short = planned(*critic, "policy.dtype=bfloat16")
+    assert part(short, "learner", "critic") == (16 + 2) * SHAPE.decoder
+    ranks = planned(*critic, "policy.dtype=bfloat16", "learner.ranks=2", "launch.kind=local")
+    assert part(ranks, "learner", "critic") == 16 * SHAPE.decoder / 2
+    lora = ("policy.lora.rank=8", "learner.minibatches=1")
+    alone, both = planned(*critic, *lora), planned(*critic, *lora, "learner.ranks=2")
+    trained = part(alone, "learner", "critic")
+    assert trained == 16 / 12 * part(alone, "learner", "gradients, moments")
+    assert part(both, "learner", "critic") == (4 * SHAPE.decoder + trained) / 2
+
+
+def test_a_serial_run_holds_an_engine_for_each_actor() -> None:
+    one, three = (
+        part(planned("launch.kind=serial", f"actors.count={count}"), "launcher", "KV cache")
+        for count in (1, 3)
+    )
+    assert three == 3 * one > 0
+
+
 def test_an_actor_holds_what_its_receivers_hold() -> None:
     copy = 4 * SHAPE.parameters
     mapped = planned()
