@@ -6,7 +6,7 @@ run. `plan.py` predicts a peak instead.
 
 from dataclasses import dataclass
 
-from evolver_async.config import Config
+from evolver_async.config import Config, merge
 from evolver_async.memory.units import DTYPE_BYTES
 
 MASTER_BYTES = 16  # of a trained parameter: float32 value and gradient, two moments of Adam
@@ -55,23 +55,42 @@ def engine_bytes(config: Config, shape: Shape) -> float:
 
 
 def training_bytes(config: Config, shape: Shape) -> int:
-    """Bytes that all ranks of the learner hold together between passes."""
+    """Bytes that all ranks of the learner hold together between passes, in the largest stage.
+
+    A reference and a critic that a stage has made are held in the stages behind it, too.
+    """
+    most, reference, separate = 0, False, False
+    for written in config.stages:
+        stage = merge.override(config, written.override)
+        rl = written.kind == "rl"
+        reference |= written.kind == "dpo" or (rl and stage.loss.kl_coef > 0)
+        separate |= rl and stage.advantage.kind in CRITICS and config.critic.kind == "separate"
+        aligned = rl and stage.correction.max_cosine < 1
+        held = _held_bytes(config, shape, reference=reference, separate=separate, aligned=aligned)
+        most = max(most, held)
+    return most
+
+
+def _held_bytes(
+    config: Config, shape: Shape, *, reference: bool, separate: bool, aligned: bool
+) -> int:
+    """Bytes of the policy in training, and of a reference, a separate critic, kept gradients."""
     copy, ranks = weight_bytes(config, shape), config.learner.ranks
-    separate = config.advantage.kind in CRITICS and config.critic.kind == "separate"
     if config.policy.lora.rank:  # adapters are small; only a single rank shares the frozen weights
-        return copy * (1 + (ranks > 1) * (separate + (config.loss.kl_coef > 0)))
+        return copy * (1 + (ranks > 1) * (separate + reference))
     # Several ranks have no copy in the short type: they cast each layer when they gather it.
     short = copy if config.policy.dtype != "float32" and ranks == 1 else 0
     # control of alignment keeps the gradient before, and copies the present one
-    aligned = 8 * shape.parameters if config.correction.max_cosine < 1 else 0
+    gradients = 8 * shape.parameters if aligned else 0
     whole = shape.parameters * MASTER_BYTES + short
-    return whole * (1 + separate) + aligned + (copy if config.loss.kl_coef else 0)
+    return whole * (1 + separate) + gradients + (copy if reference else 0)
 
 
 def activation_bytes(config: Config, shape: Shape) -> int:
-    """Least bytes that the layers of a forward pass keep for the backward pass."""
+    """Least bytes that the layers of a forward pass keep, in the stage with the largest budget."""
     per_token = shape.hidden
     if not config.learner.gradient_checkpointing:
         per_token = KEPT_HIDDEN * shape.hidden + KEPT_INNER * shape.inner
-    tokens = config.learner.token_budget or config.policy.max_length
+    stages = [merge.override(config, written.override) for written in config.stages]
+    tokens = max(one.learner.token_budget or one.policy.max_length for one in stages)
     return tokens * shape.layers * per_token * DTYPE_BYTES[config.policy.dtype]

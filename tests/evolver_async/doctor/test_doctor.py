@@ -15,7 +15,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from evolver_async.cli import main
-from evolver_async.config import Config
+from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import load
 from evolver_async.doctor import report
 from evolver_async.doctor.probes.recipe import model
@@ -131,6 +131,28 @@ def test_only_a_single_rank_shares_what_adapters_leave_frozen():
     assert training_bytes(config, SEVEN) == 3 * 2 * SEVEN_B
     config.loss.kl_coef = 0.0
     assert training_bytes(config, SEVEN) == 2 * 2 * SEVEN_B
+
+
+def test_training_needs_what_its_largest_stage_holds():
+    config = node(learner__ranks=1)
+    plain = training_bytes(config, SEVEN)
+    assert plain == 18 * SEVEN_B
+    critic = {"advantage": {"kind": "gae"}}
+    config.critic.kind = "separate"
+    config.stages = [StageConfig(steps=1), StageConfig(steps=1, override=critic)]
+    assert training_bytes(config, SEVEN) == 2 * plain
+    config.stages.append(StageConfig(steps=1, override={"loss": {"kl_coef": 0.1}}))
+    assert training_bytes(config, SEVEN) == 2 * plain + 2 * SEVEN_B, "the critic stays"
+    config.stages = [StageConfig(kind="dpo", steps=1), StageConfig(kind="sft", override=critic)]
+    assert training_bytes(config, SEVEN) == plain + 2 * SEVEN_B, "a dpo stage has a reference"
+    config.stages = [StageConfig(steps=1, override={"correction": {"max_cosine": 0.5}})]
+    assert training_bytes(config, SEVEN) == plain + 8 * SEVEN_B
+    config.stages = [
+        StageConfig(steps=1),
+        StageConfig(override={"learner": {"token_budget": 32768}}),
+    ]
+    shorter = activation_bytes(node(), SEVEN)
+    assert activation_bytes(config, SEVEN) == 2 * shorter
 
 
 def test_shared_memory_holds_the_copies_of_every_reader():
