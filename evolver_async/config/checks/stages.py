@@ -3,8 +3,12 @@
 from collections.abc import Iterator
 
 from evolver_async.config.sections import Config
-from evolver_async.config.sections.run import SUPERVISED
+from evolver_async.config.sections.run import SUPERVISED, StageConfig
 from evolver_async.config.values.rules import check_plain
+
+ENTROPY = ("entropy_top_k",)  # the key of `loss` that supervised stages read: entropy is measured
+PREFERENCES = (*ENTROPY, "dpo_beta", "dpo_nll_coef")  # those that a dpo stage reads
+UNREAD_BY_DPO = ("advantage", "correction", "critic")
 
 
 def stages(config: Config) -> Iterator[tuple[str, str]]:
@@ -31,12 +35,12 @@ def limits(config: Config, index: int) -> Iterator[tuple[str, str]]:
         )
     if stage.kind == "dpo" and config.rollout.group_size == 1:
         yield "rollout.group_size", f"must be at least 2: {where} compares members of a group"
-    for name in stage.override.get("loss", {}) if stage.kind in SUPERVISED else ():
-        if name != "entropy_top_k":  # by which entropy is measured, too
-            yield f"loss.{name}", f"has no effect: a stage of kind {stage.kind} has no policy loss"
+    yield from _without_effect(stage)
     if stage.refresh_reference and stage.kind == "dpo":
         problem = "the reference of a dpo stage always is the policy that it begins with"
         yield f"{where}.refresh_reference", problem
+    if stage.refresh_reference and stage.kind in SUPERVISED:
+        yield f"{where}.refresh_reference", f"a stage of kind {stage.kind} reads no reference"
     if stage.refresh_reference and not config.loss.kl_coef:
         yield f"{where}.refresh_reference", "there is no reference: loss.kl_coef is 0"
     if (decay := config.learner.decay) != "none" and not stage.steps:
@@ -48,6 +52,24 @@ def limits(config: Config, index: int) -> Iterator[tuple[str, str]]:
     if stage.kind in SUPERVISED and config.buffer.demo_groups < groups:
         least = f"must be at least learner.groups_per_step ({groups})"
         yield "buffer.demo_groups", f"{least}, or {where} never fills a step"
+
+
+def _without_effect(stage: StageConfig) -> Iterator[tuple[str, str]]:
+    """Refuse keys of an override that a stage of this kind does not read.
+
+    A dpo stage reads `selection`: its groups can be refilled, and its empty steps end the run.
+    """
+    if stage.kind == "rl":
+        return
+    read, why = ENTROPY, f"a stage of kind {stage.kind} has no policy loss"
+    if stage.kind == "dpo":
+        read, why = PREFERENCES, "a dpo stage compares pairs by a loss of its own"
+        for section in UNREAD_BY_DPO:
+            for name in stage.override.get(section, {}):
+                yield f"{section}.{name}", f"has no effect: {why}"
+    for name in stage.override.get("loss", {}):
+        if name not in read:
+            yield f"loss.{name}", f"has no effect: {why}"
 
 
 def tasks(config: Config) -> Iterator[tuple[str, str]]:

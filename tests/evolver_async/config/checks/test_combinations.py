@@ -6,7 +6,7 @@ import pytest
 from refusals import refusal
 
 from evolver_async.config import ConfigError, SelectionConfig
-from evolver_async.config.load import load
+from evolver_async.config.load import load, stage_config
 from learner.data.selection import spread
 
 
@@ -137,6 +137,19 @@ from learner.data.selection import spread
             )
             for kind in ("sft", "world_model", "reflect")
         ),
+        *(
+            (
+                [f"stages=[{{kind: dpo, steps: 1, override: {{{section}: {{{name}: {value}}}}}}}]"],
+                f"stages[0].override: {section}.{name}: has no effect: a dpo stage",
+            )
+            for section, name, value in (
+                ("loss", "aggregation", "sequence_mean"),
+                ("loss", "kl_coef", 0.1),
+                ("advantage", "kind", "rloo"),
+                ("correction", "w_max", 3),
+                ("critic", "lr", 0.1),
+            )
+        ),
         (["stages=[{kind: reflect, steps: 1, alternatives: 0}]"], "stages[0].alternatives: "),
         (["stages=[{kind: world_model, steps: 1}]", "buffer.demo_groups=8"], "buffer.demo_groups"),
         (["stages=[{kind: dpo, steps: 1}]", "rollout.group_size=1"], "rollout.group_size: "),
@@ -156,6 +169,17 @@ from learner.data.selection import spread
         (
             ["stages.0.kind=dpo", "stages.0.refresh_reference=true", "loss.kl_coef=0.1"],
             "stages[0].refresh_reference: ",
+        ),
+        *(
+            (
+                [
+                    f"stages=[{{kind: {kind}, steps: 1, refresh_reference: true}}]",
+                    "learner.minibatches=1",
+                    "loss.kl_coef=0.1",
+                ],
+                f"stages[0].refresh_reference: a stage of kind {kind} reads no reference",
+            )
+            for kind in ("sft", "world_model", "reflect")
         ),
         (["rollout.max_turns=32768"], "rollout.max_turns: must be at least 1 and at most 32767"),
         (
@@ -261,3 +285,9 @@ def test_as_many_updates_are_allowed_as_selection_leaves_groups(groups: int, kee
 )
 def test_a_rule_about_guidance_holds_where_it_can_act(arguments: list[str]) -> None:
     assert load(None, arguments).rollout.guided == "failed"
+
+
+def test_a_dpo_stage_can_change_what_it_reads() -> None:
+    changes = "loss: {dpo_beta: 0.2, dpo_nll_coef: 1, entropy_top_k: 4}, selection: {max_empty: 9}"
+    config = load(None, [f"stages=[{{kind: dpo, steps: 1, override: {{{changes}}}}}]"])
+    assert stage_config(config, 0).selection.max_empty == 9
