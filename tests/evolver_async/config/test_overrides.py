@@ -87,6 +87,7 @@ def test_a_bad_stage_override_is_named(override: str, message: str) -> None:
         "learner.threads",
         "learner.max_bad_steps",
         "critic.kind",
+        "rollout.reward_terms",
         "buffer.lease_s",
         "buffer.stall_s",
         "buffer.warn_s",
