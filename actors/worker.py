@@ -26,7 +26,7 @@ from actors.scripted.expert import demonstrate_group
 from actors.weights.arrival import ArrivalCheck
 from actors.weights.source import VersionSource
 from evolver_async.config import Config
-from evolver_async.config.load import stage_config
+from evolver_async.config.load import concurrent_members, stage_config
 from evolver_async.metrics.activity import ACTOR_LEVELS, ActivityClock, wall_clock
 from evolver_async.protocol import messages
 from evolver_async.schema import Ticket
@@ -58,9 +58,8 @@ class Worker:
         failures = self.components.failures
         self.settings = [setting_of(stage, chat, name, incarnation, failures) for stage in stages]
         self.sizes = [stage.rollout.group_size for stage in stages]
-        self.size = self.sizes[0]  # members of a group of the stage in training
-        # Concurrent members. One group of any stage fits, otherwise that stage could not be run.
-        self.capacity = max(config.actors.groups * config.rollout.group_size, *self.sizes)
+        self.capacities = concurrent_members(config)
+        self.stage = 0  # in training: the stage of the newest ticket that is of no evaluation
         self.client = client
         self.source = source
         self.engine = engine
@@ -125,7 +124,7 @@ class Worker:
         first = True
         while True:
             async with self.turnover:
-                await self.turnover.wait_for(lambda: self.free() >= self.size)
+                await self.turnover.wait_for(lambda: self.free() >= self.sizes[self.stage])
             reply = await self.tickets.send(self.free(), self.reporter.generated())
             if isinstance(reply, messages.Wait):
                 log.info("no ticket: %s", reply.reason)
@@ -141,7 +140,7 @@ class Worker:
         for running in [one for one in self.running if one[0] == ticket.group_id]:
             self.fence(running, "granted anew")
         if ticket.kind != "eval":
-            self.size = self.sizes[ticket.stage]
+            self.stage = ticket.stage
         self.adoption.expect(ticket)
         progress = TicketProgress(clock=self.clock)
         task = asyncio.create_task(self.work(ticket, progress), name=f"g{ticket.group_id}")
@@ -168,7 +167,7 @@ class Worker:
         """Count the members that fit beside the running episodes: the credit."""
         running = self.running.values()
         members = sum(len(ticket.members) - progress.played for ticket, progress, _ in running)
-        return self.capacity - members - self.backoff.held
+        return self.capacities[self.stage] - members - self.backoff.held
 
     async def renew(self) -> None:
         """Report progress to renew the leases; cancel tickets that the buffer has regranted."""

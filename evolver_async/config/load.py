@@ -80,6 +80,15 @@ def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:
     return replace(merged, correction=correction, loss=loss)
 
 
+def concurrent_members(config: Config) -> list[int]:
+    """Return by stage how many members an actor plays at a time while that stage is in training.
+
+    One group of any stage fits, otherwise that stage could not begin.
+    """
+    sizes = [stage_config(config, i).rollout.group_size for i in range(len(config.stages))]
+    return [max(config.actors.groups * size, *sizes) for size in sizes]
+
+
 def _rolled_back(stage: Config, rollbacks: int) -> Config:
     """Return the configuration of a stage after `rollbacks`, with a smaller learning rate."""
     safety = stage.safety

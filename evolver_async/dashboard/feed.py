@@ -91,9 +91,9 @@ class RunFeed:
         self._rows: list[dict[str, Any]] = []
         self._restarts: list[RunEvent] = []
         self._log_size = -1
-        setup = Setup.of(config)
+        setups = Setup.by_stage(config)
         steps = steps_of(config, run_dir)
-        self._view = View(run_dir.name, steps, exact_values(run_dir), setup)
+        self._view = View(run_dir.name, steps, exact_values(run_dir), setups)
         self._seen: tuple[float, ...] = ()
         self._looked_back = False
         self._answered: float | None = None  # time of the newest answer

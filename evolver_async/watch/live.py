@@ -78,7 +78,7 @@ def _show(
     """
     tail = Tail(run_dir / "metrics.jsonl")
     exact = exact_values(run_dir)
-    view = View(run_dir.name, steps_of(config, run_dir), exact, Setup.of(config))
+    view = View(run_dir.name, steps_of(config, run_dir), exact, Setup.by_stage(config))
     if embedded:
         for row in current_rows(tail.rows()):
             view.feed(row)

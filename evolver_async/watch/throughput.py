@@ -1,11 +1,12 @@
 """Time of a run's processes by activity: a table, and a sentence that says what to change. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
 from typing import Any
 
 from evolver_async.config import Config
+from evolver_async.config.load import concurrent_members, stage_config
 from evolver_async.metrics.activity import ACTOR, HOST_CPU_SHARE, LEARNER, OTHER
 
 WAITS = 0.25  # share of its time from which on a side waits for the other
@@ -30,7 +31,10 @@ SLOWS = {  # what to change if this activity of the actors holds up the learner
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings that the advice depends on. `concurrent`: members that an actor plays at a time."""
+    """Settings of a stage that the advice depends on.
+
+    `concurrent`: members that an actor plays at a time.
+    """
 
     serial: bool = False
     slots: int = 1
@@ -38,13 +42,17 @@ class Setup:
     staleness: int = 0
 
     @classmethod
-    def of(cls, config: Config) -> "Setup":
-        return cls(
-            serial=config.launch.kind == "serial",
-            slots=config.engine.slots,
-            concurrent=config.actors.groups * config.rollout.group_size,
-            staleness=config.buffer.max_staleness,
-        )
+    def by_stage(cls, config: Config) -> "list[Setup]":
+        """Return the settings of every stage."""
+        return [
+            cls(
+                serial=config.launch.kind == "serial",
+                slots=config.engine.slots,
+                concurrent=concurrent,
+                staleness=stage_config(config, index).buffer.max_staleness,
+            )
+            for index, concurrent in enumerate(concurrent_members(config))
+        ]
 
 
 @dataclass(frozen=True)
@@ -116,10 +124,16 @@ def table(budget: TimeBudget) -> list[str]:
     return [f"{one:<26}{other}".rstrip() for one, other in zip(left, right, strict=True)]
 
 
-def time_lines(rows: Iterable[Mapping[str, Any]], config: Config) -> list[str]:
-    """Return the table of these rows and the advice."""
+def time_lines(rows: Sequence[Mapping[str, Any]], config: Config) -> list[str]:
+    """Return the table of these rows and the advice, which is of their last stage."""
     budget = TimeBudget.of(rows)
-    return [*table(budget), *filter(None, [advice(budget, Setup.of(config))])]
+    setup = Setup.by_stage(config)[newest_stage(rows)]
+    return [*table(budget), *filter(None, [advice(budget, setup)])]
+
+
+def newest_stage(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Return the stage of the newest row of a step; the first one without steps."""
+    return next((int(row["stage"]) for row in reversed(rows) if "stage" in row), 0)
 
 
 def line(shares: Mapping[str, float]) -> str:

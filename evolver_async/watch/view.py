@@ -6,6 +6,7 @@ Pure but for rich's objects; `live.py` reads the file, asks the buffer and print
 import contextlib
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from rich.panel import Panel
@@ -31,7 +32,8 @@ class View:
     """State of a run by its rows and by STATUS.
 
     `steps`: learner steps of all stages, 0 if unknown. `exact`: success of the `random` and of the
-    `optimal` policy on the evaluation's tasks. `setup`: settings that the advice depends on.
+    `optimal` policy on the evaluation's tasks. `setups`: settings that the advice depends on, by
+    stage.
     """
 
     def __init__(
@@ -39,12 +41,12 @@ class View:
         name: str,
         steps: int,
         exact: dict[str, float] | None = None,
-        setup: throughput.Setup | None = None,
+        setups: Sequence[throughput.Setup] = (),
     ) -> None:
         self.name = name
         self.steps = steps
         self.exact = exact
-        self.setup = setup or throughput.Setup()
+        self.setups = setups or [throughput.Setup()]
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self.row: dict[str, Any] = {}
         self.evaluations: list[tuple[RowKey, dict[str, Any]]] = []  # none superseded
@@ -198,10 +200,11 @@ class View:
     def time_cells(self) -> list[tuple[str, str]]:
         """Format the time of the processes over the newest steps, and the advice."""
         budget = throughput.TimeBudget.of(self.recent)
+        setup = self.setups[throughput.newest_stage(self.recent)]
         cells = [
             ("actors' time", throughput.line(budget.actor)),
             ("learner's time", throughput.line(budget.learner)),
-            ("advice", throughput.advice(budget, self.setup)),
+            ("advice", throughput.advice(budget, setup)),
         ]
         return [(name, text) for name, text in cells if text]
 

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,29 @@ def test_credit_is_in_members_whatever_the_size_of_a_stages_groups(
         worker = worker_of(client, Walker(), publisher, groups=groups, stages=stages)
         assert worker.free() == members
         asyncio.run(worker.source.close())
+    publisher.close()
+
+
+def test_the_credit_follows_the_group_size_of_the_stage_in_training(tmp_path: Path) -> None:
+    publisher = ShmPublisher(tmp_path / "stages", background=False)
+    stages = [
+        StageConfig(kind="sft", steps=1),
+        StageConfig(steps=1, override={"rollout": {"group_size": 8}}),
+    ]
+    worker = worker_of(None, Walker(), publisher, groups=4, group_size=1, stages=stages)
+    assert worker.free() == 8, "one group of the second stage fits"
+
+    async def credits() -> AsyncIterator[int]:
+        for group, kind, stage in ((0, "demo", 0), (1, "rollout", 1), (2, "eval", 0)):
+            worker.start(granted({"group_id": group, "kind": kind, "stage": stage}))
+            yield worker.free()
+        await worker.drain()
+        await worker.source.close()
+
+    async def found() -> list[int]:
+        return [credit async for credit in credits()]
+
+    assert asyncio.run(found()) == [8 - 2, 32 - 4, 32 - 6]
     publisher.close()
 
 

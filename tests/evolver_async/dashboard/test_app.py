@@ -13,7 +13,7 @@ import pytest
 from reported_runs import MadeRun
 from textual.pilot import Pilot
 
-from evolver_async.config import Config
+from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump
 from evolver_async.dashboard.app import VIEWS, RunDashboard
 from evolver_async.dashboard.feed import RunFeed, Status
@@ -239,7 +239,7 @@ async def test_a_killed_run_is_told_from_its_files(made: MadeRun) -> None:
 
 @in_loop
 async def test_a_serial_run_says_why_it_has_no_status(tmp_path: Path) -> None:
-    config = Config()
+    config = Config(stages=[StageConfig(steps=9)])
     config = replace(config, launch=replace(config.launch, kind="serial"))
     dump(config, tmp_path / "config.yaml")
     with locked(tmp_path):
@@ -265,7 +265,7 @@ async def test_a_long_reason_is_cut_in_the_last_line_and_whole_in_the_events(
 
 @in_loop
 async def test_a_huge_run_is_drawn_with_all_its_steps(tmp_path: Path) -> None:
-    config = Config()
+    config = Config(stages=[StageConfig(steps=9)])
     dump(config, tmp_path / "config.yaml")
     write_rows(tmp_path, 5000)
     app = RunDashboard(RunFeed(tmp_path, config))

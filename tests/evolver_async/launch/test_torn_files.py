@@ -39,8 +39,8 @@ def test_a_launch_goes_on_counting_where_its_record_is_lost(run_dir: Path, conte
 
 @pytest.mark.parametrize("content", ["", "[]", "{}"])
 def test_a_display_goes_on_without_the_address_of_the_buffer(run_dir: Path, content: str) -> None:
-    config = Config()
-    view = View(run_dir.name, 0, None, Setup.of(config))
+    config = Config(stages=[StageConfig(steps=1)])
+    view = View(run_dir.name, 0, None, Setup.by_stage(config))
     (run_dir / run_directory.RUN).write_text(content)
     assert _feed_status(view, run_dir, config, True) is None
 

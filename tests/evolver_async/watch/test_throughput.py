@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from evolver_async.config import Config
+from evolver_async.config import Config, StageConfig
 from evolver_async.metrics.activity import ACTOR, LEARNER
 from evolver_async.watch.throughput import (
     SLOWS,
@@ -18,6 +18,7 @@ from evolver_async.watch.throughput import (
 )
 
 SETUP = Setup(slots=64, concurrent=128, staleness=4)
+CONFIG = Config(stages=[StageConfig(steps=1)])
 
 
 def row(actor_s: float, learner_s: float, **shares: float) -> dict[str, Any]:
@@ -62,9 +63,21 @@ def test_the_table_has_both_roles_the_largest_share_first() -> None:
 
 
 def test_a_run_without_figures_has_neither_table_nor_advice() -> None:
-    assert time_lines([{"step": 1, "time/wait_s": 1.0}], Config()) == []
-    assert time_lines([{"throughput/actor/seconds": None}], Config()) == []
+    assert time_lines([{"step": 1, "time/wait_s": 1.0}], CONFIG) == []
+    assert time_lines([{"throughput/actor/seconds": None}], CONFIG) == []
     assert advice(TimeBudget.of([]), SETUP) == "" and line({}) == ""
+
+
+def test_the_advice_is_of_the_stage_of_the_newest_step() -> None:
+    """A stage with larger groups fills the slots; one with smaller groups leaves them empty."""
+    larger = StageConfig(steps=1, override={"rollout": {"group_size": 32}})
+    config = Config(stages=[StageConfig(kind="sft", steps=1), larger, StageConfig(steps=1)])
+    config.rollout.group_size, config.actors.groups, config.engine.slots = 2, 4, 64
+    assert [setup.concurrent for setup in Setup.by_stage(config)] == [32, 128, 32]
+    held_up = row(10.0, 10.0, data=0.5) | {"throughput/actor/generations": 20.0}
+    said = [time_lines([held_up | {"stage": float(stage)}], config)[-1] for stage in (0, 1)]
+    assert ["actors.groups" in one for one in said] == [True, False]
+    assert "actors.count" in said[1]
 
 
 def test_both_waiting_asks_for_staleness() -> None:

@@ -157,7 +157,7 @@ def test_the_panel_shows_steps_evaluations_and_who_waits() -> None:
 
 
 def test_the_panel_divides_the_time_of_the_newest_steps() -> None:
-    view = View("run", 200, setup=Setup(slots=8, concurrent=8))
+    view = View("run", 200, setups=[Setup(slots=8, concurrent=8)])
     assert "time" not in dict(view.time_cells())
     times = {"throughput/learner/seconds": 1.0, "throughput/learner/data": 1.0}
     times |= {"throughput/actor/seconds": 1.0, "throughput/actor/engine": 1.0}
@@ -186,7 +186,7 @@ def test_a_resumed_run_shows_the_newest_lineage_alone(
     assert view.evals == [0.25, 1.0] and view.row["step"] == 15
 
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in old + new))
-    watch(tmp_path, Config(), follow=False)
+    watch(tmp_path, Config(stages=[StageConfig(steps=9)]), follow=False)
     out = capsys.readouterr().out
     assert "step 15  eval success 1 over 256" in out and "step 20" not in out
 
@@ -232,7 +232,7 @@ def test_an_alarm_is_printed_when_it_begins_and_shown_while_it_fires() -> None:
 def test_lines_of_a_run_name_its_alarms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row(step, float(step)) | {"alarm/entropy": float(step > 1)} for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
-    watch(tmp_path, Config(), follow=False)
+    watch(tmp_path, Config(stages=[StageConfig(steps=9)]), follow=False)
     assert capsys.readouterr().err == "step 2  alarm entropy fires; remedies: docs/alarms.md\n"
 
 
