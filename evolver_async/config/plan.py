@@ -1,12 +1,13 @@
 """A summary of a configuration in words: processes, stages, steps and the way of weights."""
 
+from evolver_async.config.load import stage_config
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.channel import channel
 
 
 def plan(config: Config) -> list[str]:
     """Return one line for each subject."""
-    learner, eval_ = config.learner, config.eval
+    eval_ = config.eval
     steps = [stage.steps for stage in config.stages]
     total = str(sum(steps)) if all(steps) else "as many as its stages' limits allow"
     stages = []
@@ -18,13 +19,15 @@ def plan(config: Config) -> list[str]:
             "eval success": stage.until_success,
         }
         until = " or ".join(f"{value:g} {name}" for name, value in limits.items() if value)
-        stages.append(f"stage {index}: {stage.kind}, until {until}")
-    size = config.rollout.group_size
+        own = stage_config(config, index)
+        groups = f"{own.learner.groups_per_step} groups of {own.rollout.group_size}"
+        line = f"stage {index}: {stage.kind} in {own.env.name}, until {until}"
+        stages.append(f"{line}, each step of {groups}")
     every = f"every {eval_.every} versions " if eval_.every else "after each stage "
     return [
         f"processes: {_processes(config)}",
         *stages,
-        f"steps: {total}, each of {learner.groups_per_step} groups (of {size} in rl stages)",
+        f"steps: {total}",
         f"weights: {channel(config)} by {config.weights.address or config.weights.dir}",
         f"evaluations: {every}over {eval_.episodes} episodes, after the last stage"
         f" {eval_.at_the_end}",

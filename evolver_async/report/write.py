@@ -4,7 +4,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from evolver_async.config import ConfigError
+from evolver_async.config import Config, ConfigError
+from evolver_async.config.load import stage_config
 from evolver_async.report.browser import TrajectoryPages, pages
 from evolver_async.report.page import PageContent, html, write_folder, write_page
 from evolver_async.report.sections import sections
@@ -77,8 +78,7 @@ def _facts(run: RunResults) -> list[tuple[str, str]]:
         ("steps", f"{max(int(row['step']) for row in run.rows)}"),
         ("seconds", f"{last.get('time_s') or 0:.0f}"),
         ("stages", ", ".join(stage.kind for stage in config.stages)),
-        ("environment", config.env.name),
-        ("algorithm", f"{config.advantage.kind}, {config.correction.kind}"),
+        *_stage_facts(config),
         ("lineages", f"{len({row['lineage'] for row in run.all_rows})}"),
     ]
     if len(run.evaluations) and "eval/success" in run.evaluations:
@@ -89,6 +89,26 @@ def _facts(run: RunResults) -> list[tuple[str, str]]:
     if run.checkpoints:
         facts.append(("newest checkpoint", run.checkpoints[-1].path.name))
     return facts
+
+
+def _stage_facts(config: Config) -> list[tuple[str, str]]:
+    """Return the environments of all stages and the algorithms of those of rl."""
+    stages = [stage_config(config, index) for index in range(len(config.stages))]
+    environments = {index: stage.env.name for index, stage in enumerate(stages)}
+    algorithms = {
+        index: f"{stage.advantage.kind}, {stage.correction.kind}"
+        for index, stage in enumerate(stages)
+        if config.stages[index].kind == "rl"
+    }
+    facts = [("environment", _by_stage(environments)), ("algorithm", _by_stage(algorithms))]
+    return [(name, text) for name, text in facts if text]
+
+
+def _by_stage(texts: dict[int, str]) -> str:
+    """Return the text that all stages share, else that of each stage."""
+    if len(set(texts.values())) > 1:
+        return "; ".join(f"stage {index}: {text}" for index, text in texts.items())
+    return next(iter(texts.values()), "")
 
 
 def _notes(run: RunResults, found: TrajectoryPages) -> list[str]:

@@ -89,9 +89,21 @@ def test_config_prints_what_would_run(
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(out)
     assert load(resolved) == load(recipe, changes), "what is printed is a recipe itself"
-    for part in ("a learner of 2 ranks, 3 actors", "stage 0: rl, until 5 steps", "# steps: 5,"):
+    for part in ("a learner of 2 ranks, 3 actors", "stage 0: rl in bandit, until 5", "# steps: 5"):
         assert part in out
     assert not (tmp_path / "runs").exists()
+
+
+def test_config_prints_what_every_stage_overrides(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = "env: {name: bandit}, rollout: {group_size: 4}, learner: {groups_per_step: 16}"
+    change = f"stages=[{{kind: rl, steps: 5}}, {{kind: rl, steps: 7, override: {{{own}}}}}]"
+    assert main(["config", str(recipe), change]) == 0
+    out = capsys.readouterr().out
+    assert "# stage 0: rl in frozen_lake, until 5 steps, each step of 32 groups of 8\n" in out
+    assert "# stage 1: rl in bandit, until 7 steps, each step of 16 groups of 4\n" in out
+    assert "# steps: 12\n" in out
 
 
 def test_runs_are_listed_with_how_they_ended(

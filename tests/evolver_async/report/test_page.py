@@ -104,6 +104,31 @@ def test_the_page_holds_the_trajectories_of_the_journal(run: MadeRun, tmp_path: 
     assert columns["guided"] == [1, 0] * 4
 
 
+def test_the_head_tells_the_algorithms_and_environments_of_stages_that_differ(
+    run: MadeRun, tmp_path: Path
+) -> None:
+    run.step("left", "right")
+    run.close()
+    own = {"env": {"name": "bandit"}, "advantage": {"kind": "reinforce"}}
+    first = StageConfig(kind="sft", steps=1)
+    for changed, algorithm, environment in (
+        ([first, StageConfig(steps=1)], "grpo, none", "frozen_lake"),
+        (
+            [first, StageConfig(steps=1), StageConfig(steps=1, override=own)],
+            "stage 1: grpo, none; stage 2: reinforce, none",
+            "stage 0: frozen_lake; stage 1: frozen_lake; stage 2: bandit",
+        ),
+    ):
+        config = Config(stages=changed, policy=run.config.policy)
+        config.correction.kind = "none"
+        config.advantage.kind = "grpo"
+        dump(config, run.run_dir / "config.yaml")
+        write.write(load_run(run.run_dir), tmp_path / "page.html")
+        text = "".join(Reading(tmp_path / "page.html").text.split())
+        facts = f"environment{environment}algorithm{algorithm}lineages"
+        assert facts.replace(" ", "") in text
+
+
 def test_ratios_and_advantages_are_those_of_the_samples(run: MadeRun, tmp_path: Path) -> None:
     groups = run.step("left")
     run.close()
