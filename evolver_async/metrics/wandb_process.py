@@ -23,6 +23,8 @@ from urllib.parse import urlsplit
 from evolver_async.metrics.alerts import count
 
 STATE = "wandb.json"  # id of the W&B run, and the progress of its process
+SERVER_ALERTS = "server_alerts"  # in STATE: number of alerts that the server has got
+OFFLINE_ALERTS = "offline_alerts"  # in STATE: number of alerts in the newest offline directory
 SERVER = "https://api.wandb.ai"
 STUCK_S = 90.0  # without progress while rows wait: more than an attempt to reach W&B takes
 CLOSE_S = 15.0  # for the rest of the rows, when the run ends
@@ -74,6 +76,11 @@ def has_key() -> bool:
         return False
 
 
+def alert_count(to_server: bool) -> str:
+    """Return the key of the state that counts the alerts sent to the server, or kept offline."""
+    return SERVER_ALERTS if to_server else OFFLINE_ALERTS
+
+
 def url_of(directory: Path) -> str | None:
     """Return the page of the run at W&B, None if there is none."""
     try:
@@ -95,10 +102,12 @@ def send_rest(directory: Path, mode: str) -> bool:
     """Send what the run's own upload has left after its end; False if that fails.
 
     That upload ends with the learner, so it does not know of a failure after it. Nothing is sent
-    twice: if the alerts are with W&B, the rows are too.
+    twice: if the alerts are with W&B, the rows are too. Alerts that were kept offline are not with
+    a server.
     """
     begun = (directory / "metrics.jsonl").exists()  # without rows there is no W&B run
-    if not begun or read_state(directory).get("alerts", 0) >= count(directory):
+    held = read_state(directory).get(alert_count(online(mode)), 0)
+    if not begun or held >= count(directory):
         return True
     command = [sys.executable, "-m", "evolver_async.cli", "wandb", str(directory), "--mode", mode]
     with open(directory / "logs" / "wandb.log", "ab") as output:

@@ -26,7 +26,13 @@ from evolver_async.metrics.histograms import Histogram
 from evolver_async.metrics.launches import summary
 from evolver_async.metrics.lineages import RowKey, current, key_of
 from evolver_async.metrics.tail import Tail
-from evolver_async.metrics.wandb_process import online, read_state, write_state
+from evolver_async.metrics.wandb_process import (
+    SERVER_ALERTS,
+    alert_count,
+    online,
+    read_state,
+    write_state,
+)
 from evolver_async.metrics.wandb_rows import COLUMNS, StepExtras
 
 POLL_S = 0.5
@@ -74,7 +80,7 @@ class Upload:
         self.alerts = Tail(self.run_dir / ALERTS)
         self.alerts_read = 0
         # People are notified once, but an offline directory must hold all alerts.
-        self.alerts_sent = self.state.get("alerts", 0) if self.to_server else 0
+        self.alerts_sent = self.state.get(SERVER_ALERTS, 0) if self.to_server else 0
         self.extras = StepExtras(self.run_dir)
         self.defined: set[str] = {*AXES}  # names of metrics that W&B knows
         for axis in AXES:
@@ -161,7 +167,7 @@ class Upload:
         self.run.log(dict(row))
 
     def _count_alerts(self) -> None:
-        self.state["alerts"] = max(self.alerts_sent, self.alerts_read)
+        self.state[alert_count(self.to_server)] = max(self.alerts_sent, self.alerts_read)
 
     def _save(self, after_s: float = 0.0) -> None:
         if time.monotonic() - self.saved >= after_s:

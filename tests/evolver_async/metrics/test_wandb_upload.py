@@ -2,9 +2,11 @@
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
@@ -15,8 +17,9 @@ from evolver_async.cli import main
 from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump
 from evolver_async.metrics import wandb_process
+from evolver_async.metrics.alerts import alert
 from evolver_async.metrics.wandb_process import has_key, online, read_state, url_of, write_state
-from evolver_async.metrics.wandb_upload import exclusive
+from evolver_async.metrics.wandb_upload import exclusive, send
 from evolver_async.metrics.writer import Metrics
 
 pytestmark = pytest.mark.process
@@ -228,6 +231,77 @@ def test_a_run_that_w_and_b_never_saw_is_sent_afterwards(
     with exclusive(run_dir, 0.0):
         assert main(["wandb", str(run_dir)]) == 2
     assert "another process sends its metrics to W&B" in capsys.readouterr().err
+
+
+class RecordedRun:
+    """A run of W&B that keeps the titles of its alerts."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.url = f"https://example.org/{mode}"
+        self.settings = SimpleNamespace(sync_dir=".")
+        self.titles: list[str] = []
+
+    def alert(self, title: str, text: str, level: str) -> None:
+        self.titles.append(title)
+
+    def define_metric(self, *_: object, **__: object) -> None: ...
+
+    def log(self, row: object) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class ReachableServer(ModuleType):
+    """The package wandb with a server that takes everything."""
+
+    Error = RuntimeError
+    Settings = Histogram = Table = SimpleNamespace
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.runs: list[RecordedRun] = []
+
+    def init(self, mode: str, **_: object) -> RecordedRun:
+        self.runs.append(RecordedRun(mode))
+        return self.runs[-1]
+
+
+def test_alerts_that_were_kept_offline_reach_the_server_once(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = ReachableServer()
+    monkeypatch.setitem(sys.modules, "wandb", server)
+    alert(run_dir, "first", "before any upload")
+    for to_server in (False, True, True, False):
+        send(run_dir, to_server)
+    alert(run_dir, "second", "after them")
+    send(run_dir, True)
+    assert [(run.mode, run.titles) for run in server.runs] == [
+        ("offline", ["first"]),
+        ("online", ["first"]),
+        ("online", []),
+        ("offline", ["first"]),
+        ("online", ["second"]),
+    ]
+
+
+def test_the_end_of_a_run_sends_the_server_the_alerts_that_were_kept_offline(
+    metrics: Metrics, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics.alert("first", "without a server")
+    log(metrics, 1, 1)
+    metrics.close()
+    assert wandb_process.send_rest(run_dir, "offline"), "nothing was left"
+    calls: list[list[str]] = []
+
+    def noted(command: list[str], **_: object) -> SimpleNamespace:
+        calls.append(command)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(wandb_process.subprocess, "run", noted)
+    assert wandb_process.send_rest(run_dir, "online")
+    assert [command[-2:] for command in calls] == [["--mode", "online"]]
 
 
 def test_online_without_a_key_is_refused_before_the_start(
