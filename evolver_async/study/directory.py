@@ -156,7 +156,10 @@ def command_of(study: Study, run: CellRun) -> list[str]:
         return ["train", str(recipe), "--resume", "auto", *own, *place]
     config, cold = study.configs[run.cell.name], cold_run(study, run.seed)
     changed = differences(study.configs[first], config)
-    values = {key: new for key, _, new in changed if key != "stages"} | {"stages": config.stages}
+    # The cold start's own stages name its copies of task files.
+    trained = load(cold.directory / "config.yaml").stages
+    stages = [*trained, *config.stages[len(trained) :]]
+    values = {key: new for key, _, new in changed if key != "stages"} | {"stages": stages}
     changes = [text for key, value in values.items() for text in as_arguments(key, value)]
     return ["train", "--resume", str(cold.directory), "--fork", run.name, *place, *changes]
 

@@ -13,10 +13,11 @@ from launches import COMMAND, DEADLINE_S, alive, wait_for
 from studies import made_study, run_of, write_cold, write_run
 
 from evolver_async.cli import main
+from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump, load
 from evolver_async.study.cells import configs_of
 from evolver_async.study.definition import Definition
-from evolver_async.study.directory import cold_run, command_of, state_of
+from evolver_async.study.directory import Study, cold_run, command_of, state_of
 from evolver_async.study.estimate import RunEstimate, StudyEstimate
 from evolver_async.study.progress import StudyProgress
 from evolver_async.study.scheduler import EndedRun, Scheduler, forget_failures
@@ -229,7 +230,8 @@ def test_what_is_left_follows_the_runs_and_cold_starts_that_have_finished(
     write_cold(study, 0, 0.3)
     progress.report(EndedRun(cold_run(study, 0), "finished", "", 60.0), 4)
     assert "left 4 runs\n" in capsys.readouterr().out  # how long a run takes is not known yet
-    write_run(run_of(study, "lr-1e-3", 0), [0.4])
+    forked = Config(stages=[StageConfig(kind="sft", steps=4), StageConfig(steps=4)])
+    write_run(run_of(study, "lr-1e-3", 0), [0.4], config=forked)
     progress.report(EndedRun(run_of(study, "lr-1e-3", 0), "finished", "", 20.0), 3)
     assert "left 0:02:00\n" in capsys.readouterr().out  # three runs of 20 s, a cold start of 60
 
@@ -243,9 +245,31 @@ def test_a_fork_gets_what_differs_from_the_first_cell(recipe: Path, tmp_path: Pa
     cold = command_of(study, cold_run(study, 0))
     assert cold[:2] == ["train", str(study.out / "cells" / "lr-1e-3.yaml")]
     assert load(recipe, [cold[-1]]).stages == first.stages[:1]
+    cold_config(study, first)
     fork = command_of(study, run_of(study, "lr-1e-4", 0))
     assert fork[1:5] == ["--resume", str(cold_run(study, 0).directory), "--fork", "lr-1e-4-s0"]
     assert load(recipe, fork[-2:]) == second, "learner.lr and all stages"
+
+
+def cold_config(study: Study, config: Config) -> None:
+    """Write the configuration of the first seed's cold start, which trains one stage."""
+    cold = cold_run(study, 0).directory
+    cold.mkdir(parents=True)
+    dump(replace(config, stages=config.stages[:1]), cold / "config.yaml")
+
+
+def test_a_fork_keeps_the_copies_of_task_files_that_its_cold_start_made(tmp_path: Path) -> None:
+    """The stages that are over cannot change, as a path to the original file would be a change."""
+    first = StageConfig(kind="sft", steps=3, override={"tasks": {"path": "/given/tasks.jsonl"}})
+    config = Config(stages=[first, StageConfig(steps=9)])
+    definition = Definition("r", seeds=(0,), cold_start=True)
+    study = made_study(tmp_path / "study", definition)
+    (cell,) = study.cells
+    study = replace(study, configs={cell.name: config})
+    copied = replace(first, override={"tasks": {"path": "/cold/tasks_0.jsonl"}})
+    cold_config(study, replace(config, stages=[copied]))
+    fork = command_of(study, run_of(study, cell.name, 0))
+    assert load(None, fork[-1:]).stages == [copied, StageConfig(steps=9)]
 
 
 def test_the_mappings_of_a_fork_are_those_of_its_cell_alone(recipe: Path, tmp_path: Path) -> None:
@@ -267,6 +291,7 @@ def test_the_mappings_of_a_fork_are_those_of_its_cell_alone(recipe: Path, tmp_pa
     configs = configs_of(definition, recipe, study.cells)
     study = replace(study, configs=configs)
     dump(configs["one"], tmp_path / "one.yaml")
+    cold_config(study, configs["one"])
     for name in ("other", "none"):
         command = command_of(study, run_of(study, name, 0))
         made = load(tmp_path / "one.yaml", command[5:])
