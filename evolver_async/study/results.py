@@ -6,12 +6,13 @@ steps of a run that continues a cold start begin at the fork.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evolver_async.buffer.stages import TICKETS
+from evolver_async.buffer.stages import TICKETS, evaluation_digest
+from evolver_async.config.load import load, stage_config
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.metrics.tail import Tail
 from evolver_async.study.directory import CellRun, RunState, Study, cold_run, runs_of, state_of
@@ -128,20 +129,41 @@ def _cold_end(run_dir: Path, *_: int) -> ColdEnd:
     return ColdEnd(_last_second(rows), evaluations)
 
 
+@cache
+def evaluated_alike(cold_dir: Path, run_dir: Path) -> bool:
+    """True if the last stage of a cold start and the first one after the fork evaluate alike.
+
+    That is so if their tasks, rules and lengths of episodes agree. Both configurations are those
+    of the run directories, which have copies of task files.
+    """
+    cold, own = (load(path / "config.yaml") for path in (cold_dir, run_dir))
+    count = len(cold.stages)
+    last, first = stage_config(cold, count - 1), stage_config(own, count)
+    return evaluation_digest(last) == evaluation_digest(first)
+
+
 class CurveReader:
-    """Reader of the curves of one run. A run that was forked begins with its cold start's end."""
+    """Reader of the curves of one run.
+
+    The curves of a run that was forked begin with its cold start's end, if both evaluate alike.
+    """
 
     def __init__(self, study: Study, run: CellRun) -> None:
         self.rows = rows_of(run.directory)
         self.before = ColdEnd(0.0, {})
-        if study.definition.cold_start:
-            self.before = cold_end(cold_run(study, run.seed).directory)
+        if study.definition.cold_start and run.cell is not None:
+            cold = cold_run(study, run.seed).directory
+            self.before = cold_end(cold)
+            if self.rows and not evaluated_alike(cold, run.directory):
+                self.before = replace(self.before, evaluations={})
         self.progress = progress_of(self.rows, self.before.seconds)
 
     def points(self, metric: str) -> list[Point]:
         """Return the points of a metric by step; of several at one step the newest one counts.
 
-        Evaluations begin at step 0 with the last one of the cold start.
+        Evaluations begin at step 0 with the last one of the cold start if its tasks and rules are
+        those of the run. Otherwise the curve begins with the first evaluation of the run itself,
+        after the fork: a run is not evaluated at its fork.
         """
         points: dict[float, Point] = {}
         if self.rows and metric in self.before.evaluations:

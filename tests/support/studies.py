@@ -39,13 +39,17 @@ def write_run(
     before_s: float = 0.0,
     kind: str = "rl",
     metrics: Mapping[str, Sequence[float]] | None = None,
+    config: Config | None = None,
 ) -> None:
     """A run with an evaluation after each step; `code` is that of its end, None: it was killed.
 
-    `metrics` are further ones, with a value for each step.
+    `metrics` are further ones, with a value for each step. A run with seconds before it continues
+    a cold start.
     """
     run.directory.mkdir(parents=True, exist_ok=True)
-    dump(Config(stages=[StageConfig(steps=4)]), run.directory / "config.yaml")
+    cold = [StageConfig(kind="sft", steps=4)] if before_s else []
+    config = config or Config(stages=[*cold, StageConfig(steps=4)])
+    dump(config, run.directory / "config.yaml")
     rows = []
     for step, value in enumerate(evals, start=1):
         seconds = before_s + STEP_S * step

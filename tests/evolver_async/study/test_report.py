@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from studies import EPISODES, STEP_S, TURNS, made_study, run_of, write_cold, write_run
 
-from evolver_async.config import ConfigError
+from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.report.plots.study_figures import bands
 from evolver_async.study import directory, plots, report
 from evolver_async.study.curves import StudyCurve, by_lag, height, mean_curve, reached
@@ -240,6 +240,23 @@ def test_a_forked_run_begins_with_the_end_of_its_cold_start(tmp_path: Path) -> N
         (0, 0.0, 0.0, 0.3),
         (1, EPISODES * TURNS, STEP_S, 0.5),
     ]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [{"env": {"params": {"size": 6}}}, {"tasks": {"train": 9}, "rollout": {"max_turns": 3}}],
+)
+def test_a_forked_run_that_is_evaluated_otherwise_begins_with_its_own_first_evaluation(
+    tmp_path: Path, override: dict[str, Any]
+) -> None:
+    definition = Definition("r", seeds=(0,), grid=LAGS.grid, cold_start=True)
+    study = made_study(tmp_path / "study", definition)
+    write_cold(study, 0, 0.3)
+    second = StageConfig(steps=4, override=override)
+    forked = Config(stages=[StageConfig(kind="sft", steps=4), second])
+    write_run(run_of(study, "weight_lag-0", 0), [0.5], before_s=2 * STEP_S, config=forked)
+    points = [point[:] for point in results_of(study)[0].points]
+    assert points == [(1, EPISODES * TURNS, STEP_S, 0.5)]
 
 
 def test_lags_are_weighted_by_their_tokens(study: Study) -> None:
