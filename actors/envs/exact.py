@@ -2,27 +2,41 @@
 
 import asyncio
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from actors.envs.base import EnvError, Exact, Measurable, make_env, one_line, settled
 from evolver_async.schema import Task
 
 
-def exact(tasks: Iterable[Task], max_turns: int) -> Exact | None:
+def exact(tasks: Sequence[Task], max_turns: int) -> Exact | None:
     """Average the exact values of `tasks`; None if an environment cannot compute them.
 
     EnvError if it can and fails.
+    """
+    return exact_of_first(tasks, [len(tasks)], max_turns).get(len(tasks))
+
+
+def exact_of_first(
+    tasks: Iterable[Task], counts: Iterable[int], max_turns: int
+) -> dict[int, Exact]:
+    """Average the exact values of the first tasks, by their number; {} if there are none.
+
+    Raises as `exact` does.
     """
     values = []
     for task in tasks:
         env = make_env(task.env, task.params)
         if not isinstance(env, Measurable):
-            return None
+            return {}
         try:
             values.append(asyncio.run(_measured(env, task, max_turns)))
         except Exception as error:
             problem = f"cannot measure {task.task_id}: {one_line(error)}"
             raise EnvError(f"env.name: {task.env!r} {problem}") from error
+    return {count: _average(values[:count]) for count in counts}
+
+
+def _average(values: Sequence[Exact]) -> Exact:
     return Exact(
         random=statistics.fmean(value.random for value in values),
         optimal=statistics.fmean(value.optimal for value in values),

@@ -12,13 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from evolver_async.buffer.stages import source_of
+from evolver_async.buffer.stages import evaluation_digest, source_of
 from evolver_async.buffer.tasks.source import held_out_task
 from evolver_async.checkpoint.directory import exists
 from evolver_async.config import Config
@@ -140,23 +140,36 @@ def with_own_tasks(config: Config, run_dir: Path) -> Config:
 
 
 def measure(config: Config, run_dir: Path) -> None:
-    """Write the success of the random and of the optimal policy on the last evaluation's tasks.
+    """Write the success of the random and of the optimal policy on every stage's evaluations.
 
-    Nothing is written if the environment cannot compute them.
+    There are values for `eval.episodes` and for the number after the last stage, which another
+    stage can become on resume. Stages that evaluate alike share one computation. Stages whose
+    environment cannot compute values have none.
     """
-    last = stage_config(config, len(config.stages) - 1)
-    source = source_of(last)
-    episodes = config.eval.at_the_end
-    tasks = [held_out_task(source, number) for number in range(episodes)]
-    rollout = last.rollout
-    values = resolve("exact")(tasks, rollout.max_turns * rollout.actions_per_turn)
+    counts = sorted({config.eval.episodes, config.eval.at_the_end})
+    found: dict[str, list[dict[str, float]]] = {}
+    values = []
+    for index in range(len(config.stages)):
+        stage = stage_config(config, index)
+        evaluations = evaluation_digest(stage)
+        if evaluations not in found:
+            found[evaluations] = _measured(stage, counts)
+        values += [{"stage": index, **one} for one in found[evaluations]]
     (run_dir / EXACT).unlink(missing_ok=True)
-    if values is not None:
-        content = {"random": values.random, "optimal": values.optimal, "episodes": episodes}
-        if values.random_return is not None and values.optimal_return is not None:
-            content["random_return"] = values.random_return
-            content["optimal_return"] = values.optimal_return
-        write_whole(run_dir / EXACT, json.dumps(content))
+    if values:
+        write_whole(run_dir / EXACT, json.dumps({"values": values}))
+
+
+def _measured(stage: Config, counts: Sequence[int]) -> list[dict[str, float]]:
+    """Return the values of a stage for each number of episodes."""
+    source, rollout = source_of(stage), stage.rollout
+    tasks = [held_out_task(source, number) for number in range(max(counts))]
+    values = resolve("exact")(tasks, counts, rollout.max_turns * rollout.actions_per_turn)
+    return [
+        {"episodes": count}
+        | {name: value for name, value in one._asdict().items() if value is not None}
+        for count, one in values.items()
+    ]
 
 
 def _prepare_here(run_dir: Path) -> None:

@@ -30,7 +30,7 @@ LAUNCHERS = {
 # Everything else that a wing offers by name.
 ROLES = PROCESSES | {
     "eval": "actors.evaluate:evaluate",  # (run_dir, episodes, step, split) -> text
-    "exact": "actors.envs.exact:exact",  # (tasks, max_turns) -> random and optimal, or None
+    "exact": "actors.envs.exact:exact_of_first",  # (tasks, counts, max_turns) -> values by count
     "check_prompts": "actors.checks.prompts:check",  # (config) -> None
     "export": "learner.tools.export:export",  # (run_dir, out, step) -> one line
     "manual": "actors.export_manual:write_manual",  # (config of a stage, directory) -> None

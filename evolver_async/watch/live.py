@@ -26,7 +26,7 @@ from evolver_async.transport.client import Rejected
 from evolver_async.watch.runs import END, is_running
 from evolver_async.watch.status import ask
 from evolver_async.watch.throughput import Setup
-from evolver_async.watch.view import View
+from evolver_async.watch.view import ExactValues, View
 
 POLL_S = 0.5
 ASK_S = 2.0  # between two requests for STATUS
@@ -136,9 +136,10 @@ def _print(lines: list[str], live: Live | None, stream: TextIO | None = None) ->
             print(line, file=stream, flush=True)
 
 
-def exact_values(run_dir: Path) -> dict[str, float] | None:
-    """Read the success of the random and of the optimal policy; None if it is unknown."""
-    return facts_of(run_dir / EXACT)
+def exact_values(run_dir: Path) -> ExactValues:
+    """Read the success of the random and of the optimal policy; {} if it is unknown."""
+    facts = facts_of(run_dir / EXACT) or {}
+    return {(one["stage"], one["episodes"]): one for one in facts.get("values", ())}
 
 
 def steps_of(config: Config, run_dir: Path) -> int:

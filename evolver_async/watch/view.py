@@ -6,7 +6,7 @@ Pure but for rich's objects; `live.py` reads the file, asks the buffer and print
 import contextlib
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.panel import Panel
@@ -20,6 +20,8 @@ from evolver_async.watch import throughput
 from evolver_async.watch.cells import clock, eval_sets_of, mechanisms, number, played
 from evolver_async.watch.status import failures_of, longest_stall, waits_of
 
+ExactValues = Mapping[tuple[Any, Any], Mapping[str, float]]  # by stage and episodes
+
 REPEAT_S = 30.0  # until a repeated failure is printed again
 SHOWN = 4  # failures, and waiting processes, in a panel
 LINE_S = 2.0  # of the run's time between two lines
@@ -32,20 +34,20 @@ class View:
     """State of a run by its rows and by STATUS.
 
     `steps`: learner steps of all stages, 0 if unknown. `exact`: success of the `random` and of the
-    `optimal` policy on the evaluation's tasks. `setups`: settings that the advice depends on, by
-    stage.
+    `optimal` policy by the stage and the episodes of an evaluation. `setups`: settings that the
+    advice depends on, by stage.
     """
 
     def __init__(
         self,
         name: str,
         steps: int,
-        exact: dict[str, float] | None = None,
+        exact: ExactValues | None = None,
         setups: Sequence[throughput.Setup] = (),
     ) -> None:
         self.name = name
         self.steps = steps
-        self.exact = exact
+        self.exact = exact or {}
         self.setups = setups or [throughput.Setup()]
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self.row: dict[str, Any] = {}
@@ -72,7 +74,7 @@ class View:
             self.evaluations.append((new, row))
             return (
                 f"step {row['step']}  eval success {number(row['eval/success'])}"
-                f" over {played(row)}{self._exact_values()}"
+                f" over {played(row)}{self._exact_values(row)}"
                 f"{''.join(f'; {name} {value}' for name, value in eval_sets_of(row))}"
             )
         if "time_s" not in row:
@@ -148,7 +150,7 @@ class View:
             spark = "".join(BARS[round(v * (len(BARS) - 1))] for v in self.evals[-SPARKS:])
             _, newest = self.evaluations[-1]
             distinct = number(newest.get("eval/distinct"))
-            text = f"{spark} {self.evals[-1]:.3f} ({distinct} distinct){self._exact_values()}"
+            text = f"{spark} {self.evals[-1]:.3f} ({distinct} distinct){self._exact_values(newest)}"
             grid.add_row("eval success", text)
         for name, (_, value) in self.eval_sets.items():
             grid.add_row(f"eval {name}", value)
@@ -215,10 +217,12 @@ class View:
         steps, seconds = self.row["step"] - self.first[0], self.row["time_s"] - self.first[1]
         return (self.steps - self.row["step"]) * seconds / steps if steps > 0 else None
 
-    def _exact_values(self) -> str:
-        if self.exact is None:
+    def _exact_values(self, row: dict[str, Any]) -> str:
+        """Format the values on the tasks of an evaluation; "" if they are not known."""
+        values = self.exact.get((row.get("eval/stage"), row["eval/episodes"]))
+        if values is None:
             return ""
-        return " (random policy {random:.3f}, optimal {optimal:.3f})".format_map(self.exact)
+        return " (random policy {random:.3f}, optimal {optimal:.3f})".format_map(values)
 
 
 class _Numbers(dict[str, Any]):

@@ -148,6 +148,7 @@ class EvaluationTracker:
                 "eval/episodes": float(result.episodes),
                 "eval/distinct": float(result.distinct),
                 "eval/version": float(result.weights.step),
+                "eval/stage": float(asked.stage),
                 "time_s": seconds,
                 **asked.progress,
             }

@@ -32,6 +32,7 @@ from evolver_async.launch.registry import resolve
 from evolver_async.launch.resumption import FinishedRun, resume
 from evolver_async.launch.run_directory import ACTORS, announce, locked, scale
 from evolver_async.metrics.launches import record
+from evolver_async.watch.live import exact_values
 from evolver_async.watch.runs import end
 
 RECIPE = "stages: [{kind: rl, steps: 5}]\n"
@@ -450,12 +451,20 @@ def test_addresses_that_are_none_are_one_sentence(refused: Refused) -> None:
 
 @pytest.mark.process
 def test_a_new_run_knows_the_exact_values_of_its_maps(tmp_path: Path) -> None:
-    config = Config(stages=[StageConfig(steps=5)])
+    """Every stage has those of its own rules, for all numbers of episodes; also a later stage."""
+    wider = StageConfig(steps=5, override={"env": {"params": {"size": 6}}})
+    config = Config(stages=[StageConfig(steps=5), wider, StageConfig(steps=5)])
     config.run.dir = str(tmp_path)
-    config.eval.final_episodes = 16
+    config.eval.episodes, config.eval.final_episodes = 8, 16
     _, made = create(config, None)
-    exact = json.loads((made / "exact.json").read_text())
-    assert 0 < exact["random"] < 0.5 < exact["optimal"] <= 1.0 and exact["episodes"] == 16
+    exact = exact_values(made)
+    assert sorted(exact) == [(stage, count) for stage in range(3) for count in (8, 16)]
+    for values in exact.values():
+        assert 0 <= values["random"] < 0.5 < values["optimal"] <= 1.0
+    first, second, third = ([exact[s, n]["random"] for n in (8, 16)] for s in range(3))
+    assert first == third and first[0] != first[1] and not {*first} & {*second}
+    resume(made, ["stages+={kind: rl, steps: 5}"])
+    assert {stage for stage, _ in exact_values(made)} == {0, 1, 2, 3}
 
 
 def preparing(tmp_path: Path) -> tuple["subprocess.Popen[str]", psutil.Process]:

@@ -93,7 +93,7 @@ def test_facts_of_a_run_are_on_the_disk_before_they_replace_the_old_ones(
     run_directory.record_origin(run_dir, kind="fork", run="a")
     measure(Config(stages=[StageConfig(steps=1)]), run_dir)
     assert synced == [".end.json", ".run.json", ".origin.json", ".exact.json"]
-    assert exact_values(run_dir) is not None
+    assert exact_values(run_dir)
 
 
 @pytest.mark.parametrize("content", ["", '{"kind": "fo', "[1]", "null"])
@@ -103,4 +103,4 @@ def test_torn_facts_count_as_unknown(run_dir: Path, content: str) -> None:
     for name in (run_directory.ORIGIN, EXACT):
         (run_dir / name).write_text(content)
     assert run_directory.origin_of(run_dir) is None
-    assert exact_values(run_dir) is None
+    assert exact_values(run_dir) == {}

@@ -1,5 +1,6 @@
 """A rerun is planned only if the journal holds every group that it would train."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -56,12 +57,13 @@ def test_the_success_of_the_optimal_policy_is_copied_unless_it_is_torn(tmp_path:
     run = MadeRun(tmp_path / "run")
     run.step()
     run.close()
-    for name, content in (("whole", '{"random": 0.1, "optimal": 1.0}'), ("torn", '{"random": 0')):
+    values = {"stage": 0, "episodes": 8, "random": 0.1, "optimal": 1.0}
+    for name, content in (("whole", json.dumps({"values": [values]})), ("torn", '{"values": ')):
         (run.run_dir / EXACT).write_text(content)
         out = tmp_path / name
         make_directory(plan(load_run(run.run_dir), ["learner.lr=0.1"], None, out))
         assert (out / EXACT).exists() == (name == "whole")
-    assert exact_values(tmp_path / "whole") == {"random": 0.1, "optimal": 1.0}
+    assert exact_values(tmp_path / "whole") == {(0, 8): values}
 
 
 def test_a_run_without_a_complete_step_has_nothing_to_rerun(tmp_path: Path) -> None:

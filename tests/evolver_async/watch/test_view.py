@@ -114,8 +114,13 @@ def test_lines_keep_a_distance_and_evaluations_always_show() -> None:
 
 
 def test_the_exact_values_stand_beside_the_evaluations() -> None:
-    view = View("run", 20, {"random": 0.02, "optimal": 1.0})
-    line = view.feed({"lineage": 1, "step": 2, "eval/success": 0.75, **PLAYED})
+    """Where they are of the same stage and of as many episodes."""
+    values = {(1, 256): {"random": 0.02, "optimal": 1.0}, (1, 512): {"random": 0.9, "optimal": 0.9}}
+    view = View("run", 20, values)
+    evaluation = {"lineage": 1, "step": 2, "eval/success": 0.75, **PLAYED}
+    for unknown in ({}, {"eval/stage": 0.0}, {"eval/stage": 1.0, "eval/episodes": 255.0}):
+        assert "random" not in str(view.feed(evaluation | unknown))
+    line = view.feed(evaluation | {"eval/stage": 1.0, "eval/episodes": 256.0})
     beside = "(random policy 0.020, optimal 1.000)"
     assert line == f"step 2  eval success 0.750 over 256 episodes, 9 distinct {beside}"
     view.feed(row(2, 1.0))
