@@ -20,6 +20,7 @@ from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.llm.client import Endpoint
 from actors.progress import TicketProgress
+from actors.rollout.environment import own_cancellation
 from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Deliver, Finished, RewardTooLarge, assembled
@@ -160,7 +161,9 @@ class AgentRunner:
             seed = key(ticket.dynamics_seed, member)
             task = ticket.task
             returned = await self.agent(base_url=base_url, api_key=token, task=task, seed=seed)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if own_cancellation(error):
+                raise
             if not (session.limited and session.recorder.turns):
                 raise _AgentError("exceptions", error) from error
             returned = AgentOutcome(0.0, False)

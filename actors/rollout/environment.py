@@ -71,7 +71,9 @@ class TimedEnvironment:
             stepping = self._progress.clock.during(STEPPING)
             with stepping, self._progress.during(self._member, doing):
                 return await self._timed(function, args, latency_s)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if own_cancellation(error):
+                raise
             raise self.failure(doing, loop.time() - began, error) from error
         finally:
             self.spent_s += loop.time() - began
@@ -161,7 +163,9 @@ class TimedEnvironment:
             elif self._thread is not None:
                 self._thread.call(self.env.close)
             else:
-                with contextlib.suppress(Exception):  # what went wrong before is what counts
+                with contextlib.suppress(
+                    Exception, asyncio.CancelledError
+                ):  # the first error counts
                     self.env.close()
         if self._thread is not None:
             self._thread.end()
@@ -201,6 +205,15 @@ class _Thread:
                 future.set_exception(gave_up(error))
             except BaseException as error:
                 future.set_exception(error)
+
+
+def own_cancellation(error: BaseException) -> bool:
+    """Return True if the error cancels the running task.
+
+    A CancelledError that a user's code raises is False: it would end the task without a failure.
+    """
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def gave_up(error: BaseException) -> RuntimeError:

@@ -493,7 +493,7 @@ def test_limits_end_an_episode_and_are_told_to_the_agent() -> None:
 
 
 def test_what_an_agent_raises_is_counted_and_costs_nobody_else_anything() -> None:
-    played = iter(range(4))
+    played = iter(range(5))
 
     async def player(client: Client) -> float:
         number = next(played)
@@ -502,13 +502,15 @@ def test_what_an_agent_raises_is_counted_and_costs_nobody_else_anything() -> Non
             raise KeyError("no such tool")
         if number == 2:
             raise SystemExit(3)
+        if number == 3:
+            raise asyncio.CancelledError
         return 1.0
 
-    ran = run(player, Scripted(*"abcd"), members=4)
+    ran = run(player, Scripted(*"abcde"), members=5)
     assert isinstance(ran.error, EnvironmentFailure)
     assert "tests:agent, task t, member" in str(ran.error)
     assert len(ran.finished) == 2
-    assert ran.counts["agent/exceptions"] == 2 and ran.counts["agent/episodes"] == 2
+    assert ran.counts["agent/exceptions"] == 3 and ran.counts["agent/episodes"] == 2
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,49 @@ def test_failed_environment_names_itself_and_the_cause(what: str, named: str) ->
     assert "Corridor" in str(caught.value)
 
 
+class Cancelling(Corridor):
+    """Raises the error of a cancelled task in its second step, as a client with a deadline may."""
+
+    def step(self, action: str) -> Step:
+        if self.steps == 1:
+            raise asyncio.CancelledError("mine")
+        return super().step(action)
+
+
+class AsyncCancelling(Cancelling):
+    async def step(self, action: str) -> Step:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().step(action)
+
+
+@pytest.mark.parametrize(
+    ("env", "blocking"), [(Cancelling, False), (Cancelling, True), (AsyncCancelling, False)]
+)
+def test_a_cancelled_error_of_an_environment_is_its_failure(
+    env: type, blocking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env, "blocking", blocking)
+    engine = FakeEngine({"0/0/0": say(RIGHT, RIGHT)})
+    with pytest.raises(EnvironmentFailure, match=r"step for .*CancelledError: mine"):
+        roll_out(corridor(env=env), setting(), engine)
+
+
+def test_a_cancelled_rollout_is_no_failure_of_its_environment() -> None:
+    class Slow:
+        async def step(self) -> None:
+            await asyncio.sleep(1000.0)
+
+    async def cancelled() -> None:
+        world = TimedEnvironment(corridor(), 0, 60.0, TicketProgress())
+        call = asyncio.create_task(world.call("step", Slow().step))
+        await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(cancelled())
+
+
 class Strange(Corridor):
     """Every step's reward is `reward`, and what it shows no UTF-8 can hold."""
 
