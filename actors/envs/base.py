@@ -290,6 +290,6 @@ def _parameters(found: type[Env]) -> tuple[Mapping[str, inspect.Parameter], dict
     return inspect.signature(found).parameters, typing.get_type_hints(found.__init__)
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Render an error's type and text on one line, without secrets."""
     return mask(" ".join(f"{type(error).__name__}: {error}".split()))

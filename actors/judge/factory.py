@@ -9,7 +9,7 @@ from actors.llm.client import Endpoint
 from actors.llm.self_client import PolicyClient
 from evolver_async.config import Config
 from evolver_async.config.sections.agentevolver import UNAUDITED
-from evolver_async.extension import implementation
+from evolver_async.extension import implementation, is_own
 
 
 def make_judge(
@@ -23,6 +23,15 @@ def make_judge(
     make = implementation("judge.kind", kind, JUDGES)
     judge = make(config, engine, chat, failures or FailureCounts())
     return AuditedJudge(judge, probes) if probes and kind not in UNAUDITED else judge
+
+
+def timeout_s_of(config: Config) -> float | None:
+    """Return the limit of a judge of one's own; None if the judge limits itself.
+
+    A serial run has no limit: its virtual clock would run past it while a thread works.
+    """
+    limited = is_own(config.judge.kind) and config.launch.kind != "serial"
+    return config.judge.timeout_s if limited else None
 
 
 def rule_judge(config: Config, engine: Engine, chat: Chat, failures: FailureCounts) -> Judge:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+
 GOOD, BAD, UNLABELLED = 1, -1, 0
 VERDICT = "Step {} Judgment: {}"  # of a turn, counted from 1
 THOUGHT = "</think>"  # the answer starts after it
@@ -56,6 +58,14 @@ def parse(answer: str, turns: int) -> list[int]:
     if len(labels) < turns:
         raise UnreadableLabels("wrong_count", f"only {len(labels)} of {turns} judgments")
     return labels
+
+
+def checked_labels(labels: Sequence[int], turns: int) -> np.ndarray:
+    """Return a judge's labels as int8[turns]. Raise ValueError if they are not one per turn."""
+    found = np.asarray(labels)
+    if found.shape != (turns,) or not np.isin(found, (GOOD, BAD, UNLABELLED)).all():
+        raise ValueError(f"{found.tolist()!r:.80} are not {turns} labels of 1, -1 or 0")
+    return found.astype(np.int8)
 
 
 def by_progress(scores: Sequence[float]) -> list[int]:

@@ -8,10 +8,13 @@ import pytest
 from msgspec.structs import replace
 from workers import Buffer, Walker, granted, run, version
 
+from actors.judge.audit import AuditedJudge
+from actors.judge.factory import timeout_s_of
 from actors.judge.judge import JudgedEpisode
 from actors.postprocess import ActorComponents
 from actors.questioning.grade import Grade
 from actors.rollout.group import run_group
+from evolver_async.config import Config, JudgeConfig
 from evolver_async.protocol import messages, trajectories
 from evolver_async.schema import Task
 
@@ -96,6 +99,63 @@ def test_a_slow_judge_holds_up_no_other_group(run: Callable[..., None]) -> None:
     buffer = Buffer((0.0, granted()), (1.0, granted({"group_id": 1})))
     run(buffer, Walker(), 30.0, ActorComponents(judge=court), groups=1)
     assert len(court.heard) == 4
+
+
+class BadCourt(Court):
+    """A judge that fails in the way of its name."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    async def label(self, episode: JudgedEpisode) -> tuple[list[int], str]:
+        match self.way:
+            case "raises":
+                raise KeyError("mine")
+            case "cancels":
+                raise asyncio.CancelledError("mine")
+            case "hangs":
+                await asyncio.sleep(10_000.0)
+            case "miscounts":
+                return [1, -1], "mine"
+            case "overrates":
+                return [5, 1, 1], "mine"
+        return None  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("raises", "KeyError: 'mine'"),
+        ("cancels", "CancelledError: mine"),
+        ("hangs", "judge.timeout_s=5 has passed"),
+        ("miscounts", "are not 3 labels"),
+        ("overrates", "are not 3 labels"),
+        ("returns nothing", "TypeError"),
+    ],
+)
+@pytest.mark.parametrize("audited", [False, True])
+def test_a_judge_that_fails_leaves_the_episode_unlabelled(
+    run: Callable[..., None], way: str, said: str, audited: bool
+) -> None:
+    judge: Any = AuditedJudge(BadCourt(way), 0.5) if audited else BadCourt(way)  # type: ignore[arg-type]
+    buffer, components = Buffer((0.0, granted())), ActorComponents(judge=judge, judge_timeout_s=5)
+    run(buffer, Walker(), 60.0, components)
+    pushed = [push.trajectory for push in buffer.seen(messages.Push)]
+    assert [one.labels.tolist() for one in pushed] == [[0, 0, 0]] * 2
+    assert {one.label_source for one in pushed} == {""}
+    assert buffer.seen(messages.Release) == []
+    (total,) = components.failures.totals()
+    assert (total.kind, total.name, total.count) == ("judge", "judge.kind", 2)
+    assert said in total.error
+
+
+def test_only_a_judge_of_ones_own_is_limited_from_outside() -> None:
+    own = Config(judge=JudgeConfig(kind="mine:judge", timeout_s=7.0))
+    assert timeout_s_of(own) == 7.0
+    assert timeout_s_of(Config(judge=JudgeConfig(kind="rule", timeout_s=7.0))) is None
+    own.launch.kind = "serial"
+    assert timeout_s_of(own) is None
 
 
 def test_what_is_being_judged_when_the_actor_leaves_is_handed_in(run: Callable[..., None]) -> None:
