@@ -75,9 +75,22 @@ async def join(client: Client) -> tuple[Config, messages.Welcome]:
         await client.request(hello)
     except Rejected as error:
         raise ConfigError(f"--connect: {error}") from None
-    for index in range(len(config.stages)):
-        reveal(stage_config(config, index).env.params)  # an unset variable is no task's failure
+    check_references(config)
     return config, welcome
+
+
+def check_references(config: Config) -> None:
+    """Raise ConfigError for a variable that environments of the run need and that is not set.
+
+    Found only by a task it would be that task's failure.
+    """
+    for index in range(len(config.stages)):
+        staged = stage_config(config, index)
+        reveal(staged.env.params)
+        for number, part in enumerate(staged.tasks.mixture):
+            reveal(part.params, f"tasks.mixture[{number}].params")
+        for name, chosen in staged.eval.sets.items():
+            reveal(chosen.env.params, f"eval.sets.{name}.env.params")
 
 
 async def serve(args: RoleArgs) -> None:

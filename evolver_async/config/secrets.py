@@ -40,9 +40,9 @@ def looks_secret(name: str) -> bool:
     return bool(SECRET.search(words))
 
 
-def reveal(params: Any) -> Any:
+def reveal(params: Any, key: str = "env.params") -> Any:
     """Return parameters with values for references. Raise ConfigError for a variable not set."""
-    return _revealed_in(params, "env.params", False)
+    return _revealed_in(params, key, False)
 
 
 def secret(name: str, key: str) -> str:
