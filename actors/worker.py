@@ -18,6 +18,7 @@ from actors.outbox import Outbox
 from actors.postprocess import ActorComponents, TicketPostprocessing, release_reason
 from actors.progress import TicketProgress, renewal
 from actors.reporter import Reporter
+from actors.rollout.environment import abandoned_closed
 from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Deliver, Finished
 from actors.rollout.group import run_group
@@ -109,7 +110,7 @@ class Worker:
             for task in (*loops, *ends):
                 task.cancel()
             await self.drain()
-            await self.leave()
+            await asyncio.gather(self.leave(), abandoned_closed(self.reply_timeout_s))
             await self.components.close()
             await self.adoption.close()
             await self.engine.close()
@@ -265,8 +266,7 @@ class Worker:
 
     async def roll_out(self, ticket: Ticket, progress: TicketProgress, deliver: Deliver) -> None:
         """Run a ticket's episodes by script, by an agent or by the engine."""
-        setting = self.settings[ticket.stage]
-        stage = self.config.stages[ticket.stage]
+        setting, stage = self.settings[ticket.stage], self.config.stages[ticket.stage]
         if ticket.kind == "demo":
             await demonstrate_group(ticket, setting, stage.expert_fraction, progress, deliver)
         elif ticket.kind == "branch":

@@ -9,6 +9,7 @@ that names environment, task, member, what it was doing and for how long.
 import asyncio
 import contextlib
 import inspect
+import logging
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -24,7 +25,9 @@ from evolver_async.schema import Task, Ticket
 
 R = TypeVar("R")
 
-_closing: set[asyncio.Task[None]] = set()  # of environments that nobody waits for
+_closing: set[asyncio.Future[None]] = set()  # closes of abandoned environments
+
+log = logging.getLogger(__name__)
 
 
 class TimedEnvironment:
@@ -157,11 +160,9 @@ class TimedEnvironment:
         """Close the environment without waiting if a thread can do it."""
         if hasattr(self, "env"):
             if inspect.iscoroutinefunction(self.env.close):
-                closing = asyncio.create_task(self._closed(self.env.close))
-                _closing.add(closing)
-                closing.add_done_callback(_closing.discard)
+                _keep(asyncio.create_task(self._closed(self.env.close)))
             elif self._thread is not None:
-                self._thread.call(self.env.close)
+                _keep(asyncio.wrap_future(self._thread.call(self.env.close)))
             else:
                 with contextlib.suppress(
                     Exception, asyncio.CancelledError
@@ -174,6 +175,27 @@ class TimedEnvironment:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(self._timeout_s):
                 await close()
+
+
+async def abandoned_closed(timeout_s: float) -> None:
+    """Wait until abandoned environments are closed, for at most `timeout_s`."""
+    loop = asyncio.get_running_loop()
+    if closing := [one for one in _closing if one.get_loop() is loop]:
+        _, late = await asyncio.wait(closing, timeout=timeout_s)
+        if late:
+            log.warning("%d environments did not close within %g s", len(late), timeout_s)
+
+
+def _keep(closing: "asyncio.Future[None]") -> None:
+    _closing.add(closing)
+    closing.add_done_callback(_forget)
+
+
+def _forget(closing: "asyncio.Future[None]") -> None:
+    """Drop a finished close with its exception: what went wrong before is what counts."""
+    _closing.discard(closing)
+    if not closing.cancelled():
+        closing.exception()
 
 
 class _Thread:

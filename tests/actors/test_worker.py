@@ -325,6 +325,22 @@ def test_a_drained_actor_does_not_wait_for_ever(run: Callable[..., None]) -> Non
     assert (release.members, release.reason) == ([0, 1], "drain")
 
 
+class Leaving(Corridor):
+    """Closes over the network."""
+
+    async def close(self) -> None:  # type: ignore[override]
+        await asyncio.sleep(2.0)
+        type(self).closed += 1
+
+
+def test_a_drained_actor_closes_the_environments_of_cancelled_episodes(
+    run: Callable[..., None],
+) -> None:
+    Leaving.closed = 0
+    run(Buffer((0.0, corridor(members=2, env=Leaving))), Walker(pause_s=1000.0), 10.0)
+    assert Leaving.closed == 2
+
+
 def test_renewals_say_what_holds_up_each_ticket(run: Callable[..., None]) -> None:
     evaluation = granted({"kind": "eval", "group_id": 1, "weights": version(1)})
     buffer = Buffer((0.0, granted(length=100)), (1.0, evaluation))

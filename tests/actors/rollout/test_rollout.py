@@ -37,7 +37,7 @@ from stripping import stripped
 from actors.engines.base import Generation, Request
 from actors.envs.base import EnvironmentFailure
 from actors.progress import TicketProgress
-from actors.rollout.environment import TimedEnvironment
+from actors.rollout.environment import TimedEnvironment, abandoned_closed
 from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Finished
@@ -778,3 +778,29 @@ def test_scores_are_read_wherever_somebodys_own_function_may_use_them(
 ) -> None:
     config = load(None, ["stages.0.steps=1", *changes])
     assert setting_of(config, CHAT, "actor-0", 0).scored == share
+
+
+class SlowClose(Corridor):
+    """Blocks in `close` until `free` is set."""
+
+    blocking = True
+    free = threading.Event()
+
+    def close(self) -> None:
+        self.free.wait(10.0)
+        super().close()
+
+
+def test_an_abandoned_environment_is_waited_for_and_not_for_ever() -> None:
+    async def play() -> None:
+        world = TimedEnvironment(corridor(env=SlowClose), 0, 60.0, TicketProgress())
+        await world.open()
+        world.abandon()
+        await abandoned_closed(0.05)
+        assert SlowClose.closed == 0
+        SlowClose.free.set()
+        await abandoned_closed(10.0)
+        assert SlowClose.closed == 1
+
+    SlowClose.closed = 0
+    asyncio.run(play())
