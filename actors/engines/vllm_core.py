@@ -22,7 +22,7 @@ import msgspec
 from torch import Tensor
 from transformers import AutoConfig
 
-from actors.engines.vllm_start import Settings, start, while_alive
+from actors.engines.vllm_start import Settings, end, start, while_alive
 from actors.engines.vllm_swap import swap_adapter, swap_weights
 from actors.weights.vllm_channel import WorkerChannel, WorkerStates
 from evolver_async.model.policy import ModelError, check_shapes, weight_shapes
@@ -134,7 +134,7 @@ class VllmCore:
         """Discard an AsyncLLM that is dead or in an unknown state; `ready` starts another."""
         if llm is self._llm:
             self._llm, self._settled = None, False
-            llm.shutdown()
+            end(llm)
 
     async def stage(self, weights: WeightId) -> Probe | None:
         """Bring a version into all workers, beside the weights that generate.

@@ -1,6 +1,7 @@
 """Start of vLLM's processes by settings and environment, and calls that notice their end."""
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import Coroutine
@@ -15,6 +16,8 @@ from evolver_async.config import EngineConfig
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+
+log = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 128 << 20
 CPU_BLOCK = 32  # tokens per block of KV; the minimum of vLLM's CPU kernels
@@ -102,6 +105,16 @@ def start(settings: Settings, channel: WorkerChannel) -> "AsyncLLM":
         os.environ[CHANNEL] = msgspec.json.encode(channel).decode()
         os.environ[ADAPTER] = msgspec.json.encode(settings.adapter).decode()
         return AsyncLLM.from_engine_args(arguments)
+
+
+def end(llm: "AsyncLLM") -> None:
+    """Shut down vLLM. Its running requests raise EngineDeadError; else they would wait for ever,
+    because a shutdown cancels the task that answers them."""
+    try:
+        llm.output_processor.propagate_error(llm.dead_error)
+    except Exception:
+        log.exception("vLLM's running requests cannot be told of its end")
+    llm.shutdown()
 
 
 async def while_alive(llm: "AsyncLLM", call: Coroutine[Any, Any, Any]) -> Any:

@@ -1,0 +1,64 @@
+"""End of a vLLM, with a fake in its place: its running requests are told of it."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from actors.engines.vllm_core import VllmCore
+
+
+class EngineDead(Exception):
+    """In place of vLLM's EngineDeadError."""
+
+
+class FakeLlm:
+    """Answers requests from a queue, and no longer after `shutdown`, as AsyncLLM does.
+
+    `broken`: as a version of vLLM without the method that tells requests of an error.
+    """
+
+    dead_error = EngineDead()
+
+    def __init__(self, broken: bool = False) -> None:
+        self.answers: asyncio.Queue[Exception] = asyncio.Queue()
+        self.output_processor: Any = None if broken else self
+        self.ended = False
+
+    def propagate_error(self, error: Exception) -> None:
+        assert not self.ended, "the requests are told before the shutdown"
+        self.answers.put_nowait(error)
+
+    def shutdown(self) -> None:
+        self.ended = True
+
+    async def generate(self) -> None:
+        raise await self.answers.get()
+
+
+def core_of(llm: FakeLlm) -> VllmCore:
+    core = object.__new__(VllmCore)
+    core._llm, core._settled = llm, True  # type: ignore[assignment]
+    return core
+
+
+def test_requests_of_a_lost_vllm_end_with_its_error() -> None:
+    async def lose() -> None:
+        llm = FakeLlm()
+        request = asyncio.create_task(llm.generate())
+        await asyncio.sleep(0)
+        core_of(llm).lose(llm)  # type: ignore[arg-type]
+        assert llm.ended
+        with pytest.raises(EngineDead):
+            await asyncio.wait_for(request, 5.0)
+
+    asyncio.run(lose())
+
+
+def test_a_vllm_that_cannot_tell_its_requests_is_shut_down_all_the_same() -> None:
+    async def lose() -> None:
+        llm = FakeLlm(broken=True)
+        core_of(llm).lose(llm)  # type: ignore[arg-type]
+        assert llm.ended
+
+    asyncio.run(lose())
