@@ -3,6 +3,7 @@
     read     starts on a group's episodes → success, failure and comparison lessons → ratings;
              a group that failed throughout is compared with a success in a similar task
     collect  returns the lessons of finished groups
+    purge    drops the lessons of a source that are still being written
     rewrite  the entries found for a task → one text
 
 No caller waits. A failure (no endpoint, no budget, unreadable answers) is counted, and the group
@@ -49,11 +50,12 @@ class Lesson(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GroupLessons(NamedTuple):
-    """Lessons of one group."""
+    """Lessons of one group. `number`: of the group among those read."""
 
     items: list[Item]
     source: str
     trajectories: list[str]
+    number: int
 
 
 class LessonExtractor:
@@ -67,6 +69,8 @@ class LessonExtractor:
         self._rewrite_s = REWRITE_SHARE * config.timeout_s
         self._counts: Counter[str] = Counter()
         self._pending = 0
+        self._begun = 0  # groups
+        self._purged: dict[str, int] = {}  # by source: the last group begun before its purge
         self._found: queue.SimpleQueue[GroupLessons] = queue.SimpleQueue()
         self._rewritten: OrderedDict[tuple[str, ...], tuple[Future[list[str]], float]]
         self._rewritten = OrderedDict()
@@ -85,13 +89,22 @@ class LessonExtractor:
             self._counts["unread"] += 1
             return
         self._pending += 1
-        self._submit(self._read(source, group, elsewhere))
+        self._begun += 1
+        self._submit(self._read(self._begun, source, group, elsewhere))
 
     def collect(self) -> list[GroupLessons]:
         """Return the lessons of the groups that have finished since the last call."""
         found = [self._found.get() for _ in range(self._found.qsize())]
         self._pending -= len(found)
-        return found
+        return [group._replace(items=self._unpurged(group)) for group in found]
+
+    def purge(self, source: str) -> None:
+        """Drop the lessons still being written from groups of this source, or with its success."""
+        self._purged[source] = self._begun
+
+    def _unpurged(self, group: GroupLessons) -> list[Item]:
+        gone = {name for name, last in self._purged.items() if group.number <= last}
+        return [item for item in group.items if not gone & {group.source, item.teacher}]
 
     def rewrite(self, query: str, texts: list[str], now: float) -> list[str] | None:
         """Return the texts rewritten as one for this task; None while that is running.
@@ -137,7 +150,7 @@ class LessonExtractor:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _read(
-        self, source: str, group: messages.Contribute, elsewhere: SolvedGroup | None
+        self, number: int, source: str, group: messages.Contribute, elsewhere: SolvedGroup | None
     ) -> None:
         items: list[Item] = []
         try:
@@ -149,7 +162,7 @@ class LessonExtractor:
             log.exception("a group of %s yields no lessons", group.task_id)
         finally:
             trajectories = [episode.trajectory_id for episode in group.episodes]
-            self._found.put(GroupLessons(items, source, trajectories))
+            self._found.put(GroupLessons(items, source, trajectories, number))
 
     async def _learn(self, group: messages.Contribute, elsewhere: SolvedGroup | None) -> list[Item]:
         """Extract lessons of the kinds that apply; return those with a sufficient rating."""

@@ -87,6 +87,8 @@ class ExperienceService:
             case messages.Purge():
                 self._changed, source = True, request.source
                 count = self.pool.purge(source)
+                if self._extractor is not None:
+                    self._extractor.purge(source)
                 log.warning("purged %d entries of %s as requested by %s", count, source, peer)
                 return [messages.Purged(count=count)]
             case messages.StatusRequest():

@@ -104,6 +104,37 @@ def test_lessons_of_three_kinds_are_rated_and_the_good_ones_kept(
     assert texts(service) and len(texts(service) or []) == 4
 
 
+@pytest.mark.parametrize("purged", ["teacher", "actor-0", "other"])
+def test_lessons_still_being_written_at_a_purge_are_dropped(
+    make: Callable[..., ExperienceService], purged: str
+) -> None:
+    go_on = threading.Event()
+
+    def slow(body: dict[str, Any]) -> str:
+        assert go_on.wait(DEADLINE_S)
+        return proper(body)
+
+    with OpenAIServer(otherwise=slow) as server:
+        service = make(server)
+        go_on.set()
+        service.handle("teacher", contribution(WON, query=TASK), 0.0)
+        settle(service)
+        service.pool.purge("other")
+        before = len(service.pool)
+        go_on.clear()
+        service.handle("actor-0", contribution(LOST, query=TASK), 0.0)
+        service.handle("purge-1", messages.Purge(source=purged), 0.0)
+        go_on.set()
+        settle(service)
+        known = service.pool.entries.values()
+        assert all(purged not in (entry.source, entry.teacher) for entry in known)
+        assert purged != "other" or len(known) > before, "others' lessons are kept"
+        service.handle(purged, contribution(WON_LATER, query=f"{TASK} again"), 0.0)
+        settle(service)
+        taken = service.pool.counts["added"] + service.pool.counts["duplicates"]
+        assert taken > before, "what is contributed after the purge counts"
+
+
 def test_a_group_that_only_failed_is_asked_about_failure_alone(
     make: Callable[..., ExperienceService],
 ) -> None:
