@@ -1,15 +1,16 @@
-"""Checks that need the run's tokenizer: a first prompt must leave room for a turn."""
+"""Checks that need the run's tokenizer: a first prompt must leave room for a turn, and a
+demonstrated turn must be one that a rollout could write."""
 
 import asyncio
 import random
 
 from actors.checks.config import of_set
-from actors.envs.base import EnvError, begun, one_line
+from actors.envs.base import EnvError, Solvable, begun, one_line, settled
 from actors.formats.chat import Chat
 from actors.rollout.conversation import first_prompt
 from actors.rollout.episode_config import Setting, setting_of
 from actors.scripted.branching import BranchState, TriedTurn, reflect_rows, try_turns
-from evolver_async.buffer.stages import eval_sets_of, source_of
+from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import stage_config
 from evolver_async.model.tokenizer import load_tokenizer
@@ -18,18 +19,20 @@ from evolver_async.schema import Task
 
 def check(config: Config) -> None:
     """Raise ConfigError, naming `policy.max_length`, if the first prompt of an environment leaves
-    no room for a turn."""
+    no room for a turn, and naming `rollout.max_tokens` if a demonstrated turn is too long."""
     chat = Chat(load_tokenizer(config.policy.path))
     for index in range(len(config.stages)):
         staged = stage_config(config, index)
-        tasks = {task.env: task for task in source_of(staged).examples()}
-        for task in tasks.values():
-            reflects = config.stages[index].kind == "reflect"
-            _check_first(staged, setting_of(staged, chat, "", 0), task, reflects)
+        kind, source = config.stages[index].kind, source_of(staged)
+        setting = setting_of(staged, chat, "", 0)
+        for task in {task.env: task for task in source.examples()}.values():
+            _check_first(staged, setting, task, kind == "reflect")
+            if TICKETS[kind] != "rollout":
+                _check_demonstration(staged, setting, task)
         for name, chosen in eval_sets_of(staged).items():
             for task in chosen.examples():
                 try:
-                    _check_first(staged, setting_of(staged, chat, "", 0), task, False)
+                    _check_first(staged, setting, task, False)
                 except ValueError as error:
                     raise ConfigError(of_set(name, error)) from error
 
@@ -53,6 +56,33 @@ def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -
             reflect_rows(state, setting, config.rollout.max_tokens)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+
+def _check_demonstration(config: Config, setting: Setting, task: Task) -> None:
+    try:
+        longest = asyncio.run(_longest_turn(setting, task))
+    except Exception as error:
+        said = f"{task.env} cannot demonstrate a task: {one_line(error)}"
+        raise ConfigError(f"env.name: {said}") from error
+    if longest > config.rollout.max_tokens:
+        small = f"is too small for a demonstrated turn of {task.env}: {longest} tokens"
+        raise ConfigError(f"rollout.max_tokens: {config.rollout.max_tokens} {small}")
+
+
+async def _longest_turn(setting: Setting, task: Task) -> int:
+    """Return the number of tokens of the longest turn in the expert's episode."""
+    longest, style = 0, setting.format
+    async with begun(task) as (env, _):
+        assert isinstance(env, Solvable), f"{task.env} cannot demonstrate"
+        for _ in range(setting.max_turns):
+            actions = env.solve()[: style.actions_per_turn]
+            turn = setting.chat.turn(style.render_actions(actions), style.stop_strings)
+            longest = max(longest, len(turn))
+            for action in actions:
+                step = await settled(env.step(action))
+                if step.terminated or step.truncated:
+                    return longest
+    return longest
 
 
 async def _begun(setting: Setting, task: Task, reflects: bool) -> tuple[list[int], list[TriedTurn]]:

@@ -7,6 +7,7 @@ ACTION, in one Sequence a row; nothing of it was sampled.
 """
 
 import asyncio
+import logging
 import random
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -30,6 +31,8 @@ from actors.scripted.reflection import Reflector
 from evolver_async.config import StageConfig
 from evolver_async.randomness import key
 from evolver_async.schema import Role, Sequence, Ticket
+
+log = logging.getLogger(__name__)
 
 REASON = "{bad} then {bad_outcome} . {good} then {good_outcome} . choose {good}"
 DONE, WON, LOST = "done", "success", "failed"  # how an outcome says that it is the last
@@ -235,7 +238,7 @@ async def branch_group(
     """
     policies: dict[int, BranchingPolicy] = {}
     done: list[Finished] = []
-    failure: EnvironmentFailure | EpisodeLate | None = None
+    failures: list[EnvironmentFailure | EpisodeLate] = []
 
     def policy_of(member: int) -> EpisodePolicy:
         policies[member] = BranchingPolicy(ticket, member, setting, stage)
@@ -249,19 +252,27 @@ async def branch_group(
         else:
             with progress.during(member, "reflecting"):
                 written = await _written(state, setting, reflector, progress)
-            rows = reflect_rows(state, setting, ticket.sampling.max_tokens, written)
+            try:
+                rows = reflect_rows(state, setting, ticket.sampling.max_tokens, written)
+            except ValueError as error:
+                where = f"task {ticket.task.task_id}, member {member}"
+                failed = EnvironmentFailure(ticket.task.env, where, "reflecting", error)
+                log.warning("group %d: %s", ticket.group_id, failed)
+                setting.failures.note(failed.kind, failed.name, failed.error)
+                failures.append(failed)
+                return
         trajectory = msgspec.structs.replace(finished.trajectory, sequences=rows)
         deliver(replace(finished, trajectory=trajectory))
 
     try:
         await run_members(ticket, setting, policy_of, progress, done.append)
     except (EnvironmentFailure, EpisodeLate) as error:
-        failure = error
+        failures.append(error)
     async with asyncio.TaskGroup() as group:
         for finished in done:
             group.create_task(hand_over(finished))
-    if failure is not None:
-        raise failure
+    if failures:
+        raise min(failures, key=lambda failure: isinstance(failure, EpisodeLate))
 
 
 async def _written(

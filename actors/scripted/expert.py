@@ -47,6 +47,7 @@ class ScriptedPolicy(EpisodePolicy):
         self._chat = setting.chat
         self._format = setting.format
         self._most = setting.hints
+        self._max_tokens = ticket.sampling.max_tokens
 
     async def advise(self, world: TimedEnvironment, query: str) -> Advice:
         assert isinstance(world.env, Rewindable), f"{type(world.env).__name__} cannot be guided"
@@ -103,6 +104,9 @@ class ScriptedPolicy(EpisodePolicy):
     async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
         text = await world.call("demonstration", self._answer, world.env)
         tokens = self._chat.turn(text, self._format.stop_strings)
+        if len(tokens) > self._max_tokens:
+            cause = f"a turn of {len(tokens)} tokens: rollout.max_tokens is {self._max_tokens}"
+            raise world.failure("demonstration", 0.0, ValueError(cause))
         return Generation(tokens=tokens, logprobs=[0.0] * len(tokens), weights=[], finish="stop")
 
     def _answer(self, env: Env) -> str:

@@ -1,4 +1,4 @@
-"""Checks of evaluation sets that need environments and the tokenizer, before a run starts."""
+"""Checks of tasks and evaluation sets that need environments and the tokenizer, before a start."""
 
 from pathlib import Path
 
@@ -57,3 +57,14 @@ def test_a_set_without_a_task_is_refused(tmp_path: Path) -> None:
     none = "eval.sets.none.env.params={size: 8, frozen_prob: 0.01, placement: corners}"
     with pytest.raises(ValueError, match=r"^eval\.sets\.none\.env\.name: frozen_lake cannot begin"):
         prompts.check(load(None, [STAGE, policy(tmp_path, 512), none]))
+
+
+@pytest.mark.parametrize("kind", ["sft", "world_model"])
+def test_a_demonstrated_turn_must_fit_in_a_turn(tmp_path: Path, kind: str) -> None:
+    few = [policy(tmp_path, 512), "env.name=workshop_tools", "rollout.format=tool_call"]
+    run = [f"stages=[{{kind: {kind}, steps: 1}}]", *few]
+    prompts.check(load(None, [*run, "rollout.max_tokens=64"]))
+    with pytest.raises(ValueError, match=r"^rollout\.max_tokens: 16 is too small for a demonstrat"):
+        prompts.check(load(None, [*run, "rollout.max_tokens=16"]))
+    more = f"stages=[{{kind: {kind}, steps: 1, override: {{rollout: {{max_tokens: 64}}}}}}]"
+    prompts.check(load(None, [more, *few, "rollout.max_tokens=16"]))

@@ -32,7 +32,7 @@ from actors.progress import TicketProgress
 from actors.rollout.finished import Finished
 from actors.scripted.expert import demonstrate_group
 from evolver_async.config.load import load
-from evolver_async.schema import Role, TurnFlag
+from evolver_async.schema import Role, Sampling, TurnFlag
 
 CALL = '<tool_call>{"name": "python", "arguments": {"code": "3 + 4"}}</tool_call>'
 FORMAT, CALLED = TurnFlag.FORMAT_ERROR, TurnFlag.TOOL_CALL
@@ -234,7 +234,10 @@ def test_demonstrations_call_tools_and_end_their_turns(name: str, count: int) ->
     """An expert's turns are what the format reads, each ended by what ends it for a policy."""
     done: list[Finished] = []
     how = styled(name, actions_per_turn=count)
-    asyncio.run(demonstrate_group(abacus(members=3), how, 1.0, TicketProgress(), done.append))
+    one = msgspec.structs.replace(
+        abacus(members=3), sampling=Sampling(temperature=1.0, max_tokens=100)
+    )
+    asyncio.run(demonstrate_group(one, how, 1.0, TicketProgress(), done.append))
     stops = [CHAT.tokens_of(text)[-1] for text in how.format.stop_strings]
     for finished in done:
         trajectory = finished.trajectory

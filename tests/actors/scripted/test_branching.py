@@ -247,6 +247,14 @@ def test_a_reflection_is_cut_to_the_tokens_of_a_turn_or_refused():
         )
 
 
+def test_a_reason_that_does_not_fit_is_a_failure_of_the_task_and_not_of_the_actor():
+    one = ticket({"size": 4}, members=2, group_id=LONG)
+    whole = branched(one, setting(think=True), "reflect", alternatives=0)
+    most = max(int((row.roles == Role.ACTION).sum()) for t in whole for row in t.sequences)
+    with pytest.raises(EnvironmentFailure, match=r"ValueError: rollout\.max_tokens: .* too small"):
+        branched(one, setting(think=True), "reflect", most=most)
+
+
 def test_several_actions_a_turn_are_tried_as_whole_turns():
     how = setting(actions_per_turn=2)
     one = ticket({"size": 4, "hints": False}, members=2, group_id=LONG)

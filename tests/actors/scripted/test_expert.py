@@ -10,7 +10,7 @@ from demonstrations import demonstrated
 from rollouts import TOKENIZER, FakeEngine, setting, ticket
 
 from actors.checks.config import check
-from actors.envs.base import make_env
+from actors.envs.base import EnvironmentFailure, make_env
 from actors.envs.workshop.env import Workshop
 from actors.progress import TicketProgress
 from actors.rollout.finished import Finished
@@ -158,3 +158,13 @@ def test_guided_demonstrations_need_an_environment_that_can_be_rewound() -> None
         check(load(None, sft))
     check(load(None, [*sft, "rollout.guided_fraction=0"]))
     check(load(None, [*sft[1:]]))
+
+
+def test_a_demonstrated_turn_beyond_the_limit_is_the_environments_failure() -> None:
+    one = ticket(members=1)
+    (written,) = demonstrated(one, setting(), 1.0)
+    sequence = written.sequences[0]
+    counts = np.bincount(sequence.turns[sequence.roles == Role.ACTION])
+    few = msgspec.structs.replace(one.sampling, max_tokens=int(counts.max()) - 1)
+    with pytest.raises(EnvironmentFailure, match=r"tokens: rollout\.max_tokens is"):
+        demonstrated(msgspec.structs.replace(one, sampling=few), setting(), 1.0)
