@@ -25,7 +25,7 @@ def check(config: Config) -> None:
         staged = stage_config(config, index)
         kind, source = config.stages[index].kind, source_of(staged)
         setting = setting_of(staged, chat, "", 0)
-        for task in {task.env: task for task in source.examples()}.values():
+        for task in source.examples():
             _check_first(staged, setting, task, kind == "reflect")
             if TICKETS[kind] != "rollout":
                 _check_demonstration(staged, setting, task)

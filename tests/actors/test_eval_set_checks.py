@@ -59,6 +59,13 @@ def test_a_set_without_a_task_is_refused(tmp_path: Path) -> None:
         prompts.check(load(None, [STAGE, policy(tmp_path, 512), none]))
 
 
+def test_every_part_of_a_mixture_must_begin(tmp_path: Path) -> None:
+    none = "{env: frozen_lake, params: {size: 8, frozen_prob: 0.01, placement: corners}}"
+    mixture = f"tasks.mixture=[{none}, {{env: frozen_lake, params: {{size: 4}}}}]"
+    with pytest.raises(ValueError, match=r"^env\.name: frozen_lake cannot begin"):
+        prompts.check(load(None, [STAGE, policy(tmp_path, 512), mixture]))
+
+
 @pytest.mark.parametrize("kind", ["sft", "world_model"])
 def test_a_demonstrated_turn_must_fit_in_a_turn(tmp_path: Path, kind: str) -> None:
     few = [policy(tmp_path, 512), "env.name=workshop_tools", "rollout.format=tool_call"]
