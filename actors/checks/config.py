@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 
 from actors.endpoint.runner import load_agent
 from actors.envs import base
@@ -14,10 +15,12 @@ from actors.questioning.profile import load_profile
 from actors.reward_terms import reward_terms
 from actors.rollout.conversation import tool_names
 from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
+from evolver_async.buffer.tasks.jsonl import line_of
 from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS
 from evolver_async.extension import implementation, is_own
+from evolver_async.schema import Task
 
 PLAIN = (  # methods of an environment that cannot be async
     *("actions", "solve", "state", "snapshot", "restore", "score", "verdict", "tools", "goal"),
@@ -80,6 +83,7 @@ def check(config: Config) -> None:
                 f"questioning.kind: {name} makes no goals of its states, for which it needs goal()"
                 " and a parameter `free`, an episode without goal"
             )
+    _check_evaluated(config)
     _check_eval_sets(config)  # a set repeats what it does not change: a stage's own key comes first
 
 
@@ -91,6 +95,40 @@ def _environments(config: Config) -> Iterator[tuple[int, StageConfig, Config, st
             yield index, stage, staged, task.env, base.make_env(task.env, task.params)
 
 
+def _check_evaluated(config: Config) -> None:
+    """Raise ValueError, naming file and line, for a task of a file that cannot be evaluated.
+
+    Other evaluation tasks have the environments and parameters of the training tasks.
+    """
+    for index in range(len(config.stages)):
+        staged = stage_config(config, index)
+        source = source_of(staged)
+        for task in source.examples(source.evaluated) if source.given is not None else ():
+            try:
+                _check_played(staged, task)
+            except ValueError as error:
+                raise ConfigError(of_evaluated(staged, task, error)) from error
+
+
+def of_evaluated(config: Config, task: Task, error: ValueError) -> str:
+    """Return the message of an error with the place of the evaluation task that it is about."""
+    if not config.tasks.path:
+        return f"eval.split: {config.eval.split}: {error}"
+    path = Path(config.tasks.path)
+    line = line_of(path, config.env.name, config.env.params, task.task_id)
+    return f"tasks.path: {path}, line {line}: {error}"
+
+
+def _check_played(config: Config, task: Task) -> None:
+    """Raise ValueError for a task that an evaluation cannot play."""
+    env = base.make_env(task.env, task.params)
+    _check_turns(config, task.env, env)
+    if isinstance(env, base.Probed):
+        env.probe()
+    if config.launch.kind == "serial" and base.asynchronous(env):
+        raise ValueError(f"env.name: {task.env} {SERIAL_ASYNC}")
+
+
 def _check_eval_sets(config: Config) -> None:
     """Raise ValueError, naming the key, for a set of `eval.sets` that cannot be played."""
     for index in range(len(config.stages)):
@@ -98,12 +136,7 @@ def _check_eval_sets(config: Config) -> None:
         for name, chosen in eval_sets_of(staged).items():
             for task in chosen.examples():
                 try:
-                    env = base.make_env(task.env, task.params)
-                    _check_turns(staged, task.env, env)
-                    if isinstance(env, base.Probed):
-                        env.probe()
-                    if staged.launch.kind == "serial" and base.asynchronous(env):
-                        raise ValueError(f"env.name: {task.env} {SERIAL_ASYNC}")
+                    _check_played(staged, task)
                 except ValueError as error:
                     raise ConfigError(of_set(name, error)) from error
 

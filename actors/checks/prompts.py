@@ -4,7 +4,7 @@ demonstrated turn must be one that a rollout could write."""
 import asyncio
 import random
 
-from actors.checks.config import of_set
+from actors.checks.config import of_evaluated, of_set
 from actors.envs.base import EnvError, Solvable, begun, one_line, settled
 from actors.formats.chat import Chat
 from actors.rollout.conversation import first_prompt
@@ -29,6 +29,11 @@ def check(config: Config) -> None:
             _check_first(staged, setting, task, kind == "reflect")
             if TICKETS[kind] != "rollout":
                 _check_demonstration(staged, setting, task)
+        for task in source.examples(source.evaluated):
+            try:
+                _check_first(staged, setting, task, False)
+            except ValueError as error:
+                raise ConfigError(of_evaluated(staged, task, error)) from error
         for name, chosen in eval_sets_of(staged).items():
             for task in chosen.examples():
                 try:

@@ -75,3 +75,26 @@ def test_a_demonstrated_turn_must_fit_in_a_turn(tmp_path: Path, kind: str) -> No
         prompts.check(load(None, [*run, "rollout.max_tokens=16"]))
     more = f"stages=[{{kind: {kind}, steps: 1, override: {{rollout: {{max_tokens: 64}}}}}}]"
     prompts.check(load(None, [more, *few, "rollout.max_tokens=16"]))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"params": {"sizes": 5}, "split": "test"}', r"env\.params\.sizes: frozen_lake has"),
+        ('{"env": "nowhere", "split": "test"}', "env\\.name: no environment 'nowhere'"),
+    ],
+)
+def test_tasks_of_a_file_for_evaluation_are_checked_by_line(
+    tmp_path: Path, row: str, message: str
+) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(f'{{"split": "train"}}\n\n{{"seed": 1, "split": "test"}}\n{row}\n')
+    with pytest.raises(ValueError, match=rf"^tasks\.path: .*tasks\.jsonl, line 4: {message}"):
+        configuration.check(load(None, [STAGE, f"tasks.path={file}"]))
+
+
+def test_the_split_of_the_evaluations_must_begin(tmp_path: Path) -> None:
+    shop = [STAGE, policy(tmp_path, 4096), "env.name=webshop", "env.params.validation_goals=0"]
+    prompts.check(load(None, shop))
+    with pytest.raises(ValueError, match=r"^eval\.split: validation: .*webshop cannot begin"):
+        prompts.check(load(None, [*shop, "eval.split=validation"]))

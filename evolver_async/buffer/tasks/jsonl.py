@@ -7,6 +7,7 @@ part in it: no task is in two splits, in any stage, and a resume with other para
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,23 +43,34 @@ def load_tasks(path: Path, env: str, params: dict[str, Any]) -> dict[str, tuple[
     A line's parameters override `params` if its environment is `env`. Raises ConfigError, which
     names `tasks.path` and the line.
     """
+    found: dict[str, list[Task]] = {}
+    lines_of: dict[str, int] = {}  # by id, and by content
+    for number, task, content in _tasks(path, env, params):
+        for name in {task.task_id, content}:
+            if name in lines_of:
+                same = f"the same task as in line {lines_of[name]}"
+                raise ConfigError(f"tasks.path: {path}, line {number}: {same}")
+            lines_of[name] = number
+        found.setdefault(task.split, []).append(task)
+    return {split: tuple(tasks) for split, tasks in found.items()}
+
+
+def line_of(path: Path, env: str, params: dict[str, Any], task_id: str) -> int:
+    """Return the number of the line that holds a task; the arguments of `load_tasks` come first."""
+    tasks = _tasks(path, env, params)
+    return next(number for number, task, _ in tasks if task.task_id == task_id)
+
+
+def _tasks(path: Path, env: str, params: dict[str, Any]) -> Iterator[tuple[int, Task, str]]:
+    """Yield every task with the number of its line and its content as text."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"tasks.path: {path}: {error.strerror}") from None
-    found: dict[str, list[Task]] = {}
-    lines_of: dict[str, int] = {}  # by id, and by content
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"tasks.path: {path}, line {number}"
-        task, content = _task(_row(line, where), env, params, where)
-        for name in {task.task_id, content}:
-            if name in lines_of:
-                raise ConfigError(f"{where}: the same task as in line {lines_of[name]}")
-            lines_of[name] = number
-        found.setdefault(task.split, []).append(task)
-    return {split: tuple(tasks) for split, tasks in found.items()}
+        if line.strip():
+            where = f"tasks.path: {path}, line {number}"
+            yield number, *_task(_row(line, where), env, params, where)
 
 
 def _row(line: bytes, where: str) -> Row:

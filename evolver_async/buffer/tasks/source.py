@@ -77,12 +77,12 @@ class TaskSource:
         place = (number + 0.5) * GOLDEN % 1.0 * ends[-1]
         return self.parts[min(bisect_right(ends, place), len(ends) - 1)]
 
-    def examples(self) -> list[Task]:
-        """One training task of every pair of environment and parameters."""
+    def examples(self, split: str = "train") -> list[Task]:
+        """One task of this split of every pair of environment and parameters."""
         if self.given is not None:
-            kinds = {(task.env, repr(task.params)): task for task in reversed(self.given["train"])}
+            kinds = {(task.env, repr(task.params)): task for task in reversed(self.given[split])}
             return list(kinds.values())
-        return [replace(self, mixture=(part,)).task("train", 0) for part in self.parts]
+        return [replace(self, mixture=(part,)).task(split, 0) for part in self.parts]
 
 
 @dataclass(frozen=True)
