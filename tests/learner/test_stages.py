@@ -130,19 +130,17 @@ def test_a_run_that_loses_its_format_within_steps_is_saved_by_a_rollback(
     run = bandit(
         "lost",
         "stages.1.steps=16",
-        # the entropy bonus has a gradient even where all rewards are equal
-        "stages.1.override={learner: {lr: 0.3, warmup_steps: 0}, loss: {entropy_coef: 0.1}}",
+        # an entropy bonus that outweighs all rewards makes turns unreadable, whatever is sampled
+        "stages.1.override={learner: {lr: 0.3, warmup_steps: 0}, loss: {entropy_coef: 10.0}}",
         "safety={action: rollback, rollback_lr: 0.001}",
-        "eval.every=1",
         "checkpoint.every=4",
     )
     rollbacks, errors = run.rl("safety/rollbacks"), run.rl("train/format_errors")
     lost = rollbacks.count(0.0)
     assert lost < SAFETY.warmup + SAFETY.patience + 2, "sooner than the other alarms can fire"
-    assert run.rl("alarm/format_errors")[lost - 1] == 1.0 and errors[lost - 1] > 0.9
-    evaluations = [row["eval/success"] for row in run.rows if "eval/success" in row]
-    assert min(evaluations) < evaluations[0], "it was lost"
-    assert evaluations[-1] >= evaluations[0] and errors[-1] < 0.1
+    assert run.rl("alarm/format_errors")[lost - 1] == 1.0
+    assert errors[0] < 0.1 and min(errors[lost - SAFETY.format_patience : lost]) > 0.5
+    assert errors[-1] < 0.1
 
 
 def test_a_mixture_reports_every_environment(bandit: Callable[..., Finished]) -> None:

@@ -124,6 +124,7 @@ def ticket(
     members: int = 1,
     group_id: int = 0,
     env: str = "frozen_lake",
+    max_tokens: int = 24,
 ) -> Ticket:
     task = Task(
         task_id="t",
@@ -132,7 +133,8 @@ def ticket(
         map_seed=group_id,
         params={} if params is None else params,
     )
-    return episodes.ticket(task, group_id=group_id, members=list(range(members)), dynamics_seed=5)
+    facts = {"group_id": group_id, "members": list(range(members)), "dynamics_seed": 5}
+    return episodes.ticket(task, max_tokens=max_tokens, **facts)
 
 
 def corridor(members: int = 1, env: type = Corridor, **params: Any) -> Ticket:

@@ -15,6 +15,7 @@ from evolver_async.metrics.alerts import ALERTS
 from evolver_async.metrics.gauges import SYSTEM
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.metrics.tail import Tail
+from evolver_async.metrics.wandb_process import OFFLINE_ALERTS
 
 pytestmark = pytest.mark.process
 
@@ -67,7 +68,7 @@ def test_kills_of_a_run_lose_no_row_and_are_told_to_people(
     wait_for(lambda: seen.update(r["process"] for r in lines.rows()) or names <= seen, "all gauges")
     run.process.send_signal(signal.SIGINT)
     run.end()
-    if json.loads((run_dir / "wandb.json").read_text())["alerts"] < len(titles(run_dir)):
+    if json.loads((run_dir / "wandb.json").read_text())[OFFLINE_ALERTS] < len(titles(run_dir)):
         assert main(["wandb", str(run_dir), "--mode", "offline"]) == 0  # a busy machine
     file = files(run_dir)[-1]
     wanted = current_rows(Tail(run_dir / "metrics.jsonl").rows())

@@ -202,7 +202,7 @@ def test_exact_agrees_with_all_ways(attempts: int, turns: int) -> None:
 
 def test_demonstrations_by_tool_calls_succeed() -> None:
     how = setting(format=ToolCall(think=False, actions_per_turn=1), max_turns=5, max_length=4096)
-    for trajectory in demonstrated(ticket(members=3, env="bookings"), how, 1.0):
+    for trajectory in demonstrated(ticket(members=3, env="bookings", max_tokens=200), how, 1.0):
         assert trajectory.success and trajectory.reward == 1.0
 
 

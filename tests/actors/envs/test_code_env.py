@@ -158,7 +158,7 @@ def test_a_snapshot_takes_back_what_was_run() -> None:
 @pytest.mark.parametrize("style", [Interleaved, ToolCall])
 @pytest.mark.parametrize("kind", ["arithmetic", "programs"])
 def test_an_experts_episode_is_right_in_every_format_with_tools(style: Any, kind: str) -> None:
-    asked = ticket({"kind": kind}, members=2, env="code", group_id=7)
+    asked = ticket({"kind": kind}, members=2, env="code", group_id=7, max_tokens=200)
     how = setting(format=style(think=False, actions_per_turn=1))
     for trajectory in demonstrated(asked, how, 1.0):
         assert trajectory.success and trajectory.terminated and trajectory.reward == 1.0
@@ -178,7 +178,7 @@ def test_random_episodes_succeed_as_often_as_they_use_the_tool_and_their_errors_
     done = [
         trajectory
         for group_id in range(12)
-        for trajectory in demonstrated(ticket({}, 8, group_id, "code"), how, 0.0)
+        for trajectory in demonstrated(ticket({}, 8, group_id, "code", 200), how, 0.0)
     ]
     tooled = [trajectory for trajectory in done if len(trajectory.turn_flags) > 1]
     assert {trajectory.success for trajectory in tooled} == {True}

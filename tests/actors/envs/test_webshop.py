@@ -625,7 +625,9 @@ def test_a_call_that_fails_is_told_so_and_changes_nothing(call: str) -> None:
 
 def test_a_scripted_group_calls_the_tools_with_success() -> None:
     style = ToolCall(think=False, actions_per_turn=1)
-    group = ticket({"page_size": 3, "max_chars": 400}, members=2, env="webshop_tools")
+    group = ticket(
+        {"page_size": 3, "max_chars": 400}, members=2, env="webshop_tools", max_tokens=200
+    )
     for trajectory in demonstrated(group, setting(max_turns=12, format=style), 1.0):
         assert trajectory.success and trajectory.reward == 1.0
         assert set(trajectory.turn_flags.tolist()) == {TurnFlag.TOOL_CALL}
@@ -646,7 +648,7 @@ def test_threads_that_ask_at_once_get_one_catalogue(
 
 def test_a_scripted_group_shops_with_success() -> None:
     params = {"max_chars": 400, "page_size": 3, "show": "first"}
-    group = ticket(params, members=2, env="webshop")
+    group = ticket(params, members=2, env="webshop", max_tokens=200)
     for trajectory in demonstrated(group, setting(max_turns=12), 1.0):
         assert trajectory.success and trajectory.reward == 1.0 and not trajectory.turn_flags.any()
 
