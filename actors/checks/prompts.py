@@ -1,11 +1,11 @@
-"""Checks that need the run's tokenizer: a first prompt must leave room for a turn, and a
+"""Checks that need the run's tokenizer: a first prompt must leave room for a turn, and a first
 demonstrated turn must be one that a rollout could write."""
 
 import asyncio
 import random
 
 from actors.checks.config import of_evaluated, of_set
-from actors.envs.base import EnvError, Solvable, begun, one_line, settled
+from actors.envs.base import EnvError, Solvable, begun, one_line
 from actors.formats.chat import Chat
 from actors.rollout.conversation import first_prompt
 from actors.rollout.episode_config import Setting, setting_of
@@ -19,7 +19,8 @@ from evolver_async.schema import Task
 
 def check(config: Config) -> None:
     """Raise ConfigError, naming `policy.max_length`, if the first prompt of an environment leaves
-    no room for a turn, and naming `rollout.max_tokens` if a demonstrated turn is too long."""
+    no room for a turn, and naming `rollout.max_tokens` if a first demonstrated turn is too
+    long."""
     chat = Chat(load_tokenizer(config.policy.path))
     for index in range(len(config.stages)):
         staged = stage_config(config, index)
@@ -64,30 +65,24 @@ def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -
 
 
 def _check_demonstration(config: Config, setting: Setting, task: Task) -> None:
+    """Refuse a first turn that is too long; later ones fail as what an environment does."""
     try:
-        longest = asyncio.run(_longest_turn(setting, task))
+        length = asyncio.run(_first_turn(setting, task))
     except Exception as error:
         said = f"{task.env} cannot demonstrate a task: {one_line(error)}"
         raise ConfigError(f"env.name: {said}") from error
-    if longest > config.rollout.max_tokens:
-        small = f"is too small for a demonstrated turn of {task.env}: {longest} tokens"
+    if length > config.rollout.max_tokens:
+        small = f"is too small for a demonstrated turn of {task.env}: {length} tokens"
         raise ConfigError(f"rollout.max_tokens: {config.rollout.max_tokens} {small}")
 
 
-async def _longest_turn(setting: Setting, task: Task) -> int:
-    """Return the number of tokens of the longest turn in the expert's episode."""
-    longest, style = 0, setting.format
+async def _first_turn(setting: Setting, task: Task) -> int:
+    """Return the number of tokens of the first turn in the expert's episode."""
+    style = setting.format
     async with begun(task) as (env, _):
         assert isinstance(env, Solvable), f"{task.env} cannot demonstrate"
-        for _ in range(setting.max_turns):
-            actions = env.solve()[: style.actions_per_turn]
-            turn = setting.chat.turn(style.render_actions(actions), style.stop_strings)
-            longest = max(longest, len(turn))
-            for action in actions:
-                step = await settled(env.step(action))
-                if step.terminated or step.truncated:
-                    return longest
-    return longest
+        actions = env.solve()[: style.actions_per_turn]
+        return len(setting.chat.turn(style.render_actions(actions), style.stop_strings))
 
 
 async def _begun(setting: Setting, task: Task, reflects: bool) -> tuple[list[int], list[TriedTurn]]:
