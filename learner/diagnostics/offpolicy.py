@@ -41,11 +41,15 @@ class Accounting:
         w_N: Array,
         r_N: Array,
         log_rho_N: Array,
+        log_moved_N: Array,
         clipped_low_N: Array,
         clipped_high_N: Array,
         masked_N: Array,
     ) -> None:
-        """Add the ACTION tokens of one micro-batch; log_rho_N = theta - mu."""
+        """Add the ACTION tokens of one micro-batch; log_rho_N = theta - mu.
+
+        log_moved_N: theta less what `loss.target_kl` measures from.
+        """
         self.tokens.append(
             {
                 "lag": lag_N,
@@ -54,6 +58,7 @@ class Accounting:
                 "w": w_N.astype(np.float64),
                 "r": r_N.astype(np.float64),
                 "log_rho": log_rho_N.astype(np.float64),
+                "log_moved": log_moved_N.astype(np.float64),
                 "clip_low": clipped_low_N,
                 "clip_high": clipped_high_N,
                 "masked": masked_N,
@@ -88,10 +93,13 @@ class Accounting:
         weight_P = np.exp(log_weight_P - log_weight_P.max())
         return float(weight_P.sum() ** 2 / (len(weight_P) * (weight_P**2).sum()))
 
-    def kl(self) -> float:
-        """Return KL(mu || theta) over all tokens so far, in nats per token; 0 without tokens."""
-        log_rho_N = self.column("log_rho")
-        return _kl(log_rho_N) if len(log_rho_N) else 0.0
+    def moved(self) -> float:
+        """Return how far all tokens so far moved, in nats per token (`loss.target_kl`); 0 without.
+
+        It is the mean of x - 1 - ln x, x the ratio of theta to what the tokens moved from.
+        """
+        log_moved_N = self.column("log_moved")
+        return _kl(log_moved_N) if len(log_moved_N) else 0.0
 
     def merge(self, other: "Accounting") -> None:
         """Add the tokens of another accounting."""
@@ -132,6 +140,7 @@ class Accounting:
                 for name in self.tokens[0]
             }
             found |= _by_family(tokens, _token_statistics)
+            found["offpolicy/kl_moved"] = _kl(tokens["log_moved"])
         if count := self.boosted["tokens"]:
             found |= {
                 "boost/tokens": float(count),
@@ -179,9 +188,9 @@ def _named(family: str, statistics: dict[str, float]) -> dict[str, float]:
     return {f"{family}/{name}": value for name, value in statistics.items()}
 
 
-def _kl(log_rho_N: Array) -> float:
-    """Return k3 = mean(rho - 1 - ln rho)."""
-    return float((np.expm1(log_rho_N) - log_rho_N).mean())
+def _kl(log_ratio_N: Array) -> float:
+    """Return k3 = mean(ratio - 1 - ln ratio)."""
+    return float((np.expm1(log_ratio_N) - log_ratio_N).mean())
 
 
 def _token_statistics(tokens: dict[str, Array]) -> dict[str, float]:

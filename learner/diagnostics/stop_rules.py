@@ -131,9 +131,8 @@ class Guard:
         self.cut_steps = self.cut_steps + 1 if beyond is not None and outcome.updates <= 1 else 0
         if self.cut_steps == CUT_STEPS:
             text = (
-                f"{CUT_STEPS} steps in a row ended after one update or none; data were"
-                f" {beyond:.3g} nats a token from the policy, loss.target_kl is"
-                f" {stage.loss.target_kl:g}"
+                f"{CUT_STEPS} steps in a row ended after one update or none; the data"
+                f" had moved {beyond:.3g} nats a token, loss.target_kl is {stage.loss.target_kl:g}"
             )
             log.warning("take %d: %s", state.take, text)
             self.metrics.alert("target_kl", f"take {state.take}: {text}")

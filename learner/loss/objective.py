@@ -10,7 +10,14 @@ from evolver_async.config.sections.learner import by_kind
 from evolver_async.schema import Array
 from learner.data.batch import LogProbs, MicroBatch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
-from learner.loss.correction import ActionTokens, Corrected, correction_of, prepared, scales_lr
+from learner.loss.correction import (
+    ActionTokens,
+    Corrected,
+    correction_of,
+    prepared,
+    reads_anchor,
+    scales_lr,
+)
 from learner.loss.policy import (
     Clipped,
     boosted,
@@ -29,7 +36,8 @@ class Objective:
 
     `boosts`: some tokens of the step have lost their experience, and their upper clip is
     loss.boost. `interpolates`: the anchor is interpolated between mu and theta, except for tokens
-    that abandoned weights sampled.
+    that abandoned weights sampled. The first pass over the fresh tokens of `logprobs` records their
+    anchor there.
     """
 
     correction: CorrectionConfig
@@ -63,8 +71,7 @@ class Objective:
             made_N = interpolated_anchor(theta_N, micro.mu_N, micro.lag_N)
             anchor_N = torch.where(micro.abandoned_N, anchor_N, made_N)
         if self.logprobs.fresh_N is not None:
-            fresh_N = micro.of(self.logprobs.fresh_N)
-            anchor_N = torch.where(fresh_N, theta_N.detach(), anchor_N)
+            anchor_N = self._recorded(micro, theta_N, anchor_N)
         old_N = micro.of(self.logprobs.old_N)
         tokens = ActionTokens(
             theta_N, old_N, anchor_N, advantage_N, micro.trajectory_N, micro.of(self.prepared_N)
@@ -74,7 +81,9 @@ class Objective:
             log_q_P = trajectory_totals((theta_N - old_N).detach(), micro.trajectory_N)
             accounting.add_trajectories(log_q_P.cpu().numpy())
         clipped = self._clipped(corrected, advantage_N, micro.stripped_N)
-        account(accounting, micro, corrected, clipped, log_rho(theta_N, micro.mu_N))
+        computed = reads_anchor(self.correction) and not self.interpolates
+        log_moved_N = log_rho(theta_N, anchor_N if computed else old_N)
+        account(accounting, micro, corrected, clipped, log_rho(theta_N, micro.mu_N), log_moved_N)
         if self.boosts:
             self._account_boost(accounting, corrected.ratio_N, advantage_N, micro.stripped_N)
         kl_N = None
@@ -95,6 +104,19 @@ class Objective:
             entropy_coef=self.loss.entropy_coef,
             tokens=minibatch.tokens,
         )
+
+    def _recorded(
+        self, micro: MicroBatch, theta_N: torch.Tensor, anchor_N: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the anchor; record that of fresh tokens, whose first pass this is.
+
+        A pass after an update finds there what its tokens moved from.
+        """
+        given, index = self.logprobs, micro.index_N.numpy()
+        assert given.fresh_N is not None
+        anchor_N = torch.where(micro.of(given.fresh_N), theta_N.detach(), anchor_N)
+        given.anchor_N[index], given.fresh_N[index] = anchor_N.cpu().numpy(), False
+        return anchor_N
 
     def _clipped(
         self, corrected: Corrected, advantage_N: torch.Tensor, stripped_N: torch.Tensor
@@ -135,6 +157,7 @@ def account(
     corrected: Corrected,
     clipped: Clipped,
     log_rho_N: torch.Tensor,
+    log_moved_N: torch.Tensor,
 ) -> None:
     """Add one micro-batch to the accounting.
 
@@ -148,6 +171,7 @@ def account(
         w_N=corrected.w_N.cpu().numpy(),
         r_N=corrected.r_N.cpu().numpy(),
         log_rho_N=log_rho_N.cpu().numpy(),
+        log_moved_N=log_moved_N.cpu().numpy(),
         clipped_low_N=clipped.low_N.cpu().numpy(),
         clipped_high_N=clipped.high_N.cpu().numpy(),
         masked_N=masked_N.cpu().numpy(),

@@ -41,7 +41,7 @@ class Failure:
 class Applied:
     """Minibatches whose updates were applied; `failure` of the update that ended them, if any.
 
-    left_out: indices of the groups that are in no applied minibatch. beyond: the KL above
+    left_out: indices of the groups that are in no applied minibatch. beyond: the movement above
     `target_kl` that ended the step.
     """
 
@@ -69,7 +69,7 @@ class Applied:
 
 @dataclass(frozen=True)
 class _Update:
-    """An update, and the KL of its data before it; moved: the weights that `lr` moved."""
+    """An update; kl: how far its data had moved before it; moved: the weights that `lr` moved."""
 
     minibatch: Minibatch
     accounting: Accounting
@@ -108,9 +108,9 @@ class Stepper:
         Only applied updates are measured. step: of the stage, which has `steps`. scales_lr: the
         learning rate of an update is multiplied by the square root of its `Accounting.ess_share`.
         max_cosine: the bound on the cosine of consecutive gradients (`align`), 1 for none.
-        target_kl: the bound on `Accounting.kl`, none while the critic warms up. Data beyond it end
-        the step. The last update is taken back if it moved its own data beyond the bound; data of
-        the next one can be there by their age alone.
+        target_kl: the bound on `Accounting.moved`, none while the critic warms up. Data beyond it
+        end the step. The last update is taken back if it moved its own data beyond the bound; data
+        of the next one can be there by other updates, or by their age where that counts.
         """
         rate = lr_at(step, stage.learner, steps=steps)
         others = [] if critic is None else [(critic.critic.optimizer, critic.settings.lr)]
@@ -150,11 +150,11 @@ class Stepper:
         return self._applied(data, done, failure, beyond, means)
 
     def _measured(self, found: Accounting, *, scales_lr: bool, bound: float) -> tuple[float, float]:
-        """Return the factor on the learning rate of an update and the KL of its data, if wanted."""
+        """Return the factor on the learning rate and how far the data have moved, if wanted."""
         if not scales_lr and math.isinf(bound):
             return 1.0, 0.0
         known = self.passes.collected(found)
-        return known.ess_share() ** 0.5 if scales_lr else 1.0, known.kl()
+        return known.ess_share() ** 0.5 if scales_lr else 1.0, known.moved()
 
     def _beyond(
         self,
@@ -164,10 +164,10 @@ class Stepper:
         bound: float,
         critic: Critic | None,
     ) -> float | None:
-        """Return the KL of the last update's data after it, if it moved them beyond the bound."""
+        """Return how far the last update's data are after it, if it moved them beyond the bound."""
         if not done or done[-1].kl > bound:
             return None
-        kl = self.passes.measure(stage, done[-1].minibatch, loss, critic).kl()
+        kl = self.passes.measure(stage, done[-1].minibatch, loss, critic).moved()
         return None if kl <= bound else kl  # one that is no number is beyond any bound
 
     def _undo(self, done: list[_Update]) -> None:

@@ -1,6 +1,7 @@
 """One step on a tiny model: the KL reference, non-finite updates, the optimizer and its state."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def test_an_update_that_breaks_the_policy_is_taken_back_though_the_next_one_is_n
         made.stepper.passes, "gradients", lambda *given: (next(losses), gradients(*given)[1])
     )
     told = iter((0.1, 0.1, math.nan))
-    monkeypatch.setattr(under_test.Accounting, "kl", lambda _: next(told))
+    monkeypatch.setattr(under_test.Accounting, "moved", lambda _: next(told))
     state = LearnerState(lineage=1)
     outcome = made.rl(stage_config(settings, 0), groups(4), state, FORKS, 1)
     assert outcome.metrics["learner/taken_back"] == 1 and outcome.updates == 0
@@ -207,7 +208,7 @@ def test_an_update_that_moves_the_policy_beyond_the_target_kl_is_taken_back(
         settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=4)
         settings.policy.dtype, settings.loss.target_kl = dtype, 0.2
         made, told = updater(settings, tmp_path), iter(kls)
-        monkeypatch.setattr(under_test.Accounting, "kl", lambda _, told=told: next(told))
+        monkeypatch.setattr(under_test.Accounting, "moved", lambda _, told=told: next(told))
         outcomes.append(
             made.rl(stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1)
         )
@@ -226,13 +227,27 @@ def test_an_update_that_moves_the_policy_beyond_the_target_kl_is_taken_back(
         torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
 
 
-def test_an_update_before_data_that_are_beyond_the_bound_by_their_age_stays(
-    tiny, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("correction", "counts_age"),
+    [({}, False), ({"kind": "ppo"}, True), ({"anchor": "interpolate"}, True)],
+)
+def test_a_bound_on_the_movement_counts_the_age_of_data_only_without_a_computed_anchor(
+    tiny, tmp_path, correction, counts_age
 ):
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)])
+    settings.correction = replace(settings.correction, **correction)
+    made = updater(settings, tmp_path)
+    outcome = made.rl(stage_config(settings, 0), groups(2), LearnerState(lineage=1), FORKS, 1)
+    age = outcome.metrics["offpolicy/kl"]
+    assert age > 0.01
+    assert outcome.metrics["offpolicy/kl_moved"] == (pytest.approx(age) if counts_age else 0.0)
+
+
+def test_an_update_before_other_data_that_are_beyond_the_bound_stays(tiny, tmp_path, monkeypatch):
     settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=4)
     settings.loss.target_kl = 0.2
     made, told = updater(settings, tmp_path), iter((0.1, 0.1, 0.5, 0.15))
-    monkeypatch.setattr(under_test.Accounting, "kl", lambda _: next(told))
+    monkeypatch.setattr(under_test.Accounting, "moved", lambda _: next(told))
     outcome = made.rl(stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1)
     assert next(told, None) is None
     assert outcome.updates == 2 == len(outcome.trained) == len(outcome.filtered["target_kl"])
@@ -250,11 +265,11 @@ def test_the_last_update_of_a_step_is_taken_back_by_its_own_data(
     begin, made = updater(settings, tmp_path).model, updater(settings, tmp_path)
     told, measured = iter([*[0.1] * minibatches, after]), []
 
-    def kl(found: Accounting) -> float:
-        measured.append(found.column("log_rho"))
+    def moved_by(found: Accounting) -> float:
+        measured.append(found.column("log_moved"))
         return next(told)
 
-    monkeypatch.setattr(under_test.Accounting, "kl", kl)
+    monkeypatch.setattr(under_test.Accounting, "moved", moved_by)
     outcome = made.rl(stage_config(settings, 0), groups(2), LearnerState(lineage=1), FORKS, 1)
     assert next(told, None) is None
     assert not outcome.metrics["offpolicy/kl_beyond"] <= 0.2

@@ -290,8 +290,8 @@ def test_people_are_told_of_a_target_kl_that_leaves_most_data_out(tmp_path: Path
     for outcome in (cut, replace(cut, updates=0), cut):
         guard.check(stage, state, outcome)
     text = (
-        "take 0: 5 steps in a row ended after one update or none; data were 0.25 nats a token from"
-        " the policy, loss.target_kl is 0.1"
+        "take 0: 5 steps in a row ended after one update or none; the data had moved 0.25 nats a"
+        " token, loss.target_kl is 0.1"
     )
     assert told.alerts == [("target_kl", text)]
 

@@ -151,8 +151,9 @@ class LossConfig:
     # updates of one step move tokens beyond clip_high
     boost: Annotated[float, Range(infinite=True)] = 0.0
     dual_clip: Annotated[float, Range(ge=1, infinite=True)] = 3.0
-    # KL(mu || theta) in nats per token, over the data of an update. Data beyond it end their step;
-    # an update that moved its own data there is taken back
+    # how far the updates of a step may move the policy, as KL in nats per token over the data of an
+    # update, from the anchor if correction.anchor=recompute, else from what the data is corrected
+    # from. Data beyond it end their step; an update that moved its own data there is taken back
     target_kl: PositiveOrInfinite = math.inf
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_norm"] = "token_mean"
     norm_tokens: Count = 1024  # sequence_sum_norm: the constant length

@@ -41,6 +41,7 @@ def test_accounting_of_tokens_matches_the_loop(seed, count, share):
         "w_N": rng.exponential(1, count) + 0.01,
         "r_N": rng.exponential(1, count) + 0.01,
         "log_rho_N": rng.normal(0, 0.5, count),
+        "log_moved_N": rng.normal(0, 0.5, count),
         "clipped_low_N": rng.random(count) < 0.2,
         "clipped_high_N": rng.random(count) < 0.2,
         "masked_N": rng.random(count) < 0.2,
@@ -105,7 +106,15 @@ def test_nothing_collected_is_nothing_logged():
 
 
 def one_token(accounting: Accounting, lag: int) -> None:
-    names = ("w_N", "r_N", "log_rho_N", "clipped_low_N", "clipped_high_N", "masked_N")
+    names = (
+        "w_N",
+        "r_N",
+        "log_rho_N",
+        "log_moved_N",
+        "clipped_low_N",
+        "clipped_high_N",
+        "masked_N",
+    )
     accounting.add_tokens(
         lag_N=np.array([lag]),
         stripped_N=np.array([False]),

@@ -70,6 +70,7 @@ def test_histograms_count_every_trajectory_and_every_token() -> None:
             w_N=rng.lognormal(size=count)[part],
             r_N=rng.lognormal(size=count)[part],
             log_rho_N=np.zeros(count)[part],
+            log_moved_N=np.zeros(count)[part],
             clipped_low_N=flags[part],
             clipped_high_N=flags[part],
             masked_N=flags[part],
