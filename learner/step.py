@@ -221,6 +221,7 @@ class Updater(Models):
             scales_lr=isinstance(loss, Objective) and scales_lr(stage.correction),
             max_cosine=stage.correction.max_cosine if isinstance(loss, Objective) else 1.0,
             target_kl=stage.loss.target_kl if isinstance(loss, Objective) else math.inf,
+            counts_age=isinstance(loss, Objective) and loss.counts_age,
         )
 
     def _check_finite(self, state: LearnerState, applied: Applied, *values: object) -> None:

@@ -51,6 +51,12 @@ class Objective:
         closed = by_kind(self.correction, self.loss)
         assert closed == (self.correction, self.loss), "stage_config sets the bounds"
 
+    @property
+    def counts_age(self) -> bool:
+        """True if nothing tells the log-probs of the weights before the step: tokens have moved
+        from what the data is corrected from, since they were sampled."""
+        return self.interpolates or not reads_anchor(self.correction)
+
     @cached_property
     def prepared_N(self) -> Array:
         """Return what the correction prepares once for the whole step."""
@@ -81,8 +87,7 @@ class Objective:
             log_q_P = trajectory_totals((theta_N - old_N).detach(), micro.trajectory_N)
             accounting.add_trajectories(log_q_P.cpu().numpy())
         clipped = self._clipped(corrected, advantage_N, micro.stripped_N)
-        computed = reads_anchor(self.correction) and not self.interpolates
-        log_moved_N = log_rho(theta_N, anchor_N if computed else old_N)
+        log_moved_N = log_rho(theta_N, old_N if self.counts_age else anchor_N)
         account(accounting, micro, corrected, clipped, log_rho(theta_N, micro.mu_N), log_moved_N)
         if self.boosts:
             self._account_boost(accounting, corrected.ratio_N, advantage_N, micro.stripped_N)

@@ -102,6 +102,7 @@ class Stepper:
         scales_lr: bool = False,
         max_cosine: float = 1.0,
         target_kl: float = math.inf,
+        counts_age: bool = False,
     ) -> Applied:
         """Cut `data` into minibatches and apply one update each, until one is not finite.
 
@@ -109,8 +110,9 @@ class Stepper:
         learning rate of an update is multiplied by the square root of its `Accounting.ess_share`.
         max_cosine: the bound on the cosine of consecutive gradients (`align`), 1 for none.
         target_kl: the bound on `Accounting.moved`, none while the critic warms up. Data beyond it
-        end the step. The last update is taken back if it moved its own data beyond the bound; data
-        of the next one can be there by other updates, or by their age where that counts.
+        end the step, and the last update is taken back, whose own data are measured once more if
+        those of the next one are within. counts_age: data of the next one can be beyond the bound
+        by their age alone, so that only the last one's own count.
         """
         rate = lr_at(step, stage.learner, steps=steps)
         others = [] if critic is None else [(critic.critic.optimizer, critic.settings.lr)]
@@ -142,7 +144,10 @@ class Stepper:
             done.append(_Update(minibatch, found, terms, kl, rate * scale, moved))
         means = {"learner/lr": rate}
         if math.isfinite(bound):
-            if (kl := self._beyond(stage, done, loss, bound, critic and critic.critic)) is not None:
+            kl = None if counts_age else beyond
+            if kl is None:
+                kl = self._beyond(stage, done, loss, bound, critic and critic.critic)
+            if kl is not None:
                 self._undo(done)
                 beyond = kl if beyond is None else beyond
             means["learner/taken_back"] = float(kl is not None)

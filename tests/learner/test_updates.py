@@ -207,6 +207,7 @@ def test_an_update_that_moves_the_policy_beyond_the_target_kl_is_taken_back(
     for kls in ((0.3, 0.3), (0.1, 0.1, 0.5, 0.4)):
         settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=4)
         settings.policy.dtype, settings.loss.target_kl = dtype, 0.2
+        settings.correction.anchor = "interpolate"
         made, told = updater(settings, tmp_path), iter(kls)
         monkeypatch.setattr(under_test.Accounting, "moved", lambda _, told=told: next(told))
         outcomes.append(
@@ -243,15 +244,22 @@ def test_a_bound_on_the_movement_counts_the_age_of_data_only_without_a_computed_
     assert outcome.metrics["offpolicy/kl_moved"] == (pytest.approx(age) if counts_age else 0.0)
 
 
-def test_an_update_before_other_data_that_are_beyond_the_bound_stays(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("anchor", "kls", "updates"),
+    [("interpolate", (0.1, 0.1, 0.5, 0.15), 2), ("recompute", (0.1, 0.1, 0.5), 1)],
+)
+def test_an_update_before_other_data_that_are_beyond_the_bound_stays_if_these_can_be_old(
+    tiny, tmp_path, monkeypatch, anchor, kls, updates
+):
     settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=4)
-    settings.loss.target_kl = 0.2
-    made, told = updater(settings, tmp_path), iter((0.1, 0.1, 0.5, 0.15))
+    settings.loss.target_kl, settings.correction.anchor = 0.2, anchor
+    made, told = updater(settings, tmp_path), iter(kls)
     monkeypatch.setattr(under_test.Accounting, "moved", lambda _: next(told))
     outcome = made.rl(stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1)
     assert next(told, None) is None
-    assert outcome.updates == 2 == len(outcome.trained) == len(outcome.filtered["target_kl"])
-    assert outcome.metrics["learner/taken_back"] == 0
+    assert outcome.updates == updates == len(outcome.trained)
+    assert len(outcome.filtered["target_kl"]) == 4 - updates
+    assert outcome.metrics["learner/taken_back"] == 2 - updates
     assert outcome.metrics["offpolicy/kl_beyond"] == 0.5
 
 

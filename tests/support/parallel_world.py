@@ -71,8 +71,8 @@ def settings_of(name: str, directory: Path) -> tuple[Config, str, list[Group]]:
         settings.loss.kl_coef = 0.1
         settings.policy.dtype = "bfloat16" if name == "bf16" else "float32"
         settings.learner.max_bad_steps = 99
-        if name == "bounded":  # the data of some updates are further away, of others not
-            settings.learner.minibatches, settings.loss.target_kl = 4, 4.45
+        if name == "bounded":  # some updates move further, others do not
+            settings.learner.minibatches, settings.loss.target_kl = 4, 0.016
         return settings, "rl", guided_groups(5)
     if name == "distill":
         settings = guided_config(plain, "distill", kind="decoupled")
