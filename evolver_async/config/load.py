@@ -83,10 +83,12 @@ def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:
 def concurrent_members(config: Config) -> list[int]:
     """Return by stage how many members an actor plays at a time while that stage is in training.
 
-    One group of any stage fits, otherwise that stage could not begin.
+    A stage with smaller groups than the run's plays more of them: its evaluations are as wide. One
+    group of any stage fits, otherwise that stage could not begin.
     """
     sizes = [stage_config(config, i).rollout.group_size for i in range(len(config.stages))]
-    return [max(config.actors.groups * size, *sizes) for size in sizes]
+    least = config.rollout.group_size
+    return [max(config.actors.groups * max(size, least), *sizes) for size in sizes]
 
 
 def _rolled_back(stage: Config, rollbacks: int) -> Config:

@@ -107,7 +107,8 @@ class ActorsConfig:
     max: int = 0
     target: PositiveFraction = 0.1
     scale_s: Positive = 30.0
-    groups: Count = 8  # groups that one actor plays at a time
+    # groups that one actor plays at a time, of the run's rollout.group_size or a stage's larger one
+    groups: Count = 8
     weight_lag: int = 0  # versions by which an actor holds new weights back
     # >= 0: the lag is uniform in [weight_lag_low, weight_lag], drawn at each version
     weight_lag_low: Annotated[int, Range(ge=-1)] = -1

@@ -74,6 +74,8 @@ def test_the_advice_is_of_the_stage_of_the_newest_step() -> None:
     config = Config(stages=[StageConfig(kind="sft", steps=1), larger, StageConfig(steps=1)])
     config.rollout.group_size, config.actors.groups, config.engine.slots = 2, 4, 64
     assert [setup.concurrent for setup in Setup.by_stage(config)] == [32, 128, 32]
+    smaller = StageConfig(kind="sft", steps=1, override={"rollout": {"group_size": 1}})
+    assert [one.concurrent for one in Setup.by_stage(Config(stages=[smaller]))] == [64]
     held_up = row(10.0, 10.0, data=0.5) | {"throughput/actor/generations": 20.0}
     said = [time_lines([held_up | {"stage": float(stage)}], config)[-1] for stage in (0, 1)]
     assert ["actors.groups" in one for one in said] == [True, False]
