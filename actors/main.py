@@ -11,7 +11,7 @@ from actors.engines.factory import follow_weights
 from actors.experience.guide import ServiceGuide
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
-from actors.judge.factory import make_judge, timeout_s_of
+from actors.judge.factory import make_judge
 from actors.postprocess import ActorComponents
 from actors.questioning.questioner import make_questioner
 from actors.reward_terms import reward_terms
@@ -51,7 +51,6 @@ def build(
     failures, reflection = FailureCounts(), config.reflection
     components = ActorComponents(
         judge=make_judge(config, engine, chat, failures),
-        judge_timeout_s=timeout_s_of(config),
         guide=experience and ServiceGuide(experience, config.experience, failures),
         questioner=make_questioner(config, failures),
         reflector=Reflector(reflection, failures) if reflection.kind == "llm" else None,

@@ -8,21 +8,20 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 
+import numpy as np
 from msgspec.structs import replace
 
 from actors.endpoint.runner import AgentRunner, JudgementMissing
 from actors.engines.weight_sync import WeightsLate
-from actors.envs.base import EnvironmentFailure, one_line
+from actors.envs.base import EnvironmentFailure
 from actors.experience.guide import ServiceGuide
 from actors.failures import FailureCounts, unread
 from actors.judge.judge import Judge, JudgedEpisode
-from actors.judge.labels import checked_labels
 from actors.outbox import Outbox
 from actors.progress import TicketProgress
 from actors.questioning.grade import regrade
 from actors.questioning.questioner import Questioner
 from actors.reward_terms import RewardTerm, UnusableTerm, add_terms
-from actors.rollout.environment import own_cancellation
 from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Finished
@@ -41,7 +40,6 @@ class ActorComponents:
     """Optional components of an actor beside engine and environments; None if not configured."""
 
     judge: Judge | None = None
-    judge_timeout_s: float | None = None  # None: the judge limits itself
     guide: ServiceGuide | None = None
     questioner: Questioner | None = None
     agents: AgentRunner | None = None
@@ -156,22 +154,11 @@ class TicketPostprocessing:
             raise Ungraded(self.ticket.task.task_id) from error
 
     async def _label(self, judge: Judge, finished: Finished) -> None:
-        """Label the turns. They stay unlabelled if the judge fails, is late or gives a wrong
-        number of labels."""
-        trajectory, limit = finished.trajectory, asyncio.timeout(self.components.judge_timeout_s)
-        try:
-            async with limit:
-                labels, source = await judge.label(_judged(finished))
-            if source:
-                trajectory.labels = checked_labels(labels, len(trajectory.turn_rewards))
-                trajectory.label_source = str(source)
-        except (Exception, asyncio.CancelledError) as error:
-            if own_cancellation(error):
-                raise
-            late = f"judge.timeout_s={self.components.judge_timeout_s} has passed"
-            said = late if limit.expired() else one_line(error)
-            log.warning("an episode stays unlabelled: %s", said)
-            self.components.failures.note("judge", "judge.kind", said)
+        trajectory = finished.trajectory
+        labels, source = await judge.label(_judged(finished))
+        if source:
+            trajectory.labels = np.array(labels, np.int8)
+            trajectory.label_source = source
         self.progress.count += 1
 
 

@@ -35,7 +35,6 @@ from learner.diagnostics.histograms import step_histograms
 from learner.diagnostics.offpolicy import trajectory_metrics
 from learner.diagnostics.rollouts import copied_metrics, taken_metrics
 from learner.diagnostics.step_result import StepResult, Trained
-from learner.loss.correction import scales_lr
 from learner.loss.dpo import PreferenceLoss, pair_signs, pairs
 from learner.loss.objective import Objective
 from learner.loss.sft import supervised_loss
@@ -44,7 +43,7 @@ from learner.optimize.distill import Distillation, distillation_of
 from learner.optimize.logprobs import Scorer, comes_late, late_anchor, step_logprobs
 from learner.optimize.model import Models
 from learner.optimize.passes import MicroLoss
-from learner.optimize.updates import Applied, Failure, Stepper
+from learner.optimize.updates import Applied, Failure, Stepper, UpdateLimits
 from learner.ranks.process_group import Ranks, alone
 from learner.state import LearnerState
 
@@ -215,13 +214,10 @@ class Updater(Models):
             loss,
             critic,
             distillation,
+            UpdateLimits.of(stage, loss),
             take=state.take,
             step=state.stage_step,
             steps=steps,
-            scales_lr=isinstance(loss, Objective) and scales_lr(stage.correction),
-            max_cosine=stage.correction.max_cosine if isinstance(loss, Objective) else 1.0,
-            target_kl=stage.loss.target_kl if isinstance(loss, Objective) else math.inf,
-            counts_age=isinstance(loss, Objective) and loss.counts_age,
         )
 
     def _check_finite(self, state: LearnerState, applied: Applied, *values: object) -> None:

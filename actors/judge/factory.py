@@ -5,6 +5,7 @@ from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.judge.audit import AuditedJudge
 from actors.judge.judge import Judge, ModelJudge, RuleJudge
+from actors.judge.own import OwnJudge
 from actors.llm.client import Endpoint
 from actors.llm.self_client import PolicyClient
 from evolver_async.config import Config
@@ -21,17 +22,19 @@ def make_judge(
     if kind == "none":
         return None
     make = implementation("judge.kind", kind, JUDGES)
-    judge = make(config, engine, chat, failures or FailureCounts())
+    failures = failures or FailureCounts()
+    judge = make(config, engine, chat, failures)
+    if is_own(kind):
+        judge = OwnJudge(judge, timeout_s_of(config), failures)
     return AuditedJudge(judge, probes) if probes and kind not in UNAUDITED else judge
 
 
 def timeout_s_of(config: Config) -> float | None:
-    """Return the limit of a judge of one's own; None if the judge limits itself.
+    """Return the limit of a judge of one's own.
 
-    A serial run has no limit: its virtual clock would run past it while a thread works.
+    A serial run has none: its virtual clock would run past it while a thread works.
     """
-    limited = is_own(config.judge.kind) and config.launch.kind != "serial"
-    return config.judge.timeout_s if limited else None
+    return None if config.launch.kind == "serial" else config.judge.timeout_s
 
 
 def rule_judge(config: Config, engine: Engine, chat: Chat, failures: FailureCounts) -> Judge:

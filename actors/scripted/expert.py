@@ -25,6 +25,7 @@ from evolver_async.randomness import key
 from evolver_async.schema import Ticket
 
 TOLD = 0.8  # of the states on the way, about
+DRAWS = 8  # until a random turn fits into rollout.max_tokens
 OTHER_TASKS = 2  # with hints among the own ones: the policy must match the state, not the order
 
 
@@ -102,8 +103,12 @@ class ScriptedPolicy(EpisodePolicy):
                 yield from self._walk(env).items()
 
     async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
-        text = await world.call("demonstration", self._answer, world.env)
-        tokens = self._chat.turn(text, self._format.stop_strings)
+        tokens: list[int] = []
+        for _ in range(DRAWS):
+            text = await world.call("demonstration", self._answer, world.env)
+            tokens = self._chat.turn(text, self._format.stop_strings)
+            if len(tokens) <= self._max_tokens or self.expert:
+                break
         if len(tokens) > self._max_tokens:
             cause = f"a turn of {len(tokens)} tokens: rollout.max_tokens is {self._max_tokens}"
             raise world.failure("demonstration", 0.0, ValueError(cause))

@@ -187,5 +187,5 @@ def _replayed(config: Config, index: int) -> dict[str, Any]:
 
 
 def _tasks(config: Config) -> Any:
-    """Return the environments of a stage's tasks with their parameters, as `TaskSource.parts`."""
-    return config.tasks.mixture or (config.env.name, config.env.params)
+    """Return what the ids of a stage's tasks name, as `TaskSource.named`."""
+    return config.tasks.path, config.tasks.mixture or (config.env.name, config.env.params)

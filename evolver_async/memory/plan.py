@@ -18,6 +18,7 @@ from evolver_async.memory.shape import DecoderShape
 from evolver_async.memory.units import DTYPE_BYTES, MIB
 
 FLOAT = 4
+PREFILL = "prefill"  # held while an engine computes: in a serial run one at a time
 LOGITS = 1 << 25  # most values of one chunk of logits, as in model.policy
 
 # Anonymous memory of a process before its model, in bytes: see RESULTS.md, "Memory, predicted".
@@ -78,12 +79,8 @@ class MemoryPlan:
 
     def largest(self) -> MemoryPart:
         """The part that takes the most host memory over all processes and has a key."""
-        totals = [
-            MemoryPart(part.name, one.count * part.size, part.key)
-            for one in self.processes
-            for part in one.parts
-            if part.key and not part.gpu
-        ]
+        parts = [(one.count * part.size, part) for one in self.processes for part in one.parts]
+        totals = [replace(part, size=size) for size, part in parts if part.key and not part.gpu]
         return max(totals, key=lambda part: part.size)
 
 
@@ -92,17 +89,17 @@ def memory_plan(
 ) -> MemoryPlan:
     """Plan a run. `learner_gpu`, `actor_gpu`: these processes compute on GPUs."""
     stages = [stage_config(config, index) for index in range(len(config.stages))]
-    learner = ProcessPlan(
-        "learner", config.learner.ranks, tuple(_learner(config, stages, shape, learner_gpu))
-    )
+    parts = tuple(_learner(config, stages, shape, learner_gpu))
+    learner = ProcessPlan("learner", config.learner.ranks, parts)
     actors = config.actors.bounds()[1]
     actor = ProcessPlan("actor", actors, tuple(_actor(config, stages, shape, actor_gpu)))
     buffer = [_base("buffer"), MemoryPart("groups", _groups_bytes(stages), "buffer.limit_bytes")]
     others = [ProcessPlan("buffer", 1, tuple(buffer))]
     if config.launch.kind == "serial":
-        engines = [replace(part, size=actors * part.size) for part in actor.parts[1:]]
-        parts = [*learner.parts, *engines, *buffer[1:]]
-        return MemoryPlan((ProcessPlan("launcher", 1, tuple(parts)),), _shared(config, shape))
+        counts = [1 if part.name == PREFILL else actors for part in actor.parts]
+        engines = [replace(x, size=n * x.size) for x, n in zip(actor.parts, counts, strict=True)]
+        parts += (*engines[1:], *buffer[1:])
+        return MemoryPlan((ProcessPlan("launcher", 1, parts),), _shared(config, shape))
     if config.experience.kind != "none":
         others.append(ProcessPlan("experience", 1, (_base("experience"),)))
     others.append(ProcessPlan("launcher", 1, (_base("launcher"),)))
@@ -129,8 +126,7 @@ def _learner(
     config: Config, stages: list[Config], shape: DecoderShape, gpu: bool
 ) -> Iterable[MemoryPart]:
     """Parts of one rank; with several, the first one, which also publishes."""
-    ranks, copy = config.learner.ranks, _copy(config, shape)
-    adapted = config.policy.lora.rank > 0
+    ranks, copy, adapted = config.learner.ranks, _copy(config, shape), config.policy.lora.rank > 0
     trained = adapter_parameters(config, shape) if adapted else shape.parameters
     yield _base("learner")
     # Several ranks hold float32 shards; one rank on a short type holds both.
@@ -139,14 +135,15 @@ def _learner(
     if ranks > 1:
         weights += FLOAT * (shape.layer + shape.embedding)  # gathered for the pass
     yield MemoryPart("weights", weights, _model_key(config), gpu)
-    yield MemoryPart("gradients, moments", 3 * FLOAT * trained / ranks, "learner.ranks", gpu)
-    if any(stage.correction.max_cosine < 1 for stage in stages):  # of the step before, and a clone
-        held = 2 * FLOAT * trained / ranks
-        yield MemoryPart("gradients to align", held, "correction.max_cosine", gpu)
-    if any(stage.loss.kl_coef > 0 for stage in stages) or "dpo" in _kinds(config):
+    own = FLOAT * trained / ranks
+    yield MemoryPart("gradients, moments", 3 * own, "learner.ranks", gpu)
+    rl = [stages[index] for index, one in enumerate(config.stages) if one.kind == "rl"]
+    if any(stage.correction.max_cosine < 1 for stage in rl):  # of the step before, and a clone
+        yield MemoryPart("gradients to align", 2 * own, "correction.max_cosine", gpu)
+    if any(stage.loss.kl_coef > 0 for stage in rl) or "dpo" in _kinds(config):
         shares = adapted and ranks == 1
         yield MemoryPart("KL reference", 0 if shares else copy / ranks, "loss.kl_coef", gpu)
-    if any(stage.advantage.kind in CRITICS for stage in stages):
+    if any(stage.advantage.kind in CRITICS for stage in rl):
         yield MemoryPart("critic", _critic(config, shape), "critic.kind", gpu)
     largest = max(stages, key=lambda stage: stage.learner.token_budget)
     yield MemoryPart("activations", activation_bytes(largest, shape), "learner.token_budget", gpu)
@@ -201,7 +198,7 @@ def _actor(
     yield MemoryPart("fetched weights", fetched, "weights.kind", on_gpu)
     if not vllm:
         size = prefill_bytes(config, shape)
-        yield MemoryPart("prefill", size, "engine.prefill_tokens", gpu)
+        yield MemoryPart(PREFILL, size, "engine.prefill_tokens", gpu)
 
 
 def _model_key(config: Config) -> str:

@@ -38,9 +38,12 @@ def check_prefix_trees(model: PreTrainedModel, device: torch.device) -> None:
 def _has_window(model: PreTrainedModel) -> bool:
     """True if a layer attends through a sliding window.
 
-    Some models keep it in their attention (Qwen), others read it from the configuration (Mistral).
+    Some configurations name the kind of each layer (Qwen), others have one for all (Mistral), and
+    some models keep it in their attention.
     """
     config = model.config.get_text_config()
+    if (kinds := getattr(config, "layer_types", None)) is not None:
+        return "sliding_attention" in kinds
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         return True
     layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from evolver_async.buffer.stages import TICKETS, evaluation_digest
-from evolver_async.config.load import load, stage_config
+from evolver_async.config import ConfigError
+from evolver_async.config.load import stage_config
+from evolver_async.launch.run_directory import config_of
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.metrics.tail import Tail
 from evolver_async.study.directory import CellRun, RunState, Study, cold_run, runs_of, state_of
@@ -130,22 +132,39 @@ def _cold_end(run_dir: Path, *_: int) -> ColdEnd:
 
 
 @cache
-def evaluated_alike(cold_dir: Path, run_dir: Path) -> bool:
+def _evaluated_alike(cold_dir: Path, run_dir: Path) -> bool:
     """True if the last stage of a cold start and the first one after the fork evaluate alike.
 
-    That is so if their tasks, rules and lengths of episodes agree. Both configurations are those
-    of the run directories, which have copies of task files.
+    That is so if their tasks, the lengths of episodes and the temperature agree. Raises ConfigError
+    without the files of one of them.
     """
-    cold, own = (load(path / "config.yaml") for path in (cold_dir, run_dir))
+    cold, own = (config_of(path) for path in (cold_dir, run_dir))
     count = len(cold.stages)
     last, first = stage_config(cold, count - 1), stage_config(own, count)
     return evaluation_digest(last) == evaluation_digest(first)
 
 
+def begins_with_cold_start(study: Study) -> bool:
+    """True if the curves of a study begin with its cold starts' ends: all runs evaluate alike.
+
+    Curves of some runs alone would not compare with the others. False without the files of a cold
+    start, which a study need not keep.
+    """
+    if not study.definition.cold_start:
+        return False
+    runs = [one for one in runs_of(study) if (one.directory / METRICS).exists()]
+    try:
+        return all(
+            _evaluated_alike(cold_run(study, one.seed).directory, one.directory) for one in runs
+        )
+    except ConfigError:
+        return False
+
+
 class CurveReader:
     """Reader of the curves of one run.
 
-    The curves of a run that was forked begin with its cold start's end, if both evaluate alike.
+    The curves of a run that was forked begin with its cold start's end if the study's do.
     """
 
     def __init__(self, study: Study, run: CellRun) -> None:
@@ -154,16 +173,16 @@ class CurveReader:
         if study.definition.cold_start and run.cell is not None:
             cold = cold_run(study, run.seed).directory
             self.before = cold_end(cold)
-            if self.rows and not evaluated_alike(cold, run.directory):
+            if not begins_with_cold_start(study):
                 self.before = replace(self.before, evaluations={})
         self.progress = progress_of(self.rows, self.before.seconds)
 
     def points(self, metric: str) -> list[Point]:
         """Return the points of a metric by step; of several at one step the newest one counts.
 
-        Evaluations begin at step 0 with the last one of the cold start if its tasks and rules are
-        those of the run. Otherwise the curve begins with the first evaluation of the run itself,
-        after the fork: a run is not evaluated at its fork.
+        Evaluations begin at step 0 with the last one of the cold start if all runs of the study
+        evaluate as their cold starts do. Otherwise a curve begins with the first evaluation of the
+        run itself, after the fork: a run is not evaluated at its fork.
         """
         points: dict[float, Point] = {}
         if self.rows and metric in self.before.evaluations:

@@ -202,7 +202,8 @@ class View:
     def time_cells(self) -> list[tuple[str, str]]:
         """Format the time of the processes over the newest steps, and the advice."""
         budget = throughput.TimeBudget.of(self.recent)
-        setup = self.setups[throughput.newest_stage(self.recent)]
+        stage = throughput.newest_stage(self.recent)
+        setup = self.setups[min(stage, len(self.setups) - 1)]  # a resume can have added stages
         cells = [
             ("actors' time", throughput.line(budget.actor)),
             ("learner's time", throughput.line(budget.learner)),

@@ -140,7 +140,6 @@ class Accounting:
                 for name in self.tokens[0]
             }
             found |= _by_family(tokens, _token_statistics)
-            found["offpolicy/kl_moved"] = _kl(tokens["log_moved"])
         if count := self.boosted["tokens"]:
             found |= {
                 "boost/tokens": float(count),

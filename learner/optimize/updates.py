@@ -19,9 +19,11 @@ from evolver_async.schema import Array, Group
 from learner.data.batch import Batch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
 from learner.diagnostics.step_result import NON_FINITE, TARGET_KL
+from learner.loss.correction import scales_lr
+from learner.loss.objective import Objective
 from learner.optimize.adamw import clear, follow, lr_at, take_back, update, with_gradient
 from learner.optimize.alignment import align, forget, remember
-from learner.optimize.critic import Critic, CriticTraining
+from learner.optimize.critic import CriticTraining
 from learner.optimize.distill import DISTILL_KL, DISTILL_TOKENS, Distillation
 from learner.optimize.model import Models
 from learner.optimize.passes import MicroLoss, Passes
@@ -79,6 +81,32 @@ class _Update:
     moved: list[torch.Tensor]
 
 
+@dataclass(frozen=True)
+class UpdateLimits:
+    """Limits of the updates of a step.
+
+    scales_lr: the learning rate of an update is multiplied by the square root of its
+    `Accounting.ess_share`. max_cosine: the bound on the cosine of consecutive gradients (`align`),
+    1 for none. target_kl: the bound on `Accounting.moved`, none while the critic warms up. Data
+    beyond it end the step, and the last update is taken back, whose own data are measured once more
+    if those of the next one are within. counts_age: data of the next one can be beyond the bound by
+    their age alone, so that only the last one's own count.
+    """
+
+    scales_lr: bool = False
+    max_cosine: float = 1.0
+    target_kl: float = math.inf
+    counts_age: bool = False
+
+    @classmethod
+    def of(cls, stage: Config, loss: MicroLoss) -> "UpdateLimits":
+        """Return the limits of a stage; only a policy loss has some."""
+        if not isinstance(loss, Objective):
+            return cls()
+        bounds = stage.correction.max_cosine, stage.loss.target_kl, loss.counts_age
+        return cls(scales_lr(stage.correction), *bounds)
+
+
 class Stepper:
     """Optimizer updates of `models`; `config` is that of the whole run."""
 
@@ -93,37 +121,29 @@ class Stepper:
         stage: Config,
         data: Minibatch,
         loss: MicroLoss,
-        critic: CriticTraining | None = None,
-        distillation: Distillation | None = None,
+        critic: CriticTraining | None,
+        distillation: Distillation | None,
+        limits: UpdateLimits,
         *,
         take: int,
         step: int,
         steps: int,
-        scales_lr: bool = False,
-        max_cosine: float = 1.0,
-        target_kl: float = math.inf,
-        counts_age: bool = False,
     ) -> Applied:
         """Cut `data` into minibatches and apply one update each, until one is not finite.
 
-        Only applied updates are measured. step: of the stage, which has `steps`. scales_lr: the
-        learning rate of an update is multiplied by the square root of its `Accounting.ess_share`.
-        max_cosine: the bound on the cosine of consecutive gradients (`align`), 1 for none.
-        target_kl: the bound on `Accounting.moved`, none while the critic warms up. Data beyond it
-        end the step, and the last update is taken back, whose own data are measured once more if
-        those of the next one are within. counts_age: data of the next one can be beyond the bound
-        by their age alone, so that only the last one's own count.
+        Only applied updates are measured. step: of the stage, which has `steps`.
         """
+        scales, max_cosine = limits.scales_lr, limits.max_cosine
         rate = lr_at(step, stage.learner, steps=steps)
         others = [] if critic is None else [(critic.critic.optimizer, critic.settings.lr)]
         done, failure, beyond = list[_Update](), None, None
-        bound = math.inf if critic is not None and critic.warms_up else target_kl
+        bound = math.inf if critic is not None and critic.warms_up else limits.target_kl
         for minibatch in self.cut(stage, data, take):
             found = Accounting()
             given = stage, minibatch, loss, found, critic, distillation
             total, terms = self.passes.gradients(*given)
-            scale, kl = self._measured(found, scales_lr=scales_lr, bound=bound)
-            terms |= {"learner/lr_scale": scale} if scales_lr else {}
+            scale, kl = self._measured(found, scales_lr=scales, bound=bound)
+            terms |= {"learner/lr_scale": scale} if scales else {}
             moves = [(self.models.optimizer, rate * scale), *others]
             if done and math.isfinite(total) and kl > bound:
                 beyond = kl
@@ -144,13 +164,12 @@ class Stepper:
             done.append(_Update(minibatch, found, terms, kl, rate * scale, moved))
         means = {"learner/lr": rate}
         if math.isfinite(bound):
-            kl = None if counts_age else beyond
-            if kl is None:
-                kl = self._beyond(stage, done, loss, bound, critic and critic.critic)
-            if kl is not None:
-                self._undo(done)
-                beyond = kl if beyond is None else beyond
-            means["learner/taken_back"] = float(kl is not None)
+            led = None if limits.counts_age else beyond
+            if led is None and done and done[-1].kl <= bound:
+                last, own = done[-1].minibatch, critic and critic.critic
+                led = self.passes.measure(stage, last, loss, own).moved()
+            over = self._bounded(done, led, bound, means)
+            beyond = over if beyond is None else beyond
         means["learner/token_budget"] = self.passes.token_budget(stage, critic and critic.critic)
         return self._applied(data, done, failure, beyond, means)
 
@@ -161,19 +180,17 @@ class Stepper:
         known = self.passes.collected(found)
         return known.ess_share() ** 0.5 if scales_lr else 1.0, known.moved()
 
-    def _beyond(
-        self,
-        stage: Config,
-        done: list[_Update],
-        loss: MicroLoss,
-        bound: float,
-        critic: Critic | None,
+    def _bounded(
+        self, done: list[_Update], led: float | None, bound: float, means: dict[str, float]
     ) -> float | None:
-        """Return how far the last update's data are after it, if it moved them beyond the bound."""
-        if not done or done[-1].kl > bound:
-            return None
-        kl = self.passes.measure(stage, done[-1].minibatch, loss, critic).moved()
-        return None if kl <= bound else kl  # one that is no number is beyond any bound
+        """Take back the last update if it led data beyond the bound; return how far, else None."""
+        too_far = led is not None and not led <= bound  # one that is no number is beyond any bound
+        means["learner/taken_back"] = float(too_far)
+        if too_far:
+            self._undo(done)
+            return led
+        means |= {} if led is None else {"offpolicy/kl_moved": led}
+        return None
 
     def _undo(self, done: list[_Update]) -> None:
         """Take back the last update."""

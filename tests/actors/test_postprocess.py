@@ -8,9 +8,11 @@ import pytest
 from msgspec.structs import replace
 from workers import Buffer, Walker, granted, run, version
 
+from actors.failures import FailureCounts
 from actors.judge.audit import AuditedJudge
 from actors.judge.factory import timeout_s_of
-from actors.judge.judge import JudgedEpisode
+from actors.judge.judge import Judge, JudgedEpisode
+from actors.judge.own import OwnJudge
 from actors.postprocess import ActorComponents
 from actors.questioning.grade import Grade
 from actors.rollout.group import run_group
@@ -129,8 +131,8 @@ class BadCourt(Court):
         ("raises", "KeyError: 'mine'"),
         ("cancels", "CancelledError: mine"),
         ("hangs", "judge.timeout_s=5 has passed"),
-        ("miscounts", "are not 3 labels"),
-        ("overrates", "are not 3 labels"),
+        ("miscounts", "are not 0 labels"),
+        ("overrates", "are not 0 labels"),
         ("returns nothing", "TypeError"),
     ],
 )
@@ -138,8 +140,11 @@ class BadCourt(Court):
 def test_a_judge_that_fails_leaves_the_episode_unlabelled(
     run: Callable[..., None], way: str, said: str, audited: bool
 ) -> None:
-    judge: Any = AuditedJudge(BadCourt(way), 0.5) if audited else BadCourt(way)  # type: ignore[arg-type]
-    buffer, components = Buffer((0.0, granted())), ActorComponents(judge=judge, judge_timeout_s=5)
+    failures, court = FailureCounts(), BadCourt(way)
+    judge: Judge = OwnJudge(court, 5, failures)  # type: ignore[arg-type]
+    judge = AuditedJudge(judge, 0.5) if audited else judge
+    buffer = Buffer((0.0, granted()))
+    components = ActorComponents(judge=judge, failures=failures)
     run(buffer, Walker(), 60.0, components)
     pushed = [push.trajectory for push in buffer.seen(messages.Push)]
     assert [one.labels.tolist() for one in pushed] == [[0, 0, 0]] * 2
@@ -150,10 +155,9 @@ def test_a_judge_that_fails_leaves_the_episode_unlabelled(
     assert said in total.error
 
 
-def test_only_a_judge_of_ones_own_is_limited_from_outside() -> None:
+def test_a_serial_run_limits_no_judge() -> None:
     own = Config(judge=JudgeConfig(kind="mine:judge", timeout_s=7.0))
     assert timeout_s_of(own) == 7.0
-    assert timeout_s_of(Config(judge=JudgeConfig(kind="rule", timeout_s=7.0))) is None
     own.launch.kind = "serial"
     assert timeout_s_of(own) is None
 

@@ -132,7 +132,7 @@ def test_data_beyond_the_target_kl_end_a_step_after_its_first_update(tiny, tmp_p
     outcomes, weights = [], []
     for target_kl in (math.inf, 1e-9):
         settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=4)
-        settings.policy.dtype = dtype
+        settings.policy.dtype, settings.correction.anchor = dtype, "interpolate"
         settings.loss.target_kl = target_kl
         made = updater(settings, tmp_path)
         state = LearnerState(lineage=1)
@@ -152,6 +152,21 @@ def test_data_beyond_the_target_kl_end_a_step_after_its_first_update(tiny, tmp_p
     assert cut.metrics["offpolicy/kl_beyond"] > 1e-9
     assert "offpolicy/kl_beyond" not in whole.metrics
     assert not same(weights[0].model, weights[1].model)
+
+
+def test_a_first_update_that_moves_the_data_of_the_next_beyond_the_target_kl_is_taken_back(
+    tiny, tmp_path
+):
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=2)
+    settings.loss.target_kl = 1e-9
+    made, before = updater(settings, tmp_path), updater(settings, tmp_path)
+    outcome = made.rl(stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1)
+    assert outcome.updates == 0 == len(outcome.trained)
+    assert len(outcome.filtered["target_kl"]) == 4
+    assert outcome.metrics["learner/taken_back"] == 1
+    assert outcome.metrics["offpolicy/kl_beyond"] > 1e-9
+    for one, other in zip(made.model.parameters(), before.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
 def test_an_update_that_is_not_finite_is_one_however_far_its_data_are(tiny, tmp_path, monkeypatch):
@@ -235,13 +250,14 @@ def test_an_update_that_moves_the_policy_beyond_the_target_kl_is_taken_back(
 def test_a_bound_on_the_movement_counts_the_age_of_data_only_without_a_computed_anchor(
     tiny, tmp_path, correction, counts_age
 ):
-    settings = config(tiny, [StageConfig(kind="rl", steps=1)])
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=1)
     settings.correction = replace(settings.correction, **correction)
+    settings.loss.target_kl, settings.learner.lr = 1e3, 1e-6
     made = updater(settings, tmp_path)
     outcome = made.rl(stage_config(settings, 0), groups(2), LearnerState(lineage=1), FORKS, 1)
-    age = outcome.metrics["offpolicy/kl"]
+    age, moved = outcome.metrics["offpolicy/kl"], outcome.metrics["offpolicy/kl_moved"]
     assert age > 0.01
-    assert outcome.metrics["offpolicy/kl_moved"] == (pytest.approx(age) if counts_age else 0.0)
+    assert moved == pytest.approx(age, rel=1e-2) if counts_age else 0 < moved < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 A line is `{"query", "env", "params", "seed", "split", "reference", "id"}`, every key optional;
 missing keys come from the configuration. A hash of the line's own environment, parameters, seed and
 query names the task and decides the split of one without. What comes from the configuration has no
-part in it: no task is in two splits, in any stage, and a resume with other parameters changes none.
+part in it: a line has one split in all stages, and a resume with other parameters changes none.
 """
 
 import json

@@ -48,6 +48,11 @@ class TaskSource:
     def parts(self) -> tuple[MixturePart, ...]:
         return self.mixture or (MixturePart(self.env, self.params),)
 
+    @property
+    def named(self) -> object:
+        """Return what its ids name: sources that agree in it have equal tasks under equal ids."""
+        return self.parts if self.given is None else self.given
+
     @cached_property
     def envs(self) -> frozenset[str]:
         """The names of all environments that its tasks need."""

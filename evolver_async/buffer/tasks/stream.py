@@ -192,7 +192,7 @@ class TaskStream:
 
         What is known of its tasks stays as long as the ids name the same tasks.
         """
-        if source.parts != self.source.parts:
+        if source.named != self.source.named:
             self._forget_numbered()
         if source.train != self.source.train:
             for way in ("tasks", "explore"):

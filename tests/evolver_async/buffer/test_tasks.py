@@ -219,6 +219,19 @@ def test_a_stage_knows_nothing_of_other_tasks_with_the_same_ids(env, params, sam
         assert made(9)[0].task_id in known, "a task of the pool has its own parameters"
 
 
+def test_a_stage_knows_nothing_of_another_files_tasks_with_the_same_ids():
+    def of_file(query: str) -> TaskSource:
+        row = msgspec.structs.replace(numbered(0), query=query)
+        return TaskSource(env="maze", params={}, train=1, given={"train": (row,)})
+
+    tasks = TaskStream(0, of_file("easy"))
+    tasks.quarantine(numbered(0).task_id, "environment")
+    tasks.switch(of_file("easy"))
+    assert tasks.cursor.quarantined
+    tasks.switch(of_file("hard"))
+    assert not tasks.cursor.quarantined
+
+
 def test_exploration_has_its_own_way_through_the_tasks():
     tasks = TaskStream(0, finite(5))
     tasks.quarantine("maze/train/3", "environment")

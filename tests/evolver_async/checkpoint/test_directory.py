@@ -145,8 +145,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "Not a directory": flatten,
     "has no manifest.json": lambda path: (path / MANIFEST).unlink(),
     "unreadable": lambda path: (path / MANIFEST).write_text("{"),
-    "has format 2": lambda path: (path / MANIFEST).write_text(
-        (path / MANIFEST).read_text().replace('"format": 1', '"format": 2')
+    "has format 1": lambda path: (path / MANIFEST).write_text(
+        (path / MANIFEST).read_text().replace('"format": 2', '"format": 1')
     ),
 }
 

@@ -92,6 +92,8 @@ def test_aligned_gradients_take_eight_bytes_a_trained_parameter() -> None:
     assert part(planned(), "learner", "gradients to align") == 0
     one = "stages=[{kind: rl, steps: 9, override: {correction: {max_cosine: 0.5}}}]"
     assert part(planned(one), "learner", "gradients to align") == 8 * SHAPE.parameters
+    supervised = planned("correction.max_cosine=0.5", "stages=[{kind: sft, steps: 9}]")
+    assert part(supervised, "learner", "gradients to align") == 0
     adapters = planned(one, "policy.lora.rank=8", "learner.minibatches=1")
     trained = part(adapters, "learner", "gradients, moments") / 12
     assert part(adapters, "learner", "gradients to align") == 8 * trained

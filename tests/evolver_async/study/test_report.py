@@ -255,8 +255,17 @@ def test_a_forked_run_that_is_evaluated_otherwise_begins_with_its_own_first_eval
     second = StageConfig(steps=4, override=override)
     forked = Config(stages=[StageConfig(kind="sft", steps=4), second])
     write_run(run_of(study, "weight_lag-0", 0), [0.5], before_s=2 * STEP_S, config=forked)
-    points = [point[:] for point in results_of(study)[0].points]
-    assert points == [(1, EPISODES * TURNS, STEP_S, 0.5)]
+    write_run(run_of(study, "weight_lag-4", 0), [0.5], before_s=2 * STEP_S)
+    for result in results_of(study)[:2]:
+        points = [point[:] for point in result.points]
+        assert points == [(1, EPISODES * TURNS, STEP_S, 0.5)], "curves of all cells compare"
+
+
+def test_a_study_is_read_without_its_cold_starts(tmp_path: Path) -> None:
+    definition = Definition("r", seeds=(0,), grid=LAGS.grid, cold_start=True)
+    study = made_study(tmp_path / "study", definition)
+    write_run(run_of(study, "weight_lag-0", 0), [0.5], before_s=2 * STEP_S)
+    assert [point.value for point in results_of(study)[0].points] == [0.5]
 
 
 def test_lags_are_weighted_by_their_tokens(study: Study) -> None:
