@@ -8,7 +8,7 @@ from evolver_async.config.values.rules import check_plain
 
 ENTROPY = ("entropy_top_k",)  # the key of `loss` that supervised stages read: entropy is measured
 PREFERENCES = (*ENTROPY, "dpo_beta", "dpo_nll_coef")  # those that a dpo stage reads
-UNREAD_BY_DPO = ("advantage", "correction", "critic")
+OF_RL = ("advantage", "correction", "critic")
 
 
 def stages(config: Config) -> Iterator[tuple[str, str]]:
@@ -64,9 +64,9 @@ def _without_effect(stage: StageConfig) -> Iterator[tuple[str, str]]:
     read, why = ENTROPY, f"a stage of kind {stage.kind} has no policy loss"
     if stage.kind == "dpo":
         read, why = PREFERENCES, "a dpo stage compares pairs by a loss of its own"
-        for section in UNREAD_BY_DPO:
-            for name in stage.override.get(section, {}):
-                yield f"{section}.{name}", f"has no effect: {why}"
+    for section in OF_RL:
+        for name in stage.override.get(section, {}):
+            yield f"{section}.{name}", f"has no effect: {why}"
     for name in stage.override.get("loss", {}):
         if name not in read:
             yield f"loss.{name}", f"has no effect: {why}"

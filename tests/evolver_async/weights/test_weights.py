@@ -240,7 +240,8 @@ def test_a_directory_that_inherits_setgid_is_claimed_and_swept(tmp_path: Path) -
     tmp_path.chmod(0o2700)
     directory = tmp_path / f"{PREFIX}shared"
     directory.mkdir(mode=0o700)
-    assert directory.stat().st_mode & stat.S_ISGID, "the file system passes setgid on"
+    if not directory.stat().st_mode & stat.S_ISGID:
+        pytest.skip("this file system does not pass setgid on")
     claim(directory).release()
     assert (directory / OWNER).exists()
     sweep(tmp_path)

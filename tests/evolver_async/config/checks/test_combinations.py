@@ -137,6 +137,10 @@ from learner.data.selection import spread
             )
             for kind in ("sft", "world_model", "reflect")
         ),
+        (
+            ["stages=[{kind: sft, steps: 1, override: {advantage: {kind: rloo}}}]"],
+            "stages[0].override: advantage.kind: has no effect: a stage of kind sft has no policy",
+        ),
         *(
             (
                 [f"stages=[{{kind: dpo, steps: 1, override: {{{section}: {{{name}: {value}}}}}}}]"],
