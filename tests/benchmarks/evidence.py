@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from evidence_cells import NOTHING, Evidence, amount, evidence_of
+from evidence_cells import NOTHING, Evidence, amount, at_equal_steps, evidence_of
 
 from evolver_async.config import ConfigError
 from evolver_async.study import directory, plots
@@ -27,13 +27,14 @@ METRIC = "eval/success"
 MAIN = ("none", "Q", "N", "A", "QN", "QA", "all")  # variants of the picture
 PICTURE = "evidence.png"
 NEAR = 0.9  # of the best value of `sparse`
-SHORT = ("variant", "seeds", "success", "difference", "environment steps", "ratio")
+EQUAL = "at equal steps"
+SHORT = ("variant", "seeds", "success", "difference", EQUAL, "environment steps", "ratio")
 COLUMNS = 100  # of a line of text
 
 
 def row_of(one: Evidence, first: Evidence | None) -> dict[str, str]:
     """Return the row of a cell by column; `first` is the first cell, None if it is missing."""
-    summary, difference, ratio = one.summary, NOTHING, NOTHING
+    summary, difference, ratio, equal = one.summary, NOTHING, NOTHING, NOTHING
     if first is one:
         difference = "baseline"
     elif first is not None:
@@ -41,6 +42,7 @@ def row_of(one: Evidence, first: Evidence | None) -> dict[str, str]:
         difference = shown(interval(pairs), sign="+")
         if 1 < len(pairs) < summary.final.count:
             difference += f" ({len(pairs)} pairs)"
+        equal = shown(at_equal_steps(one, first), sign="+")
     if first is not None:
         ratio = one.env_steps.over(first.env_steps)
     return {
@@ -48,6 +50,7 @@ def row_of(one: Evidence, first: Evidence | None) -> dict[str, str]:
         "seeds": f"{summary.finished} of {len(summary.results)}",
         "success": shown(summary.final),
         "difference": difference,
+        EQUAL: equal,
         "mean of the curve": shown(summary.area),
         "environment steps": one.env_steps.text,
         "ratio": ratio,
@@ -87,9 +90,11 @@ def meaning(study: Study, first: str) -> str:
     return (
         f"Success is that of the greedy policy on held-out tasks, never guided (`{METRIC}`), at the"
         " end; intervals are 95 % (Student t) over the finished seeds. The difference is that of"
-        f" the success to `{first}`, seed by seed. Environment steps count from the cold start"
-        f" until the mean curve over the finished seeds is at {threshold:g}, linear between"
-        f" evaluations; the ratio is that to `{first}`'s, a bound if one of both is never there."
+        f" the success to `{first}`, seed by seed; at equal steps, the same at the number of"
+        f" environment steps that `{first}` has taken at its end. Environment steps count from the"
+        f" cold start until the mean curve over the finished seeds is at {threshold:g}, linear"
+        f" between evaluations; the ratio is that to `{first}`'s, a bound if one of both is"
+        " never there."
     )
 
 

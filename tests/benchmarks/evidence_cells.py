@@ -3,6 +3,8 @@
 import statistics
 from dataclasses import dataclass
 
+import numpy as np
+
 from evolver_async.config.load import load, stage_config
 from evolver_async.study.curves import StudyCurve, mean_curve, reached
 from evolver_async.study.results import EXPLORED_TURNS, RunResult, rows_of
@@ -54,6 +56,11 @@ class Evidence:
     uncounted_turns: Interval  # most turns that these can have had
 
     @property
+    def runs(self) -> list[RunResult]:
+        """Return its finished runs."""
+        return [one for one in self.summary.results if one.state == "finished"]
+
+    @property
     def name(self) -> str:
         """Return the name of the cell."""
         return self.summary.cell.name
@@ -80,6 +87,20 @@ def evidence_of(cell: CellSummary, threshold: float) -> Evidence | None:
         freed=interval([statistics.fmean(found) for found in freed]),
         uncounted=interval([episodes for episodes, _ in uncounted]),
         uncounted_turns=interval([turns for _, turns in uncounted]),
+    )
+
+
+def at_equal_steps(one: Evidence, first: Evidence) -> Interval:
+    """Return the difference of a cell's success to the end of `first`, seed by seed, at the
+    environment steps that `first` has taken then: linear between evaluations, at most the end."""
+    ends = {run.run.seed: run.points[-1] for run in first.runs if run.points}
+    return interval(
+        [
+            float(np.interp(end.env_steps, *zip(*curve, strict=True))) - end.value
+            for run in one.runs
+            if (end := ends.get(run.run.seed)) is not None
+            and (curve := [(point.env_steps, point.value) for point in run.points])
+        ]
     )
 
 

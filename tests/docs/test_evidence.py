@@ -28,9 +28,10 @@ runs are finished. Failed: `A-s1`. Missing, without a finished seed: `A`.
 MEANING = """
 Success is that of the greedy policy on held-out tasks, never guided (`eval/success`), at the end;
 intervals are 95 % (Student t) over the finished seeds. The difference is that of the success to
-`none`, seed by seed. Environment steps count from the cold start until the mean curve over the
-finished seeds is at 0.5, linear between evaluations; the ratio is that to `none`'s, a bound if one
-of both is never there. Last evaluation of a run: 5 distinct tasks.
+`none`, seed by seed; at equal steps, the same at the number of environment steps that `none` has
+taken at its end. Environment steps count from the cold start until the mean curve over the finished
+seeds is at 0.5, linear between evaluations; the ratio is that to `none`'s, a bound if one of both
+is never there. Last evaluation of a run: 5 distinct tasks.
 """
 EMPTY = "# Page\n\n<!-- evidence -->\nbygone\n<!-- /evidence -->\n\nThe end.\n"
 RUNS = {  # a step has 24 environment steps; a cold start ends at a success of 0
@@ -105,18 +106,18 @@ def test_the_results_get_the_full_table(study: Study, script: Script, tmp_path: 
     state, table, meaning, *others = between_markers(tmp_path / "RESULTS.md").split("\n\n")
     assert state == STATE.strip()
     assert table.splitlines() == [  # t(.975, 1) = 12.706 times .1, .05, and so on
-        "| variant | seeds | success | difference | mean of the curve | environment steps | ratio"
-        " | RL steps | wasted, last | wasted, mean | freed |",
-        f"|{' --- |' * 11}",
-        "| `none` | 2 of 2 | 0.700 ± 1.271 | baseline | 0.317 ± 0.212 | 56 | 1.00 | 2"
+        "| variant | seeds | success | difference | at equal steps | mean of the curve"
+        " | environment steps | ratio | RL steps | wasted, last | wasted, mean | freed |",
+        f"|{' --- |' * 12}",
+        "| `none` | 2 of 2 | 0.700 ± 1.271 | baseline | – | 0.317 ± 0.212 | 56 | 1.00 | 2"
         " | – | – | – |",
-        "| `N` | 2 of 2 | 0.850 ± 0.635 | +0.150 ± 0.635 | 0.475 ± 0.106 | 36 | 0.64 | 2"
-        " | 0.200 ± 0.000 | 0.100 ± 0.000 | 0.030 ± 0.000 |",
-        "| `sparse` | 1 of 2 | 0.200 (one seed) | -0.400 (one seed) | 0.067 (one seed)"
-        " | not reached | > 1.29 | not reached | – | – | – |",
-        "| `sparse_A` | 1 of 2 | 0.300 (one seed) | -0.300 (one seed) | 0.150 (one seed)"
-        " | not reached | > 1.29 | not reached | – | – | – |",
-        "| `only_own` | 2 of 2 | 0.350 ± 0.000 | -0.350 ± 1.271 | 0.158 ± 0.000"
+        "| `N` | 2 of 2 | 0.850 ± 0.635 | +0.150 ± 0.635 | +0.150 ± 0.635 | 0.475 ± 0.106"
+        " | 36 | 0.64 | 2 | 0.200 ± 0.000 | 0.100 ± 0.000 | 0.030 ± 0.000 |",
+        "| `sparse` | 1 of 2 | 0.200 (one seed) | -0.400 (one seed) | -0.400 (one seed)"
+        " | 0.067 (one seed) | not reached | > 1.29 | not reached | – | – | – |",
+        "| `sparse_A` | 1 of 2 | 0.300 (one seed) | -0.300 (one seed) | -0.300 (one seed)"
+        " | 0.150 (one seed) | not reached | > 1.29 | not reached | – | – | – |",
+        "| `only_own` | 2 of 2 | 0.350 ± 0.000 | -0.350 ± 1.271 | -0.350 ± 1.271 | 0.158 ± 0.000"
         " | not reached | > 1.29 | not reached | – | – | – |",
     ]
     whole = " ".join(meaning.split())
@@ -132,6 +133,18 @@ def test_the_results_get_the_full_table(study: Study, script: Script, tmp_path: 
         "| `sparse_A` | 43 | 0.64 |",
     ]
     assert own.endswith("`only_own` ends at 0.350: 50 % of the 0.700 of `none`.")
+
+
+def test_variants_are_compared_at_the_environment_steps_of_the_first_cell(
+    script: Script, tmp_path: Path
+) -> None:
+    study = begun(tmp_path / "study")
+    for seed in (0, 1):
+        write_cold(study, seed, 0.0)
+        write_run(run_of(study, "none", seed), [0.2, 0.4], before_s=4.0)
+        write_run(run_of(study, "N", seed), [0.2, 0.5, 0.9], before_s=4.0)
+    assert script(study.out) == 0
+    assert "| +0.500 ± 0.000 | +0.100 ± 0.000 |" in between_markers(tmp_path / "RESULTS.md")
 
 
 def test_recorded_turns_of_explorations_are_environment_steps(
@@ -155,13 +168,16 @@ def test_the_page_gets_a_short_table_and_a_picture(
 ) -> None:
     assert script(study.out) == 0
     table = textwrap.dedent("""
-        | variant | seeds | success | difference | environment steps | ratio |
-        | --- | --- | --- | --- | --- | --- |
-        | `none` | 2 of 2 | 0.700 ± 1.271 | baseline | 56 | 1.00 |
-        | `N` | 2 of 2 | 0.850 ± 0.635 | +0.150 ± 0.635 | 36 | 0.64 |
-        | `sparse` | 1 of 2 | 0.200 (one seed) | -0.400 (one seed) | not reached | > 1.29 |
-        | `sparse_A` | 1 of 2 | 0.300 (one seed) | -0.300 (one seed) | not reached | > 1.29 |
-        | `only_own` | 2 of 2 | 0.350 ± 0.000 | -0.350 ± 1.271 | not reached | > 1.29 |
+        | variant | seeds | success | difference | at equal steps | environment steps | ratio |
+        | --- | --- | --- | --- | --- | --- | --- |
+        | `none` | 2 of 2 | 0.700 ± 1.271 | baseline | – | 56 | 1.00 |
+        | `N` | 2 of 2 | 0.850 ± 0.635 | +0.150 ± 0.635 | +0.150 ± 0.635 | 36 | 0.64 |
+        | `sparse` | 1 of 2 | 0.200 (one seed) | -0.400 (one seed) | -0.400 (one seed) \
+| not reached | > 1.29 |
+        | `sparse_A` | 1 of 2 | 0.300 (one seed) | -0.300 (one seed) | -0.300 (one seed) \
+| not reached | > 1.29 |
+        | `only_own` | 2 of 2 | 0.350 ± 0.000 | -0.350 ± 1.271 | -0.350 ± 1.271 \
+| not reached | > 1.29 |
         """)
     picture = "![Success on held-out tasks by environment steps](evidence.png)"
     bands = "Means over the finished seeds; bands are the intervals."
@@ -197,7 +213,7 @@ def test_without_the_first_cell_nothing_is_compared(script: Script, tmp_path: Pa
     assert script(study.out) == 0
     said = between_markers(tmp_path / "RESULTS.md")
     assert "2 of 12\nruns are" in said and "`none`, `A`, `sparse`" in said
-    assert "| `N` | 2 of 2 | 0.850 ± 0.635 | – | 0.475 ± 0.106 | 36 | – | 2 |" in said
+    assert "| `N` | 2 of 2 | 0.850 ± 0.635 | – | – | 0.475 ± 0.106 | 36 | – | 2 |" in said
 
 
 @pytest.mark.parametrize(
