@@ -1,6 +1,8 @@
 """The anchor of a step's first update, which its own forward pass gives."""
 
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from updates import config, groups, guided_config, guided_groups, step, tiny, up
 from evolver_async.config import CorrectionConfig, StageConfig
 from evolver_async.model import policy
 from learner import step as step_module
+from learner.data.batch import LogProbs
 from learner.step import Updater
 
 __all__ = ["tiny"]
@@ -62,17 +65,23 @@ def test_samples_change_no_bit_of_the_training(tiny: Path, tmp_path: Path) -> No
 def test_only_what_trains_later_is_scored(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minibatches: int
 ) -> None:
-    seen = []
-    monkeypatch.setattr(
-        step_module,
-        "late_anchor",
-        lambda *given, late=step_module.late_anchor: seen.append(late(*given)) or seen[-1],
-    )
+    seen, left = [], []
+    late = step_module.late_anchor
+
+    def late_anchor(*given: Any) -> LogProbs:
+        left.append(late(*given))
+        seen.append(deepcopy(left[-1]))
+        return left[-1]
+
+    monkeypatch.setattr(step_module, "late_anchor", late_anchor)
     trained(tiny, tmp_path, "decoupled", "token", minibatches)
     for found in seen:
         assert found.fresh_N is not None and found.fresh_N.any()
         assert found.fresh_N.all() == (minibatches == 1)
         assert ((found.anchor_N != 0) == ~found.fresh_N).all()
+    for found in left:  # the first update has recorded its own
+        assert found.fresh_N is not None and not found.fresh_N.any()
+        assert (found.anchor_N != 0).all()
     assert len(seen) == 2
 
 
