@@ -197,8 +197,8 @@ def test_a_version_is_outstanding_once(bench: Bench) -> None:
     state = LearnerState(version=5)
     bench.evaluations.ask(state, 0, 4)
     bench.evaluations.ask(state, 0, 8)
-    (asked,) = state.pending
-    assert (asked.version, asked.episodes) == (5, 8)
+    progress = state.progress()
+    assert state.pending == [PendingEvaluation(5, 0, stage=0, episodes=8, progress=progress)]
 
 
 def test_only_the_resumed_version_is_evaluated_again(bench: Bench) -> None:
