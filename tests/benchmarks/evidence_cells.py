@@ -94,14 +94,14 @@ def at_equal_steps(one: Evidence, first: Evidence) -> Interval:
     """Return the difference of a cell's success to the end of `first`, seed by seed, at the
     environment steps that `first` has taken then: linear between evaluations, at most the end."""
     ends = {run.run.seed: run.points[-1] for run in first.runs if run.points}
-    return interval(
-        [
-            float(np.interp(end.env_steps, *zip(*curve, strict=True))) - end.value
-            for run in one.runs
-            if (end := ends.get(run.run.seed)) is not None
-            and (curve := [(point.env_steps, point.value) for point in run.points])
-        ]
-    )
+    differences = []
+    for run in one.runs:
+        end = ends.get(run.run.seed)
+        if end is not None and run.points:
+            places = [point.env_steps for point in run.points]
+            values = [point.value for point in run.points]
+            differences.append(float(np.interp(end.env_steps, places, values)) - end.value)
+    return interval(differences)
 
 
 def uncounted_of(result: RunResult) -> tuple[float, float]:
