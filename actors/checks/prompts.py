@@ -28,12 +28,14 @@ def check(config: Config) -> None:
     chat = Chat(load_tokenizer(config.policy.path))
     for index in range(len(config.stages)):
         staged = stage_config(config, index)
-        kind, source = config.stages[index].kind, source_of(staged)
+        stage, source = config.stages[index], source_of(staged)
+        demonstrates = TICKETS[stage.kind] == "branch" or (
+            stage.kind == "sft" and stage.expert_fraction > 0
+        )
         setting = setting_of(staged, chat, "", 0)
         for task in _first_ones(source.examples()):
-            _check_first(staged, setting, task, kind == "reflect")
-            stage = config.stages[index]
-            if TICKETS[kind] == "branch" or (kind == "sft" and stage.expert_fraction > 0):
+            _check_first(staged, setting, task, stage.kind == "reflect")
+            if demonstrates:
                 _check_demonstration(staged, setting, task)
         for task in _first_ones(source.examples(source.evaluated)):
             try:

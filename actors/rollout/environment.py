@@ -164,9 +164,8 @@ class TimedEnvironment:
             elif self._thread is not None:
                 _keep(asyncio.wrap_future(self._thread.call(self.env.close)))
             else:
-                with contextlib.suppress(
-                    Exception, asyncio.CancelledError
-                ):  # the first error counts
+                # What went wrong before is what counts.
+                with contextlib.suppress(Exception, asyncio.CancelledError):
                     self.env.close()
         if self._thread is not None:
             self._thread.end()

@@ -31,19 +31,23 @@ def check_prefix_trees(model: PreTrainedModel, device: torch.device) -> None:
     """Raise ModelError if prefix trees cannot act: they need float32, a CPU, whole contexts."""
     windowed = _has_window(model)
     if device.type != "cpu" or model.dtype != torch.float32 or windowed:
-        why = "the model has a sliding window" if windowed else "they need float32 on a CPU"
+        why = (
+            "a layer does not attend to whole contexts"
+            if windowed
+            else "they need float32 on a CPU"
+        )
         raise ModelError(f"learner.prefix_trees: must not be always, as {why}")
 
 
 def _has_window(model: PreTrainedModel) -> bool:
-    """True if a layer attends through a sliding window.
+    """True if a layer attends through a sliding window, or otherwise not to whole contexts.
 
     Some configurations name the kind of each layer (Qwen), others have one for all (Mistral), and
     some models keep it in their attention.
     """
     config = model.config.get_text_config()
     if (kinds := getattr(config, "layer_types", None)) is not None:
-        return "sliding_attention" in kinds
+        return any(kind != "full_attention" for kind in kinds)
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         return True
     layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]

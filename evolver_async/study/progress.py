@@ -47,7 +47,7 @@ class StudyProgress:
 
     def _final(self, end: EndedRun) -> str:
         metric = self.study.definition.threshold.metric
-        points = CurveReader(self.study, end.run).points(metric)
+        points = CurveReader(self.study, end.run, from_cold=False).points(metric)
         return f"  {metric} {points[-1].value:.3f}" if points else f"  no {metric}"
 
     def _note(self, end: EndedRun) -> None:

@@ -83,12 +83,13 @@ class RunResult:
 
 def results_of(study: Study) -> list[RunResult]:
     """Read the results of all runs of a study, also of those that have not begun."""
-    return [_result(study, run) for run in runs_of(study)]
+    from_cold = begins_with_cold_start(study)
+    return [_result(study, run, from_cold) for run in runs_of(study)]
 
 
-def _result(study: Study, run: CellRun) -> RunResult:
+def _result(study: Study, run: CellRun, from_cold: bool) -> RunResult:
     state, error = state_of(study, run)
-    curves = CurveReader(study, run)
+    curves = CurveReader(study, run, from_cold)
     taken = [row for row in curves.rows if row.get("stage_kind") == "rl"]
     metric = study.definition.threshold.metric
     distinct = curves.points(f"{metric.rpartition('/')[0]}/distinct")
@@ -164,16 +165,16 @@ def begins_with_cold_start(study: Study) -> bool:
 class CurveReader:
     """Reader of the curves of one run.
 
-    The curves of a run that was forked begin with its cold start's end if the study's do.
+    from_cold: the curves begin with the end of its cold start (`begins_with_cold_start`).
     """
 
-    def __init__(self, study: Study, run: CellRun) -> None:
+    def __init__(self, study: Study, run: CellRun, from_cold: bool) -> None:
         self.rows = rows_of(run.directory)
         self.before = ColdEnd(0.0, {})
         if study.definition.cold_start and run.cell is not None:
             cold = cold_run(study, run.seed).directory
             self.before = cold_end(cold)
-            if not begins_with_cold_start(study):
+            if not from_cold:
                 self.before = replace(self.before, evaluations={})
         self.progress = progress_of(self.rows, self.before.seconds)
 

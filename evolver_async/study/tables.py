@@ -7,7 +7,13 @@ from pathlib import Path
 
 from evolver_async.study.cells import short_names
 from evolver_async.study.directory import Study
-from evolver_async.study.results import CURVES, MEANS, CurveReader, RunResult
+from evolver_async.study.results import (
+    CURVES,
+    MEANS,
+    CurveReader,
+    RunResult,
+    begins_with_cold_start,
+)
 
 AMOUNTS = {"step": "steps", "env_steps": "env_steps", "seconds": "seconds"}
 
@@ -49,11 +55,12 @@ def _curve_rows(
     study: Study, results: Sequence[RunResult], axes: Sequence[str], columns: Sequence[str]
 ) -> Iterable[Sequence[object]]:
     metrics = dict.fromkeys((study.definition.threshold.metric, *CURVES))
+    from_cold = begins_with_cold_start(study)
     yield ["cell", "seed", *columns, *OF_CURVES]
     for result in results:
         run = result.run
         assert run.cell is not None
-        curves = CurveReader(study, run)
+        curves = CurveReader(study, run, from_cold)
         own = [run.cell.name, run.seed, *(run.cell.swept[axis] for axis in axes)]
         for metric in metrics:
             for point in curves.points(metric):

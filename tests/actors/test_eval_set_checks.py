@@ -1,5 +1,6 @@
 """Checks of tasks and evaluation sets that need environments and the tokenizer, before a start."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from actors.checks import config as configuration
 from actors.checks import prompts
 from evolver_async.config.load import load
 from evolver_async.model.tiny import make_tokenizer
+from evolver_async.schema import Task
 
 STAGE = "stages=[{kind: rl, steps: 9}]"
 
@@ -98,3 +100,40 @@ def test_the_split_of_the_evaluations_must_begin(tmp_path: Path) -> None:
     prompts.check(load(None, shop))
     with pytest.raises(ValueError, match=r"^eval\.split: validation: .*webshop cannot begin"):
         prompts.check(load(None, [*shop, "eval.split=validation"]))
+
+
+def test_few_lines_of_a_file_are_begun_however_many_have_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [
+        {"params": {"max_moves": n}, "split": "train" if n % 2 else "test"} for n in range(9, 49)
+    ]
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(f'{{"split": "train"}}\n\n{{"seed": 1, "split": "test"}}\n{row}\n')
+    with pytest.raises(ValueError, match=rf"^tasks\.path: .*tasks\.jsonl, line 4: {message}"):
+        configuration.check(load(None, [STAGE, f"tasks.path={file}"]))
+
+
+def test_the_split_of_the_evaluations_must_begin(tmp_path: Path) -> None:
+    shop = [STAGE, policy(tmp_path, 4096), "env.name=webshop", "env.params.validation_goals=0"]
+    prompts.check(load(None, shop))
+    with pytest.raises(ValueError, match=r"^eval\.split: validation: .*webshop cannot begin"):
+        prompts.check(load(None, [*shop, "eval.split=validation"]))
+
+
+def test_few_lines_of_a_file_are_begun_however_many_have_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [{"params": {"max_moves": n}, "split": split} for n in range(9, 40) for split in SPLITS]
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    begun: list[Task] = []
+    monkeypatch.setattr(prompts, "_check_first", lambda *given: begun.append(given[2]))
+    prompts.check(load(None, [STAGE, policy(tmp_path, 512), f"tasks.path={file}"]))
+    assert [task.split for task in begun] == ["train"] * 8 + ["test"] * 8
+
+
+def test_random_demonstrations_need_no_expert_that_fits(tmp_path: Path) -> None:
+    few = [policy(tmp_path, 512), "env.name=workshop_tools", "rollout={format: tool_call}"]
+    random = "stages=[{kind: sft, steps: 1, expert_fraction: 0}]"
+    prompts.check(load(None, [random, *few, "rollout.max_tokens=16"]))

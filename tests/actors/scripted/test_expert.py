@@ -1,6 +1,7 @@
 """Demonstrations: the form of learned episodes, written by an expert or by chance."""
 
 import asyncio
+import itertools
 import re
 
 import msgspec
@@ -15,6 +16,7 @@ from actors.envs.workshop.env import Workshop
 from actors.progress import TicketProgress
 from actors.rollout.finished import Finished
 from actors.rollout.group import run_group
+from actors.scripted.expert import ScriptedPolicy
 from evolver_async.config.load import load
 from evolver_async.randomness import key
 from evolver_async.schema import Role, Trajectory
@@ -168,3 +170,12 @@ def test_a_demonstrated_turn_beyond_the_limit_is_the_environments_failure() -> N
     few = msgspec.structs.replace(one.sampling, max_tokens=int(counts.max()) - 1)
     with pytest.raises(EnvironmentFailure, match=r"tokens: rollout\.max_tokens is"):
         demonstrated(msgspec.structs.replace(one, sampling=few), setting(), 1.0)
+
+
+def test_a_random_turn_beyond_the_limit_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = itertools.cycle(["left " * 50, "left"])
+    monkeypatch.setattr(ScriptedPolicy, "_answer", lambda *_: next(answers))
+    (written,) = demonstrated(ticket(members=1), setting(), 0.0)
+    assert written.sequences
+    with pytest.raises(EnvironmentFailure, match=r"tokens: rollout\.max_tokens is"):
+        demonstrated(ticket(members=1), setting(), 1.0)

@@ -173,6 +173,8 @@ def test_the_panel_divides_the_time_of_the_newest_steps() -> None:
     for step in range(2, 2 + RECENT):
         view.feed(row(step, step) | times)
     assert dict(view.time_cells())["learner's time"] == "forward 100%", "the first one is old"
+    view.feed(row(99, 99.0) | times | {"stage": 7})
+    assert "advice" in dict(view.time_cells()), "of a stage that a resume has added meanwhile"
 
 
 def test_a_resumed_run_shows_the_newest_lineage_alone(
