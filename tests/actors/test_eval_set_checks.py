@@ -109,23 +109,6 @@ def test_few_lines_of_a_file_are_begun_however_many_have_parameters(
         {"params": {"max_moves": n}, "split": "train" if n % 2 else "test"} for n in range(9, 49)
     ]
     file = tmp_path / "tasks.jsonl"
-    file.write_text(f'{{"split": "train"}}\n\n{{"seed": 1, "split": "test"}}\n{row}\n')
-    with pytest.raises(ValueError, match=rf"^tasks\.path: .*tasks\.jsonl, line 4: {message}"):
-        configuration.check(load(None, [STAGE, f"tasks.path={file}"]))
-
-
-def test_the_split_of_the_evaluations_must_begin(tmp_path: Path) -> None:
-    shop = [STAGE, policy(tmp_path, 4096), "env.name=webshop", "env.params.validation_goals=0"]
-    prompts.check(load(None, shop))
-    with pytest.raises(ValueError, match=r"^eval\.split: validation: .*webshop cannot begin"):
-        prompts.check(load(None, [*shop, "eval.split=validation"]))
-
-
-def test_few_lines_of_a_file_are_begun_however_many_have_parameters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = [{"params": {"max_moves": n}, "split": split} for n in range(9, 40) for split in SPLITS]
-    file = tmp_path / "tasks.jsonl"
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     begun: list[Task] = []
     monkeypatch.setattr(prompts, "_check_first", lambda *given: begun.append(given[2]))
@@ -134,6 +117,6 @@ def test_few_lines_of_a_file_are_begun_however_many_have_parameters(
 
 
 def test_random_demonstrations_need_no_expert_that_fits(tmp_path: Path) -> None:
-    few = [policy(tmp_path, 512), "env.name=workshop_tools", "rollout={format: tool_call}"]
+    few = [policy(tmp_path, 512), "env.name=workshop_tools", "rollout.format=tool_call"]
     random = "stages=[{kind: sft, steps: 1, expert_fraction: 0}]"
     prompts.check(load(None, [random, *few, "rollout.max_tokens=16"]))

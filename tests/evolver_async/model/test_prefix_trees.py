@@ -269,7 +269,7 @@ def test_a_window_that_a_model_reads_from_its_configuration_forbids_trees(
 ) -> None:
     model = made(shape)
     if windowed:
-        with pytest.raises(ModelError, match="a layer does not attend to whole contexts"):
+        with pytest.raises(ModelError, match="a layer sees a part of its context"):
             row_checks.check_prefix_trees(model, CPU)
     else:
         row_checks.check_prefix_trees(model, CPU)
