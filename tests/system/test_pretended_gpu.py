@@ -1,0 +1,116 @@
+"""Whole runs on a pretended GPU: no tensor of one device meets one of the other.
+
+What the runs train by is as different as the losses, passes and stages are. A test that fails here
+fails on a GPU as well; what passes is free of this fault alone.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pretended_gpu import GpuTensor, operations, pretended
+from serial_runs import trainer
+
+from evolver_async.config.load import load
+from evolver_async.launch.serial import run
+
+RECIPE = """
+env: {name: frozen_lake, params: {size: 3, slippery: false, grid: first}}
+policy: {max_length: 512, hidden_size: 32, layers: 1, heads: 2, intermediate_size: 64}
+rollout: {group_size: 4, max_turns: 3, max_tokens: 4}
+actors: {count: 2, groups: 2}
+buffer: {max_staleness: 2}
+advantage: {std: batch}
+learner:
+  {groups_per_step: 4, minibatches: 2, lr: 5.0e-3, decay: none, token_budget: 1024, device: cuda}
+engine: {device: cuda}
+stages:
+  - {kind: sft, steps: 2, override: {rollout: {group_size: 1}, learner: {minibatches: 1}}}
+  - {kind: rl, steps: 3}
+eval: {every: 2, episodes: 4, final_episodes: 4}
+checkpoint: {every: 2}
+launch: {kind: serial}
+"""
+GUIDED = [
+    "experience.kind=contrast",
+    "rollout.guided_fraction=0.5",
+    "stages=[{kind: rl, steps: 4}]",
+]
+RUNS = {
+    "a reference and entropy": [
+        "loss.kl_coef=0.01",
+        "loss.entropy_coef=0.01",
+        "loss.entropy_top_k=2",
+    ],
+    "adapters in bfloat16": ["policy.lora.rank=2", "policy.dtype=bfloat16", "loss.kl_coef=0.01"],
+    "a critic of its own": [
+        "advantage.kind=gae_bilevel",
+        "critic.kind=separate",
+        "learner.gradient_checkpointing=true",
+    ],
+    "a shared critic": ["advantage.kind=vtrace", "correction.kind=none"],
+    "bounds on updates": [
+        "loss.target_kl=0.001",
+        "correction.kind=icepop",
+        "correction.max_cosine=0.1",
+    ],
+    "sequence ratios": ["correction.kind=gspo", "correction.anchor=interpolate"],
+    "distillation": [*GUIDED, "experience.internalise=distill"],
+    "stripping": [*GUIDED, "experience.reliance_coef=0.5", "correction.guided=behaviour"],
+    "its own judge": ["judge.kind=self", "advantage.kind=adca", "policy.max_length=1024"],
+    "pairs and a model of the world": [
+        "stages=[{kind: world_model, steps: 2, alternatives: 1}, {kind: rl, steps: 1},"
+        " {kind: dpo, steps: 2}]",
+    ],
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("changes", RUNS.values(), ids=RUNS)
+def test_a_run_keeps_its_devices_apart(changes: list[str], tmp_path: Path) -> None:
+    operations.clear()
+    with pretended():
+        finished = trainer(tmp_path, RECIPE)("gpu", *changes)
+    assert operations["aten::mm"] > 0
+    assert not any(row.get("alarm/weights") for row in finished.rows)  # the engine has them, too
+
+
+@pytest.mark.process
+def test_a_resume_puts_moments_on_the_device(tmp_path: Path) -> None:
+    with pretended():
+        finished = trainer(tmp_path, RECIPE)("gpu", "loss.kl_coef=0.01")
+        longer = load(finished.run_dir / "config.yaml", ["stages.1.steps=5"])
+        assert run(longer, finished.run_dir) == 0
+    lines = (finished.run_dir / "metrics.jsonl").read_text().splitlines()
+    assert max(json.loads(line)["step"] for line in lines) == 7
+
+
+def test_what_a_gpu_refuses_is_refused() -> None:
+    with pretended():
+        on_gpu, on_host = torch.ones(3, device="cuda"), torch.ones(3)
+        with pytest.raises(RuntimeError, match="all tensors on cuda:0"):
+            _ = on_gpu + on_host
+        with pytest.raises(RuntimeError, match="all tensors on cuda:0"):
+            _ = on_host[torch.tensor([1], device="cuda")]
+        with pytest.raises(TypeError, match="to numpy"):
+            on_gpu.numpy()
+        leaf = torch.ones(3).requires_grad_()
+        (leaf.to("cuda") * on_gpu).sum().backward()
+        assert not isinstance(leaf.grad, GpuTensor)
+        assert (on_gpu * 2.0)[torch.tensor([1])].tolist() == [2.0]
+        assert (on_gpu + torch.tensor(1.0)).cpu().numpy().tolist() == [2.0] * 3
+
+
+def test_gradients_are_those_of_the_cpu() -> None:
+    def gradient(device: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4)).to(device)
+        model[1].weight = torch.nn.Parameter(model[1].weight.detach())
+        tokens = torch.arange(6).to(device)
+        model(tokens).index_select(0, tokens[:3]).square().sum().backward()
+        return torch.cat([one.grad.flatten() for one in model.parameters()]).cpu()
+
+    with pretended():
+        pretended_grad = gradient("cuda")
+    assert torch.equal(pretended_grad, gradient("cpu"))
