@@ -14,12 +14,11 @@ from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.config.sections.channel import channel, versions_kept
 from evolver_async.memory.bounds import CRITICS, MAX_COPIED
+from evolver_async.memory.passes import activation_bytes, logits_bytes, prefill_bytes
 from evolver_async.memory.shape import DecoderShape
-from evolver_async.memory.units import DTYPE_BYTES, MIB
+from evolver_async.memory.units import DTYPE_BYTES, FLOAT, MIB
 
-FLOAT = 4
 PREFILL = "prefill"  # held while an engine computes: in a serial run one at a time
-LOGITS = 1 << 25  # most values of one chunk of logits, as in model.policy
 
 # Anonymous memory of a process before its model, in bytes: see RESULTS.md, "Memory, predicted".
 BASES = {
@@ -147,12 +146,15 @@ def _learner(
         yield MemoryPart("critic", _critic(config, shape), "critic.kind", gpu)
     largest = max(stages, key=lambda stage: stage.learner.token_budget)
     yield MemoryPart("activations", activation_bytes(largest, shape), "learner.token_budget", gpu)
-    logits = logits_bytes(config, shape)
+    logits = logits_bytes(config, shape, gpu)
     yield MemoryPart("logits", logits, "learner.logprob_chunk", gpu)
     published = _published(config, shape)
     if channel(config) == "cuda_ipc" and not adapted:
         held = versions_kept(config) * published
         yield MemoryPart("published weights", held, "weights.kind", gpu)
+        return
+    if gpu and channel(config) == "shm":  # the file is what a GPU copies to; moments go by the host
+        yield MemoryPart("checkpoint being written", 2 * own, "learner.ranks")
         return
     kept = versions_kept(config) if channel(config) == "collective" else 0
     gathered = published if ranks > 1 else 0
@@ -190,7 +192,8 @@ def _actor(
     yield MemoryPart("KV cache", kv_bytes(config, shape), _kv_key(config), gpu)
     if vllm and not gpu:  # packed beside those in use
         yield MemoryPart("staged weights", copy, "engine.tensor_parallel")
-    fetched = 0 if mapped else copy
+    whole_files = channel(config) == "shm" and not config.policy.lora.rank
+    fetched = 0 if mapped or (gpu and whole_files) else copy  # a GPU copies from the file
     if channel(config) == "collective":  # each receiver has what is kept, whole, and what arrives
         receivers = config.engine.tensor_parallel if vllm else 1
         fetched = receivers * (versions_kept(config) + 1) * _published(config, shape)
@@ -237,41 +240,6 @@ def adapter_parameters(config: Config, shape: DecoderShape) -> int:
     if not named or not named <= sizes.keys():
         named = set(sizes)
     return lora.rank * shape.layers * sum(sum(sizes[name]) for name in named)
-
-
-def token_activations(shape: DecoderShape) -> int:
-    """Count the values that one layer keeps of a token for its backward pass.
-
-    Two norms keep input, normalised input and output; queries and keys are kept before and after
-    their norm and after rotation, values once, attention's output twice (by heads and merged); the
-    MLP keeps its gate before and after the activation, the other factor and the product.
-    """
-    norms = 6 * shape.hidden
-    attention = 5 * shape.queries + 4 * shape.keys
-    return norms + attention + 4 * shape.inner
-
-
-def activation_bytes(config: Config, shape: DecoderShape) -> float:
-    """Bytes that a pass over `learner.token_budget` tokens keeps for its backward pass."""
-    size = DTYPE_BYTES[config.policy.dtype]
-    tokens = config.learner.token_budget or config.policy.max_length
-    layer = token_activations(shape) * tokens * size
-    if config.learner.gradient_checkpointing:
-        return tokens * shape.layers * shape.hidden * size + layer
-    return shape.layers * layer
-
-
-def logits_bytes(config: Config, shape: DecoderShape) -> float:
-    """Bytes of one chunk's logits, log-probs and their gradients, in float32."""
-    tokens = config.learner.token_budget or config.policy.max_length
-    chunk = min(config.learner.logprob_chunk, LOGITS // shape.vocabulary, tokens)
-    return 3 * FLOAT * chunk * shape.vocabulary
-
-
-def prefill_bytes(config: Config, shape: DecoderShape) -> float:
-    """Bytes of the widest moment of one layer in a prefill: its input and its MLP's factors."""
-    wide = 3 * shape.hidden + 3 * shape.inner + shape.queries
-    return config.engine.prefill_tokens * wide * DTYPE_BYTES[config.policy.dtype]
 
 
 def _groups_bytes(stages: list[Config]) -> float:

@@ -3,6 +3,7 @@
 MIB = 1 << 20
 GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+FLOAT = DTYPE_BYTES["float32"]
 
 
 def gib(count: float) -> str:

@@ -34,6 +34,8 @@ from evolver_async.model.tokenizer import (  # noqa: F401 (these, too)
 logging.disable_progress_bar()  # that of transformers would break the run's live panel
 
 LOGITS = 1 << 25  # per chunk at most: 128 MiB in float32, five times that at the peak
+# A head in a short type adds its whole gradient in float32 once a chunk: fewer, larger ones.
+GPU_LOGITS = 1 << 27
 
 
 def load_model(directory: str | Path, *, dtype: str, device: str) -> PreTrainedModel:
@@ -60,6 +62,8 @@ def load_model(directory: str | Path, *, dtype: str, device: str) -> PreTrainedM
         raise ModelError(f"{directory} is not a causal language model: {error}") from error
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    # cuDNN's attention plans anew for every shape on a GPU, and most passes have another one.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     nn.Module.to(model, device).eval()
     decoder, head = split_model(model)
     tokens_BT = torch.arange(4, device=model.device)[None]
@@ -154,7 +158,7 @@ def token_logprobs(
     ignores it, and positions are column numbers. Returns float32 logprobs_BT and entropy_BT (zero
     unless `with_entropy`); index t belongs to token t; index 0 and all that is not selected are 0.
     `select_BT` defaults to the real tokens. Only selected positions are projected to the
-    vocabulary, `chunk` at a time and at most `LOGITS` values, and chunks are recomputed in the
+    vocabulary, `chunk` at a time and at most `logits_at_once` values; chunks are recomputed in the
     backward pass: memory for logits is bounded for any vocabulary and any number of tokens.
     Temperature 0 is greedy decoding: log-probs are then those of temperature 1. `entropy_top_k` > 0
     keeps the value of the entropy and gives it the gradient of the entropy among the k likeliest
@@ -184,6 +188,11 @@ def token_logprobs(
     return blank_BT.index_put(index, logprobs_N), blank_BT.index_put(index, entropy_N)
 
 
+def logits_at_once(device: torch.device) -> int:
+    """Return the largest number of logits that one chunk may have."""
+    return GPU_LOGITS if device.type == "cuda" else LOGITS
+
+
 def target_logprobs(
     model: nn.Module,
     hidden_ND: Tensor,
@@ -197,7 +206,7 @@ def target_logprobs(
     """Compute `token_logprobs` of targets, at least one, behind known hidden states."""
     _, head = split_model(model)
     assert isinstance(model, PreTrainedModel)
-    chunk = max(1, min(chunk, LOGITS // model.config.vocab_size))
+    chunk = max(1, min(chunk, logits_at_once(hidden_ND.device) // model.config.vocab_size))
     # A single chunk is within the bound of memory; recomputing it would only cost time.
     recompute = torch.is_grad_enabled() and len(targets_N) > chunk
     projection = projection_of(head, recompute)

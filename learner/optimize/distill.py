@@ -99,7 +99,8 @@ class Distillation:
         _, head = policy.split_model(model)
         assert isinstance(model, PreTrainedModel)
         # Two distributions are held at a time.
-        chunk = max(1, min(self.chunk, policy.LOGITS // model.config.vocab_size // 2))
+        most = policy.logits_at_once(hidden_ND.device) // 2
+        chunk = max(1, min(self.chunk, most // model.config.vocab_size))
         recompute = len(hidden_ND) > chunk
         compute = partial(self._chunk, projection_of(head, False), projection_of(head, recompute))
         pieces = zip(known_ND.split(chunk), hidden_ND.split(chunk), strict=True)

@@ -39,7 +39,8 @@ def test_chunks_of_logprobs_change_time_and_memory_alone(
     hidden = torch.randn(1, tokens + 1, model.config.hidden_size).to(device, model.dtype)
     found = []
     for rows in (16, 64, 256, 1024):
-        monkeypatch.setattr(policy, "LOGITS", rows * model.config.vocab_size)
+        for name in ("LOGITS", "GPU_LOGITS"):
+            monkeypatch.setattr(policy, name, rows * model.config.vocab_size)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         held = hidden.clone().requires_grad_()

@@ -164,7 +164,7 @@ def test_memory_of_logprobs_depends_on_neither_tokens_nor_vocabulary(figure):
             rose = torch.cuda.max_memory_allocated() - before
             figure(f"log-probs, {vocabulary} x {tokens}", rose / 2**20, "MiB")
             needed.append(rose - 2 * weight.nbytes - 4 * hidden.nbytes)
-    assert max(needed) <= 8 * 4 * policy.LOGITS
+    assert max(needed) <= 8 * 4 * policy.GPU_LOGITS
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from evolver_async.config import Config
 from evolver_async.config.load import load
 from evolver_async.doctor.probes.recipe import model
+from evolver_async.memory import passes
 from evolver_async.memory.host import (
     _left,
     _memory_groups,
@@ -19,6 +20,7 @@ from evolver_async.memory.host import (
 )
 from evolver_async.memory.plan import MemoryPart, MemoryPlan, ProcessPlan, memory_plan
 from evolver_async.memory.shape import DecoderShape, shape_of
+from evolver_async.model import policy
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "configs" / "bandit.yaml"
@@ -140,6 +142,28 @@ def test_parts_on_gpus_leave_the_host() -> None:
     learner = gpu.processes[0]
     assert learner.gpu > 16 * SHAPE.parameters
     assert learner.private < host.processes[0].private - 16 * SHAPE.parameters
+
+
+def test_a_gpu_copies_weights_to_and_from_the_files_themselves() -> None:
+    plan = planned("weights.kind=shm", gpu=True)
+    parts = {(process.role, one.name): one for process in plan.processes for one in process.parts}
+    assert ("learner", "published weights") not in parts
+    assert parts["actor", "fetched weights"].size == 0
+    moments = parts["learner", "checkpoint being written"]
+    assert (moments.size, moments.gpu) == (8 * SHAPE.parameters, False)
+
+
+def test_chunks_of_logits_are_as_large_as_those_of_the_model() -> None:
+    assert passes.LOGITS == {False: policy.LOGITS, True: policy.GPU_LOGITS}
+
+
+def test_a_short_head_needs_what_sums_its_gradient_if_there_are_several_chunks() -> None:
+    keys = ("policy.dtype=bfloat16", "learner.token_budget=4096")
+    several = planned(*keys, "learner.logprob_chunk=64")
+    one = planned(*keys, "learner.logprob_chunk=4096")
+    head = 10 * SHAPE.vocabulary * SHAPE.hidden
+    chunks = 12 * SHAPE.vocabulary * (4096 - 64)
+    assert part(several, "learner", "logits") - part(one, "learner", "logits") == head - chunks
 
 
 @given(

@@ -1,0 +1,47 @@
+"""Bytes that a model's passes take beside its weights, at their peak."""
+
+from evolver_async.config import Config
+from evolver_async.memory.shape import DecoderShape
+from evolver_async.memory.units import DTYPE_BYTES, FLOAT
+
+LOGITS = {False: 1 << 25, True: 1 << 27}  # most of a chunk, and on a GPU: as in model.policy
+
+
+def token_activations(shape: DecoderShape) -> int:
+    """Count the values that one layer keeps of a token for its backward pass.
+
+    Two norms keep input, normalised input and output; queries and keys are kept before and after
+    their norm and after rotation, values once, attention's output twice (by heads and merged); the
+    MLP keeps its gate before and after the activation, the other factor and the product.
+    """
+    norms = 6 * shape.hidden
+    attention = 5 * shape.queries + 4 * shape.keys
+    return norms + attention + 4 * shape.inner
+
+
+def activation_bytes(config: Config, shape: DecoderShape) -> float:
+    """Bytes that a pass over `learner.token_budget` tokens keeps for its backward pass."""
+    size = DTYPE_BYTES[config.policy.dtype]
+    tokens = config.learner.token_budget or config.policy.max_length
+    layer = token_activations(shape) * tokens * size
+    if config.learner.gradient_checkpointing:
+        return tokens * shape.layers * shape.hidden * size + layer
+    return shape.layers * layer
+
+
+def logits_bytes(config: Config, shape: DecoderShape, gpu: bool) -> float:
+    """Bytes of one chunk's logits, log-probs and their gradients, in float32, and of what sums the
+    head's gradient of several chunks in float32 if the head has a short type."""
+    tokens = config.learner.token_budget or config.policy.max_length
+    chunk = min(config.learner.logprob_chunk, LOGITS[gpu] // shape.vocabulary, tokens)
+    summed = 0
+    if chunk < tokens and config.policy.dtype != "float32" and not config.policy.lora.rank:
+        # the sum, what is added to it, and that as it was computed
+        summed = (2 * FLOAT + DTYPE_BYTES[config.policy.dtype]) * shape.vocabulary * shape.hidden
+    return 3 * FLOAT * chunk * shape.vocabulary + summed
+
+
+def prefill_bytes(config: Config, shape: DecoderShape) -> float:
+    """Bytes of the widest moment of one layer in a prefill: its input and its MLP's factors."""
+    wide = 3 * shape.hidden + 3 * shape.inner + shape.queries
+    return config.engine.prefill_tokens * wide * DTYPE_BYTES[config.policy.dtype]
