@@ -112,10 +112,9 @@ class VllmCore:
     def head(self) -> WeightId | None:
         """Return the newest version that all workers know of.
 
-        Dead workers learn of none, so they are replaced, even if nothing is generated. Raise
-        EngineDied.
+        Workers that have not joined or are dead learn of none, which this mends. Raise EngineDied.
         """
-        if self._llm is None or self._llm.errored:
+        if self._llm is None or self._llm.errored or not self._settled:
             if self._recovery is not None and self._recovery.done():
                 self._recovery.result()
             self._recovering()
@@ -204,6 +203,7 @@ class VllmCore:
             try:
                 # The first request asks for this, and would wait for ever if vLLM died meanwhile.
                 await while_alive(llm, llm.get_supported_tasks())
+                await while_alive(llm, llm.collective_rpc("open_channel"))
                 if self._received:
                     await self._restore(llm)
                 elif self.weights is not None:

@@ -82,6 +82,10 @@ class WorkerExtension:
 
     weight_transfer_engine: "ChannelTransfer"
 
+    def open_channel(self) -> None:
+        """Join the weight channel."""
+        self.weight_transfer_engine.join()
+
     def stage_weights(self, request: int, weights: str) -> None:
         """Begin to stage a version; the worker's state tells the end."""
         self.weight_transfer_engine.staging.stage(request, weights)
@@ -96,7 +100,11 @@ class WorkerExtension:
 
 
 class ChannelTransfer(WeightTransferEngine[NoInfo, StagedWeights]):
-    """Weight transfer whose receiver lives in this worker, and joins as soon as it starts."""
+    """Weight transfer whose receiver lives in this worker.
+
+    It joins when the actor asks, which is behind the capture of CUDA graphs: calls of CUDA by the
+    receiver's threads would end that.
+    """
 
     init_info_cls = NoInfo
     update_info_cls = StagedWeights
@@ -111,9 +119,18 @@ class ChannelTransfer(WeightTransferEngine[NoInfo, StagedWeights]):
         # Compiled code keeps references to the weights, so there they are loaded in place.
         shadowed = device.type == "cpu" and eager and adapter is None
         self._shadow = ShadowModel(model, vllm_config) if shadowed else None
-        rank = vllm_config.parallel_config.rank
+        self._staging: StagingThread | None = None
+
+    @property
+    def staging(self) -> StagingThread:
+        assert self._staging is not None, "the channel is not open"
+        return self._staging
+
+    def join(self) -> None:
+        """Make the receiver and the thread that stages."""
+        rank = self.vllm_config.parallel_config.rank
         channel = msgspec.json.decode(os.environ[CHANNEL], type=WorkerChannel)
-        self.staging = StagingThread(channel, rank, str(device), self._prepare)
+        self._staging = StagingThread(channel, rank, str(self.device), self._prepare)
 
     def init_transfer_engine(self, init_info: NoInfo) -> None:
         """Do nothing."""
@@ -136,7 +153,8 @@ class ChannelTransfer(WeightTransferEngine[NoInfo, StagedWeights]):
         """Do nothing: adopted weights are complete."""
 
     def shutdown(self) -> None:
-        self.staging.close()
+        if self._staging is not None:
+            self._staging.close()
 
     def _prepare(self, tensors: dict[str, Tensor]) -> Callable[[], None]:
         """Return a function that swaps the weights, which does as little as possible."""
