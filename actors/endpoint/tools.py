@@ -6,11 +6,10 @@
 """
 
 import json
-import re
 from typing import Any, NamedTuple
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_OPENING = "<tool_call>"
+from actors.formats.tags import blocks
+
 _INSTRUCTIONS = """# Tools
 
 You may call one or more functions. Their signatures are within <tools></tools>:
@@ -52,16 +51,16 @@ def parse(text: str) -> ParsedTurn:
 
     If one call cannot be parsed or is not closed, the whole turn is text without calls.
     """
-    calls = []
-    for body in _CALL.findall(text):
-        call = _call(body)
+    calls, content, place = list[ChatToolCall](), list[str](), 0
+    for block in blocks(text, "tool_call"):
+        call = _call(block.body) if block.closed else None
         if call is None:
             return ParsedTurn(text, (), False)
         calls.append(call)
-    content = _CALL.sub("", text)
-    if _OPENING in content:
-        return ParsedTurn(text, (), False)
-    return ParsedTurn(content.strip() if calls else text, tuple(calls), True)
+        content.append(text[place : block.start])
+        place = block.end
+    outside = "".join([*content, text[place:]])
+    return ParsedTurn(outside.strip() if calls else text, tuple(calls), True)
 
 
 def instructions(tools: list[dict[str, Any]]) -> str:

@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from actors.formats.tags import TaggedBlock, blocks
+
 ANSWER_TOOL, CODE_TOOL = "answer", "python"
 UNCLOSED = "error: <tool_call> without </tool_call>"
 NO_CALL = "error: neither a tool call nor an answer could be read"
 NO_CODE = "error: neither code nor an answer could be read"
-_ANSWER = r"<answer>(?P<answer>.*?)</answer>"
-_CALLS = re.compile(rf"<tool_call>(?P<call>.*?)(?P<end></tool_call>|\Z)|{_ANSWER}", re.DOTALL)
-_CODE = re.compile(rf".*?(?:<code>(?P<code>.*?)</code>|{_ANSWER})\s*", re.DOTALL)
-_BOX = "\\boxed{"
+_BOX = re.compile(r"\\boxed\{|[{}]")
 _FENCED = re.compile(r"```(?:python|py)?\n(.*?)\n?```", re.DOTALL)
 
 
@@ -94,11 +93,15 @@ class ToolCall:
             if not found:
                 return None
         actions: list[str | InvalidCall] = []
-        for found in _CALLS.finditer(text):
+        for block in blocks(text, "tool_call", "answer"):
+            if block.tag == "answer" and not block.closed:
+                continue
             if len(actions) == self.actions_per_turn:
                 limit = f"error: at most {self.actions_per_turn} calls in one turn"
                 return [*actions, InvalidCall(limit)]
-            actions.append(_call(found))
+            actions.append(_call(block))
+            if not block.closed:
+                break
         return actions or None
 
     def render_actions(self, actions: list[str]) -> str:
@@ -149,13 +152,10 @@ class Interleaved:
             raise ValueError("rollout.think: interleaved text holds its thoughts without a tag")
 
     def parse(self, text: str) -> list[str | InvalidCall] | None:
-        found = _CODE.fullmatch(text)
-        if found is None:
-            return None
-        if found["code"] is None:
-            return _answered(found["answer"])
-        code = found["code"].strip("\r\n")
-        code = unfenced(code)
+        answer = _at_the_end(text, "answer")
+        if answer is not None:
+            return _answered(answer)
+        code = unfenced((_at_the_end(text, "code") or "").strip("\r\n"))
         return [canonical(CODE_TOOL, {"code": code})] if code.strip() else None
 
     def render_actions(self, actions: list[str]) -> str:
@@ -170,15 +170,15 @@ class Interleaved:
         return f"\n{_between('interpreter', said)}\n"
 
 
-def _call(found: re.Match[str]) -> str | InvalidCall:
+def _call(block: TaggedBlock) -> str | InvalidCall:
     """Parse one call or answer of a turn."""
-    if found["answer"] is not None:
-        answer = _answered(found["answer"])
+    if block.tag == "answer":
+        answer = _answered(block.body)
         return InvalidCall("error: the answer is empty") if answer is None else answer[0]
-    if not found["end"]:
+    if not block.closed:
         return InvalidCall(UNCLOSED)
     try:
-        call = called(found["call"])
+        call = called(block.body)
         written = canonical(call.name, call.arguments)
     except (ValueError, RecursionError) as error:
         return InvalidCall(f"error: {error}")
@@ -193,17 +193,29 @@ def unfenced(code: str) -> str:
     return found[1] if found else code
 
 
+def _at_the_end(text: str, tag: str) -> str | None:
+    """Return what stands between a tag's first opening and its closing at the end of the text; None
+    if there is no such pair."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    text = text.rstrip()
+    start = text.find(opening)
+    if start < 0 or not text.endswith(closing, start + len(opening)):
+        return None
+    return text[start + len(opening) : -len(closing)]
+
+
 def _boxed(text: str) -> str | None:
     """Return the content of the last closed box, with balanced braces; None without one."""
-    start = text.rfind(_BOX)
-    while start >= 0:
-        depth, inside = 1, start + len(_BOX)
-        for place in range(inside, len(text)):
-            depth += (text[place] == "{") - (text[place] == "}")
-            if depth == 0:
-                return text[inside:place]
-        start = text.rfind(_BOX, 0, start)
-    return None
+    last, box = -1, None
+    open_braces: list[re.Match[str]] = []
+    for brace in _BOX.finditer(text):
+        if brace[0] != "}":
+            open_braces.append(brace)
+        elif open_braces:
+            opening = open_braces.pop()
+            if opening[0] != "{" and opening.start() > last:
+                last, box = opening.start(), text[opening.end() : brace.start()]
+    return box
 
 
 def _answered(text: str) -> list[str | InvalidCall] | None:

@@ -1,0 +1,43 @@
+"""Tagged blocks of a turn, found in time linear in its length; pure.
+
+The policy writes the text, so no search may start again at every opening: n openings without an end
+would cost n² and stop the actor.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class TaggedBlock(NamedTuple):
+    """A block `<tag>body</tag>`, which is text[start:end]. `closed`: False if it has no end; it
+    then reaches to the end of the text."""
+
+    tag: str
+    body: str
+    start: int
+    end: int
+    closed: bool
+
+
+def blocks(text: str, *tags: str) -> Iterator[TaggedBlock]:
+    """Yield the blocks of these tags in order; one within another is part of the outer one's body.
+
+    Of the openings of a tag without an end only the first is a block. Blocks of other tags can
+    follow within it.
+    """
+    opening = re.compile("|".join(f"<{tag}>" for tag in tags))
+    unclosed: set[str] = set()
+    place = 0
+    while found := opening.search(text, place):
+        tag, start, place = found[0][1:-1], found.start(), found.end()
+        if tag in unclosed:
+            continue
+        closing = f"</{tag}>"
+        end = text.find(closing, place)
+        if end < 0:
+            unclosed.add(tag)
+            yield TaggedBlock(tag, text[place:], start, len(text), False)
+            continue
+        body, place = text[place:end], end + len(closing)
+        yield TaggedBlock(tag, body, start, place, True)
