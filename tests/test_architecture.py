@@ -56,7 +56,10 @@ HOMES: dict[str, tuple[str, ...]] = {
         "actors.weights.vllm_shadow",
     ),
     "gymnasium": ("actors.envs.adapters.gymnasium_env",),
-    "reasoning_gym": ("actors.envs.adapters.reasoning_gym_env",),
+    "reasoning_gym": (
+        "actors.envs.adapters.reasoning_gym_env",
+        "actors.envs.adapters.reasoning_gym_scorer",  # what runs of it in the sandbox
+    ),
     "textarena": ("actors.envs.adapters.textarena_env",),
     "verifiers": ("actors.envs.adapters.verifiers_env",),
     "openenv": ("actors.envs.adapters.openenv_env",),
