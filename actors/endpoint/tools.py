@@ -8,7 +8,8 @@
 import json
 from typing import Any, NamedTuple
 
-from actors.formats.tags import blocks
+from actors.formats.tags import blocks, thought_end
+from actors.formats.tool_calls import called
 
 _INSTRUCTIONS = """# Tools
 
@@ -47,19 +48,21 @@ def canonical(value: Any) -> str:
 
 
 def parse(text: str) -> ParsedTurn:
-    """Parse the calls in a turn and the text around them.
+    """Parse the calls in a turn, behind its thought, and the text around them.
 
     If one call cannot be parsed or is not closed, the whole turn is text without calls.
     """
-    calls, content, place = list[ChatToolCall](), list[str](), 0
-    for block in blocks(text, "tool_call"):
+    thought = thought_end(text, "tool_call")
+    turn = text[thought:]
+    calls, content, place = list[ChatToolCall](), [text[:thought]], 0
+    for block in blocks(turn, "tool_call"):
         call = _call(block.body) if block.closed else None
         if call is None:
             return ParsedTurn(text, (), False)
         calls.append(call)
-        content.append(text[place : block.start])
+        content.append(turn[place : block.start])
         place = block.end
-    outside = "".join([*content, text[place:]])
+    outside = "".join([*content, turn[place:]])
     return ParsedTurn(outside.strip() if calls else text, tuple(calls), True)
 
 
@@ -89,12 +92,7 @@ def tool_responses(contents: list[str]) -> str:
 
 def _call(body: str) -> ChatToolCall | None:
     try:
-        found = json.loads(body)
-        if not isinstance(found, dict):
-            return None
-        name, arguments = found.get("name"), found.get("arguments")
-        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-            return None
-        return ChatToolCall(name, canonical(arguments))
+        call = called(body)
+        return ChatToolCall(call.name, canonical(call.arguments))
     except (ValueError, RecursionError):
         return None

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+THOUGHT_END = "</think>"
+
 
 class TaggedBlock(NamedTuple):
     """A block `<tag>body</tag>`, which is text[start:end]. `closed`: False if it has no end; it
@@ -41,3 +43,17 @@ def blocks(text: str, *tags: str) -> Iterator[TaggedBlock]:
             continue
         body, place = text[place:end], end + len(closing)
         yield TaggedBlock(tag, body, start, place, True)
+
+
+def thought_end(text: str, *tags: str) -> int:
+    """Return the position behind the last `</think>` that stands in no block of these tags; 0
+    without one. A block in a thought does not count: it can be one that the policy only mentions.
+    """
+    inside = False
+    found = re.finditer(rf"{THOUGHT_END}|</?(?:{'|'.join(tags)})>", text)
+    for tag in reversed(list(found)):
+        if tag[0] != THOUGHT_END:
+            inside = tag[0].startswith("</")
+        elif not inside:
+            return tag.end()
+    return 0

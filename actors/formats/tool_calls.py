@@ -6,11 +6,11 @@ action. Errors a policy can mend are told to it as what the tool said.
 
 import json
 import re
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from actors.formats.tags import TaggedBlock, blocks
+from actors.formats.tags import TaggedBlock, blocks, thought_end
 
 ANSWER_TOOL, CODE_TOOL = "answer", "python"
 UNCLOSED = "error: <tool_call> without </tool_call>"
@@ -20,11 +20,21 @@ _BOX = re.compile(r"\\boxed\{|[{}]")
 _FENCED = re.compile(r"```(?:python|py)?\n(.*?)\n?```", re.DOTALL)
 
 
-class ToolInvocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ToolInvocation(msgspec.Struct, frozen=True):
     """Name and arguments of a tool call."""
 
     name: str
     arguments: dict[str, Any] = {}
+
+
+class WrittenCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tool call as models write it: its arguments as an object, as the text of one, or left out.
+    `id` and `type`, from OpenAI's form, mean nothing."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    arguments: dict[str, Any] | str | None = None
+    id: Any = None
+    type: Any = None
 
 
 class InvalidCall(NamedTuple):
@@ -48,7 +58,11 @@ def canonical(name: str, arguments: dict[str, Any]) -> str:
 def called(text: str) -> ToolInvocation:
     """Parse a call from JSON; ValueError gives the reason on one line."""
     try:
-        return msgspec.json.decode(text, type=ToolInvocation)
+        call = msgspec.json.decode(text, type=WrittenCall)
+        arguments = call.arguments or {}
+        if isinstance(arguments, str):
+            arguments = msgspec.json.decode(arguments, type=dict[str, Any])
+        return ToolInvocation(call.name, arguments)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise ValueError(f"this is no call as JSON: {error}") from error
 
@@ -92,6 +106,7 @@ class ToolCall:
             _, found, text = text.partition("</reason>")
             if not found:
                 return None
+        text = text[thought_end(text, "tool_call", "answer") :]
         actions: list[str | InvalidCall] = []
         for block in blocks(text, "tool_call", "answer"):
             if block.tag == "answer" and not block.closed:

@@ -74,7 +74,7 @@ def test_calls_have_one_canonical_text() -> None:
     ("body", "said"),
     [
         ('{"name": "f", "arguments": {}', "truncated"),
-        ('{"name": "f", "arguments": "x"}', "Expected `object`"),
+        ('{"name": "f", "arguments": "x"}', "JSON is malformed"),
         ('{"name": 3}', "Expected `str`"),
         ('{"arguments": {}}', "missing required field `name`"),
         ('{"name": "f", "parameters": {}}', "unknown field `parameters`"),
