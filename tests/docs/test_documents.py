@@ -1,5 +1,7 @@
 """The documents name only what exists, and their commands and code work as they stand."""
 
+import importlib
+import inspect
 import re
 import shlex
 from collections.abc import Iterator
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.envs.base import REGISTRY
 from evolver_async.cli import _parser
 from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import load
@@ -39,6 +42,22 @@ def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_all_parameters_of_an_environment_are_described(name: str) -> None:
+    page = (ROOT / "docs" / "environments.md").read_text()
+    rows = [line for line in page.splitlines() if re.match(rf"\| .*`{name}`.* \|", line)]
+    heading = f"### {name.partition('_')[0].capitalize()}\n"
+    own = page.partition(heading)[2].partition("\n### ")[0]
+    maps = [line for line in page.splitlines() if line.startswith("| maps |")]
+    module, _, kind = REGISTRY[name].partition(":")
+    try:
+        found = inspect.signature(getattr(importlib.import_module(module), kind)).parameters
+    except ImportError as error:
+        pytest.skip(f"{error}")
+    text = "\n".join([*rows, *maps, own])
+    assert {one for one in found if f"`{one}`" not in text and f"{{{one}: " not in text} == set()
 
 
 def test_internal_links_resolve(page: Path) -> None:

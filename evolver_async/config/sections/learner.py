@@ -135,7 +135,8 @@ class CorrectionConfig:
     # largest cosine of an update's gradient with the one before; what is beyond is projected away
     # (GAC); 1: no bound, and no copy of a gradient is kept
     max_cosine: Fraction = 1.0
-    max_masked: Fraction = 0.9  # share of tokens without gradient above which a warning is logged
+    # share of tokens without gradient above which a warning is logged; five such steps end the run
+    max_masked: Fraction = 0.9
     params: dict[str, Any] = field(default_factory=dict)  # of a function of one's own
 
 
