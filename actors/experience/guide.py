@@ -9,10 +9,11 @@ untrusted data, which `quoting.py` quotes.
 """
 
 import asyncio
+import hashlib
 import logging
 from collections import deque
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from actors.failures import FailureCounts
 from actors.llm.quoting import quoted_lines
@@ -27,7 +28,10 @@ QUERY_CHARS = 20_000
 QUEUE = 64  # groups that wait to be sent; more are dropped
 OUTAGE_S = 5.0  # pause after a request without an answer
 SEND_TIMEOUT_S = 20.0  # until a group that the service does not accept is dropped
-GROUP_CHARS = 150_000  # of all texts of a group, which must fit into a message
+# Together with QUERY_CHARS they keep a group below the bytes of a message's header.
+GROUP_TURNS = 2_400  # the last turns of each episode are sent, so many in all
+GROUP_BYTES = 250_000  # of all observations, actions and texts of a group
+STATE_BYTES = 200  # of a state; a longer one becomes its beginning and a hash of the whole
 
 log = logging.getLogger(__name__)
 
@@ -125,12 +129,35 @@ class ServiceGuide:
 
 
 def shortened(transcripts: list[Transcript]) -> list[Transcript]:
-    """Cut every text of the transcripts to its fair share of `GROUP_CHARS`."""
-    texts = 4 * sum(len(transcript.turns) for transcript in transcripts)
-    limit = GROUP_CHARS // max(1, texts)
+    """Cut the transcripts to the size of a message: see `GROUP_TURNS` and `GROUP_BYTES`.
+
+    Each text gets its fair share, except states, which stay keys: see `state_key`.
+    """
+    longest = max(1, GROUP_TURNS // max(1, len(transcripts)))
+    kept = [replace(one, turns=one.turns[-longest:]) for one in transcripts]
+    limit = GROUP_BYTES // max(1, 3 * sum(len(one.turns) for one in kept))
 
     def cut(turn: Turn) -> Turn:
-        texts = {name: text[:limit] for name, text in asdict(turn).items()}
-        return replace(turn, **texts)
+        texts = (turn.observation, turn.action, turn.text)
+        observation, action, text = (_beginning(one, limit) for one in texts)
+        return Turn(observation=observation, state=state_key(turn.state), action=action, text=text)
 
-    return [replace(one, turns=[cut(turn) for turn in one.turns]) for one in transcripts]
+    return [replace(one, turns=[cut(turn) for turn in one.turns]) for one in kept]
+
+
+def state_key(state: str) -> str:
+    """Return a key of at most `STATE_BYTES` bytes of UTF-8: equal only for equal states.
+
+    It depends on nothing but the state, so that keys of different groups can be compared.
+    """
+    encoded = state.encode(errors="surrogatepass")
+    if len(encoded) <= STATE_BYTES:
+        return state
+    digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
+    return f"{_beginning(state, STATE_BYTES - len(digest) - 2)} #{digest}"
+
+
+def _beginning(text: str, limit: int) -> str:
+    """Return the beginning of a text, at most `limit` bytes of UTF-8."""
+    encoded = text.encode(errors="surrogatepass")
+    return text if len(encoded) <= limit else encoded[:limit].decode(errors="ignore")

@@ -12,13 +12,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
+from budget import examples
 from contributions import LOST, WON, Told, episode
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from launches import COMMAND, DEADLINE_S, wait_for
 
 from actors.experience import guide as guides
-from actors.experience.guide import ServiceGuide, shortened
+from actors.experience.contrast import contrast_items
+from actors.experience.guide import ServiceGuide, shortened, state_key
 from actors.experience.service import build
 from actors.rollout.policy import Advice
 from evolver_async.cli import main
@@ -28,6 +33,8 @@ from evolver_async.launch.run_directory import announce, locked
 from evolver_async.launch.serial import VirtualLoop
 from evolver_async.process.addresses import experience_address
 from evolver_async.protocol import messages
+from evolver_async.protocol.envelope import Envelope, pack
+from evolver_async.protocol.transcripts import Turn
 from evolver_async.schema import Task
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.in_process import LocalClient, LocalServer
@@ -234,12 +241,47 @@ def test_contributions_wait_for_the_service_in_bounds_and_in_order() -> None:
     virtually(run())
 
 
-def test_a_group_of_any_size_fits_into_a_message() -> None:
-    long = [episode(*(300 * ["a=" + "é" * 5000]), success=True, number=n) for n in range(8)]
-    cut = shortened(long)
-    assert [len(one.turns) for one in cut] == 8 * [300]
-    assert sum(len(t.observation + t.state + t.action) for e in cut for t in e.turns) <= 150_000
+@pytest.mark.parametrize("letter", ["a", "é", "😀"])
+@pytest.mark.parametrize(("members", "turns"), [(8, 300), (8, 1000), (64, 100)])
+def test_a_group_of_any_size_fits_into_a_message(letter: str, members: int, turns: int) -> None:
+    turn = Turn(observation=5000 * letter, state=5000 * letter, action=5000 * letter, text="t")
+    one = msgspec.structs.replace(WON, turns=turns * [turn])
+    cut = shortened(members * [one])
+    longest = min(turns, guides.GROUP_TURNS // members)
+    assert [len(one.turns) for one in cut] == members * [longest]
+    query = guides.QUERY_CHARS * letter
+    about = {"task_id": "t", "query": query, "split": "train"}
+    pack(Envelope("run", "actor-0", 0, 1, messages.Contribute(**about, episodes=cut)))
     assert shortened([WON]) == [WON]
+
+
+HEADER = "You are in the kitchen of a large house, with doors to the north and to the south. " * 3
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+@settings(max_examples=examples(20))
+def test_a_state_has_one_key_in_groups_of_any_size(small: int, large: int) -> None:
+    states = [f"{HEADER} Room {number}" for number in range(40)]
+
+    def keys(length: int) -> list[str]:
+        (cut,) = shortened([episode(*(f"{s}=go" for s in states[:length]), success=True)])
+        return [turn.state for turn in cut.turns]
+
+    assert keys(small)[:large] == keys(large)[:small], "they do not depend on the group"
+    assert len(set(keys(40))) == 40, "states that begin alike are different states"
+    assert all(key.startswith(HEADER[:100]) for key in keys(small)), "and can be read"
+
+
+def test_a_group_teaches_the_same_whether_its_states_are_shortened_or_not() -> None:
+    way = [f"{HEADER} Room {number}=go {number}" for number in range(30)]
+    astray = [*way[:10], f"{HEADER} Room 10=go 99", *(19 * [f"{HEADER} Cellar=wait"])]
+    group = [
+        episode(*(way if number < 4 else astray), success=number < 4, number=number)
+        for number in range(8)
+    ]
+    (item,) = contrast_items(QUERY, shortened(group))
+    assert item.state == state_key(f"{HEADER} Room 10")
+    assert item.content.endswith(" go 10 not go 99")
 
 
 # ---- as a process
