@@ -11,19 +11,24 @@ from collections.abc import Sequence
 from actors.experience.pool import Item
 from actors.experience.successes import SolvedGroup
 from actors.experience.templates import contrast
+from actors.llm.quoting import MAX_CHARS
 from evolver_async.protocol.transcripts import Transcript, Turn
 
 MAX_ITEMS = 8  # per group
 
 
 def contrast_items(
-    query: str, episodes: Sequence[Transcript], solved: Sequence[SolvedGroup] = ()
+    query: str,
+    episodes: Sequence[Transcript],
+    solved: Sequence[SolvedGroup] = (),
+    max_chars: int = MAX_CHARS,
 ) -> list[Item]:
     """Make one item for each state from which failures diverge, with a good and a bad action.
 
     The good action is the most frequent one of `departures`. A failure diverges at its last state
     that a successful member visited too. `solved`: groups with similar tasks, nearest first; in a
     group that failed throughout, the nearest one that visited a state tells the good action.
+    Actions that do not fit into guidance of `max_chars` make no item.
     """
     good = departures([episode for episode in episodes if episode.success])
     teachers: dict[str, str] = {}
@@ -39,16 +44,11 @@ def contrast_items(
         if shared and shared[-1].action not in good[shared[-1].state]:
             bad.setdefault(shared[-1].state, Counter())[shared[-1].action] += 1
     worst = sorted(bad, key=lambda state: (-bad[state].total(), state))
-    return [
-        Item(
-            when_to_use=query,
-            content=contrast(state, _most(good[state]), _most(bad[state])),
-            score=1.0,
-            state=state,
-            teacher=teachers.get(state, ""),
-        )
-        for state in worst[:MAX_ITEMS]
-    ]
+    items = []
+    for state in worst[:MAX_ITEMS]:
+        if text := contrast(state, _most(good[state]), _most(bad[state]), max_chars):
+            items.append(Item(query, text, 1.0, state=state, teacher=teachers.get(state, "")))
+    return items
 
 
 def departures(successes: Sequence[Transcript]) -> dict[str, Counter[str]]:

@@ -113,10 +113,12 @@ class ServiceGuide:
             self._retry_at = now() + OUTAGE_S
             return None
         lines = quoted_lines(reply.texts, self._max_chars)
+        if not lines:
+            return Advice()
         # what is not shown must get no credit; a rewritten text tells of all entries
-        ids = reply.ids[: len(lines)] if len(reply.texts) == len(reply.ids) else reply.ids
-        text = "\n".join(lines)
-        return Advice(text=text, ids=tuple(ids)) if text else Advice()
+        rewritten = len(reply.texts) != len(reply.ids)
+        ids = reply.ids if rewritten else [reply.ids[place] for place in lines]
+        return Advice(text="\n".join(lines.values()), ids=tuple(ids))
 
     async def _send(self) -> None:
         while self._waiting:

@@ -26,7 +26,7 @@ from actors.experience.pool import Item
 from actors.experience.successes import SolvedGroup
 from actors.llm.client import Endpoint, Unavailable
 from actors.llm.json_client import JsonClient, decode_json
-from actors.llm.quoting import plain
+from actors.llm.quoting import MARK, plain
 from evolver_async.config import ExperienceConfig
 from evolver_async.protocol import messages
 from evolver_async.protocol.transcripts import Transcript
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 PENDING = 64  # groups read at a time; more are dropped
 LESSONS, COMPARED = 3, 2  # at most, per question
-LESSON_CHARS = 2_000  # limit of each text of a lesson
+LESSON_CHARS = 2_000  # limit of each text of a lesson; the guidance may allow less
 MAX_REWRITTEN = 1_024  # rewritten texts in memory
 REWRITE_SHARE = 0.75  # of `timeout_s`; after it the entries are returned as they are
 
@@ -65,6 +65,7 @@ class LessonExtractor:
         self._endpoint = endpoint
         self._client = JsonClient(endpoint)
         self._least_score = config.least_score
+        self._longest = max(1, min(LESSON_CHARS, config.max_chars - len(MARK)))
         self._rewrites = config.rewrite
         self._rewrite_s = REWRITE_SHARE * config.timeout_s
         self._counts: Counter[str] = Counter()
@@ -201,11 +202,14 @@ class LessonExtractor:
         self, question: str, most: int, query: str, episodes: Sequence[Transcript]
     ) -> list[Lesson]:
         prompt = prompts.lessons(question, most, query, episodes)
-        return await self._ask(prompt, lambda answer: parse_lessons(answer, most)) or []
+        return (
+            await self._ask(prompt, lambda answer: parse_lessons(answer, most, self._longest)) or []
+        )
 
     async def _rewrite(self, query: str, texts: list[str]) -> list[str]:
+        prompt = prompts.rewrite(query, texts)
         try:
-            return await self._ask(prompts.rewrite(query, texts), parse_text) or []
+            return await self._ask(prompt, lambda answer: parse_text(answer, self._longest)) or []
         except Unavailable as error:
             self._counts["unanswered"] += 1
             log.warning("experience is not rewritten: %s", error)
@@ -217,16 +221,18 @@ class LessonExtractor:
         return answer
 
 
-def parse_lessons(answer: str, most: int) -> list[Lesson]:
-    """Read at most `most` lessons in an answer. Raise ValueError for anything else."""
+def parse_lessons(answer: str, most: int, longest: int) -> list[Lesson]:
+    """Read at most `most` lessons in an answer, with contents of at most `longest` characters.
+
+    Raise ValueError for anything else."""
     lessons = decode_json(answer, list[Lesson])
     lessons = [Lesson(plain(lesson.when_to_use), plain(lesson.content)) for lesson in lessons]
     if len(lessons) > most:
         raise ValueError(f"{len(lessons)} lessons instead of at most {most}")
     for lesson in lessons:
-        for text in (lesson.when_to_use, lesson.content):
-            if not 0 < len(text) <= LESSON_CHARS:
-                raise ValueError(f"a text of {len(text)} characters")
+        for text, limit in ((lesson.when_to_use, LESSON_CHARS), (lesson.content, longest)):
+            if not 0 < len(text) <= limit:
+                raise ValueError(f"a text of {len(text)} characters instead of 1 to {limit}")
     return lessons
 
 
@@ -238,9 +244,9 @@ def parse_scores(answer: str, count: int) -> list[float]:
     return scores
 
 
-def parse_text(answer: str) -> list[str]:
-    """Read a list of one text. Raise ValueError for anything else."""
+def parse_text(answer: str, longest: int) -> list[str]:
+    """Read a list of one text of at most `longest` characters. Raise ValueError otherwise."""
     (text,) = decode_json(answer, tuple[str])
-    if not plain(text):
-        raise ValueError("an empty text")
+    if not 0 < len(plain(text)) <= longest:
+        raise ValueError(f"a text of {len(plain(text))} characters instead of 1 to {longest}")
     return [plain(text)]

@@ -63,6 +63,7 @@ class ExperienceService:
         self.pool = pool
         self._top_k = config.top_k
         self._similarity = config.similarity
+        self._max_chars = config.max_chars
         self._report = report
         self._extractor = extractor
         self._failures = failures or FailureCounts()
@@ -161,7 +162,7 @@ class ExperienceService:
         if self._extractor is not None:
             self._extractor.read(peer, request, solved[0] if solved else None)
         else:
-            items = contrast_items(request.query, request.episodes, solved)
+            items = contrast_items(request.query, request.episodes, solved, self._max_chars)
             self.pool.add(items, peer, trajectories)
 
     def _feed_back(self, episodes: Sequence[Transcript]) -> None:

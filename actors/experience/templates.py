@@ -4,9 +4,21 @@ Every word is a token of the tiny preset's tokenizer, whose policy learns from d
 read them.
 """
 
+from actors.llm.quoting import MARK, MAX_CHARS, plain
+
 CONTRAST = "{state} {good} not {bad}"
+STATE_CHARS = 300  # of the state in a text
 
 
-def contrast(state: str, good: str, bad: str) -> str:
-    """Write which action to take in a state, and which action failed there."""
-    return CONTRAST.format(state=state, good=good, bad=bad)
+def contrast(state: str, good: str, bad: str, max_chars: int = MAX_CHARS) -> str:
+    """Write which action to take in a state, and which action failed there.
+
+    The state is cut so that the actions fit into guidance of `max_chars`; "" if not even they do.
+    """
+    text = CONTRAST.format(state=state, good=good, bad=bad)
+    room = max_chars - len(MARK)
+    if len(plain(state)) <= STATE_CHARS and len(plain(text)) <= room:
+        return text
+    actions = plain(CONTRAST.format(state="", good=good, bad=bad))
+    share = min(STATE_CHARS, room - len(actions) - 1)
+    return f"{plain(state)[:share]} {actions}" if share > 0 else ""

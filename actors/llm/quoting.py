@@ -8,29 +8,27 @@ import re
 import unicodedata
 
 MAX_CHARS = 2_000  # default limit of one episode's guidance
+MARK = "- "  # before each item
 OPENING = re.compile(r"<(?=[^\s<])|\[(?=/?[A-Z]+\])")  # of a tag, or of a marker like [INST]
 
 
 def quoted(texts: list[str], max_chars: int = MAX_CHARS) -> str:
     """Quote untrusted texts as a list with one line per item; see `quoted_lines`."""
-    return "\n".join(quoted_lines(texts, max_chars))
+    return "\n".join(quoted_lines(texts, max_chars).values())
 
 
-def quoted_lines(texts: list[str], max_chars: int) -> list[str]:
-    """Quote untrusted texts, one line per item, in at most `max_chars` characters.
+def quoted_lines(texts: list[str], max_chars: int) -> dict[int, str]:
+    """Quote untrusted texts in at most `max_chars` characters; return lines by place in `texts`.
 
-    From the first item on that does not fit, items are left out; the very first is cut instead.
+    A text that does not fit whole is left out: its end may be what matters.
     """
-    lines: list[str] = []
+    lines: dict[int, str] = {}
     room = max_chars
-    for text in texts:
-        line = f"- {plain(text)}"
-        if not lines:
-            line = line[:room]
-        if len(line) > room:
-            break
-        lines.append(line)
-        room -= len(line) + 1
+    for place, text in enumerate(texts):
+        line = f"{MARK}{plain(text)}"
+        if len(line) <= room:
+            lines[place] = line
+            room -= len(line) + 1
     return lines
 
 

@@ -25,6 +25,8 @@ from actors.experience import guide as guides
 from actors.experience.contrast import contrast_items
 from actors.experience.guide import ServiceGuide, shortened, state_key
 from actors.experience.service import build
+from actors.experience.templates import contrast
+from actors.llm.quoting import plain, quoted_lines
 from actors.rollout.policy import Advice
 from evolver_async.cli import main
 from evolver_async.config import Config, ExperienceConfig, StageConfig
@@ -130,10 +132,48 @@ def test_only_entries_that_are_shown_are_named(tmp_path: Path) -> None:
         async with local(service) as guide:
             advice = await guide.advise(QUERY)
             assert advice.ids == (7, 8) and "c" not in advice.text
+            service.texts = ["a" * 300, "b" * 90, "c" * 90]
+            advice = await guide.advise(QUERY)
+            assert advice.ids == (8, 9) and "a" not in advice.text, "cut text has lost its end"
             service.texts = ["all three in one"]  # as rewritten
             assert (await guide.advise(QUERY)).ids == (7, 8, 9)
 
     virtually(run())
+
+
+def test_a_long_state_leaves_room_for_the_actions(tmp_path: Path) -> None:
+    state = "The page shows an item with a long description " * 60
+
+    async def run() -> Advice:
+        service = build(config(max_chars=200), tmp_path, Told())
+        async with local(service) as guide:
+            request = messages.Contribute(
+                task_id="t",
+                query=QUERY,
+                split="train",
+                episodes=[
+                    episode(f"{state}=click buy", success=True),
+                    episode(f"{state}=click back", success=False, number=1),
+                ],
+            )
+            service.handle("actor-1", request, 0.0)
+            advice = await guide.advise(QUERY)
+        service.close()
+        return advice
+
+    advice = virtually(run())
+    assert advice.ids == (1,) and len(advice.text) <= 200
+    assert advice.text.startswith("- The page shows")
+    assert advice.text.endswith(" click buy not click back")
+
+
+@given(st.text(max_size=500), st.text(min_size=1, max_size=50), st.integers(1, 400))
+@settings(max_examples=examples(100))
+def test_what_is_written_of_a_contrast_fits_whole(state: str, action: str, limit: int) -> None:
+    text = contrast(state, action, "not this", limit)
+    if text:
+        assert len(quoted_lines([text], limit)) == 1
+        assert plain(text).endswith(plain(f" {action} not not this"))
 
 
 def test_poison_reaches_the_prompt_as_one_quoted_line(tmp_path: Path) -> None:

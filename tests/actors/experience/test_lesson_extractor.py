@@ -327,7 +327,12 @@ def test_closing_does_not_wait_for_an_endpoint_that_hangs(
 
 
 @pytest.mark.parametrize(
-    "parse", [parse_text, lambda a: parse_scores(a, 1), lambda a: parse_lessons(a, 3)]
+    "parse",
+    [
+        lambda a: parse_text(a, 2000),
+        lambda a: parse_scores(a, 1),
+        lambda a: parse_lessons(a, 3, 2000),
+    ],
 )
 @pytest.mark.parametrize(
     "answer", ["", "null", "[" * 5000, "1e999", "[NaN]", '["\\ud800"]', "[[]]"]
