@@ -40,7 +40,8 @@ class Item(NamedTuple):
 class ExperiencePool:
     """Pool of experience entries.
 
-    `dedup`: an item is a duplicate if the cosines of both its fields reach this. `per_source` and
+    `dedup`: an item is a duplicate if the cosines of both its fields reach this, unless it and the
+    entry belong to different states, whose advice is alike only in its words. `per_source` and
     `capacity` limit the entries of one contributor and in all; the least useful are deleted. An
     entry is retired, that is never retrieved nor added again, if after `retire_uses` uses its
     smoothed success per use is less than `retire_utility` times the success rate of unguided
@@ -61,7 +62,7 @@ class ExperiencePool:
     def __post_init__(self) -> None:
         self._index = VectorIndex(self.embedder.dimensions)
         self._retired: dict[int, ExperienceEntry] = {}
-        self._known: set[tuple[str, str]] = set()  # texts, also of retired entries
+        self._known: set[tuple[str, str, str]] = set()  # texts, also of retired entries
         self._sources: Counter[str] = Counter()
         self._unguided, self.unguided_rate = self.store.unguided()
         self._vectors: dict[str, np.ndarray] = {}  # of queries
@@ -109,11 +110,11 @@ class ExperiencePool:
         before = self.counts["added"]
         for item in items:
             self.counts["items"] += 1
-            if (item.when_to_use, item.content) in self._known:
+            if (item.when_to_use, item.state, item.content) in self._known:
                 self.counts["duplicates"] += 1
                 continue
             when, content = self.embedder.embed([item.when_to_use, item.content])
-            if self._similar(when, content):
+            if self._similar(when, content, item.state):
                 self.counts["duplicates"] += 1
                 continue
             entry = ExperienceEntry(
@@ -212,7 +213,7 @@ class ExperiencePool:
         for entry in entries:
             if entry.retired:
                 self._retired[entry.id] = entry
-                self._known.add((entry.when_to_use, entry.content))
+                self._known.add((entry.when_to_use, entry.state, entry.content))
             else:
                 self._publish(entry)
 
@@ -235,11 +236,15 @@ class ExperiencePool:
             del self._vectors[query]
         return np.stack([vectors[query] for query in queries])
 
-    def _similar(self, when: np.ndarray, content: np.ndarray) -> bool:
+    def _similar(self, when: np.ndarray, content: np.ndarray, state: str) -> bool:
         """Return True if an entry in the index is a duplicate."""
         (near,) = self._index.search(when[None], CANDIDATES, self.dedup)
         entries = (self.entries[number] for place, _ in near for number in place)
-        return any(entry.content_vector @ content >= self.dedup for entry in entries)
+        return any(
+            entry.content_vector @ content >= self.dedup
+            and (entry.state == state or not (entry.state and state))
+            for entry in entries
+        )
 
     def _trim(self, entries: list[ExperienceEntry], limit: int) -> None:
         """Delete the least useful of these entries, a few below the limit."""
@@ -251,7 +256,7 @@ class ExperiencePool:
     def _publish(self, entry: ExperienceEntry) -> None:
         self.entries[entry.id] = entry
         self._sources[entry.source] += 1
-        self._known.add((entry.when_to_use, entry.content))
+        self._known.add((entry.when_to_use, entry.state, entry.content))
         self._index.add(entry.id, entry.when_vector)
 
     def _withdraw(self, entry: ExperienceEntry) -> None:
@@ -263,5 +268,5 @@ class ExperiencePool:
         for entry in entries:
             if self._retired.pop(entry.id, None) is None:
                 self._withdraw(entry)
-            self._known.discard((entry.when_to_use, entry.content))
+            self._known.discard((entry.when_to_use, entry.state, entry.content))
         self.store.remove(entries)

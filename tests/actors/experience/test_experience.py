@@ -124,6 +124,32 @@ def test_the_same_is_taken_in_once_and_counted(open_pool: Callable[..., Experien
     assert pool.add([other_task], "a", []) == 1, "the same advice for another task is something new"
 
 
+def test_advice_for_different_states_is_no_duplicate(
+    open_pool: Callable[..., ExperiencePool],
+) -> None:
+    pool = open_pool(256)
+    grid = ["#.....#"] * 6
+    cells = [(0, 1), (0, 5), (5, 1), (5, 5), (3, 3)]
+    states = [
+        "\n".join(
+            row[:at] + "P" + row[at + 1 :] if line == number else row
+            for number, row in enumerate(grid)
+        )
+        for line, at in cells
+    ]
+    texts = [contrast(state, "left", "right") for state in states]
+    items = [
+        Item("reach the goal", text, 1.0, state) for text, state in zip(texts, states, strict=True)
+    ]
+    assert pool.add(items, "a", []) == len(items)
+    assert pool.add(items, "b", []) == 0, "the same advice for the same state is one"
+    near = Item("reach the goal", texts[0].upper(), 1.0, states[0])
+    assert pool.add([near], "a", []) == 0, "as is nearly the same advice"
+    same_text = Item("reach the goal", texts[0], 1.0, "elsewhere")
+    assert pool.add([same_text], "a", []) == 1
+    assert pool.add([Item("reach the goal", texts[0], 1.0)], "a", []) == 0, "without a state"
+
+
 def test_everything_is_there_again_after_a_restart(
     open_pool: Callable[..., ExperiencePool],
 ) -> None:
