@@ -1,8 +1,10 @@
 """Environments behind an HTTP service of AgentEvolver's protocol, such as AppWorld or BFCL.
 
 A task's number picks one of the names that the service lists for its split. The service's system
-message becomes the instructions, its other messages the first observation. As in AgentEvolver the
-reward is what `evaluate` says at the end; a step's own reward counts only where asked.
+message becomes the instructions, its other messages the first observation. The last user message
+states the service's own task and is left out if a synthetic task has its own query. As in
+AgentEvolver the reward is what `evaluate` says at the end; a step's own reward counts only where
+asked.
 """
 
 import math
@@ -13,7 +15,7 @@ from actors.envs.adapters.service_client import (
     EnvironmentService,
     ServiceError,
     ServiceLease,
-    ServiceState,
+    ServiceMessage,
     service,
 )
 from actors.envs.base import Env
@@ -80,12 +82,17 @@ class AgentEvolver(Env):
     def reset(self, task: Task, dynamics_seed: int) -> str:
         self.close()
         host = service(self.url, self.timeout_s, self.retries)
-        self.lease, state = host.create(self.env_type, self._name_of(host, task), self.kwargs or {})
+        kwargs, own_query = self.kwargs or {}, task.origin == "synthetic" and bool(task.query)
+        params = kwargs | {"is_open_query": True} if own_query else kwargs
+        self.lease, state = host.create(self.env_type, self._name_of(host, task), params)
         self.moves = 0
         said = [m.content for m in state.messages if m.role == "system" and m.content]
         if said:
             self.instructions = self.plain_instructions = "\n".join(said)
-        return self._shown(state, "system")
+        first = [m for m in state.messages if m.role != "system"]
+        if own_query and (asked := [at for at, m in enumerate(first) if m.role == "user"]):
+            del first[asked[-1]]
+        return self._shown(first)
 
     def step(self, action: str) -> Step:
         text = self._text(action)
@@ -100,7 +107,7 @@ class AgentEvolver(Env):
         success = self.rewards == "steps" and state.is_terminated and reward >= 1
         if self.rewards == "evaluate" and (state.is_terminated or truncated):
             reward, success = self.verdict()
-        shown = self._shown(state)
+        shown = self._shown(state.messages)
         return Step(shown, reward, state.is_terminated, truncated, Info(success=success))
 
     def verdict(self) -> tuple[float, bool]:
@@ -131,9 +138,9 @@ class AgentEvolver(Env):
             raise ValueError(f"splits: {self.env_type} has no tasks in {self.names[split]!r}")
         return names
 
-    def _shown(self, state: ServiceState, without: str = "") -> str:
-        """Return the messages of a state that the policy reads."""
-        text = "\n".join(m.content or "" for m in state.messages if m.role != without)
+    def _shown(self, messages: list[ServiceMessage]) -> str:
+        """Return the text of messages that the policy reads."""
+        text = "\n".join(m.content or "" for m in messages)
         return text if len(text) <= self.shown_chars else text[: self.shown_chars] + CUT
 
     def _text(self, action: str) -> str | None:

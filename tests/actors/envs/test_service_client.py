@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import openai_server
 import pytest
 from env_service import EnvService, Lost, lost
@@ -60,6 +61,18 @@ def test_an_episode_is_played_evaluated_and_given_back() -> None:
     step = next(body for name, body in service.calls if name == "step")
     assert step["messages"] == {"role": "assistant", "content": "up"}
     assert step["instance_id"] == service.released[0]
+
+
+def test_a_synthetic_query_takes_the_place_of_the_task_of_the_service() -> None:
+    made = msgspec.structs.replace(task(), origin="synthetic", query="say down")
+    with EnvService() as service:
+        env = env_of(service, kwargs={"level": 1})
+        assert env.reset(task(), 0) == "3 times"
+        assert env.reset(made, 0) == "" and env.instructions == "say up"
+        assert env.step("up").observation == "1 of 3"
+        env.close()
+        sent = [body["params"] for call, body in service.calls if call == "create"]
+    assert sent == [{"level": 1}, {"level": 1, "is_open_query": True}]
 
 
 def test_task_numbers_go_round_the_split_of_the_service() -> None:
