@@ -34,14 +34,26 @@ class _Map:
 class KnownTasks:
     """Tasks that this actor has accepted.
 
-    Two tasks with the same initial state are duplicates if their queries reach `jaccard` (share of
-    common words) or `similarity` (cosine of their vectors by `embedder`).
+    Two tasks have the same initial state if explorations of them began with the same content, or
+    if they have the same number. They are then duplicates if their queries reach `jaccard` (share
+    of common words) or `similarity` (cosine of their vectors by `embedder`).
     """
 
     jaccard: float
     similarity: float
     embedder: Embedder
     _maps: OrderedDict[tuple[str, str, int], _Map] = field(default_factory=OrderedDict)
+    _contents: OrderedDict[tuple[str, str, int], int] = field(default_factory=OrderedDict)
+
+    def explored(self, task: Task, content: int) -> None:
+        """Note the hash of the content with which an exploration of `task` began.
+
+        Several numbers may have one content. A number keeps its first one: chance may change what
+        is seen first.
+        """
+        self._contents.setdefault((task.env, task.split, task.map_seed), content)
+        if len(self._contents) > MAX_MAPS:
+            self._contents.popitem(last=False)
 
     def queries(self, task: Task) -> list[str]:
         """Return the queries of the tasks with the initial state of `task`, oldest first."""
@@ -76,6 +88,7 @@ class KnownTasks:
 
     def _of(self, task: Task) -> _Map:
         place = (task.env, task.split, task.map_seed)
+        place = (task.env, task.split, self._contents.get(place, task.map_seed))
         found = self._maps.setdefault(place, _Map())
         self._maps.move_to_end(place)
         if len(self._maps) > MAX_MAPS:

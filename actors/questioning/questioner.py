@@ -106,6 +106,8 @@ class Questioner:
             )
             for one in sorted(finished, key=lambda one: one.trajectory.member)
         ]
+        for one in finished:
+            self._known.explored(ticket.task, one.trajectory.content)
         find = self._from_states if self._client is None else self._from_proposals
         candidates = await find(ticket, explorations, progress)
         self._counts["candidates"] += len(candidates)

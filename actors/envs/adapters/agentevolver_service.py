@@ -84,7 +84,8 @@ class AgentEvolver(Env):
         host = service(self.url, self.timeout_s, self.retries)
         kwargs, own_query = self.kwargs or {}, task.origin == "synthetic" and bool(task.query)
         params = kwargs | {"is_open_query": True} if own_query else kwargs
-        self.lease, state = host.create(self.env_type, self._name_of(host, task), params)
+        self.begun = self._name_of(host, task)
+        self.lease, state = host.create(self.env_type, self.begun, params)
         self.moves = 0
         said = [m.content for m in state.messages if m.role == "system" and m.content]
         if said:
@@ -109,6 +110,9 @@ class AgentEvolver(Env):
             reward, success = self.verdict()
         shown = self._shown(state.messages)
         return Step(shown, reward, state.is_terminated, truncated, Info(success=success))
+
+    def content(self) -> str:
+        return self.begun
 
     def verdict(self) -> tuple[float, bool]:
         if self.rewards == "steps":

@@ -72,6 +72,7 @@ def test_a_synthetic_query_takes_the_place_of_the_task_of_the_service() -> None:
         assert env.step("up").observation == "1 of 3"
         env.close()
         sent = [body["params"] for call, body in service.calls if call == "create"]
+        assert env.content() == "up-3", "which is told even where the observation is empty"
     assert sent == [{"level": 1}, {"level": 1, "is_open_query": True}]
 
 

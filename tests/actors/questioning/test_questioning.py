@@ -358,6 +358,29 @@ def test_what_is_empty_or_alike_is_no_task():
     assert known.queries(elsewhere) == [] and known.queries(first) == [first.query]
 
 
+def test_numbers_of_one_content_have_the_same_initial_state():
+    known = KnownTasks(0.8, 0.95, HashEmbedder())
+    for map_seed, content in ((0, 11), (1, 12), (3, 11), (0, 13)):
+        known.explored(made("", map_seed=map_seed), content)
+    known.add(made("buy one apple"))
+    again = made("Buy one apple!", map_seed=3)
+    assert known.objection(again) == "lexical" and known.queries(again) == ["buy one apple"]
+    assert known.objection(made("buy one apple", map_seed=1)) is None
+
+
+def test_a_question_is_known_whatever_the_number_of_its_task():
+    """A service, like this shop, may have fewer tasks than there are numbers."""
+    answer = talk(proposal("get one apple", ["buy apple"]))
+    with OpenAIServer(otherwise=answer) as server:
+        config = config_of(SHOP, kind="llm", max_turns=2, llm=llm(server))
+        tickets = [explore_ticket(config, number, members=1, group_id=number) for number in (0, 4)]
+        ((first, again), counted) = run(config, tickets)
+    assert len(first) == 1 and again == []
+    assert counted["questioning/dropped_lexical"] == 1
+    asked = server.calls[-1].body["messages"][-1]["content"]
+    assert json.loads(asked.split("\n\n", 1)[1])["existing tasks"] == ["get one apple"]
+
+
 def test_alike_is_as_alike_as_configured():
     known = KnownTasks(1.0, 0.6, HashEmbedder())
     known.add(made("buy one apple and two pears"))
