@@ -221,6 +221,7 @@ class AgentRunner:
                 turns=session.turns,
                 query=task.query or first,
                 content=f"{task.query}\n{first}",
+                instructions="",
                 ending=history[-1].content,
                 experience_ids=[],
                 scores=[],

@@ -17,6 +17,7 @@ from actors.formats.turns import TurnFormat
 from actors.llm.client import Unavailable
 from actors.llm.json_client import JsonClient, as_json, decode_json, step_records
 from actors.questioning.prompts import BREADTH, DEPTH, EXPLORE
+from actors.rollout.conversation import plain_instructions
 from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode_config import Setting
 from actors.rollout.policy import EpisodePolicy
@@ -67,18 +68,20 @@ class Explorer(EpisodePolicy):
     """Policy that lets a language model act in one exploration, in the turn format.
 
     Without an answer it waits once and asks again; without a second one it writes an empty turn,
-    which ends the episode.
+    which ends the episode. `profile`: describes the environment; without it the environment's
+    instructions after `reset` do.
     """
 
     kind: ClassVar[Literal["learned", "scripted"]] = "scripted"
 
     client: JsonClient
-    described: str
+    profile: str
     config: QuestioningConfig
     chat: Chat
     format: TurnFormat
     max_tokens: int
     _read: int = 0  # tokens of the context that were processed
+    _described: str = ""
     _beginning: str = ""
     _steps: list[tuple[str, str]] = field(default_factory=list)  # action, observation after it
     _action: str = ""
@@ -86,6 +89,8 @@ class Explorer(EpisodePolicy):
     async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
         text = self.chat.said(context[self._read :], self.format.prefix)
         if turn == 0:
+            worded = plain_instructions, world.env
+            self._described = self.profile or await world.call("instructions", *worded)
             self._beginning = text
         else:
             self._steps.append((self._action, text))
@@ -104,7 +109,7 @@ class Explorer(EpisodePolicy):
         record = {"beginning": self._beginning, "steps": step_records(steps)}
         if not broad and len(steps) < len(self._steps):
             del record["beginning"]  # it does not precede these steps directly
-        return f"{self.described}\n\n{BREADTH if broad else DEPTH}\n\n{as_json(record)}"
+        return f"{self._described}\n\n{BREADTH if broad else DEPTH}\n\n{as_json(record)}"
 
     async def _choose(self, turn: int) -> str | None:
         temperature = self.config.temperature

@@ -15,7 +15,7 @@ from collections import Counter
 import msgspec
 
 from actors.engines.base import Engine
-from actors.envs.base import Described, EnvironmentFailure, make_env
+from actors.envs.base import EnvironmentFailure
 from actors.experience.embed import HashEmbedder, load_embedder
 from actors.failures import FailureCounts
 from actors.llm.client import Endpoint, Unavailable
@@ -84,12 +84,11 @@ class Questioner:
         ticket, setting = exploring(ticket, setting, self.config)
         if self._client is None:
             return await run_group(ticket, setting, engine, progress, deliver)
-        client, words = self._client, self._described(ticket.task)
-        max_tokens = ticket.sampling.max_tokens
+        client, max_tokens = self._client, ticket.sampling.max_tokens
 
         def policy_of(member: int) -> EpisodePolicy:
             style = setting.format
-            return Explorer(client, words, self.config, setting.chat, style, max_tokens)
+            return Explorer(client, self._profile, self.config, setting.chat, style, max_tokens)
 
         await run_members(ticket, setting, policy_of, progress, deliver)
 
@@ -102,6 +101,7 @@ class Questioner:
                 member=one.trajectory.member,
                 dynamics_seed=key(ticket.dynamics_seed, one.trajectory.member),
                 turns=one.transcript.turns,
+                instructions=one.instructions,
                 ending=one.ending,
             )
             for one in sorted(finished, key=lambda one: one.trajectory.member)
@@ -175,7 +175,8 @@ class Questioner:
     ) -> list[Candidate]:
         most, task = self.config.per_episode, unbound(ticket.task)
         known = self._known.queries(task)
-        system, question = synthesize.question(self._described(task), exploration, known, most)
+        described = self._profile or exploration.instructions
+        system, question = synthesize.question(described, exploration, known, most)
         assert self._client is not None
         try:
             with progress.during(exploration.member, "asking for tasks"):
@@ -273,13 +274,6 @@ class Questioner:
     def _failed(self, what: str, failure: EnvironmentFailure) -> None:
         log.warning("%s is dropped: %s", what, failure)
         self._failures.note(failure.kind, failure.name, failure.error)
-
-    def _described(self, task: Task) -> str:
-        """Describe the environment by its profile, or else by its instructions in plain English."""
-        if self._profile:
-            return self._profile
-        env = make_env(task.env, task.params)
-        return env.plain_instructions if isinstance(env, Described) else env.instructions
 
     def _outage(self, what: str, error: Unavailable) -> None:
         self._counts["outages"] += 1

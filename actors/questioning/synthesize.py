@@ -21,11 +21,13 @@ SOLUTION_CHARS = 4_000  # of all actions, as tasks are sent and stored with thei
 
 
 class Exploration(NamedTuple):
-    """Episode of an explore ticket, with all that a replay needs. `ending`: last observation."""
+    """Episode of an explore ticket, with all that a replay needs. `instructions`: those of its
+    environment after `reset`; `ending`: last observation."""
 
     member: int
     dynamics_seed: int
     turns: list[Turn]
+    instructions: str
     ending: str
 
     @property

@@ -139,8 +139,8 @@ def system_message(setting: Setting, env: Env) -> str:
     `env.prompt` decides the wording; an environment without plain instructions has one wording.
     """
     if setting.wording == "plain":
-        task = env.plain_instructions if isinstance(env, Described) else env.instructions
-        text = f"{task}\n\n{setting.system_prompt or setting.format.plain_instructions}"
+        turns = setting.system_prompt or setting.format.plain_instructions
+        text = f"{plain_instructions(env)}\n\n{turns}"
     else:
         text = f"{env.instructions} {setting.system_prompt or setting.format.instructions}"
     if not setting.format.tools:
@@ -148,6 +148,11 @@ def system_message(setting: Setting, env: Env) -> str:
     assert isinstance(env, Tooled), f"{type(env).__name__} has no tools"
     specs = "\n".join(json.dumps(spec, ensure_ascii=False) for spec in env.tools())
     return text if setting.format.inline else f"{text}\n<tools>\n{specs}\n</tools>"
+
+
+def plain_instructions(env: Env) -> str:
+    """Return the instructions in plain English if the environment has them, else its only ones."""
+    return env.plain_instructions if isinstance(env, Described) else env.instructions
 
 
 def tool_names(env: Env) -> frozenset[str]:

@@ -16,7 +16,12 @@ from actors.formats.chat import encodable
 from actors.formats.tool_calls import ANSWER_TOOL, InvalidCall, called
 from actors.formats.turns import SEPARATOR
 from actors.progress import TicketProgress
-from actors.rollout.conversation import Conversation, system_message, tool_names
+from actors.rollout.conversation import (
+    Conversation,
+    plain_instructions,
+    system_message,
+    tool_names,
+)
 from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode_config import Setting, reads_scores, step_latency_s
 from actors.rollout.finished import Finished, RewardTooLarge, assembled
@@ -56,6 +61,7 @@ class Episode:
     observation: str = ""
     query: str = ""
     content: str = ""
+    instructions: str = ""
     advice: Advice = field(default_factory=Advice)
     turns: list[Turn] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
@@ -115,6 +121,7 @@ class Episode:
             turns=self.turns,
             query=self.query,
             content=self.content,
+            instructions=self.instructions,
             ending=self.observation,
             scores=self.scores,
         )
@@ -133,6 +140,9 @@ class Episode:
             self.content = f"{task.query}\n{told}"
         described = system_message, self.setting, environment.env
         system = await environment.call("instructions", *described)
+        if self.setting.recorded:
+            worded = plain_instructions, environment.env
+            self.instructions = await environment.call("instructions", *worded)
         if self.setting.format.tools:
             self.tools = await environment.call("tools", tool_names, environment.env)
         talk = Conversation(self.setting, system, task.query, self.observation, room)

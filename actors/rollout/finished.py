@@ -15,15 +15,17 @@ from evolver_async.schema import Sequence, Ticket, Trajectory
 
 @dataclass(frozen=True)
 class Finished:
-    """One finished episode. `query`: its task as text; `ending`: its last observation.
+    """One finished episode. `query`: its task as text; `ending`: its last observation;
+    `instructions`: the environment's in plain English, as they are after `reset`.
 
-    `scores`: the environment's before the first turn and after each. Both these and the transcript
-    are empty where nobody wants them.
+    `scores`: the environment's before the first turn and after each. These, the instructions and
+    the transcript are empty where nobody wants them.
     """
 
     trajectory: Trajectory
     transcript: Transcript
     query: str
+    instructions: str
     ending: str
     scores: list[float]
 
@@ -57,6 +59,7 @@ def assembled(
     turns: list[Turn],
     query: str,
     content: str,
+    instructions: str,
     ending: str,
     experience_ids: list[int],
     scores: list[float],
@@ -94,4 +97,4 @@ def assembled(
         experience_ids=experience_ids,
         turns=turns,
     )
-    return Finished(trajectory, transcript, query, ending, scores)
+    return Finished(trajectory, transcript, query, instructions, ending, scores)

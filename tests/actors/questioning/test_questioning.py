@@ -6,7 +6,7 @@ import json
 import random
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -117,6 +117,24 @@ class Bazaar(Shop):
 
     def goal(self) -> dict[str, Any] | None:
         return {"broken": False}
+
+
+class Service(Shop):
+    """A shop whose instructions become known at `reset`, as those of a service do."""
+
+    opened: ClassVar[list["Service"]] = []
+    closed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened.append(self)
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        self.instructions = "buy what is on the list"
+        return super().reset(task, dynamics_seed)
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class Stall(Shop):
@@ -300,7 +318,7 @@ def played(*goals: dict[str, Any] | None) -> ReplayedEpisode:
 
 
 def exploration(member: int) -> Exploration:
-    return Exploration(member=member, dynamics_seed=member, turns=[], ending="")
+    return Exploration(member=member, dynamics_seed=member, turns=[], instructions="", ending="")
 
 
 def test_states_that_half_of_the_explorations_reach_come_first():
@@ -862,10 +880,26 @@ def test_what_is_no_profile_is_refused_by_key_and_file(tmp_path: Path, content: 
     ],
 )
 def test_without_a_profile_an_environment_is_described_by_its_own_words(name, params, words):
-    config = config_of(name, kind="llm", llm=LlmConfig(url="http://127.0.0.1:1/v1", model="m"))
-    questioner = Questioner(config)
-    task = Task(task_id="t", env=name, split="train", map_seed=0, params=params)
-    assert words in questioner._described(task).lower()
+    with OpenAIServer(otherwise=talk(actions=("up",))) as server:
+        config = config_of(name, params, kind="llm", max_turns=1, llm=llm(server))
+        run(config, [explore_ticket(config, members=1)])
+    prompts = [call.body["messages"][-1]["content"] for call in server.calls]
+    assert len(prompts) == 2 and all(words in prompt.lower() for prompt in prompts)
+
+
+def test_an_environment_is_described_as_it_is_after_reset_and_closed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    opened: list[Service] = []
+    monkeypatch.setattr(Service, "opened", opened)
+    with OpenAIServer(otherwise=talk(proposal("get an apple", ["buy apple"]))) as server:
+        name = f"{__name__}:Service"
+        config = config_of(name, kind="llm", max_turns=1, llm=llm(server))
+        ((found,), _) = run(config, [explore_ticket(config, members=1)])
+    assert len(found) == 1
+    prompts = [call.body["messages"][-1]["content"] for call in server.calls]
+    assert [prompt.split("\n")[0] for prompt in prompts] == 2 * ["buy what is on the list"]
+    assert opened and all(env.closed for env in opened)
 
 
 def test_goals_need_an_environment_that_makes_them():
