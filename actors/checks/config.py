@@ -64,8 +64,7 @@ def check(config: Config) -> None:
     for index, stage, staged, name, env in _environments(config):
         _check_async(index, stage, staged, name, env)
         _check_turns(staged, name, env)
-        if isinstance(env, base.Probed):
-            env.probe()
+        _check_service(staged, name, env)
         if stage.kind == "sft" and not isinstance(env, base.Solvable):
             raise ValueError(f"stages[{index}].kind: {name} has no solve and actions")
         if TICKETS[stage.kind] == "branch":
@@ -123,10 +122,22 @@ def _check_played(config: Config, task: Task) -> None:
     """Raise ValueError for a task that an evaluation cannot play."""
     env = base.make_env(task.env, task.params)
     _check_turns(config, task.env, env)
-    if isinstance(env, base.Probed):
-        env.probe()
+    _check_service(config, task.env, env)
     if config.launch.kind == "serial" and base.asynchronous(env):
         raise ValueError(f"env.name: {task.env} {SERIAL_ASYNC}")
+
+
+def _check_service(config: Config, name: str, env: base.Env) -> None:
+    """Refuse an environment whose requirements are missing, or whose calls cannot end before the
+    limit of a step: that limit would hide the failure, and the calls would go on."""
+    if isinstance(env, base.Limited) and env.longest_call_s >= config.env.step_timeout_s:
+        raise ConfigError(
+            f"env.params.timeout_s: one call of {name} can take {env.longest_call_s:.1f} s with its"
+            f" retries, and env.step_timeout_s={config.env.step_timeout_s:g} ends it before: reduce"
+            " timeout_s or retries, or raise env.step_timeout_s"
+        )
+    if isinstance(env, base.Probed):
+        env.probe()
 
 
 def _check_eval_sets(config: Config) -> None:

@@ -43,7 +43,6 @@ REGISTRY = {
     "workshop_tools": "actors.envs.workshop.env:ToolWorkshop",
 }
 
-
 AWAITED = ("reset", "step", "close")  # of an environment's methods those that may be async
 
 
@@ -134,6 +133,13 @@ class Probed(Env, Protocol):
 
     def probe(self) -> None:
         """Raise ValueError for a missing requirement."""
+
+
+@runtime_checkable
+class Limited(Env, Protocol):
+    """Environment whose parameters `timeout_s` and `retries` limit each of its own calls."""
+
+    longest_call_s: float  # of one `reset`, `step` or `verdict` in seconds
 
 
 @runtime_checkable
@@ -256,8 +262,7 @@ def env_class(name: str) -> type[Env]:
 
 
 def make_env(name: str, params: dict[str, Any]) -> Env:
-    """Make an environment with these parameters; EnvError names `env.name` or
-    `env.params.<key>`."""
+    """Make an environment; EnvError names `env.name` or `env.params.<key>`."""
     found = env_class(name)
     try:
         known, hints = _parameters(found)

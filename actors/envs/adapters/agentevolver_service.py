@@ -8,6 +8,7 @@ asked.
 """
 
 import math
+import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from actors.envs.adapters.service_client import (
     ServiceError,
     ServiceLease,
     ServiceMessage,
+    longest_s,
     service,
 )
 from actors.envs.base import Env
@@ -35,8 +37,8 @@ class AgentEvolver(Env):
     `splits` names our splits as the service does; without it there are `train` and `test`. `name`
     is one task of the service's instead of a numbered one. `rewards`: at the end by `evaluate`
     (with `sparse` 0 or 1), or step by step. `max_moves` ends an episode and evaluates it.
-    `shown_chars` bounds an observation. `timeout_s`, `retries`: of one request and call. ValueError
-    names the parameter that cannot be.
+    `shown_chars` bounds an observation. `timeout_s` limits one request, `retries` the requests that
+    repeat it. ValueError names the parameter that cannot be.
     """
 
     blocking = True
@@ -50,7 +52,7 @@ class AgentEvolver(Env):
     sparse: bool = False
     max_moves: int = 30
     shown_chars: int = 16000
-    timeout_s: float = 60.0
+    timeout_s: float = 8.0
     retries: int = 2
 
     def __post_init__(self) -> None:
@@ -65,6 +67,7 @@ class AgentEvolver(Env):
             raise ValueError(f"timeout_s: {self.timeout_s} is not positive")
         if not 0 <= self.retries <= 10:
             raise ValueError(f"retries: {self.retries} is not in 0..10")
+        self.longest_call_s = longest_s(self.timeout_s, self.retries)
         self.names = self.splits or {"train": "train", "test": "test"}
         self.lease: ServiceLease | None = None
         self.instructions = f"act in {self.env_type} ."
@@ -73,19 +76,21 @@ class AgentEvolver(Env):
     def probe(self) -> None:
         try:
             for split in () if self.name else dict.fromkeys(("train", "test", *self.names)):
-                self._names(service(self.url, self.timeout_s, self.retries), split)
+                self._names(self._service(), split, self._deadline())
         except ServiceError as error:
             raise ValueError(f"env.params.url: {error}") from None
         except ValueError as error:
             raise ValueError(f"env.params.{error}") from None
 
     def reset(self, task: Task, dynamics_seed: int) -> str:
+        deadline = self._deadline()
         self.close()
-        host = service(self.url, self.timeout_s, self.retries)
+        host = self._service()
         kwargs, own_query = self.kwargs or {}, task.origin == "synthetic" and bool(task.query)
         params = kwargs | {"is_open_query": True} if own_query else kwargs
-        self.begun = self._name_of(host, task)
-        self.lease, state = host.create(self.env_type, self.begun, params)
+        self.begun = self._name_of(host, task, deadline)
+        self.lease = ServiceLease(host, self.env_type, self.begun)
+        state = self.lease.create(params, deadline)
         self.moves = 0
         said = [m.content for m in state.messages if m.role == "system" and m.content]
         if said:
@@ -101,13 +106,14 @@ class AgentEvolver(Env):
             failed = Info(valid=False, tool_error=True)
             return Step("error: no such tool", 0.0, False, False, failed)
         assert self.lease is not None, "step before reset"
-        state = self.lease.step(text)
+        deadline = self._deadline()
+        state = self.lease.step(text, deadline)
         self.moves += 1
         truncated = self.moves >= self.max_moves and not state.is_terminated
         reward = _finite(state.reward) if self.rewards == "steps" else 0.0
         success = self.rewards == "steps" and state.is_terminated and reward >= 1
         if self.rewards == "evaluate" and (state.is_terminated or truncated):
-            reward, success = self.verdict()
+            reward, success = self._evaluation(deadline)
         shown = self._shown(state.messages)
         return Step(shown, reward, state.is_terminated, truncated, Info(success=success))
 
@@ -117,27 +123,38 @@ class AgentEvolver(Env):
     def verdict(self) -> tuple[float, bool]:
         if self.rewards == "steps":
             return 0.0, False
-        assert self.lease is not None, "verdict before reset"
-        reward = _finite(self.lease.evaluate(sparse=self.sparse))
-        return reward, reward >= 1
+        return self._evaluation(self._deadline())
 
     def close(self) -> None:
         lease, self.lease = self.lease, None
         if lease is not None:
             lease.release()
 
-    def _name_of(self, host: EnvironmentService, task: Task) -> str:
+    def _service(self) -> EnvironmentService:
+        return service(self.url, self.timeout_s, self.retries)
+
+    def _deadline(self) -> float:
+        """Return the time at which a call that begins now must end."""
+        return time.monotonic() + self.longest_call_s
+
+    def _evaluation(self, deadline: float) -> tuple[float, bool]:
+        """Return reward and success by the service's `evaluate`."""
+        assert self.lease is not None, "verdict before reset"
+        reward = _finite(self.lease.evaluate(deadline, sparse=self.sparse))
+        return reward, reward >= 1
+
+    def _name_of(self, host: EnvironmentService, task: Task, deadline: float) -> str:
         """Return the service's name of a task."""
         if self.name:
             return self.name
-        names = self._names(host, task.split)
+        names = self._names(host, task.split, deadline)
         return names[task.map_seed % len(names)]
 
-    def _names(self, host: EnvironmentService, split: str) -> list[str]:
+    def _names(self, host: EnvironmentService, split: str, deadline: float) -> list[str]:
         """Return the service's names of all tasks of one of our splits."""
         if split not in self.names:
             raise ValueError(f"splits: no name for the split {split!r}")
-        names = host.profile(self.env_type, self.names[split])
+        names = host.profile(self.env_type, self.names[split], deadline)
         if not names:
             raise ValueError(f"splits: {self.env_type} has no tasks in {self.names[split]!r}")
         return names

@@ -6,11 +6,12 @@ counts as its termination, and one seed, which a whole group shares.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from actors.envs.adapters import required
-from actors.envs.base import Env
+from actors.envs.base import Env, one_line
 from evolver_async.env import Info, Step
 from evolver_async.randomness import key
 from evolver_async.schema import Task
@@ -28,7 +29,8 @@ class OpenEnv(Env):
     `action`; without a key its text is the object itself, as JSON. `observation_key` is the field
     that is shown; without one all fields are, as JSON. `kwargs` go with every reset, beside
     a `seed` that belongs to task and split. An episode is a success where
-    its last reward is at least `success_at`. ValueError names the parameter that cannot be.
+    its last reward is at least `success_at`. `timeout_s`: of one message and of connecting, which
+    precedes the message of a reset. ValueError names the parameter that cannot be.
     """
 
     blocking = True
@@ -40,7 +42,7 @@ class OpenEnv(Env):
     kwargs: dict[str, Any] | None = None
     success_at: float = 1.0
     shown_chars: int = 16000
-    timeout_s: float = 60.0
+    timeout_s: float = 12.0
     instructions: str = ""
 
     def __post_init__(self) -> None:
@@ -52,6 +54,7 @@ class OpenEnv(Env):
             raise ValueError(f"timeout_s: {self.timeout_s} is not positive")
         if self.action and not self.action_key:
             raise ValueError("action: an action without action_key is the whole object")
+        self.longest_call_s = 2 * self.timeout_s
         self.package = required("openenv.core.generic_client", "url", "openenv-core")
         self.plain_instructions = self.instructions or "Act in the environment to reach its goal."
         self.instructions = self.instructions or "act in the environment ."
@@ -62,15 +65,16 @@ class OpenEnv(Env):
         times = dict.fromkeys(("connect_timeout_s", "message_timeout_s"), self.timeout_s)
         client = self.package.GenericEnvClient(self.url, mode="simulation", **times)
         self.client = client.sync()
-        self.client.connect()
+        self._call("connect", self.client.connect)
         seed = key(task.map_seed, "openenv", task.split) % LARGEST_SEED
-        return self._shown(self.client.reset(**({"seed": seed} | (self.kwargs or {}))).observation)
+        given = {"seed": seed} | (self.kwargs or {})
+        return self._shown(self._call("reset", self.client.reset, **given).observation)
 
     def step(self, action: str) -> Step:
         sent = self._sent(action)
         if sent is None:
             return Step(NO_OBJECT, 0.0, False, False, Info(valid=False))
-        result = self.client.step(sent)
+        result = self._call("step", self.client.step, sent)
         reward = float(result.reward or 0.0)
         success = bool(result.done) and reward >= self.success_at
         observation = self._shown(result.observation)
@@ -80,6 +84,14 @@ class OpenEnv(Env):
         client, self.client = self.client, None
         if client is not None:
             client.close()
+
+    def _call(self, call: str, function: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        """Return the result of a call of the client; its failures name the server and the call."""
+        try:
+            return function(*args, **given)
+        except OSError as error:
+            kind = TimeoutError if isinstance(error, TimeoutError) else ConnectionError
+            raise kind(f"{self.url}: {call}: {one_line(error)}") from error
 
     def _sent(self, action: str) -> dict[str, Any] | None:
         """Return the object that is sent for an action; None if the action is not a JSON object."""

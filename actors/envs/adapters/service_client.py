@@ -2,6 +2,7 @@
 
     profile, create, step, evaluate, release
 
+Each has a deadline by `time.monotonic()`, which its retries share; a release has limits of its own.
 Every call is a POST of `{env_type, task_id, instance_id, messages, params}`, answered by `{success,
 data}`. The service keeps an instance until it is released or has idled for too long; a
 `ServiceLease` is the right to one. Calls that change nothing are retried. A `step` is sent again
@@ -14,6 +15,7 @@ protocol are used.
 
 import json
 import logging
+import math
 import threading
 import time
 import uuid
@@ -101,6 +103,11 @@ def _count(name: str) -> None:
         _counts[f"env_service/{name}"] += 1
 
 
+def longest_s(timeout_s: float, retries: int) -> float:
+    """Return the seconds of a call whose requests all time out, with the longest pauses."""
+    return (retries + 1) * timeout_s + 1.5 * PAUSE_S * (2**retries - 1)
+
+
 @cache
 def service(url: str, timeout_s: float, retries: int) -> "EnvironmentService":
     """Return the service at `url`, one for all episodes of this process."""
@@ -111,7 +118,7 @@ class EnvironmentService:
     """Service at one address; its methods may be called from several threads at once.
 
     `timeout_s` is for one request with its whole answer, of which a call makes at most `retries` +
-    1.
+    1, all before its deadline.
     """
 
     def __init__(self, url: str, timeout_s: float, retries: int) -> None:
@@ -125,57 +132,57 @@ class EnvironmentService:
         )
         self._profiles: dict[tuple[str, str], list[str]] = {}
 
-    def profile(self, env_type: str, split: str) -> list[str]:
+    def profile(self, env_type: str, split: str, deadline: float) -> list[str]:
         """Return the names of a split's tasks; requested once."""
         place = env_type, split
         if place not in self._profiles:
             body = {"env_type": env_type, "params": {"split": split}}
-            self._profiles[place] = self._persist("get_env_profile", env_type, body, list[str])
+            names = self._persist("get_env_profile", env_type, body, list[str], deadline)
+            self._profiles[place] = names
         return self._profiles[place]
 
-    def create(
-        self, env_type: str, task_id: str, params: dict[str, Any]
-    ) -> tuple["ServiceLease", ServiceState]:
-        """Create an instance of a task; return its lease and first state."""
-        for attempt in range(self.retries + 1):
-            lease = ServiceLease(self, env_type, task_id, f"evolver-{uuid.uuid4().hex}")
-            made = self._request("create", lease.body() | {"params": params}, ServiceState)
-            if isinstance(made, ServiceState):
-                return lease, made
-            if not made.undone:
-                lease.release()
-            self._again("create", lease.named, made, attempt, made.again)
-        raise AssertionError("unreachable: the last attempt returns or raises")
-
     def _persist(
-        self, call: str, of: str, body: dict[str, Any], shape: Any, *, safe: bool = True
+        self,
+        call: str,
+        of: str,
+        body: dict[str, Any],
+        shape: Any,
+        deadline: float,
+        *,
+        safe: bool = True,
     ) -> Any:
         """Return the data of an answer, with retries. `of`: the caller, for messages; `safe`: the
         call may be carried out twice."""
         for attempt in range(self.retries + 1):
-            found = self._request(call, body, shape)
+            found = self._request(call, body, shape, deadline)
             if not isinstance(found, _RequestFailure):
                 return found
-            self._again(call, of, found, attempt, found.again and (safe or found.undone))
+            helps = found.again and (safe or found.undone)
+            self._again(call, of, found, attempt, helps, deadline)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _again(self, call: str, of: str, failure: _RequestFailure, tried: int, helps: bool) -> None:
+    def _again(
+        self, call: str, of: str, failure: _RequestFailure, tried: int, helps: bool, deadline: float
+    ) -> None:
         """Pause before another attempt; raise ServiceError if there is none."""
-        if not helps or tried == self.retries:
+        jitter = 0.5 + uniform(zlib.crc32(of.encode()), "pause", tried)
+        pause_s = PAUSE_S * 2**tried * jitter
+        too_late = time.monotonic() + pause_s >= deadline
+        if not helps or tried == self.retries or too_late:
             _count("given_up")
             tries = f"after {tried + 1} attempts, " if tried else ""
             text = f"{self.url}: {call} of {of}: {tries}{failure.kind}: {failure.text}"
             raise ServiceError(failure.kind, text)
         _count("retries")
-        jitter = 0.5 + uniform(zlib.crc32(of.encode()), "pause", tried)
-        time.sleep(PAUSE_S * 2**tried * jitter)
+        time.sleep(pause_s)
 
-    def _request(
-        self, call: str, body: dict[str, Any], shape: Any, limit_s: float | None = None
-    ) -> Any:
+    def _request(self, call: str, body: dict[str, Any], shape: Any, deadline: float) -> Any:
         """Return the data of one request's answer or its failure; failures are counted."""
-        limit_s = self.timeout_s if limit_s is None else limit_s
-        found = self._send(call, body, shape, limit_s)
+        limit_s = min(self.timeout_s, deadline - time.monotonic())
+        if limit_s > 0:
+            found = self._send(call, body, shape, limit_s)
+        else:
+            found = _RequestFailure(kind="timeout", text="earlier requests took all its time")
         if isinstance(found, _RequestFailure):
             _count(f"{call}/{found.kind}")
         return found
@@ -212,13 +219,13 @@ class EnvironmentService:
 
 @dataclass(eq=False)
 class ServiceLease:
-    """Right to one instance, from `create` to `release`."""
+    """Right to one instance, from `create` to `release`. `held`: the instance can exist."""
 
     service: EnvironmentService
     env_type: str
     task_id: str
-    instance_id: str
-    held: bool = True
+    instance_id: str = ""
+    held: bool = False
 
     @property
     def named(self) -> str:
@@ -228,24 +235,40 @@ class ServiceLease:
         name = {"env_type": self.env_type, "task_id": self.task_id}
         return name | {"instance_id": self.instance_id, "messages": {}, "params": {}}
 
-    def step(self, text: str) -> ServiceState:
+    def create(self, params: dict[str, Any], deadline: float) -> ServiceState:
+        """Create an instance; return its first state. After a failure `release` is still due."""
+        host = self.service
+        for attempt in range(host.retries + 1):
+            self.release(deadline)
+            self.instance_id = f"evolver-{uuid.uuid4().hex}"
+            made = host._request("create", self.body() | {"params": params}, ServiceState, deadline)
+            if isinstance(made, ServiceState):
+                self.held = True
+                return made
+            self.held = not made.undone
+            host._again("create", self.named, made, attempt, made.again, deadline)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def step(self, text: str, deadline: float) -> ServiceState:
         """Send the policy's `text` and return the next state; carried out at most once."""
         said = {"role": "assistant", "content": text}
         body = self.body() | {"messages": said}
-        return self.service._persist("step", self.named, body, ServiceState, safe=False)
+        return self.service._persist("step", self.named, body, ServiceState, deadline, safe=False)
 
-    def evaluate(self, *, sparse: bool) -> float:
+    def evaluate(self, deadline: float, *, sparse: bool) -> float:
         """Return the score of the instance in its present state."""
         body = self.body() | {"params": {"sparse": sparse}}
-        return self.service._persist("evaluate", self.named, body, float)
+        return self.service._persist("evaluate", self.named, body, float, deadline)
 
-    def release(self) -> None:
-        """Release the instance. A failure is only counted and logged, because the service releases
-        an idle instance by itself."""
+    def release(self, deadline: float = math.inf) -> None:
+        """Release the instance, if it can exist. A failure is only counted and logged, because the
+        service releases an idle instance by itself."""
+        if not self.held:
+            return
         self.held = False
-        limit_s = min(RELEASE_S, self.service.timeout_s)
         for _ in range(2):
-            found = self.service._request("release", self.body(), Any, limit_s)
+            until = min(deadline, time.monotonic() + RELEASE_S)
+            found = self.service._request("release", self.body(), Any, until)
             if not isinstance(found, _RequestFailure) or found.kind in ("refused", "expired"):
                 return
         log.warning("%s: cannot release %s: %s", self.service.url, self.named, mask(found.text))

@@ -9,13 +9,15 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from actors.envs.adapters.reasoning_gym_env import ReasoningGym
 from actors.envs.adapters.textarena_env import TextArena
-from actors.envs.base import EnvError, Probed, Solvable, make_env
+from actors.envs.base import EnvError, Limited, Probed, Solvable, make_env
+from evolver_async.config.sections.rollout import EnvConfig
 from evolver_async.schema import Task
 
 
@@ -374,6 +376,49 @@ def test_actions_of_openenv_may_be_whole_objects_and_errors_are_said(echo_url: s
     env.reset(task(1), 0)
     with pytest.raises(TimeoutError):
         env.step('{"message": "hang"}')
+    env.close()
+
+
+@pytest.mark.parametrize("call", ["connect", "reset", "step"])
+def test_a_failure_of_openenv_names_server_and_call(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a package of our own in the place of OpenEnv's, which replaces pinned packages."""
+
+    class Client:
+        def __init__(self, url: str, **given: Any) -> None:
+            assert {given["connect_timeout_s"], given["message_timeout_s"]} == {12.0}
+
+        def sync(self) -> "Client":
+            return self
+
+        def _answer(self, name: str) -> SimpleNamespace:
+            if name == call:
+                raise TimeoutError("no answer")
+            return SimpleNamespace(observation={"text": "seen"}, reward=0.0, done=False)
+
+        def connect(self) -> None:
+            self._answer("connect")
+
+        def reset(self, seed: int) -> SimpleNamespace:
+            return self._answer("reset")
+
+        def step(self, sent: dict[str, Any]) -> SimpleNamespace:
+            return self._answer("step")
+
+        def close(self) -> None:
+            pass
+
+    package = ModuleType("openenv.core.generic_client")
+    monkeypatch.setattr(package, "GenericEnvClient", Client, raising=False)
+    for name in ("openenv", "openenv.core"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    env = make_env("openenv", {"url": "http://x:1"})
+    assert isinstance(env, Limited) and env.longest_call_s < EnvConfig().step_timeout_s
+    with pytest.raises(TimeoutError, match=f"^http://x:1: {call}: TimeoutError: no answer"):
+        env.reset(task(), 0)
+        env.step("hello")
     env.close()
 
 

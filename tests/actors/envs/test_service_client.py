@@ -14,13 +14,24 @@ from episodes import ticket
 from launches import fair_time
 from openai_server import Reply, closed_url, cut, dripping, dropped, garbage, silence, status
 
+from actors.checks.config import check
 from actors.envs.adapters import service_client
 from actors.envs.adapters.agentevolver_service import CUT, AgentEvolver, AgentEvolverCode
 from actors.envs.adapters.service_client import ServiceError, drain
-from actors.envs.base import Concluding, EnvError, EnvironmentFailure, Probed, Tooled, make_env
+from actors.envs.base import (
+    Concluding,
+    EnvError,
+    EnvironmentFailure,
+    Limited,
+    Probed,
+    Tooled,
+    make_env,
+)
 from actors.formats.tool_calls import canonical
 from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
+from evolver_async.config import ConfigError
+from evolver_async.config.load import load
 from evolver_async.schema import Task
 
 
@@ -232,6 +243,40 @@ def test_a_release_that_fails_costs_no_episode_and_little_time() -> None:
         env.close()
         assert fair_time() - began < 5
         assert counted() == {"release/timeout": 2}
+
+
+@pytest.mark.parametrize("hung", ["get_env_profile", "create", "evaluate"])
+def test_a_service_that_hangs_is_left_within_the_limit_of_one_call(hung: str) -> None:
+    """Also if it hangs in every request that follows, such as a release."""
+    with EnvService({hung: [silence()] * 9, "release": [silence()] * 9}) as service:
+        env = env_of(service, timeout_s=0.5, retries=1, max_moves=1)
+        assert isinstance(env, Limited) and 1.0 < env.longest_call_s < 1.1
+        began = fair_time()
+        with pytest.raises(ServiceError, match=rf"^{service.url}: {hung} of .* timeout: "):
+            env.reset(task(), 0)
+            began = fair_time()
+            env.step("up")
+        assert fair_time() - began < 1.5
+        env.close()
+
+
+def test_an_instance_whose_creation_got_lost_at_last_is_released_by_the_close() -> None:
+    with EnvService({"create": [lost(silence())] * 2}) as service:
+        env = env_of(service, timeout_s=0.5, retries=1)
+        with pytest.raises(ServiceError, match="after 2 attempts, timeout"):
+            env.reset(task(), 0)
+        env.close()
+        assert service.instances == {} and len(service.released) == 2
+
+
+def test_requests_that_outlast_a_step_are_refused_before_a_start() -> None:
+    with EnvService() as service:
+        params = f"{{url: '{service.url}', env_type: counting, splits: {{train: train, test: dev}}"
+        run = ["stages=[{kind: rl, steps: 1}]", "env.name=agentevolver", "env.step_timeout_s=9"]
+        check(load(None, [*run, f"env.params={params}, retries: 1, timeout_s: 4}}"]))
+        with pytest.raises(ConfigError, match=r"^env\.params\.timeout_s: .*env\.step_timeout_s=9"):
+            check(load(None, [*run, f"env.params={params}, retries: 1, timeout_s: 4.5}}"]))
+        check(load(None, [*run[:2], f"env.params={params}}}"]))
 
 
 def test_a_service_that_is_not_there_is_a_connection_error() -> None:
