@@ -27,7 +27,7 @@ QUEUE_SHARE = 0.5  # of `timeout_s`; a question sent later would have too little
 # wait; `error`: a bug here; the others are those of UnreadableLabels and Unavailable.
 REASONS = (
     *("unscored", "unreadable", "wrong_count", "busy", "error"),
-    *("timeout", "connection", "status", "garbage", "too_long", "breaker", "budget"),
+    *("timeout", "connection", "status", "garbage", "no_text", "too_long", "breaker", "budget"),
 )
 
 log = logging.getLogger(__name__)

@@ -44,9 +44,9 @@ log = logging.getLogger(__name__)
 class Unavailable(Exception):
     """Failure to get an answer.
 
-    `reason`: timeout, connection, status, garbage (invalid form), too_long (answer or question),
-    breaker or budget. Of a failed call: `retryable`: a retry can help; `endpoint_fault`: counts for
-    the breaker; `pause_s`: minimum before the next call.
+    `reason`: timeout, connection, status, garbage (invalid form), no_text (an answer without any),
+    too_long (answer or question), breaker or budget. Of a failed call: `retryable`: a retry can
+    help; `endpoint_fault`: counts for the breaker; `pause_s`: minimum before the next call.
     """
 
     def __init__(
@@ -64,11 +64,12 @@ class Unavailable(Exception):
 
 
 class _Message(msgspec.Struct):
-    content: str
+    content: str | None = None
 
 
 class _Choice(msgspec.Struct):
     message: _Message
+    finish_reason: Any = None
 
 
 class _ChatCompletion(msgspec.Struct):
@@ -148,7 +149,7 @@ class Endpoint:
 
     def counters(self) -> dict[str, float]:
         """Return totals by metric name; `seconds` and `tokens` are those of the budget."""
-        names = ("failures", "retries", "refused_by_breaker", "refused_by_budget")
+        names = ("failures", "retries", "cut", "refused_by_breaker", "refused_by_budget")
         counted = {name: float(self._counts[name]) for name in names}
         return {f"{self._section}/{name}": v for name, v in (self._budget.used | counted).items()}
 
@@ -236,7 +237,7 @@ class Endpoint:
         """Decode the text of an answer and spend its tokens."""
         try:
             answer = msgspec.json.decode(received, type=_ChatCompletion)
-            text = answer.choices[0].message.content
+            choice = answer.choices[0]
         except (ValueError, RecursionError, IndexError) as error:
             problem = f"the answer is not a chat completion: {error}"
             raise Unavailable("garbage", problem) from error
@@ -244,6 +245,16 @@ class Endpoint:
         if not isinstance(tokens, int) or not 0 <= tokens <= MAX_TOKENS:
             tokens = (len(body) + len(received)) // CHARS_PER_TOKEN
         self._budget.spend(tokens=tokens)
+        text, cut = choice.message.content, choice.finish_reason == "length"
+        advice = f"raise {self._section}.llm.max_tokens ({self._llm.max_tokens})"
+        if text is None or (cut and not text):
+            problem = f"the answer has no text, finish_reason {choice.finish_reason!r:.40}"
+            problem = f"{problem}: {advice}" if cut else problem
+            raise Unavailable("no_text", problem, retryable=False, endpoint_fault=False)
+        if cut:
+            if not self._counts["cut"]:
+                log.warning("%s.llm: an answer is cut at its limit: %s", self._section, advice)
+            self._counts["cut"] += 1
         return text
 
 

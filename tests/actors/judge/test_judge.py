@@ -22,6 +22,7 @@ from openai_server import (
     dropped,
     garbage,
     large,
+    raw,
     silence,
     status,
 )
@@ -263,6 +264,7 @@ FAILURES: dict[str, tuple[list[Answer], str, int]] = {
     "wrong, then gone": ([said(GOOD), status(500)], "status", 2),
     "10 MB": ([large()], "too_long", 1),
     "garbage": ([garbage()], "garbage", 1),
+    "no text": ([raw({"choices": [{"message": {"content": None}}]})], "no_text", 1),
     "500": ([status(500)], "status", 1),
     "429": ([status(429, retry_after="3600")], "status", 1),
     "dropped": ([dropped()], "connection", 1),

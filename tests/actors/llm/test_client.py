@@ -92,6 +92,7 @@ def test_a_call_says_what_is_wanted_and_returns_the_text(monkeypatch: pytest.Mon
         "judge/tokens": 35,
         "judge/failures": 0,
         "judge/retries": 0,
+        "judge/cut": 0,
         "judge/refused_by_breaker": 0,
         "judge/refused_by_budget": 0,
     }
@@ -142,7 +143,8 @@ HOSTILE: dict[str, tuple[Reply, str]] = {
     "nothing": (Reply(), "garbage"),
     "another JSON": (raw([1, 2]), "garbage"),
     "no choices": (raw({"choices": []}), "garbage"),
-    "no text": (raw({"choices": [{"message": {"content": None}}]}), "garbage"),
+    "no text": (raw({"choices": [{"message": {"content": None}}]}), "no_text"),
+    "no content": (raw({"choices": [{"message": {}}]}), "no_text"),
     "a number": (raw({"choices": [{"message": {"content": 3}}]}), "garbage"),
     "half a character": (
         Reply(body=b'{"choices":[{"message":{"content":"\\ud800 "}}]}'),
@@ -221,6 +223,49 @@ def test_a_usage_that_makes_no_sense_is_replaced_by_an_estimate(usage: Any) -> N
         reply = raw({"choices": [{"message": {"content": "a" * 4000}}], "usage": said})
         with OpenAIServer(reply) as server:
             assert 1000 < with_endpoint(settings(server.url), use) < 1300
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "advice"),
+    [(None, "length", True), ("", "length", True), (None, "content_filter", False)],
+)
+def test_an_answer_without_text_is_paid_and_not_asked_for_again(
+    text: str | None, finish: str, advice: bool
+) -> None:
+    message = {"role": "assistant", "content": text, "reasoning_content": "thoughts"}
+    choice = {"index": 0, "message": message, "finish_reason": finish}
+    reply = raw({"choices": [choice], "usage": {"total_tokens": 2100}})
+    said: list[str] = []
+
+    async def use(endpoint: Endpoint) -> dict[str, float]:
+        for _ in range(3):
+            with pytest.raises(Unavailable) as error:
+                await endpoint.complete(CHAT)
+            said.append(f"{error.value.reason}: {error.value}")
+        return endpoint.counters()
+
+    limits = {"retries": 3, "breaker_failures": 1, "max_tokens": 2048, "budget_tokens": 4000}
+    with OpenAIServer(reply, reply, "never asked for") as server:
+        counters = with_endpoint(settings(server.url, **limits), use)
+    assert len(server.calls) == 2 and counters["judge/tokens"] == 4200
+    assert said[0] == said[1] and finish in said[0] and said[0].startswith("no_text: judge.llm: ")
+    assert ("raise judge.llm.max_tokens (2048)" in said[0]) == advice
+    assert said[2].startswith("budget: ")
+
+
+def test_answers_that_are_cut_are_counted_and_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def use(endpoint: Endpoint) -> tuple[list[str], dict[str, float]]:
+        return [await endpoint.complete(CHAT) for _ in range(3)], endpoint.counters()
+
+    cuts = [answer("one", finish="length"), "two", answer("three", finish="length")]
+    with OpenAIServer(*cuts) as server:
+        texts, counters = with_endpoint(settings(server.url, max_tokens=9), use)
+    assert texts == ["one", "two", "three"] and counters["judge/cut"] == 2
+    assert counters["judge/failures"] == 0
+    warnings = [one.getMessage() for one in caplog.records if "max_tokens" in one.getMessage()]
+    assert len(warnings) == 1 and "judge.llm.max_tokens (9)" in warnings[0]
 
 
 def test_what_may_be_gone_the_next_time_is_tried_again() -> None:
