@@ -61,17 +61,17 @@ class PolicyClient:
             stop_tokens=self._chat.stop_tokens,
         )
         loop = asyncio.get_running_loop()
-        began, before = loop.time(), self.generated
+        began, sampled = loop.time(), 0
         try:
             async with asyncio.timeout(within_s if within_s < math.inf else None):
                 generation = await self._engine.generate(request)
-            self.generated += len(generation.tokens)
+            sampled = len(generation.tokens)
             return self._chat.text_of(generation.tokens)
         except TimeoutError:
             raise Unavailable("timeout", f"no complete answer within {within_s:.1f} s") from None
         finally:
             self._engine.release(session)
-            sampled = self.generated - before
+            self.generated += sampled
             self._budget.spend(calls=1, tokens=len(tokens) + sampled, seconds=loop.time() - began)
 
     def counters(self) -> dict[str, float]:

@@ -480,6 +480,23 @@ def test_the_policy_itself_labels_in_sessions_of_its_own() -> None:
     assert counted["judge/calls"] == 4 and counted["judge/cached"] == 1
 
 
+def test_the_policy_is_charged_for_each_of_its_answers_once() -> None:
+    """Also where several questions are answered at the same time."""
+    config = configured("self", max_tokens=200)
+    config.policy.max_length = 8192
+    engine = own_answers(*[said(GOOD, BAD)] * 8)
+    episodes = [episode(query=f"reach {number}") for number in range(8)]
+
+    async def use(judge: Judge) -> tuple[int, dict[str, float]]:
+        await asyncio.gather(*map(judge.label, episodes))
+        return judge.generated, judge.counters()
+
+    generated, counted = with_judge(config, use, engine)
+    assert generated == 8 * (len(CHAT.tokens_of(said(GOOD, BAD))) + 1)
+    prompts = sum(len(request.tokens) for request in engine.requests)
+    assert counted["judge/tokens"] == prompts + generated and counted["judge/calls"] == 8
+
+
 def test_a_question_beyond_the_context_is_not_asked() -> None:
     config = configured("self", max_tokens=200)
     length = len(CHAT.first(SYSTEM, question("reach 3", TWO, False, 0.0, 2000), ""))
