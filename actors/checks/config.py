@@ -65,10 +65,11 @@ def check(config: Config) -> None:
         _check_async(index, stage, staged, name, env)
         _check_turns(staged, name, env)
         _check_service(staged, name, env)
+        key = f"stages[{index}].kind: {stage.kind}"
         if stage.kind == "sft" and not isinstance(env, base.Solvable):
-            raise ValueError(f"stages[{index}].kind: {name} has no solve and actions")
+            raise ValueError(f"{key} needs solve and actions, which env.name={name} has not")
         if TICKETS[stage.kind] == "branch":
-            _check_branches(f"stages[{index}].kind: {stage.kind}", stage, staged, name, env)
+            _check_branches(key, stage, staged, name, env)
         guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
         if stage.kind == "sft" and guided and not isinstance(env, base.Rewindable):
             raise ValueError(
@@ -178,7 +179,7 @@ def _check_async(index: int, stage: StageConfig, staged: Config, name: str, env:
 def _check_branches(key: str, stage: StageConfig, staged: Config, name: str, env: base.Env) -> None:
     """Refuse branching without snapshots, and a reason without a place in the turn format."""
     if not isinstance(env, base.Rewindable):
-        raise ValueError(f"{key} needs solve, state and snapshot, which {name} has not")
+        raise ValueError(f"{key} needs solve, state and snapshot, which env.name={name} has not")
     style = turn_format(
         staged.rollout.format,
         think=staged.rollout.think,

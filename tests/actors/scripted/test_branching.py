@@ -290,7 +290,16 @@ def test_what_cannot_be_branched_or_reflected_on_is_refused():
     model, reflect = "stages=[{kind: world_model, steps: 1}]", "stages=[{kind: reflect, steps: 1}]"
     check(load(None, [model]))
     check(load(None, [reflect, "rollout.think=true"]))
-    assert refusal(model, "env.name=bandit").startswith("stages[0].kind: world_model needs solve")
+    needs = "needs solve, state and snapshot, which env.name=bandit has not"
+    for kind, stage in (("world_model", model), ("reflect", reflect)):
+        assert refusal(stage, "env.name=bandit") == f"stages[0].kind: {kind} {needs}"
+    mixed = "tasks.mixture=[{env: frozen_lake}, {env: bandit}]"
+    assert refusal(model, mixed) == f"stages[0].kind: world_model {needs}"
+    served = ["env.name=agentevolver", "env.params={url: 'http://x', env_type: a, name: b}"]
+    said = refusal("stages=[{kind: sft, steps: 1}]", *served)
+    assert (
+        said == "stages[0].kind: sft needs solve and actions, which env.name=agentevolver has not"
+    )
     assert (
         refusal(reflect) == "stages[0].kind: reflect has no place for a reason: set rollout.think"
     )
