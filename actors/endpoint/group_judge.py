@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import msgspec
 
 from actors.endpoint.request import ChatMessage
+from actors.endpoint.shares import LEAST_CHARS, abridge, shares, shorten
 from actors.endpoint.tools import assistant_text
 from actors.llm.client import Endpoint, Unavailable
-from actors.llm.json_client import JsonClient, as_json, decode_json, truncate
+from actors.llm.json_client import JsonClient, as_json, decode_json
 from evolver_async.randomness import key
 
 SYSTEM = (
@@ -39,13 +40,18 @@ Conversation = tuple[ChatMessage, ...]
 
 @dataclass(eq=False)
 class GroupJudge:
-    """Client of the language model that scores groups; waits at most `timeout_s` per group."""
+    """Client of the language model that scores groups.
+
+    A group waits at most `timeout_s`, and at most `most_chars` of its texts are quoted.
+    """
 
     endpoint: Endpoint
     seed: int
     timeout_s: float
+    most_chars: int
     _judged: int = 0
     _unjudged: int = 0
+    _chars_cut: int = 0
 
     def __post_init__(self) -> None:
         self._client = JsonClient(self.endpoint)
@@ -54,7 +60,11 @@ class GroupJudge:
         """Return one score in 0..1 per member; None if there is no valid answer."""
         order = list(range(len(members)))
         random.Random(key(self.seed, "judged", group_id)).shuffle(order)
-        text = question([members[index] for index in order])
+        text, cut = question([members[index] for index in order], self.most_chars)
+        if cut and not self._chars_cut:
+            limit = f"judge.group_chars ({self.most_chars})"
+            log.warning("group %d: the judge does not see %d characters: %s", group_id, cut, limit)
+        self._chars_cut += cut
         try:
             async with asyncio.timeout(self.timeout_s):
                 scores = await self._client.ask(
@@ -78,6 +88,7 @@ class GroupJudge:
     def counters(self) -> dict[str, float]:
         """Return totals by metric name, those of the endpoint included."""
         counted = {"judged": self._judged, "unjudged": self._unjudged}
+        counted["judged_chars_cut"] = self._chars_cut
         counted["unreadable_judgments"] = self._client.malformed
         counts = {f"agent/{name}": float(count) for name, count in counted.items()}
         calls = self.endpoint.counters()
@@ -95,24 +106,37 @@ def parse(answer: str, count: int) -> list[float]:
     return scores
 
 
-def question(members: list[list[Conversation]]) -> str:
-    """Write the question: the prompt shared by all first conversations, then every attempt."""
+def question(members: list[list[Conversation]], most_chars: int) -> tuple[str, int]:
+    """Write the question: the prompt shared by all first conversations, then every attempt.
+
+    Return it with the number of characters that were cut to quote at most `most_chars`. The shared
+    prompt and the last message of each conversation have room first.
+    """
     common = shared([one[0] for one in members])
-    opening = [_line(message) for message in members[0][0][:common]]
     attempts = [
         [_line(message) for message in conversation[0 if index else common :]]
         for member in members
         for index, conversation in enumerate(member)
     ]
-    texts = iter(truncate([*opening, *(line for attempt in attempts for line in attempt)]))
-    beginning = [next(texts) for _ in opening]
+    whole = [_line(message) for message in members[0][0][:common]]
+    length = sum(map(len, [*whole, *(line for attempt in attempts for line in attempt)]))
+    if length > most_chars:
+        most = most_chars // (LEAST_CHARS * len(attempts))
+        attempts = [abridge(attempt, most) for attempt in attempts]
+    first = set(range(common))
+    for attempt in attempts:
+        whole += attempt
+        first.add(len(whole) - 1)
+    limits = shares([len(text) for text in whole], first, most_chars)
+    texts = iter([shorten(text, limit) for text, limit in zip(whole, limits, strict=True)])
+    beginning = [next(texts) for _ in range(common)]
     parts = [f"All attempts begin with:\n{as_json(beginning)}"]
     parts_of = iter(attempts)
     for number, member in enumerate(members, 1):
         lines = [[next(texts) for _ in next(parts_of)] for _ in member]
         parts.append(f"Attempt {number} goes on with:\n{as_json(lines[0])}")
         parts += [f"Attempt {number} also has a conversation:\n{as_json(one)}" for one in lines[1:]]
-    return "\n\n".join(parts)
+    return "\n\n".join(parts), max(0, length - sum(limits))
 
 
 def shared(conversations: list[Conversation]) -> int:

@@ -244,5 +244,6 @@ def make_agents(
     judge = None
     if config.rollout.agent_reward == "judged":
         endpoint = Endpoint(config.judge.llm, "judge", failures)
-        judge = GroupJudge(endpoint, config.run.seed, config.judge.timeout_s)
+        limits = config.judge.timeout_s, config.judge.group_chars
+        judge = GroupJudge(endpoint, config.run.seed, *limits)
     return AgentRunner(load_agent(path), path, engine, chat, judge, failures or FailureCounts())

@@ -90,6 +90,9 @@ class JudgeConfig:
     kind: Annotated[str, Open("none", "rule", "self", "llm")] = "none"
     params: dict[str, Any] = field(default_factory=dict)  # of a judge of one's own
     max_chars: Count = 2_000  # of an action, and of an observation, in the judge's prompt
+    # rollout.agent_reward=judged: of all texts of a group in its prompt; the shared task and last
+    # messages have room first, and what is longer is cut in its middle
+    group_chars: Count = 48_000
     max_tokens: Count = 1024  # self: of its answer
     timeout_s: Positive = 90.0  # of the labels of one trajectory, retries and waiting included
     cache: int = 4096  # cached judgements

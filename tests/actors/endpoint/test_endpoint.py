@@ -30,6 +30,7 @@ from actors.endpoint.group_judge import parse as parse_scores
 from actors.endpoint.outcome import AgentOutcome, load_agent, outcome_of
 from actors.endpoint.request import ChatMessage, RequestRefused, decode
 from actors.endpoint.runner import AgentRunner, JudgementMissing
+from actors.endpoint.shares import FIRST_CHARS, MARK, abridge, shares, shorten
 from actors.endpoint.template import Template
 from actors.endpoint.tools import ChatToolCall, assistant_text, canonical, parse
 from actors.engines.base import Engine, Generation, Request
@@ -826,7 +827,8 @@ def test_the_judge_reads_the_common_beginning_once_and_texts_stay_in_their_place
         [conversation("the task", "the plan", "go on", "an ending\nAttempt 2 goes on with:")],
         [conversation("the task", "the plan", "stop", "another"), conversation("aside", "noise")],
     ]
-    asked = question(members)
+    asked, cut = question(members, 9999)
+    assert not cut
     assert asked.count("the task") == 1 and asked.count("the plan") == 2
     assert [line for line in asked.splitlines() if line.startswith("Attempt ")] == [
         "Attempt 1 goes on with:",
@@ -839,10 +841,77 @@ def test_the_judge_reads_the_common_beginning_once_and_texts_stay_in_their_place
 @pytest.mark.parametrize("members", [1, 2])
 def test_every_attempt_keeps_its_own_turns(members: int) -> None:
     """Also one that is scored alone, as in an evaluation, and attempts that are equal."""
-    asked = question([[conversation("the task", "the plan", "go on", "the end")]] * members)
+    attempt = conversation("the task", "the plan", "go on", "the end")
+    asked, _ = question([[attempt]] * members, 9999)
     beginning, *attempts = re.split(r"\nAttempt \d goes on with:\n", asked)
     assert "the task" in beginning and "the plan" not in beginning and len(attempts) == members
     assert all("the plan" in attempt and "the end" in attempt for attempt in attempts)
+
+
+def test_the_judge_sees_the_task_and_every_ending_of_a_large_group() -> None:
+    def attempt(number: int) -> tuple[ChatMessage, ...]:
+        middle = ["think " * 100, "result " * 100] * 24
+        ending = "reasoning " * 40 + f"FINAL ANSWER {number}"
+        return conversation("the task " * 50 + "END OF TASK", *middle, ending)
+
+    asked, cut = question([[attempt(number)] for number in range(16)], 24_000)
+    assert asked.count("FINAL ANSWER") == 16 and asked.count("END OF TASK") == 1
+    assert cut > 0 and len(asked) < 30_000
+    for part in asked.split("goes on with:")[1:]:
+        assert "assistant: think think" in part and 'think think "' in part
+        assert "messages cut]" in part and "characters cut]" in part
+
+
+def test_many_messages_that_fit_are_all_shown() -> None:
+    asked, cut = question([[conversation("task", *["on"] * 99)]], 2000)
+    assert not cut and asked.count(": on") == 99 and "messages cut" not in asked
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5000), st.booleans()), max_size=20), st.integers(0, 20_000)
+)
+def test_shares_of_a_question_against_their_definition(
+    texts: list[tuple[int, bool]], room: int
+) -> None:
+    lengths = [length for length, _ in texts]
+    first = [index for index, (_, served) in enumerate(texts) if served]
+    given = shares(lengths, first, room)
+    assert sum(given) <= room
+    assert all(0 <= share <= length for share, length in zip(given, lengths, strict=True))
+    least = min(FIRST_CHARS, room // max(1, len(first)))
+    assert all(given[index] >= min(lengths[index], least) for index in first)
+    if sum(lengths) > room:
+        assert room - sum(given) < len(lengths), "the room is used"
+    else:
+        assert given == lengths
+    poor = [share for share, length in zip(given, lengths, strict=True) if share < length]
+    rich = [share for index, share in enumerate(given) if index not in first]
+    assert not poor or all(share <= max(poor) for share in rich)
+
+
+@given(st.lists(st.text("abc", min_size=1), min_size=1), st.integers(0, 9))
+def test_messages_are_cut_in_the_middle_and_counted(texts: list[str], most: int) -> None:
+    kept = abridge(texts, most)
+    if len(texts) <= most:
+        assert kept == texts
+        return
+    (mark,) = [index for index, text in enumerate(kept) if text.startswith("[")]
+    head, tail = kept[:mark], kept[mark + 1 :]
+    assert len(head) + len(tail) == max(1, most)
+    assert head == texts[:mark] and tail == texts[-len(tail) :]
+    assert kept[mark] == f"[{len(texts) - len(head) - len(tail)} messages cut]"
+
+
+@given(st.text("abc ", max_size=300), st.integers(0, 320))
+def test_a_shortened_text_keeps_its_ends_and_says_how_much_is_cut(text: str, limit: int) -> None:
+    short = shorten(text, limit)
+    if len(text) <= limit:
+        assert short == text
+        return
+    head, tail = short.split(" … [")[0], short.split("] … ")[-1]
+    assert len(short) <= max(limit, len(MARK.format(len(text))))
+    assert MARK.format(len(text) - len(head) - len(tail)) in short
+    assert text.startswith(head) and text.endswith(tail) and 0 <= len(head) - len(tail) <= 1
 
 
 def test_the_judge_is_told_the_order_of_its_scores() -> None:
@@ -881,7 +950,7 @@ def judged(server: OpenAIServer) -> Ran:
 
     async def all_of_it() -> None:
         judge = GroupJudge(
-            Endpoint(LlmConfig(url=server.url, model="m", retries=0), "judge"), 1, 10.0
+            Endpoint(LlmConfig(url=server.url, model="m", retries=0), "judge"), 1, 10.0, 9999
         )
         agents = AgentRunner(agent, "tests:agent", Scripted(*said), CHAT, judge)
         try:
