@@ -1,7 +1,9 @@
 """Questions to a language model whose answers must be JSON of a given form."""
 
+import asyncio
 import json
 import logging
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,10 +22,14 @@ log = logging.getLogger(__name__)
 
 
 class JsonClient:
-    """Client of one endpoint. `malformed`: number of answers that could not be parsed."""
+    """Client of one endpoint. `malformed`: number of answers that could not be parsed.
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    `limit_s` limits each question, waits, retries and all its attempts included.
+    """
+
+    def __init__(self, endpoint: Endpoint, limit_s: float = math.inf) -> None:
         self._endpoint = endpoint
+        self._limit_s = limit_s
         self.malformed = 0
 
     async def ask(
@@ -34,8 +40,11 @@ class JsonClient:
         Raise Unavailable.
         """
         chat = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._limit_s
         for _ in range(ATTEMPTS):
-            answer = await self._endpoint.complete(chat, temperature=temperature)
+            within_s = deadline - loop.time()
+            answer = await self._endpoint.complete(chat, temperature=temperature, within_s=within_s)
             try:
                 return parse(answer)
             except ValueError as error:

@@ -49,6 +49,8 @@ LLM_COUNTED = (  # only with a language model
     "graded",
     "ungraded",
 )
+# Of the time for which a ticket may make no progress, less that of a step: the longest question.
+QUESTION_SHARE = 0.9
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +66,8 @@ class Questioner:
         names, embedder = COUNTED, HashEmbedder()
         if self.config.kind == "llm":
             endpoint = Endpoint(self.config.llm, "questioning", failures)
-            self._client, names = JsonClient(endpoint), COUNTED + LLM_COUNTED
+            limit_s = QUESTION_SHARE * (config.buffer.stall_s - config.env.step_timeout_s)
+            self._client, names = JsonClient(endpoint, limit_s), COUNTED + LLM_COUNTED
             embedder, _ = load_embedder(config.experience)  # only these tasks have queries
         self._timeout_s = config.env.step_timeout_s
         profile = self.config.profile

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from chatml import make_tokenizer
 from encoders import write_encoder
+from launches import fair_time
 from openai_server import Answer, OpenAIServer, garbage, silence, status
 from torch import Tensor
 
@@ -630,6 +631,16 @@ def test_an_outage_or_nonsense_makes_no_task_and_is_counted(trouble: str):
         assert counted["questioning/malformed"] > 0
     else:
         assert counted["questioning/outages"] > 0
+
+
+def test_a_question_ends_before_its_ticket_counts_as_stalled():
+    with OpenAIServer(otherwise=silence()) as server:
+        config = config_of(SHOP, kind="llm", max_turns=3, llm=llm(server, retries=3))
+        config.env.step_timeout_s, config.buffer.stall_s = 0.5, 1.0
+        began = fair_time()
+        ((found,), counted) = run(config, [explore_ticket(config, members=2)])
+        assert fair_time() - began < 10 < config.questioning.llm.timeout_s
+    assert found == [] and counted["questioning/outages"] > 0
 
 
 def test_only_what_is_solved_again_is_kept_with_the_way_that_solved_it():
