@@ -25,6 +25,7 @@ def task(number: int = 0, split: str = "train") -> Task:
     return Task(task_id=f"a/{split}/{number}", env="a", split=split, map_seed=number)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("dataset", "kwargs"),
     [
