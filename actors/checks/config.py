@@ -132,10 +132,11 @@ def _check_service(config: Config, name: str, env: base.Env) -> None:
     """Refuse an environment whose requirements are missing, or whose calls cannot end before the
     limit of a step: that limit would hide the failure, and the calls would go on."""
     if isinstance(env, base.Limited) and env.longest_call_s >= config.env.step_timeout_s:
+        limits = [one for one in ("timeout_s", "retries", "wall_s") if hasattr(env, one)]
         raise ConfigError(
-            f"env.params.timeout_s: one call of {name} can take {env.longest_call_s:.1f} s with its"
-            f" retries, and env.step_timeout_s={config.env.step_timeout_s:g} ends it before: reduce"
-            " timeout_s or retries, or raise env.step_timeout_s"
+            f"env.step_timeout_s: {config.env.step_timeout_s:g} s ends a call of {name}, which can"
+            f" take {env.longest_call_s:.1f} s with all its attempts: raise it, or reduce"
+            f" env.params.{' or env.params.'.join(limits)}"
         )
     if isinstance(env, base.Probed):
         env.probe()

@@ -209,7 +209,7 @@ class VllmCore:
                 elif self.weights is not None:
                     await while_alive(llm, llm.update_weight_version(str(self.weights)))
             except Exception as error:
-                log.error("vLLM rejected weights %s: %s", self.weights, error)
+                log.error("vLLM does not go on with weights %s: %s", self.weights, error)
                 self.lose(llm)
             else:
                 self._settled = True

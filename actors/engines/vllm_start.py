@@ -60,7 +60,7 @@ def set_environment() -> None:
 def start(settings: Settings, channel: WorkerChannel) -> "AsyncLLM":
     """Start vLLM with the weights of the policy directory, in processes that end with this one.
 
-    The workers receive versions from `channel` as soon as their models are loaded.
+    The workers receive versions from `channel` once they are told to join it (`open_channel`).
     Raise ValueError if this build of vLLM does not support `settings.device`.
     """
     set_environment()

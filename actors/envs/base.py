@@ -137,7 +137,7 @@ class Probed(Env, Protocol):
 
 @runtime_checkable
 class Limited(Env, Protocol):
-    """Environment whose parameters `timeout_s` and `retries` limit each of its own calls."""
+    """Environment whose parameters limit each of its own calls in time."""
 
     longest_call_s: float  # of one `reset`, `step` or `verdict` in seconds
 

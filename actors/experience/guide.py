@@ -9,12 +9,12 @@ untrusted data, which `quoting.py` quotes.
 """
 
 import asyncio
-import hashlib
 import logging
 from collections import deque
 
 from msgspec.structs import replace
 
+from actors.experience.state_keys import beginning, state_key
 from actors.failures import FailureCounts
 from actors.llm.quoting import quoted_lines
 from actors.rollout.policy import Advice
@@ -31,7 +31,6 @@ SEND_TIMEOUT_S = 20.0  # until a group that the service does not accept is dropp
 # Together with QUERY_CHARS they keep a group below the bytes of a message's header.
 GROUP_TURNS = 2_400  # the last turns of each episode are sent, so many in all
 GROUP_BYTES = 250_000  # of all observations, actions and texts of a group
-STATE_BYTES = 200  # of a state; a longer one becomes its beginning and a hash of the whole
 
 log = logging.getLogger(__name__)
 
@@ -141,25 +140,7 @@ def shortened(transcripts: list[Transcript]) -> list[Transcript]:
 
     def cut(turn: Turn) -> Turn:
         texts = (turn.observation, turn.action, turn.text)
-        observation, action, text = (_beginning(one, limit) for one in texts)
+        observation, action, text = (beginning(one, limit) for one in texts)
         return Turn(observation=observation, state=state_key(turn.state), action=action, text=text)
 
     return [replace(one, turns=[cut(turn) for turn in one.turns]) for one in kept]
-
-
-def state_key(state: str) -> str:
-    """Return a key of at most `STATE_BYTES` bytes of UTF-8: equal only for equal states.
-
-    It depends on nothing but the state, so that keys of different groups can be compared.
-    """
-    encoded = state.encode(errors="surrogatepass")
-    if len(encoded) <= STATE_BYTES:
-        return state
-    digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
-    return f"{_beginning(state, STATE_BYTES - len(digest) - 2)} #{digest}"
-
-
-def _beginning(text: str, limit: int) -> str:
-    """Return the beginning of a text, at most `limit` bytes of UTF-8."""
-    encoded = text.encode(errors="surrogatepass")
-    return text if len(encoded) <= limit else encoded[:limit].decode(errors="ignore")

@@ -201,13 +201,13 @@ class LessonExtractor:
     async def _lessons(
         self, question: str, most: int, query: str, episodes: Sequence[Transcript]
     ) -> list[Lesson]:
-        prompt = prompts.lessons(question, most, query, episodes)
+        prompt = prompts.lessons(question, most, self._longest, query, episodes)
         return (
             await self._ask(prompt, lambda answer: parse_lessons(answer, most, self._longest)) or []
         )
 
     async def _rewrite(self, query: str, texts: list[str]) -> list[str]:
-        prompt = prompts.rewrite(query, texts)
+        prompt = prompts.rewrite(query, texts, self._longest)
         try:
             return await self._ask(prompt, lambda answer: parse_text(answer, self._longest)) or []
         except Unavailable as error:

@@ -18,8 +18,10 @@ from actors.experience.embed import Embedder
 from actors.experience.index import Near, VectorIndex, cosine_steps, least_cosine
 from actors.experience.store import ExperienceEntry, Store
 from actors.experience.successes import SuccessMemory
+from actors.experience.templates import advice_of
 
 CANDIDATES = 128  # nearest entries that are ranked
+MAX_ALIKE = 16  # entries with one advice for similar tasks whose texts are alike
 TRIM_SHARE = 100  # trimming removes limit / TRIM_SHARE entries more, as each trim sorts all
 COUNTED = ("added", "retired", "evicted", "purged", "retrievals", "empty")
 UNGUIDED = 1000  # newest unguided members whose success entries are compared with
@@ -114,7 +116,7 @@ class ExperiencePool:
                 self.counts["duplicates"] += 1
                 continue
             when, content = self.embedder.embed([item.when_to_use, item.content])
-            if self._similar(when, content, item.state):
+            if self._similar(item, when, content):
                 self.counts["duplicates"] += 1
                 continue
             entry = ExperienceEntry(
@@ -236,15 +238,22 @@ class ExperiencePool:
             del self._vectors[query]
         return np.stack([vectors[query] for query in queries])
 
-    def _similar(self, when: np.ndarray, content: np.ndarray, state: str) -> bool:
-        """Return True if an entry in the index is a duplicate."""
+    def _similar(self, item: Item, when: np.ndarray, content: np.ndarray) -> bool:
+        """Return True if an entry in the index is a duplicate.
+
+        Texts alike for different states are none, up to `MAX_ALIKE` with the same advice: states
+        that never come again, such as observations with a clock, would fill the pool with one.
+        """
         (near,) = self._index.search(when[None], CANDIDATES, self.dedup)
-        entries = (self.entries[number] for place, _ in near for number in place)
-        return any(
-            entry.content_vector @ content >= self.dedup
-            and (entry.state == state or not (entry.state and state))
-            for entry in entries
-        )
+        entries = [self.entries[number] for place, _ in near for number in place]
+        if not entries:
+            return False
+        cosines = np.stack([entry.content_vector for entry in entries]) @ content
+        alike = [entries[at] for at in np.flatnonzero(cosines >= self.dedup)]
+        if any(not item.state or one.state in ("", item.state) for one in alike):
+            return True
+        advice = advice_of(item.content, item.state)
+        return sum(advice_of(one.content, one.state) == advice for one in alike) >= MAX_ALIKE
 
     def _trim(self, entries: list[ExperienceEntry], limit: int) -> None:
         """Delete the least useful of these entries, a few below the limit."""

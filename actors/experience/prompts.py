@@ -21,7 +21,7 @@ Answer with a JSON array of {least} to {most} objects, each exactly
 {{"when_to_use": "...", "content": "..."}}
 "when_to_use": one sentence naming the kind of task and situation in which the lesson applies.
 "content": one or two sentences saying what to do, or what not to do, and why; concrete enough to
-act on, and true beyond this one episode."""
+act on, and true beyond this one episode; at most {longest} characters."""
 
 SUCCESS = "These episodes solved the task. What decided that they did?"
 FAILURE = "These episodes failed at the task. Which mistakes decided that, and what avoids them?"
@@ -41,13 +41,17 @@ these), one for each lesson, in order."""
 
 REWRITE = """\
 Rework the lessons below into one short text of advice for the task below. Keep what applies to it,
-leave out what does not, add nothing. Answer with a JSON array that holds one string."""
+leave out what does not, add nothing. Answer with a JSON array that holds one string of at most
+{longest} characters."""
 
 
-def lessons(question: str, most: int, query: str, episodes: Sequence[Transcript]) -> str:
-    """Ask for lessons from these episodes."""
+def lessons(
+    question: str, most: int, longest: int, query: str, episodes: Sequence[Transcript]
+) -> str:
+    """Ask for at most `most` lessons of at most `longest` characters from these episodes."""
     record = {"task": query, "episodes": _records(episodes)}
-    return f"{question}\n{LESSON_FORM.format(least=1, most=most)}\n\n{as_json(record)}"
+    form = LESSON_FORM.format(least=1, most=most, longest=longest)
+    return f"{question}\n{form}\n\n{as_json(record)}"
 
 
 def validation(query: str, episodes: Sequence[Transcript], texts: Sequence[str]) -> str:
@@ -56,9 +60,10 @@ def validation(query: str, episodes: Sequence[Transcript], texts: Sequence[str])
     return f"{VALIDATION.format(count=len(texts))}\n\n{as_json(record)}"
 
 
-def rewrite(query: str, texts: Sequence[str]) -> str:
-    """Ask for one text that combines these lessons."""
-    return f"{REWRITE}\n\n{as_json({'task': query, 'lessons': list(texts)})}"
+def rewrite(query: str, texts: Sequence[str], longest: int) -> str:
+    """Ask for one text of at most `longest` characters that combines these lessons."""
+    record = {"task": query, "lessons": list(texts)}
+    return f"{REWRITE.format(longest=longest)}\n\n{as_json(record)}"
 
 
 def _records(episodes: Sequence[Transcript]) -> list[dict[str, object]]:

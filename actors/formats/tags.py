@@ -49,11 +49,20 @@ def thought_end(text: str, *tags: str) -> int:
     """Return the position behind the last `</think>` that stands in no block of these tags; 0
     without one. A block in a thought does not count: it can be one that the policy only mentions.
     """
+    found = list(re.finditer(rf"{THOUGHT_END}|</?(?:{'|'.join(tags)})>", text))
+    ends: set[int] = set()  # of blocks; a closing tag without an opening ends none
+    opened: set[str] = set()
+    for tag in found:
+        if tag[0].startswith("</") and (name := tag[0][2:]) in opened:
+            opened.remove(name)
+            ends.add(tag.start())
+        elif not tag[0].startswith("</"):
+            opened.add(tag[0][1:])
     inside = False
-    found = re.finditer(rf"{THOUGHT_END}|</?(?:{'|'.join(tags)})>", text)
-    for tag in reversed(list(found)):
-        if tag[0] != THOUGHT_END:
-            inside = tag[0].startswith("</")
-        elif not inside:
-            return tag.end()
+    for tag in reversed(found):
+        if tag[0] == THOUGHT_END:
+            if not inside:
+                return tag.end()
+        elif tag.start() in ends or not tag[0].startswith("</"):
+            inside = tag.start() in ends
     return 0

@@ -14,6 +14,7 @@ from evolver_async.schema import Task
 STAGE = "stages=[{kind: rl, steps: 9}]"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -2,7 +2,8 @@
 
 Each of them holds a tensor of the CPU, on which every operation really runs; so values are right.
 An operation on tensors of both devices and `numpy` of one of the GPU raise what they raise on a
-GPU, forward and backward. It knows nothing of streams, kernels and memory.
+GPU, forward and backward. It knows nothing of streams, kernels and memory; a single number of the
+host passes every operation, though some refuse it on a GPU, and flash attention is off.
 
 Autograd and the operators in C++ believe that the wrappers are on the CPU: what they make for
 themselves has its device from here (`dispatch`), what Python asks for has it from `Functions`.
@@ -68,7 +69,9 @@ class GpuTensor(Tensor):
     def get_device(self) -> int:
         return 0
 
-    def numpy(self, **_: Any) -> Any:
+    def numpy(self, *, force: bool = False) -> Any:
+        if force:
+            return self.held.numpy(force=True)
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
     __array__ = numpy
@@ -201,7 +204,7 @@ class Move(torch.autograd.Function):
 
 
 class Event:
-    """Of a stream; streams are all the same one."""
+    """Stand-in for events and streams: there is one stream, and it never waits."""
 
     device = GPU
 
@@ -215,7 +218,7 @@ class Event:
         return True
 
 
-ABOUT = SimpleNamespace(
+PROPERTIES = SimpleNamespace(
     name="pretended", total_memory=80 << 30, major=7, minor=5, uuid="0", multi_processor_count=1
 )
 RUNTIME = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
@@ -224,7 +227,7 @@ ANSWERS: dict[str, Any] = {
     "device_count": 1,
     "current_device": 0,
     "get_device_capability": (7, 5),  # too old for flash attention, which is a kernel of its own
-    "get_device_properties": ABOUT,
+    "get_device_properties": PROPERTIES,
     "mem_get_info": (70 << 30, 80 << 30),
     "max_memory_allocated": 1 << 30,
     "memory_allocated": 1 << 30,
@@ -237,14 +240,14 @@ ANSWERS: dict[str, Any] = {
 
 @contextlib.contextmanager
 def pretended() -> Iterator[None]:
-    """Let this process believe in one GPU."""
+    """Make this process see one GPU."""
     ties = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)  # else tied weights come apart
     with contextlib.ExitStack() as stack:
         stack.callback(torch.__future__.set_swap_module_params_on_conversion, ties)
         for name, answer in ANSWERS.items():
-            said = lambda *_, answer=answer, **__: answer  # noqa: E731
-            stack.enter_context(patch.object(torch.cuda, name, said))
+            constant = lambda *_, answer=answer, **__: answer  # noqa: E731
+            stack.enter_context(patch.object(torch.cuda, name, constant))
         for name in ("Event", "Stream"):
             stack.enter_context(patch.object(torch.cuda, name, Event))
         stack.enter_context(patch.object(torch.cuda, "stream", contextlib.nullcontext))

@@ -1,17 +1,24 @@
 """Whole runs on a pretended GPU: no tensor of one device meets one of the other.
 
-What the runs train by is as different as the losses, passes and stages are. A test that fails here
-fails on a GPU as well; what passes is free of this fault alone.
+The runs differ in losses, passes and stages. What passes is free of this fault alone; see
+`pretended_gpu` for what it does not know.
 """
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from engine_conformance import V0
+from gpu_models import SHARPNESS, SMALL, TOKENIZER, differences, requests
 from pretended_gpu import GpuTensor, operations, pretended
 from serial_runs import trainer
+from transformers.models.auto import AutoModelForCausalLM
 
+from actors.engines.base import Generation
+from actors.engines.decoding.fused import FusedDecoder
+from actors.engines.torch_engine import TorchEngine
 from evolver_async.config.load import load
 from evolver_async.launch.serial import run
 
@@ -84,6 +91,36 @@ def test_a_resume_puts_moments_on_the_device(tmp_path: Path) -> None:
         assert run(longer, finished.run_dir) == 0
     lines = (finished.run_dir / "metrics.jsonl").read_text().splitlines()
     assert max(json.loads(line)["step"] for line in lines) == 7
+
+
+def test_an_engine_whose_heads_share_keys_agrees_with_the_learner() -> None:
+    """Prompts are longer than the chunks of their prefill, so passes have one token and several."""
+    with pretended():
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            model = AutoModelForCausalLM.from_config(SMALL, attn_implementation="sdpa").eval()
+        with torch.no_grad():
+            model.model.norm.weight.mul_(SHARPNESS)
+        assert FusedDecoder.fits(model) and SMALL.num_key_value_heads < SMALL.num_attention_heads
+        asked = requests()
+        engine = TorchEngine(
+            model,
+            TOKENIZER,
+            weights=V0,
+            slots=8,
+            max_length=256,
+            prefill_tokens=64,
+            in_flight="keep",
+        )
+
+        async def play() -> list[Generation]:
+            try:
+                return list(await asyncio.gather(*(engine.generate(one) for one in asked)))
+            finally:
+                await engine.close()
+
+        delta_N = differences(model, asked, asyncio.run(play()))
+    assert delta_N.abs().max() < 1e-3
 
 
 def test_what_a_gpu_refuses_is_refused() -> None:

@@ -52,7 +52,6 @@ class FusedDecoder:
         self._head_dim = self._decoder.layers[0].self_attn.head_dim
         self._queries = config.num_attention_heads
         self._keys = config.num_key_value_heads
-        self._grouped = self._queries != self._keys
         self._embed, self._norm = self._decoder.embed_tokens.weight, self._decoder.norm.weight
         small = sum(one.numel() for one in model.parameters()) <= MAX_COPIED
         self._copied = small and model.device.type == "cpu"
@@ -103,34 +102,38 @@ class FusedDecoder:
         x_NM = F.embedding(input_ids.view(-1), self._embed)
         cos_N1D = self._cos[position_ids.view(-1)].unsqueeze(1)
         sin_N1D = self._sin[position_ids.view(-1)].unsqueeze(1)
+        shared = self._queries // self._keys
+        folded = shared > 1 and (length == 1 or input_ids.is_cuda)
+        if folded and length > 1:
+            attention_mask = attention_mask.repeat(1, 1, shared, 1)
         for index, layer in enumerate(self._layers):
             inner_NHD = self._inner(layer, x_NM, cos_N1D, sin_N1D)
             keys_BHTD, values_BHTD = slots.store(inner_NHD[:, self._queries :], index)
             query_NHD = inner_NHD[:, : self._queries]
             query_BHQD = query_NHD.unflatten(0, (rows, length)).transpose(1, 2)
-            mixed_BHQD = self._attend(query_BHQD, keys_BHTD, values_BHTD, attention_mask)
+            mixed_BHQD = self._attend(query_BHQD, keys_BHTD, values_BHTD, attention_mask, folded)
             x_NM = x_NM + layer.out(mixed_BHQD.transpose(1, 2).flatten(2).flatten(0, 1))
             gate, up = layer.gates(_rms_norm(x_NM, layer.mlp_norm, self._eps)).chunk(2, 1)
             x_NM = x_NM + layer.down(F.silu(gate).mul_(up))
         return _rms_norm(x_NM, self._norm, self._eps).unflatten(0, (rows, length))
 
-    def _attend(self, query_BHQD: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    def _attend(
+        self, query_BHQD: Tensor, key: Tensor, value: Tensor, mask: Tensor, folded: bool
+    ) -> Tensor:
         """Return the attention [B, H, Q, D] to keys and values [B, K, T, D] by mask [B, 1, Q, T].
 
-        Heads that share a key become queries of one head. On a GPU torch would otherwise copy keys
-        and values for every head, as its kernels take no mask with fewer keys than queries; on a
-        CPU it takes 1.4 times as long for single tokens, and .8 times for a prompt.
+        `folded`: heads that share a key become queries of one head, whose mask has a row for each
+        of these. On a GPU torch would otherwise copy keys and values for every head, as its
+        kernels take no mask with fewer keys than queries. On a CPU torch's own way takes 1.4 times
+        as long for single tokens, and .8 times for a prompt.
         """
-        length = query_BHQD.shape[2]
-        if not self._grouped or (length > 1 and not query_BHQD.is_cuda):
-            return F.scaled_dot_product_attention(
-                query_BHQD, key, value, mask, enable_gqa=self._grouped
-            )
-        shared = self._queries // self._keys
-        rows = mask.repeat(1, 1, shared, 1) if length > 1 else mask
-        folded = query_BHQD.unflatten(1, (self._keys, shared)).flatten(2, 3)
-        mixed = F.scaled_dot_product_attention(folded, key, value, rows)
-        return mixed.unflatten(2, (shared, length)).flatten(1, 2)
+        attend = F.scaled_dot_product_attention
+        if not folded:
+            return attend(query_BHQD, key, value, mask, enable_gqa=self._queries != self._keys)
+        heads = self._keys, self._queries // self._keys
+        queries = query_BHQD.unflatten(1, heads).flatten(2, 3)
+        mixed = attend(queries, key, value, mask)
+        return mixed.unflatten(2, (heads[1], query_BHQD.shape[2])).flatten(1, 2)
 
     def _inner(self, layer: _Layer, x_NM: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
         """Return queries and keys, rotated, and values [N, H, D]."""

@@ -16,8 +16,8 @@ import numpy as np
 from actors.envs.adapters import required
 from actors.envs.adapters.reasoning_gym_scorer import READY
 from actors.envs.base import Env
-from actors.sandbox.pool import SandboxPool, shared
-from actors.sandbox.process import InterpreterConfig, SandboxLimits, SandboxUnavailable
+from actors.sandbox.pool import KILLED, WAIT_S, SandboxPool, shared
+from actors.sandbox.process import GRACE_S, InterpreterConfig, SandboxLimits, SandboxUnavailable
 from evolver_async.env import Info, Step
 from evolver_async.randomness import key
 from evolver_async.schema import Task
@@ -56,6 +56,7 @@ class ReasoningGym(Env):
         if not 1 <= self.workers <= 64:
             raise ValueError(f"workers: {self.workers} is not in 1..64")
         cpu_s = max(1, round(self.wall_s))
+        self.longest_call_s = WAIT_S + self.wall_s + GRACE_S
         self.limits = SandboxLimits(wall_s=self.wall_s, cpu_s=cpu_s, memory_bytes=MEMORY_BYTES)
         self.package = required("reasoning_gym", "dataset", "reasoning-gym")
         for own in ("seed", "size"):
@@ -120,14 +121,20 @@ class ReasoningGym(Env):
 
     def _score(self, pool: SandboxPool, answer: str) -> float | None:
         """Score an answer in the sandbox; None if the scorer cannot read it, breaks a limit or
-        crashes. RuntimeError if it was not run."""
+        crashes. RuntimeError if it was not run.
+
+        A killed interpreter does not tell whose fault that was, so the answer has a second attempt.
+        """
         if len(answer) > LONGEST_ANSWER:
             return None
         entry = repr(_plain(self.entry))
         request = json.dumps([answer, entry, self.dataset, self.seed, self.kwargs or {}])
-        result = pool.run(f"{SCORER}\n\nscore(*json.loads({request!r}))\n")
-        _, ready, written = result.stdout.partition(f"{READY}\n")
-        if not ready and result.status in ("busy", "error"):
+        for _ in range(2):
+            result = pool.run(f"{SCORER}\n\nscore(*json.loads({request!r}))\n")
+            _, ready, written = result.stdout.partition(f"{READY}\n")
+            if ready or result.status != "killed":
+                break
+        if not ready and result.stderr != KILLED:  # its limit came before the answer's turn
             reason = result.stderr.strip().rpartition("\n")[2]
             raise RuntimeError(f"an answer to {self.dataset} was not scored: {reason}")
         return json.loads(written.strip().rpartition("\n")[2]) if result.status == "ok" else None

@@ -41,6 +41,7 @@ THOUGHTS = (
     "<think>I should write <tool_call> now.</think>\n",
     "<think>a</think><think><tool_call>{}</tool_call>, <answer>1</answer></think>",
     'one may write <tool_call>{"name": "g"}</tool_call> or <answer>1</think>\n',
+    'not <tool_call>{"name": "g"}</tool_call></think> the end </answer>\n',
 )
 
 

@@ -2,15 +2,20 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sympy
 
+from actors.checks.config import check
 from actors.envs.adapters.reasoning_gym_env import INTERIOR, ReasoningGym
-from actors.envs.adapters.reasoning_gym_scorer import evaluate
+from actors.envs.adapters.reasoning_gym_scorer import READY, evaluate
 from actors.envs.base import make_env
-from actors.sandbox.pool import SandboxPool
+from actors.sandbox.pool import KILLED, SandboxPool
+from actors.sandbox.process import Result
+from evolver_async.config import ConfigError
+from evolver_async.config.load import load
 from evolver_async.schema import Task
 
 pytestmark = pytest.mark.process
@@ -177,3 +182,29 @@ def test_a_dataset_that_cannot_be_made_in_the_sandbox_is_a_failure_and_no_wrong_
         env.step("1")
     with pytest.raises(ValueError, match=r"env\.params\..*colour"):
         make_env("reasoning_gym", {"dataset": "gcd", "kwargs": {"colour": 1}})
+
+
+def results(*given: Result) -> Any:
+    """A pool whose programs end like this, one after the other."""
+    left = iter(given)
+    return SimpleNamespace(run=lambda source: next(left))
+
+
+def test_an_answer_whose_turn_never_came_is_a_failure_and_no_score() -> None:
+    env = begun("gcd")
+    late = Result("", "", "timeout", 5.0)
+    with pytest.raises(RuntimeError, match="gcd was not scored"):
+        env._score(results(late), "1")
+
+
+def test_an_answer_whose_interpreter_was_killed_is_scored_once_more() -> None:
+    env = begun("gcd")
+    killed, scored = Result("", KILLED, "killed", 5.0), Result(f"{READY}\n1.0\n", "", "ok", 0.1)
+    assert env._score(results(killed, scored), "1") == 1.0
+    assert env._score(results(killed, killed), "1") is None
+
+
+def test_a_score_that_can_outlast_a_step_is_refused_before_a_start() -> None:
+    keys = ["env.name=reasoning_gym", "env.params={dataset: gcd, wall_s: 25}", "stages.0.steps=1"]
+    with pytest.raises(ConfigError, match=r"env\.step_timeout_s: .* reduce env\.params\.wall_s"):
+        check(load(None, keys))

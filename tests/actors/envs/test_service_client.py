@@ -274,7 +274,9 @@ def test_requests_that_outlast_a_step_are_refused_before_a_start() -> None:
         params = f"{{url: '{service.url}', env_type: counting, splits: {{train: train, test: dev}}"
         run = ["stages=[{kind: rl, steps: 1}]", "env.name=agentevolver", "env.step_timeout_s=9"]
         check(load(None, [*run, f"env.params={params}, retries: 1, timeout_s: 4}}"]))
-        with pytest.raises(ConfigError, match=r"^env\.params\.timeout_s: .*env\.step_timeout_s=9"):
+        with pytest.raises(
+            ConfigError, match=r"^env\.step_timeout_s: 9 s .*env\.params\.timeout_s"
+        ):
             check(load(None, [*run, f"env.params={params}, retries: 1, timeout_s: 4.5}}"]))
         check(load(None, [*run[:2], f"env.params={params}}}"]))
 

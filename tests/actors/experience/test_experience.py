@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from actors.checks.config import check
 from actors.experience.contrast import contrast_items
 from actors.experience.embed import HashEmbedder, embed
-from actors.experience.pool import ExperiencePool, Item
+from actors.experience.pool import MAX_ALIKE, ExperiencePool, Item
 from actors.experience.service import ExperienceService
 from actors.experience.store import FILE, Store
 from actors.experience.templates import contrast
@@ -148,6 +148,21 @@ def test_advice_for_different_states_is_no_duplicate(
     same_text = Item("reach the goal", texts[0], 1.0, "elsewhere")
     assert pool.add([same_text], "a", []) == 1
     assert pool.add([Item("reach the goal", texts[0], 1.0)], "a", []) == 0, "without a state"
+
+
+def test_states_that_never_come_again_do_not_fill_the_pool_with_one_advice(
+    open_pool: Callable[..., ExperiencePool],
+) -> None:
+    pool = open_pool(256)
+    long = (
+        3 * "you stand in a room with a door to the north and a lamp on the table beside a chair "
+    )
+    states = [f"{long} , minute {number}" for number in range(100)]
+    for state in states:
+        pool.add([Item("leave the house", contrast(state, "north", "wait"), 1.0, state)], "a", [])
+    assert len(pool) == MAX_ALIKE
+    other = contrast(long, "take the lamp", "wait")
+    assert pool.add([Item("leave the house", other, 1.0, long)], "a", []) == 1
 
 
 def test_everything_is_there_again_after_a_restart(

@@ -64,17 +64,17 @@ REPEATED = (
 @pytest.mark.parametrize("repeated", REPEATED)
 def test_unclosed_openings_are_read_in_linear_time(parser: str, repeated: str) -> None:
     text = repeated * OPENINGS
-    began = time.perf_counter()
+    began = time.thread_time()
     PARSERS[parser](text)
-    assert time.perf_counter() - began < SOON_S
+    assert time.thread_time() - began < SOON_S
 
 
 @pytest.mark.parametrize("repeated", ["\\boxed{", "\\boxed{}", "{", "}"])
 def test_unclosed_boxes_are_read_in_linear_time(repeated: str) -> None:
     style = Interleaved(think=False, actions_per_turn=1)
-    began = time.perf_counter()
+    began = time.thread_time()
     style.parse(f"<answer>{repeated * OPENINGS}</answer>")
-    assert time.perf_counter() - began < SOON_S
+    assert time.thread_time() - began < SOON_S
 
 
 def slow_box(text: str) -> str | None:
